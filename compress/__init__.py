@@ -1,0 +1,1 @@
+"""compress: vision models made small and fast, and measured on the engine."""

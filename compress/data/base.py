@@ -1,0 +1,131 @@
+"""What every data set is: two splits of labelled images whose batches depend on (seed, epoch, step) alone.
+
+Nothing is drawn from a global random state, so a run that is stopped and resumed, or spread over several
+processes, sees exactly the images it would have seen.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.data.preprocessing import Preprocessing
+from compress.errors import DataError
+
+Batch = tuple[Tensor, Tensor]
+"""Images (N, C, H, W) float32, normalized; targets (N,) int64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """Which images form which batch.
+
+    Attributes:
+        batch_size: images of one step over all processes together.
+        epoch: None = in the stored order and without augmentation (evaluation, calibration);
+            a number = shuffled and augmented as that epoch of training is.
+        rank, world_size: this process takes elements rank, rank + world_size, ... of every batch.
+        first: index of the first batch to yield; earlier ones are skipped at no cost (resume).
+        limit: use only this many images, the first of the order; None = all.
+        drop_last: leave out a last batch that is smaller than the rest.
+    """
+
+    batch_size: int
+    epoch: int | None = None
+    rank: int = 0
+    world_size: int = 1
+    first: int = 0
+    limit: int | None = None
+    drop_last: bool = False
+
+
+class Split(ABC):
+    """A fixed, ordered set of labelled images: the training or the evaluation part of a data set."""
+
+    def __init__(self, *, labels: tuple[str, ...], preprocessing: Preprocessing, seed: int) -> None:
+        self.labels = labels
+        self.preprocessing = preprocessing
+        self.seed = seed
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.labels)
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of images."""
+
+    @abstractmethod
+    def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
+        """Images and targets at `indices` of the stored order; augmented where `epoch` is a number."""
+
+    def order(self, plan: BatchPlan) -> list[int]:
+        """The indices of the whole pass, in the order of `plan`; a pure function of (seed, plan).
+
+        `limit` without an epoch takes a sample that is spread over the whole split (the stored order is often
+        by class), still the same on every call.
+        """
+        count = len(self)
+        if plan.epoch is not None:
+            generator = torch.Generator().manual_seed(hash_seed(self.seed, plan.epoch))
+            indices = torch.randperm(count, generator=generator).tolist()
+        elif plan.limit is not None and plan.limit < count:
+            generator = torch.Generator().manual_seed(hash_seed(self.seed, 0))
+            indices = sorted(torch.randperm(count, generator=generator)[: plan.limit].tolist())
+        else:
+            indices = list(range(count))
+        return indices if plan.limit is None else indices[: plan.limit]
+
+    def batch_indices(self, plan: BatchPlan) -> list[list[int]]:
+        """The indices of each batch that this process loads.
+
+        Raises:
+            DataError: a batch smaller than the number of processes.
+        """
+        if plan.batch_size < plan.world_size:
+            raise DataError(
+                f"data.batch_size is {plan.batch_size} for {plan.world_size} processes: it is the batch of all of "
+                f"them together and must be at least {plan.world_size}"
+            )
+        order = self.order(plan)
+        batches = [order[i : i + plan.batch_size] for i in range(0, len(order), plan.batch_size)]
+        if plan.drop_last and len(batches) > 1 and len(batches[-1]) < plan.batch_size:
+            batches.pop()
+        return [batch[plan.rank :: plan.world_size] for batch in batches[plan.first :]]
+
+    def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
+        """Yield (images, targets) on `device` as `plan` says; an empty share of a batch is left out."""
+        device = torch.device(device)
+        for indices in self.batch_indices(plan):
+            if indices:
+                yield self.load(indices, epoch=plan.epoch, device=device)
+
+    def steps(self, plan: BatchPlan) -> int:
+        """Number of batches of a whole pass (plan.first not counted off)."""
+        count = len(self) if plan.limit is None else min(len(self), plan.limit)
+        whole, rest = divmod(count, plan.batch_size)
+        return max(1, whole) if plan.drop_last else whole + (rest > 0)
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """The two splits of a data set; calibration draws from `train`, never from `val`."""
+
+    train: Split
+    val: Split
+
+
+def hash_seed(*parts: int) -> int:
+    """Mix integers into one 63-bit seed (splitmix64), so that neighbouring (seed, epoch) pairs are unrelated."""
+    state = 0
+    for part in parts:
+        state = (state ^ (part & 0xFFFFFFFFFFFFFFFF)) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state >> 1

@@ -1,0 +1,60 @@
+"""How an image becomes a model's input: part of the recipe, written into the ONNX file, checked at evaluation.
+
+A wrong mean or channel order costs points that look like quantization loss; so the numbers travel with
+the model, and evaluating it on data prepared otherwise is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from compress.errors import DataError
+
+METADATA_KEY = "compress.preprocessing"
+LABELS_KEY = "compress.labels"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preprocessing:
+    """Input of a model: (N, channels, image_size, image_size) float32, (pixel / 255 - mean) / std.
+
+    Attributes:
+        image_size: side in pixels after resizing and cropping.
+        mean, std: one value per channel, in units of pixel / 255.
+        channels: `RGB` (grey images are repeated three times).
+        layout: `NCHW`.
+        interpolation: how images are resized.
+        crop_ratio: image_size over the side resized to before the centre crop; 1.0 = no crop.
+    """
+
+    image_size: int
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    channels: str = "RGB"
+    layout: str = "NCHW"
+    interpolation: str = "bilinear"
+    crop_ratio: float = 1.0
+
+    def to_json(self) -> str:
+        """One JSON object, keys sorted: the form in the ONNX metadata."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Preprocessing:
+        """Read `to_json`'s form back.
+
+        Raises:
+            DataError: the text is not such an object.
+        """
+        try:
+            fields = json.loads(text)
+            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+        except (ValueError, TypeError, AttributeError) as error:
+            raise DataError(f"the preprocessing in the model's metadata is not readable ({error}): {text!r}") from None
+
+    def differences(self, other: Preprocessing) -> list[str]:
+        """What differs, one line a field: 'mean: (0.5,) here, (0.4,) there'. Empty when they agree."""
+        mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
+        return [f"{k}: {mine[k]} here, {theirs[k]} there" for k in mine if mine[k] != theirs[k]]

@@ -1,0 +1,1 @@
+"""What runs a model and is measured; each engine imports its library lazily, in one place."""

@@ -1,0 +1,1 @@
+"""ONNX with Q/DQ, and the audit of what is in it."""

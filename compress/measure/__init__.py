@@ -1,0 +1,1 @@
+"""Latency, accuracy and parity, measured on engines."""

@@ -1,0 +1,1 @@
+"""From float to integers: numerics, calibrators, the quantizer, placement and insertion."""

@@ -1,0 +1,1 @@
+"""Receptive fields: theoretical (exact, from the graph) and effective (measured with gradients)."""

@@ -1,0 +1,1 @@
+"""Figures, markdown and HTML of a run."""

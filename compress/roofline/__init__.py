@@ -1,0 +1,1 @@
+"""Rooflines: where a network's time must go on a device, and where compression pays."""
