@@ -1,0 +1,67 @@
+"""BatchNorm folded into the layer before it: y = g (Wx + b - m) / sqrt(v + eps) + h becomes one weight and one bias."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
+
+from compress.graph.ops import WEIGHTED, module_kind, node_kind, node_module
+
+
+def fold_batchnorm(graph_module: fx.GraphModule) -> tuple[str, ...]:
+    """Fold every BatchNorm that follows a conv, transposed conv or linear and is its only reader; in place.
+
+    A BatchNorm stays when its input has other readers, when its layer is called twice, or when it follows something
+    else (pre-activation networks); in evaluation mode the outputs are the same up to rounding.
+
+    Returns:
+        Paths of the BatchNorms that were folded.
+    """
+    folded = []
+    for node in list(graph_module.graph.nodes):
+        pair = foldable_pair(node)
+        if pair is None:
+            continue
+        layer, norm = pair
+        _fold_into(
+            cast(nn.Module, node_module(layer)), node_module(norm), transposed=node_kind(layer) == "conv_transpose"
+        )
+        node.replace_all_uses_with(layer)
+        graph_module.graph.erase_node(node)
+        folded.append(str(node.target))
+    graph_module.delete_all_unused_submodules()
+    graph_module.recompile()
+    return tuple(folded)
+
+
+def foldable_pair(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """(layer, norm) when `norm` is a BatchNorm that can be folded into the layer before it, else None."""
+    if norm.op != "call_module" or node_kind(norm) != "batch_norm" or not isinstance(norm.args[0], fx.Node):
+        return None
+    layer = norm.args[0]
+    if layer.op != "call_module" or node_kind(layer) not in WEIGHTED or len(layer.users) != 1:
+        return None
+    calls = [n.target for n in norm.graph.nodes if n.op == "call_module"]
+    if calls.count(layer.target) != 1 or calls.count(norm.target) != 1:
+        return None
+    module = node_module(norm)
+    if type(module).forward not in {nn.BatchNorm1d.forward, nn.BatchNorm2d.forward, nn.BatchNorm3d.forward}:
+        return None  # a subclass that does more than normalize (timm's BatchNormAct2d)
+    return (layer, norm) if getattr(module, "running_mean", None) is not None else None
+
+
+def _fold_into(layer: nn.Module, norm: nn.Module, *, transposed: bool) -> None:
+    weight, bias = cast(nn.Parameter, layer.weight), cast("nn.Parameter | None", layer.bias)
+    statistics = (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
+    if module_kind(layer) == "linear":
+        layer.weight, layer.bias = fuse_linear_bn_weights(weight, bias, *statistics)  # type: ignore[arg-type]
+        return
+    groups = cast(int, layer.groups) if transposed else 1
+    # A transposed convolution holds (in, out / groups, ...): lay the groups side by side, so that dim 1 is all of out.
+    wide = weight.detach().unflatten(0, (groups, -1)).transpose(0, 1).flatten(1, 2) if transposed else weight
+    fused, layer.bias = fuse_conv_bn_weights(wide, bias, *statistics, transpose=transposed)  # type: ignore[arg-type]
+    if transposed:
+        fused = nn.Parameter(fused.detach().unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1).contiguous())
+    layer.weight = fused

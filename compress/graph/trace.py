@@ -1,0 +1,212 @@
+"""A model becomes a graph: torch.fx, once, with what it cannot trace kept whole as a leaf and said so.
+
+A submodule whose Python depends on values (`if x.sum() > 0`) stops fx. It is then made a leaf, that is one opaque node,
+and tracing starts again; every leaf stands with its reason in `leaves_of(graph_module)`. The result is run once
+against the model: a graph that computes something else is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from compress.errors import ModelError
+
+Inputs = Tensor | Sequence[Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """A submodule that is one opaque node of the graph.
+
+    Attributes:
+        path: the module's path.
+        kind: its class.
+        reason: what stopped fx inside it, or "asked for".
+    """
+
+    path: str
+    kind: str
+    reason: str
+
+
+class _Tracer(fx.Tracer):
+    """fx's tracer with leaves of our choice, which remembers where an error came from."""
+
+    def __init__(self, leaves: Iterable[str] = ()) -> None:  # no argument when pickle builds one
+        super().__init__()
+        self.leaves = frozenset(leaves)
+        self.failed = ""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return (
+            module_qualified_name in self.leaves
+            or getattr(m, "is_quantizer", False)
+            or super().is_leaf_module(m, module_qualified_name)
+        )
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.failed = self.failed or self.path_of_module(m)  # the innermost module sees the error first
+            raise
+
+
+def as_inputs(example_inputs: Inputs) -> tuple[Tensor, ...]:
+    """A tensor or a sequence of tensors as a tuple.
+
+    Raises:
+        ModelError: something else, or nothing, was given.
+    """
+    inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
+    if not inputs or not all(isinstance(x, Tensor) for x in inputs):
+        got = ", ".join(type(x).__name__ for x in inputs) or "nothing"
+        raise ModelError(f"example_inputs must be a tensor or a sequence of tensors, got {got}")
+    return inputs
+
+
+def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = ()) -> fx.GraphModule:
+    """Trace `model` in evaluation mode into a graph whose nodes carry `meta["shape"]` and `meta["dtype"]`.
+
+    The graph module holds copies of the model's submodules under their own names; the model is not changed.
+
+    Args:
+        model: any module that returns tensors.
+        example_inputs: its input, or inputs in order; a batch of two or more shows the batch dimension better.
+        leaves: paths of submodules to keep whole.
+
+    Returns:
+        The graph module, in evaluation mode. `leaves_of` tells what was kept whole.
+
+    Raises:
+        ModelError: the model fails on its inputs, fx cannot trace its own forward, or the graph computes
+            something else.
+    """
+    inputs = as_inputs(example_inputs)
+    if isinstance(model, fx.GraphModule) and not tuple(leaves):
+        graph_module = copy.deepcopy(model).eval()
+        propagate_shapes(graph_module, inputs)
+        return graph_module
+    model = copy.deepcopy(model).eval()
+    reference = _run(model, inputs)
+    asked = dict.fromkeys(leaves, "asked for")
+    unknown = [path for path in asked if path not in dict(model.named_modules())]
+    if unknown:
+        raise ModelError(f"leaves names modules that the model does not have: {', '.join(unknown)}")
+    graph, found = _trace_with_leaves(model, asked)
+    graph_module = fx.GraphModule(model, graph, class_name=type(model).__name__).eval()
+    result = propagate_shapes(graph_module, inputs)
+    _check_equal(reference, result, type(model).__name__)
+    preserve(graph_module, "leaves", found)
+    return graph_module
+
+
+def _trace_with_leaves(model: nn.Module, leaves: dict[str, str]) -> tuple[fx.Graph, tuple[Leaf, ...]]:
+    """Trace again and again, each time with the module that failed last as one more leaf."""
+    leaves = dict(leaves)
+    while True:
+        tracer = _Tracer(leaves)
+        try:
+            graph = tracer.trace(model)
+        except Exception as error:
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            if not tracer.failed or tracer.failed in leaves:
+                raise ModelError(
+                    f"torch.fx cannot trace {type(model).__name__}.forward itself ({reason}); move the part that "
+                    "depends on values into a submodule, which will then be kept whole"
+                ) from error
+            leaves[tracer.failed] = reason
+        else:
+            used = {str(node.target) for node in graph.nodes if node.op == "call_module"}
+            kinds = {path: type(model.get_submodule(path)).__name__ for path in used}
+            return graph, tuple(Leaf(path=p, kind=kinds[p], reason=r) for p, r in leaves.items() if p in used)
+
+
+def leaves_of(graph_module: fx.GraphModule) -> tuple[Leaf, ...]:
+    """What `trace` kept whole, with reasons."""
+    leaves: tuple[Leaf, ...] = getattr(graph_module, "leaves", ())
+    return leaves
+
+
+def preserve(graph_module: fx.GraphModule, name: str, value: Any) -> None:
+    """Set an attribute that survives both deepcopy and pickle of a graph module.
+
+    GraphModule's deepcopy keeps only what its meta names; its pickle keeps only plain attributes.
+    """
+    graph_module.meta.setdefault("_user_preserved_attributes", {})[name] = value
+    setattr(graph_module, name, value)
+
+
+class _Shapes(fx.Interpreter):
+    """Runs a graph and writes down what every node returned."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        n.meta["shape"] = tuple(result.shape) if isinstance(result, Tensor) else None
+        n.meta["dtype"] = result.dtype if isinstance(result, Tensor) else None
+        return result
+
+
+def propagate_shapes(graph_module: fx.GraphModule, example_inputs: Inputs) -> Any:
+    """Run once and write `meta["shape"]` (None where the value is no tensor) and `meta["dtype"]` on every node.
+
+    Returns:
+        What the graph returned.
+
+    Raises:
+        ModelError: the graph fails on these inputs.
+    """
+    training = graph_module.training
+    graph_module.eval()
+    try:
+        with torch.no_grad():
+            return _Shapes(graph_module).run(*as_inputs(example_inputs))
+    except Exception as error:
+        raise ModelError(f"the model fails on inputs of {_shapes_text(as_inputs(example_inputs))}: {error}") from error
+    finally:
+        graph_module.train(training)
+
+
+def _run(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+    try:
+        with torch.no_grad():
+            return model(*inputs)
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} fails on inputs of {_shapes_text(inputs)}: {error}; give example_inputs that the "
+            "model accepts, on the model's device"
+        ) from error
+
+
+def _shapes_text(inputs: tuple[Tensor, ...]) -> str:
+    return ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in inputs)
+
+
+def flat_tensors(value: Any) -> list[Tensor]:
+    """The tensors in a tensor, tuple, list or dict (model outputs), in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [t for item in value for t in flat_tensors(item)] if isinstance(value, (tuple, list)) else []
+
+
+def _check_equal(reference: Any, result: Any, name: str) -> None:
+    left, right = flat_tensors(reference), flat_tensors(result)
+    same = len(left) == len(right) and all(
+        a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True)
+        for a, b in zip(left, right, strict=True)
+    )
+    if not same:
+        raise ModelError(
+            f"the traced graph of {name} computes something else than the model: its forward depends on values or on "
+            "chance that a trace cannot hold; make that part a leaf"
+        )
