@@ -25,9 +25,7 @@ def fold_batchnorm(graph_module: fx.GraphModule) -> tuple[str, ...]:
         if pair is None:
             continue
         layer, norm = pair
-        _fold_into(
-            cast(nn.Module, node_module(layer)), node_module(norm), transposed=node_kind(layer) == "conv_transpose"
-        )
+        _fold_into(node_module(layer), node_module(norm), transposed=node_kind(layer) == "conv_transpose")
         node.replace_all_uses_with(layer)
         graph_module.graph.erase_node(node)
         folded.append(str(node.target))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from compress.graph.ops import node_kind, node_module
+from compress.graph.ops import KINDS, node_kind, node_module
 
 Shape = tuple[int, ...]
 
@@ -102,7 +102,7 @@ def _layer(node: fx.Node) -> Layer:
 def _weight_shape(node: fx.Node) -> Shape | None:
     """Shape of the weight of a conv or linear, whether it is a module's or a function's second argument."""
     if node.op == "call_module":
-        return tuple(node_module(node).weight.shape)  # type: ignore[union-attr, arg-type]
+        return tuple(node_module(node).weight.shape)  # type: ignore[arg-type]
     weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
     return weight.meta.get("shape") if isinstance(weight, fx.Node) else None
 
@@ -157,60 +157,4 @@ _MACS: dict[str, Callable[[fx.Node], int | None]] = {
     "attention": _attention_macs,
 }
 
-_FREE = frozenset(
-    [
-        "embedding",
-        "batch_norm",
-        "layer_norm",
-        "group_norm",
-        "instance_norm",
-        "local_response_norm",
-        "normalize",
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "neg",
-        "pow",
-        "exp",
-        "relu",
-        "relu6",
-        "leaky_relu",
-        "silu",
-        "gelu",
-        "hardswish",
-        "hardsigmoid",
-        "sigmoid",
-        "tanh",
-        "elu",
-        "mish",
-        "softplus",
-        "clamp",
-        "softmax",
-        "dropout",
-        "identity",
-        "max_pool",
-        "avg_pool",
-        "adaptive_avg_pool",
-        "adaptive_max_pool",
-        "mean",
-        "sum",
-        "max",
-        "concat",
-        "stack",
-        "split",
-        "getitem",
-        "getattr",
-        "flatten",
-        "reshape",
-        "transpose",
-        "squeeze",
-        "roll",
-        "repeat",
-        "pad",
-        "pixel_shuffle",
-        "pixel_unshuffle",
-        "channel_shuffle",
-        "resize",
-    ]
-)
+_FREE = KINDS - set(_MACS) - {"einsum"}

@@ -147,6 +147,9 @@ _METHODS: dict[str, tuple[str, ...]] = {
     "getitem": ("select", "narrow", "__getitem__"),
 }
 
+KINDS = frozenset(_MODULES) | frozenset(_FUNCTIONS) | frozenset(_METHODS)
+"""Every kind that an operation can have, `unknown` apart."""
+
 _BY_FUNCTION = {function: kind for kind, functions in _FUNCTIONS.items() for function in functions}
 _BY_METHOD = {method: kind for kind, methods in _METHODS.items() for method in methods}
 

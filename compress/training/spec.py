@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from compress.errors import RecipeError, near_misses
+
+Optimizer = Literal["sgd", "adamw"]
+Schedule = Literal["cosine", "constant"]
+Precision = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,7 +18,7 @@ class TrainSpec:
     """Training of the float baseline.
 
     Attributes:
-        epochs: passes over the training split.
+        epochs: passes over the training split; 0 evaluates only.
         optimizer: `sgd` (momentum, Nesterov) or `adamw`.
         lr: peak learning rate, for the whole (global) batch.
         momentum: of SGD.
@@ -20,9 +27,9 @@ class TrainSpec:
         schedule: `cosine` to zero or `constant` after the warm-up, step by step.
         label_smoothing: of the cross entropy.
         clip_grad_norm: largest L2 norm of the gradients; None = no clipping.
-        grad_accumulation: batches whose gradients are summed for one optimizer step.
+        grad_accumulation: batches of data.batch_size images whose mean gradient makes one optimizer step.
         precision: `fp32`, or autocast in `bf16` or `fp16` (with a gradient scaler).
-        channels_last: memory format; None = on GPUs only.
+        channels_last: memory format of images and weights; None = wherever the model runs in it.
         compile: run the model through torch.compile.
         distill: learn from the float model's logits too.
         distill_weight: share of the distillation loss, 0 to 1.
@@ -33,16 +40,16 @@ class TrainSpec:
     """
 
     epochs: int = 8
-    optimizer: Literal["sgd", "adamw"] = "sgd"
+    optimizer: Optimizer = "sgd"
     lr: float = 0.05
     momentum: float = 0.9
     weight_decay: float = 1e-4
     warmup_epochs: float = 1.0
-    schedule: Literal["cosine", "constant"] = "cosine"
+    schedule: Schedule = "cosine"
     label_smoothing: float = 0.0
     clip_grad_norm: float | None = None
     grad_accumulation: int = 1
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Precision = "fp32"
     channels_last: bool | None = None
     compile: bool = False
     distill: bool = False
@@ -65,3 +72,53 @@ class QATSpec(TrainSpec):
     lr: float = 0.001
     warmup_epochs: float = 0.0
     distill: bool = True
+
+
+def check_train_spec(spec: TrainSpec, *, section: str | None = None) -> None:
+    """Refuse a value that cannot be trained with.
+
+    Args:
+        spec: what to check.
+        section: recipe section that messages name; None = `qat` for a `QATSpec`, else `train`.
+
+    Raises:
+        RecipeError: names the key, what was got and what is allowed.
+    """
+    section = section or ("qat" if isinstance(spec, QATSpec) else "train")
+    for key, allowed in (("optimizer", Optimizer), ("schedule", Schedule), ("precision", Precision)):
+        got = getattr(spec, key)
+        if got not in get_args(allowed):
+            names = ", ".join(get_args(allowed))
+            raise RecipeError(f"{section}.{key} is {got!r}{near_misses(str(got), get_args(allowed))} (one of: {names})")
+    for key, fits, allowed_range in _ranges(spec):
+        if not fits:
+            raise RecipeError(f"{section}.{key} is {getattr(spec, key)!r}: it must be {allowed_range}")
+    if spec.epochs and spec.warmup_epochs > spec.epochs:
+        raise RecipeError(
+            f"{section}.warmup_epochs is {spec.warmup_epochs} of {spec.epochs} epochs, so lr would never reach "
+            f"{section}.lr: it must be at most {section}.epochs"
+        )
+
+
+def _ranges(spec: TrainSpec) -> tuple[tuple[str, bool, str], ...]:
+    """(key, whether it is in range, the range in words) for each number."""
+    clip, every = spec.clip_grad_norm, spec.checkpoint_steps
+    return (
+        ("epochs", spec.epochs >= 0, "0 or more"),
+        ("lr", math.isfinite(spec.lr) and spec.lr > 0, "a finite number above 0"),
+        ("momentum", 0 <= spec.momentum < 1, "at least 0 and below 1"),
+        ("weight_decay", math.isfinite(spec.weight_decay) and spec.weight_decay >= 0, "a finite number, 0 or more"),
+        ("warmup_epochs", math.isfinite(spec.warmup_epochs) and spec.warmup_epochs >= 0, "a finite number, 0 or more"),
+        ("label_smoothing", 0 <= spec.label_smoothing < 1, "at least 0 and below 1"),
+        ("clip_grad_norm", clip is None or (math.isfinite(clip) and clip > 0), "a finite number above 0, or null"),
+        ("grad_accumulation", spec.grad_accumulation >= 1, "1 or more"),
+        ("distill_weight", 0 <= spec.distill_weight <= 1, "from 0 to 1"),
+        (
+            "distill_temperature",
+            math.isfinite(spec.distill_temperature) and spec.distill_temperature > 0,
+            "a finite number above 0",
+        ),
+        ("seed", spec.seed >= 0, "0 or more"),
+        ("checkpoint_steps", every is None or every >= 1, "1 or more, or null"),
+        ("evaluate_every", spec.evaluate_every >= 1, "1 or more"),
+    )
