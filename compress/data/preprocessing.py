@@ -7,9 +7,15 @@ the model, and evaluating it on data prepared otherwise is refused.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from compress.data.spec import DataSpec
 from compress.errors import DataError
 
 METADATA_KEY = "compress.preprocessing"
@@ -37,6 +43,30 @@ class Preprocessing:
     interpolation: str = "bilinear"
     crop_ratio: float = 1.0
 
+    @classmethod
+    def of(
+        cls, spec: DataSpec, *, mean: tuple[float, ...], std: tuple[float, ...], crop_ratio: float = 1.0
+    ) -> Preprocessing:
+        """What `spec` asks for, with the data set's own `mean` and `std` where it names none."""
+        return cls(
+            image_size=spec.image_size,
+            mean=mean if spec.mean is None else tuple(spec.mean),
+            std=std if spec.std is None else tuple(spec.std),
+            crop_ratio=crop_ratio,
+        )
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """Subtract the mean and divide by the deviation.
+
+        Args:
+            images: (N, C, H, W) floats, pixel / 255. One channel (grey) gives as many as `mean` has.
+
+        Returns:
+            (N, channels, H, W), a new tensor.
+        """
+        mean, std = _constant(self.mean, images.device), _constant(self.std, images.device)
+        return images.sub(mean).div_(std)
+
     def to_json(self) -> str:
         """One JSON object, keys sorted: the form in the ONNX metadata."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
@@ -49,8 +79,9 @@ class Preprocessing:
             DataError: the text is not such an object.
         """
         try:
-            fields = json.loads(text)
-            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+            fields: dict[str, Any] = json.loads(text)
+            values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+            return cls(**values)
         except (ValueError, TypeError, AttributeError) as error:
             raise DataError(f"the preprocessing in the model's metadata is not readable ({error}): {text!r}") from None
 
@@ -58,3 +89,9 @@ class Preprocessing:
         """What differs, one line a field: 'mean: (0.5,) here, (0.4,) there'. Empty when they agree."""
         mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
         return [f"{k}: {mine[k]} here, {theirs[k]} there" for k in mine if mine[k] != theirs[k]]
+
+
+@functools.lru_cache(maxsize=32)
+def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """`values` as (1, C, 1, 1) on `device`; kept, because each copy to a GPU would wait for all of its work."""
+    return torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1)

@@ -20,8 +20,10 @@ class DataSpec:
         workers: loader processes of `folder`; None = one per core and process, 8 at most.
         on_error: what an unreadable image does: `raise` names it and stops, `skip` leaves it out and counts it.
         augment: random shifts, crops and flips of training images, as suits the data set.
-        num_classes: classes of `shapes` (2 to 100); None = 20. For other data sets None = as the data say.
-        train_images, val_images: images of `shapes`, and an upper bound on those of the others; None = all.
+        num_classes: classes of `shapes` (2 to 100); None = 20. For other data sets None = as the data say, and
+            a number must agree with them.
+        train_images, val_images: images of `shapes` (None = 20,000 and 2,000); of the others an upper bound, every
+            class in proportion (None = all).
         seed: seed of everything random in the data: shuffling, augmentation, drawing.
         mean, std: normalization per channel in [0, 1] units; None = the data set's own.
         crop_ratio: `folder` evaluation: image_size over the side that images are resized to before the centre crop.

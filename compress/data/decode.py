@@ -1,0 +1,111 @@
+"""From an image file to the 8-bit square that a model sees: what each worker process does.
+
+Training: a random part of the image, resized, and mirrored half of the time (Szegedy et al., "Going deeper with
+convolutions", arXiv 1409.4842, section 6). Evaluation: the shorter side resized to image_size / crop_ratio and
+the centre cropped. Both resize as torchvision's references do (Pillow, bilinear, antialiased).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.transforms.v2 import functional as F
+
+from compress.data.counter import uniform
+from compress.data.preprocessing import Preprocessing
+
+Item = tuple[int, Tensor | None, str, str]
+"""Index, image (3, S, S) uint8 or None, the file's name, and why it could not be read."""
+Decoded = tuple[Tensor, Tensor, list[tuple[str, str]]]
+"""Images (n, 3, S, S) uint8, their indices (n,), and for each of the others its file and why it failed."""
+
+_AREA = (0.08, 1.0)
+_LOG_RATIO = math.log(4 / 3)
+_TRIES = 10
+
+
+class Decoder(Dataset[Item]):
+    """The images of a split, decoded one at a time. An image that cannot be read is told of, not raised.
+
+    Args:
+        folder: where `files` are.
+        files: (N,) names relative to `folder`, as the file system's bytes.
+        preprocessing: size and crop ratio.
+        crop_seed: seed of this epoch's random crops; None = as for evaluation.
+    """
+
+    def __init__(self, folder: Path, files: np.ndarray, *, preprocessing: Preprocessing, crop_seed: int | None) -> None:
+        self.folder, self.files, self.preprocessing, self.crop_seed = folder, files, preprocessing, crop_seed
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Item:
+        """Decode the image at `index`."""
+        path = self.folder / os.fsdecode(bytes(self.files[index]))
+        size = self.preprocessing.image_size
+        try:
+            with Image.open(path) as file:
+                image = file.convert("RGB")
+            if self.crop_seed is None:
+                pixels = centre_crop(image, size, crop_ratio=self.preprocessing.crop_ratio)
+            else:
+                draws = uniform(self.crop_seed, torch.tensor([index]), 4 * _TRIES + 1)[0].tolist()
+                pixels = random_crop(image, size, draws)
+        except Exception as error:  # a damaged file can make its decoder fail in any way
+            return index, None, str(path), f"{type(error).__name__}: {error}"
+        return index, pixels, str(path), ""
+
+
+def collate(items: list[Item]) -> Decoded:
+    """Put decoded images into one batch, and the failures beside it."""
+    good = [(index, pixels) for index, pixels, _, _ in items if pixels is not None]
+    failures = [(file, reason) for _, pixels, file, reason in items if pixels is None]
+    images = torch.stack([pixels for _, pixels in good]) if good else torch.empty((0, 3, 1, 1), dtype=torch.uint8)
+    return images, torch.tensor([index for index, _ in good], dtype=torch.int64), failures
+
+
+def centre_crop(image: Image.Image, size: int, *, crop_ratio: float) -> Tensor:
+    """The centre (3, size, size) uint8 of `image`, its shorter side resized to size / crop_ratio."""
+    resized = F.resize(image, [round(size / crop_ratio)], antialias=True)
+    return F.pil_to_tensor(F.center_crop(resized, [size, size]))
+
+
+def random_crop(image: Image.Image, size: int, draws: list[float]) -> Tensor:
+    """A random part of `image`, resized to (3, size, size) uint8 and mirrored half of the time.
+
+    Args:
+        image: RGB.
+        size: side of the result in pixels.
+        draws: 41 random numbers of [0, 1): 4 for each try at a part that fits, and the mirror's.
+    """
+    top, left, height, width = random_box(image.width, image.height, draws[:-1])
+    part = F.resized_crop(image, top, left, height, width, [size, size], antialias=True)
+    return F.pil_to_tensor(F.horizontal_flip(part) if draws[-1] < 0.5 else part)
+
+
+def random_box(width: int, height: int, draws: list[float]) -> tuple[int, int, int, int]:
+    """The random part of an image: 8 to 100 % of its area, 3:4 to 4:3 in shape.
+
+    After ten tries that do not fit (a very long image), the largest centred part of an allowed shape.
+
+    Returns:
+        (top, left, height, width) in pixels.
+    """
+    for area, ratio, vertical, horizontal in zip(*(iter(draws),) * 4, strict=True):
+        pixels = width * height * (_AREA[0] + area * (_AREA[1] - _AREA[0]))
+        shape = math.exp((2 * ratio - 1) * _LOG_RATIO)
+        w, h = round(math.sqrt(pixels * shape)), round(math.sqrt(pixels / shape))
+        if 0 < w <= width and 0 < h <= height:
+            return int(vertical * (height - h + 1)), int(horizontal * (width - w + 1)), h, w
+    limit = math.exp(_LOG_RATIO)
+    w, h = min(width, max(1, round(height * limit))), min(height, max(1, round(width * limit)))
+    return (height - h) // 2, (width - w) // 2, h, w

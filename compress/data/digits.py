@@ -1,0 +1,65 @@
+"""The 1,797 handwritten digits that come with scikit-learn: real images on every machine, with nothing to fetch.
+
+They are the test part of the Optical Recognition of Handwritten Digits set (Alpaydin and Kaynak, UCI, 1998):
+8 x 8 pixels in 17 greys. The split is ours and fixed: three quarters to train, one quarter to evaluate, each
+digit in proportion, whatever the seed and whatever scikit-learn's version.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compress.data.augment import Movement
+from compress.data.base import DataSet
+from compress.data.memory import MemorySplit
+from compress.data.preprocessing import Preprocessing
+from compress.data.spec import DataSpec
+from compress.data.subset import bounded, stratified_order
+from compress.errors import DataError
+
+LABELS = tuple("0123456789")
+MEAN, STD = (0.305,) * 3, (0.376,) * 3
+"""Of all pixels at 8 x 8, in units of pixel / 255."""
+MOVEMENT = Movement(shift=0.08, degrees=12.0, zoom=0.12)
+_VAL_SHARE = 0.25
+
+
+def digits_data(spec: DataSpec) -> DataSet:
+    """The digits, grey repeated to three channels and resized to `spec.image_size`.
+
+    Raises:
+        DataError: scikit-learn is not installed.
+    """
+    images, targets = _read()
+    order = stratified_order(targets)
+    val_count = round(len(order) * _VAL_SHARE)
+    preprocessing = Preprocessing.of(spec, mean=MEAN, std=STD)
+
+    def split(positions: Tensor, limit: int | None, movement: Movement | None) -> MemorySplit:
+        positions = positions.sort().values
+        positions = positions[bounded(targets[positions], limit)]
+        return MemorySplit(
+            images[positions],
+            targets[positions],
+            labels=LABELS,
+            preprocessing=preprocessing,
+            seed=spec.seed,
+            movement=movement,
+        )
+
+    return DataSet(
+        train=split(order[val_count:], spec.train_images, MOVEMENT if spec.augment else None),
+        val=split(order[:val_count], spec.val_images, None),
+    )
+
+
+def _read() -> tuple[Tensor, Tensor]:
+    """All images (1797, 1, 8, 8) uint8 and their targets (1797,) int64, in scikit-learn's order."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise DataError(f"data.name digits needs scikit-learn, which cannot be imported: {error}") from error
+    bunch = load_digits()
+    greys = torch.from_numpy(bunch.images).unsqueeze(1)  # 0 to 16
+    return (greys * (255 / 16)).round().to(torch.uint8), torch.from_numpy(bunch.target).long()

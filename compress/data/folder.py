@@ -1,0 +1,222 @@
+"""A folder of images, ImageNet-style: root/train/CLASS/*.jpg and root/val/CLASS/*.jpg.
+
+Worker processes decode, crop and resize to 8-bit images; the device converts and normalizes, so a quarter of the
+bytes travel. Batches are dealt out by `Split.batch_indices` and an image's crop depends on (seed, epoch, index)
+alone, so the number of workers changes nothing but the speed. What is done to an image stands in decode.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from compress.data.base import Batch, BatchPlan, DataSet, Split, hash_seed
+from compress.data.decode import Decoded, Decoder, collate
+from compress.data.memory import to_device
+from compress.data.preprocessing import Preprocessing
+from compress.data.spec import DataSpec
+from compress.data.subset import bounded
+from compress.errors import DataError
+
+EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""ImageNet's, which torchvision's weights expect."""
+
+_MAX_WORKERS = 8
+
+
+def folder_data(spec: DataSpec) -> DataSet:
+    """The images under `spec.root`; classes are the folders of train/, sorted by name.
+
+    Raises:
+        DataError: a folder is missing, a class has no images, or val/ has other classes than train/.
+    """
+    root = Path(str(spec.root)).expanduser()
+    for folder in (root, root / "train", root / "val"):
+        if not folder.is_dir():
+            raise DataError(
+                f"data.root: there is no folder {folder} (expected {root}/train/CLASS and {root}/val/CLASS)"
+            )
+    labels, val_labels = _classes(root / "train"), _classes(root / "val")
+    if labels != val_labels:
+        only_train, only_val = sorted(set(labels) - set(val_labels)), sorted(set(val_labels) - set(labels))
+        raise DataError(
+            f"the classes of {root / 'train'} and {root / 'val'} differ: only in train {_some(only_train)}, "
+            f"only in val {_some(only_val)}; both must hold the same class folders"
+        )
+    preprocessing = Preprocessing.of(spec, mean=MEAN, std=STD, crop_ratio=spec.crop_ratio)
+
+    def split(name: Literal["train", "val"], limit: int | None, augment: bool) -> FolderSplit:
+        return FolderSplit(
+            root / name,
+            labels=labels,
+            preprocessing=preprocessing,
+            seed=spec.seed,
+            limit=limit,
+            augment=augment,
+            workers=_workers() if spec.workers is None else spec.workers,
+            on_error=spec.on_error,
+        )
+
+    return DataSet(train=split("train", spec.train_images, spec.augment), val=split("val", spec.val_images, False))
+
+
+class FolderSplit(Split):
+    """The images of one folder of class folders.
+
+    Args:
+        folder: holds a folder for each of `labels`.
+        labels: names of the classes, which are those of the folders.
+        preprocessing: how images become a model's input.
+        seed: of shuffling and augmentation.
+        limit: use only so many images, stratified; None = all.
+        augment: crop and mirror training images at random.
+        workers: processes that decode; 0 = this one.
+        on_error: what an unreadable image does, `raise` or `skip`.
+
+    Attributes:
+        skipped: files that could not be read so far, in the order in which they were met (`on_error` skip). A
+            batch is smaller by them; a batch that they make empty is left out.
+
+    Raises:
+        DataError: a class folder without images.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        labels: tuple[str, ...],
+        preprocessing: Preprocessing,
+        seed: int,
+        limit: int | None = None,
+        augment: bool = True,
+        workers: int = 0,
+        on_error: Literal["raise", "skip"] = "raise",
+    ) -> None:
+        super().__init__(labels=labels, preprocessing=preprocessing, seed=seed)
+        files, targets = _scan(folder, labels)
+        chosen = bounded(targets, limit)
+        self.targets = targets[chosen]
+        self.augment, self.workers, self.on_error = augment, workers, on_error
+        self.skipped: list[str] = []
+        self._folder, self._files = folder, files[chosen.numpy()]
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.targets)
+
+    def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
+        """Images (n, 3, S, S) and targets (n,) at `indices`, decoded in this process; see `Split.load`.
+
+        Raises:
+            DataError: names the unreadable image, unless `on_error` is skip.
+        """
+        decoder = self._decoder(epoch)
+        return self._finish(collate([decoder[index] for index in indices]), device)
+
+    def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
+        """As `Split.batches`, decoded ahead by worker processes.
+
+        Raises:
+            DataError: names the unreadable image, unless `on_error` is skip; or a worker process died.
+        """
+        device = torch.device(device)
+        shares = [indices for indices in self.batch_indices(plan) if indices]
+        for decoded in self._decode_all(shares, epoch=plan.epoch, pin=device.type == "cuda"):
+            images, targets = self._finish(decoded, device)
+            if len(targets):
+                yield images, targets
+
+    def _decode_all(self, shares: list[list[int]], *, epoch: int | None, pin: bool) -> Iterator[Decoded]:
+        """Decode each share, in workers where there are any, in order."""
+        workers = min(self.workers, len(shares))
+        loader = DataLoader(
+            self._decoder(epoch),
+            batch_sampler=shares,
+            num_workers=workers,
+            collate_fn=collate,
+            pin_memory=pin,
+            generator=torch.Generator(),  # else each pass would take a number from the global random state
+        )
+        passes = iter(loader)
+        while True:
+            try:
+                decoded = next(passes)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if not workers:
+                    raise
+                raise DataError(
+                    f"a worker process that decodes images of {self._folder} died ({error}): out of memory, or of "
+                    f"shared memory? Try fewer data.workers than {workers}; 0 decodes in the main process"
+                ) from error
+            yield decoded
+
+    def _decoder(self, epoch: int | None) -> Decoder:
+        return Decoder(
+            self._folder,
+            self._files,
+            preprocessing=self.preprocessing,
+            crop_seed=hash_seed(self.seed, epoch) if epoch is not None and self.augment else None,
+        )
+
+    def _finish(self, decoded: Decoded, device: torch.device) -> Batch:
+        """Make a batch of what was decoded; refuse or count what was not."""
+        pixels, indices, failures = decoded
+        for file, reason in failures:
+            if self.on_error == "raise":
+                raise DataError(f"{file} is not a readable image ({reason}); data.on_error: skip leaves it out")
+            if file not in self.skipped:
+                self.skipped.append(file)
+        images = self.preprocessing.normalize(to_device(pixels, device).float().div_(255))
+        return images, to_device(self.targets[indices], device)
+
+
+def _classes(folder: Path) -> tuple[str, ...]:
+    """Names of the class folders, sorted."""
+    labels = tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."))
+    if not labels:
+        raise DataError(f"{folder} holds no class folders; expected {folder}/CLASS/IMAGE.jpg")
+    return labels
+
+
+def _scan(folder: Path, labels: tuple[str, ...]) -> tuple[np.ndarray, Tensor]:
+    """Image files under each class folder, sorted, as bytes relative to `folder`; and their targets (N,) int64.
+
+    An array of bytes, because worker processes would each come to own a copy of a list of a million texts.
+    """
+    files: list[bytes] = []
+    counts: list[int] = []
+    for label in labels:
+        found = sorted(
+            os.path.relpath(os.path.join(parent, name), folder)  # noqa: PTH118 (a Path for each is ten times slower)
+            for parent, _, names in os.walk(folder / label, followlinks=True)
+            for name in names
+            if name.lower().endswith(EXTENSIONS) and name[0] != "."
+        )
+        if not found:
+            raise DataError(f"the class folder {folder / label} holds no images ({', '.join(EXTENSIONS)})")
+        files += map(os.fsencode, found)
+        counts.append(len(found))
+    return np.array(files), torch.repeat_interleave(torch.arange(len(labels)), torch.tensor(counts))
+
+
+def _workers() -> int:
+    """One worker per core that this process may use, shared among the processes of this machine; 8 at most."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(_MAX_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    """The first few of `names`, and how many more there are."""
+    shown = ", ".join(names[:limit]) or "none"
+    return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown

@@ -1,0 +1,137 @@
+"""Pictures of shapes, drawn on the device as they are needed: any size, any number, nothing to fetch.
+
+A picture is the object of its class among clutter that carries the same cues (shapes_scene.py), under uneven light
+and strong noise, partly covered. Drawing is vectorized over the batch: each layer is one sampling of a bank that
+holds signed distances of outlines (shapes_outlines.py) and patterns (shapes_patterns.py), then one blend. A
+picture depends on (seed, index) alone: to the last bit in its content, to rounding in its pixels on each device.
+Training pictures have indices from 0, those of evaluation from 2^40, so none is in both.
+
+Augmentation moves the camera, not the pixels: the same scene is drawn shifted, turned, mirrored or nearer, with
+fresh noise, at no further cost.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from compress.data.augment import DRAWS, Movement, affine_grid
+from compress.data.base import Batch, DataSet, Split, hash_seed
+from compress.data.counter import random_bits, uniform
+from compress.data.memory import to_device
+from compress.data.preprocessing import Preprocessing
+from compress.data.shapes_outlines import outline_bank
+from compress.data.shapes_patterns import pattern_bank
+from compress.data.shapes_scene import LAYERS, Scenes, class_names, make_scenes
+from compress.data.spec import DataSpec
+from compress.errors import DataError
+
+NUM_CLASSES, TRAIN_IMAGES, VAL_IMAGES = 20, 20_000, 2_000
+"""Where the recipe says nothing."""
+CLASS_LIMITS = (2, 100)
+MEAN, STD = (0.5,) * 3, (0.25,) * 3
+MOVEMENT = Movement(shift=0.1, degrees=15.0, zoom=0.15, flip=True)
+
+_FIRST_VAL = 1 << 40
+_NOISE_BITS = 21
+
+
+def shapes_data(spec: DataSpec) -> DataSet:
+    """The training and the evaluation pictures that `spec` asks for.
+
+    Raises:
+        DataError: a number of classes that the cues cannot make.
+    """
+    num_classes = NUM_CLASSES if spec.num_classes is None else spec.num_classes
+    if not CLASS_LIMITS[0] <= num_classes <= CLASS_LIMITS[1]:
+        raise DataError(f"data.num_classes is {num_classes}; shapes has from {CLASS_LIMITS[0]} to {CLASS_LIMITS[1]}")
+    train_images = TRAIN_IMAGES if spec.train_images is None else spec.train_images
+    val_images = VAL_IMAGES if spec.val_images is None else spec.val_images
+    movement = MOVEMENT if spec.augment else None
+    return DataSet(
+        train=ShapesSplit(spec, num_classes=num_classes, count=train_images, first=0, movement=movement),
+        val=ShapesSplit(spec, num_classes=num_classes, count=val_images, first=_FIRST_VAL, movement=None),
+    )
+
+
+class ShapesSplit(Split):
+    """`count` pictures whose numbers start at `first`; the class is the number modulo `num_classes`.
+
+    Args:
+        spec: image size, normalization and seed.
+        num_classes: 2 to 100.
+        count: pictures.
+        first: number of the first picture.
+        movement: how augmentation moves the camera; None = no augmentation.
+    """
+
+    def __init__(self, spec: DataSpec, *, num_classes: int, count: int, first: int, movement: Movement | None) -> None:
+        super().__init__(
+            labels=class_names(num_classes), preprocessing=Preprocessing.of(spec, mean=MEAN, std=STD), seed=spec.seed
+        )
+        self._count, self._first, self._movement = count, first, movement
+
+    def __len__(self) -> int:
+        """Number of pictures."""
+        return self._count
+
+    def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
+        """Draw the pictures (n, 3, S, S) at `indices`, with targets (n,); see `Split.load`."""
+        positions = torch.tensor(indices, dtype=torch.int64)
+        numbers, targets = positions + self._first, positions % self.num_classes
+        size, camera, noise_seed = self.preprocessing.image_size, None, hash_seed(self.seed)
+        if epoch is not None and self._movement is not None:
+            noise_seed = hash_seed(self.seed, epoch)
+            camera = self._movement.matrices(uniform(noise_seed, numbers, DRAWS), size)
+        scenes = make_scenes(self.seed, numbers, targets, num_classes=self.num_classes, camera=camera).to(device)
+        images = paint(scenes, size)
+        images += noise(noise_seed, to_device(numbers, device), size) * scenes.noise[:, None, None, None]
+        return self.preprocessing.normalize(images.clamp_(0, 1)), to_device(targets, device)
+
+
+def paint(scenes: Scenes, size: int) -> Tensor:
+    """Draw scenes, without noise.
+
+    Args:
+        scenes: N pictures, on the device that draws.
+        size: side in pixels.
+
+    Returns:
+        (N, 3, size, size) float32, RGB; mostly from 0 to 1.
+    """
+    outlines, patterns = _banks(scenes.base.device)
+    canvas = F.interpolate(scenes.base, size=(size, size), mode="bilinear", align_corners=True)
+    for layer in range(LAYERS):
+        bank = torch.stack((outlines[scenes.outlines[:, layer]], patterns[scenes.patterns[:, layer]]), dim=1)
+        grid = affine_grid(scenes.matrices[:, layer], size)
+        distance, pattern = F.grid_sample(bank, grid, padding_mode="border", align_corners=False).split(1, dim=1)
+        pixels = scenes.sizes[:, layer, None, None, None] * (size / 2)  # in one unit of distance
+        cover = (0.5 - distance * pixels).clamp_(0, 1) * scenes.opacity[:, layer, None, None, None]
+        dark, light = scenes.colours[:, layer, :, :, None, None].unbind(1)
+        canvas = torch.lerp(canvas, torch.lerp(dark, light, pattern), cover)
+    return canvas
+
+
+def noise(seed: int, numbers: Tensor, size: int) -> Tensor:
+    """Uniform noise from -1 to 1 for each picture's pixels: three values of 21 bits from one hash.
+
+    Args:
+        seed: any integer.
+        numbers: (N,) int64 pictures.
+        size: side in pixels.
+
+    Returns:
+        (N, 3, size, size) float32 on the device of `numbers`.
+    """
+    bits = random_bits(seed, numbers, size * size).view(-1, 1, size, size)
+    shifts = torch.arange(3, device=bits.device).view(1, 3, 1, 1) * _NOISE_BITS
+    return ((bits >> shifts) & (1 << _NOISE_BITS) - 1).float() * 2.0 ** (1 - _NOISE_BITS) - 1
+
+
+@functools.lru_cache(maxsize=8)
+def _banks(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Outline distances and patterns on `device`."""
+    return outline_bank().to(device), pattern_bank().to(device)

@@ -1,0 +1,179 @@
+"""What stands in each picture of `shapes`: the class's object among clutter, as numbers, before anything is drawn.
+
+A class is a triple of cues: outline, pattern, and tone (warm or cool). The clutter carries the same cues, but
+apart: patterned lumps have no class's outline, and plain outlines have no pattern. So no cue alone gives a class
+away; a model must find the one thing that has an outline *and* a pattern.
+
+The numbers are made on the CPU in float64 and depend on (seed, index) alone; only drawing happens on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from compress.data.counter import uniform
+from compress.data.memory import to_device
+from compress.data.shapes_outlines import BLOBS, EXTENT, OUTLINES
+from compress.data.shapes_patterns import PATTERNS, VARIANTS
+
+TONES = ("warm", "cool")
+
+# Layers from back to front. SIZES: half of the side, where the picture's half is 1.
+_LUMPS, _PLAIN, _COVERS = 3, 3, 1
+OBJECT = _LUMPS + _PLAIN
+LAYERS = OBJECT + 1 + _COVERS
+_SIZES = torch.tensor(
+    [(0.35, 0.75)] * _LUMPS + [(0.18, 0.34)] * _PLAIN + [(0.34, 0.62)] + [(0.14, 0.28)] * _COVERS, dtype=torch.float64
+)
+_SHAPELESS = [*range(_LUMPS), *range(OBJECT + 1, LAYERS)]
+_PLAIN_LAYERS = [*range(_LUMPS, OBJECT), *range(OBJECT + 1, LAYERS)]
+
+_BASE_CELLS = 5
+_LAYER_DRAWS = 14
+_SCENE_DRAWS = 1 + 4 * _BASE_CELLS**2
+_ASPECT, _HUE_SPREAD = 0.2, 1.0
+_LUMINANCE, _CONTRAST, _CHROMA = (0.25, 0.75), (0.12, 0.34), (0.05, 0.16)
+_OPACITY, _NOISE = (0.8, 1.0), (0.05, 0.35)
+_WARM_HUE = math.pi / 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenes:
+    """N pictures of L layers, back to front.
+
+    Attributes:
+        matrices: (N, L, 2, 3) from picture coordinates (-1 to 1) to those of the banks (-1 to 1).
+        outlines: (N, L) int64 rows of the outline bank.
+        patterns: (N, L) int64 rows of the pattern bank.
+        colours: (N, L, 2, 3) RGB of pattern values 0 and 1.
+        sizes: (N, L) half of a layer's side, where the picture's half is 1.
+        opacity: (N, L).
+        base: (N, 3, 5, 5) colours behind everything, to be blurred together.
+        noise: (N,) largest magnitude of the noise.
+    """
+
+    matrices: Tensor
+    outlines: Tensor
+    patterns: Tensor
+    colours: Tensor
+    sizes: Tensor
+    opacity: Tensor
+    base: Tensor
+    noise: Tensor
+
+    def to(self, device: torch.device) -> Scenes:
+        """The same on `device`."""
+        return Scenes(**{field.name: to_device(getattr(self, field.name), device) for field in fields(self)})
+
+
+def cue_counts(num_classes: int) -> tuple[int, int, int]:
+    """How many outlines, patterns and tones `num_classes` classes use: a box as cubic as the cues allow.
+
+    >>> cue_counts(20), cue_counts(100)
+    ((4, 3, 2), (10, 5, 2))
+    """
+    counts, most = [1, 1, 1], (len(OUTLINES), len(PATTERNS), len(TONES))
+    while math.prod(counts) < num_classes:
+        growing = min((i for i in range(3) if counts[i] < most[i]), key=lambda i: counts[i])
+        counts[growing] += 1
+    return counts[0], counts[1], counts[2]
+
+
+def class_cues(targets: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Outline, pattern and tone (N,) of each class (N,)."""
+    outlines, patterns, _ = cue_counts(num_classes)
+    return targets % outlines, targets // outlines % patterns, targets // (outlines * patterns)
+
+
+def class_names(num_classes: int) -> tuple[str, ...]:
+    """Such as 'circle stripes warm'."""
+    cues = zip(*(cue.tolist() for cue in class_cues(torch.arange(num_classes), num_classes)), strict=True)
+    return tuple(f"{OUTLINES[outline]} {PATTERNS[pattern]} {TONES[tone]}" for outline, pattern, tone in cues)
+
+
+def make_scenes(
+    seed: int, indices: Tensor, targets: Tensor, *, num_classes: int, camera: Tensor | None = None
+) -> Scenes:
+    """The pictures at `indices`, showing an object of each of `targets`.
+
+    Args:
+        seed: of the data set.
+        indices: (N,) int64.
+        targets: (N,) int64 classes.
+        num_classes: 2 to 100.
+        camera: (N, 2, 3) float64 movements of the whole picture (augmentation); None = none.
+    """
+    draws = uniform(seed, indices, LAYERS * _LAYER_DRAWS + _SCENE_DRAWS)
+    layers, rest = draws.split([LAYERS * _LAYER_DRAWS, _SCENE_DRAWS], dim=1)
+    x, y, size, angle, aspect, opacity, variant, *cues, hue, middle, contrast, chroma = layers.view(
+        -1, LAYERS, _LAYER_DRAWS
+    ).unbind(-1)
+    outlines, patterns, tones = (
+        (draw * count).long() for draw, count in zip(cues, cue_counts(num_classes), strict=True)
+    )
+    for chosen, cue in zip((outlines, patterns, tones), class_cues(targets, num_classes), strict=True):
+        chosen[:, OBJECT] = cue
+    outlines[:, _SHAPELESS] = len(OUTLINES) + (cues[0][:, _SHAPELESS] * BLOBS).long()
+    sizes = _SIZES[:, 0] + size * (_SIZES[:, 1] - _SIZES[:, 0])
+    matrices = _matrices(_centres(x, y, sizes), sizes, angle, aspect)
+    return Scenes(
+        matrices=(matrices if camera is None else _after(matrices, camera[:, None])).float(),
+        outlines=outlines,
+        patterns=patterns * VARIANTS + (variant * VARIANTS).long(),
+        colours=_colours(tones, hue, middle, contrast, chroma).float(),
+        sizes=sizes.float(),
+        opacity=_between(_OPACITY, opacity).float(),
+        base=_base(rest[:, 1:]).float(),
+        noise=_between(_NOISE, rest[:, 0]).float(),
+    )
+
+
+def _between(limits: tuple[float, float], draws: Tensor) -> Tensor:
+    return limits[0] + draws * (limits[1] - limits[0])
+
+
+def _centres(x: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
+    """Where layers stand (N, L, 2): clutter anywhere, the object mostly inside, the cover on the object's edge."""
+    centres = torch.stack((x, y), dim=-1) * 2 - 1
+    centres[:, OBJECT] *= 1 - 0.9 * sizes[:, OBJECT, None]
+    angle, reach = 2 * math.pi * x[:, OBJECT + 1 :, None], (0.6 + 0.4 * y[:, OBJECT + 1 :, None])
+    towards = torch.cat((angle.cos(), angle.sin()), dim=-1) * reach
+    centres[:, OBJECT + 1 :] = centres[:, OBJECT, None] + towards * sizes[:, OBJECT, None, None]
+    return centres
+
+
+def _matrices(centres: Tensor, sizes: Tensor, angle: Tensor, aspect: Tensor) -> Tensor:
+    """From picture to bank coordinates: move the centre to zero, turn, and divide by the layer's size."""
+    stretch = ((2 * aspect - 1) * _ASPECT).exp()
+    cos, sin = (2 * math.pi * angle).cos(), (2 * math.pi * angle).sin()
+    rows = torch.stack((cos * stretch, sin * stretch, -sin / stretch, cos / stretch), dim=-1).unflatten(-1, (2, 2))
+    rows = rows / (sizes * EXTENT)[..., None, None]
+    return torch.cat((rows, -(rows * centres[..., None, :]).sum(-1, keepdim=True)), dim=-1)
+
+
+def _after(outer: Tensor, inner: Tensor) -> Tensor:
+    """The affine map that is `inner`, then `outer`; (..., 2, 3) each."""
+    linear, shift = outer[..., :2], outer[..., 2:]
+    moved = (linear[..., :, :, None] * inner[..., None, :, :]).sum(-2)
+    return torch.cat((moved[..., :2], moved[..., 2:] + shift), dim=-1)
+
+
+def _colours(tones: Tensor, hue: Tensor, middle: Tensor, contrast: Tensor, chroma: Tensor) -> Tensor:
+    """The two colours of each layer (N, L, 2, 3): of one hue, one darker; plain layers have the same one twice."""
+    angle = _WARM_HUE + math.pi * tones + (2 * hue - 1) * _HUE_SPREAD
+    channels = torch.tensor([0.0, 2 * math.pi / 3, -2 * math.pi / 3], dtype=torch.float64)
+    tint = _between(_CHROMA, chroma)[..., None] * (angle[..., None] - channels).cos()
+    half = _between(_CONTRAST, contrast) / 2
+    half[:, _PLAIN_LAYERS] = 0
+    steps = torch.stack((-half, half), dim=-1)
+    return (_between(_LUMINANCE, middle)[..., None] + steps)[..., None] + tint[..., None, :]
+
+
+def _base(draws: Tensor) -> Tensor:
+    """Uneven light behind everything (N, 3, 5, 5)."""
+    cells = draws.view(-1, 4, _BASE_CELLS, _BASE_CELLS)
+    return _between((0.3, 0.7), cells[:, :1]) + _between((-0.12, 0.12), cells[:, 1:])

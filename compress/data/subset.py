@@ -1,0 +1,41 @@
+"""Parts of a data set that hold every class in proportion, the same on every machine."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compress.data.counter import random_bits
+
+_ORDER_SEED = 1797
+
+
+def stratified_order(targets: Tensor) -> Tensor:
+    """An order of the images whose every prefix holds the classes in proportion, as nearly as whole images allow.
+
+    Within a class the order is random, by a fixed hash of the position. The image of rank r in a class of n stands
+    at (r + 0.5) / n of the way.
+
+    Args:
+        targets: (N,) int64 classes.
+
+    Returns:
+        (N,) int64 positions.
+    """
+    count = len(targets)
+    shuffled = random_bits(_ORDER_SEED, torch.arange(count), 1)[:, 0].argsort(stable=True)
+    by_class = shuffled[targets[shuffled].argsort(stable=True)]
+    sizes = torch.bincount(targets)
+    starts = sizes.cumsum(0) - sizes
+    classes = targets[by_class]
+    rank = torch.arange(count) - starts[classes]
+    way = torch.empty(count, dtype=torch.float64)
+    way[by_class] = (rank + 0.5) / sizes[classes].double()
+    return shuffled[way[shuffled].argsort(stable=True)]
+
+
+def bounded(targets: Tensor, limit: int | None) -> Tensor:
+    """Positions of at most `limit` images, stratified, in the stored order; all of them when `limit` is None."""
+    if limit is None or limit >= len(targets):
+        return torch.arange(len(targets))
+    return stratified_order(targets)[:limit].sort().values

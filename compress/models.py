@@ -1,0 +1,228 @@
+"""The model that a recipe names: torchvision's, timm's, or what a function of the user's returns.
+
+A model is made with the number of classes of the data, then weights are loaded into it. Where the weights were
+trained for other classes, everything but the classifier is taken from them, and a note says so. Randomness is
+the caller's: seed with `torch.manual_seed` before building.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torchvision
+from torch import nn
+
+from compress.errors import ModelError, near_misses
+from compress.weights import SUFFIXES, load_state, load_weights, read_state_dict
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model: a recipe's `model` section.
+
+    Attributes:
+        name: a classifier of torchvision (`resnet50`, `torchvision:resnet50`), one of timm (`timm:resnet50`), or a
+            function that makes one (`package.module:factory`, called with num_classes and the options).
+        weights: null = fresh; a file (.safetensors, .pt, .pth, .bin); a name of torchvision's (`IMAGENET1K_V2`,
+            `DEFAULT`, `ResNet50_Weights.IMAGENET1K_V2`); or, for timm, `pretrained`.
+        num_classes: outputs of the classifier, not fewer than the data has classes; None = as many as the data.
+        options: further keyword arguments of the model's maker, such as {dropout: 0.1}. googlenet and inception_v3
+            are made without auxiliary classifiers; with torchvision's weights from a file they need
+            {transform_input: true}.
+    """
+
+    name: str = "resnet50"
+    weights: str | None = None
+    num_classes: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+_RESERVED = {"num_classes": "num_classes", "weights": "weights", "pretrained": "weights", "checkpoint_path": "weights"}
+
+
+class BuiltModel(NamedTuple):
+    """A model, and what was done on the way that its user might not expect, one sentence each."""
+
+    model: nn.Module
+    notes: tuple[str, ...]
+
+
+def build_model(spec: ModelSpec, *, num_classes: int) -> nn.Module:
+    """`build_model_with_notes`, without the notes."""
+    return build_model_with_notes(spec, num_classes=num_classes).model
+
+
+def build_model_with_notes(spec: ModelSpec, *, num_classes: int) -> BuiltModel:
+    """Make the model that `spec` names, on the CPU, in float32 and training mode.
+
+    Args:
+        spec: name, weights and options.
+        num_classes: classes of the data.
+
+    Raises:
+        ModelError: the model or the named weights do not exist or cannot be had, or the options do not fit.
+        CheckpointError: the weights file is missing, damaged or of another model.
+    """
+    if spec.num_classes is not None and spec.num_classes < num_classes:
+        raise ModelError(
+            f"model.num_classes is {spec.num_classes}, but the data has {num_classes} classes; allowed: null, or no fewer"
+        )
+    for key, instead in _RESERVED.items():
+        if key in spec.options:
+            raise ModelError(f"model.options.{key} is not an option; set model.{instead} instead")
+    classes = num_classes if spec.num_classes is None else spec.num_classes
+    source, colon, name = spec.name.partition(":")
+    if source == "timm" and colon:
+        return _timm(spec, name, classes)
+    if source == "torchvision" or not colon:
+        return _torchvision(spec, (name or source).lower(), classes)
+    if spec.weights is not None and not _is_file(spec.weights):
+        raise ModelError(
+            f"model.weights is {spec.weights!r}: for {spec.name} it must be a file ({', '.join(SUFFIXES)})"
+        )
+    return _with_file(_made(spec, _imported(spec.name), classes), spec, classes)
+
+
+# --- torchvision -----------------------------------------------------------------------------------------------
+
+_AUXILIARY = ("googlenet", "inception_v3")
+
+
+def _torchvision(spec: ModelSpec, name: str, num_classes: int) -> BuiltModel:
+    """A classifier of torchvision."""
+    known = torchvision.models.list_models(module=torchvision.models)
+    if name not in known:
+        raise ModelError(
+            f"torchvision has no classifier {name!r}{near_misses(name, known)} (timm:NAME and package.module:factory "
+            f"name models from elsewhere)"
+        )
+    member = _torchvision_weights(spec, name) if spec.weights and not _is_file(spec.weights) else None
+    defaults: dict[str, Any] = {}
+    if name in _AUXILIARY:
+        # Auxiliary classifiers make training return tuples; torchvision's own weights expect another input range.
+        defaults = {"aux_logits": False, "init_weights": True, "transform_input": member is not None}
+    model = _made(spec, torchvision.models.get_model_builder(name), num_classes, **defaults)
+    if member is None:
+        return _with_file(model, spec, num_classes)
+    state = read_state_dict(_fetched(member))
+    return BuiltModel(model, load_state(model, state, source=str(member), num_classes=num_classes))
+
+
+def _torchvision_weights(spec: ModelSpec, name: str) -> Any:
+    """The member of torchvision's weights enum that `spec` names."""
+    members = torchvision.models.get_model_weights(name)
+    enum, _, wanted = str(spec.weights).rpartition(".")
+    if enum in ("", members.__name__) and wanted in members.__members__:
+        return members[wanted]
+    allowed = [*(member.name for member in members), "DEFAULT"]
+    raise ModelError(
+        f"model.weights is {spec.weights!r}{near_misses(wanted, allowed)} ({name} has {', '.join(allowed)} of "
+        f"{members.__name__}, or give a file: {', '.join(SUFFIXES)})"
+    )
+
+
+def _fetched(member: Any) -> Path:
+    """The file of torchvision's weights, in torch's cache; downloaded and its hash compared where it is not there."""
+    path = Path(torch.hub.get_dir()) / "checkpoints" / Path(member.url).name
+    if path.is_file():
+        return path
+    hash_prefix = re.search(r"-([0-9a-f]{8,})\.", path.name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.hub.download_url_to_file(member.url, str(path), hash_prefix and hash_prefix[1], progress=False)
+    except (OSError, RuntimeError) as error:
+        raise ModelError(
+            f"the weights {member} are not on this machine, and fetching them from {member.url} failed ({error}). "
+            f"Without network: fetch that file elsewhere and put it at {path}, or set model.weights to its path; "
+            f"model.weights: null starts from fresh weights"
+        ) from error
+    return path
+
+
+# --- timm ------------------------------------------------------------------------------------------------------
+
+
+def _timm(spec: ModelSpec, name: str, num_classes: int) -> BuiltModel:
+    """A model of timm."""
+    try:
+        import timm
+    except ImportError as error:
+        raise ModelError(f"model.name {spec.name} needs timm ({error}): pip install 'compress[timm]'") from error
+    if not timm.is_model(name):
+        known = timm.list_models()
+        raise ModelError(f"timm {timm.__version__} has no model {name!r}{near_misses(name, known)}")
+    if spec.weights is not None and spec.weights != "pretrained" and not _is_file(spec.weights):
+        raise ModelError(
+            f"model.weights is {spec.weights!r}: for timm it is `pretrained` or a file ({', '.join(SUFFIXES)})"
+        )
+    if spec.weights != "pretrained":
+        return _with_file(_made(spec, timm.create_model, num_classes, model_name=name), spec, num_classes)
+    config = timm.get_pretrained_cfg(name)
+    if config is None or not config.has_weights:
+        raise ModelError(
+            f"timm has no pretrained weights of {name}; name one that has (timm.list_pretrained()), or a file"
+        )
+    try:
+        model = _made(spec, timm.create_model, num_classes, model_name=name, pretrained=True)
+    except OSError as error:
+        raise ModelError(
+            f"the pretrained weights of timm's {name} are not on this machine, and fetching them from "
+            f"{config.hf_hub_id or config.url} failed ({error}). Without network: fetch the file elsewhere and set "
+            f"model.weights to its path; model.weights: null starts from fresh weights"
+        ) from error
+    if config.num_classes == num_classes:
+        return BuiltModel(model, ())
+    note = f"timm's {name} classifies {config.num_classes} classes, not {num_classes}: the model has a new classifier"
+    return BuiltModel(model, (note,))
+
+
+# --- a function of the user's ----------------------------------------------------------------------------------
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    """The function that `package.module:factory` names."""
+    module_name, _, function_name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:  # a module of the user's can fail in any way as it is imported
+        raise ModelError(f"model.name {path}: cannot import {module_name} ({type(error).__name__}: {error})") from error
+    for part in function_name.split("."):
+        if not hasattr(found, part):
+            raise ModelError(f"model.name {path}: {found!r} has no {part!r}{near_misses(part, dir(found))}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ModelError(f"model.name {path} is a {type(found).__name__}, not a function that makes a model")
+    return found
+
+
+# --- common ----------------------------------------------------------------------------------------------------
+
+
+def _made(spec: ModelSpec, maker: Callable[..., Any], num_classes: int, **defaults: Any) -> nn.Module:
+    """Call `maker`; refuse options that it does not take and results that are no module."""
+    try:
+        model = maker(num_classes=num_classes, **{**defaults, **spec.options})
+    except (TypeError, ValueError, RuntimeError, AssertionError, LookupError, AttributeError) as error:
+        raise ModelError(
+            f"{spec.name} cannot be made with num_classes={num_classes} and model.options {spec.options} "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{spec.name} returned a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def _with_file(model: nn.Module, spec: ModelSpec, num_classes: int) -> BuiltModel:
+    """Load `spec.weights`, a file, where there is one."""
+    return BuiltModel(model, () if spec.weights is None else load_weights(model, spec.weights, num_classes=num_classes))
+
+
+def _is_file(weights: str) -> bool:
+    """Whether `weights` names a file and not a set of weights: by its ending, or because it holds a folder."""
+    return Path(weights).suffix in SUFFIXES or "/" in weights or "\\" in weights

@@ -1,0 +1,173 @@
+"""Weights from a file into a model: read without running code, compared name by name, then loaded whole or not at all.
+
+Files come from many trainers, so the usual wrappings are undone and told of: `{"state_dict": ...}`, the `module.` of
+DataParallel, the `_orig_mod.` of torch.compile. What remains must fit exactly; the one exception is a classifier
+for another number of classes, where the caller allows it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from compress.errors import CheckpointError
+
+Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+"""For each name whose shape differs: the shape in the file, and in the model."""
+
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+
+_WRAPPERS = ("state_dict", "model_state_dict", "model")
+_PREFIXES = ("module.", "_orig_mod.", "model.")
+_AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")  # used in training alone, by googlenet and inception_v3
+_OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")  # names before torchvision 0.3
+
+
+def load_weights(model: nn.Module, path: Path | str, *, num_classes: int | None = None) -> tuple[str, ...]:
+    """Load the file at `path` into `model`.
+
+    Args:
+        model: stays as it was when anything does not fit.
+        path: .safetensors, or what `torch.save(model.state_dict())` wrote.
+        num_classes: classes that `model` was made for. Where given, a classifier in the file for another number
+            of classes is left out, and the model keeps its own.
+
+    Returns:
+        What was done that the file's author might not expect, one sentence each.
+
+    Raises:
+        CheckpointError: the file is missing, truncated, holds more than tensors, or does not fit; says what.
+    """
+    state = read_state_dict(path)
+    return load_state(model, state, source=str(path), num_classes=num_classes)
+
+
+def read_state_dict(path: Path | str) -> dict[str, Tensor]:
+    """The tensors in a file, on the CPU, unwrapped from what is around them. No code of the file runs.
+
+    Raises:
+        CheckpointError: the file is missing, truncated or holds something other than named tensors.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise CheckpointError(f"there is no weights file {path}")
+    if path.suffix not in SUFFIXES:
+        raise CheckpointError(f"{path} is not a weights file by its name; allowed endings: {', '.join(SUFFIXES)}")
+    try:
+        if path.suffix == ".safetensors":
+            content: Any = load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds Python objects besides tensors, or is damaged, and was not loaded, since such objects can "
+            f"run code. Save model.state_dict() instead of the model ({_first_line(error)})"
+        ) from error
+    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} is truncated or not a weights file ({_first_line(error)})") from error
+    return _tensors(content, path)
+
+
+def load_state(
+    model: nn.Module, state: Mapping[str, Tensor], *, source: str, num_classes: int | None = None
+) -> tuple[str, ...]:
+    """Load named tensors into `model`, all or none; see `load_weights`.
+
+    Args:
+        model: stays as it was when anything does not fit.
+        state: as `read_state_dict` gives it.
+        source: the file's name, for messages.
+        num_classes: see `load_weights`.
+
+    Raises:
+        CheckpointError: names what is missing, unexpected or of another shape.
+    """
+    own = model.state_dict()
+    fitted, notes = _renamed(state, own)
+    missing = [name for name in own if name not in fitted and not name.endswith("num_batches_tracked")]
+    unexpected = [name for name in fitted if name not in own]
+    shapes = {
+        n: (tuple(t.shape), tuple(own[n].shape)) for n, t in fitted.items() if n in own and t.shape != own[n].shape
+    }
+    others = None if num_classes is None else _classes_of_foreign_head(shapes, num_classes)
+    if missing or unexpected or (shapes and others is None):
+        raise CheckpointError(_misfit(source, missing, unexpected, shapes))
+    if others is not None:
+        notes.append(
+            f"{source} classifies {others} classes, not {num_classes}: its classifier ({', '.join(shapes)}) was left "
+            f"out, and the model has a new one"
+        )
+        fitted = {name: tensor for name, tensor in fitted.items() if name not in shapes}
+    # The model's own dictionary carries the layers' versions, which some files lack.
+    own.update(fitted)
+    model.load_state_dict(own)
+    return tuple(notes)
+
+
+def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
+    """The named tensors in what a file held."""
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not named tensors; save model.state_dict()")
+    for wrapper in _WRAPPERS:
+        if isinstance(content.get(wrapper), Mapping):
+            content = content[wrapper]
+            break
+    foreign = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
+    if foreign or not content:
+        raise CheckpointError(
+            f"{path} does not hold named tensors alone (others: {_some(foreign)}); save model.state_dict(), or that "
+            f"under one of the names {', '.join(_WRAPPERS)}"
+        )
+    return {str(name): value for name, value in content.items()}
+
+
+def _renamed(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """`state` under the model's names, where a known wrapping alone stands between; and notes on what was undone."""
+    named, notes = dict(state), []
+    for prefix in _PREFIXES:
+        if all(name.startswith(prefix) for name in named) and not any(name.startswith(prefix) for name in own):
+            named = {name.removeprefix(prefix): tensor for name, tensor in named.items()}
+            notes.append(f"the prefix {prefix!r} was taken off all names")
+    for prefix in _AUXILIARY:
+        if any(name.startswith(prefix) for name in named) and not any(name.startswith(prefix) for name in own):
+            named = {name: tensor for name, tensor in named.items() if not name.startswith(prefix)}
+            notes.append(f"the auxiliary classifier {prefix.removesuffix('.')!r} was left out")
+    return {_OLD_DENSENET.sub(r"\1\2", name): tensor for name, tensor in named.items()}, notes
+
+
+def _classes_of_foreign_head(shapes: Shapes, num_classes: int) -> int | None:
+    """The number of classes of the file, when nothing but it sets the file's shapes apart from the model's."""
+    counts = {there[:1] for there, _ in shapes.values()}
+    only_head = all(here[:1] == (num_classes,) and there[1:] == here[1:] for there, here in shapes.values())
+    return counts.pop()[0] if only_head and len(counts) == 1 and counts != {()} else None
+
+
+def _misfit(source: str, missing: list[str], unexpected: list[str], shapes: Shapes) -> str:
+    """Say how a file and a model differ."""
+    reshaped = [f"{name} {there} in the file, {here} in the model" for name, (there, here) in shapes.items()]
+    parts = (
+        f"{len(missing)} missing in the file ({_some(missing)})" if missing else "",
+        f"{len(unexpected)} unexpected ({_some(unexpected)})" if unexpected else "",
+        f"{len(reshaped)} of another shape ({_some(reshaped)})" if reshaped else "",
+    )
+    return f"{source} belongs to another model; nothing was loaded: {'; '.join(part for part in parts if part)}"
+
+
+def _some(names: Iterable[str], limit: int = 4) -> str:
+    """The first few of `names`, and how many more there are."""
+    names = list(names)
+    shown = ", ".join(names[:limit]) or "none"
+    return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown
+
+
+def _first_line(error: BaseException) -> str:
+    """The kind of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
