@@ -1,0 +1,152 @@
+"""PyTorch to ONNX with Q/DQ: torch's own exporter, then names that people recognize, metadata, and a check.
+
+torch.onnx.export does the translation. Afterwards nodes are named by the module that they come from
+(`/layer1/0/conv1/Conv`), spatial means become GlobalAveragePool (what engines know how to fuse), stack traces go,
+and preprocessing and labels are written into the metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from torch import Tensor, nn
+
+from compress.data.preprocessing import LABELS_KEY, METADATA_KEY, Preprocessing
+from compress.errors import ExportError
+from compress.export.cleanup import clean
+from compress.export.prepare import prepare
+from compress.export.spec import ExportSpec
+from compress.files import replacing
+from compress.graph.trace import Inputs, as_inputs, flat_tensors
+
+_LARGEST = 2**31 - 1
+
+
+def export_onnx(
+    model: nn.Module,
+    example_inputs: Inputs,
+    path: Path | str,
+    *,
+    precision: str = "fp32",
+    dynamic_batch: bool = True,
+    opset: int = 19,
+    preprocessing: Preprocessing | None = None,
+    labels: Sequence[str] = (),
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
+    """Write `model` as ONNX: weights INT8, activations as Q/DQ pairs, bias float, BatchNorm folded.
+
+    Args:
+        model: quantized by compress, or float; not changed.
+        example_inputs: a tensor or a sequence of tensors, float32.
+        path: file to write; whole or not at all.
+        precision: `fp32`, or `fp16` to write all that is not quantized in float16 (inputs and outputs stay float32).
+        dynamic_batch: leave the first dimension of all inputs open (named `batch`).
+        opset: 19 or later.
+        preprocessing: how its input is made; written into the metadata.
+        labels: names of the classes; written into the metadata.
+        metadata: more of it, key to text.
+
+    Returns:
+        `path`.
+
+    Raises:
+        ExportError: bad arguments, a quantizer without ranges, or an operation that cannot be exported.
+    """
+    spec = _checked(ExportSpec(opset=opset, precision=precision, dynamic_batch=dynamic_batch))  # type: ignore[arg-type]
+    inputs = as_inputs(example_inputs)
+    ready = prepare(model, inputs, precision=spec.precision)
+    proto = _export(ready, inputs, spec)
+    clean(proto)
+    _describe(proto, preprocessing, labels, metadata or {})
+    if proto.ByteSize() > _LARGEST:
+        raise ExportError(f"the ONNX model has {proto.ByteSize()} bytes; files of one piece hold at most {_LARGEST}")
+    try:
+        onnx.checker.check_model(proto, full_check=True)
+    except Exception as error:
+        raise ExportError(f"the exported model does not pass onnx.checker: {error}") from error
+    path = Path(path)
+    with replacing(path) as temporary:
+        temporary.write_bytes(proto.SerializeToString())
+    return path
+
+
+def _checked(spec: ExportSpec) -> ExportSpec:
+    if spec.precision not in {"fp32", "fp16"}:
+        raise ExportError(f"precision is {spec.precision!r}; allowed are 'fp32' and 'fp16'")
+    newest = onnx.defs.onnx_opset_version()
+    if not 19 <= spec.opset <= newest:
+        raise ExportError(f"opset is {spec.opset}; allowed are 19 to {newest} with the installed onnx")
+    return spec
+
+
+def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> onnx.ModelProto:
+    if spec.dynamic_batch:  # torch.export takes a batch of one for a constant
+        inputs = tuple(x.repeat(2, *[1] * (x.dim() - 1)) if len(x) == 1 else x for x in inputs)
+    batch = torch.export.Dim("batch", min=1)
+    shapes: Any = tuple({0: batch} for _ in inputs) if spec.dynamic_batch else None
+    if shapes is not None and not _named_arguments(model):
+        shapes = (shapes,)  # torch.export sees *args as one argument that is a tuple
+    names = ["input"] if len(inputs) == 1 else [f"input_{i}" for i in range(len(inputs))]
+    with torch.no_grad():
+        count = len(flat_tensors(model(*inputs)))
+    results = ["logits"] if count == 1 else [f"output_{i}" for i in range(count)]
+    try:
+        with _quiet(), torch.no_grad():
+            program = torch.onnx.export(
+                model,
+                inputs,
+                dynamo=True,
+                opset_version=spec.opset,
+                dynamic_shapes=shapes,
+                input_names=names,
+                output_names=results,
+                verbose=False,
+            )
+    except Exception as error:
+        reason = " ".join(str(error).split())[:500]
+        raise ExportError(f"torch.onnx cannot export the model: {reason}") from error
+    if program is None:
+        raise ExportError("torch.onnx returned no model")
+    return program.model_proto
+
+
+def _named_arguments(model: nn.Module) -> bool:
+    return model.forward.__code__.co_flags & 0x04 == 0  # CO_VARARGS
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter's own warnings are about its insides, not about the caller's model."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _describe(
+    proto: onnx.ModelProto, preprocessing: Preprocessing | None, labels: Sequence[str], metadata: Mapping[str, str]
+) -> None:
+    entries = dict(metadata)
+    if preprocessing is not None:
+        entries[METADATA_KEY] = preprocessing.to_json()
+    if labels:
+        entries[LABELS_KEY] = json.dumps(list(labels), ensure_ascii=False)
+    proto.producer_name = "compress"
+    proto.producer_version = ""
+    onnx.helper.set_model_props(proto, entries)

@@ -1,0 +1,171 @@
+"""A model made ready for the exporter: BatchNorm folded, quantizers turned into what ONNX will hold.
+
+Activation quantizers become QuantizeLinear / DequantizeLinear pairs; weights become INT8 constants with a
+DequantizeLinear. The integers are computed here, from the float32 weight and the very scale that is written, so that
+the file holds exactly what fake quantization computed.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+
+from compress.errors import ExportError, ModelError
+from compress.graph.fold import fold_batchnorm, foldable_pair
+from compress.graph.ops import node_module
+from compress.graph.trace import Inputs, trace
+from compress.quantization.insert import quantizers
+from compress.quantization.modules import can_quantize
+from compress.quantization.numerics import QuantFormat, quantize
+from compress.quantization.quantizer import Quantizer
+
+
+def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32") -> nn.Module:
+    """A copy of `model` that the ONNX exporter turns into Q/DQ form.
+
+    Args:
+        model: float, or quantized by compress; not changed.
+        example_inputs: to trace a float model.
+        precision: `fp32` or `fp16`, of all that is not quantized; inputs and outputs stay float32.
+
+    Raises:
+        ExportError: a quantizer without ranges, named.
+    """
+    model = copy.deepcopy(model).eval()
+    bare = [name for name, quantizer in quantizers(model) if not quantizer.ready]
+    if bare:
+        raise ExportError(f"{len(bare)} quantizers have no ranges ({bare[0]}, ...); run compress.calibrate first")
+    if isinstance(model, fx.GraphModule):
+        _fold_kept_batchnorm(model)
+    else:
+        try:
+            model = trace(model, example_inputs)
+            fold_batchnorm(model)
+        except ModelError:
+            model.eval()  # torch.export may manage what torch.fx cannot; BatchNorm is then the exporter's to fold
+    half = precision == "fp16"
+    for layer in [m for m in model.modules() if parametrize.is_parametrized(m)]:
+        for key in list(cast(Any, layer).parametrizations):
+            parametrize.remove_parametrizations(layer, key, leave_parametrized=True)
+    for name, quantizer in list(quantizers(model)):
+        parent = model.get_submodule(name.rpartition(".")[0])
+        written = _written(parent, name, quantizer, half)
+        model.set_submodule(name, written)
+    return _HalfInside(model.half()) if half else model
+
+
+def _written(parent: nn.Module, name: str, quantizer: Quantizer, half: bool) -> nn.Module:
+    """What stands in the file for a quantizer."""
+    scale = quantizer.scale.detach()
+    if half:
+        scale = _half_scale(scale, name)
+    if name.endswith(".weight_quantizer"):
+        weight = cast(Tensor, parent.weight).detach()
+        return _WeightDequantize(quantize(weight, scale.to(weight.dtype), quantizer.format), scale, quantizer.format)
+    return _QuantizeDequantize(scale, quantizer.format)
+
+
+def _half_scale(scale: Tensor, name: str) -> Tensor:
+    written = scale.half()
+    if not bool((torch.isfinite(written) & (written > 0)).all()):
+        raise ExportError(
+            f"{name}: a scale of {scale.min().item():.3g} to {scale.max().item():.3g} is zero or infinite in float16; "
+            "export with precision fp32, or leave the layer float"
+        )
+    return written
+
+
+class _QuantizeDequantize(nn.Module):
+    """QuantizeLinear and DequantizeLinear; fewer than 8 bits are a Clip before them."""
+
+    is_quantizer = True
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(self, scale: Tensor, quant_format: QuantFormat) -> None:
+        super().__init__()
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero_point", torch.zeros((), dtype=quant_format.dtype))
+        whole = (quant_format.qmin, quant_format.qmax) in {(-128, 127), (0, 255)}
+        self.bounds = None if whole else (quant_format.qmin, quant_format.qmax)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bounds is not None:
+            x = torch.clamp(x, self.bounds[0] * self.scale, self.bounds[1] * self.scale)
+        q = _symbolic("QuantizeLinear", (x, self.scale, self.zero_point), self.zero_point.dtype, x.shape)
+        return _symbolic("DequantizeLinear", (q, self.scale, self.zero_point), self.scale.dtype, x.shape)
+
+
+class _WeightDequantize(nn.Module):
+    """DequantizeLinear of a constant; takes the float weight's place."""
+
+    is_quantizer = True
+    q: Tensor
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(self, q: Tensor, scale: Tensor, quant_format: QuantFormat) -> None:
+        super().__init__()
+        self.register_buffer("q", q)
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero_point", torch.zeros(scale.shape, dtype=q.dtype))
+        self.attributes: dict[str, Any] = {} if quant_format.axis is None else {"axis": quant_format.axis}
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return _symbolic(
+            "DequantizeLinear", (self.q, self.scale, self.zero_point), self.scale.dtype, self.q.shape, self.attributes
+        )
+
+
+def _symbolic(
+    op: str, inputs: tuple[Any, ...], dtype: torch.dtype, shape: Any, attributes: dict[str, Any] | None = None
+) -> Tensor:
+    return torch.onnx.ops.symbolic(op, inputs, attributes or {}, dtype=dtype, shape=shape, version=19)
+
+
+class _HalfInside(nn.Module):
+    """Float32 at the border, float16 inside."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return _floats(self.model(*(x.half() if x.is_floating_point() else x for x in inputs)))
+
+
+def _floats(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {k: _floats(v) for k, v in value.items()}
+    return type(value)(_floats(v) for v in value) if isinstance(value, (tuple, list)) else value
+
+
+def _fold_kept_batchnorm(graph_module: fx.GraphModule) -> None:
+    """Fold what `batchnorm: keep` kept. A channel's integers stay; its range grows by |gamma / sigma|.
+
+    Raises:
+        ExportError: a kept BatchNorm after a weight with one scale for all channels.
+    """
+    for node in list(graph_module.graph.nodes):
+        pair = foldable_pair(node)
+        if pair is None:
+            continue
+        layer, norm = node_module(pair[0]), node_module(pair[1])
+        if not can_quantize(layer).startswith("is quantized"):
+            continue
+        quantizer = cast(Quantizer, layer.weight_quantizer)
+        if quantizer.format.axis is None:
+            raise ExportError(
+                f"{pair[0].target}: a BatchNorm kept through training cannot fold into a weight with one scale for all "
+                "channels; use weights.axis 0 or batchnorm: fold"
+            )
+        statistics: Any = norm
+        factor = statistics.weight / torch.sqrt(statistics.running_var + statistics.eps)
+        quantizer.set_amax(quantizer.amax * factor.detach().abs().clamp_min(torch.finfo(torch.float32).tiny * 256))
+    fold_batchnorm(graph_module)

@@ -1,0 +1,21 @@
+"""What ONNX file a recipe asks for: its `export` section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSpec:
+    """An ONNX file.
+
+    Attributes:
+        opset: 19 or later (per-channel Q/DQ with half-precision scales).
+        precision: type of everything that is not quantized; strongly typed engines run exactly that.
+        dynamic_batch: leave the batch size open.
+    """
+
+    opset: int = 19
+    precision: Literal["fp32", "fp16"] = "fp32"
+    dynamic_batch: bool = True

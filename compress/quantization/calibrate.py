@@ -1,0 +1,193 @@
+"""Calibration: run images through a model with quantizers and give every quantizer its range.
+
+Weights are read directly. Activation quantizers watch, each with the calibrator its placement names, while the model
+runs in float; nothing stays behind but `amax`. A quantizer that nothing flowed through, or whose tensor was zero or
+NaN, is an error that names it: a silent scale would be worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import CalibrationError
+from compress.graph.trace import Inputs
+from compress.progress import NoProgress, Progress
+from compress.quantization.calibrators import Calibrator, make_calibrator
+from compress.quantization.insert import insert_quantizers, placement_of, quantizers
+from compress.quantization.quantizer import Quantizer
+from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
+
+Batches = Iterable[Any]
+"""Tensors, or (tensor, target) pairs whose target is not used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationReport:
+    """What calibration saw.
+
+    Attributes:
+        images: how many, over all processes.
+        amax: range by quantizer path: a float, or one a channel.
+        histograms: (counts, edges) of activation magnitudes, by quantizer path, where the calibrator keeps one.
+    """
+
+    images: int
+    amax: dict[str, Tensor]
+    histograms: dict[str, tuple[Tensor, Tensor]]
+
+
+def quantize(
+    model: nn.Module,
+    example_inputs: Inputs,
+    batches: Batches,
+    *,
+    spec: QuantSpec | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """Post-training quantization: fold BatchNorm, place, insert, calibrate. Train the result and it is QAT.
+
+    Args:
+        model: any float32 module; it is not changed.
+        example_inputs: what it is called with, to trace it.
+        batches: calibration data, tensors or (tensor, target); all of it is used.
+        spec: target and rules; None = `QuantSpec()`, target TensorRT.
+        progress: hears of each batch.
+
+    Returns:
+        A GraphModule in evaluation mode; `.placement` is the table of decisions, `.calibration` what was seen.
+
+    Raises:
+        ModelError: the model cannot be traced.
+        QuantizationError: nothing can be quantized, or a rule matches nothing.
+        CalibrationError: no batches, NaN, or a tensor that is constant zero.
+    """
+    qmodel = insert_quantizers(model, example_inputs, spec)
+    calibrate(qmodel, batches, progress=progress)
+    return qmodel
+
+
+def calibrate(
+    qmodel: nn.Module, batches: Batches, *, all_reduce: bool = False, progress: Progress | None = None
+) -> CalibrationReport:
+    """Measure ranges and set them.
+
+    Args:
+        qmodel: from `insert_quantizers`; on any device, batches are moved to it.
+        batches: tensors or (tensor, target); all of it is used.
+        all_reduce: merge statistics over the processes of torch.distributed's default group.
+        progress: hears of each batch.
+
+    Returns:
+        Ranges and histograms.
+
+    Raises:
+        QuantizationError: the model was not made by compress.
+        CalibrationError: no batches, NaN, a constant zero tensor, or a quantizer that never ran.
+    """
+    placement = placement_of(qmodel)
+    listener = progress or NoProgress()
+    calibrate_weights(qmodel)
+    activations = {site.name: cast(Quantizer, qmodel.get_submodule(site.name)) for site in placement.activations}
+    watching = {site.name: _calibrator(activations[site.name], site.spec) for site in placement.activations}
+    images = _watch(qmodel, activations, watching, batches, listener)
+    if all_reduce:
+        total = torch.tensor([images], device=_device(qmodel))
+        torch.distributed.all_reduce(total)
+        images = int(total.item())
+    if images == 0:
+        raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
+    for name, calibrator in watching.items():
+        if all_reduce:
+            calibrator.all_reduce()
+        _set(activations[name], calibrator)
+    amax = {name: quantizer.amax.detach().cpu().clone() for name, quantizer in quantizers(qmodel)}
+    histograms = {name: h for name, c in watching.items() if (h := c.histogram) is not None}
+    return CalibrationReport(images=images, amax=amax, histograms=histograms)
+
+
+def calibrate_weights(qmodel: nn.Module) -> None:
+    """Set the ranges of all weight quantizers from the weights as they are now.
+
+    Raises:
+        CalibrationError: a weight holds NaN or is all zero.
+    """
+    for site in placement_of(qmodel).weights:
+        layer = qmodel.get_submodule(site.path)
+        quantizer = cast(Quantizer, layer.weight_quantizer)
+        calibrator = _calibrator(quantizer, site.spec)
+        calibrator.collect(cast(Tensor, layer.weight).detach())
+        _set(quantizer, calibrator)
+
+
+def _calibrator(quantizer: Quantizer, spec: WeightSpec | ActivationSpec) -> Calibrator:
+    f = quantizer.format
+    return make_calibrator(
+        spec.calibrator, num_bits=f.num_bits, axis=f.axis, signed=f.signed, percentile=spec.percentile
+    )
+
+
+def _set(quantizer: Quantizer, calibrator: Calibrator) -> None:
+    try:
+        quantizer.set_amax(calibrator.compute_amax().to(quantizer.amax))
+    except CalibrationError as error:
+        text = str(error)
+        raise CalibrationError(text if quantizer.name in text else f"{quantizer.name}: {text}") from None
+
+
+def _watch(
+    qmodel: nn.Module,
+    activations: dict[str, Quantizer],
+    watching: dict[str, Calibrator],
+    batches: Batches,
+    progress: Progress,
+) -> int:
+    """Run all batches with calibrators attached and weights unquantized; returns the number of images."""
+    images, device, task = 0, _device(qmodel), "calibrate"
+    iterator = iter(batches)
+    first = next(iterator, None)
+    if first is None:
+        return 0
+    total = len(batches) if isinstance(batches, Sized) else 0
+    progress.start(task, total)
+    with torch.no_grad(), _calibrating(qmodel, activations, watching):
+        for batch in chain([first], iterator):
+            x = batch[0] if isinstance(batch, (tuple, list)) else batch
+            if not isinstance(x, Tensor):
+                raise CalibrationError(f"a calibration batch is a {type(x).__name__}; give tensors or (tensor, target)")
+            qmodel(x.to(device))
+            images += len(x)
+            progress.advance(task, 1, images=images)
+    progress.finish(task)
+    return images
+
+
+@contextmanager
+def _calibrating(
+    qmodel: nn.Module, activations: dict[str, Quantizer], watching: dict[str, Calibrator]
+) -> Iterator[None]:
+    """Evaluation mode, calibrators attached, weight quantizers off; all as before afterwards, also on an error."""
+    training = qmodel.training
+    states = {name: quantizer.enabled for name, quantizer in quantizers(qmodel)}
+    qmodel.eval()
+    try:
+        for name, quantizer in quantizers(qmodel):
+            quantizer.enabled = False
+            quantizer.calibrator = watching.get(name)
+        yield
+    finally:
+        for name, quantizer in quantizers(qmodel):
+            quantizer.enabled = states[name]
+            quantizer.calibrator = None
+        qmodel.train(training)
+
+
+def _device(module: nn.Module) -> torch.device:
+    first = next(chain(module.parameters(), module.buffers()), None)
+    return first.device if first is not None else torch.device("cpu")

@@ -1,0 +1,100 @@
+"""From a float model to a graph with quantizers: trace, fold, place, insert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx, nn
+
+from compress.errors import QuantizationError
+from compress.graph.fold import fold_batchnorm
+from compress.graph.trace import Inputs, preserve, trace
+from compress.quantization.decisions import ActivationSite, Placement
+from compress.quantization.modules import quantized_layer
+from compress.quantization.placement import place
+from compress.quantization.quantizer import Quantizer
+from compress.quantization.spec import QuantSpec
+
+
+def insert_quantizers(model: nn.Module, example_inputs: Inputs, spec: QuantSpec | None = None) -> fx.GraphModule:
+    """A copy of `model` with quantizers where the target fuses them; ranges are unknown until `calibrate`.
+
+    Args:
+        model: any module; it is not changed.
+        example_inputs: what it is called with, to trace it.
+        spec: target and rules; None = `QuantSpec()`.
+
+    Returns:
+        A plain GraphModule in evaluation mode; `.placement` holds the table of decisions.
+
+    Raises:
+        ModelError: the model cannot be traced.
+        QuantizationError: nothing can be quantized, or a rule matches nothing.
+    """
+    spec = spec or QuantSpec()
+    _check_float32(model)
+    graph_module = trace(model, example_inputs)
+    if spec.batchnorm == "fold":
+        fold_batchnorm(graph_module)
+    placement = place(graph_module, spec)
+    apply_placement(graph_module, placement)
+    return graph_module
+
+
+def apply_placement(graph_module: fx.GraphModule, placement: Placement) -> None:
+    """Insert what `placement` says into the graph it was made for; in place."""
+    for weight in placement.weights:
+        layer = quantized_layer(graph_module.get_submodule(weight.path), weight.format, name=weight.path)
+        graph_module.set_submodule(weight.path, layer)
+    nodes = {node.name: node for node in graph_module.graph.nodes}
+    for site in placement.activations:
+        graph_module.add_submodule(site.name, Quantizer(site.format, name=site.name))
+        _insert_site(graph_module.graph, site, nodes)
+    graph_module.graph.lint()
+    graph_module.recompile()
+    preserve(graph_module, "placement", placement)
+
+
+def _insert_site(graph: fx.Graph, site: ActivationSite, nodes: dict[str, fx.Node]) -> None:
+    readers: dict[str, list[str]] = {}
+    for tensor, reader in site.edges:
+        readers.setdefault(tensor, []).append(reader)
+    for tensor, names in readers.items():
+        source = nodes[tensor]
+        with graph.inserting_after(source):
+            quantizer = graph.call_module(site.name, (source,))
+        quantizer.meta.update(shape=source.meta.get("shape"), dtype=source.meta.get("dtype"))
+        for name in names:
+            nodes[name].replace_input_with(source, quantizer)
+
+
+def quantizers(qmodel: nn.Module) -> Iterator[tuple[str, Quantizer]]:
+    """All quantizers of a model by path, those of weights included."""
+    for name, module in qmodel.named_modules():
+        if isinstance(module, Quantizer):
+            yield name, module
+
+
+def placement_of(qmodel: nn.Module) -> Placement:
+    """The table of decisions of a quantized model.
+
+    Raises:
+        QuantizationError: the model is not one that `quantize` or `insert_quantizers` made.
+    """
+    placement = getattr(qmodel, "placement", None)
+    if not isinstance(placement, Placement):
+        raise QuantizationError(
+            f"{type(qmodel).__name__} holds no placement: it is not a model that compress quantized; call "
+            "compress.quantize or compress.insert_quantizers first"
+        )
+    return placement
+
+
+def _check_float32(model: nn.Module) -> None:
+    half = [name for name, p in model.named_parameters() if p.is_floating_point() and p.dtype.itemsize < 4]
+    if half:
+        kind = dict(model.named_parameters())[half[0]].dtype
+        raise QuantizationError(
+            f"the model's parameters are {kind} ({half[0]} and {len(half) - 1} more); quantize it in float32 "
+            "(model.float()) and write the remainder in half precision at export (precision='fp16')"
+        )

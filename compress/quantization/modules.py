@@ -1,0 +1,143 @@
+"""Weighted layers whose weight passes a quantizer: the float layer's own class, one child more.
+
+The weight keeps its name and stays a float parameter, so a state_dict of the float model loads, optimizers see what
+they always saw, and a parametrization on it (a sparsity mask) goes on working.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from compress.errors import QuantizationError
+from compress.quantization.numerics import QuantFormat
+from compress.quantization.quantizer import Quantizer
+
+
+class _QuantWeight(nn.Module):
+    """What the quantized layers share: `weight_quantizer`."""
+
+    weight: Tensor
+    weight_quantizer: Quantizer
+
+    @property
+    def quantized_weight(self) -> Tensor:
+        """The weight on its grid, as the engine will hold it."""
+        return cast(Tensor, self.weight_quantizer(self.weight))
+
+
+class QuantConv1d(nn.Conv1d, _QuantWeight):
+    """`nn.Conv1d` with a quantized weight; input (N, C, L)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Convolve with the quantized weight."""
+        return self._conv_forward(input, self.quantized_weight, self.bias)
+
+
+class QuantConv2d(nn.Conv2d, _QuantWeight):
+    """`nn.Conv2d` with a quantized weight; input (N, C, H, W)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Convolve with the quantized weight."""
+        return self._conv_forward(input, self.quantized_weight, self.bias)
+
+
+class QuantConv3d(nn.Conv3d, _QuantWeight):
+    """`nn.Conv3d` with a quantized weight; input (N, C, D, H, W)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Convolve with the quantized weight."""
+        return self._conv_forward(input, self.quantized_weight, self.bias)
+
+
+class QuantConvTranspose2d(nn.ConvTranspose2d, _QuantWeight):
+    """`nn.ConvTranspose2d` with a quantized weight; input (N, C, H, W)."""
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Transposed convolution with the quantized weight."""
+        stride, padding, dilation = list(self.stride), cast("list[int]", list(self.padding)), list(self.dilation)
+        extra = self._output_padding(input, output_size, stride, padding, list(self.kernel_size), 2, dilation)
+        weight = self.quantized_weight
+        return F.conv_transpose2d(input, weight, self.bias, stride, padding, extra, self.groups, dilation)
+
+
+class QuantLinear(nn.Linear, _QuantWeight):
+    """`nn.Linear` with a quantized weight; input (..., in_features)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply by the quantized weight."""
+        return F.linear(input, self.quantized_weight, self.bias)
+
+
+_QUANTIZED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Conv1d: QuantConv1d,
+    nn.Conv2d: QuantConv2d,
+    nn.Conv3d: QuantConv3d,
+    nn.ConvTranspose2d: QuantConvTranspose2d,
+    nn.Linear: QuantLinear,
+}
+
+
+def _float_class(module: nn.Module) -> type[nn.Module] | None:
+    """The table's class whose forward `module` runs; a parametrized layer is a subclass with the same forward."""
+    return next((c for c in _QUANTIZED if isinstance(module, c) and type(module).forward is c.forward), None)
+
+
+def can_quantize(module: nn.Module) -> str:
+    """Why a weighted layer cannot be quantized; "" when it can."""
+    if isinstance(module, _QuantWeight):
+        return "is quantized already"
+    if _float_class(module) is None:
+        return f"is a {type(module).__name__}, which has a forward of its own that a quantized weight cannot enter"
+    return ""
+
+
+def weight_axis(module: nn.Module) -> int:
+    """Axis of a weight that holds its output channels: 1 for transposed convolutions (in, out / groups, ..), else 0."""
+    return 1 if isinstance(module, nn.ConvTranspose2d) else 0
+
+
+def quantized_layer(module: nn.Module, quant_format: QuantFormat, *, name: str) -> nn.Module:
+    """A quantized twin of a float layer that holds the same parameters (and parametrizations).
+
+    Args:
+        module: a convolution or linear layer.
+        quant_format: of the weight.
+        name: path of the layer, for messages.
+
+    Raises:
+        QuantizationError: the layer is of a kind that cannot be quantized.
+    """
+    reason = can_quantize(module)
+    if reason:
+        raise QuantizationError(f"layer {name} {reason}; leave it float with a rule (match: {name}, enable: false)")
+    float_class = _float_class(module)
+    quantized = _QUANTIZED[cast(type[nn.Module], float_class)]
+    layer = cast(Any, quantized.__new__(quantized))
+    nn.Module.__init__(layer)
+    constants = {k: v for k, v in vars(module).items() if k not in vars(layer)}
+    layer.__dict__.update(constants)  # kernel_size, stride, ...: what the float layer was made with
+    layer.training = module.training
+    if parametrize.is_parametrized(module):
+        for key, parameter in module.named_parameters(recurse=False):
+            layer.register_parameter(key, parameter)
+        _move_parametrizations(module, layer)
+    else:
+        for key in ("weight", "bias"):
+            layer.register_parameter(key, getattr(module, key))
+    weight = cast(Tensor, module.weight)
+    channels = None if quant_format.axis is None else weight.shape[quant_format.axis]
+    layer.weight_quantizer = Quantizer(quant_format, channels=channels, name=f"{name}.weight")
+    return cast(nn.Module, layer)
+
+
+def _move_parametrizations(source: nn.Module, target: Any) -> None:
+    """Give `target` the parametrizations of `source`, masks and original weights being the same objects."""
+    for key, chain in cast(Any, source).parametrizations.items():
+        target.register_parameter(key, nn.Parameter(getattr(source, key).detach().clone()))
+        for item in chain:
+            parametrize.register_parametrization(target, key, item, unsafe=True)
+        target.parametrizations[key].original = chain.original

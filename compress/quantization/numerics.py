@@ -1,0 +1,130 @@
+"""The arithmetic of quantization, exactly as ONNX defines it.
+
+QuantizeLinear: q = saturate(round_half_to_even(x / scale) + zero_point); DequantizeLinear: x = (q - zero_point) * scale
+(ONNX operators, opset 19). Here zero_point is always 0: symmetric, or unsigned from 0. The division is a division: multiplying by 1 / scale moves values that lie on a tie, and
+then fake quantization and the engine disagree. Half-precision inputs are computed in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.errors import QuantizationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantFormat:
+    """Which integers a tensor becomes.
+
+    Attributes:
+        num_bits: 2 to 8.
+        signed: False for values that are never negative: [0, 2^b - 1], twice the resolution.
+        axis: channel axis of per-channel scales; None = one scale for the tensor.
+        narrow: leave out the lowest integer, so that the range is symmetric (weights: [-127, 127]).
+    """
+
+    num_bits: int = 8
+    signed: bool = True
+    axis: int | None = None
+    narrow: bool = False
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.num_bits <= 8:
+            raise QuantizationError(f"num_bits is {self.num_bits}; allowed are 2 to 8")
+
+    @property
+    def qmin(self) -> int:
+        """Smallest integer."""
+        return -(2 ** (self.num_bits - 1)) + self.narrow if self.signed else 0
+
+    @property
+    def qmax(self) -> int:
+        """Largest integer, which stands for amax: 127 for int8, 255 for unsigned 8 bits."""
+        return 2 ** (self.num_bits - 1) - 1 if self.signed else 2**self.num_bits - 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Integer type that holds it."""
+        return torch.int8 if self.signed else torch.uint8
+
+
+def scale_from_amax(amax: Tensor, quant_format: QuantFormat) -> Tensor:
+    """Scale of one integer step: amax / 127 for int8, amax / 255 for unsigned 8 bits. Shape as amax."""
+    return amax / quant_format.qmax
+
+
+def quantize(x: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
+    """ONNX QuantizeLinear.
+
+    Args:
+        x: any shape.
+        scale: () or (C,), C the size of `x` along `quant_format.axis`.
+        quant_format: range and axis.
+
+    Returns:
+        Integers of `quant_format.dtype`, shape of `x`.
+    """
+    work = x if x.dtype in {torch.float32, torch.float64} else x.float()
+    scale = _along_axis(scale.to(work.dtype), x, quant_format.axis)
+    return torch.round(work / scale).clamp(quant_format.qmin, quant_format.qmax).to(quant_format.dtype)
+
+
+def dequantize(q: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
+    """ONNX DequantizeLinear: q * scale, in the type of `scale`, shape of `q`."""
+    return q.to(scale.dtype) * _along_axis(scale, q, quant_format.axis)
+
+
+def fake_quantize(x: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
+    """Quantize and dequantize, with straight-through gradients.
+
+    The gradient of `x` is passed where the integer did not saturate and is 0 where it did (Jacob et al., "Quantization
+    and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", arXiv 1712.05877, section 3);
+    `scale` has no gradient.
+
+    Args:
+        x: any shape, floating point.
+        scale: () or (C,), C the size of `x` along `quant_format.axis`.
+        quant_format: range and axis.
+
+    Returns:
+        Shape and type of `x`.
+    """
+    if not torch.is_grad_enabled() or not x.requires_grad:
+        return _rounded(x, scale, quant_format)[0]
+    return _StraightThrough.apply(x, scale, quant_format)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Fake quantization that keeps one byte an element (the mask) for its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
+        result, mask = _rounded(x, scale, quant_format, mask=True)
+        ctx.save_for_backward(mask)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return grad * mask, None, None
+
+
+def _rounded(x: Tensor, scale: Tensor, quant_format: QuantFormat, mask: bool = False) -> tuple[Tensor, Tensor | None]:
+    """(fake-quantized x, mask of what did not saturate)."""
+    work = x if x.dtype in {torch.float32, torch.float64} else x.float()
+    scale = _along_axis(scale.to(work.dtype), x, quant_format.axis)
+    rounded = torch.round(work / scale)
+    clamped = rounded.clamp(quant_format.qmin, quant_format.qmax)
+    inside = (rounded == clamped) if mask else None
+    return (clamped * scale).to(x.dtype), inside
+
+
+def _along_axis(scale: Tensor, x: Tensor, axis: int | None) -> Tensor:
+    """`scale` in a shape that broadcasts against `x`: (C,) becomes (1, C, 1, ...)."""
+    if axis is None:
+        return scale
+    return scale.reshape([-1 if i == axis % x.dim() else 1 for i in range(x.dim())])

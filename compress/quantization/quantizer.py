@@ -1,0 +1,104 @@
+"""The quantizer: a module that fake-quantizes a tensor, a Q/DQ pair once it is ONNX.
+
+It holds one buffer, `amax`; the scale follows from it. While a calibrator is attached it watches and returns its
+input untouched. Before it has ranges it refuses to run: a scale that nobody measured is not a scale.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import CalibrationError
+from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
+
+if TYPE_CHECKING:
+    from compress.quantization.calibrators import Calibrator
+
+
+class Quantizer(nn.Module):
+    """Fake quantization of one tensor.
+
+    Attributes:
+        format: which integers.
+        amax: buffer, () or (C,), float32: the largest magnitudes kept. NaN until calibrated.
+        enabled: False lets tensors pass unchanged.
+        calibrator: while set, tensors are collected by it and pass unchanged.
+        name: how errors and tables call it.
+    """
+
+    is_quantizer = True
+    amax: Tensor
+
+    def __init__(self, quant_format: QuantFormat, *, channels: int | None = None, name: str = "") -> None:
+        super().__init__()
+        self.format = quant_format
+        self.name = name
+        self.enabled = True
+        self.calibrator: Calibrator | None = None
+        shape = () if quant_format.axis is None else (channels or 1,)
+        self.register_buffer("amax", torch.full(shape, torch.nan))
+        self._ready = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether ranges are there."""
+        return self._ready
+
+    @property
+    def scale(self) -> Tensor:
+        """Real value of one integer step, shape of `amax`."""
+        return scale_from_amax(self.amax, self.format)
+
+    def set_amax(self, amax: Tensor) -> None:
+        """Set the ranges.
+
+        Raises:
+            CalibrationError: `amax` has another shape, or holds NaN, infinity, zero or a negative value.
+        """
+        if amax.shape != self.amax.shape:
+            raise CalibrationError(
+                f"{self.name or 'quantizer'}: amax has shape {tuple(amax.shape)}, expected {tuple(self.amax.shape)}"
+            )
+        self._check(amax)
+        self.amax.copy_(amax.detach())
+        self._ready = True
+
+    def _check(self, amax: Tensor) -> None:
+        bad = ~(torch.isfinite(amax) & (amax > 0))
+        if bool(bad.any()):
+            value = amax[bad].flatten()[0].item()
+            share = "" if amax.dim() == 0 else f" in {int(bad.sum())} of {amax.numel()} channels"
+            raise CalibrationError(
+                f"{self.name or 'quantizer'}: amax is {value}{share}; a scale must be positive and finite. The tensor "
+                "was constant zero or held NaN in calibration: look at the calibration images, or leave the layer "
+                "float with a rule (enable: false)"
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x`, rounded to the grid; any shape."""
+        if self.calibrator is not None:
+            self.calibrator.collect(x.detach())
+            return x
+        if not self.enabled:
+            return x
+        if not self._ready:
+            raise CalibrationError(
+                f"{self.name or 'quantizer'} has no ranges yet; run compress.calibrate(qmodel, batches) or load a "
+                "state_dict of a calibrated model first"
+            )
+        return fake_quantize(x, self.scale, self.format)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if f"{prefix}amax" in state_dict:
+            self._ready = bool((torch.isfinite(self.amax) & (self.amax > 0)).all())
+
+    def extra_repr(self) -> str:
+        """num_bits, axis, signedness and range."""
+        f = self.format
+        shown = "uncalibrated" if not self._ready else f"amax={self.amax.max().item():.4g}"
+        kind = "int" if f.signed else "uint"
+        return f"{kind}{f.num_bits}, axis={f.axis}, {shown}" + (", off" if not self.enabled else "")

@@ -1,0 +1,88 @@
+"""Where each engine wants its quantizers, as data: one table a target, read by `placement`.
+
+A table names kinds of operation (`compress.graph.ops`); the algorithm that applies it is the same for all. What is
+said here comes from the engines' own rules (TensorRT developer guide, "Working with Quantized Types", explicit
+quantization; ONNX Runtime's QDQ transformer; OpenVINO's low precision transformations) and from the latencies in
+results/.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from compress.quantization.spec import Target
+
+_SHAPE_ONLY = frozenset(
+    {"flatten", "reshape", "transpose", "squeeze", "split", "getitem", "identity", "roll", "repeat"}
+    | {"pixel_shuffle", "pixel_unshuffle", "channel_shuffle"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetTable:
+    """The placement rules of one target.
+
+    Attributes:
+        inputs: kinds whose tensor inputs are quantized, each with the reason that `inspect` shows.
+        outputs: kinds whose result is quantized too, after the normalization and activation that fuse with them.
+        residual: which inputs of a residual add are quantized: the `identity` branch, or `both`.
+        residual_after: kinds of layer that an add fuses with.
+        commutes: kinds that Q/DQ pass through unchanged, so that the tensor before them is the one quantized.
+        fuses: activations that an engine computes in the epilogue of the layer before.
+        unsigned: tensors that are never negative are quantized unsigned: twice the resolution, and the x86 kernels
+            absorb a ReLU only into a quantizer that cannot hold negatives.
+        stays_float: kinds that are left float, each with the reason.
+    """
+
+    inputs: dict[str, str]
+    outputs: dict[str, str] = field(default_factory=dict)
+    residual: Literal["identity", "both"] = "identity"
+    residual_after: frozenset[str] = frozenset({"conv", "conv_transpose"})
+    commutes: frozenset[str] = _SHAPE_ONLY | {"max_pool", "adaptive_max_pool"}
+    fuses: frozenset[str] = frozenset({"relu", "relu6", "clamp"})
+    unsigned: bool = False
+    stays_float: dict[str, str] = field(default_factory=dict)
+
+
+_WEIGHTED = {
+    "conv": "a convolution computes in INT8 when its input and weight are quantized",
+    "conv_transpose": "a transposed convolution computes in INT8 when its input and weight are quantized",
+    "linear": "a matrix product computes in INT8 when its input and weight are quantized",
+    "matmul": "a matrix product of two activations computes in INT8 when both are quantized",
+}
+
+_POOLS = ("avg_pool", "adaptive_avg_pool", "mean", "resize")
+
+_FLOAT = {
+    "attention": "one opaque attention operation: its products are not visible to quantizers",
+    "mul": "an elementwise product (squeeze-and-excite, gating) is bound by memory and is left to the float remainder",
+    "layer_norm": "normalization sums squares, which 8 bits do not hold",
+    "softmax": "an exponential over 8-bit steps loses the small probabilities",
+    "einsum": "einsum has no quantized form in ONNX",
+    "unknown": "an operation that stands in no table",
+}
+
+TABLES: dict[Target, TargetTable] = {
+    "tensorrt": TargetTable(
+        inputs=_WEIGHTED | dict.fromkeys(_POOLS, "averages do not commute with Q/DQ: INT8 in and out, or not at all"),
+        outputs=dict.fromkeys(_POOLS, "averages do not commute with Q/DQ: INT8 in and out, or not at all"),
+        stays_float=_FLOAT,
+    ),
+    "openvino": TargetTable(
+        inputs=_WEIGHTED | dict.fromkeys(_POOLS[:3], "an average runs in 8 bits when its input is quantized"),
+        residual="both",
+        unsigned=True,
+        stays_float=_FLOAT,
+    ),
+    "onnxruntime": TargetTable(
+        inputs=_WEIGHTED | dict.fromkeys(_POOLS[:3], "an average runs in 8 bits between Q/DQ on both sides"),
+        outputs=dict.fromkeys(
+            ("conv", "conv_transpose", "linear", "matmul", "add", *_POOLS[:3]),
+            "ONNX Runtime fuses an operation to its QLinear form only between Q/DQ on both sides",
+        ),
+        residual="both",
+        unsigned=True,
+        stays_float=_FLOAT,
+    ),
+}
