@@ -1,0 +1,301 @@
+"""Calibrators: they watch tensors (`collect`) and then say which range to quantize (`compute_amax`).
+
+`MaxCalibrator` remembers the largest magnitude. The others share `HistogramCalibrator`, which counts magnitudes, and
+differ in the pure function that picks `amax` from the counts (compress.quantization.amax and .entropy).
+
+Statistics stay on the device of the tensors and nothing is read back while collecting, so a GPU never waits; what
+must not be (NaN, Inf, nothing at all, only zeros) is therefore found by `compute_amax`, which raises
+`CalibrationError`. It does not know the layer's name: whoever calls it adds that. Between processes, `all_reduce`
+merges statistics, not ranges, so that every rank computes the amax of all images.
+
+One kind of zero is allowed: single channels. A pruned output channel has amax 0, and any scale keeps its zeros; it
+gets the largest amax of the tensor's channels, whose scale is sure to be a usable number.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from compress.errors import CalibrationError, near_misses
+from compress.quantization.amax import as_rows, check_percentile, mse_amax, percentile_amax, row_amax
+from compress.quantization.entropy import entropy_amax
+from compress.quantization.histogram import BINS, MAX_BINS, Histogram
+
+SMALLEST_AMAX = 2.0**-118
+"""Less counts as zero: divided by 255 it is no longer a normal float32 number."""
+
+
+class Calibrator(ABC):
+    """Watches tensors, then yields `amax`.
+
+    Args:
+        axis: the channel axis, for an amax of shape (C,); None = one for the whole tensor, of shape ().
+    """
+
+    _channels: int  # of what was collected; 0 = nothing yet
+
+    def __init__(self, *, axis: int | None = None) -> None:
+        self.axis = axis
+        self.reset()
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def collect(self, x: Tensor) -> None:
+        """Take `x` into the statistics: any shape, any floating type (counted as float32); empty is ignored.
+
+        Raises:
+            CalibrationError: there is no such axis, or another number of channels than before.
+        """
+        if self.axis is not None and not -x.dim() <= self.axis < x.dim():
+            raise CalibrationError(f"axis is {self.axis}, but the tensor has shape {tuple(x.shape)}")
+        if x.numel() == 0:
+            return
+        rows = as_rows(x.detach(), self.axis)
+        if self._channels and self._channels != len(rows):
+            raise CalibrationError(
+                f"a tensor has {len(rows)} channels along axis {self.axis}, those before it {self._channels}: "
+                "per-channel ranges need the same number in every batch; use axis None"
+            )
+        self._channels = len(rows)
+        self._observe(rows if rows.is_floating_point() else rows.float())
+
+    @torch.no_grad()
+    def compute_amax(self) -> Tensor:
+        """Return the largest magnitude to keep, float32 on the device of the tensors: shape () or (C,), all > 0.
+
+        Raises:
+            CalibrationError: nothing was collected, or NaN or Inf, or nothing but zeros.
+        """
+        amax = self._checked_largest()
+        live = amax >= SMALLEST_AMAX
+        chosen = self._choose(amax).to(amax.device)
+        chosen = torch.where(live, chosen, chosen[live].amax())
+        return chosen.reshape(()) if self.axis is None else chosen
+
+    def _checked_largest(self) -> Tensor:
+        """The largest magnitude of each row, all finite and not all zero."""
+        amax = self._largest()
+        if amax is None:
+            raise CalibrationError(
+                "nothing was collected: run calibration images through the model; a layer that they do not reach "
+                "has no range and must stay float (a rule with enable: false)"
+            )
+        if not bool(amax.isfinite().all()):
+            raise CalibrationError(
+                "NaN or Inf was collected: look for a broken weight, an image that is not normalized, or a half "
+                "precision overflow before this tensor, and calibrate in float32"
+            )
+        if not bool((amax >= SMALLEST_AMAX).any()):
+            raise CalibrationError(
+                "all collected values are zero, and a scale of zero cannot be: calibrate with images that reach this "
+                "tensor, or leave its layer float (a rule with enable: false)"
+            )
+        return amax
+
+    def reset(self) -> None:
+        """Forget everything collected, and free its memory."""
+        self._channels = 0
+        self._forget()
+
+    @property
+    def histogram(self) -> tuple[Tensor, Tensor] | None:
+        """(counts, edges) on the CPU: (bins,) int64 and (bins + 1,) float64, or (C, ...) each; None without one."""
+        return None
+
+    @torch.no_grad()
+    def all_reduce(self, group: ProcessGroup | None = None) -> None:
+        """Merge the statistics of all processes of `group`, in all of them; alone, do nothing.
+
+        Every process must call this, also one that collected nothing.
+
+        Raises:
+            CalibrationError: the processes saw different numbers of channels.
+        """
+        if not dist.is_initialized() or dist.get_world_size(group) == 1:
+            return
+        device = self._device(group)
+        span = torch.tensor([self._channels, -self._channels or -(1 << 30)], device=device)
+        dist.all_reduce(span, op=dist.ReduceOp.MAX, group=group)
+        most, least = int(span[0]), -int(span[1])
+        if most == 0:
+            return
+        if most != least:
+            raise CalibrationError(f"the processes saw tensors of {least} to {most} channels along axis {self.axis}")
+        self._channels = most
+        self._reduce(group, device)
+
+    def _device(self, group: ProcessGroup | None) -> torch.device:
+        """Where the statistics are; without any, where the group can communicate."""
+        amax = self._largest()
+        if amax is not None:
+            return amax.device
+        on_gpu = dist.get_backend(group) == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    @abstractmethod
+    def _observe(self, rows: Tensor) -> None:
+        """Take in (channels, n) values, n > 0; one row without an axis. No waiting for the device."""
+
+    @abstractmethod
+    def _largest(self) -> Tensor | None:
+        """The largest magnitude of each row so far, (rows,) float32; None before any."""
+
+    @abstractmethod
+    def _choose(self, largest: Tensor) -> Tensor:
+        """The amax of each row, (rows,), given the largest magnitude of each; rows of zeros get anything."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Drop the statistics."""
+
+    @abstractmethod
+    def _reduce(self, group: ProcessGroup | None, device: torch.device) -> None:
+        """Merge the statistics of all processes; `self._channels` is known, the statistics may be missing."""
+
+
+class MaxCalibrator(Calibrator):
+    """Keeps everything: amax is the largest magnitude seen."""
+
+    _amax: Tensor | None
+
+    def _observe(self, rows: Tensor) -> None:
+        amax = row_amax(rows)
+        self._amax = amax if self._amax is None else torch.maximum(self._amax, amax)
+
+    def _largest(self) -> Tensor | None:
+        return self._amax
+
+    def _choose(self, largest: Tensor) -> Tensor:
+        return largest
+
+    def _forget(self) -> None:
+        self._amax = None
+
+    def _reduce(self, group: ProcessGroup | None, device: torch.device) -> None:
+        mine = torch.zeros(self._channels, device=device) if self._amax is None else self._amax
+        self._amax = _largest_of_all(mine, group)
+
+
+class HistogramCalibrator(Calibrator):
+    """Counts magnitudes; subclasses choose from the counts."""
+
+    _counted: Histogram | None
+
+    def _observe(self, rows: Tensor) -> None:
+        self._counted = self._counted or self._empty(len(rows), rows.device)
+        self._counted.add(rows)
+
+    def _empty(self, rows: int, device: torch.device) -> Histogram:
+        return Histogram.empty(rows, MAX_BINS if self.axis is None else BINS, device)
+
+    def _largest(self) -> Tensor | None:
+        return None if self._counted is None else self._counted.amax
+
+    def _choose(self, largest: Tensor) -> Tensor:
+        counted = self._counted or self._empty(len(largest), largest.device)
+        return self._choose_bin(*counted.live())
+
+    @abstractmethod
+    def _choose_bin(self, counts: Tensor, width: Tensor) -> Tensor:
+        """The amax of each row: (rows,) from counts (rows, bins) and the bins' width (rows,), on the CPU."""
+
+    def _forget(self) -> None:
+        self._counted = None
+
+    @property
+    def histogram(self) -> tuple[Tensor, Tensor] | None:
+        """(counts, edges) on the CPU, up to the last bin in use by any channel; None before anything is collected."""
+        if self._counted is None:
+            return None
+        counts, width = self._counted.live()
+        edges = torch.arange(counts.shape[1] + 1) * width.double()[:, None]
+        return (counts[0], edges[0]) if self.axis is None else (counts, edges)
+
+    def _reduce(self, group: ProcessGroup | None, device: torch.device) -> None:
+        mine = self._counted or self._empty(self._channels, device)
+        amax = _largest_of_all(mine.amax, group)
+        width = mine.width.nan_to_num()
+        dist.all_reduce(width, op=dist.ReduceOp.MAX, group=group)
+        self._counted = mine.rescaled(width, amax)
+        dist.all_reduce(self._counted.counts, group=group)
+
+
+def _largest_of_all(amax: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The maximum over processes, with NaN sent as Inf: whether MAX keeps a NaN depends on the backend."""
+    amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+    return amax
+
+
+class PercentileCalibrator(HistogramCalibrator):
+    """Keeps `percentile` percent of the magnitudes and clips the rest."""
+
+    def __init__(self, *, percentile: float = 99.99, axis: int | None = None) -> None:
+        check_percentile(percentile)
+        super().__init__(axis=axis)
+        self.percentile = percentile
+
+    def _choose_bin(self, counts: Tensor, width: Tensor) -> Tensor:
+        return percentile_amax(counts, width, self.percentile)
+
+
+class EntropyCalibrator(HistogramCalibrator):
+    """Clips where the distribution changes least: the smallest Kullback-Leibler divergence."""
+
+    def __init__(self, *, num_bits: int = 8, signed: bool = True, axis: int | None = None) -> None:
+        super().__init__(axis=axis)
+        self.num_bits = num_bits
+        self.signed = signed
+
+    def _choose_bin(self, counts: Tensor, width: Tensor) -> Tensor:
+        return entropy_amax(counts, width, num_bits=self.num_bits, unsigned=not self.signed)
+
+
+class MSECalibrator(HistogramCalibrator):
+    """Clips where quantizing changes the values least, in mean square."""
+
+    def __init__(self, *, num_bits: int = 8, signed: bool = True, axis: int | None = None) -> None:
+        super().__init__(axis=axis)
+        self.num_bits = num_bits
+        self.signed = signed
+
+    def _choose_bin(self, counts: Tensor, width: Tensor) -> Tensor:
+        return mse_amax(counts, width, num_bits=self.num_bits, unsigned=not self.signed)
+
+
+CALIBRATORS = ("max", "percentile", "entropy", "mse")
+
+
+def make_calibrator(
+    name: str, *, num_bits: int = 8, axis: int | None = None, signed: bool = True, percentile: float = 99.99
+) -> Calibrator:
+    """Return the calibrator called `name`; arguments that it has no use for are ignored.
+
+    Args:
+        name: `max`, `percentile`, `entropy` or `mse`.
+        num_bits: of the quantized values, 2 to 8.
+        axis: the channel axis; None = one amax for the whole tensor.
+        signed: False where the integers start at zero, so that all 2**num_bits of them lie above it.
+        percentile: share of magnitudes that calibrator `percentile` keeps, in percent.
+
+    Raises:
+        CalibrationError: an unknown name, or a number out of range.
+    """
+    if not 2 <= num_bits <= 8:
+        raise CalibrationError(f"num_bits is {num_bits}: 2 to 8 can be calibrated")
+    if name == "max":
+        return MaxCalibrator(axis=axis)
+    if name == "percentile":
+        return PercentileCalibrator(percentile=percentile, axis=axis)
+    if name == "entropy":
+        return EntropyCalibrator(num_bits=num_bits, signed=signed, axis=axis)
+    if name == "mse":
+        return MSECalibrator(num_bits=num_bits, signed=signed, axis=axis)
+    raise CalibrationError(
+        f"there is no calibrator {name!r}{near_misses(name, CALIBRATORS)}: choose one of {', '.join(CALIBRATORS)}"
+    )
