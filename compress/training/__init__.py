@@ -1,1 +1,26 @@
 """One loop for the float baseline and for QAT, its checkpoints, and its processes."""
+
+from compress.training.checkpoint import load_checkpoint, load_model, save_checkpoint, save_model
+from compress.training.distributed import SINGLE, Processes, init_processes
+from compress.training.evaluate import Accuracy, evaluate
+from compress.training.log import EpochRow, TrainReport
+from compress.training.loop import fit
+from compress.training.spec import QATSpec, TrainSpec, check_train_spec
+
+__all__ = [
+    "SINGLE",
+    "Accuracy",
+    "EpochRow",
+    "Processes",
+    "QATSpec",
+    "TrainReport",
+    "TrainSpec",
+    "check_train_spec",
+    "evaluate",
+    "fit",
+    "init_processes",
+    "load_checkpoint",
+    "load_model",
+    "save_checkpoint",
+    "save_model",
+]

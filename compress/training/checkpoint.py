@@ -1,0 +1,284 @@
+"""Checkpoints and weights as safetensors files that are whole or absent, and that load completely or not at all.
+
+A file holds named tensors (`model.*`, `optimizer.<parameter>.<state>`) and one JSON document in its header; loading
+it runs no code. It is written beside its place and renamed into it, so a process that is killed at any moment leaves
+the previous checkpoint. Before anything is copied into a model, every name, shape and type is compared.
+
+A checkpoint belongs to one training: its `identity` (the spec, the batch size, the data) is in the header, and a
+training whose identity differs is refused, because the learning rate of step k, the images of step k and therefore
+the result would be neither training's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from compress.errors import CheckpointError
+from compress.files import replacing
+
+VERSION = 1
+HEADER = "compress"  # the key of our JSON among the file's metadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a file of ours holds.
+
+    Attributes:
+        path: where it was read from.
+        tensors: by name, on the CPU; names that share memory hold the same tensor.
+        data: the caller's JSON document.
+    """
+
+    path: str
+    tensors: dict[str, Tensor]
+    data: dict[str, Any]
+
+
+def save_model(model: nn.Module, path: Path | str, metadata: Mapping[str, Any] | None = None) -> Path:
+    """Write the model's `state_dict`, whole or not at all.
+
+    Args:
+        model: on any device, in any memory format; tied weights are stored once.
+        path: of the safetensors file.
+        metadata: what JSON can hold, returned by `load_model`.
+
+    Raises:
+        CheckpointError: a state that is not a tensor, or a file that cannot be written.
+    """
+    return _write(path, "model", _prefixed("model", model.state_dict()), dict(metadata or {}))
+
+
+def load_model(model: nn.Module, path: Path | str) -> dict[str, Any]:
+    """Copy the weights that `save_model` wrote into `model` and return their metadata.
+
+    Raises:
+        CheckpointError: a missing, truncated or foreign file, or names, shapes or types that differ from the model's
+            (all are named, nothing is loaded).
+    """
+    contents = _read(path, "model")
+    _check_model(contents, model)
+    _copy_model(contents, model)
+    return contents.data
+
+
+def save_checkpoint(
+    path: Path | str,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    identity: Mapping[str, Any],
+    position: Mapping[str, Any],
+) -> Path:
+    """Write everything that a training needs to go on, whole or not at all.
+
+    Args:
+        path: of the safetensors file.
+        model: its state is written; as is that of
+        optimizer: by parameter name, and that of
+        scaler: an empty one where it is not enabled.
+        identity: of the training, as JSON holds it: `load_checkpoint` must be given the same.
+        position: where in the training this is, as JSON holds it.
+
+    Raises:
+        CheckpointError: a state that is not a tensor, or a file that cannot be written.
+    """
+    tensors = _prefixed("model", model.state_dict())
+    for name, state in _optimizer_states(model, optimizer).items():
+        tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items() if value is not None}
+    data = {"identity": dict(identity), "position": dict(position), "scaler": scaler.state_dict()}
+    return _write(path, "checkpoint", tensors, data)
+
+
+def load_checkpoint(
+    path: Path | str,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    identity: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Bring model, optimizer and scaler to where `save_checkpoint` left them, and return the position.
+
+    Raises:
+        CheckpointError: a missing, truncated or foreign file, another identity (the differing keys are named), or
+            another model; nothing is loaded then.
+    """
+    contents = read_checkpoint(path, identity)
+    return restore_checkpoint(contents, model=model, optimizer=optimizer, scaler=scaler)
+
+
+def read_checkpoint(path: Path | str, identity: Mapping[str, Any]) -> Contents:
+    """Read a checkpoint of the training that `identity` describes; raises as `load_checkpoint` does."""
+    contents = _read(path, "checkpoint")
+    there, here = contents.data["identity"], json.loads(json.dumps(dict(identity)))
+    different = [
+        f"{key} ({there.get(key, 'absent')!r} there, {here.get(key, 'absent')!r} here)"
+        for key in sorted(there.keys() | here.keys())
+        if there.get(key) != here.get(key)
+    ]
+    if different:
+        raise CheckpointError(
+            f"{contents.path} belongs to another training: {', '.join(different)}. Resume with the values it was "
+            "started with, or start anew in another folder"
+        )
+    return contents
+
+
+def restore_checkpoint(
+    contents: Contents, *, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+) -> dict[str, Any]:
+    """Copy a checkpoint's contents into model, optimizer and scaler; raises as `load_checkpoint` does."""
+    _check_model(contents, model)
+    states = _read_optimizer(contents, model, optimizer)
+    _copy_model(contents, model)
+    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+    if scaler.is_enabled():
+        scaler.load_state_dict(contents.data["scaler"])
+    position: dict[str, Any] = contents.data["position"]
+    return position
+
+
+@contextmanager
+def writing(path: Path | str) -> Iterator[Path]:
+    """`compress.files.replacing`, whose failures (a full disk, a read-only folder) become a CheckpointError."""
+    try:
+        with replacing(path) as temporary:
+            yield temporary
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error}. What stood there before is untouched; free space, or choose another folder"
+        ) from error
+
+
+def _write(path: Path | str, kind: str, tensors: Mapping[str, Tensor], data: dict[str, Any]) -> Path:
+    kept, shared = _without_shared_memory(tensors)
+    header = {"kind": kind, "version": VERSION, "torch": torch.__version__, "shared": shared, "data": data}
+    with writing(path) as temporary:
+        save_file(kept, temporary, metadata={HEADER: json.dumps(header)})
+    return Path(path)
+
+
+def _read(path: Path | str, kind: str) -> Contents:
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {}).get(HEADER, "null"))
+            if not isinstance(header, dict) or header.get("kind") != kind:
+                got = header.get("kind") if isinstance(header, dict) else "safetensors file of another program"
+                raise CheckpointError(f"{path} is a {got}, not a {kind} that compress wrote: name the right file")
+            if header["version"] > VERSION:
+                raise CheckpointError(
+                    f"{path} has format version {header['version']} and this compress reads up to {VERSION}: upgrade it"
+                )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no {kind} at {path}: check the path, or start anew") from error
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is no whole safetensors file ({error}): it was truncated on its way or is of another program; "
+            "take a good copy, or start anew"
+        ) from error
+    tensors |= {alias: tensors[name] for alias, name in header["shared"].items()}
+    return Contents(path=str(path), tensors=tensors, data=header["data"])
+
+
+def _prefixed(prefix: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"the model's state {name!r} is a {type(value).__name__}: only tensors are saved; make it a buffer, or "
+                "register it as not persistent"
+            )
+    return {f"{prefix}.{name}": value for name, value in state.items()}
+
+
+def _without_shared_memory(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """CPU copies that own their memory, and alias -> name for tensors that are one and the same (tied weights)."""
+    kept: dict[str, Tensor] = {}
+    shared: dict[str, str] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        place = (tensor.device, storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and first.setdefault(place, name) != name:
+            shared[name] = first[place]
+            continue
+        alone = storage not in storages and tensor.nbytes == tensor.untyped_storage().nbytes()
+        storages.add(storage)
+        copy = tensor.detach().cpu().contiguous()
+        kept[name] = copy if alone else copy.clone()
+    return kept, shared
+
+
+def _check_model(contents: Contents, model: nn.Module) -> None:
+    expected = model.state_dict()
+    got = {name.removeprefix("model."): t for name, t in contents.tensors.items() if name.startswith("model.")}
+    common = expected.keys() & got.keys()
+    mismatched = [
+        f"{name} ({got[name].dtype} {tuple(got[name].shape)} there, "
+        f"{expected[name].dtype} {tuple(expected[name].shape)} here)"
+        for name in expected
+        if name in common and (got[name].shape, got[name].dtype) != (expected[name].shape, expected[name].dtype)
+    ]
+    complaints = {
+        "missing": [name for name in expected if name not in common],
+        "unexpected": [name for name in got if name not in common],
+        "different": mismatched,
+    }
+    parts = [f"{len(names)} {what}: {_some(names)}" for what, names in complaints.items() if names]
+    if parts:
+        raise CheckpointError(
+            f"{contents.path} is of another model ({'; '.join(parts)}). Nothing was loaded; build the model as it was "
+            "when the file was written (name, number of classes, quantization, sparsity)"
+        )
+
+
+def _copy_model(contents: Contents, model: nn.Module) -> None:
+    model.load_state_dict({name: contents.tensors[f"model.{name}"] for name in model.state_dict()})
+
+
+def _optimizer_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    states: Mapping[Any, dict[str, Tensor]] = optimizer.state
+    return {name: states[parameter] for name, parameter in model.named_parameters() if parameter in states}
+
+
+def _read_optimizer(
+    contents: Contents, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[int, dict[str, Tensor]]:
+    """The state of each parameter, by its index in the optimizer, laid out in memory as the parameter is."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    index = {names[parameter]: i for i, parameter in enumerate(order)}
+    states: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in contents.tensors.items():
+        if not name.startswith("optimizer."):
+            continue
+        parameter_name, _, key = name.removeprefix("optimizer.").rpartition(".")
+        parameter = order[index[parameter_name]] if parameter_name in index else None
+        if parameter is None or tensor.shape not in (parameter.shape, torch.Size()):
+            raise CheckpointError(
+                f"{contents.path} holds an optimizer state {name} of shape {tuple(tensor.shape)} that fits no "
+                "trainable parameter of this model. Nothing was loaded; build the model as it was, with the same "
+                "layers frozen"
+            )
+        same = key != "step" and tensor.shape == parameter.shape
+        states.setdefault(index[parameter_name], {})[key] = (
+            torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor) if same else tensor
+        )
+    return states
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,0 +1,351 @@
+"""The training loop, for the float baseline and for QAT alike: a quantized model is an ordinary module to it.
+
+Everything that a step does follows from (spec, step): its images (from seed, epoch and place in the epoch), its
+learning rate, and its random numbers (torch's generator is seeded anew at each step). So a checkpoint holds the
+model, the optimizer and a position, and no generator, scheduler or loader state; a training that is killed and
+resumed takes the same steps as one that is not, on the CPU to the bit.
+
+`batch_size` is the global batch of one forward pass: all processes together. With `grad_accumulation` k, an optimizer
+step takes k such batches and the mean of their gradients. Each process weights its share by its size, so that the
+gradient is the mean over all images however unevenly they are shared out. Training leaves out an epoch's last,
+smaller batch (other images in each epoch), so that every process takes the same number of steps.
+
+On a GPU the loss is read every `READ_EVERY` steps: reading makes the host wait for the device. Progress shows the
+figures as of the last reading, and a loss that is not finite is found at the next one, before any checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.data.base import Batch, BatchPlan, DataSet, hash_seed
+from compress.errors import CheckpointError, CompressError, DataError
+from compress.progress import Progress
+from compress.training.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
+from compress.training.distributed import SINGLE, Processes, average_running_statistics, broadcast_state
+from compress.training.evaluate import QUIET, Accuracy, autocast, evaluate
+from compress.training.log import EpochRow, TrainReport, summarize, write_log
+from compress.training.losses import training_loss
+from compress.training.optim import learning_rate, make_optimizer
+from compress.training.outputs import LogitsOf
+from compress.training.prepare import check_models, example_images, not_finite, surroundings, to_channels_last, wrap
+from compress.training.spec import TrainSpec, check_train_spec
+
+READ_EVERY = 20
+
+
+def fit(
+    model: nn.Module,
+    data: DataSet,
+    spec: TrainSpec,
+    *,
+    batch_size: int,
+    folder: Path | None,
+    teacher: nn.Module | None = None,
+    device: torch.device | str | None = None,
+    processes: Processes = SINGLE,
+    resume: bool = False,
+    name: str = "train",
+    progress: Progress = QUIET,
+) -> TrainReport:
+    """Train `model` in place.
+
+    Args:
+        model: any module from images (N, C, H, W) to logits (N, classes), or to a tuple or dict that holds them
+            first. It is moved to `device`. Afterwards its modes and torch's random state are as they were, its weights
+            contiguous and its gradients gone.
+        data: `train` is trained on, `val` evaluated on.
+        spec: how.
+        batch_size: images of one forward pass over all processes; `grad_accumulation` of them make a step.
+        folder: takes `<name>.checkpoint.safetensors`, from before the first step on, and `<name>.csv`; None = write
+            nothing.
+        teacher: the float model to learn from where `spec.distill` is set; otherwise unused.
+        device: where to compute; None = the process's own.
+        processes: every one of them must call, and gets the same report; rank 0 writes the files.
+        resume: go on from the folder's checkpoint where there is one.
+        name: of the files and the progress bar.
+        progress: hears of every optimizer step, and of evaluations.
+
+    Raises:
+        RecipeError: a value of `spec` out of range, fp16 on the CPU, distillation without a teacher.
+        ModelError: logits that do not fit the data's classes or the teacher's.
+        DataError: too few images for the processes.
+        CheckpointError: a checkpoint that is truncated, foreign or of another training; a file that cannot be written.
+        CompressError: a loss or weight that is not finite; the last checkpoint is from before.
+    """
+    check_train_spec(spec)
+    device = processes.on(device)
+    autocast(device, spec.precision)
+    if resume and folder is None:
+        raise CheckpointError("resume is set without a folder: name the one that holds the checkpoint")
+    progress = progress if processes.is_main else QUIET
+    with surroundings(model, teacher, device):
+        training = _Training(model, data, spec, batch_size, folder, teacher, device, processes, name, progress)
+        try:
+            return training.run(resume)
+        finally:
+            progress.finish(name)
+            training.optimizer.zero_grad()
+            model.to(memory_format=torch.contiguous_format)
+
+
+@dataclass
+class _Position:
+    """Where a training is; what an epoch has summed up so far, over all processes."""
+
+    epoch: int = 0  # epochs behind us
+    step: int = 0  # optimizer steps of this epoch behind us
+    loss: float = 0.0
+    correct: float = 0.0
+    images: float = 0.0
+    seconds: float = 0.0
+    history: list[EpochRow] = field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> _Position:
+        return cls(**{**document, "history": [EpochRow(**row) for row in document["history"]]})
+
+
+class _Training:
+    """A training under way."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: DataSet,
+        spec: TrainSpec,
+        batch_size: int,
+        folder: Path | None,
+        teacher: nn.Module | None,
+        device: torch.device,
+        processes: Processes,
+        name: str,
+        progress: Progress,
+    ) -> None:
+        self.model, self.data, self.spec, self.device, self.processes = model.to(device), data, spec, device, processes
+        self.name, self.progress, self.folder = name, progress, folder
+        self.position = _Position()
+        self.unread: list[Tensor] = []
+        self.plan = BatchPlan(
+            batch_size=batch_size, epoch=0, rank=processes.rank, world_size=processes.world_size, drop_last=True
+        )
+        self.batches_per_epoch = data.train.steps(self.plan)
+        self.steps_per_epoch = math.ceil(self.batches_per_epoch / spec.grad_accumulation)
+        whole = min(batch_size, len(data.train))
+        self.share = len(range(processes.rank, whole, processes.world_size)) * processes.world_size / max(1, whole)
+
+        images = example_images(data.train, device, processes)
+        teacher = teacher.to(device).eval() if teacher is not None and spec.distill else None
+        check_models(model, teacher, images, num_classes=data.train.num_classes, spec=spec)
+        self.channels_last = to_channels_last(model, images, spec.channels_last)
+        broadcast_state(model, processes)
+        self.forward, self.no_sync = wrap(model, images, spec=spec, processes=processes, device=device)
+        self.teach = LogitsOf(teacher) if teacher is not None else None
+        if self.teach is not None and spec.compile:
+            self.teach.compile()
+        self.optimizer = make_optimizer(model, spec)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=spec.precision == "fp16")
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps behind us."""
+        return self.position.epoch * self.steps_per_epoch + self.position.step
+
+    def run(self, resume: bool) -> TrainReport:
+        resumed_from = self._begin(resume)
+        self.progress.start(self.name, self.spec.epochs * self.steps_per_epoch, done=self.step)
+        while self.position.epoch < self.spec.epochs:
+            self._epoch()
+        history = tuple(self.position.history)
+        return summarize(history, self._final(), resumed_from=resumed_from)
+
+    def _begin(self, resume: bool) -> int | None:
+        """Restore the checkpoint, or write the first one, so that an older training's cannot be taken for ours."""
+        if self.folder is None:
+            return None
+        path = self._checkpoint_path(self.folder)
+        if self.processes.is_main:
+            for left_over in self.folder.glob(f".{self.name}.*.part"):  # of a process killed while it was writing
+                left_over.unlink(missing_ok=True)
+        if not self.processes.on_main(lambda: resume and path.exists()):
+            self._save()
+            return None
+        contents = self.processes.on_main(lambda: read_checkpoint(path, self._identity()))
+        position = restore_checkpoint(contents, model=self.model, optimizer=self.optimizer, scaler=self.scaler)
+        self.position = _Position.from_json(position)
+        self._write_log()
+        return self.step
+
+    def _epoch(self) -> None:
+        self.model.train()
+        first = self.position.step * self.spec.grad_accumulation
+        plan = replace(self.plan, epoch=self.position.epoch, first=first)
+        batches = self.data.train.batches(plan, device=self.device)
+        self.mark = time.perf_counter()
+        while self.position.step < self.steps_per_epoch:
+            lr = self._optimizer_step(batches)
+            self.position.step += 1
+            if len(self.unread) >= (READ_EVERY if self.device.type == "cuda" else 1):
+                self._read()
+            self.progress.advance(self.name, 1, **self._figures(), lr=lr)
+            every = self.spec.checkpoint_steps
+            if every and self.step % every == 0 and self.position.step < self.steps_per_epoch:
+                self._save()
+                self.mark = time.perf_counter()
+        self._read()
+        self._end_epoch()
+
+    def _optimizer_step(self, batches: Iterator[Batch]) -> float:
+        """Take one step and return its learning rate."""
+        spec, lr = self.spec, self._learning_rate(self.step)
+        left = self.batches_per_epoch - self.position.step * spec.grad_accumulation
+        group = min(spec.grad_accumulation, left)
+        torch.manual_seed(hash_seed(spec.seed, self.step, self.processes.rank))
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = lr
+        sums = [self._backward(*self._next(batches), group=group, last=i == group - 1) for i in range(group)]
+        if spec.clip_grad_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), spec.clip_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.unread.append(sum(sums[1:], start=sums[0]))
+        return lr
+
+    def _backward(self, images: Tensor, targets: Tensor, *, group: int, last: bool) -> Tensor:
+        """Add a batch's share to the gradients; return [summed loss, correct, images], float64, not read yet."""
+        if self.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        with nullcontext() if last else self.no_sync():
+            with autocast(self.device, self.spec.precision):
+                logits = self.forward(images)
+                with torch.no_grad():
+                    taught = None if self.teach is None else self.teach(images)
+            loss = training_loss(logits, targets, taught, self.spec)
+            self.scaler.scale(loss * (self.share / group)).backward()
+        correct = (logits.detach().argmax(dim=1) == targets).sum()
+        mean = loss.detach().double()
+        return torch.stack([mean * len(targets), correct.double(), mean.new_full((), len(targets))])
+
+    def _next(self, batches: Iterator[Batch]) -> Batch:
+        batch = next(batches, None)
+        if batch is None or not len(batch[1]):
+            raise DataError(
+                f"the training split ran out of images in epoch {self.position.epoch + 1}: it promised "
+                f"{self.batches_per_epoch} batches; check for files that vanished or cannot be read"
+            )
+        return batch
+
+    def _read(self) -> None:
+        """Add what the steps since the last reading have summed up; refuse a loss that is not finite."""
+        if not self.unread:
+            return
+        rows = self.processes.all_reduce_sum(torch.stack(self.unread)).tolist()
+        self.unread.clear()
+        now = time.perf_counter()
+        self.position.seconds += now - self.mark
+        self.mark = now
+        for i, (loss, correct, images) in enumerate(rows):
+            if not math.isfinite(loss):
+                raise self._diverged(f"the loss is {loss}", self.step - len(rows) + i)
+            self.position.loss += loss
+            self.position.correct += correct
+            self.position.images += images
+
+    def _end_epoch(self) -> None:
+        position, spec = self.position, self.spec
+        average_running_statistics(self.model, self.processes)
+        done = position.epoch + 1
+        accuracy = self._evaluate() if done % spec.evaluate_every == 0 or done == spec.epochs else None
+        row = EpochRow(
+            epoch=done,
+            step=self.step,
+            lr=self._learning_rate(self.step - 1),
+            train_loss=position.loss / position.images,
+            train_top1=position.correct / position.images,
+            val_top1=accuracy.top1 if accuracy else None,
+            val_top5=accuracy.top5 if accuracy else None,
+            val_loss=accuracy.loss if accuracy else None,
+            images_per_s=position.images / position.seconds,
+            seconds=position.seconds,
+        )
+        self.position = _Position(epoch=done, history=[*position.history, row])
+        self._save()
+        self._write_log()
+
+    def _evaluate(self) -> Accuracy:
+        return evaluate(
+            self.model,
+            self.data.val,
+            batch_size=self.plan.batch_size,
+            device=self.device,
+            processes=self.processes,
+            precision=self.spec.precision,
+            progress=self.progress,
+            name=f"{self.name}: evaluate",
+        )
+
+    def _final(self) -> Accuracy:
+        """The last epoch's evaluation, which a resumed training that had ended takes from its history."""
+        if not self.position.history:
+            return self._evaluate()
+        last = self.position.history[-1]
+        assert last.val_top1 is not None and last.val_top5 is not None and last.val_loss is not None
+        return Accuracy(top1=last.val_top1, top5=last.val_top5, loss=last.val_loss, images=len(self.data.val))
+
+    def _save(self) -> None:
+        if self.folder is None:
+            return
+        self._read()
+        average_running_statistics(self.model, self.processes)
+        if broken := not_finite(self.model):
+            raise self._diverged(f"{broken} is NaN or infinite", self.step - 1)
+        path, position = self._checkpoint_path(self.folder), asdict(self.position)
+        parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
+        self.processes.on_main(lambda: save_checkpoint(path, **parts, identity=self._identity(), position=position))
+
+    def _write_log(self) -> None:
+        if self.folder is not None and self.processes.is_main:
+            write_log(self.position.history, self.folder / f"{self.name}.csv")
+
+    def _checkpoint_path(self, folder: Path) -> Path:
+        return folder / f"{self.name}.checkpoint.safetensors"
+
+    def _identity(self) -> dict[str, Any]:
+        train = self.data.train
+        data = {"batch_size": self.plan.batch_size, "train_images": len(train), "data_seed": train.seed}
+        return {**asdict(self.spec), **data}
+
+    def _learning_rate(self, step: int) -> float:
+        return learning_rate(
+            step,
+            steps=self.spec.epochs * self.steps_per_epoch,
+            warmup_steps=round(self.spec.warmup_epochs * self.steps_per_epoch),
+            peak=self.spec.lr,
+            schedule=self.spec.schedule,
+        )
+
+    def _figures(self) -> dict[str, float]:
+        """The epoch's means so far; nothing before the first reading."""
+        at = self.position
+        if not at.images or not at.seconds:
+            return {}
+        return {"loss": at.loss / at.images, "accuracy": at.correct / at.images, "images_per_s": at.images / at.seconds}
+
+    def _diverged(self, what: str, step: int) -> CompressError:
+        kept = "" if self.folder is None else f" {self._checkpoint_path(self.folder)} is from before."
+        return CompressError(
+            f"{self.name}: {what} at epoch {step // self.steps_per_epoch + 1}, step {step + 1} "
+            f"(lr {self._learning_rate(step):.3g}, precision {self.spec.precision}): the training has diverged."
+            f"{kept} Try a lower lr, a longer warm-up, clip_grad_norm: 1, or precision bf16 or fp32 in place of fp16"
+        )

@@ -1,0 +1,56 @@
+"""A model's logits, whatever it returns: some return a tuple, a named tuple or a dict (auxiliary heads in training)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from compress.errors import ModelError
+
+
+class LogitsOf(nn.Module):
+    """Calls `model` and returns its logits alone: what DistributedDataParallel and torch.compile are given."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (N, classes) of images (N, C, H, W)."""
+        return first_tensor(self.model(images))
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The logits in `output`: itself, its "logits" or "out", or its first element.
+
+    Raises:
+        ModelError: it holds no tensor in these places.
+    """
+    if isinstance(output, Tensor):
+        return output
+    value: Any = None
+    if isinstance(output, Mapping):
+        value = next((output[key] for key in ("logits", "out", *output) if output.get(key) is not None), None)
+    elif isinstance(output, (tuple, list)) and output:
+        value = output[0]
+    if isinstance(value, Tensor):
+        return value
+    raise ModelError(
+        f"the model returned {type(output).__name__}: it must return logits (N, classes), alone, first in a tuple, "
+        'or as "logits" or "out" of a dict'
+    )
+
+
+def check_logits(logits: Tensor, *, images: int, num_classes: int) -> None:
+    """Refuse logits that do not hold a row for each image and a column for each class.
+
+    Raises:
+        ModelError: with the shape that was got.
+    """
+    if logits.ndim != 2 or logits.shape[0] != images or logits.shape[1] < num_classes:
+        raise ModelError(
+            f"the model returned logits of shape {tuple(logits.shape)} for {images} images of {num_classes} classes: "
+            f"it must be ({images}, {num_classes}) or wider; set model.num_classes, or add a pooling or flatten layer"
+        )

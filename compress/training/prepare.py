@@ -1,0 +1,147 @@
+"""What is found out about a model before its first step, by one forward pass on two images in evaluation mode.
+
+The pass is cheap and changes nothing, and it refuses early what would otherwise fail late or obscurely: too few
+logits, a teacher of other classes, parameters that the logits do not depend on (DistributedDataParallel waits for
+their gradients for ever unless it is told), a model that cannot run in channels_last.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from compress.data.base import Split
+from compress.errors import DataError, ModelError, RecipeError
+from compress.training.distributed import Processes
+from compress.training.evaluate import modes_kept
+from compress.training.outputs import LogitsOf, check_logits
+from compress.training.spec import TrainSpec
+
+_BROADCAST_OPTIONS = ("forward_sync_buffers", "broadcast_buffers")  # the newer name first (torch 2.15)
+_NO_BUFFER_BROADCAST: dict[str, Any] = {
+    next(name for name in _BROADCAST_OPTIONS if name in inspect.signature(DistributedDataParallel).parameters): False
+}
+
+NoSync = Callable[[], AbstractContextManager[None]]
+"""Makes a context in which DistributedDataParallel leaves the gradients of its process alone."""
+
+
+def example_images(split: Split, device: torch.device, processes: Processes) -> Tensor:
+    """Two images of `split`, or its only one, (N, C, H, W) on `device`.
+
+    Raises:
+        DataError: a split with fewer images than there are processes.
+    """
+    if len(split) < processes.world_size:
+        raise DataError(
+            f"the training split holds {len(split)} images for {processes.world_size} processes: it needs at least "
+            "one for each"
+        )
+    return split.load(list(range(min(2, len(split)))), epoch=None, device=device)[0]
+
+
+def check_models(
+    model: nn.Module, teacher: nn.Module | None, images: Tensor, *, num_classes: int, spec: TrainSpec
+) -> None:
+    """Refuse models that cannot be trained on the data.
+
+    Raises:
+        RecipeError: distillation without a teacher.
+        ModelError: nothing to train, a weight that is not finite, or logits that do not fit the classes or the
+            teacher's.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError("the model has no trainable parameter: set requires_grad on those that training may change")
+    if broken := not_finite(model):
+        raise ModelError(f"the model's parameter {broken} is NaN or infinite before the training: load good weights")
+    if spec.distill and teacher is None:
+        raise RecipeError("distill is set and no teacher was given: pass the float model, or set distill: false")
+    shapes = []
+    for one in (model, teacher) if spec.distill else (model,):
+        if one is not None:
+            logits = _evaluation_logits(one, images)
+            check_logits(logits, images=len(images), num_classes=num_classes)
+            shapes.append(tuple(logits.shape))
+    if len(set(shapes)) > 1:
+        raise ModelError(
+            f"the model's logits have shape {shapes[0]} and the teacher's {shapes[1]}: distillation needs the same "
+            "classes in both"
+        )
+
+
+def to_channels_last(model: nn.Module, images: Tensor, wanted: bool | None) -> bool:
+    """Lay the weights out as channels_last where that is wanted, and say whether it was done.
+
+    `wanted` None means wherever the model runs in it. Models that call `view` on what they take for a contiguous
+    tensor do not; they keep the usual layout. The layout changes the speed, not the function.
+    """
+    if wanted is False or images.ndim != 4:
+        return False
+    model.to(memory_format=torch.channels_last)
+    if wanted is None:
+        try:
+            _evaluation_logits(model, images.contiguous(memory_format=torch.channels_last))
+        except RuntimeError:
+            model.to(memory_format=torch.contiguous_format)
+            return False
+    return True
+
+
+def not_finite(model: nn.Module) -> str | None:
+    """The first parameter that holds NaN or infinity, by name; None where all are finite."""
+    names = [name for name, _ in model.named_parameters()]
+    finite = torch.stack([parameter.isfinite().all() for parameter in model.parameters()]).tolist()
+    return next((name for name, good in zip(names, finite, strict=True) if not good), None)
+
+
+def wrap(
+    model: nn.Module, images: Tensor, *, spec: TrainSpec, processes: Processes, device: torch.device
+) -> tuple[Callable[[Tensor], Tensor], NoSync]:
+    """The callable from images to logits that training runs, and the context that holds back the gradients' exchange.
+
+    Buffers are not broadcast: each process keeps its own BatchNorm statistics until they are averaged.
+    """
+    module: nn.Module = LogitsOf(model)
+    no_sync: NoSync = nullcontext
+    if processes.world_size > 1:
+        module = DistributedDataParallel(
+            module,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=_has_unused_parameters(model, images),
+            **_NO_BUFFER_BROADCAST,
+        )
+        no_sync = module.no_sync
+    return (torch.compile(module) if spec.compile else module), no_sync
+
+
+@contextmanager
+def surroundings(model: nn.Module, teacher: nn.Module | None, device: torch.device) -> Iterator[None]:
+    """Set modes and the search for convolution algorithms; put back both, and the random state, at the end."""
+    devices = [device] if device.type == "cuda" else []
+    benchmark = torch.backends.cudnn.benchmark
+    with torch.random.fork_rng(devices=devices), modes_kept(model, teacher):
+        torch.backends.cudnn.benchmark = True  # every batch has the same shape, so the search is paid once
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.benchmark = benchmark
+
+
+def _evaluation_logits(model: nn.Module, images: Tensor) -> Tensor:
+    with modes_kept(model), torch.no_grad():
+        return LogitsOf(model.eval())(images)
+
+
+def _has_unused_parameters(model: nn.Module, images: Tensor) -> bool:
+    """Whether the logits are independent of a trainable parameter, such as an auxiliary head's."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with modes_kept(model), torch.enable_grad():
+        total = LogitsOf(model.eval())(images).sum()
+        return None in torch.autograd.grad(total, parameters, allow_unused=True)

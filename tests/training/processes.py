@@ -1,0 +1,233 @@
+"""Real processes for the tests: forked from one that has imported torch but computed nothing, so each starts at once.
+
+`python -m tests.training.processes TASK FOLDER` runs one of the tasks below, which leaves files in FOLDER.
+"""
+
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from compress.data.base import BatchPlan
+from compress.errors import CheckpointError, CompressError
+from compress.progress import NoProgress
+from compress.training import TrainSpec, evaluate, fit, init_processes, save_model
+from tests.training.toy import CLASSES, WithAuxiliary, convnet, smooth, toy_data
+
+
+def fork(work):
+    """Run `work` in a child; return its process id."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        torch.set_num_threads(1)
+        work()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def forked(work):
+    """Run `work` in a child and return how it ended: its exit code, or minus the signal that killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(fork(work), 0)[1])
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DieAtStep(NoProgress):
+    """A listener that kills its process when it hears of the optimizer step `at` of its life."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def advance(self, task, amount=1, **fields):
+        self.left -= task == "train"
+        if not self.left:
+            die()
+
+
+def die_at_rename(suffix, count):
+    """Kill this process when it is about to rename a file onto one that ends in `suffix`, for the count-th time.
+
+    Half of the new file is cut off before, as if the process had died while writing it.
+    """
+
+    def hook(event, arguments):
+        nonlocal count
+        if event == "os.rename" and str(arguments[1]).endswith(suffix):
+            count -= 1
+            if not count:
+                os.truncate(arguments[0], Path(arguments[0]).stat().st_size // 2)
+                die()
+
+    sys.addaudithook(hook)
+
+
+SPEC = TrainSpec(
+    epochs=3,
+    lr=0.05,
+    warmup_epochs=0.5,
+    label_smoothing=0.1,
+    clip_grad_norm=1.0,
+    grad_accumulation=2,
+    checkpoint_steps=2,
+)
+
+
+def train(folder, optimizer, progress=None, resume=False):
+    model = convnet()
+    spec = TrainSpec(**{**vars(SPEC), "optimizer": optimizer})
+    progress = progress or NoProgress()
+    report = fit(model, toy_data(), spec, batch_size=5, folder=folder, resume=resume, progress=progress)
+    save_model(model, folder / "final.safetensors", {"resumed_from": report.resumed_from, "steps": report.steps})
+
+
+def killed(folder):
+    """For each optimizer a run that nothing stops, and one that is killed six times (5 steps an epoch)."""
+    ends = {}
+    for optimizer in ("sgd", "adamw"):
+        forked(lambda name=optimizer: train(folder / name / "whole", name))
+        place = folder / optimizer / "killed"
+
+        def rename(suffix, count, place=place, name=optimizer):
+            die_at_rename(suffix, count)
+            train(place, name, resume=True)
+
+        ends[optimizer] = [
+            forked(lambda: rename("checkpoint.safetensors", 1)),  # writing the first checkpoint
+            forked(lambda p=place, n=optimizer: train(p, n, DieAtStep(4), resume=True)),  # in mid-epoch: resumes at 2
+            forked(lambda: rename("checkpoint.safetensors", 2)),  # writing the checkpoint of the first epoch's end
+            forked(
+                lambda: rename(".csv", 2)
+            ),  # after that checkpoint, before the table (the first one is the resume's)
+            forked(lambda p=place, n=optimizer: train(p, n, DieAtStep(1), resume=True)),  # at once
+            forked(lambda p=place, n=optimizer: train(p, n, DieAtStep(6), resume=True)),
+            forked(lambda p=place, n=optimizer: train(p, n, resume=True)),
+            forked(lambda p=place, n=optimizer: train(p, n, resume=True)) if optimizer == "sgd" else 0,  # has ended
+        ]
+    ends["full disk"] = forked(lambda: full_disk(folder / "full"))
+    (folder / "ends.json").write_text(json.dumps(ends))
+
+
+def full_disk(folder):
+    """The disk fills up between two checkpoints."""
+
+    class Fill(NoProgress):
+        def advance(self, task, amount=1, **fields):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
+
+    try:
+        train(folder, "sgd", Fill())
+    except CheckpointError as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        facts = {"message": str(error), "files": sorted(path.name for path in folder.iterdir())}
+        train(folder, "sgd", resume=True)
+        (folder / "facts.json").write_text(json.dumps(facts))
+
+
+def pair(folder):
+    """Two processes train what one trains, each on its share."""
+    folder.mkdir(exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **common} for rank in range(2)]
+    children = [fork(lambda place=place: member(folder, place)) for place in places]
+    ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    ends.append(forked(lambda: member(folder, {})))
+    (folder / "ends.json").write_text(json.dumps(ends))
+
+
+def member(folder, environment):
+    processes = init_processes("cpu", environment=environment)
+    who = f"{processes.world_size}-{processes.rank}"
+    facts = {"is_main": processes.is_main, "exchange": exchange(processes)}
+    options = {"device": None, "processes": processes, "batch_size": 7}  # shares of 4 and 3
+    spec = TrainSpec(epochs=2, lr=0.05, warmup_epochs=0.5, grad_accumulation=2, clip_grad_norm=0.5)
+
+    model = smooth(seed=processes.rank)  # rank 0's weights are to be everybody's
+    place = folder / f"files-{processes.world_size}"
+    report = fit(model, toy_data(), spec, folder=place, **options)
+    save_model(model, folder / f"smooth-{who}.safetensors")
+    facts["history"] = [(row.train_loss, row.train_top1, row.val_top1) for row in report.history]
+    facts["accuracy"] = vars(evaluate(model, toy_data().val, **options))
+
+    stopped = folder / f"stopped-{processes.world_size}"
+    spec = TrainSpec(**{**vars(spec), "checkpoint_steps": 1})
+    try:
+        fit(smooth(), interrupted_data(loads=10), spec, folder=stopped, **options)
+    except KeyboardInterrupt:
+        resumed = smooth(seed=5)
+        facts["resumed_from"] = fit(resumed, toy_data(), spec, folder=stopped, resume=True, **options).resumed_from
+        save_model(resumed, folder / f"resumed-{who}.safetensors")
+
+    fit(with_aux := WithAuxiliary(), toy_data(), spec, folder=None, **options)
+    save_model(with_aux, folder / f"auxiliary-{who}.safetensors")
+
+    torch.manual_seed(0)
+    normed = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(108, CLASSES))
+    fit(normed, toy_data(), TrainSpec(epochs=1, warmup_epochs=0), folder=None, **{**options, "batch_size": 8})
+    save_model(normed, folder / f"normed-{who}.safetensors")
+    facts["shares"] = [
+        len(targets)
+        for _, targets in toy_data().train.batches(BatchPlan(batch_size=7, rank=processes.rank, world_size=2))
+    ]
+    (folder / f"facts-{who}.json").write_text(json.dumps(facts))
+    processes.close()
+
+
+def interrupted_data(loads):
+    """Ctrl-C, in every process, when it asks for its batch number `loads`."""
+    data = toy_data()
+    load = data.train.load
+
+    def stop(*arguments, **options):
+        nonlocal loads
+        loads -= 1
+        if not loads:
+            raise KeyboardInterrupt
+        return load(*arguments, **options)
+
+    data.train.load = stop
+    return data
+
+
+def exchange(processes):
+    rank = torch.tensor([float(processes.rank), 1.0])
+
+    def refuse():
+        raise CompressError("no")
+
+    try:
+        processes.on_main(refuse)
+        refused = False
+    except CompressError:
+        refused = True
+    processes.barrier()
+    return {
+        "sum": processes.all_reduce_sum(rank).tolist(),
+        "max": processes.all_reduce_max(rank).tolist(),
+        "object": processes.broadcast_object({"from": processes.rank}),
+        "on_main": processes.on_main(lambda: processes.rank),
+        "refused": refused,
+        "kept": rank.tolist() == [processes.rank, 1.0],
+    }
+
+
+if __name__ == "__main__":
+    {"killed": killed, "pair": pair}[sys.argv[1]](Path(sys.argv[2]))
