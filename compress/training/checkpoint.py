@@ -1,8 +1,9 @@
 """Checkpoints and weights as safetensors files that are whole or absent, and that load completely or not at all.
 
-A file holds named tensors (`model.*`, `optimizer.<parameter>.<state>`) and one JSON document in its header; loading
-it runs no code. It is written beside its place and renamed into it, so a process that is killed at any moment leaves
-the previous checkpoint. Before anything is copied into a model, every name, shape and type is compared.
+A model's file holds the tensors of its `state_dict` under their plain names; a checkpoint holds them as `model.*`,
+beside `optimizer.<parameter>.<state>`. Both hold one JSON document in their header. Loading runs no code. A file is
+written beside its place and renamed into it, so a process that is killed at any moment leaves the previous one. Before
+anything is copied into a model, every name, shape and type is compared.
 
 A checkpoint belongs to one training: its `identity` (the spec, the batch size, the data) is in the header, and a
 training whose identity differs is refused, because the learning rate of step k, the images of step k and therefore
@@ -56,7 +57,7 @@ def save_model(model: nn.Module, path: Path | str, metadata: Mapping[str, Any] |
     Raises:
         CheckpointError: a state that is not a tensor, or a file that cannot be written.
     """
-    return _write(path, "model", _prefixed("model", model.state_dict()), dict(metadata or {}))
+    return _write(path, "model", _model_state(model), dict(metadata or {}))
 
 
 def load_model(model: nn.Module, path: Path | str) -> dict[str, Any]:
@@ -67,8 +68,8 @@ def load_model(model: nn.Module, path: Path | str) -> dict[str, Any]:
             (all are named, nothing is loaded).
     """
     contents = _read(path, "model")
-    _check_model(contents, model)
-    _copy_model(contents, model)
+    _check_model(contents.path, contents.tensors, model)
+    model.load_state_dict(contents.tensors)
     return contents.data
 
 
@@ -94,7 +95,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: a state that is not a tensor, or a file that cannot be written.
     """
-    tensors = _prefixed("model", model.state_dict())
+    tensors = {f"model.{name}": tensor for name, tensor in _model_state(model).items()}
     for name, state in _optimizer_states(model, optimizer).items():
         tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items() if value is not None}
     data = {"identity": dict(identity), "position": dict(position), "scaler": scaler.state_dict()}
@@ -140,9 +141,10 @@ def restore_checkpoint(
     contents: Contents, *, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
 ) -> dict[str, Any]:
     """Copy a checkpoint's contents into model, optimizer and scaler; raises as `load_checkpoint` does."""
-    _check_model(contents, model)
+    weights = {name.removeprefix("model."): t for name, t in contents.tensors.items() if name.startswith("model.")}
+    _check_model(contents.path, weights, model)
     states = _read_optimizer(contents, model, optimizer)
-    _copy_model(contents, model)
+    model.load_state_dict(weights)
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
     if scaler.is_enabled():
         scaler.load_state_dict(contents.data["scaler"])
@@ -193,14 +195,15 @@ def _read(path: Path | str, kind: str) -> Contents:
     return Contents(path=str(path), tensors=tensors, data=header["data"])
 
 
-def _prefixed(prefix: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
+def _model_state(model: nn.Module) -> dict[str, Tensor]:
+    state: dict[str, Any] = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
                 f"the model's state {name!r} is a {type(value).__name__}: only tensors are saved; make it a buffer, or "
                 "register it as not persistent"
             )
-    return {f"{prefix}.{name}": value for name, value in state.items()}
+    return state
 
 
 def _without_shared_memory(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -222,9 +225,8 @@ def _without_shared_memory(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Ten
     return kept, shared
 
 
-def _check_model(contents: Contents, model: nn.Module) -> None:
+def _check_model(path: str, got: Mapping[str, Tensor], model: nn.Module) -> None:
     expected = model.state_dict()
-    got = {name.removeprefix("model."): t for name, t in contents.tensors.items() if name.startswith("model.")}
     common = expected.keys() & got.keys()
     mismatched = [
         f"{name} ({got[name].dtype} {tuple(got[name].shape)} there, "
@@ -240,13 +242,9 @@ def _check_model(contents: Contents, model: nn.Module) -> None:
     parts = [f"{len(names)} {what}: {_some(names)}" for what, names in complaints.items() if names]
     if parts:
         raise CheckpointError(
-            f"{contents.path} is of another model ({'; '.join(parts)}). Nothing was loaded; build the model as it was "
+            f"{path} is of another model ({'; '.join(parts)}). Nothing was loaded; build the model as it was "
             "when the file was written (name, number of classes, quantization, sparsity)"
         )
-
-
-def _copy_model(contents: Contents, model: nn.Module) -> None:
-    model.load_state_dict({name: contents.tensors[f"model.{name}"] for name in model.state_dict()})
 
 
 def _optimizer_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:

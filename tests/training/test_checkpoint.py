@@ -1,0 +1,174 @@
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from compress.errors import CheckpointError
+from compress.training import load_checkpoint, load_model, save_checkpoint, save_model
+from tests.training.toy import convnet, linear
+
+
+class Buffers(nn.Module):
+    def __init__(self, tensors):
+        super().__init__()
+        for i, tensor in enumerate(tensors):
+            self.register_buffer(f"tensor{i}", tensor)
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    parts=st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=4)), min_size=1, max_size=5),
+    seed=st.integers(0, 99),
+)
+def test_any_state_comes_back(tmp_path_factory, parts, seed):
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [(5 * torch.randn(shape, generator=generator)).to(dtype) for dtype, shape in parts]
+    path = tmp_path_factory.mktemp("state") / "model.safetensors"
+    save_model(Buffers(tensors), path, {"seed": seed})
+    empty = Buffers([torch.zeros_like(tensor) for tensor in tensors])
+    assert load_model(empty, path) == {"seed": seed}
+    assert same(empty.state_dict(), Buffers(tensors).state_dict())
+
+
+def test_tied_views_and_channels_last(tmp_path):
+    def build(seed):
+        torch.manual_seed(seed)
+        model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "conv": nn.Conv2d(3, 4, 3)})
+        model["b"].weight = model["a"].weight
+        base = torch.randn(6)
+        model.register_buffer("low", base[:4])
+        model.register_buffer("high", base[2:])
+        return model.to(memory_format=torch.channels_last)
+
+    path = save_model(build(1), tmp_path / "model.safetensors")
+    model = build(2)
+    load_model(model, path)
+    assert same(model.state_dict(), build(1).state_dict())
+    assert model["b"].weight is model["a"].weight
+    assert load_file(path)["conv.weight"].equal(model["conv"].weight)
+    assert model["conv"].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def trained(seed=0, optimizer=torch.optim.AdamW, steps=2):
+    model = convnet(seed)
+    optimizer = optimizer(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.randn(4, 3, 6, 6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"model": model, "optimizer": optimizer, "scaler": torch.amp.GradScaler("cpu", enabled=False)}
+
+
+IDENTITY = {"lr": 0.1, "epochs": 3, "clip": None}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    path = tmp_path / "train.checkpoint.safetensors"
+    return save_checkpoint(path, **trained(), identity=IDENTITY, position={"epoch": 1, "loss": 0.1 + 0.2})
+
+
+def test_checkpoint_comes_back(checkpoint):
+    fresh = trained(seed=1, steps=0)
+    assert load_checkpoint(checkpoint, **fresh, identity=IDENTITY) == {"epoch": 1, "loss": 0.1 + 0.2}
+    torch.manual_seed(0)
+    before = trained()
+    assert before["model"][6].weight.shape == fresh["model"][6].weight.shape
+    states = fresh["optimizer"].state_dict()["state"]
+    assert {key for state in states.values() for key in state} == {"step", "exp_avg", "exp_avg_sq"}
+    assert all(state["step"] == 2 for state in states.values())
+
+
+@pytest.mark.parametrize("kept", [0, 1, 7, 8, 100, 0.5, -1])
+def test_truncated(checkpoint, kept):
+    whole = checkpoint.read_bytes()
+    checkpoint.write_bytes(whole[: int(len(whole) * kept) if isinstance(kept, float) else kept])
+    assert_refused(checkpoint, "no whole safetensors file")
+
+
+def assert_refused(path, message, identity=IDENTITY, fresh=None):
+    fresh = fresh or trained(seed=1, steps=1)
+    model = {name: value.clone() for name, value in fresh["model"].state_dict().items()}
+    optimizer = json.dumps(fresh["optimizer"].state_dict(), default=lambda tensor: tensor.tolist())
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(path, **fresh, identity=identity)
+    assert same(fresh["model"].state_dict(), model)
+    assert json.dumps(fresh["optimizer"].state_dict(), default=lambda tensor: tensor.tolist()) == optimizer
+
+
+def test_foreign(checkpoint, tmp_path):
+    assert_refused(tmp_path / "absent.safetensors", "there is no checkpoint at")
+    assert_refused(tmp_path, "no whole safetensors file")
+    (tmp_path / "text").write_text("not a checkpoint, but long enough for a header")
+    assert_refused(tmp_path / "text", "no whole safetensors file")
+    torch.save(convnet().state_dict(), tmp_path / "pickle")
+    assert_refused(tmp_path / "pickle", "no whole safetensors file")
+    save_file(convnet().state_dict(), tmp_path / "other")
+    assert_refused(tmp_path / "other", "of another program, not a checkpoint")
+    save_model(convnet(), tmp_path / "model")
+    assert_refused(tmp_path / "model", "is a model, not a checkpoint")
+    with pytest.raises(CheckpointError, match="is a checkpoint, not a model"):
+        load_model(convnet(), checkpoint)
+
+
+def test_later_format(tmp_path):
+    header = json.dumps({"kind": "model", "version": 99})
+    save_file({"model.a": torch.zeros(1)}, tmp_path / "later", metadata={"compress": header})
+    with pytest.raises(CheckpointError, match="version 99"):
+        load_model(convnet(), tmp_path / "later")
+
+
+def test_other_training(checkpoint):
+    other = {"lr": 0.2, "clip": None, "seed": 1}
+    assert_refused(
+        checkpoint, r"epochs \(3 there, 'absent' here\), lr \(0.1 there, 0.2 here\), seed \('absent' there, 1", other
+    )
+
+
+def test_other_model(checkpoint, tmp_path):
+    fresh = trained(seed=1, steps=1)
+    fresh["model"] = linear()
+    assert_refused(
+        checkpoint, r"7 unexpected: 0\.bias, .* and 2 more; 2 different: 1\.weight \(.*\(8,\) there", fresh=fresh
+    )
+    path = save_model(linear(classes=3), tmp_path / "model")
+    model = linear()
+    before = model[1].bias.clone()
+    with pytest.raises(CheckpointError, match=r"1.bias \(torch.float32 \(3,\) there, torch.float32 \(4,\) here\)"):
+        load_model(model, path)
+    with pytest.raises(CheckpointError, match="bfloat16"):
+        load_model(linear(classes=3).bfloat16(), path)
+    assert torch.equal(model[1].bias, before)
+
+
+def test_other_frozen_layers(checkpoint):
+    fresh = trained(seed=1, steps=1)
+    fresh["optimizer"] = torch.optim.AdamW(fresh["model"][0].parameters())
+    assert_refused(checkpoint, r"optimizer state optimizer\.1\.bias\.exp_avg of shape .*frozen", fresh=fresh)
+
+
+def test_only_tensors_are_saved(tmp_path):
+    class Extra(nn.Module):
+        def get_extra_state(self):
+            return {"a": 1}
+
+    with pytest.raises(CheckpointError, match=r"_extra_state.*dict"):
+        save_model(Extra(), tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+def test_unwritable(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot write"):
+        save_model(linear(), tmp_path / "file" / "model")

@@ -1,0 +1,124 @@
+"""Two processes over gloo against one, with the same global batch: see tests/training/processes.py."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from compress.errors import CompressError
+from compress.training import Processes, init_processes
+from compress.training.distributed import average_running_statistics
+from tests.training.test_resume import run
+from tests.training.toy import convnet
+
+RUNS = ("1-0", "2-0", "2-1")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    ends, errors = run("pair", folder)
+    assert ends == [0, 0, 0], errors
+    return folder
+
+
+@pytest.fixture(scope="module")
+def facts(pair):
+    return {who: json.loads((pair / f"facts-{who}.json").read_text()) for who in RUNS}
+
+
+@pytest.mark.parametrize("name", ["smooth", "resumed", "auxiliary"])
+def test_two_processes_train_what_one_does(pair, name):
+    alone, first, second = (load_file(pair / f"{name}-{who}.safetensors") for who in RUNS)
+    for key, expected in alone.items():
+        torch.testing.assert_close(first[key], expected, rtol=0, atol=1e-5)
+        assert torch.equal(first[key], second[key])
+
+
+def test_resumed_is_the_undisturbed_one(pair, facts):
+    for who in RUNS:
+        whole, resumed = load_file(pair / f"smooth-{who}.safetensors"), load_file(pair / f"resumed-{who}.safetensors")
+        assert facts[who]["resumed_from"] == 4
+        for key in whole:
+            torch.testing.assert_close(resumed[key], whole[key], rtol=0, atol=0 if who == "1-0" else 1e-6)
+
+
+def test_figures_are_those_of_all_images(facts):
+    alone, first, second = (facts[who] for who in RUNS)
+    assert first["history"] == second["history"]
+    assert torch.tensor(first["history"]).allclose(torch.tensor(alone["history"]), atol=1e-5)
+    assert first["accuracy"]["images"] == alone["accuracy"]["images"] == 22
+    assert first["accuracy"]["top1"] == alone["accuracy"]["top1"]
+    assert first["shares"][0] == 4
+    assert second["shares"][0] == 3
+
+
+def test_batchnorm_statistics_are_averaged(pair):
+    """The mean over equal shares is the mean over the batch; the layer is the first one, so weights do not matter."""
+    alone, first, second = (load_file(pair / f"normed-{who}.safetensors") for who in RUNS)
+    assert torch.equal(first["0.running_mean"], second["0.running_mean"])
+    torch.testing.assert_close(first["0.running_mean"], alone["0.running_mean"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(first["0.running_var"], alone["0.running_var"], rtol=0.05, atol=0)
+
+
+def test_files_are_written_once(pair):
+    for count in (1, 2):
+        names = sorted(path.name for path in (pair / f"files-{count}").iterdir())
+        assert names == ["train.checkpoint.safetensors", "train.csv"]
+
+
+def test_exchanges(facts):
+    alone, *two = (facts[who]["exchange"] for who in RUNS)
+    assert alone == {
+        "sum": [0, 1], "max": [0, 1], "object": {"from": 0}, "on_main": 0, "refused": True, "kept": True,
+    }  # fmt: skip
+    for one in two:
+        assert one == {**alone, "sum": [1, 2], "max": [1, 1]}
+    assert [facts[who]["is_main"] for who in RUNS] == [True, True, False]
+
+
+GOOD = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": None}, "RANK: it is not set"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE: it is not set"),
+        ({"LOCAL_RANK": None}, "LOCAL_RANK: it is not set"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR: it is not set"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT: 'x' is not a whole number"),
+        ({"RANK": "2"}, "RANK: 2 is not at least 0 and below 2"),
+        ({"RANK": "-1"}, "RANK: '-1' is not a whole number"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE: 0 is not at least 1"),
+    ],
+)
+def test_bad_environment(change, message):
+    environment = {key: value for key, value in {**GOOD, **change}.items() if value is not None}
+    with pytest.raises(CompressError, match=f"{message}.*torchrun"):
+        init_processes("cpu", environment=environment)
+
+
+def test_no_process_group_for_one():
+    for environment in ({}, {"RANK": "0", "WORLD_SIZE": "1"}):
+        processes = init_processes("cpu", environment=environment)
+        assert (processes.rank, processes.world_size, processes.device.type) == (0, 1, "cpu")
+        processes.close()
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_refuses_a_gpu_that_is_not_there():
+    with pytest.raises(CompressError, match="torch sees 0 GPUs"):
+        init_processes("cuda", environment={})
+    with pytest.raises(CompressError, match="'gpu' is not one that torch knows"):
+        init_processes("gpu", environment={})
+
+
+def test_one_process_keeps_its_statistics():
+    model = convnet()
+    model(torch.randn(4, 3, 6, 6))
+    before = model[1].running_var.clone()
+    average_running_statistics(model, Processes())
+    assert torch.equal(model[1].running_var, before)

@@ -1,0 +1,302 @@
+import copy
+import csv
+import json
+import math
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import fx, nn
+from torch.nn import functional as F
+
+from compress.data.base import BatchPlan
+from compress.errors import CheckpointError, CompressError, DataError, ModelError, RecipeError
+from compress.progress import NoProgress
+from compress.training import Processes, QATSpec, TrainSpec, evaluate, fit
+from tests.training.toy import WithAuxiliary, convnet, linear, smooth, toy_data
+
+
+def train(model, folder=None, *, batch_size=8, data=None, teacher=None, resume=False, progress=None, **spec):
+    spec = TrainSpec(**{"epochs": 2, "warmup_epochs": 0, **spec})
+    options = {"teacher": teacher, "resume": resume, "progress": progress or NoProgress()}
+    return fit(model, data or toy_data(), spec, batch_size=batch_size, folder=folder, **options)
+
+
+class Listener(NoProgress):
+    def __init__(self):
+        self.tasks, self.heard, self.finished = {}, {}, []
+
+    def start(self, task, total, *, done=0):
+        self.tasks[task] = (total, done)
+
+    def advance(self, task, amount=1, **fields):
+        self.heard.setdefault(task, []).append(fields)
+
+    def finish(self, task):
+        self.finished.append(task)
+
+
+def test_is_the_loop_that_one_would_write_by_hand():
+    """SGD with Nesterov momentum on two accumulated batches, clipped, warmed up, cosine, smoothed, decayed weights."""
+    data, model = toy_data(train=45), smooth()
+    reference = copy.deepcopy(model)
+    batch, epochs, peak, warmup = 8, 2, 0.1, 2
+    weights = [p for p in reference.parameters() if p.ndim > 1]
+    biases = [p for p in reference.parameters() if p.ndim == 1]
+    groups = [{"params": weights, "weight_decay": 0.01}, {"params": biases, "weight_decay": 0}]
+    optimizer = torch.optim.SGD(groups, lr=peak, momentum=0.9, nesterov=True)
+    step, losses = 0, []
+    for epoch in range(epochs):
+        batches = list(data.train.batches(BatchPlan(batch_size=batch, epoch=epoch)))[:-1]  # the last one is smaller
+        assert len(batches) == 5
+        for first in range(0, 5, 2):
+            group = batches[first : first + 2]
+            warm = peak * (0.01 + 0.99 * step / warmup)
+            cosine = peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (6 - warmup)))
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = warm if step < warmup else cosine
+            for images, targets in group:
+                loss = F.cross_entropy(reference(images), targets, label_smoothing=0.1)
+                (loss / len(group)).backward()
+                losses.append(loss.item())
+            nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+    report = train(
+        model, data=data, lr=peak, warmup_epochs=warmup / 3, weight_decay=0.01, label_smoothing=0.1,
+        clip_grad_norm=0.5, grad_accumulation=2,
+    )  # fmt: skip
+    for got, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    assert [row.train_loss for row in report.history] == pytest.approx([sum(losses[:5]) / 5, sum(losses[5:]) / 5])
+    assert report.steps == 6
+
+
+def test_learns_and_reports(tmp_path):
+    data, model, listener = toy_data(train=96, val=40), convnet(), Listener()
+    report = train(model, tmp_path, data=data, epochs=6, lr=0.1, evaluate_every=4, progress=listener)
+    assert report.final.top1 > 0.9
+    assert report.final == evaluate(model, data.val, batch_size=8)
+    assert [row.epoch for row in report.history] == [1, 2, 3, 4, 5, 6]
+    assert [row.epoch for row in report.history if row.val_top1 is not None] == [4, 6]
+    assert report.best is not None
+    assert report.best.val_top1 == max(row.val_top1 or 0 for row in report.history)
+    assert (report.steps, report.resumed_from) == (72, None)
+    assert report.images_per_s == pytest.approx(96 * 6 / report.seconds)
+
+    assert listener.tasks["train"] == (72, 0)
+    assert len(listener.heard["train"]) == 72
+    assert listener.heard["train"][-1].keys() == {"loss", "accuracy", "lr", "images_per_s"}
+    assert listener.heard["train"][-1]["loss"] == pytest.approx(report.history[-1].train_loss)
+    assert listener.finished[-1] == "train"
+
+    with (tmp_path / "train.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert list(table[0])[:6] == ["epoch", "step", "lr", "train_loss", "train_top1", "val_top1"]
+    assert [row["val_top1"] == "" for row in table] == [True, True, True, False, True, False]
+    assert [float(row["train_loss"]) for row in table] == pytest.approx(
+        [r.train_loss for r in report.history], rel=1e-5
+    )
+
+
+def test_leaves_the_callers_things_alone():
+    model, teacher = convnet().eval(), linear(3).train()
+    taught = copy.deepcopy(teacher.state_dict())
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    train(model, teacher=teacher, distill=True)
+    assert torch.equal(torch.rand(3), expected)
+    assert not any(module.training for module in model.modules())
+    assert all(module.training for module in teacher.modules())
+    assert all(torch.equal(value, taught[name]) for name, value in teacher.state_dict().items())
+    assert all(p.grad is None for p in (*model.parameters(), *teacher.parameters()))
+    assert model[0].weight.is_contiguous()
+
+
+def test_seed_decides_dropout():
+    weights = []
+    for seed in (1, 1, 2):
+        model = convnet()
+        train(model, seed=seed)
+        weights.append(model[0].weight.detach())
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_student_follows_its_teacher():
+    """With all weight on distillation, labels do not count: the student comes to agree with a teacher that is wrong."""
+    teacher, model, data = linear(3), linear(4), toy_data(train=96)
+    images = data.train.images
+
+    def agreement():
+        return (model(images).argmax(1) == teacher(images).argmax(1)).double().mean()
+
+    assert agreement() < 0.5
+    report = train(model, data=data, teacher=teacher, epochs=20, distill=True, distill_weight=1.0, lr=0.03)
+    assert agreement() > 0.9
+    assert report.history[-1].train_top1 < 0.3
+
+
+def test_qat_spec_trains_a_graph_module(tmp_path):
+    model = fx.symbolic_trace(convnet())
+    spec = QATSpec(epochs=1, checkpoint_steps=2)
+    report = fit(model, toy_data(), spec, batch_size=8, folder=tmp_path, teacher=convnet(1), name="qat")
+    assert report.steps == 6
+    saved = load_file(tmp_path / "qat.checkpoint.safetensors")
+    assert all(torch.equal(saved[f"model.{name}"], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("output", [tuple, dict])
+def test_auxiliary_heads_are_ignored(output):
+    plain, model = linear(0), WithAuxiliary(output)
+    train(plain)
+    train(model)
+    assert torch.equal(model.body[1].weight, plain[1].weight)
+    assert torch.equal(model.auxiliary[1].weight, linear(1)[1].weight)
+
+
+class Views(nn.Module):
+    """Calls `view` on a convolution's output, which channels_last tensors refuse."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(64, 4)
+
+    def forward(self, images):
+        features = self.conv(images)
+        return self.fc(features.view(features.shape[0], -1))
+
+
+def test_layout_changes_nothing_but_speed():
+    models = {layout: Views() for layout in (None, False)}
+    for layout, model in models.items():
+        train(model, channels_last=layout)
+    assert torch.equal(models[None].fc.weight, models[False].fc.weight)
+    with pytest.raises(RuntimeError, match="view"):
+        train(Views(), channels_last=True)
+    models = {layout: smooth() for layout in (None, False)}
+    for layout, model in models.items():
+        train(model, channels_last=layout)
+    torch.testing.assert_close(models[None][0].weight, models[False][0].weight)
+
+
+def test_bf16_and_compile_run():
+    report = train(smooth(), data=toy_data(train=96), precision="bf16", epochs=4, lr=0.1)
+    assert report.final.top1 > 0.9
+    assert all(p.dtype == torch.float32 for p in smooth().parameters())
+    eager, compiled, teacher = smooth(), smooth(), linear(3)
+    train(eager, distill=True, teacher=teacher)
+    with torch.compiler.set_stance("force_eager"):  # the wiring alone: compilers are slow, and not on every machine
+        train(compiled, distill=True, teacher=teacher, compile=True)
+    assert torch.equal(eager[0].weight, compiled[0].weight)
+    assert compiled.state_dict().keys() == eager.state_dict().keys()
+
+
+def test_zero_epochs_only_evaluates(tmp_path):
+    model, data = linear(), toy_data()
+    report = train(model, tmp_path, epochs=0)
+    assert report.final == evaluate(model, data.val, batch_size=8)
+    assert (report.history, report.best, report.steps, report.seconds) == ((), None, 0, 0)
+    assert torch.equal(model[1].weight, linear()[1].weight)
+
+
+def test_fewer_images_than_a_batch():
+    assert train(linear(), data=toy_data(train=5), batch_size=64).steps == 2
+
+
+class Explodes(nn.Module):
+    """Its loss turns to NaN in the 9th forward pass of training."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.left = linear(), 9
+
+    def forward(self, images):
+        self.left -= self.training
+        return self.body(images) * (math.nan if self.left < 1 else 1)
+
+
+def test_divergence_is_refused_and_leaves_the_last_checkpoint(tmp_path):
+    with pytest.raises(CompressError, match=r"loss is nan at epoch 2, step 9 \(lr 0.0\d+.*lower lr"):
+        train(Explodes(), tmp_path, checkpoint_steps=4)
+    path = tmp_path / "train.checkpoint.safetensors"
+    assert all(value.isfinite().all() for value in load_file(path).values())
+    with safe_open(path, "pt") as file:
+        position = json.loads(file.metadata()["compress"])["data"]["position"]
+    assert (position["epoch"], position["step"]) == (1, 2)
+    assert train(linear_like(Explodes()), tmp_path, checkpoint_steps=4, resume=True).resumed_from == 8
+
+
+def linear_like(model):
+    """The same names, without the explosion."""
+    model.left = 10**9
+    return model
+
+
+def test_weights_that_overflow_are_not_saved(tmp_path):
+    """The loss of the only step is finite, its weights are not: they must not replace the checkpoint."""
+    with pytest.raises(CompressError, match=r"1\.weight is NaN or infinite at epoch 1, step 1"):
+        train(linear(), tmp_path, data=toy_data(train=8, noise=100.0), epochs=1, lr=1e38)
+    assert all(value.isfinite().all() for value in load_file(tmp_path / "train.checkpoint.safetensors").values())
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(RecipeError, match=r"train\.lr is -1"):
+        train(linear(), lr=-1)
+    with pytest.raises(RecipeError, match="fp16"):
+        train(linear(), precision="fp16")
+    with pytest.raises(RecipeError, match="no teacher"):
+        train(linear(), distill=True)
+    with pytest.raises(ModelError, match=r"shape \(2, 4\) and the teacher's \(2, 7\)"):
+        train(linear(), distill=True, teacher=linear(classes=7))
+    with pytest.raises(ModelError, match=r"\(2, 3\) for 2 images of 4 classes"):
+        train(linear(classes=3))
+    with pytest.raises(ModelError, match="no trainable parameter"):
+        train(linear().requires_grad_(False))
+    with pytest.raises(CheckpointError, match="without a folder"):
+        train(linear(), resume=True)
+    broken = linear()
+    broken[1].bias.data[2] = math.nan
+    with pytest.raises(ModelError, match=r"1\.bias is NaN or infinite before"):
+        train(broken)
+    with pytest.raises(DataError, match="1 images for 2 processes"):
+        fit(linear(), toy_data(train=1), TrainSpec(), batch_size=8, folder=None, processes=Processes(world_size=2))
+    assert not list(tmp_path.iterdir())
+
+
+def test_resume_refuses_another_training(tmp_path):
+    train(linear(), tmp_path)
+    before = (tmp_path / "train.checkpoint.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match=r"batch_size \(8 there, 16 here\), epochs \(2 there, 3 here\)"):
+        train(linear(), tmp_path, epochs=3, batch_size=16, resume=True)
+    with pytest.raises(CheckpointError, match="train_images"):
+        train(linear(), tmp_path, data=toy_data(train=40), resume=True)
+    with pytest.raises(CheckpointError, match="another model"):
+        train(smooth(), tmp_path, resume=True)
+    assert (tmp_path / "train.checkpoint.safetensors").read_bytes() == before
+
+
+def test_starting_anew_replaces_an_older_checkpoint_at_once(tmp_path):
+    """Otherwise a new training that is killed early would be resumed as the old one."""
+    train(linear(), tmp_path)
+
+    class Stop(NoProgress):
+        def advance(self, task, amount=1, **fields):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(linear(5), tmp_path, progress=Stop())
+    assert torch.equal(load_file(tmp_path / "train.checkpoint.safetensors")["model.1.weight"], linear(5)[1].weight)
+    assert train(linear(), tmp_path, resume=True).resumed_from == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.checkpoint.safetensors", "train.csv"]
+
+
+def test_data_that_run_out_are_an_error():
+    data = toy_data()
+    data.train.batches = lambda plan, device: iter([data.train.load([0, 1], epoch=0, device=device)])
+    with pytest.raises(DataError, match="ran out of images in epoch 1"):
+        train(linear(), data=data)

@@ -1,0 +1,81 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from compress.training.optim import learning_rate, make_optimizer, parameter_groups
+from compress.training.spec import TrainSpec
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.integers(1, 500),
+    warmup=st.integers(0, 500),
+    peak=st.floats(1e-5, 10),
+    schedule=st.sampled_from(["cosine"]),
+)
+def test_cosine_is_torchs_after_a_linear_rise(steps, warmup, peak, schedule):
+    warmup = min(warmup, steps)
+    rates = [learning_rate(s, steps=steps, warmup_steps=warmup, peak=peak, schedule=schedule) for s in range(steps)]
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=peak)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=max(1, steps - warmup))
+    for step in range(warmup, steps):
+        assert rates[step] == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-6, abs=1e-9 * peak)
+        optimizer.step()
+        cosine.step()
+    assert rates[:warmup] == pytest.approx(torch.linspace(peak / 100, peak, warmup + 1)[:warmup].tolist(), rel=1e-5)
+
+
+def test_closed_form_and_constant():
+    options = {"steps": 110, "warmup_steps": 10, "peak": 0.4}
+    assert learning_rate(10, **options, schedule="cosine") == 0.4
+    assert learning_rate(60, **options, schedule="cosine") == pytest.approx(0.2)
+    assert learning_rate(35, **options, schedule="cosine") == pytest.approx(0.2 * (1 + math.sqrt(0.5)))
+    assert learning_rate(110, **options, schedule="cosine") == pytest.approx(0, abs=1e-15)
+    assert learning_rate(109, **options, schedule="constant") == 0.4
+
+
+def test_decay_is_for_weights_only():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    model[3].bias.requires_grad_(False)
+    decayed, plain = parameter_groups(model, 0.1)
+    assert [id(p) for p in decayed["params"]] == [id(model[0].weight), id(model[3].weight)]
+    assert [id(p) for p in plain["params"]] == [id(model[0].bias), id(model[1].weight), id(model[1].bias)]
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+
+
+def reference_step(name, weight, gradient, state, step, *, lr, decay):
+    """Nesterov SGD (Sutskever et al. 2013, as torch writes it) and AdamW (arXiv 1711.05101, algorithm 2)."""
+    if name == "sgd":
+        gradient = gradient + decay * weight
+        state["v"] = 0.9 * state["v"] + gradient if "v" in state else gradient
+        return weight - lr * (gradient + 0.9 * state["v"])
+    weight = weight * (1 - lr * decay)
+    state["m"] = 0.9 * state.get("m", 0) + 0.1 * gradient
+    state["v"] = 0.999 * state.get("v", 0) + 0.001 * gradient**2
+    mean, square = state["m"] / (1 - 0.9**step), state["v"] / (1 - 0.999**step)
+    return weight - lr * mean / (square.sqrt() + 1e-8)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_steps_are_the_formulas(name):
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3).double()
+    optimizer = make_optimizer(model, TrainSpec(optimizer=name, lr=0.1, weight_decay=0.05))
+    expected = {
+        key: (value.detach().clone(), {}, 0.05 if value.ndim == 2 else 0.0) for key, value in model.named_parameters()
+    }
+    for step in range(1, 5):
+        model(torch.randn(7, 5, dtype=torch.float64)).square().mean().backward()
+        for key, parameter in model.named_parameters():
+            value, state, decay = expected[key]
+            value = reference_step(name, value, parameter.grad.clone(), state, step, lr=0.1, decay=decay)
+            expected[key] = (value, state, decay)
+        optimizer.step()
+        optimizer.zero_grad()
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[key][0], rtol=1e-9, atol=1e-12)
