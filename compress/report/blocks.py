@@ -1,0 +1,136 @@
+"""What a report is made of: blocks of plain text and figures, which markdown and HTML each write their own way.
+
+Blocks hold text as it is; escaping belongs to the two writers and happens there, once, for everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from compress.report.headline import Tile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column of a table: numbers stand to the right, names of tensors and layers in a fixed-width face."""
+
+    title: str
+    align: Literal["left", "right"] = "left"
+    code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows under columns.
+
+    Attributes:
+        columns: of every row.
+        rows: cells as text.
+        group_by: so many leading columns make a heading line of their own where there is room for that; rows that
+            agree in them stand together.
+    """
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+    group_by: int = 0
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph; `note` = an aside, such as why something is missing."""
+
+    text: str
+    note: bool = False
+
+
+@dataclass(frozen=True)
+class Bullets:
+    """A list."""
+
+    items: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Large figures side by side."""
+
+    items: tuple[Tile, ...]
+
+
+@dataclass(frozen=True)
+class Code:
+    """Text as it stands in a file."""
+
+    text: str
+    language: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A drawn figure.
+
+    Attributes:
+        name: of its file, without ending.
+        title: what it is.
+        caption: what to see in it.
+        alt: what it shows, for who cannot see it.
+        png: for the file, on paper-white.
+        svg_wide, svg_narrow: for the page.
+    """
+
+    name: str
+    title: str
+    caption: str
+    alt: str
+    png: bytes
+    svg_wide: str
+    svg_narrow: str
+
+
+@dataclass(frozen=True)
+class Details:
+    """Blocks that open on request: long tables."""
+
+    summary: str
+    blocks: tuple[Table | Text | Code | Bullets, ...]
+
+
+Block = Table | Text | Bullets | Tiles | Code | Picture | Details
+
+
+@dataclass(frozen=True)
+class Section:
+    """Blocks under a heading; `key` names it in links."""
+
+    key: str
+    title: str
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """A whole report: title, what was run in a line, the result in a sentence, sections."""
+
+    title: str
+    subtitle: str
+    headline: str
+    tiles: Tiles
+    sections: tuple[Section, ...]
+
+
+def table(*columns: Column | str, rows: Sequence[Sequence[str]], group_by: int = 0) -> Table:
+    """A table; a column given as text is a left-aligned one."""
+    made = tuple(Column(title=c) if isinstance(c, str) else c for c in columns)
+    return Table(columns=made, rows=tuple(tuple(row) for row in rows), group_by=group_by)
+
+
+def number(title: str) -> Column:
+    """A column of numbers."""
+    return Column(title=title, align="right")
+
+
+def code(title: str) -> Column:
+    """A column of names from the model."""
+    return Column(title=title, code=True)

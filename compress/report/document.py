@@ -1,0 +1,342 @@
+"""The report of a run as blocks: the result first, then how it came about, then all that is needed to repeat it.
+
+A part without data is left out, with a line that says why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from compress.measure.metric import Metric
+from compress.report.blocks import (
+    Block,
+    Bullets,
+    Code,
+    Column,
+    Details,
+    Document,
+    Picture,
+    Section,
+    Table,
+    Text,
+    Tiles,
+    code,
+    number,
+    table,
+)
+from compress.report.data import LayerRow, RunData
+from compress.report.figures import Absent
+from compress.report.headline import headline
+from compress.report.style import display, finite, plain
+from compress.report.tables import (
+    MISSING,
+    SUMMARY_COLUMNS,
+    engines_of,
+    fixed,
+    in_bytes,
+    significant,
+    summary_notes,
+    summary_table,
+    unavailable_engines,
+)
+
+_SHOWN_TARGETS = {"tensorrt": "TensorRT", "openvino": "OpenVINO", "onnxruntime": "ONNX Runtime"}
+
+
+def build_document(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Document:
+    """All of the report but its writing.
+
+    Args:
+        run: what the folder holds.
+        drawn: of `draw_figures`.
+    """
+    bits = frozenset(row.num_bits for row in run.placement if row.num_bits is not None)
+    top = headline(run.metrics, bits=bits)
+    title, subtitle = _titles(run)
+    sections = (
+        Section("results", "Results", tuple(_results(run, drawn))),
+        Section("parity", "Does the engine compute what was trained?", tuple(_parity(run))),
+        Section("training", "Training", tuple(_figure(drawn, "training"))),
+        Section("noise", "Where accuracy goes", tuple(_noise(run, drawn))),
+        Section("bytes", "Where the bytes went", tuple(_figure(drawn, "bytes"))),
+        Section("placement", "What is quantized, what is float, and why", tuple(_placement(run))),
+        Section("file", "What is in the exported file", tuple(_audit(run))),
+        Section("machine", "Machine and versions", tuple(_machine(run))),
+        Section("method", "How it was measured", tuple(_method(run))),
+        Section("recipe", "Recipe", tuple(_recipe(run))),
+    )
+    return Document(title=title, subtitle=subtitle, headline=top.sentence, tiles=Tiles(top.tiles), sections=sections)
+
+
+def _titles(run: RunData) -> tuple[str, str]:
+    """(title, subtitle) from the recipe; the folder's name where there is none."""
+    try:
+        recipe = yaml.safe_load(run.recipe or "")
+    except yaml.YAMLError:
+        recipe = None
+
+    def at(*path: str) -> Any:
+        value = recipe
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    name, data, size, target = (
+        at("model", "name"),
+        at("data", "name"),
+        at("data", "image_size"),
+        at("quantization", "target"),
+    )
+    parts = [
+        f"on {data}" if data else "",
+        f"{size} px" if size else "",
+        f"quantizers placed for {_SHOWN_TARGETS.get(str(target), target)}" if target else "",
+    ]
+    return plain(str(name or run.folder.resolve().name)), plain(", ".join(part for part in parts if part))
+
+
+def _figure(drawn: Mapping[str, Picture | Absent], name: str) -> Iterator[Block]:
+    item = drawn[name]
+    yield Text(f"No figure “{item.title}”: {item.reason}.", note=True) if isinstance(item, Absent) else item
+
+
+def _results(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Iterator[Block]:
+    rows = summary_table(run.metrics)
+    if rows:
+        columns = [Column(title=t, align="left" if i in (0, 2) else "right") for i, t in enumerate(SUMMARY_COLUMNS)]
+        yield Table(columns=tuple(columns), rows=tuple(row.cells() for row in rows), group_by=2)
+        yield Text(
+            "Speed-up: p50 of float over p50 of the row, on the same engine, precision and batch size. File: the ONNX "
+            "file, or the engine's own where it has one; “of float” is its share of the float file.",
+            note=True,
+        )
+    else:
+        yield _absence(run, "metrics.json", "No results", "it holds no number")
+    notes = summary_notes(run.metrics)
+    if notes:
+        yield Bullets(notes)
+    away = unavailable_engines(run.metrics)
+    if away:
+        yield Text("Engines that are not available here:")
+        yield Bullets(tuple(f"{display(engine)}: {reason}" for engine, reason in away.items()))
+    yield from _figure(drawn, "accuracy_latency")
+    yield from _figure(drawn, "latency")
+    others = [m for m in run.metrics if m.value is not None]
+    if others:
+        every = table(
+            code("metric"),
+            "variant",
+            "engine",
+            number("batch"),
+            number("value"),
+            "unit",
+            "status",
+            rows=_metric_rows(others),
+        )
+        yield Details(f"Every number ({len(others)} rows, from metrics.json)", (every,))
+
+
+def _metric_rows(metrics: Sequence[Metric]) -> list[tuple[str, ...]]:
+    return [
+        (
+            m.name,
+            display(m.variant),
+            display(m.engine) if m.engine else "any",
+            str(m.batch_size) if m.batch_size is not None else "any",
+            f"{m.value:.10g}",
+            m.unit,
+            m.status,
+        )
+        for m in metrics
+    ]
+
+
+def _parity(run: RunData) -> Iterator[Block]:
+    pairs = dict.fromkeys((m.engine, m.variant) for m in run.metrics if m.name in ("agreement", "sqnr_db") and m.engine)
+    order = engines_of(run.metrics)
+    found = {(m.engine, m.variant, m.name): m for m in reversed(run.metrics)}
+    rows = []
+    for engine, variant in sorted(pairs, key=lambda pair: order.index(pair[0])):
+        agreement, sqnr = (found.get((engine, variant, name)) for name in ("agreement", "sqnr_db"))
+        if (agreement and agreement.value is not None) or (sqnr and sqnr.value is not None):
+            values = (
+                fixed(agreement.value if agreement else None, 2),
+                fixed(sqnr.value if sqnr else None, 1),
+            )
+            rows.append((display(engine), display(variant), *values))
+    if not rows:
+        yield Text("No engine was compared with fake quantization in this run.", note=True)
+        return
+    yield Text(
+        "Each engine against fake quantization in torch, on the same images: how many get the same class, and the "
+        "signal to noise of the logits. Near 100 % means that accuracy seen in training is the accuracy of the engine."
+    )
+    yield table("engine", "variant", number("agreement %"), number("SQNR dB"), rows=rows)
+
+
+def _noise(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Iterator[Block]:
+    yield from _figure(drawn, "sqnr")
+    yield from _figure(drawn, "histograms")
+    if run.layers:
+        layers = table(
+            code("layer"),
+            "kind",
+            number("macs"),
+            number("weights"),
+            number("float"),
+            number("quantized"),
+            number("weight SQNR dB"),
+            number("output SQNR dB"),
+            rows=[_layer_row(row) for row in run.layers],
+        )
+        yield Details(f"All layers ({len(run.layers)} rows, from layers.json)", (layers,))
+
+
+def _layer_row(row: LayerRow) -> tuple[str, ...]:
+    def decibel(value: float | None) -> str:
+        return fixed(value, 1) if value is not None and (finite(value) or value > 0) else MISSING
+
+    return (
+        row.name,
+        row.kind,
+        f"{row.macs:,}" if row.macs is not None else "unknown",
+        f"{row.weight_elements:,}" if row.weight_elements else "none",
+        in_bytes(row.float_weight_bytes) if row.weight_elements else "none",
+        in_bytes(row.quantized_weight_bytes) if row.quantized_weight_bytes is not None else "float",
+        decibel(row.weight_sqnr_db),
+        decibel(row.activation_sqnr_db),
+    )
+
+
+def _placement(run: RunData) -> Iterator[Block]:
+    if not run.placement:
+        yield _absence(run, "placement.csv", "No placement", "it holds no decision")
+        return
+    quantized = [row for row in run.placement if row.decision == "quantize"]
+    floats = [row for row in run.placement if row.decision != "quantize"]
+    modules = len({row.quantizer or row.tensor for row in quantized})
+    widths = Counter(f"INT{row.num_bits}" if row.num_bits else "unknown width" for row in quantized).most_common()
+    told = f"all {widths[0][0]}" if len(widths) == 1 else ", ".join(f"{count} in {width}" for width, count in widths)
+    yield Text(
+        f"{modules} quantizers stand on {len(quantized)} tensors ({told or 'none'}); {len(floats)} decisions leave a "
+        "tensor float."
+    )
+    for title, rows in (("quantized because", quantized), ("float because", floats)):
+        reasons = Counter((row.rule, row.reason) for row in rows)
+        if reasons:
+            cells = [(reason, rule, str(count)) for (rule, reason), count in reasons.most_common()]
+            yield table(title, code("rule"), number("tensors"), rows=cells)
+    yield Details(
+        f"Every decision ({len(run.placement)} rows, from placement.csv)",
+        (
+            table(
+                code("tensor"),
+                code("layer"),
+                "decision",
+                number("bits"),
+                "scales",
+                code("rule"),
+                "reason",
+                rows=[
+                    (
+                        row.tensor,
+                        row.layer,
+                        row.decision,
+                        str(row.num_bits) if row.num_bits is not None else "float",
+                        _scales(row.decision, row.axis, row.signed),
+                        row.rule,
+                        row.reason,
+                    )
+                    for row in run.placement
+                ],
+            ),
+        ),
+    )
+
+
+def _scales(decision: str, axis: int | None, signed: bool | None) -> str:
+    if decision != "quantize":
+        return "none"
+    sign = "" if signed is None else ", signed" if signed else ", unsigned"
+    return ("per tensor" if axis is None else f"per channel (axis {axis})") + sign
+
+
+def _audit(run: RunData) -> Iterator[Block]:
+    if not run.audit:
+        yield _absence(run, "audit.json", "No audit of the exported file", "it lists no operation")
+        return
+    counts = []
+    for variant in dict.fromkeys(row.variant for row in run.audit):
+        rows = [row for row in run.audit if row.variant == variant]
+        whole = sum(row.int8 for row in rows)
+        counts.append((display(variant), str(whole), str(len(rows) - whole), f"{100 * whole / len(rows):.1f}"))
+    yield Text("Operations with weights, as the ONNX file holds them: INT8 when input and weight are.")
+    yield table("variant", number("INT8"), number("float"), number("INT8 %"), rows=counts)
+    left = [row for row in run.audit if not row.int8]
+    if left:
+        cells = [(display(row.variant), row.name, row.op_type, row.reason or "no reason given") for row in left]
+        listed = table("variant", code("operation"), "type", "why it is not INT8", rows=cells)
+        yield listed if len(cells) <= 8 else Details(f"Operations that are not INT8 ({len(cells)} rows)", (listed,))
+
+
+def _machine(run: RunData) -> Iterator[Block]:
+    if not run.environment:
+        yield _absence(run, "environment.json", "No machine", "it is empty")
+        return
+    yield table("what", "value", rows=[(key, value) for key, value in flattened(run.environment)])
+
+
+def flattened(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """(dotted key, text) of nested mappings; lists in one line; an empty value says so.
+
+    >>> flattened({"os": "Linux", "versions": {"torch": "2.11"}, "gpus": [], "memory_bytes": 2_000_000_000})
+    [('os', 'Linux'), ('versions.torch', '2.11'), ('gpus', 'none'), ('memory', '2.00 GB')]
+    """
+    if isinstance(value, Mapping) and value:
+        return [
+            pair for key, item in value.items() for pair in flattened(item, f"{prefix}.{key}" if prefix else str(key))
+        ]
+    if isinstance(value, (list, tuple)) and value:
+        if any(isinstance(item, (Mapping, list, tuple)) for item in value):
+            return [pair for i, item in enumerate(value) for pair in flattened(item, f"{prefix}[{i}]")]
+        return [(prefix, ", ".join(str(item) for item in value))]
+    if isinstance(value, bool):
+        return [(prefix, "yes" if value else "no")]
+    if prefix.endswith("_bytes") and isinstance(value, (int, float)):
+        return [(prefix.removesuffix("_bytes"), in_bytes(value))]
+    if value is None or value in ("", (), []) or value == {}:
+        return [(prefix, "none")]
+    return [(prefix, str(value))]
+
+
+def _method(run: RunData) -> Iterator[Block]:
+    by_method: dict[str, list[str]] = {}
+    for m in run.metrics:
+        if m.method and m.value is not None:
+            names = by_method.setdefault(m.method, [])
+            if m.name not in names:
+                names.append(m.name)
+    if not by_method:
+        yield Text("metrics.json tells no method." if run.metrics else f"{run.absent.get('metrics.json')}.", note=True)
+        return
+    yield table(code("metrics"), "how", rows=[(", ".join(names), method) for method, names in by_method.items()])
+    yield Text(
+        f"p50, p90 and p99 are percentiles of the time of one run of a batch; {significant(1e6)} bytes are a MB.",
+        note=True,
+    )
+
+
+def _recipe(run: RunData) -> Iterator[Block]:
+    if not run.recipe:
+        yield _absence(run, "recipe.yaml", "No recipe", "it is empty")
+        return
+    yield Text("As resolved, with every default that applied (recipe.yaml).")
+    yield Code(run.recipe, "yaml")
+
+
+def _absence(run: RunData, file: str, what: str, empty: str) -> Text:
+    return Text(f"{what}: {run.absent.get(file) or f'{file} is there, but {empty}'}.", note=True)

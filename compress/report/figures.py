@@ -1,0 +1,224 @@
+"""The figures of a run, each with a caption that says what to see, or the reason why it is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.figure import Figure
+
+from compress.report.blocks import Picture
+from compress.report.data import RunData
+from compress.report.plot_histograms import clipped_share, draw_histograms, interesting
+from compress.report.plot_layers import draw_bytes, draw_sqnr, sqnr_series, weight_groups, worst
+from compress.report.plot_tradeoff import Point, draw_latency, draw_tradeoff, tradeoff_points
+from compress.report.plot_training import draw_training, phases
+from compress.report.style import NARROW, WIDE, Format, display, finite, plain, styled, to_inline_svg, to_png
+from compress.report.tables import (
+    FLOAT,
+    SummaryRow,
+    engines_of,
+    fixed,
+    in_bytes,
+    significant,
+    summary_table,
+    variants_of,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Absent:
+    """A figure that cannot be drawn, and why."""
+
+    name: str
+    title: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """A figure that can be drawn: its texts, and how."""
+
+    caption: str
+    alt: str
+    draw: Callable[[Format], Figure]
+
+
+def draw_figures(run: RunData) -> dict[str, Picture | Absent]:
+    """Name -> figure, in the order of the report.
+
+    Names: `accuracy_latency`, `latency`, `training`, `sqnr`, `histograms`, `bytes`.
+    """
+    drawn: dict[str, Picture | Absent] = {}
+    with styled():
+        for name, (title, plan) in _FIGURES.items():
+            made = plan(run)
+            if isinstance(made, str):
+                drawn[name] = Absent(name=name, title=title, reason=made)
+            else:
+                drawn[name] = _picture(name, title, made)
+    return drawn
+
+
+def file_sizes(run: RunData) -> list[tuple[str, float]]:
+    """(variant, bytes of its ONNX file), float first."""
+    sizes: Mapping[str, float] = {
+        m.variant: m.value
+        for m in reversed(run.metrics)
+        if m.name == "file_bytes" and finite(m.value) and m.value is not None and m.engine in ("", "onnx")
+    }
+    return [(variant, sizes[variant]) for variant in variants_of(run.metrics) if variant in sizes]
+
+
+def _picture(name: str, title: str, plan: _Plan) -> Picture:
+    wide = plan.draw(WIDE)
+    key = name.replace("_", "-")
+    return Picture(
+        name=name,
+        title=title,
+        caption=plan.caption,
+        alt=plan.alt,
+        png=to_png(wide),
+        svg_wide=to_inline_svg(wide, key=f"{key}-wide", label=plan.alt),
+        svg_narrow=to_inline_svg(plan.draw(NARROW), key=f"{key}-narrow", label=plan.alt),
+    )
+
+
+def _tradeoff(run: RunData) -> _Plan | str:
+    points = tradeoff_points(summary_table(run.metrics))
+    if not points:
+        return "no engine has both a top-1 and a latency in metrics.json"
+    with_latency = {point.engine for point in points}
+    left_out = [display(e) for e in engines_of(run.metrics) if e not in with_latency]
+    more = f" Without both numbers, and so not shown: {', '.join(left_out)}." if left_out else ""
+    told = "; ".join(_point(point) for point in points)
+    return _Plan(
+        caption="Up and to the left is better. Colour is the variant, shape the engine: look how far a point moves "
+        f"left from its float, and how little it drops.{more}",
+        alt=f"Scatter plot of top-1 accuracy against p50 latency at batch {points[0].batch_size}: {told}.",
+        draw=lambda form: draw_tradeoff(points, form),
+    )
+
+
+def _point(point: Point) -> str:
+    where = f"{display(point.variant)} on {display(point.engine)}"
+    return f"{where} {fixed(point.top1, 2)} %, {significant(point.p50_ms)} ms"
+
+
+def _latency(run: RunData) -> _Plan | str:
+    rows = [row for row in summary_table(run.metrics) if finite(row.p50_ms) and row.batch_size is not None]
+    if not rows:
+        return "no engine has a latency in metrics.json"
+    gains = [row for row in rows if row.speedup is not None and row.variant != FLOAT]
+    best = max(gains, key=lambda row: row.speedup or 0.0, default=None)
+    said = (
+        f" The largest speed-up is {best.speedup:.2f}× ({display(best.variant)} on {display(best.engine)}, batch "
+        f"{best.batch_size})."
+        if best
+        else ""
+    )
+    listed = "; ".join(f"batch {row.batch_size}: {_timed(row)}" for row in rows)
+    return _Plan(
+        caption="Bars end at the median (p50), thin lines at p99: a long line is a latency that one cannot rely on. "
+        f"The factor is against float on the same engine and precision.{said}",
+        alt=f"Bars of latency: {listed}.",
+        draw=lambda form: draw_latency(rows, form),
+    )
+
+
+def _timed(row: SummaryRow) -> str:
+    where = f"{display(row.variant)} on {display(row.engine)}"
+    return f"{where} p50 {significant(row.p50_ms)} ms, p99 {significant(row.p99_ms)} ms"
+
+
+def _training(run: RunData) -> _Plan | str:
+    parts = phases(run.train, run.qat)
+    if not parts:
+        return "neither train.csv nor qat.csv holds an epoch: nothing was trained in this run"
+    ends = []
+    for name, _, rows in parts:
+        known = [row.val_top1 for row in rows if row.val_top1 is not None]
+        end = f"ends at {fixed(100 * known[-1], 2)} % top-1" if known else "was not evaluated"
+        ends.append(f"{name} {end} after {len(rows)} epoch{'s' if len(rows) != 1 else ''}")
+    told = "; ".join(ends)
+    told = told[0].upper() + told[1:]
+    return _Plan(
+        caption=f"{told}. Solid lines: evaluation images; dashed: training images, whose loss includes smoothing and "
+        "distillation. Accuracy here is torch's; the table has the engines'.",
+        alt=f"Training curves of loss and top-1 by epoch. {told}.",
+        draw=lambda form: draw_training(parts, form),
+    )
+
+
+def _sqnr(run: RunData) -> _Plan | str:
+    series = sqnr_series(run.layers)
+    if not series:
+        return (
+            "layers.json holds no SQNR" if run.layers else run.absent.get("layers.json", "layers.json holds no layer")
+        )
+    lows = {title: worst(values) for title, values in series.items()}
+    names = "; ".join(f"{title.lower()}: {plain(v[0][0])} ({v[0][1]:.1f} dB)" for title, v in lows.items())
+    told = "; ".join(
+        f"{title}: {len(values)} layers, lowest " + ", ".join(f"{plain(n)} {v:.1f} dB" for n, v in lows[title])
+        for title, values in series.items()
+    )
+    return _Plan(
+        caption="Signal to quantization noise of each layer, higher is better, 6 dB is one bit. The lowest stand out: "
+        f"they are the first candidates for a rule that leaves a layer float. Lowest of each: {names}.",
+        alt=f"Bars of SQNR per layer in network order. {told}.",
+        draw=lambda form: draw_sqnr(series, form),
+    )
+
+
+def _histograms(run: RunData) -> _Plan | str:
+    shown = interesting(run.histograms)
+    if not shown:
+        return run.absent.get("histograms.json", "histograms.json holds no tensor with counts and a positive amax")
+    told = "; ".join(
+        f"{plain(h.name)} amax {significant(h.amax)}, clipped {100 * clipped_share(h):.3g} %" for h in shown
+    )
+    count = f"the {len(shown)} of {len(run.histograms)} tensors" if len(run.histograms) > len(shown) else "the tensors"
+    return _Plan(
+        caption=f"What calibration saw: {count} that quantization is expected to hurt most, by their own histograms. "
+        "The dashed line is amax; what lies beyond it is clipped to it. A long thin tail beyond the line is cheap to "
+        "clip; a line far right of the bulk wastes steps.",
+        alt=f"Histograms of activations with log counts: {told}.",
+        draw=lambda form: draw_histograms(shown, form),
+    )
+
+
+def _bytes(run: RunData) -> _Plan | str:
+    groups, files = weight_groups(run.layers), file_sizes(run)
+    if not groups and not files:
+        return "neither layers.json nor metrics.json holds sizes"
+    told = []
+    if groups:
+        before, after = sum(g[1] for g in groups), sum(g[2] for g in groups)
+        top = max(groups, key=lambda g: g[1])
+        told.append(
+            f"Weights take {in_bytes(before)} in float and {in_bytes(after)} quantized; {plain(top[0])} holds "
+            f"{100 * top[1] / before:.0f} % of them"
+        )
+    if files:
+        told.append("files: " + ", ".join(f"{display(name)} {in_bytes(size)}" for name, size in files))
+    return _Plan(
+        caption=f"{'; '.join(told)}. Layers left float count alike on both sides.",
+        alt=f"Bars of bytes. {'; '.join(told)}.",
+        draw=lambda form: draw_bytes(groups, files, form),
+    )
+
+
+_Planner = Callable[[RunData], _Plan | str]
+_FIGURES: Mapping[str, tuple[str, _Planner]] = {
+    "accuracy_latency": ("Accuracy against latency", _tradeoff),
+    "latency": ("Latency", _latency),
+    "training": ("Loss and accuracy by epoch", _training),
+    "sqnr": ("Quantization noise by layer", _sqnr),
+    "histograms": ("Activations and their amax", _histograms),
+    "bytes": ("Weights and files", _bytes),
+}
+
+
+def pictures(drawn: Mapping[str, Picture | Absent]) -> Sequence[Picture]:
+    """Those that were drawn."""
+    return [item for item in drawn.values() if isinstance(item, Picture)]

@@ -1,0 +1,164 @@
+"""The result in one sentence and a few large figures: what was gained, and what it cost.
+
+The comparison is the one that does compression the least favour: within an engine, the fastest quantized row
+against the fastest float row at the smallest batch size (OpenVINO runs a float model in bf16 where it can, and a
+speed-up over f32 alone would be an illusion).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from compress.measure.metric import Metric
+from compress.report.style import display
+from compress.report.tables import (
+    FLOAT,
+    SummaryRow,
+    family,
+    fixed,
+    in_bytes,
+    significant,
+    summary_table,
+    variants_of,
+)
+
+_STEADY = 0.005  # top-1 points: below it the two-decimal figures of the table are equal
+_EQUAL = 0.02  # a speed-up within 2 % is no difference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """A large figure with what it means."""
+
+    value: str
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """The result in words, and its figures."""
+
+    sentence: str
+    tiles: tuple[Tile, ...]
+
+
+def headline(metrics: Iterable[Metric], *, bits: frozenset[int] = frozenset()) -> Headline:
+    """What the run gained and what it cost.
+
+    Args:
+        metrics: of the run.
+        bits: widths that its quantizers have; {8} lets the sentence say INT8.
+    """
+    metrics = tuple(metrics)
+    rows = summary_table(metrics)
+    variant = _variant(metrics)
+    if variant is None:
+        return Headline(sentence=_nothing_compared(rows), tiles=())
+    subject = f"INT8 ({display(variant)})" if bits == {8} else f"The {display(variant)} model"
+    before, after = _fairest(rows, variant) or _by_accuracy(rows, variant)
+    tiles, parts = [], []
+    for told in (_speed(before, after), _accuracy(before, after), _size(before, after)):
+        if told:
+            parts.append(told[0])
+            tiles.append(told[1])
+    agreement = next((m for m in metrics if m.name == "agreement" and m.variant == variant and _on(m, after)), None)
+    if agreement and agreement.value is not None:
+        label = f"of images: {display(agreement.engine)} answers as fake quantization does"
+        tiles.append(Tile(value=f"{fixed(agreement.value, 2)} %", label=label))
+    if not parts:
+        return Headline(sentence=f"{subject} has no number that can be set beside float's.", tiles=tuple(tiles))
+    return Headline(sentence=f"{subject} {_joined(parts)}.", tiles=tuple(tiles))
+
+
+def _variant(metrics: Sequence[Metric]) -> str | None:
+    """The variant that the headline is about: QAT, else the last one that is not float."""
+    others = [v for v in variants_of(metrics) if v != FLOAT]
+    measured = [v for v in others if any(m.variant == v and m.value is not None for m in metrics)]
+    return "qat" if "qat" in measured else measured[-1] if measured else None
+
+
+def _fairest(rows: Sequence[SummaryRow], variant: str) -> tuple[SummaryRow, SummaryRow] | None:
+    """(float row, row of `variant`), each the fastest of the first engine that timed both."""
+    for name in dict.fromkeys(family(row.engine) for row in rows):
+        timed = [row for row in rows if family(row.engine) == name and row.p50_ms is not None]
+        batches = [{row.batch_size for row in timed if row.variant == v} for v in (FLOAT, variant)]
+        common = [b for b in batches[0] & batches[1] if b is not None]
+        if common:
+            at = [row for row in timed if row.batch_size == min(common)]
+            first, second = (
+                min((r for r in at if r.variant == v), key=lambda r: r.p50_ms or 0.0) for v in (FLOAT, variant)
+            )
+            return first, second
+    return None
+
+
+def _by_accuracy(rows: Sequence[SummaryRow], variant: str) -> tuple[SummaryRow | None, SummaryRow | None]:
+    """Untimed rows: the first engine that has the top-1 of both."""
+    by_key = {(row.engine, row.variant): row for row in reversed(rows) if row.top1 is not None}
+    engines = [e for e in dict.fromkeys(r.engine for r in rows) if (e, FLOAT) in by_key and (e, variant) in by_key]
+    return (by_key[engines[0], FLOAT], by_key[engines[0], variant]) if engines else (None, None)
+
+
+def _speed(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, Tile] | None:
+    if not before or not after or before.p50_ms is None or not after.p50_ms:
+        return None
+    ratio = before.p50_ms / after.p50_ms
+    if abs(ratio - 1) < _EQUAL:
+        words = "is as fast as float"
+    elif ratio > 1:
+        words = f"is {ratio:.2g}× as fast as float" if ratio < 10 else f"is {ratio:.0f}× as fast as float"
+    else:
+        words = f"takes {1 / ratio:.2g}× the time of float"
+    times = f"p50 {_change(significant(before.p50_ms), significant(after.p50_ms), 'ms')}"
+    if before.engine == after.engine:
+        place = f"on {display(after.engine)}"
+    else:
+        place = f"on {display(after.engine)} against float on {display(before.engine)}, the faster of its precisions"
+    return (
+        f"{words} at batch {after.batch_size} {place}",
+        Tile(value=fixed(ratio, 2, "×"), label=f"the speed of float at batch {after.batch_size} {place} ({times})"),
+    )
+
+
+def _accuracy(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, Tile] | None:
+    if not before or not after or before.top1 is None or after.top1 is None:
+        return None
+    change = after.top1 - before.top1
+    from_to = _change(fixed(before.top1, 2), fixed(after.top1, 2), "%")
+    if abs(change) < _STEADY:
+        words = f"keeps top-1 at {fixed(after.top1, 2)} %"
+    else:
+        words = f"{'gains' if change > 0 else 'loses'} {abs(change):.2f} points of top-1 ({from_to})"
+    value = "±0.00" if abs(change) < _STEADY else f"{change:+.2f}".replace("-", "−")
+    return words, Tile(value=value, label=f"points of top-1 ({from_to})")
+
+
+def _size(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, Tile] | None:
+    if not before or not after or before.file_bytes is None or after.file_bytes is None or not before.file_bytes:
+        return None
+    ratio = after.file_bytes / before.file_bytes
+    from_to = _change(in_bytes(before.file_bytes), in_bytes(after.file_bytes))
+    return f"takes {ratio:.2f} of the file size", Tile(value=fixed(ratio, 2), label=f"of the file size ({from_to})")
+
+
+def _change(before: str, after: str, unit: str = "") -> str:
+    """Both numbers and their unit, held together where a line ends."""
+    return f"{before} → {after} {unit}".strip().replace(" ", "\u00a0")
+
+
+def _on(metric: Metric, row: SummaryRow | None) -> bool:
+    return row is None or metric.engine == row.engine
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])}, and {parts[-1]}"
+
+
+def _nothing_compared(rows: Sequence[SummaryRow]) -> str:
+    best = max((row for row in rows if row.top1 is not None), key=lambda row: row.top1 or 0.0, default=None)
+    if best is None:
+        return "This run has measured nothing yet."
+    return (
+        f"The float model reaches {fixed(best.top1, 2)} % top-1 on {display(best.engine)}; nothing was quantized yet."
+    )

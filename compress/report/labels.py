@@ -1,0 +1,86 @@
+"""Where labels stand so that none lies on another, on a point, or outside.
+
+Each label tries places on rings around its point and takes the cheapest: overlaps cost most, then distance. The most
+crowded point chooses first; sweeps over all labels then undo early mistakes. Greedy, deterministic, and quick for the
+few dozen labels of a figure (optimal placement is NP-hard: Marks and Shieber, TR-05-91).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+Point = tuple[float, float]
+Box = tuple[float, float, float, float]
+"""x0, y0, x1, y1 with x0 <= x1 and y0 <= y1."""
+
+_RINGS = (4.0, 9.0, 16.0, 26.0, 40.0, 60.0, 85.0)
+_ANGLES = 16
+_SWEEPS = 3
+
+
+def place_labels(
+    anchors: Sequence[Point],
+    sizes: Sequence[Point],
+    *,
+    bounds: Box,
+    obstacles: Sequence[Box] = (),
+    point_radius: float = 5.0,
+    gap: float = 1.5,
+) -> list[Box]:
+    """A box for each label.
+
+    Args:
+        anchors: the points that are labelled; every label avoids all of them.
+        sizes: width and height of each label, in the units of `anchors`.
+        bounds: where labels may stand.
+        obstacles: boxes that labels avoid.
+        point_radius: half the side of the square that a point covers.
+        gap: room kept around labels.
+    """
+    taken = [_around(a, point_radius) for a in anchors] + list(obstacles)
+    crowding = [-sum(1.0 / (1.0 + math.dist(a, b)) for b in anchors) for a in anchors]
+    order = sorted(range(len(anchors)), key=lambda i: (crowding[i], i))
+    boxes: list[Box | None] = [None] * len(anchors)
+    for _ in range(_SWEEPS):
+        before = list(boxes)
+        for i in order:
+            others = taken + [_grown(box, gap) for j, box in enumerate(boxes) if box is not None and j != i]
+            candidates = _candidates(anchors[i], sizes[i], point_radius)
+            boxes[i] = min(candidates, key=lambda box: _cost(box, anchors[i], others, bounds))
+        if boxes == before:
+            break
+    return [box for box in boxes if box is not None]
+
+
+def overlap(a: Box, b: Box) -> float:
+    """Area that two boxes share."""
+    return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
+
+
+def _candidates(anchor: Point, size: Point, radius: float) -> list[Box]:
+    """Boxes whose nearest edge or corner touches a ring around the anchor."""
+    boxes = []
+    for ring in _RINGS:
+        reach = radius + ring
+        for k in range(_ANGLES):
+            dx, dy = math.cos(2 * math.pi * k / _ANGLES), math.sin(2 * math.pi * k / _ANGLES)
+            x, y = anchor[0] + reach * dx + dx * size[0] / 2, anchor[1] + reach * dy + dy * size[1] / 2
+            boxes.append((x - size[0] / 2, y - size[1] / 2, x + size[0] / 2, y + size[1] / 2))
+    return boxes
+
+
+def _cost(box: Box, anchor: Point, others: Sequence[Box], bounds: Box) -> float:
+    area = max((box[2] - box[0]) * (box[3] - box[1]), 1e-9)
+    covered = sum(overlap(box, other) for other in others) / area
+    outside = 1 - overlap(box, bounds) / area
+    near = (min(max(anchor[0], box[0]), box[2]), min(max(anchor[1], box[1]), box[3]))
+    return 1e4 * (covered + 2 * outside) + math.dist(anchor, near)
+
+
+def _around(point: Point, radius: float) -> Box:
+    return (point[0] - radius, point[1] - radius, point[0] + radius, point[1] + radius)
+
+
+def _grown(box: Box, gap: float) -> Box:
+    return (box[0] - gap, box[1] - gap, box[2] + gap, box[3] + gap)

@@ -1,0 +1,105 @@
+"""A document as markdown, as GitHub reads it: pipe tables, images beside the file, <details> for long tables.
+
+Names from a model or a data set are data: what markdown or HTML would read as markup in them is escaped.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import singledispatch
+
+from compress.report.blocks import (
+    Block,
+    Bullets,
+    Code,
+    Details,
+    Document,
+    Picture,
+    Table,
+    Text,
+    Tiles,
+)
+from compress.report.style import plain
+
+FIGURES = "figures"
+"""Folder of the figures, beside the report."""
+
+
+def to_markdown(document: Document) -> str:
+    """The whole of report.md."""
+    parts = [f"# {escape(document.title)}"]
+    if document.subtitle:
+        parts.append(escape(document.subtitle))
+    parts.append(f"**{escape(document.headline)}**")
+    parts.append(_block(document.tiles))
+    for section in document.sections:
+        parts.append(f"## {escape(section.title)}")
+        parts += [_block(block) for block in section.blocks]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def escape(text: str) -> str:
+    r"""Text that markdown shows as it is, on one line.
+
+    >>> print(escape("a|b <i> *x* layer1_0 _y_"))
+    a\|b &lt;i&gt; \*x\* layer1_0 \_y\_
+    """
+    text = plain(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    text = re.sub(r"([\\`*\[\]|~$])", r"\\\1", text)
+    text = re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)
+    return re.sub(r"(?i)\b(https?|ftp|mailto)(:)|\b(www)(\.)", _unlinked, text)
+
+
+def _unlinked(match: re.Match[str]) -> str:
+    """Break what GitHub would turn into a link."""
+    return f"{match[1] or match[3]}<span></span>{match[2] or match[4]}"
+
+
+@singledispatch
+def _block(block: Block) -> str:
+    raise TypeError(f"no markdown for {type(block).__name__}")
+
+
+@_block.register
+def _(block: Text) -> str:
+    return f"_{escape(block.text)}_" if block.note else escape(block.text)
+
+
+@_block.register
+def _(block: Bullets) -> str:
+    return "\n".join(f"- {escape(item)}" for item in block.items)
+
+
+@_block.register
+def _(block: Tiles) -> str:
+    return "\n".join(f"- **{escape(tile.value)}** {escape(tile.label)}" for tile in block.items)
+
+
+@_block.register
+def _(block: Code) -> str:
+    longest = max((len(run) for run in re.findall(r"`+", block.text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{block.language}\n{block.text.rstrip()}\n{fence}"
+
+
+@_block.register
+def _(block: Picture) -> str:
+    image = f"![{escape(block.alt)}]({FIGURES}/{block.name}.png)"
+    return f"### {escape(block.title)}\n\n{image}\n\n{escape(block.caption)}"
+
+
+@_block.register
+def _(block: Table) -> str:
+    head = _line([escape(column.title) for column in block.columns])
+    rule = _line([" ---: ".strip() if column.align == "right" else "---" for column in block.columns])
+    return "\n".join([head, rule, *(_line([escape(cell) for cell in row]) for row in block.rows)])
+
+
+@_block.register
+def _(block: Details) -> str:
+    inner = "\n\n".join(_block(item) for item in block.blocks)
+    return f"<details><summary>{escape(block.summary)}</summary>\n\n{inner}\n\n</details>"
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,257 @@
+"""The table that says what was gained and what it cost: variants by engines, as pure functions of the metrics.
+
+The terminal, report.md and report.html show the same rows. A speed-up compares p50 with the float variant on the
+same engine, precision and batch size, and nothing else; a number that is not there is n/a, and `summary_notes`
+says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from compress.measure.metric import Metric
+from compress.report.style import display
+
+FLOAT = "float"
+MISSING = "n/a"
+SUMMARY_COLUMNS = (
+    "engine",
+    "batch",
+    "variant",
+    "top-1 %",
+    "p50 ms",
+    "speed-up",
+    "p99 ms",
+    "images/s",
+    "file",
+    "of float",
+)
+_PER_BATCH = ("p50_ms", "p90_ms", "p99_ms", "images_per_s")
+_ROW_METRICS = ("top1", "p50_ms", "p99_ms", "images_per_s", "file_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummaryRow:
+    """One variant on one engine at one batch size. None = not measured.
+
+    Attributes:
+        engine: label, as in the metrics.
+        batch_size: of the timing; None for a row without timing.
+        variant: `float`, `ptq`, ...
+        top1: percent, on this engine.
+        p50_ms, p99_ms: latency of a batch.
+        images_per_s: throughput.
+        speedup: p50 of float over p50 of this row, same engine and batch size.
+        file_bytes: of the model file.
+        size_ratio: file_bytes over those of float.
+        partial: names of the metrics that are not complete.
+    """
+
+    engine: str
+    batch_size: int | None
+    variant: str
+    top1: float | None = None
+    p50_ms: float | None = None
+    p99_ms: float | None = None
+    images_per_s: float | None = None
+    speedup: float | None = None
+    file_bytes: float | None = None
+    size_ratio: float | None = None
+    partial: frozenset[str] = frozenset()
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text under `SUMMARY_COLUMNS`; * marks a partial number."""
+
+        def mark(name: str, text: str) -> str:
+            return f"{text}*" if name in self.partial else text
+
+        return (
+            display(self.engine),
+            str(self.batch_size) if self.batch_size is not None else "not timed",
+            display(self.variant),
+            mark("top1", fixed(self.top1, 2)),
+            mark("p50_ms", significant(self.p50_ms)),
+            fixed(self.speedup, 2, "×"),
+            mark("p99_ms", significant(self.p99_ms)),
+            mark("images_per_s", significant(self.images_per_s)),
+            mark("file_bytes", in_bytes(self.file_bytes)),
+            fixed(self.size_ratio, 3),
+        )
+
+
+def summary_table(metrics: Iterable[Metric]) -> tuple[SummaryRow, ...]:
+    """One row for each (engine, batch size, variant) that has a number, float first in each group.
+
+    Engines and variants come in the order in which the metrics name them. An engine all of whose numbers are
+    unavailable has no row (see `unavailable_engines`).
+    """
+    metrics = tuple(metrics)
+    index = _Index(metrics)
+    variants = variants_of(metrics)
+    rows = []
+    for engine in engines_of(metrics):
+        if engine in unavailable_engines(metrics):
+            continue
+        timed = sorted({m.batch_size for m in metrics if m.engine == engine and _timing(m) and m.batch_size})
+        shown: list[SummaryRow] = []
+        for batch_size in timed:
+            shown += [row for v in variants if (row := _row(index, v, engine, batch_size)) and _timed(row)]
+        with_timing = {row.variant for row in shown}
+        untimed = (_row(index, v, engine, None) for v in variants if v not in with_timing)
+        rows += shown + [row for row in untimed if row and row.top1 is not None]
+    return tuple(rows)
+
+
+def summary_notes(metrics: Iterable[Metric]) -> tuple[str, ...]:
+    """A line for each number of the table that is partial or missing, with its reason; equal reasons in one line."""
+    metrics = tuple(metrics)
+    away = unavailable_engines(metrics)
+    lines: dict[tuple[str, str, str, str], list[str]] = {}
+    for m in metrics:
+        if m.status != "complete" and m.engine not in away:
+            where = f"{display(m.variant)} on {display(m.engine)}" if m.engine else display(m.variant)
+            batch = f", batch {m.batch_size}" if m.batch_size is not None else ""
+            lines.setdefault((where, batch, m.status, m.reason), []).append(m.name)
+    told = [
+        f"{where}{batch}: {', '.join(names)} {status}: {reason}"
+        for (where, batch, status, reason), names in lines.items()
+    ]
+    rows = summary_table(metrics)
+    without_float = {display(r.engine) for r in rows if r.p50_ms is not None and r.speedup is None}
+    told += [f"{engine}: no speed-up, as float was not timed on it" for engine in sorted(without_float)]
+    untimed = {display(r.engine) for r in rows if r.p50_ms is None and not _explained(metrics, r)}
+    told += [f"{engine}: not timed in this run" for engine in sorted(untimed)]
+    return tuple(told)
+
+
+def unavailable_engines(metrics: Iterable[Metric]) -> dict[str, str]:
+    """Engine label -> reason, for engines none of whose numbers could be measured."""
+    by_engine: dict[str, list[Metric]] = {}
+    for m in metrics:
+        if m.engine:
+            by_engine.setdefault(m.engine, []).append(m)
+    return {
+        engine: "; ".join(dict.fromkeys(m.reason for m in items))
+        for engine, items in by_engine.items()
+        if all(m.status == "unavailable" for m in items)
+    }
+
+
+def engines_of(metrics: Iterable[Metric]) -> tuple[str, ...]:
+    """Engine labels in order of appearance, those that were timed first."""
+    metrics = tuple(metrics)
+    timed = {m.engine for m in metrics if _timing(m) and m.value is not None}
+    return tuple(sorted(dict.fromkeys(m.engine for m in metrics if m.engine), key=lambda e: e not in timed))
+
+
+def variants_of(metrics: Iterable[Metric]) -> tuple[str, ...]:
+    """Variants in order of appearance, `float` first."""
+    names = dict.fromkeys(m.variant for m in metrics)
+    return tuple(sorted(names, key=lambda v: v != FLOAT))
+
+
+def family(engine: str) -> str:
+    """The engine without its precision.
+
+    >>> family("openvino (bf16)")
+    'openvino'
+    """
+    return engine.partition(" (")[0]
+
+
+def significant(value: float | None, digits: int = 3) -> str:
+    """`digits` significant digits, without exponents, thousands parted.
+
+    >>> [significant(v) for v in (0.01234, 3.14159, 98.76, 12345.6, None)]
+    ['0.0123', '3.14', '98.8', '12,346', 'n/a']
+    """
+    if value is None:
+        return MISSING
+    if value == 0 or value in (float("inf"), float("-inf")):
+        return f"{value:g}"
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
+    return f"{value:,.{max(0, digits - 1 - exponent)}f}"
+
+
+def fixed(value: float | None, decimals: int, unit: str = "") -> str:
+    """A number with so many decimals.
+
+    >>> fixed(2.0449, 2, "×"), fixed(None, 2, "×")
+    ('2.04×', 'n/a')
+    """
+    return MISSING if value is None else f"{value:,.{decimals}f}{unit}"
+
+
+def in_bytes(value: float | None) -> str:
+    """A size in decimal units.
+
+    >>> [in_bytes(v) for v in (512, 25_600_000, None)]
+    ['512 B', '25.6 MB', 'n/a']
+    """
+    if value is None:
+        return MISSING
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= limit:
+            return f"{significant(value / limit)} {unit}"
+    return f"{value:.0f} B"
+
+
+class _Index:
+    """Metrics by (name, variant), to find the one that fits a row best."""
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self._items: dict[tuple[str, str], list[Metric]] = {}
+        for m in metrics:
+            self._items.setdefault((m.name, m.variant), []).append(m)
+
+    def find(self, name: str, variant: str, engine: str, batch_size: int | None) -> Metric | None:
+        """The metric of this very batch size, or for what does not depend on it the first of the engine.
+
+        A file belongs to no engine: its size is that of the engine's own file (a built engine), else the ONNX
+        file's; torch runs no file.
+        """
+        items = self._items.get((name, variant), [])
+        mine = [m for m in items if m.engine == engine]
+        if name in _PER_BATCH:
+            return next((m for m in mine if m.batch_size == batch_size), None)
+        if name == "file_bytes" and not mine and family(engine) != "torch":
+            mine = [m for m in items if m.engine in ("", "onnx")]
+        return next((m for m in mine if m.batch_size == batch_size), mine[0] if mine else None)
+
+    def value(self, name: str, variant: str, engine: str, batch_size: int | None) -> float | None:
+        metric = self.find(name, variant, engine, batch_size)
+        return metric.value if metric else None
+
+
+def _row(index: _Index, variant: str, engine: str, batch_size: int | None) -> SummaryRow:
+    found = {name: index.find(name, variant, engine, batch_size) for name in _ROW_METRICS}
+    values = {name: metric.value if metric else None for name, metric in found.items()}
+    return SummaryRow(
+        engine=engine,
+        batch_size=batch_size,
+        variant=variant,
+        speedup=_ratio(index.value("p50_ms", FLOAT, engine, batch_size), values["p50_ms"]),
+        size_ratio=_ratio(values["file_bytes"], index.value("file_bytes", FLOAT, engine, batch_size)),
+        partial=frozenset(name for name, m in found.items() if m and m.status == "partial"),
+        **values,
+    )
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None
+
+
+def _timing(metric: Metric) -> bool:
+    return metric.name in _PER_BATCH
+
+
+def _timed(row: SummaryRow) -> bool:
+    return row.p50_ms is not None or row.p99_ms is not None or row.images_per_s is not None
+
+
+def _explained(metrics: Sequence[Metric], row: SummaryRow) -> bool:
+    """Whether a metric already tells why this row has no timing."""
+    return any(
+        m.engine == row.engine and m.variant == row.variant and _timing(m) and m.status != "complete" for m in metrics
+    )

@@ -1,0 +1,37 @@
+"""Write the report of a run folder: figures, report.md and report.html, each whole or absent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from compress.files import replacing, write_text
+from compress.report.data import read_run
+from compress.report.document import build_document
+from compress.report.figures import draw_figures, pictures
+from compress.report.html import to_html
+from compress.report.markdown import FIGURES, to_markdown
+
+
+def write_report(folder: Path | str) -> tuple[Path, Path]:
+    """Write the report of the run in `folder`, over an earlier one; equal input gives equal files.
+
+    Everything is made in memory before the first file is written. The figures come first and the pages last, so a
+    page that is there has its figures; a figure that the run has no data for any more is removed.
+
+    Returns:
+        The paths of report.md and report.html. The HTML holds its figures; the markdown shows those in figures/.
+
+    Raises:
+        RunError: `folder` is no run folder, or one of its files is not what its name says.
+        OSError: a file cannot be written (full disk).
+    """
+    run = read_run(folder)
+    drawn = draw_figures(run)
+    document = build_document(run, drawn)
+    markdown, page = to_markdown(document), to_html(document)
+    for picture in pictures(drawn):
+        with replacing(run.folder / FIGURES / f"{picture.name}.png") as path:
+            path.write_bytes(picture.png)
+    for name in set(drawn) - {picture.name for picture in pictures(drawn)}:
+        (run.folder / FIGURES / f"{name}.png").unlink(missing_ok=True)
+    return write_text(run.folder / "report.md", markdown), write_text(run.folder / "report.html", page)
