@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from compress.errors import EngineError
+
 Arrays = dict[str, NDArray[np.generic]]
 
 
@@ -70,6 +72,50 @@ class EngineInfo:
     path: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """What an engine is built with, besides its file.
+
+    Attributes:
+        batch_size: fixes the first dimension of every input; None leaves it as the file has it.
+        threads: CPU threads of one run; None = the library's own choice.
+        precision: of what is not quantized (`f32`, `bf16`, `f16`); None = the library's own choice.
+        options: further ones of this engine, by name.
+    """
+
+    batch_size: int | None = None
+    threads: int | None = None
+    precision: str | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "threads"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise EngineError(f"{name} is {value!r}: it must be an integer of 1 or more, or None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeLayer:
+    """One layer that an engine runs, as the engine itself reports it.
+
+    Attributes:
+        name: of the layer in the engine.
+        kind: the engine's name of the operation, such as `Convolution`.
+        precision: type in which it computes, such as `u8`, `bf16` or `f32`.
+        output_precisions: type of each output.
+        kernel: implementation chosen; "" when the engine does not say.
+        original_names: nodes of the ONNX file that were fused into it, in no promised order.
+    """
+
+    name: str
+    kind: str
+    precision: str
+    output_precisions: tuple[str, ...] = ()
+    kernel: str = ""
+    original_names: tuple[str, ...] = ()
+
+
 class Engine(ABC):
     """A model that is ready to run. `close` frees it; also a context manager."""
 
@@ -92,6 +138,14 @@ class Engine(ABC):
             EngineError: a missing, unknown or ill-shaped input, or a failure of the library.
         """
 
+    def runtime_layers(self) -> tuple[RuntimeLayer, ...]:
+        """The layers that run, in their order; constants are left out.
+
+        Raises:
+            EngineError: this engine does not tell.
+        """
+        raise EngineError(f"{self.info.engine} does not tell which layers it runs; build the file with 'openvino'")
+
     def close(self) -> None:  # noqa: B027  (most engines have nothing to free)
         """Free what the engine holds."""
 
@@ -100,3 +154,12 @@ class Engine(ABC):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def runtime_layers(engine: Engine) -> tuple[RuntimeLayer, ...]:
+    """What `engine` really runs: layers after fusion, each with the type it computes in.
+
+    Raises:
+        EngineError: this engine does not tell.
+    """
+    return engine.runtime_layers()

@@ -1,1 +1,30 @@
-"""Latency, accuracy and parity, measured on engines."""
+"""Latency, accuracy, parity and sizes, measured on engines, and the machine that they were measured on."""
+
+from compress.measure.accuracy import EngineAccuracy, measure_accuracy
+from compress.measure.latency import Latency, latency_ratio, measure_latency
+from compress.measure.machine import Gpu, Machine, describe_machine
+from compress.measure.metric import METRIC_NAMES, Metric
+from compress.measure.parity import Parity, agreement, compare_logits, sqnr_db
+from compress.measure.sizes import Sizes, model_sizes
+from compress.measure.spec import BenchSpec, check_bench_spec
+
+__all__ = [
+    "METRIC_NAMES",
+    "BenchSpec",
+    "EngineAccuracy",
+    "Gpu",
+    "Latency",
+    "Machine",
+    "Metric",
+    "Parity",
+    "Sizes",
+    "agreement",
+    "check_bench_spec",
+    "compare_logits",
+    "describe_machine",
+    "latency_ratio",
+    "measure_accuracy",
+    "measure_latency",
+    "model_sizes",
+    "sqnr_db",
+]

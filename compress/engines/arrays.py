@@ -1,0 +1,81 @@
+"""Checks of the arrays that go into an engine, and short texts of the errors that come out of its library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compress.engines.base import Arrays, TensorInfo
+from compress.errors import EngineError, near_misses
+
+
+def check_inputs(inputs: Mapping[str, NDArray[np.generic]], expected: Sequence[TensorInfo], *, label: str) -> Arrays:
+    """Refuse inputs that are not those of an engine; return them contiguous, in the engine's order.
+
+    Args:
+        inputs: one array for each of `expected`, by name.
+        expected: the engine's inputs; a dimension of -1 takes any size from 1.
+        label: of the engine, for messages.
+
+    Raises:
+        EngineError: a missing or unknown name, or an array of another type or shape.
+    """
+    names = [tensor.name for tensor in expected]
+    for name in inputs:
+        if name not in names:
+            raise EngineError(f"{label}: unknown input {name!r}{near_misses(name, names)} (inputs: {', '.join(names)})")
+    missing = [name for name in names if name not in inputs]
+    if missing:
+        raise EngineError(f"{label}: missing input {', '.join(missing)}; got {', '.join(inputs) or 'none'}")
+    checked: Arrays = {}
+    for tensor in expected:
+        array = inputs[tensor.name]
+        if not isinstance(array, np.ndarray):
+            raise EngineError(f"{label}: input {tensor.name!r} is a {type(array).__name__}; give a numpy array")
+        if array.dtype.name != tensor.dtype:
+            raise EngineError(f"{label}: input {tensor.name!r} is {array.dtype.name}; the engine takes {tensor.dtype}")
+        if not _fits(array.shape, tensor.shape):
+            raise EngineError(
+                f"{label}: input {tensor.name!r} has shape {array.shape}; the engine takes {shape_text(tensor.shape)}"
+            )
+        checked[tensor.name] = np.ascontiguousarray(array)
+    return checked
+
+
+def _fits(got: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    return len(got) == len(wanted) and all(g == w or (w == -1 and g >= 1) for g, w in zip(got, wanted, strict=True))
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    """`(any, 3, 224, 224)` for (-1, 3, 224, 224)."""
+    return f"({', '.join('any' if size == -1 else str(size) for size in shape)})"
+
+
+def with_batch(inputs: Sequence[TensorInfo], batch_size: int | None, *, where: str) -> tuple[TensorInfo, ...]:
+    """`inputs` with their first dimension fixed to `batch_size`; unchanged where that is None.
+
+    Raises:
+        EngineError: an input without dimensions, or one that is fixed to another size already.
+    """
+    if batch_size is None:
+        return tuple(inputs)
+    fixed = []
+    for tensor in inputs:
+        if not tensor.shape or tensor.shape[0] not in (-1, batch_size):
+            raise EngineError(
+                f"{where}: batch_size is {batch_size} but input {tensor.name!r} is fixed to "
+                f"{shape_text(tensor.shape)}; export it with a dynamic batch, or leave batch_size out"
+            )
+        fixed.append(replace(tensor, shape=(batch_size, *tensor.shape[1:])))
+    return tuple(fixed)
+
+
+def reason(error: BaseException, *, limit: int = 500) -> str:
+    """What a library says is wrong, on one line, without the places in its own source that it adds."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    told = " ".join(line for line in lines if line and not line.startswith(("Exception from src", "Traceback")))
+    told = told or type(error).__name__
+    return told if len(told) <= limit else told[: limit - 3] + "..."

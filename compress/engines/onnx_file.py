@@ -1,0 +1,111 @@
+"""What every engine reads of an ONNX file before its own library does: inputs, outputs, float types, metadata.
+
+Libraries name a bad file in many ways, some of them as an empty model. So the file is read here first, and a
+missing, truncated or foreign one is refused in the same words on every engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compress.engines.base import TensorInfo
+from compress.errors import EngineError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxFile:
+    """The outside of an ONNX model.
+
+    Attributes:
+        path: the file.
+        inputs: those that are not initializers; a dimension without a number is -1.
+        outputs: the same of the results.
+        batch_names: symbols of the first dimension of the inputs, such as {"batch"}.
+        output_batch_names: symbol of the first dimension of each output, "" where it has none.
+        float_types: types in which floating-point weights and activations are kept: `f32`, `f16`, `bf16`, `f64`.
+        metadata: `metadata_props`.
+    """
+
+    path: Path
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    batch_names: frozenset[str]
+    output_batch_names: tuple[str, ...]
+    float_types: frozenset[str]
+    metadata: Mapping[str, str]
+
+
+def existing_file(path: Path | str) -> Path:
+    """`path`, if it is a file.
+
+    Raises:
+        EngineError: it does not exist, or is a folder.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise EngineError(f"{path}: {'is a folder, not a model file' if path.is_dir() else 'no such file'}")
+    return path
+
+
+def read_onnx(path: Path | str) -> OnnxFile:
+    """Read the outside of an ONNX file; weights kept in other files are not read.
+
+    Raises:
+        EngineError: the file is missing, truncated, or not an ONNX model.
+    """
+    import onnx
+
+    path = existing_file(path)
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except Exception as error:
+        raise EngineError(f"{path}: not an ONNX model, or a truncated one ({error}); export it again") from error
+    graph = model.graph
+    if not (model.ir_version and model.opset_import and graph.output):
+        raise EngineError(
+            f"{path}: not an ONNX model, or a truncated one (IR version {model.ir_version}, "
+            f"{len(model.opset_import)} opsets, {len(graph.output)} outputs); export it again"
+        )
+    weights = {tensor.name for tensor in graph.initializer}
+    inputs = [value for value in graph.input if value.name not in weights]
+    return OnnxFile(
+        path=path,
+        inputs=tuple(_tensor(value) for value in inputs),
+        outputs=tuple(_tensor(value) for value in graph.output),
+        batch_names=frozenset(name for name in map(_batch_name, inputs) if name),
+        output_batch_names=tuple(map(_batch_name, graph.output)),
+        float_types=frozenset(_float_types(graph)),
+        metadata={entry.key: entry.value for entry in model.metadata_props},
+    )
+
+
+def _tensor(value: Any) -> TensorInfo:
+    from onnx.helper import tensor_dtype_to_np_dtype
+
+    tensor = value.type.tensor_type
+    if not tensor.elem_type:
+        raise EngineError(f"{value.name!r} is not a tensor of a known type: only models of tensors are run")
+    shape = tuple(dim.dim_value if dim.HasField("dim_value") else -1 for dim in tensor.shape.dim)
+    return TensorInfo(name=value.name, dtype=tensor_dtype_to_np_dtype(tensor.elem_type).name, shape=shape)
+
+
+def _batch_name(value: Any) -> str:
+    dims = value.type.tensor_type.shape.dim
+    return str(dims[0].dim_param) if dims else ""
+
+
+_FLOATS = {1: "f32", 10: "f16", 11: "f64", 16: "bf16"}
+"""onnx.TensorProto.DataType of the floating-point types."""
+
+
+def _float_types(graph: Any) -> Iterator[str]:
+    """Types of float weights, inputs, outputs, and of the casts and constants between them."""
+    numbers = [tensor.data_type for tensor in graph.initializer]
+    numbers += [value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)]
+    for node in graph.node:
+        numbers += [a.i for a in node.attribute if node.op_type == "Cast" and a.name == "to"]
+        numbers += [a.t.data_type for a in node.attribute if node.op_type == "Constant" and a.name == "value"]
+    return (_FLOATS[number] for number in numbers if number in _FLOATS)

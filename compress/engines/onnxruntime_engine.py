@@ -1,0 +1,149 @@
+"""ONNX Runtime: runs ONNX as it stands, in the types that the file says, on the CPU or another execution provider.
+
+Its threads spin for tens of milliseconds after a run, waiting for the next. In a comparison that would slow down
+whoever is measured after it, so spinning ends with the run (`session.force_spinning_stop`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compress.engines.arrays import check_inputs, reason, with_batch
+from compress.engines.base import Arrays, Availability, BuildOptions, Engine, EngineInfo, TensorInfo
+from compress.engines.onnx_file import OnnxFile, read_onnx
+from compress.errors import EngineError, EngineUnavailableError, near_misses
+
+NAME = "onnxruntime"
+CPU = "CPUExecutionProvider"
+OPTIONS = {"provider": f"execution provider; {CPU} by default"}
+_INSTALL = "pip install onnxruntime"
+_ERRORS_ONLY = 3
+
+
+def availability() -> Availability:
+    """Whether ONNX Runtime is installed, and its execution providers."""
+    try:
+        ort = _onnxruntime()
+    except EngineUnavailableError as error:
+        return Availability(name=NAME, available=False, reason=str(error), install=_INSTALL)
+    return Availability(
+        name=NAME, available=True, version=ort.__version__, devices=tuple(ort.get_available_providers())
+    )
+
+
+def load(path: Path | str, build: BuildOptions) -> ONNXRuntimeEngine:
+    """Make a session of an ONNX file with all graph optimizations.
+
+    Raises:
+        EngineUnavailableError: ONNX Runtime, or the provider asked, is not here.
+        EngineError: a file that it cannot take (an operator or opset that it does not know, for one), a provider that
+            it did not use, or another precision than the file has.
+    """
+    ort = _onnxruntime()
+    provider = build.options.get("provider", CPU)
+    allowed = ort.get_available_providers()
+    if provider not in allowed:
+        raise EngineUnavailableError(
+            f"onnxruntime: no provider {provider!r} here{near_misses(provider, allowed)} (there is: "
+            f"{', '.join(allowed)}); install the onnxruntime package that holds it"
+        )
+    return ONNXRuntimeEngine(ort, read_onnx(path), provider, build)
+
+
+class ONNXRuntimeEngine(Engine):
+    """A session; made by `load`."""
+
+    def __init__(self, ort: Any, file: OnnxFile, provider: str, build: BuildOptions) -> None:
+        precision = _float_precision(file, provider)
+        if build.precision not in (None, precision):
+            raise EngineError(
+                f"onnxruntime: precision {build.precision!r} was asked of {file.path}, which runs in {precision!r}: "
+                "ONNX Runtime takes the types of the file; export it in that precision, or leave it out"
+            )
+        self.inputs = with_batch(file.inputs, build.batch_size, where=str(file.path))
+        self.outputs = _outputs(file, build.batch_size)
+        self.metadata = file.metadata
+        session_options, options = _session_options(ort, file, build)
+        try:
+            self._session = ort.InferenceSession(str(file.path), session_options, providers=[provider])
+        except Exception as error:
+            raise EngineError(f"onnxruntime cannot load {file.path}: {reason(error)}") from error
+        used = self._session.get_providers()[0]
+        if used != provider:
+            raise EngineError(f"onnxruntime: {provider} was asked of {file.path}, but it fell back to {used}")
+        device = provider.removesuffix("ExecutionProvider")
+        self.info = EngineInfo(
+            engine=NAME,
+            label=NAME if provider == CPU else f"{NAME} ({device})",
+            version=ort.__version__,
+            device=device,
+            float_precision=precision,
+            options={"provider": provider, **options},
+            path=str(file.path),
+        )
+
+    def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
+        """See `Engine.run`."""
+        if self._session is None:
+            raise EngineError(f"{self.info.label}: the engine is closed")
+        checked = check_inputs(inputs, self.inputs, label=self.info.label)
+        try:
+            results = self._session.run([tensor.name for tensor in self.outputs], checked)
+        except Exception as error:
+            raise EngineError(f"{self.info.label} failed to run {self.info.path}: {reason(error)}") from error
+        return {tensor.name: np.asarray(result) for tensor, result in zip(self.outputs, results, strict=True)}
+
+    def close(self) -> None:
+        """Free the session."""
+        self._session = None
+
+
+def _session_options(ort: Any, file: OnnxFile, build: BuildOptions) -> tuple[Any, dict[str, str]]:
+    """The library's options, and the same in words."""
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.log_severity_level = _ERRORS_ONLY
+    options.inter_op_num_threads = 1
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    told = {"graph_optimization_level": "all", "session.force_spinning_stop": "1"}
+    if build.threads is not None:
+        options.intra_op_num_threads = build.threads
+        told["intra_op_num_threads"] = str(build.threads)
+    if build.batch_size is not None:
+        for name in file.batch_names:
+            options.add_free_dimension_override_by_name(name, build.batch_size)
+    return options, told
+
+
+def _outputs(file: OnnxFile, batch_size: int | None) -> tuple[TensorInfo, ...]:
+    if batch_size is None:
+        return file.outputs
+    return tuple(
+        TensorInfo(name=t.name, dtype=t.dtype, shape=(batch_size, *t.shape[1:])) if name in file.batch_names else t
+        for t, name in zip(file.outputs, file.output_batch_names, strict=True)
+    )
+
+
+def _float_precision(file: OnnxFile, provider: str) -> str:
+    """`f32` where it must be so; else unknown: half types are cast to and fro, and GPUs may use TF32."""
+    return "f32" if provider == CPU and file.float_types <= {"f32"} else "unknown"
+
+
+def _onnxruntime() -> Any:
+    """The library; the one place that imports it.
+
+    Raises:
+        EngineUnavailableError: it is not installed, or cannot be imported.
+    """
+    try:
+        import onnxruntime
+    except Exception as error:
+        raise EngineUnavailableError(
+            f"onnxruntime cannot be imported ({type(error).__name__}: {error}); {_INSTALL}"
+        ) from error
+    return onnxruntime

@@ -1,0 +1,209 @@
+"""Accuracy of an engine: the number that a report shows, on the images that the engine itself was given.
+
+Before the first image the preprocessing written in the model's file is compared with that of the data: a wrong mean
+or channel order costs points that look like quantization loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compress.data.preprocessing import METADATA_KEY, Preprocessing
+from compress.engines.base import Engine, TensorInfo
+from compress.errors import DataError, EngineError
+from compress.progress import NoProgress, Progress
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+_QUIET = NoProgress()
+_TOP = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineAccuracy:
+    """How well a model on an engine tells images apart.
+
+    Attributes:
+        label: of the engine.
+        top1: share of images whose highest logit is the target's, 0 to 1; of equal logits the first is the highest.
+        top5: share of images whose target is among the 5 highest logits (among all, where there are fewer), 0 to 1.
+        images: how many were evaluated.
+        logits: (images, classes) float32 in the order of the images, where they were to be kept.
+        notes: what a reader of the figures should know.
+    """
+
+    label: str
+    top1: float
+    top5: float
+    images: int
+    logits: Floats | None = None
+    notes: tuple[str, ...] = ()
+
+
+def measure_accuracy(
+    engine: Engine,
+    batches: Iterable[Any],
+    *,
+    preprocessing: Preprocessing | None = None,
+    limit: int | None = None,
+    keep_logits: bool = False,
+    progress: Progress = _QUIET,
+) -> EngineAccuracy:
+    """Top-1 and top-5 of `engine` over labelled images.
+
+    Args:
+        engine: has one input of images, and one output of logits (or one named `logits`).
+        batches: pairs of images (N, C, H, W) and targets (N,), tensors or arrays. For an engine of a fixed batch size
+            they are cut to it, and what is left over is padded with zeros whose results are dropped.
+        preprocessing: of these images; compared with the one in the model's metadata.
+        limit: evaluate only the first so many images; None = all.
+        keep_logits: return all logits too.
+        progress: hears of every batch; the total is 0 where `batches` has no length.
+
+    Raises:
+        DataError: the model wants its images prepared otherwise; no image; targets that the logits do not hold.
+        EngineError: an input or output that is not as above, or a result that is not finite, with the image's index.
+    """
+    notes = _preprocessing_notes(engine, preprocessing)
+    image, logits_name = _image_input(engine), _logits_output(engine)
+    ranks: list[Ints] = []
+    kept: list[Floats] = []
+    classes, count, task = 0, 0, f"accuracy: {engine.info.label}"
+    progress.start(task, len(batches) if isinstance(batches, Sized) else 0)
+    for images, targets in _limited(batches, limit):
+        logits = np.concatenate(
+            [_run(engine, image, logits_name, chunk) for chunk in _chunks(images, image.shape[0])]
+        ).astype(np.float32, copy=False)
+        _check(logits, targets, engine.info.label, first=count)
+        ranks.append(target_ranks(logits, targets))
+        kept += [logits] if keep_logits else []
+        classes, count = logits.shape[1], count + len(targets)
+        progress.advance(task, 1, images=count)
+    progress.finish(task)
+    if not count:
+        raise DataError(f"{engine.info.label}: there is no image to evaluate: the batches are empty, or the limit is 0")
+    rank = np.concatenate(ranks)
+    if classes < _TOP:
+        notes.append(f"there are {classes} classes, so top-5 is 100 %")
+    return EngineAccuracy(
+        label=engine.info.label,
+        top1=float(np.mean(rank < 1)),
+        top5=float(np.mean(rank < _TOP)),
+        images=count,
+        logits=np.concatenate(kept) if keep_logits else None,
+        notes=tuple(notes),
+    )
+
+
+def target_ranks(logits: Floats, targets: Ints) -> Ints:
+    """How many classes stand before each image's target: 0 = the target is the top one.
+
+    Equal logits, which 8-bit outputs have often, stand in the order of their classes, as argmax takes them; a model
+    that gives every class the same logit is so right on the first class alone.
+
+    Args:
+        logits: (N, C).
+        targets: (N,), 0 to C - 1.
+    """
+    own = np.take_along_axis(logits, targets[:, None], axis=1)
+    before = np.arange(logits.shape[1]) < targets[:, None]
+    counted: Ints = ((logits > own) | ((logits == own) & before)).sum(axis=1)
+    return counted
+
+
+def _preprocessing_notes(engine: Engine, preprocessing: Preprocessing | None) -> list[str]:
+    if preprocessing is None:
+        return []
+    text = engine.metadata.get(METADATA_KEY)
+    if text is None:
+        return ["the model does not say how its images are prepared, so that could not be checked"]
+    differences = Preprocessing.from_json(text).differences(preprocessing)
+    if differences:
+        raise DataError(
+            f"{engine.info.label}: the model wants other images than these data give: {'; '.join(differences)} "
+            "(here: the model, there: the data); prepare the data as the model was trained, or export it again"
+        )
+    return []
+
+
+def _image_input(engine: Engine) -> TensorInfo:
+    if len(engine.inputs) != 1:
+        names = ", ".join(tensor.name for tensor in engine.inputs) or "none"
+        raise EngineError(f"{engine.info.label}: accuracy needs a model of one input, this one has {names}")
+    return engine.inputs[0]
+
+
+def _logits_output(engine: Engine) -> str:
+    names = [tensor.name for tensor in engine.outputs]
+    if "logits" in names:
+        return "logits"
+    if len(names) != 1:
+        raise EngineError(
+            f"{engine.info.label}: accuracy needs one output, or one named 'logits'; there is {', '.join(names)}"
+        )
+    return names[0]
+
+
+def _limited(batches: Iterable[Any], limit: int | None) -> Iterator[tuple[NDArray[np.generic], Ints]]:
+    """Images and targets as arrays, `limit` images in all; empty batches are left out."""
+    left = limit
+    for batch in batches:
+        if left is not None and left <= 0:
+            return
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise DataError(f"a batch is a {type(batch).__name__}; accuracy needs pairs of images and targets")
+        images, targets = (_array(part)[:left] for part in batch)
+        if len(images) != len(targets):
+            raise DataError(f"a batch has {len(images)} images and {len(targets)} targets")
+        if targets.ndim != 1 or targets.dtype.kind not in "iu":
+            raise DataError(f"targets are {targets.dtype} of shape {targets.shape}; give integers, one an image")
+        left = None if left is None else left - len(images)
+        if len(images):
+            yield images, targets.astype(np.int64, copy=False)
+
+
+def _array(part: Any) -> NDArray[np.generic]:
+    """A numpy array of a tensor on any device, or of an array."""
+    array: NDArray[np.generic] = np.asarray(part.detach().cpu() if hasattr(part, "detach") else part)
+    return array
+
+
+def _chunks(images: NDArray[np.generic], size: int) -> Iterator[NDArray[np.generic]]:
+    """Pieces that a fixed batch size takes, the last one smaller; one piece where `size` is -1."""
+    step = len(images) if size == -1 else size
+    return (images[i : i + step] for i in range(0, len(images), step))
+
+
+def _run(engine: Engine, image: TensorInfo, output: str, images: NDArray[np.generic]) -> NDArray[np.generic]:
+    """Logits (len(images), classes)."""
+    count, size = len(images), image.shape[0]
+    if size != -1 and count < size:
+        images = np.concatenate([images, np.zeros((size - count, *images.shape[1:]), images.dtype)])
+    logits = engine.run({image.name: images})[output]
+    if logits.ndim != 2 or len(logits) != len(images):
+        raise EngineError(
+            f"{engine.info.label}: output {output!r} has shape {logits.shape} for {len(images)} images; "
+            f"it must be ({len(images)}, classes)"
+        )
+    return logits[:count]
+
+
+def _check(logits: Floats, targets: Ints, label: str, *, first: int) -> None:
+    broken = np.flatnonzero(~np.isfinite(logits).all(axis=1))
+    if len(broken):
+        raise EngineError(
+            f"{label}: the logits of image {first + broken[0]} are not finite ({len(broken)} images of its batch); "
+            "check the scales of the file, and an f16 remainder for overflow"
+        )
+    foreign = np.flatnonzero((targets < 0) | (targets >= logits.shape[1]))
+    if len(foreign):
+        raise DataError(
+            f"{label}: the target of image {first + foreign[0]} is {targets[foreign[0]]}; "
+            f"the model has classes 0 to {logits.shape[1] - 1}"
+        )

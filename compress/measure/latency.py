@@ -1,0 +1,224 @@
+"""Latency of several engines, measured fairly: in turn, so that a burst of other load falls on all of them.
+
+A B C, then B C A, then C A B: a round gives each variant one turn, and each round begins with another variant. A turn
+is one run that is not timed, because the others have emptied the caches and a model in service runs on its own, then up
+to five that are. Single runs in turn would measure cold caches and make large and small models look alike.
+
+Load on the machine shifts all variants of a round together. So the ratio of two variants is steadier when taken turn by
+turn (`latency_ratio`) than as the quotient of two medians.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compress.engines.base import Arrays, Engine, TensorInfo
+from compress.errors import EngineError
+from compress.progress import NoProgress, Progress
+
+RUNS_PER_TURN = 5
+QUANTILE_METHOD = "linear"
+"""Of numpy.quantile: linear interpolation between the two nearest runs (Hyndman and Fan, type 7)."""
+
+_QUIET = NoProgress()
+_SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latency:
+    """Time of one run of one variant.
+
+    Attributes:
+        label: of the variant.
+        batch_size: images of one run.
+        p50_ms, p90_ms, p99_ms: quantiles over all timed runs, linearly interpolated.
+        mean_ms: their mean.
+        images_per_s: batch_size over the mean.
+        runs: how many were timed; the same for all variants of one measurement.
+        float_precision: type in which the part that is not quantized ran.
+        turns_ms: median of each turn, in the order of the rounds.
+    """
+
+    label: str
+    batch_size: int
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+    mean_ms: float
+    images_per_s: float
+    runs: int
+    float_precision: str
+    turns_ms: tuple[float, ...]
+
+
+def measure_latency(
+    engines: Mapping[str, Engine] | Sequence[Engine],
+    *,
+    batch_size: int = 1,
+    inputs: Mapping[str, NDArray[np.generic]] | None = None,
+    warmup: int = 5,
+    runs: int = 50,
+    seconds: float = 3.0,
+    progress: Progress = _QUIET,
+) -> tuple[Latency, ...]:
+    """Time engines in turn, from arrays in memory to arrays in memory.
+
+    Args:
+        engines: by label; of a sequence, each one's own label is taken.
+        batch_size: images of one run.
+        inputs: arrays for all of them, by input name; None = random ones, the same for equal inputs, seeded.
+        warmup: runs of each that are not timed, before the first round.
+        runs: timed runs of each, at most.
+        seconds: time for each, at most, on average over all of them; the round under way is finished, and the first
+            always is. Warm-up is not counted.
+        progress: hears of every round.
+
+    Returns:
+        One result for each engine, in their order.
+
+    Raises:
+        EngineError: no engine, two of one label, a number out of range, inputs that do not fit, or a run that fails.
+    """
+    named = _labelled(engines)
+    for name, value, least in (("batch_size", batch_size, 1), ("warmup", warmup, 0), ("runs", runs, 1)):
+        if value < least:
+            raise EngineError(f"measure_latency: {name} is {value}: it must be {least} or more")
+    if not seconds > 0:
+        raise EngineError(f"measure_latency: seconds is {seconds}: it must be above 0")
+    arrays = {label: _inputs(engine, label, batch_size, inputs) for label, engine in named.items()}
+    for label, engine in named.items():
+        for _ in range(warmup):
+            engine.run(arrays[label])
+    turns = _rounds(named, arrays, runs=runs, seconds=seconds * len(named), progress=progress)
+    return tuple(_latency(label, engine, turns[label], batch_size) for label, engine in named.items())
+
+
+def latency_ratio(value: Latency, reference: Latency) -> float:
+    """Time of `value` over that of `reference`: the median of their ratios in each round of one measurement.
+
+    Raises:
+        EngineError: they do not come from one measurement.
+    """
+    if len(value.turns_ms) != len(reference.turns_ms) or value.batch_size != reference.batch_size:
+        raise EngineError(
+            f"{value.label} ({len(value.turns_ms)} turns, batch {value.batch_size}) and {reference.label} "
+            f"({len(reference.turns_ms)} turns, batch {reference.batch_size}) were not measured in turn: "
+            "give both to one measure_latency"
+        )
+    return float(np.median(np.divide(value.turns_ms, reference.turns_ms)))
+
+
+def _labelled(engines: Mapping[str, Engine] | Sequence[Engine]) -> dict[str, Engine]:
+    if isinstance(engines, Mapping):
+        named = dict(engines)
+    else:
+        named = {engine.info.label: engine for engine in engines}
+    if len(named) != len(engines):
+        labels = [engine.info.label for engine in engines if isinstance(engine, Engine)]
+        raise EngineError(f"two engines have one label ({', '.join(labels)}): give a mapping of labels to engines")
+    if not named:
+        raise EngineError("measure_latency: there is no engine to measure")
+    return named
+
+
+def _inputs(
+    engine: Engine, label: str, batch_size: int, given: Mapping[str, NDArray[np.generic]] | None
+) -> Mapping[str, NDArray[np.generic]]:
+    """`given`, or random arrays for the engine's inputs.
+
+    Raises:
+        EngineError: another fixed batch size, or an input whose other dimensions are not known.
+    """
+    for tensor in engine.inputs:
+        if tensor.shape[:1] not in ((-1,), (batch_size,)):
+            raise EngineError(f"{label}: batch_size is {batch_size} but input {tensor.name!r} takes {tensor.shape}")
+    if given is None:
+        return {tensor.name: _random(tensor, label, batch_size) for tensor in engine.inputs}
+    for name, array in given.items():
+        if len(array) != batch_size:
+            raise EngineError(f"{label}: batch_size is {batch_size} but inputs[{name!r}] holds {len(array)} images")
+    return given
+
+
+def _random(tensor: TensorInfo, label: str, batch_size: int) -> NDArray[np.generic]:
+    if -1 in tensor.shape[1:]:
+        raise EngineError(f"{label}: input {tensor.name!r} takes {tensor.shape}: pass arrays as inputs=")
+    shape = (batch_size, *tensor.shape[1:])
+    values = np.random.default_rng(_SEED).standard_normal(shape)
+    dtype = np.dtype(tensor.dtype)
+    array: NDArray[np.generic] = (values if dtype.kind == "f" else values > 0).astype(dtype)
+    return array
+
+
+def _rounds(
+    engines: Mapping[str, Engine],
+    arrays: Mapping[str, Mapping[str, NDArray[np.generic]]],
+    *,
+    runs: int,
+    seconds: float,
+    progress: Progress,
+) -> dict[str, list[list[float]]]:
+    """Milliseconds of every run: for each label a list of turns."""
+    labels = list(engines)
+    turns: dict[str, list[list[float]]] = {label: [] for label in labels}
+    left, start, task = runs, time.perf_counter(), "latency"
+    progress.start(task, -(-runs // RUNS_PER_TURN))
+    with _no_garbage_collection():
+        while left and (left == runs or time.perf_counter() - start < seconds):
+            count = min(left, RUNS_PER_TURN)
+            shift = len(turns[labels[0]]) % len(labels)
+            for label in labels[shift:] + labels[:shift]:
+                turns[label].append(_turn(engines[label], arrays[label], count))
+            left -= count
+            progress.advance(task)
+    progress.finish(task)
+    return turns
+
+
+def _turn(engine: Engine, inputs: Mapping[str, NDArray[np.generic]], count: int) -> list[float]:
+    """Milliseconds of `count` runs, after one that is not timed."""
+    times = []
+    result: Arrays = engine.run(inputs)
+    for _ in range(count):
+        begin = time.perf_counter_ns()
+        result = engine.run(inputs)
+        times.append((time.perf_counter_ns() - begin) / 1e6)
+    del result  # kept until here, so that freeing it is not timed
+    return times
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _latency(label: str, engine: Engine, turns: list[list[float]], batch_size: int) -> Latency:
+    times = np.concatenate([np.asarray(turn) for turn in turns])
+    p50, p90, p99 = (float(q) for q in np.quantile(times, (0.5, 0.9, 0.99), method=QUANTILE_METHOD))
+    mean = float(times.mean())
+    return Latency(
+        label=label,
+        batch_size=batch_size,
+        p50_ms=p50,
+        p90_ms=p90,
+        p99_ms=p99,
+        mean_ms=mean,
+        images_per_s=batch_size / mean * 1e3,
+        runs=len(times),
+        float_precision=engine.info.float_precision,
+        turns_ms=tuple(float(np.median(turn)) for turn in turns),
+    )

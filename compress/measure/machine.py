@@ -1,0 +1,155 @@
+"""On what a figure was measured: processor, memory, GPUs and the versions of the libraries, to stand beside it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = (
+    "torch",
+    "torchvision",
+    "numpy",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "openvino",
+    "tensorrt",
+    "tensorrt-rtx",
+    "timm",
+)
+
+ISA_FLAGS = (
+    *("avx2", "avx_vnni", "avx_vnni_int8", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("amx_bf16", "amx_int8", "amx_fp16", "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2"),
+)
+"""Instruction sets that decide how fast low precision is, under the kernel's names (`asimddp`: NEON dot product)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A CUDA GPU: name, compute capability (such as `9.0`), memory in bytes."""
+
+    name: str
+    compute_capability: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a figure was measured on.
+
+    Attributes:
+        cpu: model name.
+        cores: logical processors of the machine.
+        usable_cores: how many of them this process may use (affinity and container quota).
+        isa: those of `ISA_FLAGS` that the processor has; empty where the system does not tell.
+        memory_bytes: of the machine; None where the system does not tell.
+        load_average: processes that ran or waited in the last minute, when this was written; None where unknown.
+        system: operating system and its release.
+        python: its version.
+        versions: of the installed libraries, by name.
+        gpus: that torch sees.
+        gpu_driver: version of the NVIDIA driver; "" without one.
+    """
+
+    cpu: str
+    cores: int
+    usable_cores: float
+    isa: tuple[str, ...]
+    memory_bytes: int | None
+    load_average: float | None
+    system: str
+    python: str
+    versions: dict[str, str] = field(default_factory=dict)
+    gpus: tuple[Gpu, ...] = ()
+    gpu_driver: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        row = asdict(self)
+        return {**row, "isa": list(self.isa), "gpus": list(row["gpus"])}
+
+
+def describe_machine() -> Machine:
+    """The machine at hand. What the system does not tell is left empty; nothing is run or installed for it."""
+    cpuinfo = _read("/proc/cpuinfo")
+    return Machine(
+        cpu=_cpu(cpuinfo),
+        cores=os.cpu_count() or 1,
+        usable_cores=_usable_cores(),
+        isa=_isa(cpuinfo),
+        memory_bytes=_memory_bytes(),
+        load_average=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        system=f"{platform.system()} {platform.release()} ({platform.machine()})",
+        python=platform.python_version(),
+        versions=_versions(),
+        gpus=_gpus(),
+        gpu_driver=_driver(),
+    )
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _cpu(cpuinfo: str) -> str:
+    found = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def _isa(cpuinfo: str) -> tuple[str, ...]:
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    flags = set(found.group(1).split()) if found else set()
+    return tuple(flag for flag in ISA_FLAGS if flag in flags)
+
+
+def _usable_cores() -> float:
+    """The smaller of the affinity mask and the cgroup's quota."""
+    count = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    quota, _, period = _read("/sys/fs/cgroup/cpu.max").strip().partition(" ")
+    if quota.isdigit() and period.isdigit() and int(period):
+        return min(float(count), round(int(quota) / int(period), 2))
+    return float(count)
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    seen = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return tuple(
+        Gpu(name=gpu.name, compute_capability=f"{gpu.major}.{gpu.minor}", memory_bytes=gpu.total_memory) for gpu in seen
+    )
+
+
+def _driver() -> str:
+    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", _read("/proc/driver/nvidia/version"))
+    return found.group(1) if found else ""

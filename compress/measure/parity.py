@@ -1,0 +1,86 @@
+"""How far two results for the same images are apart: the share of equal decisions, and the power of the difference."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compress.errors import EngineError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """One set of logits against another.
+
+    Attributes:
+        agreement: share of images whose highest logit is the same class's, 0 to 1.
+        sqnr_db: signal to quantization noise ratio of all logits as one tensor, in dB; inf when they are equal.
+        max_abs_difference: the largest difference of two logits.
+        images: how many were compared.
+    """
+
+    agreement: float
+    sqnr_db: float
+    max_abs_difference: float
+    images: int
+
+
+def compare_logits(reference: NDArray[Any] | None, logits: NDArray[Any] | None) -> Parity:
+    """Compare `logits` with `reference`, both (N, C); None stands for logits that were not kept, and is refused.
+
+    Raises:
+        EngineError: missing logits, shapes that differ, no image, or NaN.
+    """
+    if reference is None or logits is None:
+        raise EngineError("there are no logits to compare: measure the accuracy with keep_logits=True")
+    _check(reference, logits)
+    difference = np.abs(reference.astype(np.float64) - logits.astype(np.float64))
+    return Parity(
+        agreement=agreement(reference, logits),
+        sqnr_db=sqnr_db(reference, logits),
+        max_abs_difference=float(difference.max()),
+        images=len(reference),
+    )
+
+
+def agreement(reference: NDArray[Any], logits: NDArray[Any]) -> float:
+    """Share of rows whose largest element, the first of equal ones, stands in the same column; both (N, C).
+
+    Raises:
+        EngineError: shapes that differ, or nothing to compare.
+    """
+    _check(reference, logits)
+    if reference.ndim != 2:
+        raise EngineError(f"agreement compares logits (images, classes), got shape {reference.shape}")
+    return float(np.mean(reference.argmax(axis=1) == logits.argmax(axis=1)))
+
+
+def sqnr_db(reference: NDArray[Any], value: NDArray[Any]) -> float:
+    """10 log10(sum reference^2 / sum (reference - value)^2) in dB, over the whole tensor.
+
+    inf where they are equal, -inf where a reference of zeros meets something else.
+
+    Raises:
+        EngineError: shapes that differ, nothing to compare, or NaN.
+    """
+    _check(reference, value)
+    signal = float(np.square(reference.astype(np.float64)).sum())
+    noise = float(np.square(reference.astype(np.float64) - value.astype(np.float64)).sum())
+    if noise == 0:
+        return math.inf
+    # A difference of logarithms: the quotient itself may overflow or vanish.
+    return 10 * (math.log10(signal) - math.log10(noise)) if signal else -math.inf
+
+
+def _check(reference: NDArray[Any], value: NDArray[Any]) -> None:
+    if reference.shape != value.shape:
+        raise EngineError(f"cannot compare shapes {reference.shape} and {value.shape}: they must be equal")
+    if not reference.size:
+        raise EngineError(f"there is nothing to compare: the shape is {reference.shape}")
+    for name, array in (("reference", reference), ("value", value)):
+        if not np.isfinite(array).all():
+            raise EngineError(f"the {name} holds NaN or infinite numbers, so a comparison says nothing")
