@@ -71,7 +71,7 @@ def build_model_with_notes(spec: ModelSpec, *, num_classes: int) -> BuiltModel:
     """
     if spec.num_classes is not None and spec.num_classes < num_classes:
         raise ModelError(
-            f"model.num_classes is {spec.num_classes}, but the data has {num_classes} classes; allowed: null, or no fewer"
+            f"model.num_classes is {spec.num_classes}, but the data has {num_classes} classes; null, or no fewer"
         )
     for key, instead in _RESERVED.items():
         if key in spec.options:

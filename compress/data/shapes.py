@@ -37,6 +37,7 @@ MOVEMENT = Movement(shift=0.1, degrees=15.0, zoom=0.15, flip=True)
 
 _FIRST_VAL = 1 << 40
 _NOISE_BITS = 21
+_FULL_NOISE_SIZE = 128  # a smaller picture has fewer pixels to average over, and gets less noise in proportion
 
 
 def shapes_data(spec: DataSpec) -> DataSet:
@@ -88,7 +89,8 @@ class ShapesSplit(Split):
             camera = self._movement.matrices(uniform(noise_seed, numbers, DRAWS), size)
         scenes = make_scenes(self.seed, numbers, targets, num_classes=self.num_classes, camera=camera).to(device)
         images = paint(scenes, size)
-        images += noise(noise_seed, to_device(numbers, device), size) * scenes.noise[:, None, None, None]
+        strength = scenes.noise[:, None, None, None] * min(1.0, size / _FULL_NOISE_SIZE)
+        images += noise(noise_seed, to_device(numbers, device), size) * strength
         return self.preprocessing.normalize(images.clamp_(0, 1)), to_device(targets, device)
 
 

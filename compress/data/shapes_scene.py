@@ -23,7 +23,7 @@ from compress.data.shapes_patterns import PATTERNS, VARIANTS
 TONES = ("warm", "cool")
 
 # Layers from back to front. SIZES: half of the side, where the picture's half is 1.
-_LUMPS, _PLAIN, _COVERS = 3, 3, 1
+_LUMPS, _PLAIN, _COVERS = 2, 3, 1
 OBJECT = _LUMPS + _PLAIN
 LAYERS = OBJECT + 1 + _COVERS
 _SIZES = torch.tensor(

@@ -1,0 +1,227 @@
+import math
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torchvision import transforms
+
+from compress.data import BatchPlan, DataSpec, load_data
+from compress.data.decode import random_box
+from compress.errors import DataError
+
+CPU = torch.device("cpu")
+CLASSES = ("ant", "bee", "Cow")
+
+
+def write_image(path, seed, size=None):
+    rng = np.random.default_rng(seed)
+    width, height = size or rng.integers(40, 90, 2).tolist()
+    coarse = Image.fromarray(rng.integers(0, 256, (6, 6, 3), dtype=np.uint8))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    coarse.resize((width, height), Image.Resampling.BICUBIC).save(path)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    root = tmp_path_factory.mktemp("images")
+    for part, count in (("train", 5), ("val", 3)):
+        for number, name in enumerate(CLASSES):
+            for i in range(count):
+                ending = ("jpg", "png", "JPEG")[i % 3]
+                write_image(root / part / name / f"{i:02}.{ending}", seed=100 * number + i + len(part))
+    (root / "train" / "ant" / "notes.txt").write_text("no image")
+    (root / "train" / ".hidden").mkdir()
+    return root
+
+
+@pytest.fixture
+def root(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "images")
+
+
+def spec(root, **values):
+    return DataSpec(**{"name": "folder", "root": str(root), "image_size": 32, "workers": 0, **values})
+
+
+def test_classes_are_the_folders_sorted_by_name(made):
+    data = load_data(spec(made))
+    assert data.train.labels == data.val.labels == ("Cow", "ant", "bee")
+    assert (len(data.train), len(data.val)) == (15, 9)
+    _, targets = data.val.load(list(range(9)), epoch=None, device=CPU)
+    assert targets.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize(("size", "crop_ratio"), [(32, 0.875), (24, 1.0), (60, 0.7)])
+def test_evaluation_images_are_those_of_torchvisions_reference(made, size, crop_ratio):
+    data = load_data(spec(made, image_size=size, crop_ratio=crop_ratio))
+    images, _ = data.val.load(list(range(9)), epoch=None, device=CPU)
+    reference = transforms.Compose(
+        [
+            transforms.Resize(round(size / crop_ratio)),
+            transforms.CenterCrop(size),
+            transforms.ToTensor(),
+            transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ]
+    )
+    files = [file for name in sorted(CLASSES) for file in sorted((made / "val" / name).iterdir())]
+    expected = torch.stack([reference(Image.open(file).convert("RGB")) for file in files])
+    torch.testing.assert_close(images, expected)
+    assert images.dtype == torch.float32
+    assert data.val.preprocessing.crop_ratio == crop_ratio
+
+
+def test_other_kinds_of_images_become_rgb(root):
+    for number, mode in enumerate(("L", "P", "RGBA", "CMYK", "1")):
+        ending = "jpg" if mode == "CMYK" else "png"
+        Image.new("RGB", (40, 40), (200, 100, 50)).convert(mode).save(root / "val" / "ant" / f"mode{number}.{ending}")
+    data = load_data(spec(root))
+    images, _ = data.val.load(list(range(len(data.val))), epoch=None, device=CPU)
+    assert images.shape == (14, 3, 32, 32)
+
+
+def test_training_crops_depend_on_seed_epoch_and_index_alone(made):
+    split = load_data(spec(made)).train
+    first, _ = split.load([4, 9], epoch=1, device=CPU)
+    again, _ = split.load([9], epoch=1, device=CPU)
+    assert torch.equal(first[1], again[0])
+    assert not torch.allclose(split.load([9], epoch=2, device=CPU)[0], again)
+    assert not torch.allclose(load_data(spec(made, seed=1)).train.load([9], epoch=1, device=CPU)[0], again)
+    centre, _ = split.load([9], epoch=None, device=CPU)
+    plain = load_data(spec(made, augment=False)).train
+    assert torch.equal(plain.load([9], epoch=1, device=CPU)[0], centre)
+
+
+def test_half_of_the_training_images_are_mirrored(tmp_path):
+    ramp = np.broadcast_to(np.linspace(0, 255, 64, dtype=np.uint8)[None, :, None], (64, 64, 3))
+    for part in ("train", "val"):
+        (tmp_path / part / "a").mkdir(parents=True)
+        Image.fromarray(ramp.copy()).save(tmp_path / part / "a" / "ramp.png")
+    split = load_data(spec(tmp_path)).train
+    slopes = [split.load([0], epoch=epoch, device=CPU)[0][0, 0].diff(dim=-1).mean() for epoch in range(60)]
+    assert 18 <= sum(slope < 0 for slope in slopes) <= 42
+
+
+@given(
+    st.integers(1, 3000), st.integers(1, 3000), st.lists(st.floats(0, 1, exclude_max=True), min_size=40, max_size=40)
+)
+@settings(max_examples=100, deadline=None)
+def test_the_random_part_lies_inside_and_is_of_an_allowed_shape(width, height, draws):
+    top, left, h, w = random_box(width, height, draws)
+    assert 0 <= top <= top + h <= height
+    assert 0 <= left <= left + w <= width
+    assert h > 0
+    assert w > 0
+    if min(width, height) > 50:
+        assert 0.7 < w / h < 1.4
+
+
+def test_random_parts_have_areas_from_8_to_100_percent():
+    rng = np.random.default_rng(0)
+    boxes = np.array([random_box(500, 400, rng.random(40).tolist()) for _ in range(2000)])
+    areas = boxes[:, 2] * boxes[:, 3] / (500 * 400)
+    assert 0.07 < areas.min() < 0.12
+    assert 0.85 < areas.max() <= 1
+    assert abs(np.log(boxes[:, 3] / boxes[:, 2]).mean()) < 0.05
+    assert np.abs(np.log(boxes[:, 3] / boxes[:, 2])).max() < math.log(4 / 3) + 0.03
+    assert (boxes[:, 0] > 150).any()
+    assert (boxes[:, 0] == 0).any()
+
+
+@pytest.mark.parametrize("epoch", [None, 2])
+def test_workers_change_nothing(made, epoch):
+    plan = BatchPlan(batch_size=4, epoch=epoch, first=1)
+    before = torch.get_rng_state()
+    alone = list(load_data(spec(made, workers=0)).train.batches(plan))
+    helped = list(load_data(spec(made, workers=2)).train.batches(plan))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(alone) == 3
+    for (images, targets), (images_too, targets_too) in zip(alone, helped, strict=True):
+        assert torch.equal(images, images_too)
+        assert torch.equal(targets, targets_too)
+
+
+def test_a_bound_keeps_all_classes(made):
+    data = load_data(spec(made, train_images=6, val_images=3))
+    _, targets = data.train.load(list(range(6)), epoch=None, device=CPU)
+    assert targets.tolist() == [0, 0, 1, 1, 2, 2]
+    assert len(data.val) == 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("damage", ["truncated", "text", "empty"])
+def test_an_unreadable_image_is_named(root, workers, damage):
+    file = root / "val" / "bee" / "00.jpg"
+    file.write_bytes({"truncated": file.read_bytes()[:-200], "text": b"hello", "empty": b""}[damage])
+    split = load_data(spec(root, workers=workers)).val
+    with pytest.raises(DataError, match=r"bee.00\.jpg is not a readable image .*on_error: skip"):
+        list(split.batches(BatchPlan(batch_size=4)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_unreadable_image_is_left_out_and_counted(root, workers):
+    file = root / "val" / "bee" / "00.jpg"
+    file.write_bytes(b"hello")
+    split = load_data(spec(root, workers=workers, on_error="skip")).val
+    for _ in range(2):
+        batches = list(split.batches(BatchPlan(batch_size=2)))
+        assert [len(targets) for _, targets in batches] == [2, 2, 2, 1, 1]
+        assert torch.cat([targets for _, targets in batches]).tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+        assert split.skipped == [str(file)]
+
+
+def test_a_batch_of_unreadable_images_is_left_out(root):
+    for file in (root / "val" / "bee").iterdir():
+        file.write_bytes(b"")
+    split = load_data(spec(root, on_error="skip")).val
+    assert [len(targets) for _, targets in split.batches(BatchPlan(batch_size=3))] == [3, 3]
+    assert len(split.skipped) == 3
+
+
+def test_a_worker_that_dies_is_a_data_error(made, monkeypatch):
+    def die(*_, **__):
+        os._exit(3)
+
+    monkeypatch.setattr(Image, "open", die)
+    split = load_data(spec(made, workers=1)).val
+    with pytest.raises(DataError, match=r"worker process.*data\.workers"):
+        list(split.batches(BatchPlan(batch_size=3)))
+
+
+def test_a_folder_that_is_not_there(root, tmp_path):
+    with pytest.raises(DataError, match=r"no folder .*nowhere"):
+        load_data(spec(tmp_path / "nowhere"))
+    shutil.rmtree(root / "val")
+    with pytest.raises(DataError, match=r"no folder .*val \(expected"):
+        load_data(spec(root))
+
+
+def test_a_folder_without_classes(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "val").mkdir()
+    with pytest.raises(DataError, match="no class folders"):
+        load_data(spec(tmp_path))
+
+
+def test_a_class_without_images(root):
+    for part in ("train", "val"):
+        (root / part / "dog").mkdir()
+    (root / "train" / "dog" / "readme.txt").write_text("none")
+    with pytest.raises(DataError, match=r"dog holds no images \(.*\.jpg"):
+        load_data(spec(root))
+
+
+def test_splits_of_other_classes(root):
+    (root / "val" / "bee").rename(root / "val" / "wasp")
+    with pytest.raises(DataError, match="only in train bee, only in val wasp"):
+        load_data(spec(root))
+
+
+def test_a_number_of_classes_that_the_data_do_not_have(made):
+    with pytest.raises(DataError, match="num_classes is 2, but folder has 3"):
+        load_data(spec(made, num_classes=2))
+    assert load_data(spec(made, num_classes=3)).train.num_classes == 3

@@ -1,0 +1,36 @@
+import pytest
+
+from compress.data import DATASETS, DataSpec, check_data_spec, load_data
+from compress.errors import DataError
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "digit"}, "did you mean 'digits'"),
+        ({"image_size": 7}, "image_size is 7; it must be at least 8"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"workers": -1}, "workers is -1"),
+        ({"train_images": 0}, "train_images is 0"),
+        ({"val_images": -3}, "val_images is -3"),
+        ({"on_error": "ignore"}, "raise, skip"),
+        ({"crop_ratio": 0.0}, "crop_ratio is 0.0"),
+        ({"crop_ratio": 1.5}, "crop_ratio is 1.5"),
+        ({"mean": (0.5,)}, "mean has 1 values"),
+        ({"std": (0.5, 0.5, 0.0)}, "std is .*above 0"),
+        ({"std": (0.5, 0.5, float("nan"))}, "std is "),
+        ({"mean": (0.5, float("inf"), 0.0)}, "mean is "),
+        ({"name": "folder"}, "root is missing"),
+        ({"name": "cifar10", "root": ""}, "root is missing"),
+        ({"num_classes": 9}, "num_classes is 9, but digits has 10"),
+    ],
+)
+def test_what_is_refused(values, message):
+    with pytest.raises(DataError, match=message):
+        load_data(DataSpec(**values))
+
+
+def test_defaults_are_accepted_and_every_data_set_is_known():
+    check_data_spec(DataSpec())
+    for name in DATASETS:
+        check_data_spec(DataSpec(name=name, root="somewhere"))

@@ -1,0 +1,259 @@
+import sys
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+
+from compress.errors import CheckpointError, ModelError
+from compress.models import ModelSpec, build_model, build_model_with_notes
+
+SMALL = "shufflenet_v2_x0_5"
+
+
+def build(name, *, num_classes=5, **values):
+    return build_model(ModelSpec(name=name, **values), num_classes=num_classes)
+
+
+def same(model, other):
+    mine, theirs = model.state_dict(), other.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.fixture
+def factory(tmp_path, monkeypatch):
+    (tmp_path / "my_models.py").write_text(
+        "from torch import nn\n"
+        "def tiny(num_classes, width=4):\n"
+        "    return nn.Sequential(nn.Conv2d(3, width, 3), nn.Flatten(), nn.LazyLinear(num_classes))\n"
+        "def plain():\n    return nn.Identity()\n"
+        "def nothing(num_classes):\n    return 3\n"
+        "class Zoo:\n    linear = staticmethod(lambda num_classes: nn.Linear(2, num_classes))\n"
+        "number = 3\n"
+    )
+    (tmp_path / "broken_models.py").write_text("import no_such_module\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    for name in ("my_models", "broken_models"):
+        sys.modules.pop(name, None)
+
+
+# --- torchvision -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [SMALL, f"torchvision:{SMALL}", "ShuffleNet_V2_x0_5"])
+def test_torchvisions_model_for_the_datas_classes(name):
+    torch.manual_seed(3)
+    model = build(name)
+    torch.manual_seed(3)
+    assert same(model, torchvision.models.get_model(SMALL, num_classes=5))
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 5)
+
+
+def test_more_classes_than_the_data_has_but_not_fewer():
+    assert build(SMALL, num_classes=5)(torch.zeros(2, 3, 32, 32)).shape[1] == 5
+    wide = build_model(ModelSpec(name=SMALL, num_classes=8), num_classes=5)
+    assert wide(torch.zeros(2, 3, 32, 32)).shape[1] == 8
+    with pytest.raises(ModelError, match="num_classes is 4, but the data has 5"):
+        build_model(ModelSpec(name=SMALL, num_classes=4), num_classes=5)
+
+
+def test_options_reach_the_maker():
+    model = build("squeezenet1_1", options={"dropout": 0.125})
+    assert [m.p for m in model.modules() if isinstance(m, nn.Dropout)] == [0.125]
+
+
+@pytest.mark.parametrize(("name", "size"), [("googlenet", 64), ("inception_v3", 96)])
+def test_models_with_auxiliary_classifiers_train_with_plain_outputs(name, size):
+    model = build(name)
+    assert model.training
+    assert model(torch.zeros(2, 3, size, size)).shape == (2, 5)
+    assert not model.transform_input
+
+
+def test_a_misspelt_name():
+    with pytest.raises(ModelError, match=r"no classifier 'resnet500', did you mean .*'resnet50'"):
+        build("resnet500")
+
+
+def test_detectors_are_no_classifiers():
+    with pytest.raises(ModelError, match="no classifier 'fasterrcnn_resnet50_fpn'"):
+        build("fasterrcnn_resnet50_fpn")
+
+
+def test_an_option_that_the_model_does_not_take():
+    with pytest.raises(ModelError, match=r"model\.options {'colour': 3} .*colour"):
+        build("resnet18", options={"colour": 3})
+
+
+@pytest.mark.parametrize("key", ["num_classes", "weights", "pretrained"])
+def test_options_that_have_a_key_of_their_own(key):
+    with pytest.raises(ModelError, match=rf"model\.options\.{key} is not an option"):
+        build(SMALL, options={key: 3})
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """torch's cache, holding what torchvision would have fetched for SMALL; the network leads nowhere."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    for variable in ("http_proxy", "https_proxy", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    folder = tmp_path / "hub" / "checkpoints"
+    folder.mkdir(parents=True)
+    torch.manual_seed(7)
+    model = torchvision.models.get_model(SMALL)
+    url = torchvision.models.get_model_weights(SMALL).DEFAULT.url
+    torch.save(model.state_dict(), folder / url.rsplit("/", 1)[1])
+    return model
+
+
+@pytest.mark.parametrize("weights", ["IMAGENET1K_V1", "DEFAULT", "ShuffleNet_V2_X0_5_Weights.IMAGENET1K_V1"])
+def test_torchvisions_weights(cache, weights):
+    built = build_model_with_notes(ModelSpec(name=SMALL, weights=weights), num_classes=1000)
+    assert built.notes == ()
+    assert same(built.model, cache)
+
+
+def test_torchvisions_weights_for_other_classes_keep_all_but_the_classifier(cache):
+    torch.manual_seed(0)
+    model, notes = build_model_with_notes(ModelSpec(name=SMALL, weights="DEFAULT"), num_classes=5)
+    torch.manual_seed(0)
+    fresh = torchvision.models.get_model(SMALL, num_classes=5)
+    assert same(model.conv1, cache.conv1)
+    assert same(model.stage4, cache.stage4)
+    assert same(model.fc, fresh.fc)
+    assert len(notes) == 1
+    assert "1000 classes, not 5" in notes[0]
+
+
+def test_misspelt_weights():
+    with pytest.raises(ModelError, match=r"'IMAGENET1K_V3', did you mean .*resnet50 has IMAGENET1K_V1, IM"):
+        build("resnet50", weights="IMAGENET1K_V3")
+    with pytest.raises(ModelError, match="ResNet50_Weights"):
+        build("resnet50", weights="ResNet18_Weights.IMAGENET1K_V1")
+
+
+def test_weights_that_cannot_be_fetched(cache, tmp_path):
+    with pytest.raises(
+        ModelError, match=r"SqueezeNet1_1_Weights.*squeezenet1_1-\w+\.pth failed.*put it at .*or set"
+    ) as e:
+        build("squeezenet1_1", weights="DEFAULT")
+    assert str(tmp_path) in str(e.value)
+    assert [p.name for p in (tmp_path / "hub" / "checkpoints").iterdir() if "squeeze" in p.name] == []
+
+
+# --- files -----------------------------------------------------------------------------------------------------
+
+
+def test_weights_from_a_file(tmp_path):
+    torch.manual_seed(1)
+    source = torchvision.models.get_model(SMALL, num_classes=9)
+    file = tmp_path / "w.pth"
+    torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in source.state_dict().items()}}, file)
+    assert same(build(SMALL, num_classes=9, weights=str(file)), source)
+    _, notes = build_model_with_notes(ModelSpec(name=SMALL, weights=str(file)), num_classes=5)
+    assert any("9 classes, not 5" in note for note in notes)
+
+
+def test_a_file_with_auxiliary_classifiers(tmp_path):
+    source = torchvision.models.googlenet(num_classes=5, init_weights=False)
+    torch.save(source.state_dict(), tmp_path / "w.pth")
+    model, notes = build_model_with_notes(ModelSpec(name="googlenet", weights=str(tmp_path / "w.pth")), num_classes=5)
+    assert any("aux1" in note for note in notes)
+    assert same(model.inception5b, source.inception5b)
+
+
+def test_a_file_of_another_model_or_none(tmp_path):
+    torch.save(torchvision.models.get_model("squeezenet1_1").state_dict(), tmp_path / "w.pth")
+    with pytest.raises(CheckpointError, match="another model"):
+        build(SMALL, weights=str(tmp_path / "w.pth"))
+    with pytest.raises(CheckpointError, match="no weights file"):
+        build(SMALL, weights=str(tmp_path / "none.safetensors"))
+
+
+# --- timm ------------------------------------------------------------------------------------------------------
+
+
+def test_timms_model():
+    torch.manual_seed(3)
+    model = build("timm:test_resnet")
+    torch.manual_seed(3)
+    assert same(model, timm.create_model("test_resnet", num_classes=5))
+
+
+def test_timms_weights_from_a_file(tmp_path):
+    source = timm.create_model("test_resnet", num_classes=9)
+    torch.save(source.state_dict(), tmp_path / "w.pth")
+    model, notes = build_model_with_notes(
+        ModelSpec(name="timm:test_resnet", weights=str(tmp_path / "w.pth")), num_classes=5
+    )
+    assert same(model.layer1, source.layer1)
+    assert "9 classes, not 5" in notes[0]
+
+
+def test_a_name_that_timm_does_not_have():
+    with pytest.raises(ModelError, match=r"timm .* has no model 'test_resnt', did you mean 'test_resnet'"):
+        build("timm:test_resnt")
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+
+
+def test_timms_weights_that_cannot_be_fetched(offline):
+    with pytest.raises(ModelError, match=r"test_resnet are not on this machine.*set model\.weights to its path"):
+        build("timm:test_resnet", weights="pretrained")
+
+
+def test_timm_takes_pretrained_or_a_file():
+    with pytest.raises(ModelError, match="`pretrained` or a file"):
+        build("timm:test_resnet", weights="DEFAULT")
+
+
+def test_timm_without_weights_of_its_own(offline):
+    pretrained = {name.split(".")[0] for name in timm.list_models("resnet*", pretrained=True)}
+    name = min(set(timm.list_models("resnet*")) - pretrained)
+    with pytest.raises(ModelError, match=f"no pretrained weights of {name}"):
+        build(f"timm:{name}", weights="pretrained")
+
+
+def test_timm_that_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ModelError, match=r"needs timm .*compress\[timm\]"):
+        build("timm:test_resnet")
+
+
+# --- a function of the user's ----------------------------------------------------------------------------------
+
+
+def test_a_function_of_the_users(factory):
+    model = build("my_models:tiny", options={"width": 6})
+    assert model(torch.zeros(2, 3, 8, 8)).shape == (2, 5)
+    assert model[0].out_channels == 6
+    assert isinstance(build("my_models:Zoo.linear"), nn.Linear)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_package:make", "cannot import no_such_package"),
+        ("broken_models:make", "cannot import broken_models .*no_such_module"),
+        ("my_models:tinny", "has no 'tinny', did you mean 'tiny'"),
+        ("my_models:number", "is a int, not a function"),
+        ("my_models:nothing", "returned a int, not a torch.nn.Module"),
+        ("my_models:plain", "num_classes"),
+        ("my_models:", "has no ''"),
+    ],
+)
+def test_functions_that_do_not_work(factory, name, message):
+    with pytest.raises(ModelError, match=message):
+        build(name)
+
+
+def test_a_function_takes_weights_from_files_only(factory):
+    with pytest.raises(ModelError, match="must be a file"):
+        build("my_models:tiny", weights="DEFAULT")
