@@ -78,7 +78,9 @@ def test_learns_and_reports(tmp_path):
     data, model, listener = toy_data(train=96, val=40), convnet(), Listener()
     report = train(model, tmp_path, data=data, epochs=6, lr=0.1, evaluate_every=4, progress=listener)
     assert report.final.top1 > 0.9
-    assert report.final == evaluate(model, data.val, batch_size=8)
+    again = evaluate(model, data.val, batch_size=8)
+    assert (report.final.top1, report.final.top5, report.final.images) == (again.top1, again.top5, 40)
+    assert report.final.loss == pytest.approx(again.loss, rel=1e-4)
     assert [row.epoch for row in report.history] == [1, 2, 3, 4, 5, 6]
     assert [row.epoch for row in report.history if row.val_top1 is not None] == [4, 6]
     assert report.best is not None

@@ -1,0 +1,77 @@
+"""What only a GPU does: half precision with a scaler, fused optimizers, compilation, readings far apart."""
+
+import math
+
+import pytest
+import torch
+
+from compress.errors import CompressError
+from compress.training import TrainSpec, evaluate, fit
+from tests.training.test_loop import Explodes
+from tests.training.toy import convnet, linear, smooth, toy_data
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+def train(model, folder=None, *, resume=False, teacher=None, **spec):
+    spec = TrainSpec(**{"epochs": 4, "warmup_epochs": 0.5, "lr": 0.1, **spec})
+    options = {"folder": folder, "resume": resume, "teacher": teacher, "device": "cuda"}
+    return fit(model, toy_data(train=96), spec, batch_size=8, **options)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_learns_as_on_the_cpu(tmp_path, precision, optimizer):
+    lr = {"sgd": 0.1, "adamw": 0.01}[optimizer]
+    report = train(convnet(), tmp_path, precision=precision, optimizer=optimizer, lr=lr, clip_grad_norm=5.0)
+    assert report.final.top1 > 0.9
+
+
+def test_same_weights_as_the_cpu():
+    here, there = smooth(), smooth()
+    train(there)
+    fit(here, toy_data(train=96), TrainSpec(epochs=4, warmup_epochs=0.5, lr=0.1), batch_size=8, folder=None)
+    for name, value in here.state_dict().items():
+        torch.testing.assert_close(there.state_dict()[name].cpu(), value, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_goes_on_from_a_checkpoint(tmp_path, precision, optimizer, monkeypatch):
+    options = {"precision": precision, "optimizer": optimizer, "lr": 0.01, "checkpoint_steps": 5}
+    whole = smooth()
+    expected = train(whole, **options)
+    stopping = smooth()
+    stopping.register_forward_hook(stop_after(33))
+    with pytest.raises(KeyboardInterrupt):
+        train(stopping, tmp_path, **options)
+    resumed = smooth(9)
+    report = train(resumed, tmp_path, resume=True, **options)
+    assert report.resumed_from == 30
+    assert report.steps == expected.steps
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(resumed.state_dict()[name], value, rtol=0, atol=1e-2)
+
+
+def stop_after(calls):
+    def hook(module, arguments, output):
+        nonlocal calls
+        calls -= module.training
+        if calls < 0:
+            raise KeyboardInterrupt
+
+    return hook
+
+
+def test_divergence_names_its_step_though_it_is_read_later(tmp_path):
+    with pytest.raises(CompressError, match="loss is nan at epoch 1, step 9"):
+        train(Explodes(), tmp_path)
+
+
+def test_compiled_is_the_same_function():
+    eager, compiled = smooth(), smooth()
+    train(eager, distill=True, teacher=linear(3))
+    train(compiled, distill=True, teacher=linear(3), compile=True)
+    torch.testing.assert_close(eager[0].weight, compiled[0].weight, rtol=0, atol=5e-3)
+    accuracy = evaluate(compiled, toy_data().val, batch_size=8, device="cuda", precision="bf16")
+    assert math.isfinite(accuracy.loss)
