@@ -2,7 +2,8 @@
 
 A model is made with the number of classes of the data, then weights are loaded into it. Where the weights were
 trained for other classes, everything but the classifier is taken from them, and a note says so. Randomness is
-the caller's: seed with `torch.manual_seed` before building.
+the caller's: seed with `torch.manual_seed` before building. torchvision and timm are imported where they are needed,
+because they take seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torchvision
 from torch import nn
 
 from compress.errors import ModelError, near_misses
@@ -96,13 +96,16 @@ _AUXILIARY = ("googlenet", "inception_v3")
 
 def _torchvision(spec: ModelSpec, name: str, num_classes: int) -> BuiltModel:
     """A classifier of torchvision."""
+    import torchvision
+
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known:
         raise ModelError(
             f"torchvision has no classifier {name!r}{near_misses(name, known)} (timm:NAME and package.module:factory "
             f"name models from elsewhere)"
         )
-    member = _torchvision_weights(spec, name) if spec.weights and not _is_file(spec.weights) else None
+    members = torchvision.models.get_model_weights(name)
+    member = _torchvision_weights(spec, members) if spec.weights and not _is_file(spec.weights) else None
     defaults: dict[str, Any] = {}
     if name in _AUXILIARY:
         # Auxiliary classifiers make training return tuples; torchvision's own weights expect another input range.
@@ -114,15 +117,14 @@ def _torchvision(spec: ModelSpec, name: str, num_classes: int) -> BuiltModel:
     return BuiltModel(model, load_state(model, state, source=str(member), num_classes=num_classes))
 
 
-def _torchvision_weights(spec: ModelSpec, name: str) -> Any:
-    """The member of torchvision's weights enum that `spec` names."""
-    members = torchvision.models.get_model_weights(name)
+def _torchvision_weights(spec: ModelSpec, members: Any) -> Any:
+    """The member that `spec` names of the model's weights, an enum of torchvision's."""
     enum, _, wanted = str(spec.weights).rpartition(".")
     if enum in ("", members.__name__) and wanted in members.__members__:
         return members[wanted]
     allowed = [*(member.name for member in members), "DEFAULT"]
     raise ModelError(
-        f"model.weights is {spec.weights!r}{near_misses(wanted, allowed)} ({name} has {', '.join(allowed)} of "
+        f"model.weights is {spec.weights!r}{near_misses(wanted, allowed)} ({spec.name} has {', '.join(allowed)} of "
         f"{members.__name__}, or give a file: {', '.join(SUFFIXES)})"
     )
 

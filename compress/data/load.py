@@ -8,17 +8,24 @@ from collections.abc import Callable
 from compress.data.base import DataSet
 from compress.data.cifar import cifar_data
 from compress.data.digits import digits_data
-from compress.data.folder import folder_data
 from compress.data.shapes import shapes_data
 from compress.data.spec import DATASETS, DataSpec
 from compress.errors import DataError, near_misses
 
 MIN_IMAGE_SIZE = 8
 
+
+def _folder_data(spec: DataSpec) -> DataSet:
+    """`folder_data`; imported here because it brings torchvision, which takes seconds that most commands can save."""
+    from compress.data.folder import folder_data
+
+    return folder_data(spec)
+
+
 _MAKERS: dict[str, Callable[[DataSpec], DataSet]] = {
     "digits": digits_data,
     "shapes": shapes_data,
-    "folder": folder_data,
+    "folder": _folder_data,
     "cifar10": cifar_data,
     "cifar100": cifar_data,
 }
