@@ -22,6 +22,7 @@ NAME = "onnxruntime"
 CPU = "CPUExecutionProvider"
 OPTIONS = {"provider": f"execution provider; {CPU} by default"}
 _INSTALL = "pip install onnxruntime"
+_REMOTE = "AzureExecutionProvider"  # calls a service elsewhere: nothing of this machine
 _ERRORS_ONLY = 3
 
 

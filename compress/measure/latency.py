@@ -24,9 +24,6 @@ from compress.errors import EngineError
 from compress.progress import NoProgress, Progress
 
 RUNS_PER_TURN = 5
-QUANTILE_METHOD = "linear"
-"""Of numpy.quantile: linear interpolation between the two nearest runs (Hyndman and Fan, type 7)."""
-
 _QUIET = NoProgress()
 _SEED = 0
 
@@ -38,7 +35,8 @@ class Latency:
     Attributes:
         label: of the variant.
         batch_size: images of one run.
-        p50_ms, p90_ms, p99_ms: quantiles over all timed runs, linearly interpolated.
+        p50_ms, p90_ms, p99_ms: quantiles over all timed runs, linearly interpolated between the two nearest
+            (Hyndman and Fan, 1996, type 7).
         mean_ms: their mean.
         images_per_s: batch_size over the mean.
         runs: how many were timed; the same for all variants of one measurement.
@@ -116,10 +114,7 @@ def latency_ratio(value: Latency, reference: Latency) -> float:
 
 
 def _labelled(engines: Mapping[str, Engine] | Sequence[Engine]) -> dict[str, Engine]:
-    if isinstance(engines, Mapping):
-        named = dict(engines)
-    else:
-        named = {engine.info.label: engine for engine in engines}
+    named = dict(engines) if isinstance(engines, Mapping) else {engine.info.label: engine for engine in engines}
     if len(named) != len(engines):
         labels = [engine.info.label for engine in engines if isinstance(engine, Engine)]
         raise EngineError(f"two engines have one label ({', '.join(labels)}): give a mapping of labels to engines")
@@ -208,7 +203,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def _latency(label: str, engine: Engine, turns: list[list[float]], batch_size: int) -> Latency:
     times = np.concatenate([np.asarray(turn) for turn in turns])
-    p50, p90, p99 = (float(q) for q in np.quantile(times, (0.5, 0.9, 0.99), method=QUANTILE_METHOD))
+    p50, p90, p99 = (float(q) for q in np.quantile(times, (0.5, 0.9, 0.99), method="linear"))
     mean = float(times.mean())
     return Latency(
         label=label,

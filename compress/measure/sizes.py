@@ -89,6 +89,6 @@ def _type_and_bytes(tensor: Any) -> tuple[str, int]:
 
 
 def _bits(name: str) -> int:
-    """Bits of one element: the first number in the type's name (`float8e4m3fn` has 8), twice that of complex ones."""
+    """Bits of one element: the first number in the type's name (`float8e4m3fn` has 8)."""
     found = re.search(r"\d+", name)
     return int(found.group()) if found else 8  # bool is the one without a number, and is kept in a byte

@@ -1,0 +1,203 @@
+"""OpenVINO and ONNX Runtime: the same results as ONNX's own reference evaluator, the same refusals."""
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
+
+from compress.engines import build_engine, runtime_layers
+from compress.errors import EngineError, EngineUnavailableError
+from tests.engines.models import classifier, images, quantized_classifier, write
+
+ENGINES = ("openvino", "onnxruntime")
+both = pytest.mark.parametrize("name", ENGINES)
+
+
+@both
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_results_are_the_reference_evaluators(tmp_path, name, batch_size):
+    path = classifier(tmp_path / "m.onnx")
+    expected = ReferenceEvaluator(str(path)).run(None, {"input": images()})[0]
+    with build_engine(path, name, batch_size=batch_size, precision="f32", threads=1) as engine:
+        results = engine.run({"input": images()})
+    assert list(results) == ["logits"]
+    np.testing.assert_allclose(results["logits"], expected, rtol=1e-4, atol=1e-5)
+
+
+@both
+def test_a_quantized_file_gives_the_reference_results(tmp_path, name):
+    path = quantized_classifier(tmp_path / "q.onnx")
+    expected = ReferenceEvaluator(str(path)).run(None, {"input": images(4)})[0]
+    with build_engine(path, name, batch_size=4, precision="f32") as engine:
+        # A sum that ends between two steps may round the other way; the mean of 64 pixels moves by less than a step.
+        np.testing.assert_allclose(engine.run({"input": images(4)})["logits"], expected, atol=20 / 255)
+
+
+@both
+def test_results_stay_as_they_are_after_the_next_run(tmp_path, name):
+    engine = build_engine(classifier(tmp_path / "m.onnx"), name, precision="f32")
+    first = engine.run({"input": images(seed=1)})["logits"]
+    kept = first.copy()
+    engine.run({"input": images(seed=2)})
+    np.testing.assert_array_equal(first, kept)
+
+
+@both
+def test_what_an_engine_says_of_itself(tmp_path, name):
+    path = classifier(tmp_path / "m.onnx", metadata={"compress.labels": '["a"]', "other": "text"})
+    dynamic, fixed = build_engine(path, name), build_engine(path, name, batch_size=3, threads=1)
+    assert dynamic.metadata == {"compress.labels": '["a"]', "other": "text"}
+    assert [(t.name, t.dtype, t.shape) for t in dynamic.inputs] == [("input", "float32", (-1, 3, 8, 8))]
+    assert [(t.name, t.dtype, t.shape) for t in dynamic.outputs] == [("logits", "float32", (-1, 5))]
+    assert fixed.inputs[0].shape == (3, 3, 8, 8)
+    assert fixed.outputs[0].shape == (3, 5)
+    assert fixed.info.engine == name
+    assert fixed.info.path == str(path)
+    assert fixed.info.device == "CPU"
+    assert "1" in fixed.info.options.values()
+
+
+def test_openvino_says_which_float_precision_ran(tmp_path):
+    path = classifier(tmp_path / "m.onnx")
+    forced, own = build_engine(path, "openvino", precision="f32"), build_engine(path, "openvino")
+    assert forced.info.label == "openvino (f32)"
+    assert forced.info.float_precision == "f32"
+    assert own.info.label == f"openvino ({own.info.float_precision})"
+    kinds = {layer.precision for layer in runtime_layers(own) if layer.kind == "Convolution"}
+    assert kinds == {own.info.float_precision}
+
+
+def test_onnxruntime_says_f32_only_of_files_that_are(tmp_path):
+    path = classifier(tmp_path / "m.onnx")
+    assert build_engine(path, "onnxruntime").info.float_precision == "f32"
+    assert build_engine(path, "onnxruntime").info.label == "onnxruntime"
+    half = """
+    <ir_version: 8, opset_import: ["" : 19]>
+    half (float[batch, 4] input) => (float[batch, 4] logits) {
+        short = Cast<to = 10>(input)
+        twice = Add(short, short)
+        logits = Cast<to = 1>(twice)
+    }
+    """
+    with pytest.raises(EngineError, match="export it in that precision"):
+        build_engine(write(tmp_path / "h.onnx", half, {}), "onnxruntime", precision="f32")
+
+
+def test_openvino_runtime_layers_show_the_int8_convolution(tmp_path):
+    engine = build_engine(quantized_classifier(tmp_path / "q.onnx"), "openvino", batch_size=1)
+    convolutions = [layer for layer in runtime_layers(engine) if layer.kind == "Convolution"]
+    assert [layer.precision in {"i8", "u8"} for layer in convolutions] == [True]
+    assert not [layer for layer in runtime_layers(engine) if layer.kind == "Const"]
+    assert any(layer.original_names for layer in convolutions)
+    with pytest.raises(EngineError, match="does not tell"):
+        runtime_layers(build_engine(tmp_path / "q.onnx", "onnxruntime"))
+
+
+@both
+def test_outputs_have_the_files_names_and_order(tmp_path, name):
+    text = """
+    <ir_version: 8, opset_import: ["" : 19]>
+    two (float[batch, 2] second, float[batch, 2] first) => (float[batch, 2] zeta, float[batch, 2] alpha) {
+        alpha = Sub(second, first)
+        zeta = Identity(alpha)
+    }
+    """
+    engine = build_engine(write(tmp_path / "m.onnx", text, {}), name, precision="f32")
+    one, two = np.ones((1, 2), np.float32), np.full((1, 2), 2, np.float32)
+    results = engine.run({"first": one, "second": two})
+    assert [t.name for t in engine.inputs] == ["second", "first"]
+    assert list(results) == ["zeta", "alpha"]
+    np.testing.assert_array_equal(results["zeta"], one)
+    np.testing.assert_array_equal(results["alpha"], one)
+
+
+@both
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({}, "missing input input"),
+        ({"imput": images()}, "did you mean 'input'"),
+        ({"input": images(), "more": images()}, "unknown input 'more'"),
+        ({"input": images().astype(np.float64)}, "is float64; the engine takes float32"),
+        ({"input": images()[:, :2]}, r"shape \(2, 2, 8, 8\); the engine takes \(2, 3, 8, 8\)"),
+        ({"input": images(3)}, r"shape \(3, 3, 8, 8\)"),
+        ({"input": images()[0]}, r"shape \(3, 8, 8\)"),
+        ({"input": images().tolist()}, "give a numpy array"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(tmp_path, name, inputs, message):
+    engine = build_engine(classifier(tmp_path / "m.onnx"), name, batch_size=2)
+    with pytest.raises(EngineError, match=message):
+        engine.run(inputs)
+
+
+@both
+def test_strided_inputs_are_taken(tmp_path, name):
+    engine = build_engine(classifier(tmp_path / "m.onnx"), name, precision="f32")
+    strided = images(4)[::2]
+    expected = engine.run({"input": strided.copy()})["logits"]
+    np.testing.assert_array_equal(engine.run({"input": strided})["logits"], expected)
+
+
+@both
+@pytest.mark.parametrize("damage", ["missing", "folder", "empty", "text", "truncated", "headless"])
+def test_bad_files_are_refused_by_name(tmp_path, name, damage):
+    path = tmp_path / "model.onnx"
+    whole = classifier(tmp_path / "whole.onnx").read_bytes()
+    if damage == "folder":
+        path.mkdir()
+    elif damage == "headless":
+        onnx.save(helper.make_model(helper.make_graph([], "g", [], [])), str(path))
+    elif damage != "missing":
+        path.write_bytes({"empty": b"", "text": b"not a model", "truncated": whole[: len(whole) // 2]}[damage])
+    with pytest.raises(EngineError, match="model.onnx"):
+        build_engine(path, name)
+
+
+@both
+def test_an_unknown_operator_is_refused_by_file(tmp_path, name):
+    node = helper.make_node("Blend", ["input"], ["logits"], domain="some.where")
+    value = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [1]) for n in ("input", "logits")]
+    graph = helper.make_graph([node], "g", value[:1], value[1:])
+    opsets = [helper.make_opsetid("", 19), helper.make_opsetid("some.where", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), str(tmp_path / "odd.onnx"))
+    with pytest.raises(EngineError, match=r"odd\.onnx.*Blend"):
+        build_engine(tmp_path / "odd.onnx", name)
+
+
+@both
+def test_a_fixed_batch_is_not_changed(tmp_path, name):
+    path = classifier(tmp_path / "m.onnx", batch=1)
+    assert build_engine(path, name, batch_size=1).inputs[0].shape == (1, 3, 8, 8)
+    with pytest.raises(EngineError, match="export it with a dynamic batch"):
+        build_engine(path, name, batch_size=4)
+
+
+@both
+def test_a_closed_engine_says_so(tmp_path, name):
+    with build_engine(classifier(tmp_path / "m.onnx"), name) as engine:
+        pass
+    with pytest.raises(EngineError, match="closed"):
+        engine.run({"input": images()})
+
+
+def test_devices_and_providers_that_are_not_here(tmp_path):
+    path = classifier(tmp_path / "m.onnx")
+    with pytest.raises(EngineUnavailableError, match="no device 'TPU'"):
+        build_engine(path, "openvino", device="TPU")
+    with pytest.raises(EngineUnavailableError, match="did you mean 'CPUExecutionProvider'"):
+        build_engine(path, "onnxruntime", provider="CPUExecutionProvidr")
+    assert build_engine(path, "onnxruntime", provider="CPUExecutionProvider").info.device == "CPU"
+    with pytest.raises(EngineError, match="did you mean 'bf16'"):
+        build_engine(path, "openvino", precision="bf161")
+
+
+def test_openvino_reads_its_own_format(tmp_path):
+    openvino = pytest.importorskip("openvino")
+    path = classifier(tmp_path / "m.onnx")
+    openvino.save_model(openvino.Core().read_model(str(path)), str(tmp_path / "m.xml"), compress_to_fp16=False)
+    with build_engine(tmp_path / "m.xml", "openvino", batch_size=2, precision="f32") as engine:
+        results = engine.run({"input": images()})["logits"]
+    expected = ReferenceEvaluator(str(path)).run(None, {"input": images()})[0]
+    np.testing.assert_allclose(results, expected, rtol=1e-4, atol=1e-5)

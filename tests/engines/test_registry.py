@@ -1,0 +1,75 @@
+"""The table of engines: what is listed, what is refused, and libraries that are missing or placeholders."""
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+from compress.engines import ENGINES, build_engine, engine_availability
+from compress.errors import EngineError, EngineUnavailableError
+from tests.engines.models import classifier
+
+
+def test_every_engine_is_listed_and_says_why_not():
+    rows = {row.name: row for row in engine_availability()}
+    assert list(rows) == list(ENGINES) == ["openvino", "onnxruntime", "torch", "tensorrt", "tensorrt-rtx"]
+    for name in ("openvino", "onnxruntime", "torch"):
+        assert rows[name].available
+        assert rows[name].version
+        assert rows[name].devices
+    for row in rows.values():
+        assert row.available == (not row.reason)
+
+
+@pytest.mark.parametrize(("engine", "module"), [("tensorrt", "tensorrt"), ("tensorrt-rtx", "tensorrt_rtx")])
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("", "holds no Builder"),
+        ("raise RuntimeError('install me from elsewhere')", "RuntimeError: install me from elsewhere"),
+        ("import sys; sys.exit('placeholder')", "SystemExit"),
+        ("raise OSError('libnvinfer.so.10: cannot open')", "libnvinfer"),
+    ],
+)
+def test_placeholder_packages_count_as_missing(tmp_path, monkeypatch, engine, module, source, reason):
+    (tmp_path / f"{module}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    importlib.invalidate_caches()
+    row = next(row for row in engine_availability() if row.name == engine)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    assert not row.available
+    assert reason in row.reason
+    assert "pip install" in row.install
+    assert ("CUDA" in row.reason) == (not torch.cuda.is_available())
+
+
+@pytest.mark.parametrize("name", ["openvino", "onnxruntime"])
+def test_a_library_that_cannot_be_imported_is_unavailable(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    row = next(row for row in engine_availability() if row.name == name)
+    assert not row.available
+    assert row.install == f"pip install {name}"
+    with pytest.raises(EngineUnavailableError, match=f"pip install {name}"):
+        build_engine(classifier(tmp_path / "m.onnx"), name)
+
+
+def test_unknown_engines_and_options_name_the_near_miss(tmp_path):
+    path = classifier(tmp_path / "m.onnx")
+    with pytest.raises(EngineError, match=r"'opnvino', did you mean 'openvino'\? \(one of: openvino, onnxruntime"):
+        build_engine(path, "opnvino")
+    with pytest.raises(EngineError, match="unknown option 'devise', did you mean 'device'"):
+        build_engine(path, "openvino", devise="CPU")
+    with pytest.raises(EngineError, match="unknown option 'device'"):
+        build_engine(path, "onnxruntime", device="CPU")
+    with pytest.raises(EngineUnavailableError, match="TorchEngine"):
+        build_engine(path, "torch")
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, True])
+def test_numbers_out_of_range_are_refused(tmp_path, number):
+    path = classifier(tmp_path / "m.onnx")
+    for name in ("batch_size", "threads"):
+        with pytest.raises(EngineError, match=f"{name} is {number}"):
+            build_engine(path, **{name: number})
