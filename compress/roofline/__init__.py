@@ -1,1 +1,40 @@
-"""Rooflines: where a network's time must go on a device, and where compression pays."""
+"""How fast a device could run a network at best: macs and bytes of each layer under measured or specified roofs."""
+
+from compress.roofline.ceilings import Ceiling, Ceilings, Sample, ceilings_path, load_ceilings, measure_ceilings
+from compress.roofline.counting import Operation, Workload, convolution, workload
+from compress.roofline.device_table import DEVICE_NAMES, TABLE
+from compress.roofline.devices import PRECISIONS, Device
+from compress.roofline.model import Roofline, Row, find_device, place, roofline
+from compress.roofline.tables import ceilings_text, devices_text, rows_text, summary_text, what_if_text
+from compress.roofline.timing import measure_layer_times
+from compress.roofline.what_if import WhatIf, what_if
+
+__all__ = [
+    "DEVICE_NAMES",
+    "PRECISIONS",
+    "TABLE",
+    "Ceiling",
+    "Ceilings",
+    "Device",
+    "Operation",
+    "Roofline",
+    "Row",
+    "Sample",
+    "WhatIf",
+    "Workload",
+    "ceilings_path",
+    "ceilings_text",
+    "convolution",
+    "devices_text",
+    "find_device",
+    "load_ceilings",
+    "measure_ceilings",
+    "measure_layer_times",
+    "place",
+    "roofline",
+    "rows_text",
+    "summary_text",
+    "what_if",
+    "what_if_text",
+    "workload",
+]

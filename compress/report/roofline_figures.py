@@ -1,0 +1,308 @@
+"""Roofline plots: the roofs of a device, the layers of a network under them, and where the time goes.
+
+Both axes are logarithmic. To the left of a roof's ridge point memory decides (the slope), to the right of it the
+arithmetic (the level). A layer without a measured time stands on its roof, one with a time below it; a marker's area is
+the layer's share of the time. Operations without products (pools, additions, norms) have no place on the axis of
+intensity; their share of the time is written out.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+from compress.files import replacing
+from compress.report.style import LIGHT, distinct, shorten, styled, to_png
+from compress.roofline.ceilings import Ceilings
+from compress.roofline.devices import PRECISIONS, SPARSE, Device, parse_precision
+from compress.roofline.model import Roofline, Row
+from compress.roofline.tables import quantity
+
+KIND_COLOURS = {
+    "1x1 convolution": "blue",
+    "wider convolution": "alarm",
+    "depthwise or grouped": "amber",
+    "linear": "green",
+    "attention, matmul": "purple",
+    "no products": "grey",
+}
+_WIDTH = 8.6
+
+
+def family(row: Row) -> str:
+    """The colour group of a row: a key of `KIND_COLOURS`."""
+    if row.kind in {"conv", "conv_transpose"}:
+        if " " in row.detail:
+            return "depthwise or grouped"
+        return "1x1 convolution" if set(row.detail.split("x")) == {"1"} else "wider convolution"
+    if row.kind == "linear":
+        return "linear"
+    return "attention, matmul" if row.macs else "no products"
+
+
+def draw_roofline(roofline: Roofline, *, top: int = 12) -> Figure:
+    """One network on one device: its layers under the roofs, and the layers that take longest.
+
+    Args:
+        roofline: with or without measured times.
+        top: bars in the right panel.
+    """
+    with styled():
+        figure = Figure(figsize=(_WIDTH + 2.4, 5.4), layout="constrained")
+        left, right = figure.subplots(ncols=2, width_ratios=(1.75, 1))
+        _draw_panel(left, roofline)
+        left.set_title(f"{roofline.model} on {roofline.device.title}", fontsize=10)
+        _draw_times(right, roofline, top)
+        _finish(figure, [roofline], caption(roofline))
+    return figure
+
+
+def draw_rooflines(rooflines: Sequence[Roofline], *, columns: int = 2) -> Figure:
+    """Several rooflines as panels of one figure, such as one network on four devices."""
+    rows = math.ceil(len(rooflines) / columns)
+    with styled():
+        figure = Figure(figsize=(_WIDTH / 2 * columns + 1, 3.4 * rows + 0.9), layout="constrained")
+        panels = figure.subplots(nrows=rows, ncols=columns, squeeze=False).ravel()
+        for axes, roofline in zip(panels, rooflines, strict=False):
+            _draw_panel(axes, roofline)
+            share = roofline.memory_bound_share
+            note = f"at most {roofline.images_per_s:,.0f} images/s, {share:.0%} of the time by memory"
+            axes.set_title(f"{roofline.device.title}\n{note}", fontsize=9, weight="normal")
+        for axes in panels[len(rooflines) :]:
+            axes.set_visible(False)
+        first = rooflines[0]
+        text = (
+            f"{first.model}, {first.precision}, batch {first.batch_size}, {_fused(first)}. Layers left of the dotted "
+            "ridge wait for memory, layers right of it for arithmetic; a marker's area is the share of the time. A "
+            "layer stands at the same intensity on every device; the ridge moves with the device."
+        )
+        _finish(figure, rooflines, text)
+    return figure
+
+
+def draw_ceilings(ceilings: Ceilings) -> Figure:
+    """The roofs that were measured, with the matrix products and their sizes that found them."""
+    device = ceilings.as_device()
+    with styled():
+        figure = Figure(figsize=(_WIDTH, 4.8), layout="constrained")
+        axes = figure.subplots()
+        colours = ("blue", "alarm", "green", "purple", "amber", "sky", "grey", "ink", "muted")
+        peaks = {c.name: c.rate for c in ceilings.ceilings if c.unit == "flops/s" and c.rate is not None}
+        low = device.bandwidth_bytes_per_s
+        points = []
+        for colour, name in zip(colours, peaks, strict=False):
+            samples = next(c.samples for c in ceilings.ceilings if c.name == name)
+            for s in samples:
+                points.append((product_intensity(s.size, name), s.rate))
+                axes.scatter(*points[-1], s=26, color=LIGHT[colour], zorder=3)
+        x_low, x_high = 1.0, 4 * max(*(x for x, _ in points), max(peaks.values()) / low)
+        _draw_roofs(axes, device, _levels(device), x_low, x_high, colours=dict(zip(peaks, colours, strict=False)))
+        axes.set_xlim(x_low, x_high)
+        axes.set_ylim(x_low * low / 2, 2.5 * max(peaks.values()))
+        _label_axes(axes, "rate, flop/s")
+        axes.set_title(f"{device.title}{', ' + device.note if device.note else ''}")
+        sizes = sorted({s.size for c in ceilings.ceilings if c.unit == "flops/s" for s in c.samples})
+        text = (
+            f"Measured roofs: slope = copies, levels = the fastest square product; {device.source}. Points: products "
+            f"of side {', '.join(map(str, sizes))}, whose intensity grows with the side; where one stops short of its "
+            "level, the product is too small to fill the machine. A point above the slope was read from a cache."
+        )
+        _finish(figure, [], text)
+    return figure
+
+
+def product_intensity(side: int, precision: str) -> float:
+    """Flops per byte of a square product: two operands, and a result of 4 bytes for int8, of 2 for fp8."""
+    base = parse_precision(precision).base
+    result = {"int8": 4, "fp8": 2}.get(base, PRECISIONS[base])
+    return 2 * side / (2 * PRECISIONS[base] + result)
+
+
+def save_figure(figure: Figure, path: Path | str) -> Path:
+    """Write a figure as PNG, whole or not at all."""
+    with styled():
+        image = to_png(figure)
+    with replacing(path) as temporary:
+        temporary.write_bytes(image)
+    return Path(path)
+
+
+def caption(roofline: Roofline) -> str:
+    """What to see in the figure of one roofline."""
+    free = sum(row.least_time_ms or 0.0 for row in roofline.rows if not row.macs)
+    text = (
+        f"{roofline.precision}, batch {roofline.batch_size}, {_fused(roofline)}: at best "
+        f"{roofline.least_time_ms:.3g} ms, {roofline.memory_bound_share:.0%} of it in layers that wait for memory "
+        "(left of the dotted ridge). A marker's area is the share of the time. "
+    )
+    if roofline.measured_ms is None:
+        text += "Without measurements each layer stands on the roof that bounds it. "
+    elif roofline.least_time_ms:
+        ratio = roofline.measured_ms / roofline.least_time_ms
+        text += f"Measured {roofline.measured_ms:.3g} ms: the roofs allow {ratio:.1f} times that speed. "
+    if roofline.least_time_ms:
+        share = free / roofline.least_time_ms
+        text += f"Operations without products (not in the left panel) take {share:.0%} of the bound."
+    return text + (f" Unknown and left out: {', '.join(roofline.unknown)}." if roofline.unknown else "")
+
+
+def _fused(roofline: Roofline) -> str:
+    return "fused as an engine does" if roofline.fused else "each operation alone"
+
+
+def _draw_panel(axes: Axes, roofline: Roofline) -> None:
+    device, ridge, points = roofline.device, roofline.ridge_point, _points(roofline)
+    x_low = min([x for x, _, _ in points] + [ridge / 30]) / 2
+    x_high = max([x for x, _, _ in points] + [ridge * 8]) * 3
+    y_low = min([y for _, y, _ in points] + [x_low * device.bandwidth_bytes_per_s]) / 1.6
+    levels = _levels(device, roofline.precision)
+    _draw_roofs(axes, device, levels, x_low, x_high, chosen=roofline.precision)
+    total = sum(map(_time, roofline.rows)) or 1.0
+    for (x, y, name), time_ms in sorted(points.items(), key=lambda item: -item[1]):
+        colour, area = LIGHT[KIND_COLOURS[name]], 12 + 1500 * time_ms / total
+        axes.scatter(x, y, s=area, color=colour, alpha=0.75, linewidths=0.6, edgecolors=LIGHT["paper"], zorder=3)
+    axes.axvline(ridge, color=LIGHT["muted"], linestyle=":", linewidth=1.0, zorder=1)
+    axes.annotate(
+        f"ridge {ridge:.3g} flop/B",
+        (ridge, 0.0),
+        xycoords=("data", "axes fraction"),
+        xytext=(-4, 4),
+        textcoords="offset points",
+        fontsize=8,
+        color=LIGHT["muted"],
+        ha="right",
+    )
+    axes.set_xlim(x_low, x_high)
+    axes.set_ylim(y_low, max(levels) * 2.2)
+    _label_axes(axes, "rate, flop/s" if roofline.measured_ms is not None else "attainable rate, flop/s")
+
+
+def _points(roofline: Roofline) -> dict[tuple[float, float, str], float]:
+    """(intensity, rate, family) -> ms of the rows there; rows within some 3 % of one another become one point."""
+    places: dict[tuple[int, int, str], tuple[float, float, str]] = {}
+    points: dict[tuple[float, float, str], float] = {}
+    for row in roofline.rows:
+        rate = row.achieved_flops_per_s or row.attainable_flops_per_s
+        if row.arithmetic_intensity and rate:
+            name, intensity = family(row), row.arithmetic_intensity
+            key = (round(math.log(intensity) * 30), round(math.log(rate) * 30), name)
+            place = places.setdefault(key, (intensity, rate, name))
+            points[place] = points.get(place, 0.0) + _time(row)
+    return points
+
+
+def _levels(device: Device, chosen: str = "") -> dict[float, list[str]]:
+    """Peak -> precisions that share it (within 3 %): the dense ones, and the 2:4 one of the chosen precision."""
+    wanted = parse_precision(chosen) if chosen else None
+    names = [n for n in device.precisions if not n.endswith(SPARSE) or not wanted or n == wanted.base + SPARSE]
+    levels: dict[float, list[str]] = {}
+    for name in sorted(names, key=lambda n: n != chosen):
+        peak = device.peak_flops_per_s(name)
+        near = next((level for level in levels if abs(level / peak - 1) < 0.03), peak)
+        levels.setdefault(near, []).append(name)
+    return levels
+
+
+def _draw_roofs(
+    axes: Axes,
+    device: Device,
+    levels: dict[float, list[str]],
+    x_low: float,
+    x_high: float,
+    *,
+    chosen: str = "",
+    colours: Mapping[str, str] | None = None,
+) -> None:
+    """The slope of the memory and the levels of the precisions; the chosen one stands out."""
+    bandwidth, top = device.bandwidth_bytes_per_s, max(levels)
+    axes.plot([x_low, top / bandwidth], [x_low * bandwidth, top], color=LIGHT["ink"], linewidth=1.6, zorder=2)
+    for peak, names in levels.items():
+        strong = chosen in names or not chosen
+        colour = LIGHT[(colours or {}).get(names[0], "ink" if strong else "muted")]
+        axes.plot([peak / bandwidth, x_high], [peak, peak], color=colour, linewidth=1.6 if strong else 0.9, zorder=2)
+        axes.annotate(
+            f"{', '.join(names)}: {quantity(peak, 'flop/s')}",
+            (x_high, peak),
+            xytext=(-3, 3),
+            textcoords="offset points",
+            fontsize=7.5,
+            color=colour,
+            ha="right",
+            weight="bold" if chosen in names else "normal",
+        )
+    x = x_low * (top / bandwidth / x_low) ** 0.35
+    axes.annotate(
+        quantity(bandwidth, "B/s"),
+        (x, x * bandwidth),
+        xytext=(-9, 3),
+        textcoords="offset points",
+        fontsize=8,
+        ha="right",
+    )
+
+
+def _draw_times(axes: Axes, roofline: Roofline, top: int) -> None:
+    """Bars of the layers that take longest; with measurements, the least time stands inside the measured one."""
+    rows = sorted(roofline.rows, key=lambda row: -_time(row))[:top]
+    measured = roofline.measured_ms is not None
+    for place, row in enumerate(rows):
+        colour = LIGHT[KIND_COLOURS[family(row)]]
+        hatch = "////" if row.bound == "compute" else None
+        if measured:
+            axes.barh(place, _time(row), color=colour, alpha=0.35, height=0.7)
+        axes.barh(
+            place,
+            row.least_time_ms or 0.0,
+            color=colour,
+            hatch=hatch,
+            edgecolor=LIGHT["paper"],
+            linewidth=0,
+            height=0.7,
+        )
+    names = [shorten(name, 26) for name in distinct([row.name for row in rows])]
+    axes.set_yticks(range(len(rows)), names, fontsize=7.5)
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("ms for the batch" + (": measured (pale), least (full)" if measured else ", least"))
+    axes.set_title(f"The {len(rows)} layers that take longest", fontsize=10)
+
+
+def _time(row: Row) -> float:
+    return row.measured_ms or row.least_time_ms or 0.0
+
+
+def _label_axes(axes: Axes, y_label: str) -> None:
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("arithmetic intensity, flop per byte")
+    axes.set_ylabel(y_label)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: quantity(value, "").strip()))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_formatter(NullFormatter())
+
+
+def _finish(figure: Figure, rooflines: Sequence[Roofline], text: str) -> None:
+    """Legend of the kinds that occur, above; the caption, below."""
+    single = len(rooflines) == 1
+    used = {family(row) for roofline in rooflines for row in roofline.rows if single or row.macs}
+    handles: list[Line2D | Patch] = [
+        Line2D([], [], marker="o", linestyle="", color=LIGHT[colour], markersize=7, label=name)
+        for name, colour in KIND_COLOURS.items()
+        if name in used
+    ]
+    if single:
+        handles.append(Patch(facecolor=LIGHT["grey"], hatch="////", edgecolor=LIGHT["paper"], label="bound by compute"))
+    if handles:
+        figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8)
+    width = int(figure.get_figwidth() * 15.5)
+    figure.supxlabel(textwrap.fill(text, width), fontsize=8.5, color=LIGHT["muted"], x=0.01, ha="left")

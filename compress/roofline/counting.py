@@ -1,0 +1,343 @@
+"""What a network computes and moves: its graph as a list of operations, one for each kernel that an engine would run.
+
+Every tensor is taken to cross the memory once for each operation that reads it and once when it is written, and
+weights once a batch: what a kernel with perfect reuse inside and no cache between kernels would do. Views (reshape,
+transpose, slices, dropout) move nothing. Fused, a convolution or matrix product takes with it the BatchNorm, the
+activation and the one addition that follow it, as TensorRT and OpenVINO do, and chains of pointwise operations
+become one: the tensors between them never touch the memory. Both are bounds from below: what an engine adds to them
+(copies between layouts, im2col, tensors that are read twice) only costs more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from torch import Tensor, fx, nn
+
+from compress.errors import RooflineError
+from compress.graph.layers import Layer, layers, tensor_args
+from compress.graph.ops import layer_name, node_kind, node_module
+from compress.graph.trace import Inputs, as_inputs, trace
+
+VIEWS = frozenset(
+    {"identity", "dropout", "flatten", "reshape", "squeeze", "getitem", "split", "getattr"}
+    | {"transpose", "repeat", "quantizer", "assert"}
+)
+"""Kinds that hand on the tensor they are given; an engine chooses layouts so that a transpose costs nothing."""
+
+FLOAT_KINDS = frozenset(
+    {"layer_norm", "group_norm", "instance_norm", "local_response_norm", "normalize", "softmax", "exp", "pow"}
+)
+"""Kinds that read floating point also where the products run in 8 bits."""
+
+ACTIVATIONS = frozenset(
+    {"relu", "relu6", "leaky_relu", "silu", "gelu", "hardswish", "hardsigmoid", "sigmoid", "tanh", "elu", "mish"}
+    | {"softplus", "clamp"}
+)
+PRODUCTS = frozenset({"conv", "conv_transpose", "linear", "matmul", "attention"})
+_BINARY = frozenset({"add", "sub", "mul", "div"})
+_EPILOGUE = ACTIVATIONS | _BINARY | {"batch_norm", "neg"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One kernel: an operation of the graph, or several that an engine fuses. Counts are for the whole batch.
+
+    Attributes:
+        name: path of the module, or the node's name; of the first operation when several are fused.
+        kind: `compress.graph.ops` name of the first operation; `pointwise` for a fused chain of such.
+        type: class or function of the first operation, as written.
+        members: names of the graph's nodes in it, in order.
+        paths: the modules among them.
+        macs: multiply-accumulates; None = unknown.
+        sparse_macs: those of them that a 2:4 weight can halve: input channels (per group) in fours.
+        weight_elements: elements of weights.
+        sparse_weight_elements: those of them that 2:4 compresses.
+        bias_elements: elements of biases and other parameters, which stay in floating point.
+        activation_elements: elements of tensors read and written.
+        float_elements: those of them that stay in floating point when the rest has 8 bits.
+        detail: kernel and groups of a convolution, such as `3x3` or `3x3 depthwise`.
+    """
+
+    name: str
+    kind: str
+    type: str
+    members: tuple[str, ...]
+    paths: tuple[str, ...]
+    macs: int | None
+    sparse_macs: int = 0
+    weight_elements: int = 0
+    sparse_weight_elements: int = 0
+    bias_elements: int = 0
+    activation_elements: int
+    float_elements: int = 0
+    detail: str = ""
+
+    def scaled(self, batch: int, traced: int) -> Operation:
+        """The same operation for another batch size: activations and macs grow, weights do not."""
+        return replace(
+            self,
+            macs=None if self.macs is None else self.macs * batch // traced,
+            sparse_macs=self.sparse_macs * batch // traced,
+            activation_elements=self.activation_elements * batch // traced,
+            float_elements=self.float_elements * batch // traced,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A network as a list of operations.
+
+    Attributes:
+        model: its class.
+        input_shapes: shapes it was traced with, with `batch_size` in front.
+        batch_size: images at once.
+        fused: whether operations are fused.
+        operations: in the order of the graph.
+    """
+
+    model: str
+    input_shapes: tuple[tuple[int, ...], ...]
+    batch_size: int
+    fused: bool
+    operations: tuple[Operation, ...]
+
+    def with_batch(self, batch_size: int) -> Workload:
+        """The same network at another batch size, without running it.
+
+        Raises:
+            RooflineError: `batch_size` is not a positive number.
+        """
+        if batch_size < 1:
+            raise RooflineError(f"batch_size must be 1 or more, got {batch_size}")
+        return replace(
+            self,
+            batch_size=batch_size,
+            input_shapes=tuple((batch_size, *shape[1:]) for shape in self.input_shapes),
+            operations=tuple(op.scaled(batch_size, self.batch_size) for op in self.operations),
+        )
+
+
+def workload(model: nn.Module, example_inputs: Inputs, *, fused: bool = False) -> Workload:
+    """Trace a model and count what it computes and moves.
+
+    Args:
+        model: any module that `compress.graph.trace` takes, a traced or quantized one included.
+        example_inputs: its inputs; dimension 0 of the first is the batch.
+        fused: fuse as an engine does.
+
+    Raises:
+        ModelError: the model fails on its inputs or cannot be traced.
+        RooflineError: an input has no batch dimension.
+    """
+    return count(trace(model, example_inputs), example_inputs, fused=fused, model=type(model).__name__)
+
+
+def count(graph_module: fx.GraphModule, example_inputs: Inputs, *, fused: bool = False, model: str = "") -> Workload:
+    """`workload` of a graph that `compress.graph.trace` made on these inputs."""
+    inputs = as_inputs(example_inputs)
+    if not inputs[0].ndim or not inputs[0].shape[0]:
+        raise RooflineError(f"example_inputs need a batch dimension with at least one image, got {_shapes(inputs)}")
+    known = {layer.name: layer for layer in layers(graph_module)}
+    nodes = [n for n in graph_module.graph.nodes if n.name in known and node_kind(n) not in VIEWS]
+    groups = fusion_groups(nodes) if fused else [(n,) for n in nodes]
+    return Workload(
+        model=model or type(graph_module).__name__,
+        input_shapes=_shapes(inputs),
+        batch_size=inputs[0].shape[0],
+        fused=fused,
+        operations=tuple(_operation(group, known) for group in groups),
+    )
+
+
+def convolution(
+    *, channels: int, out_channels: int | None = None, size: int, kernel: int, groups: int = 1, batch_size: int = 1
+) -> Operation:
+    """A convolution of stride 1 and same padding, from its numbers alone.
+
+    Args:
+        channels: input channels.
+        out_channels: output channels; as many as `channels` by default.
+        size: height and width of both maps.
+        kernel: height and width of the kernel.
+        groups: `channels` for a depthwise one.
+        batch_size: images at once.
+    """
+    out_channels = out_channels or channels
+    per_group = channels // groups
+    weights = out_channels * per_group * kernel**2
+    macs = batch_size * size**2 * weights
+    sparse = per_group % 4 == 0
+    detail = _conv_detail((kernel, kernel), groups, channels)
+    return Operation(
+        name=f"{detail} {channels}->{out_channels} @{size}",
+        kind="conv",
+        type="Conv2d",
+        members=(),
+        paths=(),
+        macs=macs,
+        sparse_macs=macs * sparse,
+        weight_elements=weights,
+        sparse_weight_elements=weights * sparse,
+        activation_elements=batch_size * size**2 * (channels + out_channels),
+        detail=detail,
+    )
+
+
+def fusion_groups(nodes: Iterable[fx.Node]) -> list[tuple[fx.Node, ...]]:
+    """Group nodes as an engine fuses them.
+
+    A BatchNorm, activation or addition joins the group that made its input when nobody else reads that input and
+    it has the shape of the result. A product takes one tensor addition (the residual), pointwise chains any number;
+    an addition of two products goes with the later one, whose kernel runs when the other's result is there.
+    """
+    groups: list[list[fx.Node]] = []
+    owner: dict[fx.Node, int] = {}
+    for node in nodes:
+        candidates = [owner[n] for n in _joinable(node) if n in owner and groups[owner[n]][-1] is n]
+        candidates = [index for index in candidates if _accepts(groups[index], node)]
+        if candidates:
+            owner[node] = max(candidates)
+            groups[owner[node]].append(node)
+        else:
+            owner[node] = len(groups)
+            groups.append([node])
+    return [tuple(group) for group in groups]
+
+
+def _joinable(node: fx.Node) -> list[fx.Node]:
+    """Makers of the tensors into whose kernel this node could go."""
+    if node_kind(node) not in _EPILOGUE:
+        return []
+    makers = [maker(n) for n in tensor_args(node)]
+    shape = node.meta["shape"]
+    return [m for m in makers if readers(m) == [node] and m.meta.get("shape", shape) in {shape, None}]
+
+
+def _accepts(group: list[fx.Node], node: fx.Node) -> bool:
+    head = node_kind(group[0])
+    if head in PRODUCTS:
+        added = sum(_joins_two(n) for n in group[1:])
+        return not (_joins_two(node) and added)
+    return head in _EPILOGUE
+
+
+def _joins_two(node: fx.Node) -> bool:
+    """Whether the node reads two activations (a residual), and not one and a constant."""
+    return len([n for n in tensor_args(node) if n.op != "get_attr"]) > 1
+
+
+def maker(node: fx.Node) -> fx.Node:
+    """The node that wrote the tensor which this node hands on: itself, or the one behind a chain of views."""
+    while node_kind(node) in VIEWS and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def readers(node: fx.Node) -> list[fx.Node]:
+    """The nodes that read what this node wrote, directly or through views."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        found += readers(user) if node_kind(user) in VIEWS else [user]
+    return found
+
+
+def _operation(group: tuple[fx.Node, ...], known: dict[str, Layer]) -> Operation:
+    items = [known[n.name] for n in group]
+    head, main = group[0], known[group[0].name]
+    product = main.kind in PRODUCTS or main.weight_macs > 0
+    constants = _distinct(m for node in group for m in map(maker, tensor_args(node)) if m.op == "get_attr")
+    matrices = [n for n in constants if product and n in map(maker, tensor_args(head)) and len(n.meta["shape"]) > 1]
+    weights = main.weight_elements * product + sum(math.prod(n.meta["shape"]) for n in matrices)
+    # An engine folds a BatchNorm behind a product: its scale goes into the weight, its shift becomes the bias.
+    scales = [item.weight_elements for item in items[product:] if not (product and item.kind == "batch_norm")]
+    vectors = sum(math.prod(n.meta["shape"]) for n in constants if n not in matrices)
+    sparse = _reduction(head) > 0 and _reduction(head) % 4 == 0
+    moved, floating = _traffic(group)
+    return Operation(
+        name=layer_name(head),
+        kind=main.kind if len(group) == 1 or main.kind not in _EPILOGUE else "pointwise",
+        type=main.type,
+        members=tuple(n.name for n in group),
+        paths=tuple(item.path for item in items if item.path),
+        macs=None if any(item.macs is None for item in items) else sum(item.macs or 0 for item in items),
+        sparse_macs=main.weight_macs * sparse,
+        weight_elements=weights,
+        sparse_weight_elements=weights * sparse,
+        bias_elements=sum(item.bias_elements for item in items) + sum(scales) + vectors,
+        activation_elements=moved,
+        float_elements=floating,
+        detail=_conv_detail(main.kernel, main.groups, main.input_shapes[0][1]) if main.kind == "conv" else "",
+    )
+
+
+def _reduction(node: fx.Node) -> int:
+    """Input channels (per group) over which a weight's 2:4 pattern runs; 0 when the operation has none."""
+    kind = node_kind(node)
+    if kind not in {"conv", "linear", "attention"}:
+        return 0
+    if node.op == "call_module":
+        module = node_module(node)
+        return int(module.embed_dim if kind == "attention" else module.weight.shape[1])  # type: ignore[arg-type, index]
+    weight = node.args[1] if len(node.args) > 1 and kind != "attention" else None
+    return int(weight.meta["shape"][1]) if isinstance(weight, fx.Node) else 0
+
+
+def _traffic(group: tuple[fx.Node, ...]) -> tuple[int, int]:
+    """(elements read and written by a group, those of them that stay in floating point)."""
+    inside = set(group)
+    reads = _distinct(
+        n for node in group for n in tensor_args(node) if maker(n) not in inside and maker(n).op != "get_attr"
+    )
+    result = _result_elements(group[-1])
+    moved = [(_elements(n), maker(n)) for n in reads] + [(result, group[-1])]
+    moved += [(elements, group[0]) for elements in _inner_elements(group[0])]
+    floating = sum(elements for elements, source in moved if _stays_float(source))
+    return sum(elements for elements, _ in moved), floating
+
+
+def _elements(node: fx.Node) -> int:
+    """Elements that reading this tensor brings from memory: those of the smallest view on the way to its maker."""
+    smallest = math.prod(node.meta["shape"])
+    while node_kind(node) in VIEWS and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+        smallest = min(smallest, math.prod(node.meta["shape"])) if node.meta.get("shape") else smallest
+    return smallest
+
+
+def _result_elements(node: fx.Node) -> int:
+    shape = node.meta.get("shape") or tensor_args(node)[0].meta["shape"]  # attention returns a tuple
+    return math.prod(shape)
+
+
+def _inner_elements(head: fx.Node) -> list[int]:
+    """An attention module is three kernels: what is written and read between them (query, key, value; context)."""
+    if node_kind(head) != "attention" or head.op != "call_module":
+        return []
+    query, *others = [math.prod(n.meta["shape"]) for n in tensor_args(head)]
+    key = others[0] if others else query
+    return [2 * query, 2 * key, 2 * key, 2 * query]
+
+
+def _stays_float(node: fx.Node) -> bool:
+    """Whether a tensor stays in floating point when products have 8 bits: somebody reads it so, or it is the output.
+
+    A product's quantizer is fused into the kernel that writes its input, so a tensor that only products, pools and
+    sums read is written in 8 bits, whoever writes it.
+    """
+    return any(node_kind(reader) in FLOAT_KINDS or reader.op == "output" for reader in readers(node))
+
+
+def _conv_detail(kernel: tuple[int, ...], groups: int, channels: int) -> str:
+    name = "x".join(str(side) for side in kernel)
+    return name if groups == 1 else f"{name} depthwise" if groups == channels else f"{name} grouped"
+
+
+def _distinct(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    return list(dict.fromkeys(nodes))
+
+
+def _shapes(inputs: tuple[Tensor, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(x.shape) for x in inputs)

@@ -1,0 +1,112 @@
+"""What compression could buy on a device at best: precision, 2:4, fusion and batch size, one table.
+
+Each scenario is a roofline of its own, so a gain that the memory roof takes back is not promised: int8 on a layer bound
+by memory is twice fp16 because its tensors are half as large, never four times because its peak is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from compress.errors import RooflineError
+from compress.graph.trace import Inputs, trace
+from compress.roofline.counting import Workload, count
+from compress.roofline.devices import SPARSE, Device
+from compress.roofline.model import Roofline, find_device, place
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """One scenario.
+
+    Attributes:
+        name: what is changed, such as `int8 + fusion`.
+        precision, fused, batch_size: its settings.
+        least_time_ms: for one image; None when the device cannot do it.
+        images_per_s: the most that the roofs allow; None likewise.
+        speedup: over the first scenario, image for image; None likewise.
+        memory_bound_share: share of the time in layers bound by memory; None likewise.
+        reason: why the device cannot do it; "" when it can.
+    """
+
+    name: str
+    precision: str
+    fused: bool
+    batch_size: int
+    least_time_ms: float | None
+    images_per_s: float | None
+    speedup: float | None
+    memory_bound_share: float | None
+    reason: str = ""
+
+
+def what_if(
+    model: nn.Module,
+    example_inputs: Inputs,
+    *,
+    device: str | Device = "h200",
+    precision: str = "fp16",
+    batch_sizes: Iterable[int] = (1, 8, 32, 128),
+) -> tuple[WhatIf, ...]:
+    """Bounds for what each step of compression buys, from the model as it is to int8 2:4 at large batches.
+
+    Args:
+        model: any module that fx can trace.
+        example_inputs: its inputs; the scenarios run at their batch size until the last ones change it.
+        device: as for `roofline`.
+        precision: of the model as it is.
+        batch_sizes: tried with the best precision that the device has, fused.
+
+    Returns:
+        The model as it is (speedup 1), then fusion, int8, both, int8 2:4 with fusion, and the batch sizes.
+
+    Raises:
+        RooflineError: an unknown device, a precision of the model as it is that the device lacks, a batch size below 1.
+        ModelError: the model fails on its inputs or cannot be traced.
+    """
+    found = find_device(device)
+    found.peak_flops_per_s(precision)
+    graph_module = trace(model, example_inputs)
+    plain, fused = (count(graph_module, example_inputs, fused=fuse) for fuse in (False, True))
+    sparse = f"int8{SPARSE}"
+    best = next((p for p in (sparse, "int8") if p in found.precisions), precision)
+    steps: list[tuple[str, Workload, str]] = [
+        (f"{precision}, as it is", plain, precision),
+        (f"{precision} + fusion", fused, precision),
+        ("int8", plain, "int8"),
+        ("int8 + fusion", fused, "int8"),
+        (f"{sparse} + fusion", fused, sparse),
+    ]
+    steps += [(f"{best} + fusion, batch {size}", fused.with_batch(size), best) for size in batch_sizes]
+    base = place(plain, device=found, precision=precision)
+    return tuple(_scenario(name, work, wanted, found, base) for name, work, wanted in steps)
+
+
+def _scenario(name: str, work: Workload, precision: str, device: Device, base: Roofline) -> WhatIf:
+    try:
+        result = place(work, device=device, precision=precision)
+    except RooflineError as error:
+        return WhatIf(
+            name=name,
+            precision=precision,
+            fused=work.fused,
+            batch_size=work.batch_size,
+            least_time_ms=None,
+            images_per_s=None,
+            speedup=None,
+            memory_bound_share=None,
+            reason=str(error),
+        )
+    return WhatIf(
+        name=name,
+        precision=result.precision,
+        fused=work.fused,
+        batch_size=work.batch_size,
+        least_time_ms=result.least_time_ms / work.batch_size,
+        images_per_s=result.images_per_s,
+        speedup=result.images_per_s / base.images_per_s,
+        memory_bound_share=result.memory_bound_share,
+    )
