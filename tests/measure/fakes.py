@@ -1,0 +1,50 @@
+"""An engine whose results are given: what is tested is the measuring, not the engine."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from compress.engines import Engine, EngineInfo, TensorInfo
+
+
+class GivenEngine(Engine):
+    """Computes `function` and notes every call in `calls`, a list that several engines may share."""
+
+    def __init__(
+        self,
+        function: Callable[[np.ndarray], np.ndarray],
+        *,
+        label: str = "given",
+        shape: tuple[int, ...] = (-1, 4),
+        dtype: str = "float32",
+        metadata: dict[str, str] | None = None,
+        calls: list[tuple[str, np.ndarray]] | None = None,
+    ) -> None:
+        self.function = function
+        self.inputs = (TensorInfo(name="input", dtype=dtype, shape=shape),)
+        self.outputs = (TensorInfo(name="logits", dtype="float32", shape=(shape[0], 5)),)
+        self.metadata = metadata or {}
+        self.info = EngineInfo(engine="given", label=label, version="1", device="CPU", float_precision="f32")
+        self.calls = [] if calls is None else calls
+
+    def run(self, inputs):
+        self.calls.append((self.info.label, inputs["input"]))
+        return {"logits": self.function(inputs["input"])}
+
+
+class Listener:
+    """Progress that keeps what it heard."""
+
+    def __init__(self) -> None:
+        self.total: int | None = None
+        self.heard = 0
+        self.finished = False
+
+    def start(self, task, total, *, done=0):
+        self.total = total
+
+    def advance(self, task, amount=1, **fields):
+        self.heard += amount
+
+    def finish(self, task):
+        self.finished = True
