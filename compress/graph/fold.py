@@ -53,13 +53,15 @@ def foldable_pair(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 def _fold_into(layer: nn.Module, norm: nn.Module, *, transposed: bool) -> None:
     weight, bias = cast(nn.Parameter, layer.weight), cast("nn.Parameter | None", layer.bias)
     statistics = (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
+    trained = weight.requires_grad
     if module_kind(layer) == "linear":
-        layer.weight, layer.bias = fuse_linear_bn_weights(weight, bias, *statistics)  # type: ignore[arg-type]
-        return
-    groups = cast(int, layer.groups) if transposed else 1
-    # A transposed convolution holds (in, out / groups, ...): lay the groups side by side, so that dim 1 is all of out.
-    wide = weight.detach().unflatten(0, (groups, -1)).transpose(0, 1).flatten(1, 2) if transposed else weight
-    fused, layer.bias = fuse_conv_bn_weights(wide, bias, *statistics, transpose=transposed)  # type: ignore[arg-type]
-    if transposed:
-        fused = nn.Parameter(fused.detach().unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1).contiguous())
-    layer.weight = fused
+        fused, shift = fuse_linear_bn_weights(weight, bias, *statistics)  # type: ignore[arg-type]
+    else:
+        groups = cast(int, layer.groups) if transposed else 1
+        # A transposed convolution holds (in, out / groups, ...): lay its groups side by side, so that dim 1 is all of out
+        wide = weight.detach().unflatten(0, (groups, -1)).transpose(0, 1).flatten(1, 2) if transposed else weight
+        fused, shift = fuse_conv_bn_weights(wide, bias, *statistics, transpose=transposed)  # type: ignore[arg-type]
+        if transposed:
+            fused = nn.Parameter(fused.detach().unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1).contiguous())
+    layer.weight = fused.requires_grad_(trained)
+    layer.bias = shift.requires_grad_(trained)  # torch freezes a bias that the layer did not have

@@ -13,7 +13,7 @@ from compress.quantization.decisions import ActivationSite, Placement
 from compress.quantization.modules import quantized_layer
 from compress.quantization.placement import place
 from compress.quantization.quantizer import Quantizer
-from compress.quantization.spec import QuantSpec
+from compress.quantization.spec import QuantSpec, check_quant_spec
 
 
 def insert_quantizers(model: nn.Module, example_inputs: Inputs, spec: QuantSpec | None = None) -> fx.GraphModule:
@@ -32,6 +32,7 @@ def insert_quantizers(model: nn.Module, example_inputs: Inputs, spec: QuantSpec 
         QuantizationError: nothing can be quantized, or a rule matches nothing.
     """
     spec = spec or QuantSpec()
+    check_quant_spec(spec)
     _check_float32(model)
     graph_module = trace(model, example_inputs)
     if spec.batchnorm == "fold":

@@ -122,7 +122,7 @@ def quantized_layer(module: nn.Module, quant_format: QuantFormat, *, name: str) 
     layer.__dict__.update(constants)  # kernel_size, stride, ...: what the float layer was made with
     layer.training = module.training
     if parametrize.is_parametrized(module):
-        for key, parameter in module.named_parameters(recurse=False):
+        for key, parameter in module._parameters.items():  # a bias that is None is one too
             layer.register_parameter(key, parameter)
         _move_parametrizations(module, layer)
     else:

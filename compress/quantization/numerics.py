@@ -1,8 +1,9 @@
 """The arithmetic of quantization, exactly as ONNX defines it.
 
 QuantizeLinear: q = saturate(round_half_to_even(x / scale) + zero_point); DequantizeLinear: x = (q - zero_point) * scale
-(ONNX operators, opset 19). Here zero_point is always 0: symmetric, or unsigned from 0. The division is a division: multiplying by 1 / scale moves values that lie on a tie, and
-then fake quantization and the engine disagree. Half-precision inputs are computed in float32.
+(ONNX operators, opset 19). Here zero_point is always 0: signed and symmetric, or unsigned from 0. The division is a
+division: multiplying by 1 / scale moves values that lie on a tie, and then fake quantization and the engine disagree.
+Half-precision inputs are computed in float32.
 """
 
 from __future__ import annotations

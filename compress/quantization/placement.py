@@ -127,7 +127,7 @@ def _visit(
     wanted, kind = _Wanted(), node_kind(node)
     residual = is_residual_add(node, table.residual_after)
     if kind not in table.inputs and kind not in table.outputs and not residual:
-        if kind in table.stays_float and node.meta.get("shape") is not None:
+        if kind in table.stays_float and (node.meta.get("shape") is not None or node.op == "call_module"):
             wanted.refuse(node, f"{kind} stays float", table.stays_float[kind])
         return wanted, None
     if kind == "mean" and not _is_spatial_mean(node):

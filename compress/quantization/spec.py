@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
+
+from compress.errors import QuantizationError, near_misses
 
 Target = Literal["tensorrt", "openvino", "onnxruntime"]
 CalibratorName = Literal["max", "percentile", "entropy", "mse"]
@@ -79,3 +81,32 @@ class QuantSpec:
     activations: ActivationSpec = field(default_factory=ActivationSpec)
     rules: tuple[Rule, ...] = ()
     batchnorm: Literal["fold", "keep"] = "fold"
+
+
+def check_quant_spec(spec: QuantSpec) -> None:
+    """Refuse values that nothing can be quantized with.
+
+    Raises:
+        QuantizationError: names the key, what was got and what is allowed.
+    """
+    if spec.target not in TARGETS:
+        hint = near_misses(str(spec.target), TARGETS)
+        raise QuantizationError(f"quantization.target is {spec.target!r}{hint} (one of: {', '.join(TARGETS)})")
+    if spec.calibration_images < 1:
+        raise QuantizationError(f"quantization.calibration_images is {spec.calibration_images}: it must be 1 or more")
+    parts: list[tuple[str, WeightSpec | ActivationSpec | None]]
+    parts = [("weights", spec.weights), ("activations", spec.activations)]
+    for i, rule in enumerate(spec.rules):
+        parts += [(f"rules.{i}.weights", rule.weights), (f"rules.{i}.activations", rule.activations)]
+    for name, part in parts:
+        if part is None:
+            continue
+        where = f"quantization.{name}"
+        if not 2 <= part.num_bits <= 8:
+            raise QuantizationError(f"{where}.num_bits is {part.num_bits}: it must be 2 to 8")
+        if not 0 < part.percentile <= 100:
+            raise QuantizationError(f"{where}.percentile is {part.percentile}: it must be over 0 and at most 100")
+        if part.calibrator not in get_args(CalibratorName):
+            names = get_args(CalibratorName)
+            hint = near_misses(str(part.calibrator), names)
+            raise QuantizationError(f"{where}.calibrator is {part.calibrator!r}{hint} (one of: {', '.join(names)})")

@@ -101,12 +101,13 @@ class Histogram:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditRow:
-    """One entry of audit.json: a weighted operation of an exported file and whether it is INT8 there."""
+    """One entry of audit.json: a weighted operation of a variant's exported file and whether it is INT8 there."""
 
     variant: str
     name: str
     op_type: str
     int8: bool
+    weight_elements: int = 0
     reason: str = ""
 
 

@@ -109,9 +109,10 @@ def _results(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Iterator[Bl
     if rows:
         columns = [Column(title=t, align="left" if i in (0, 2) else "right") for i, t in enumerate(SUMMARY_COLUMNS)]
         yield Table(columns=tuple(columns), rows=tuple(row.cells() for row in rows), group_by=2)
+        starred = " * marks a partial number." if any(row.partial for row in rows) else ""
         yield Text(
             "Speed-up: p50 of float over p50 of the row, on the same engine, precision and batch size. File: the ONNX "
-            "file, or the engine's own where it has one; “of float” is its share of the float file.",
+            "file, or the engine's own where it has one; “of float” is its share of the float file." + starred,
             note=True,
         )
     else:
@@ -273,9 +274,12 @@ def _audit(run: RunData) -> Iterator[Block]:
     for variant in dict.fromkeys(row.variant for row in run.audit):
         rows = [row for row in run.audit if row.variant == variant]
         whole = sum(row.int8 for row in rows)
-        counts.append((display(variant), str(whole), str(len(rows) - whole), f"{100 * whole / len(rows):.1f}"))
+        elements = sum(row.weight_elements for row in rows)
+        covered = sum(row.weight_elements for row in rows if row.int8)
+        share = f"{100 * covered / elements:.2f}" if elements else "unknown"
+        counts.append((display(variant), str(whole), str(len(rows) - whole), share))
     yield Text("Operations with weights, as the ONNX file holds them: INT8 when input and weight are.")
-    yield table("variant", number("INT8"), number("float"), number("INT8 %"), rows=counts)
+    yield table("variant", number("INT8"), number("float"), number("weights in INT8 %"), rows=counts)
     left = [row for row in run.audit if not row.int8]
     if left:
         cells = [(display(row.variant), row.name, row.op_type, row.reason or "no reason given") for row in left]

@@ -13,7 +13,7 @@ from compress.report.plot_histograms import clipped_share, draw_histograms, inte
 from compress.report.plot_layers import draw_bytes, draw_sqnr, sqnr_series, weight_groups, worst
 from compress.report.plot_tradeoff import Point, draw_latency, draw_tradeoff, tradeoff_points
 from compress.report.plot_training import draw_training, phases
-from compress.report.style import NARROW, WIDE, Format, display, finite, plain, styled, to_inline_svg, to_png
+from compress.report.style import NARROW, WIDE, Format, display, finite, plain, settle, styled, to_inline_svg, to_png
 from compress.report.tables import (
     FLOAT,
     SummaryRow,
@@ -71,7 +71,7 @@ def file_sizes(run: RunData) -> list[tuple[str, float]]:
 
 
 def _picture(name: str, title: str, plan: _Plan) -> Picture:
-    wide = plan.draw(WIDE)
+    wide, narrow = settle(plan.draw(WIDE)), settle(plan.draw(NARROW))
     key = name.replace("_", "-")
     return Picture(
         name=name,
@@ -80,7 +80,7 @@ def _picture(name: str, title: str, plan: _Plan) -> Picture:
         alt=plan.alt,
         png=to_png(wide),
         svg_wide=to_inline_svg(wide, key=f"{key}-wide", label=plan.alt),
-        svg_narrow=to_inline_svg(plan.draw(NARROW), key=f"{key}-narrow", label=plan.alt),
+        svg_narrow=to_inline_svg(narrow, key=f"{key}-narrow", label=plan.alt),
     )
 
 

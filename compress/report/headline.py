@@ -117,7 +117,7 @@ def _speed(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, Ti
         place = f"on {display(after.engine)} against float on {display(before.engine)}, the faster of its precisions"
     return (
         f"{words} at batch {after.batch_size} {place}",
-        Tile(value=fixed(ratio, 2, "×"), label=f"the speed of float at batch {after.batch_size} {place} ({times})"),
+        Tile(value=fixed(ratio, 2, "×"), label=f"the speed of float at batch {after.batch_size} {place}, {times}"),
     )
 
 

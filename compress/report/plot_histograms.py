@@ -98,7 +98,7 @@ def _panel(axes: Axes, histogram: Histogram) -> None:
     for part, colour in ((inside, "blue"), (~inside, "alarm")):
         axes.stairs(np.where(part, shown, np.nan), edges, fill=True, baseline=0.5, color=LIGHT[colour])
     axes.set_yscale("log")
-    axes.set_ylim(0.5, max(2.0, float(counts.max()) * 4))
+    axes.set_ylim(0.5, max(2.0, float(counts.max()) * 12))
     axes.yaxis.set_major_locator(LogLocator(numticks=5))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(compact))

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from compress.report.data import LayerRow
-from compress.report.style import LIGHT, Format, bare, display, finite, new_figure, shorten, variant_colours
+from compress.report.style import LIGHT, Format, bare, display, distinct, finite, new_figure, shorten, variant_colours
 from compress.report.tables import in_bytes
 
 WORST = 5
@@ -66,7 +66,8 @@ def _sqnr_panel(axes: Axes, values: Sequence[tuple[str, float]], form: Format) -
         y = top * (1.03 + 0.06 * level)
         axes.plot([x, x], [max(value, 0.0), y], color=LIGHT["alarm"], linewidth=0.6)
         axes.text(x, y, f"{low[name]}", ha="center", va="bottom", fontsize=8, weight="bold")
-    lines = [f"{low[name]}\u2002{shorten(name, 28)}\u2002{value:.1f} dB" for name, value in worst(values)]
+    short = dict(zip([n for n, _ in values], distinct([n for n, _ in values]), strict=True))
+    lines = [f"{low[name]}\u2002{shorten(short[name], 28)}\u2002{value:.1f} dB" for name, value in worst(values)]
     if form.narrow:
         corner, offset = (0, 0), (0, -24)
     else:
@@ -93,27 +94,28 @@ def _levels(places: Sequence[int], *, gap: float) -> list[int]:
 
 
 def _stages(axes: Axes, names: Sequence[str], *, most: int) -> None:
-    """Ticks where the first part of the layers' names changes (layer1, layer2, ...): where one is in the network."""
-    starts = [i for i, name in enumerate(names) if i == 0 or stage(name) != stage(names[i - 1])]
-    ends = [*starts[1:], len(names)]
-    spans = sorted(zip(starts, ends, strict=True), key=lambda s: s[0] - s[1])[:most]
-    spans = [s for s in spans if s[1] - s[0] >= max(1, len(names) // 14)]
-    if len(spans) >= 2:
-        axes.set_xticks([(a + b - 1) / 2 for a, b in spans], [shorten(stage(names[a]), 12) for a, _ in spans])
-        axes.tick_params(axis="x", length=0)
-        for start in starts[1:]:
-            axes.axvline(start - 0.5, color=LIGHT["grid"], linewidth=0.8, zorder=0)
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    """Ticks where the beginning of the layers' names changes (layer1, layer2, ...): where one is in the network."""
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    for depth in (1, 2):
+        spans = stages(names, depth=depth)
+        wide = [(name, a, b) for name, a, b in spans if b - a >= max(1, len(names) // 14)]
+        if 2 <= len(wide) <= most:
+            axes.set_xticks([(a + b - 1) / 2 for _, a, b in wide], [shorten(name, 12) for name, _, _ in wide])
+            axes.tick_params(axis="x", length=0)
+            for _, start, _ in spans[1:]:
+                axes.axvline(start - 0.5, color=LIGHT["grid"], linewidth=0.8, zorder=0)
+            return
 
 
-def stage(name: str) -> str:
-    """The first part of a layer's name.
+def stages(names: Sequence[str], *, depth: int) -> list[tuple[str, int, int]]:
+    """(last part, first index, one past the last) of runs of names that agree in their first `depth` parts.
 
-    >>> stage("layer1.0.conv2")
-    'layer1'
+    >>> stages(["conv1", "layer1.0.conv1", "layer1.0.conv2", "fc"], depth=1)
+    [('conv1', 0, 1), ('layer1', 1, 3), ('fc', 3, 4)]
     """
-    return name.partition(".")[0]
+    starts = [i for i, name in enumerate(names) if i == 0 or _prefix(name, depth) != _prefix(names[i - 1], depth)]
+    ends = [*starts[1:], len(names)]
+    return [(_prefix(names[a], depth).rpartition(".")[2], a, b) for a, b in zip(starts, ends, strict=True)]
 
 
 def weight_groups(layers: Sequence[LayerRow]) -> list[tuple[str, int, int]]:

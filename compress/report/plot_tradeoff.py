@@ -20,6 +20,7 @@ from compress.report.style import (
     display,
     new_figure,
     nice_limits,
+    settle,
     shorten,
     variant_colours,
 )
@@ -120,7 +121,7 @@ def _better(axes: Axes) -> Text:
 
 def _label(figure: Figure, axes: Axes, points: Sequence[Point], names: Sequence[str], better: Text) -> None:
     """Put its name at each point, with a thin leader where the name had to move away."""
-    figure.draw_without_rendering()
+    settle(figure)
     to_pixels = axes.transData.transform
     texts = [axes.text(0, 0, name, fontsize=8.5, va="bottom", ha="left") for name in names]
     extents = [text.get_window_extent() for text in texts]

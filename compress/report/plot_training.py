@@ -84,7 +84,10 @@ def _limits(loss: Axes, top1: Axes, parts: Phases, epochs: int) -> None:
     ]
     if values:
         top1.set_ylim(*nice_limits(values, least_span=2.0))
-    loss.set_ylim(bottom=0)
+    losses = [
+        v for _, _, rows in parts for r in rows for v in (r.train_loss, r.val_loss) if v is not None and finite(v)
+    ]
+    loss.set_ylim(min(0.0, *losses), max(losses) * 1.1 if max(losses, default=0) > 0 else 1.0)
     for axes in (loss, top1):
         axes.set_xlim(0.5, epochs + 0.5)
         axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, min_n_ticks=1))

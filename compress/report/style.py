@@ -191,6 +191,13 @@ def new_figure(form: Format, height: float) -> Figure:
     return Figure(figsize=(form.width, height), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.07))
 
 
+def settle(figure: Figure) -> Figure:
+    """Lay the figure out once and for all: what is added or saved afterwards moves nothing."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    return figure
+
+
 def bare(axes: Axes, *, grid: Literal["x", "y"] = "y") -> None:
     """Keep grid lines of one axis only."""
     axes.grid(visible=False)

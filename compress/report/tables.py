@@ -7,7 +7,7 @@ says why.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from compress.measure.metric import Metric
@@ -28,6 +28,7 @@ SUMMARY_COLUMNS = (
     "of float",
 )
 _PER_BATCH = ("p50_ms", "p90_ms", "p99_ms", "images_per_s")
+_OF_THE_FILE = ("", "onnx")
 _ROW_METRICS = ("top1", "p50_ms", "p99_ms", "images_per_s", "file_bytes")
 
 
@@ -117,12 +118,43 @@ def summary_notes(metrics: Iterable[Metric]) -> tuple[str, ...]:
         f"{where}{batch}: {', '.join(names)} {status}: {reason}"
         for (where, batch, status, reason), names in lines.items()
     ]
+    return (*told, *_never_asked(metrics))
+
+
+def _never_asked(metrics: Sequence[Metric]) -> Iterator[str]:
+    """Lines for the n/a of the table that no metric speaks of."""
     rows = summary_table(metrics)
-    without_float = {display(r.engine) for r in rows if r.p50_ms is not None and r.speedup is None}
-    told += [f"{engine}: no speed-up, as float was not timed on it" for engine in sorted(without_float)]
-    untimed = {display(r.engine) for r in rows if r.p50_ms is None and not _explained(metrics, r)}
-    told += [f"{engine}: not timed in this run" for engine in sorted(untimed)]
-    return tuple(told)
+    variants: dict[str, set[str]] = {}
+    gaps: dict[str, dict[str, set[str]]] = {}
+    for row in rows:
+        variants.setdefault(row.engine, set()).add(row.variant)
+        for gap in _gaps(row, metrics):
+            gaps.setdefault(gap, {}).setdefault(row.engine, set()).add(row.variant)
+    for gap, where in gaps.items():
+        places = [
+            display(engine)
+            if names == variants[engine]
+            else f"{display(engine)} ({', '.join(map(display, sorted(names)))})"
+            for engine, names in where.items()
+        ]
+        yield f"{gap}, anywhere" if where == variants and len(where) > 1 else f"{', '.join(places)}: {gap}"
+
+
+def _gaps(row: SummaryRow, metrics: Sequence[Metric]) -> Iterator[str]:
+    told = {
+        m.name
+        for m in metrics
+        if m.variant == row.variant
+        and m.engine in (row.engine, *_OF_THE_FILE)
+        and (not _timing(m) or row.batch_size in (None, m.batch_size))
+    }
+    if row.batch_size is None:
+        if not told & set(_PER_BATCH):
+            yield "not timed in this run"
+        return
+    if row.p50_ms is not None and row.speedup is None:
+        yield "no speed-up, as float was not timed there"
+    yield from (f"{name} not measured" for name in _ROW_METRICS if getattr(row, name) is None and name not in told)
 
 
 def unavailable_engines(metrics: Iterable[Metric]) -> dict[str, str]:
@@ -216,7 +248,7 @@ class _Index:
         if name in _PER_BATCH:
             return next((m for m in mine if m.batch_size == batch_size), None)
         if name == "file_bytes" and not mine and family(engine) != "torch":
-            mine = [m for m in items if m.engine in ("", "onnx")]
+            mine = [m for m in items if m.engine in _OF_THE_FILE]
         return next((m for m in mine if m.batch_size == batch_size), mine[0] if mine else None)
 
     def value(self, name: str, variant: str, engine: str, batch_size: int | None) -> float | None:
@@ -248,10 +280,3 @@ def _timing(metric: Metric) -> bool:
 
 def _timed(row: SummaryRow) -> bool:
     return row.p50_ms is not None or row.p99_ms is not None or row.images_per_s is not None
-
-
-def _explained(metrics: Sequence[Metric], row: SummaryRow) -> bool:
-    """Whether a metric already tells why this row has no timing."""
-    return any(
-        m.engine == row.engine and m.variant == row.variant and _timing(m) and m.status != "complete" for m in metrics
-    )

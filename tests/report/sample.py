@@ -142,7 +142,7 @@ def sample_histograms() -> list[dict[str, Any]]:
         counts, edges = np.histogram(values, bins=512, range=(0, values.max()))
         rows.append(
             {
-                "name": f"{name}.input_quantizer",
+                "name": f"quantizers.{name.replace('.', '_')}",
                 "counts": counts.tolist(),
                 "bin_edges": [float(edges[0]), float(edges[-1])],
                 "amax": round(float(np.quantile(values, rng.uniform(0.995, 1.0))), 6),
@@ -161,7 +161,7 @@ def sample_placement() -> list[dict[str, Any]]:
             {
                 "tensor": f"{node}_in",
                 "layer": name,
-                "quantizer": f"{name}.input_quantizer",
+                "quantizer": f"quantizers.{node}",
                 "axis": None,
                 "rule": "inputs",
             }
@@ -211,10 +211,11 @@ def sample_epochs(epochs: int, *, lr: float, start: float, end: float, steps: in
 def sample_audit() -> list[dict[str, Any]]:
     rows = []
     for variant in ("ptq", "qat"):
-        for name, kind, _, _ in resnet50_layers():
+        for name, kind, shape, _ in resnet50_layers():
             left = name == "conv1"
             rows.append(
                 {"variant": variant, "name": name, "op_type": "Conv" if kind == "conv" else "Gemm", "int8": not left}
+                | {"weight_elements": int(np.prod(shape)), "input_type": "int8", "weight_type": "int8"}
                 | {"reason": "its input is float: rule 'conv1' leaves it so" if left else ""}
             )
     return rows

@@ -1,0 +1,30 @@
+# A fresh machine needs python3 (3.11 or later) and make; everything else is installed into .venv.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: demo test lint types install clean
+
+demo: install   ## from nothing to a quantized engine and a report
+	$(BIN)/python -m compress qat --recipe resnet50.yaml
+
+test: install   ## the whole test suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+lint: install   ## style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install  ## static types
+	$(BIN)/mypy
+
+install: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $(READY)
+
+clean:          ## remove the environment and caches; runs/ and results/ stay
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

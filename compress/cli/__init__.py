@@ -1,0 +1,5 @@
+"""The command line: parse, call, print; no work of its own."""
+
+from compress.cli.app import main
+
+__all__ = ["main"]

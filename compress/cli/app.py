@@ -1,0 +1,48 @@
+"""The commands, put together, and what happens when one fails.
+
+Exit status: 0 done; 2 something was refused, with its reason on standard error; 130 stopped with Ctrl-C. Nothing that
+was finished is lost in any of these: `--resume` goes on with it.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+
+import typer
+from rich.markup import escape
+
+from compress.cli import inspecting, running, showing
+from compress.cli.console import ERRORS
+from compress.errors import CompressError
+
+app = typer.Typer(
+    name="compress",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Make PyTorch vision models small and fast, and measure them on the engine.",
+)
+for module in (running, inspecting, showing):
+    module.register(app)
+
+
+def main() -> None:
+    """Run the command line; see the module's docstring for exit statuses."""
+    try:
+        app()
+    except CompressError as error:
+        _fail(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        ERRORS.print("stopped; what was finished is kept, and --resume goes on with it")
+        sys.exit(130)
+    except OSError as error:
+        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+        advice = "; make room and go on with --resume: no file is half-written" if full else ""
+        _fail(f"{error}{advice}")
+
+
+def _fail(text: str) -> None:
+    ERRORS.print(f"[bold red]error[/] {escape(text)}", highlight=False, soft_wrap=True)
+    sys.exit(2)

@@ -1,0 +1,93 @@
+"""Where the command line prints, and how it shows progress.
+
+Tables go to standard output. With `--json` standard output holds one JSON document and nothing else; everything
+else, progress included, is on standard error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+from compress.progress import NoProgress, Progress
+
+OUT = Console()
+ERRORS = Console(stderr=True)
+
+_FIGURES = {"loss": ".3f", "accuracy": ".1%", "images_per_s": ".0f", "images": ".0f"}
+
+
+class BarProgress:
+    """The listener that draws bars on standard error."""
+
+    def __init__(self, bars: Bars) -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+
+    def start(self, task: str, total: int, *, done: int = 0) -> None:
+        """Show a bar of `total` units, `done` of which are behind."""
+        self.finish(task)
+        self._tasks[task] = self._bars.add_task(task, total=total or None, completed=done, figures="")
+
+    def advance(self, task: str, amount: int = 1, **fields: float) -> None:
+        """Move a bar on and show the newest figures beside it."""
+        if task not in self._tasks:
+            return
+        shown = [f"{_label(k)} {v:{_FIGURES[k]}}" for k, v in fields.items() if k in _FIGURES]
+        if shown:
+            self._bars.update(self._tasks[task], advance=amount, figures="  ".join(shown))
+        else:
+            self._bars.update(self._tasks[task], advance=amount)
+
+    def finish(self, task: str) -> None:
+        """Leave the bar as it is and stop its clock."""
+        if task in self._tasks:
+            self._bars.stop_task(self._tasks.pop(task))
+
+
+def _label(figure: str) -> str:
+    return figure.replace("images_per_s", "images/s")
+
+
+@contextmanager
+def progress(show: bool = True) -> Iterator[Progress]:
+    """Bars on standard error while the block runs; nothing on processes that are not to print."""
+    if not show:
+        yield NoProgress()
+        return
+    columns = (
+        TextColumn("{task.description}", justify="left"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[figures]}"),
+    )
+    with Bars(*columns, console=ERRORS) as bars:
+        yield BarProgress(bars)
+
+
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, numbers: Iterable[str] = ()
+) -> None:
+    """Print a table; `numbers` names the columns that stand right-aligned."""
+    right = set(numbers)
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    OUT.print(table)
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document, plain, on standard output."""
+    OUT.file.write(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
+    OUT.file.flush()

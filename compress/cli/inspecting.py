@@ -1,0 +1,162 @@
+"""Commands that look and change nothing: inspect, doctor, recipes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from compress.cli.console import OUT, print_json, print_table
+from compress.cli.options import JsonOption, SetOption
+from compress.engines import engine_availability
+from compress.errors import RecipeError
+from compress.export.audit import audit_onnx
+from compress.graph.fold import fold_batchnorm
+from compress.graph.layers import layers, total_macs
+from compress.graph.trace import leaves_of, trace
+from compress.measure import describe_machine
+from compress.models import ModelSpec, build_model
+from compress.quantization.placement import place
+from compress.quantization.spec import QuantSpec
+from compress.recipe import Recipe, find_recipe, load_recipe, parse_recipe, recipe_names
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command("inspect")(inspect)
+    app.command("doctor")(doctor)
+    app.command("recipes")(recipes)
+
+
+def inspect(
+    recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="A recipe: its model, its rules.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="A model by name, without a recipe.")] = None,
+    onnx: Annotated[Path | None, typer.Option("--onnx", help="An ONNX file: which operations are INT8.")] = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Layers with their macs, and every placement decision with its reason; or the audit of an ONNX file."""
+    if sum(given is not None for given in (recipe, model, onnx)) != 1:
+        raise RecipeError("inspect looks at one thing: give --recipe, --model or --onnx")
+    if onnx is not None:
+        _show_audit(onnx, as_json)
+        return
+    parsed = load_recipe(recipe, set_ or ()) if recipe is not None else _bare(str(model), set_ or [])
+    _show_model(parsed, as_json)
+
+
+def _bare(model: str, overrides: list[str]) -> Recipe:
+    """A recipe of defaults around a model; 224 px and 1000 classes unless --set says otherwise."""
+    tree = {"model": {"name": model, "num_classes": 1000}, "data": {"image_size": 224}}
+    return parse_recipe(tree, overrides, source="--model")
+
+
+def _show_model(recipe: Recipe, as_json: bool) -> None:
+    spec = recipe.model
+    classes = spec.num_classes or recipe.data.num_classes or (1000 if recipe.data.name == "folder" else 10)
+    plain = ModelSpec(name=spec.name, weights=None, num_classes=spec.num_classes, options=spec.options)
+    network = build_model(plain, num_classes=classes)
+    size = recipe.data.image_size
+    graph = trace(network, torch.zeros(2, 3, size, size))
+    fold_batchnorm(graph)
+    items = [layer for layer in layers(graph) if layer.weight_elements or layer.macs]
+    placement = place(graph, recipe.quantization or QuantSpec())
+    if as_json:
+        document: dict[str, Any] = {
+            "layers": [asdict(layer) for layer in items],
+            "leaves": [asdict(leaf) for leaf in leaves_of(graph)],
+            "placement": [asdict(row) for row in placement.decisions],
+        }
+        print_json(document)
+        return
+    rows = [
+        (n.path or n.name, n.kind, "x".join(map(str, (n.output_shape or ())[1:])), n.weight_elements, _macs(n.macs))
+        for n in items
+    ]
+    print_table(f"{spec.name}: layers, one image of {size} px", ("layer", "kind", "output", "weights", "macs"), rows)
+    macs, unknown = total_macs(tuple(items))
+    OUT.print(f"{macs // 2:,} macs an image" + (f"; unknown: {', '.join(unknown)}" if unknown else ""))
+    for leaf in leaves_of(graph):
+        OUT.print(f"leaf {leaf.path} ({leaf.kind}): {leaf.reason}", markup=False)
+    columns = ("tensor", "asked by", "decision", "rule", "reason")
+    decisions = [
+        (
+            d.tensor,
+            d.layer,
+            "float" if d.decision == "float" else _format(d.num_bits, d.signed, d.axis),
+            d.rule,
+            d.reason,
+        )
+        for d in placement.decisions
+    ]
+    print_table(f"{spec.name}: placement for {placement.target}", columns, decisions)
+
+
+def _macs(macs: int | None) -> str:
+    return "unknown" if macs is None else f"{macs // 2:,}"
+
+
+def _format(num_bits: int | None, signed: bool | None, axis: int | None) -> str:
+    return f"{'int' if signed else 'uint'}{num_bits}" + ("" if axis is None else f" axis {axis}")
+
+
+def _show_audit(path: Path, as_json: bool) -> None:
+    audit = audit_onnx(path)
+    if as_json:
+        print_json(asdict(audit))
+        return
+    rows = [(r.name, r.op_type, r.input_type, r.weight_type, "INT8" if r.int8 else r.reason) for r in audit.rows]
+    print_table(f"{path}", ("operation", "type", "input", "weight", "verdict"), rows)
+    whole = sum(row.int8 for row in audit.rows)
+    OUT.print(
+        f"{whole} of {len(audit.rows)} weighted operations are INT8 ({audit.int8_share:.1%} of the weights); the "
+        f"remainder is {audit.float_type}; opset {audit.opset}"
+    )
+
+
+def doctor(as_json: JsonOption = False) -> None:
+    """Which engines and devices work here; for each that does not, why, and what to install."""
+    machine, engines = describe_machine(), engine_availability()
+    if as_json:
+        print_json({"machine": machine.to_dict(), "engines": [asdict(engine) for engine in engines]})
+        return
+    print_table("machine", ("", ""), [(k, _text(v)) for k, v in machine.to_dict().items()])
+    rows = [
+        (e.name, "works" if e.available else "no", e.version, ", ".join(e.devices), e.reason, e.install)
+        for e in engines
+    ]
+    print_table("engines", ("engine", "here", "version", "devices", "why not", "what to do"), rows)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "\n".join(f"{k} {v}" for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return "\n".join(map(str, value)) or "none"
+    return str(value)
+
+
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Show this recipe, resolved.")] = None, as_json: JsonOption = False
+) -> None:
+    """List the recipes that can be named, or show one with all its defaults."""
+    if name is not None:
+        recipe = load_recipe(name)
+        if as_json:
+            print_json(asdict(recipe))
+        else:
+            OUT.print(recipe.to_yaml(), markup=False, highlight=False)
+        return
+    found = [(n, str(find_recipe(n)), _first_line(find_recipe(n))) for n in recipe_names()]
+    if as_json:
+        print_json([{"name": n, "path": p, "about": text} for n, p, text in found])
+    else:
+        print_table("recipes", ("name", "about", "path"), [(n, text, p) for n, p, text in found])
+
+
+def _first_line(path: Path) -> str:
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    return first.removeprefix("# ") if first.startswith("#") else ""

@@ -1,0 +1,75 @@
+"""Commands that run a recipe: train, ptq, qat."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import typer
+from rich.markup import escape
+
+from compress.cli.console import ERRORS, OUT, print_json, print_table, progress
+from compress.cli.options import DeviceOption, JsonOption, OutOption, RecipeOption, ResumeOption, SetOption
+from compress.pipeline import default_folder, run
+from compress.recipe import load_recipe
+from compress.report import SUMMARY_COLUMNS, read_run, summary_notes, summary_table, unavailable_engines
+from compress.training import init_processes
+
+_HELP = {
+    "train": "Train the float baseline, export and measure it.",
+    "ptq": "Baseline, post-training quantization, export, engines, report.",
+    "qat": "Baseline, post-training quantization, quantization-aware training, export, engines, report.",
+}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    for name, text in _HELP.items():
+        app.command(name, help=text)(_command(name))
+
+
+def _command(name: str):  # type: ignore[no-untyped-def]  # noqa: ANN202  (typer reads the inner function's types)
+    def command(
+        recipe: RecipeOption,
+        set_: SetOption = None,
+        out: OutOption = None,
+        resume: ResumeOption = False,
+        device: DeviceOption = None,
+        as_json: JsonOption = False,
+    ) -> None:
+        parsed = load_recipe(recipe, set_ or ())
+        processes = init_processes(device)
+        try:
+            folder = processes.on_main(lambda: out or default_folder(recipe, name, resume=resume))
+            with progress(processes.is_main) as bars:
+                run(parsed, name, folder, resume=resume, device=device, processes=processes, progress=bars)
+        finally:
+            processes.close()
+        if processes.is_main:
+            show_run(folder, as_json=as_json)
+
+    return command
+
+
+def show_run(folder: Path, *, as_json: bool) -> None:
+    """Print what a run measured, and where its reports are."""
+    data = read_run(folder)
+    if as_json:
+        metrics = [metric.to_dict() for metric in data.metrics]
+        print_json({"folder": str(folder), "report": str(folder / "report.html"), "metrics": metrics})
+        return
+    rows = [row.cells() for row in summary_table(data.metrics)]
+    print_table(f"{folder}", SUMMARY_COLUMNS, rows, numbers=SUMMARY_COLUMNS[3:])
+    for metric in data.metrics:
+        if metric.name == "agreement" and metric.value is not None:
+            OUT.print(
+                f"{escape(metric.variant)} on {escape(metric.engine)} agrees with torch on {metric.value:.2f} % of images"
+            )
+    for note in summary_notes(data.metrics):
+        OUT.print(escape(note))
+    for engine in unavailable_engines(data.metrics):
+        OUT.print(f"[yellow]unavailable[/] {escape(str(engine))}")
+    OUT.print(f"report: {folder / 'report.html'}\n        {folder / 'report.md'}", highlight=False, soft_wrap=True)
+    notes = folder / "notes.json"
+    for note in json.loads(notes.read_text()) if notes.is_file() else ():
+        ERRORS.print(f"note: {escape(note)}")

@@ -1,0 +1,180 @@
+"""What is in an ONNX file: which weighted operations are INT8, which are not and why, and whether its scales are sane.
+
+Only the file is read, so that the audit also tells the truth of files that others wrote.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import numpy_helper
+
+from compress.errors import AuditError
+
+WEIGHTED_OPS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+_PASSES = frozenset(
+    "MaxPool Reshape Flatten Transpose Squeeze Unsqueeze Split Slice Concat Identity Gather Expand Cast".split()  # noqa: SIM905
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditRow:
+    """One weighted operation.
+
+    Attributes:
+        name: ONNX node.
+        op_type: `Conv`, `ConvTranspose`, `Gemm` or `MatMul`.
+        input_type, weight_type: `int8`, `uint8`, ... where a DequantizeLinear stands before it; else the float type.
+        per_channel: whether the weight has a scale for each channel.
+        weight_elements: elements of a constant weight; 0 for a product of two activations.
+        int8: both inputs are 8 bits wide.
+        reason: why it is not; "" when it is.
+    """
+
+    name: str
+    op_type: str
+    input_type: str
+    weight_type: str
+    per_channel: bool
+    weight_elements: int
+    int8: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxAudit:
+    """What an ONNX file holds.
+
+    Attributes:
+        path: the file.
+        opset: of the default domain.
+        rows: the weighted operations, in graph order.
+        activation_pairs: QuantizeLinear nodes.
+        float_type: type of the part that is not quantized (`float32` or `float16`).
+        ops: number of nodes by type.
+        metadata: of the model.
+    """
+
+    path: Path
+    opset: int
+    rows: tuple[AuditRow, ...]
+    activation_pairs: int
+    float_type: str
+    ops: dict[str, int]
+    metadata: dict[str, str]
+
+    @property
+    def int8_share(self) -> float:
+        """Share of weight elements that are in INT8 operations, 0 to 1."""
+        total = sum(row.weight_elements for row in self.rows)
+        return sum(row.weight_elements for row in self.rows if row.int8) / total if total else 0.0
+
+
+def audit_onnx(path: Path | str) -> OnnxAudit:
+    """Read a file and say what is in it.
+
+    Raises:
+        AuditError: not an ONNX file, or a scale that is zero, NaN, infinite or negative; names the node.
+    """
+    path = Path(path)
+    try:
+        proto = onnx.load(path)
+        onnx.checker.check_model(proto)
+    except FileNotFoundError:
+        raise AuditError(f"{path} does not exist; give an ONNX file") from None
+    except Exception as error:
+        raise AuditError(f"{path} is not a valid ONNX file: {' '.join(str(error).split())[:300]}") from error
+    graph = _Graph(proto)
+    graph.check_scales()
+    rows = tuple(graph.row(node) for node in proto.graph.node if node.op_type in WEIGHTED_OPS)
+    ops: dict[str, int] = {}
+    for node in proto.graph.node:
+        ops[node.op_type] = ops.get(node.op_type, 0) + 1
+    half = any(t.data_type == onnx.TensorProto.FLOAT16 for t in proto.graph.initializer)
+    return OnnxAudit(
+        path=path,
+        opset=next((o.version for o in proto.opset_import if o.domain in {"", "ai.onnx"}), 0),
+        rows=rows,
+        activation_pairs=ops.get("QuantizeLinear", 0),
+        float_type="float16" if half else "float32",
+        ops=dict(sorted(ops.items())),
+        metadata={prop.key: prop.value for prop in proto.metadata_props},
+    )
+
+
+class _Graph:
+    """An ONNX graph with its constants and producers at hand."""
+
+    def __init__(self, proto: onnx.ModelProto) -> None:
+        self.nodes = list(proto.graph.node)
+        self.constants = {tensor.name: tensor for tensor in proto.graph.initializer}
+        self.producers = {output: node for node in self.nodes for output in node.output}
+        for node in self.nodes:
+            if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
+                self.constants[node.output[0]] = node.attribute[0].t
+
+    def array(self, name: str) -> NDArray[np.generic] | None:
+        """A constant's value, seen through Identity; None when `name` is computed."""
+        if name in self.constants:
+            return numpy_helper.to_array(self.constants[name])
+        producer = self.producers.get(name)
+        return self.array(producer.input[0]) if producer is not None and producer.op_type == "Identity" else None
+
+    def check_scales(self) -> None:
+        """Refuse scales that are no scales."""
+        for node in self.nodes:
+            if node.op_type not in {"QuantizeLinear", "DequantizeLinear"}:
+                continue
+            scale = self.array(node.input[1])
+            if scale is None:
+                continue  # computed while running (dynamic quantization): nothing to check in the file
+            value = scale.astype(np.float64)
+            bad = ~(np.isfinite(value) & (value > 0))
+            if bad.any():
+                raise AuditError(
+                    f"{node.name or node.output[0]}: scale is {value[bad].flat[0]} in {int(bad.sum())} of {value.size} "
+                    "places; a scale is positive and finite. Calibrate again, or leave the layer float"
+                )
+
+    def dequantizer(self, name: str, *, through: bool) -> onnx.NodeProto | None:
+        """The DequantizeLinear that a tensor comes from, back through operations that keep the values if asked."""
+        producer = self.producers.get(name)
+        while producer is not None and through and producer.op_type in _PASSES:
+            producer = self.producers.get(producer.input[0])
+        return producer if producer is not None and producer.op_type == "DequantizeLinear" else None
+
+    def integer_type(self, node: onnx.NodeProto) -> str:
+        """Type of the integers that a DequantizeLinear reads."""
+        source = self.array(node.input[0])
+        if source is not None:
+            return str(source.dtype)
+        zero_point = self.array(node.input[2]) if len(node.input) > 2 else None
+        return str(zero_point.dtype) if zero_point is not None else "uint8"
+
+    def row(self, node: onnx.NodeProto) -> AuditRow:
+        """The audit of one weighted operation."""
+        data, weight = (self.dequantizer(node.input[0], through=True), self.dequantizer(node.input[1], through=True))
+        constant = self.array(weight.input[0]) if weight is not None else self.array(node.input[1])
+        input_type = self.integer_type(data) if data is not None else "float"
+        weight_type = self.integer_type(weight) if weight is not None else "float"
+        scale = self.array(weight.input[1]) if weight is not None else None
+        eight = {"int8", "uint8"}
+        missing = [
+            text
+            for kind, text in ((input_type, "its input is not quantized"), (weight_type, "its weight is not quantized"))
+            if kind not in eight
+        ]
+        return AuditRow(
+            name=node.name or node.output[0],
+            op_type=node.op_type,
+            input_type=input_type,
+            weight_type=weight_type,
+            per_channel=scale is not None and scale.ndim > 0 and scale.size > 1,
+            weight_elements=0 if constant is None else int(constant.size),
+            int8=not missing,
+            reason="; ".join(missing),
+        )

@@ -1,0 +1,99 @@
+"""Over a finished run: write a network once more, measure its files once more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from torch import fx, nn
+
+from compress.data.load import load_data
+from compress.errors import RunError, near_misses
+from compress.export.onnx import export_onnx
+from compress.measure import BenchSpec
+from compress.measure.metric import Metric
+from compress.pipeline.folder import read_state, recipe_of
+from compress.pipeline.measure import VARIANTS, bench
+from compress.pipeline.models import float_step, ptq_step, qat_step
+from compress.pipeline.run import Run
+from compress.progress import NoProgress, Progress
+
+
+def variants_in(folder: Path) -> list[str]:
+    """Networks whose weights a run folder holds, in the order in which they were made."""
+    return [variant for variant in VARIANTS if (folder / f"{variant}.safetensors").is_file()]
+
+
+def export_again(
+    folder: Path,
+    *,
+    variant: str = "",
+    out: Path | None = None,
+    precision: str = "fp32",
+    opset: int = 19,
+    dynamic_batch: bool = True,
+) -> Path:
+    """Write a network of a run as ONNX.
+
+    Args:
+        folder: of the run.
+        variant: which network; "" = the last that was made.
+        out: file; None = `<folder>/<variant>-<precision>.onnx`.
+        precision: `fp32` or `fp16`, of all that is not quantized.
+        opset: 19 or later.
+        dynamic_batch: leave the batch size open.
+
+    Raises:
+        RunError: the folder holds no such network.
+        ExportError: bad arguments.
+    """  # fmt: skip
+    known = variants_in(folder)
+    if not known:
+        raise RunError(f"{folder} holds no weights of a run ({', '.join(VARIANTS[:3])}.safetensors)")
+    chosen = variant or known[-1]
+    if chosen not in known:
+        raise RunError(f"{folder} holds no {chosen!r}{near_misses(chosen, known)}; it holds {', '.join(known)}")
+    recipe = recipe_of(folder)
+    run = Run(recipe=recipe, folder=read_state(folder), data=load_data(recipe.data))
+    return export_onnx(
+        network(run, chosen),
+        run.example,
+        out or folder / f"{chosen}-{precision}.onnx",
+        precision=precision,
+        dynamic_batch=dynamic_batch,
+        opset=opset,
+        preprocessing=run.data.val.preprocessing,
+        labels=run.data.val.labels,
+        metadata={"compress.recipe": recipe.digest(), "compress.variant": chosen},
+    )
+
+
+def network(run: Run, variant: str) -> nn.Module:
+    """A network of a finished run, its weights loaded."""
+    float_model = float_step(run)
+    if variant == "float":
+        return float_model
+    ptq_model = ptq_step(run, float_model)
+    return ptq_model if variant == "ptq" else qat_step(run, float_model, cast(fx.GraphModule, ptq_model))
+
+
+def bench_again(files: Sequence[Path], spec: BenchSpec, *, progress: Progress | None = None) -> list[Metric]:
+    """Latency of ONNX files, or of those of one run folder, which then keeps the figures.
+
+    Raises:
+        RunError: a folder without ONNX files, or files and folders mixed.
+    """
+    progress = progress or NoProgress()
+    folders = [path for path in files if path.is_dir()]
+    if folders and len(files) > 1:
+        raise RunError("bench takes one run folder or any number of ONNX files, not both")
+    if not folders:
+        return bench({path.stem: path for path in files}, spec, progress=progress)
+    folder = read_state(folders[0])
+    found = {v: folder / f"{v}.onnx" for v in VARIANTS if (folder / f"{v}.onnx").is_file()}
+    if not found:
+        raise RunError(f"{folders[0]} holds no ONNX files of a run yet; let it finish with --resume first")
+    metrics = bench(found, spec, progress=progress)
+    folder.add_metrics(metrics)
+    return metrics

@@ -1,0 +1,100 @@
+"""Which steps a command takes, in which order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import fx, nn
+
+from compress.data.load import load_data
+from compress.errors import RecipeError
+from compress.pipeline.export import export_step
+from compress.pipeline.folder import RunFolder, free_folder, latest_folder, open_run
+from compress.pipeline.measure import bench_step, evaluate_step
+from compress.pipeline.models import float_step, ptq_step, qat_step
+from compress.pipeline.run import Run
+from compress.progress import NoProgress, Progress
+from compress.recipe import Recipe
+from compress.report import write_report
+from compress.training import SINGLE, Processes
+
+COMMANDS = ("train", "ptq", "qat")
+
+
+def run(
+    recipe: Recipe,
+    command: str,
+    out: Path | str,
+    *,
+    resume: bool = False,
+    device: str | None = None,
+    processes: Processes = SINGLE,
+    progress: Progress | None = None,
+) -> RunFolder:
+    """Do all that `command` needs, from the baseline to the report.
+
+    Args:
+        recipe: from `load_recipe`.
+        command: `train` (baseline only), `ptq` or `qat`.
+        out: the run folder.
+        resume: go on with the run that `out` holds.
+        device: `cpu` or `cuda`; None = a GPU where there is one.
+        processes: of torchrun; rank 0 exports, measures and writes.
+        progress: hears of long work.
+
+    Returns:
+        The folder, with metrics.json, report.md and report.html.
+
+    Raises:
+        CompressError: of the kind that names what is wrong; what was finished stays, and can be resumed.
+    """
+    _check(recipe, command)
+    out = Path(out)
+    data = load_data(recipe.data)
+    folder = processes.on_main(lambda: open_run(out, recipe, command, resume=resume))
+    this = Run(
+        recipe=recipe,
+        folder=folder,
+        data=data,
+        device=processes.on(device or _best_device()),
+        processes=processes,
+        progress=progress or NoProgress(),
+        resume=resume,
+    )
+    models: dict[str, nn.Module] = {"float": float_step(this)}
+    if command in {"ptq", "qat"}:
+        models["ptq"] = ptq_step(this, models["float"])
+    if command == "qat":
+        models["qat"] = qat_step(this, models["float"], cast(fx.GraphModule, models["ptq"]))
+    if processes.is_main:
+        _measure(this, models)
+    return folder
+
+
+def _measure(this: Run, models: dict[str, nn.Module]) -> None:
+    """Everything behind the networks: files, accuracy, latency, report."""
+    export_step(this, models)
+    evaluate_step(this, models)
+    bench_step(this, list(models))
+    write_report(this.folder.path)
+
+
+def _check(recipe: Recipe, command: str) -> None:
+    if command not in COMMANDS:
+        raise RecipeError(f"no command {command!r}; one of: {', '.join(COMMANDS)}")
+    if command in {"ptq", "qat"} and recipe.quantization is None:
+        raise RecipeError(f"{command} needs a `quantization` section, and the recipe has quantization: null")
+    if command == "qat" and recipe.qat is None:
+        raise RecipeError("qat needs a `qat` section, and the recipe has qat: null; ptq needs none")
+
+
+def _best_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def default_folder(recipe_name: str, command: str, *, resume: bool, parent: Path | str = "runs") -> Path:
+    """`runs/<recipe>-<command>`, numbered so that a new run never meets an old one; with `resume`, the latest."""
+    name = f"{Path(recipe_name).stem}-{command}"
+    return latest_folder(Path(parent), name) if resume else free_folder(Path(parent), name)

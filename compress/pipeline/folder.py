@@ -1,0 +1,151 @@
+"""The run folder: what a run is, which of its steps are behind it, and the refusal of another run's folder.
+
+A step first writes its files, each whole or absent, and then its line in `state.json`. A run that is stopped at any
+moment therefore finds, on `--resume`, either the line and the files or neither.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from compress.errors import RunError
+from compress.files import write_json, write_text
+from compress.measure.metric import Metric
+from compress.recipe import Recipe, load_recipe
+
+_STATE = "state.json"
+_FORMAT = 1
+
+
+class RunFolder:
+    """A folder that holds one run of one recipe; see `open_run`."""
+
+    def __init__(self, path: Path, state: dict[str, Any]) -> None:
+        self.path = path
+        self._state = state
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+    def done(self, step: str) -> bool:
+        """Whether a step has ended."""
+        return step in self._state["steps"]
+
+    def facts(self, step: str) -> dict[str, Any]:
+        """What a step wrote down when it ended."""
+        facts: dict[str, Any] = self._state["steps"][step]
+        return facts
+
+    def finish(self, step: str, **facts: Any) -> None:
+        """Write down that a step has ended, with facts worth keeping."""
+        self._state["steps"][step] = facts
+        write_json(self.path / _STATE, self._state)
+
+    def metrics(self) -> list[Metric]:
+        """The numbers measured so far."""
+        path = self.path / "metrics.json"
+        return [Metric.from_dict(row) for row in json.loads(path.read_text())] if path.is_file() else []
+
+    def add_metrics(self, metrics: list[Metric]) -> None:
+        """Add numbers; a number for the same thing takes the place of the older one."""
+        rows = {_key(m): m for m in self.metrics()} | {_key(m): m for m in metrics}
+        write_json(self.path / "metrics.json", [m.to_dict() for m in rows.values()])
+
+
+def _key(metric: Metric) -> tuple[str, str, str, int | None]:
+    return (metric.name, metric.variant, metric.engine, metric.batch_size)
+
+
+def open_run(path: Path, recipe: Recipe, command: str, *, resume: bool) -> RunFolder:
+    """Begin a run in an empty or new folder, or go on with the one that is there.
+
+    Args:
+        path: the folder.
+        recipe: of the run; written into the folder as resolved.
+        command: `train`, `ptq`, `qat` or `prune`.
+        resume: go on with a run of the same recipe; without it a folder that holds anything is refused.
+
+    Raises:
+        RunError: the folder holds something else, another recipe, or a run and `resume` was not asked for.
+    """
+    state_file = path / _STATE
+    if path.exists() and not path.is_dir():
+        raise RunError(f"{path} is a file; --out names a folder")
+    if state_file.is_file():
+        return _reopen(path, recipe, resume)
+    left = [p for p in path.iterdir() if not p.name.endswith(".part")] if path.is_dir() else []
+    if [p for p in left if p.name != "recipe.yaml"]:
+        raise RunError(f"{path} holds {left[0].name} and is no run folder; name an empty or a new one with --out")
+    path.mkdir(parents=True, exist_ok=True)
+    write_text(path / "recipe.yaml", recipe.to_yaml())
+    state = {"format": _FORMAT, "command": command, "recipe": recipe.digest(), "steps": {}}
+    write_json(state_file, state)
+    return RunFolder(path, state)
+
+
+def read_state(path: Path) -> RunFolder:
+    """An existing run folder.
+
+    Raises:
+        RunError: it is not one, or its state cannot be read.
+    """
+    state_file = path / _STATE
+    if not state_file.is_file():
+        raise RunError(f"{path} is no run folder ({_STATE} is missing); give one that a command of compress wrote")
+    try:
+        state = json.loads(state_file.read_text())
+        if state["format"] != _FORMAT or not isinstance(state["steps"], dict):
+            raise ValueError(f"format {state.get('format')}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{state_file} cannot be read ({error}); name a new folder with --out") from None
+    return RunFolder(path, state)
+
+
+def recipe_of(path: Path) -> Recipe:
+    """The recipe that a run folder was made with.
+
+    Raises:
+        RunError: the folder holds none.
+        RecipeError: it holds one that this version does not read.
+    """
+    if not (path / "recipe.yaml").is_file():
+        raise RunError(f"{path} is no run folder (recipe.yaml is missing)")
+    return load_recipe(path / "recipe.yaml")
+
+
+def _reopen(path: Path, recipe: Recipe, resume: bool) -> RunFolder:
+    folder = read_state(path)
+    if folder._state["recipe"] != recipe.digest():
+        raise RunError(
+            f"{path} holds a run of another recipe; it differs in {', '.join(_differences(path, recipe))}. Name a new "
+            "folder with --out, or repeat the run's own --set values to go on with it"
+        )
+    if not resume:
+        raise RunError(f"{path} holds a run of this recipe already; --resume goes on with it, --out names a new folder")
+    for left_over in path.glob(".*.part"):  # of a process that was killed while it was writing
+        left_over.unlink(missing_ok=True)
+    return folder
+
+
+def _differences(path: Path, recipe: Recipe) -> list[str]:
+    """Names of the sections that differ."""
+    old = recipe_of(path)
+    return [name for name in Recipe.__dataclass_fields__ if getattr(old, name) != getattr(recipe, name)]
+
+
+def free_folder(parent: Path, name: str) -> Path:
+    """`parent/name`, or `parent/name-2`, ... : the first that does not exist."""
+    number = 1
+    while (path := parent / (name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    return path
+
+
+def latest_folder(parent: Path, name: str) -> Path:
+    """The last of `parent/name`, `parent/name-2`, ... that exists; the first name when none does."""
+    number = 1
+    while (parent / f"{name}-{number + 1}").exists():
+        number += 1
+    return parent / (name if number == 1 else f"{name}-{number}")

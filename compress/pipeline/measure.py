@@ -1,0 +1,191 @@
+"""The steps that measure: accuracy of every engine on the whole evaluation split, and latency of all in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from torch import nn
+
+from compress.data.base import Batch, BatchPlan
+from compress.engines import Engine, TorchEngine, build_engine
+from compress.errors import EngineError, EngineUnavailableError
+from compress.files import write_json
+from compress.measure import (
+    BenchSpec,
+    EngineAccuracy,
+    compare_logits,
+    describe_machine,
+    measure_accuracy,
+    measure_latency,
+)
+from compress.measure.metric import Metric
+from compress.pipeline.run import Run
+from compress.progress import Progress
+
+EVALUATION_BATCH = 32
+VARIANTS = ("float", "ptq", "qat", "sparse", "sparse-ptq", "sparse-qat")
+"""In the order in which a run makes and a table shows them."""
+
+
+def evaluate_step(run: Run, models: dict[str, nn.Module]) -> None:
+    """Top-1 and top-5 of every network on every engine, and how far each engine is from fake quantization."""
+    if run.folder.done("evaluate"):
+        return
+    write_json(run.path("environment.json"), describe_machine().to_dict())
+    metrics: list[Metric] = []
+    for variant, model in models.items():
+        reference = _evaluate_torch(run, variant, model, metrics)
+        for engine, precision in _engines(run.recipe.bench):
+            metrics += _evaluate_engine(run, variant, engine, precision, reference)
+    run.folder.add_metrics(metrics)
+    run.folder.finish("evaluate")
+
+
+def _evaluate_torch(run: Run, variant: str, model: nn.Module, metrics: list[Metric]) -> EngineAccuracy:
+    """The network itself, in torch: for a quantized one that is fake quantization, the reference of its engines."""
+    label = "torch" if variant in {"float", "sparse"} else "torch (fake quantization)"
+    size = run.data.val.preprocessing.image_size
+    with TorchEngine(model, (3, size, size), device=str(run.device), label=label) as engine:
+        seen = measure_accuracy(engine, _Evaluation(run), keep_logits=True, progress=run.progress)
+    metrics += _accuracy_metrics(variant, label, seen)
+    return seen
+
+
+def _evaluate_engine(
+    run: Run, variant: str, engine: str, precision: str | None, reference: EngineAccuracy
+) -> list[Metric]:
+    path = run.path(f"{variant}.onnx")
+    try:
+        with build_engine(path, engine, batch_size=EVALUATION_BATCH, precision=precision) as built:
+            seen = measure_accuracy(
+                built,
+                _Evaluation(run),
+                preprocessing=run.data.val.preprocessing,
+                keep_logits=True,
+                progress=run.progress,
+            )
+            label = built.info.label
+    except (EngineUnavailableError, EngineError) as error:
+        return _unavailable(("top1", "%"), variant, engine, None, error)
+    metrics = _accuracy_metrics(variant, label, seen)
+    parity = compare_logits(reference.logits, seen.logits)
+    method = "engine against torch on the evaluation split, same ONNX"
+    rows = (("agreement", 100 * parity.agreement, "%"), ("sqnr_db", parity.sqnr_db, "dB"))
+    for name, value, unit in rows:
+        metrics.append(Metric(name=name, variant=variant, engine=label, value=value, unit=unit, method=method))
+    return metrics
+
+
+class _Evaluation:
+    """The evaluation split in batches; iterable more than once."""
+
+    def __init__(self, run: Run) -> None:
+        self.split, self.plan = run.data.val, BatchPlan(batch_size=EVALUATION_BATCH)
+
+    def __len__(self) -> int:
+        return self.split.steps(self.plan)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.split.batches(self.plan)
+
+
+def _accuracy_metrics(variant: str, label: str, seen: EngineAccuracy) -> list[Metric]:
+    method = f"{seen.images} images, the whole evaluation split"
+    return [
+        Metric(name="top1", variant=variant, engine=label, value=100 * seen.top1, unit="%", method=method),
+        Metric(name="top5", variant=variant, engine=label, value=100 * seen.top5, unit="%", method=method),
+    ]
+
+
+def bench_step(run: Run, variants: list[str]) -> None:
+    """Latency and throughput of every network on every engine."""
+    if run.folder.done("bench"):
+        return
+    files = {variant: run.path(f"{variant}.onnx") for variant in variants}
+    run.folder.add_metrics(bench(files, run.recipe.bench, progress=run.progress))
+    run.folder.finish("bench")
+
+
+def bench(files: dict[str, Path], spec: BenchSpec, *, progress: Progress) -> list[Metric]:
+    """Latency of ONNX files on engines, all variants in turn at each batch size."""
+    metrics: list[Metric] = []
+    for batch_size in spec.batch_sizes:
+        with ExitStack() as stack:
+            engines: dict[str, tuple[str, Engine]] = {}
+            for variant, path in files.items():
+                for name, precision in _engines(spec):
+                    try:
+                        built = build_engine(
+                            path, name, batch_size=batch_size, threads=spec.threads, precision=precision
+                        )
+                    except EngineError as error:
+                        metrics += _unavailable(("p50_ms", "ms"), variant, name, batch_size, error)
+                        continue
+                    stack.enter_context(built)
+                    engines[f"{variant}: {built.info.label}"] = (variant, built)
+            metrics += _latencies(engines, spec, batch_size, progress)
+    return metrics
+
+
+def _latencies(
+    engines: dict[str, tuple[str, Engine]], spec: BenchSpec, batch_size: int, progress: Progress
+) -> list[Metric]:
+    if not engines:
+        return []
+    timed = measure_latency(
+        {key: engine for key, (_, engine) in engines.items()},
+        batch_size=batch_size,
+        warmup=spec.warmup,
+        runs=spec.runs,
+        seconds=spec.seconds,
+        progress=progress,
+    )
+    metrics = []
+    for row in timed:
+        variant, engine = engines[row.label]
+        method = f"{row.runs} runs, {len(engines)} variants in turn, after {spec.warmup} warm-up runs"
+        figures = (
+            ("p50_ms", row.p50_ms, "ms"),
+            ("p90_ms", row.p90_ms, "ms"),
+            ("p99_ms", row.p99_ms, "ms"),
+            ("images_per_s", row.images_per_s, "images/s"),
+        )
+        metrics += [
+            Metric(
+                name=name,
+                variant=variant,
+                engine=engine.info.label,
+                batch_size=batch_size,
+                value=value,
+                unit=unit,
+                method=method,
+            )
+            for name, value, unit in figures
+        ]
+    return metrics
+
+
+def _engines(spec: BenchSpec) -> list[tuple[str, str | None]]:
+    """(engine, precision): OpenVINO in float32 and in its own choice, the others as they are."""
+    pairs: list[tuple[str, str | None]] = []
+    for name in spec.engines:
+        pairs += [(name, "f32"), (name, None)] if name == "openvino" else [(name, None)]
+    return pairs
+
+
+def _unavailable(
+    name: tuple[str, str], variant: str, engine: str, batch_size: int | None, error: Exception
+) -> list[Metric]:
+    row = Metric(
+        name=name[0],
+        variant=variant,
+        engine=engine,
+        batch_size=batch_size,
+        value=None,
+        unit=name[1],
+        status="unavailable",
+        reason=str(error),
+    )
+    return [row]

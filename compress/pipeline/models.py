@@ -1,0 +1,152 @@
+"""The steps that make networks: float baseline, post-training quantization, quantization-aware training."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from compress.data.base import BatchPlan, Split
+from compress.files import write_json, write_text
+from compress.models import build_model_with_notes
+from compress.pipeline.run import Run
+from compress.quantization.calibrate import CalibrationReport, calibrate
+from compress.quantization.insert import insert_quantizers, placement_of
+from compress.quantization.spec import QuantSpec
+from compress.training import fit, load_model, save_model
+from compress.training.spec import QATSpec
+
+
+def float_step(run: Run) -> nn.Module:
+    """The float baseline: the recipe's model, trained unless `train.epochs` is 0."""
+    spec = run.recipe
+    torch.manual_seed(spec.train.seed)
+    built = build_model_with_notes(spec.model, num_classes=run.data.train.num_classes)
+    model = built.model
+    run.notes += [note for note in built.notes if note not in run.notes]
+    if run.folder.done("train"):
+        load_model(model, run.path("float.safetensors"))
+        return model.to(run.device).eval()
+    model.to(run.device)
+    report = fit(
+        model,
+        run.data,
+        spec.train,
+        batch_size=spec.data.batch_size,
+        folder=run.folder.path,
+        device=run.device,
+        processes=run.processes,
+        resume=run.resume,
+        name="train",
+        progress=run.progress,
+    )
+    _keep(run, "train", model, top1=report.final.top1, images_per_s=report.images_per_s, seconds=report.seconds)
+    return model.eval()
+
+
+def ptq_step(run: Run, float_model: nn.Module) -> fx.GraphModule:
+    """Post-training quantization of the float baseline, calibrated on images of the training split."""
+    spec = cast(QuantSpec, run.recipe.quantization)
+    qmodel = insert_quantizers(float_model, run.example.to(run.device), spec)
+    if run.folder.done("ptq"):
+        load_model(qmodel, run.path("ptq.safetensors"))
+        return qmodel.eval()
+    seen = calibrate(
+        qmodel, _calibration_images(run, spec), all_reduce=run.processes.world_size > 1, progress=run.progress
+    )
+    run.processes.on_main(lambda: _write_quantization(run, qmodel, seen))
+    _keep(run, "ptq", qmodel, images=seen.images)
+    return qmodel
+
+
+def qat_step(run: Run, float_model: nn.Module, ptq_model: fx.GraphModule) -> fx.GraphModule:
+    """Train the quantized network on, taught by the float one where the recipe says so."""
+    spec = cast(QATSpec, run.recipe.qat)
+    qmodel = cast(fx.GraphModule, copy.deepcopy(ptq_model))
+    if run.folder.done("qat"):
+        load_model(qmodel, run.path("qat.safetensors"))
+        return qmodel.eval()
+    report = fit(
+        qmodel.train(),
+        run.data,
+        spec,
+        batch_size=run.recipe.data.batch_size,
+        folder=run.folder.path,
+        teacher=float_model if spec.distill else None,
+        device=run.device,
+        processes=run.processes,
+        resume=run.resume,
+        name="qat",
+        progress=run.progress,
+    )
+    _keep(run, "qat", qmodel, top1=report.final.top1, images_per_s=report.images_per_s, seconds=report.seconds)
+    return qmodel.eval()
+
+
+def _keep(run: Run, step: str, model: nn.Module, **facts: float | None) -> None:
+    """Write the weights and mark a step as done, on the main process; the others wait."""
+
+    def work() -> None:
+        name = "float" if step == "train" else step
+        save_model(model, run.path(f"{name}.safetensors"), {"step": step, "recipe": run.recipe.digest()})
+        run.folder.finish(step, **facts)
+        run.path(f"{step}.checkpoint.safetensors").unlink(missing_ok=True)  # the weights have taken its place
+
+    run.processes.on_main(work)
+
+
+@dataclass(frozen=True)
+class CalibrationImages:
+    """This process's share of the calibration images, batch by batch; has a length, so that progress has an end."""
+
+    split: Split
+    plan: BatchPlan
+
+    def __len__(self) -> int:
+        return self.split.steps(self.plan)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (images for images, _ in self.split.batches(self.plan))
+
+
+def _calibration_images(run: Run, spec: QuantSpec) -> CalibrationImages:
+    """The images that ranges are measured on: of the training split, never of the evaluation split."""
+    plan = BatchPlan(
+        batch_size=run.recipe.data.batch_size,
+        limit=min(spec.calibration_images, len(run.data.train)),
+        rank=run.processes.rank,
+        world_size=run.processes.world_size,
+    )
+    return CalibrationImages(run.data.train, plan)
+
+
+def _write_quantization(run: Run, qmodel: fx.GraphModule, seen: CalibrationReport) -> None:
+    """The table of decisions, and what calibration saw."""
+    write_text(run.path("placement.csv"), placement_of(qmodel).to_csv())
+    formats = {site.name: site.format for site in placement_of(qmodel).activations}
+    rows = []
+    for name, (counts, edges) in seen.histograms.items():
+        counts, edges = _coarse(counts, edges)
+        rows.append(
+            {
+                "name": name,
+                "counts": counts.tolist(),
+                "bin_edges": [edges[0].item(), edges[-1].item()],
+                "amax": seen.amax[name].item(),
+                "signed": formats[name].signed,
+            }
+        )
+    write_json(run.path("histograms.json"), rows)
+
+
+def _coarse(counts: Tensor, edges: Tensor, bins: int = 128) -> tuple[Tensor, Tensor]:
+    """A histogram of about `bins` bins for drawing: neighbours added up, the last ones padded with empty bins."""
+    group = max(1, -(-len(counts) // bins))
+    missing = -len(counts) % group
+    padded = torch.cat([counts, counts.new_zeros(missing)]).view(-1, group).sum(1)
+    width = edges[1] - edges[0]
+    return padded, torch.arange(len(padded) + 1, dtype=edges.dtype) * width * group

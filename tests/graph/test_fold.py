@@ -1,0 +1,64 @@
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from compress.graph.fold import fold_batchnorm
+from compress.graph.trace import trace
+from tests.networks import TinyResNet, with_statistics
+
+
+def folded(model, x):
+    graph = trace(model, x)
+    paths = fold_batchnorm(graph)
+    return graph, paths
+
+
+def test_outputs_stay_and_batchnorm_goes():
+    model, x = with_statistics(TinyResNet()).double(), torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    graph, paths = folded(model, x)
+    torch.testing.assert_close(graph(x), model(x), rtol=1e-9, atol=1e-9)
+    assert len(paths) == 6
+    assert not [m for m in graph.modules() if isinstance(m, nn.BatchNorm2d)]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_transposed_convolutions_fold(groups):
+    model = nn.Sequential(nn.ConvTranspose2d(4, 6, 3, stride=2, groups=groups), nn.BatchNorm2d(6), nn.ReLU())
+    model, x = with_statistics(model).double(), torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    graph, paths = folded(model, x)
+    assert paths == ("1",)
+    torch.testing.assert_close(graph(x), model(x), rtol=1e-9, atol=1e-9)
+
+
+def test_linear_folds():
+    model = with_statistics(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))).double()
+    x = torch.randn(4, 5, dtype=torch.float64)
+    graph, paths = folded(model, x)
+    assert paths == ("1",)
+    torch.testing.assert_close(graph(x), model(x), rtol=1e-9, atol=1e-9)
+
+
+def test_what_cannot_fold_stays():
+    class Branches(nn.Module):
+        """The convolution's output is read twice, so its BatchNorm must stay."""
+
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            y = self.conv(x)
+            return self.bn(y) + y
+
+    model, x = with_statistics(Branches()), torch.randn(2, 3, 4, 4)
+    graph, paths = folded(model, x)
+    assert paths == ()
+    torch.testing.assert_close(graph(x), model(x))
+
+
+def test_preactivation_networks_keep_what_has_no_layer_before_it():
+    model, x = with_statistics(torchvision.models.densenet121()), torch.randn(2, 3, 32, 32)
+    graph, paths = folded(model, x)
+    torch.testing.assert_close(graph(x), model(x), rtol=1e-3, atol=1e-3)
+    assert "features.norm0" in paths and "features.denseblock1.denselayer1.norm1" not in paths

@@ -1,0 +1,75 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from compress.errors import ModelError
+from compress.graph.trace import leaves_of, trace
+from tests.networks import TinyResNet
+
+
+class DependsOnValues(nn.Module):
+    def forward(self, x):
+        return x * 2 if x.sum() > 0 else x
+
+
+class Holder(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(self.conv(x))
+
+
+def test_graph_computes_what_the_model_does_and_carries_shapes():
+    model, x = TinyResNet().eval(), torch.randn(2, 3, 16, 16)
+    graph = trace(model, x)
+    torch.testing.assert_close(graph(x), model(x))
+    shapes = {n.name: n.meta["shape"] for n in graph.graph.nodes}
+    assert shapes["maxpool"] == (2, 8, 8, 8)
+    assert shapes["fc"] == (2, 10)
+    assert graph.state_dict().keys() == model.state_dict().keys()
+
+
+def test_what_fx_cannot_trace_becomes_a_leaf_with_its_reason():
+    model = Holder(nn.Sequential(nn.ReLU(), DependsOnValues()))
+    graph = trace(model, torch.randn(2, 3, 8, 8))
+    (leaf,) = leaves_of(graph)
+    assert (leaf.path, leaf.kind) == ("inner.1", "DependsOnValues")
+    assert "control flow" in leaf.reason
+    for twin in (copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
+        assert leaves_of(twin) == leaves_of(graph)
+
+
+def test_a_forward_that_cannot_be_traced_at_all_is_refused():
+    with pytest.raises(ModelError, match="DependsOnValues.forward itself"):
+        trace(DependsOnValues(), torch.randn(2, 3))
+
+
+def test_a_graph_that_computes_something_else_is_refused():
+    class Chance(nn.Module):
+        def forward(self, x):
+            return x * torch.rand(1).item()
+
+    with pytest.raises(ModelError, match="something else"):
+        trace(Chance(), torch.ones(2, 3))
+
+
+def test_wrong_inputs_are_named():
+    with pytest.raises(ModelError, match=r"\(2, 1, 16, 16\)"):
+        trace(TinyResNet(), torch.randn(2, 1, 16, 16))
+    with pytest.raises(ModelError, match="example_inputs"):
+        trace(TinyResNet(), [])
+    with pytest.raises(ModelError, match="nowhere"):
+        trace(TinyResNet(), torch.randn(2, 3, 16, 16), leaves=["nowhere"])
+
+
+def test_the_model_is_left_as_it_was():
+    model = TinyResNet().train()
+    before = copy.deepcopy(model.state_dict())
+    trace(model, torch.randn(2, 3, 16, 16))
+    assert model.training and all(torch.equal(before[k], v) for k, v in model.state_dict().items())

@@ -1,0 +1,71 @@
+"""Small networks that tests share, and factories that recipes name (`tests.networks:tiny`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Residual(nn.Module):
+    """A downsampling residual block as in ResNet: both branches of its add end in a convolution."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        plain = stride == 1 and inputs == outputs
+        self.downsample = (
+            None if plain else nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        x = x if self.downsample is None else self.downsample(x)
+        return self.relu(y + x)
+
+
+class TinyResNet(nn.Module):
+    """Stem, max pool, two residual blocks, global average pool, classifier: 16 by 16 pixels and more."""
+
+    def __init__(self, num_classes: int = 10, width: int = 8) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.maxpool = nn.MaxPool2d(2)
+        self.block1 = Residual(width, width)
+        self.block2 = Residual(width, 2 * width, stride=2)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.dropout = nn.Dropout(0.1)
+        self.fc = nn.Linear(2 * width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maxpool(torch.relu(self.bn1(self.conv1(x))))
+        x = self.avgpool(self.block2(self.block1(x)))
+        return self.fc(self.dropout(torch.flatten(x, 1)))
+
+
+def tiny(num_classes: int = 10, width: int = 8) -> nn.Module:
+    """A network that trains on the digits in seconds."""
+    return TinyResNet(num_classes, width)
+
+
+def network() -> nn.Module:
+    """The same small residual network on every call."""
+    torch.manual_seed(0)
+    return with_statistics(TinyResNet())
+
+
+def with_statistics(model: nn.Module, seed: int = 0) -> nn.Module:
+    """`model` with BatchNorm statistics and affine parameters that are not those of a fresh layer."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            size = module.running_mean.shape
+            module.running_mean.copy_(torch.randn(size, generator=generator) * 0.2)
+            module.running_var.copy_(torch.rand(size, generator=generator) + 0.5)
+            module.weight.data.copy_(torch.randn(size, generator=generator) + 0.5)
+            module.bias.data.copy_(torch.randn(size, generator=generator) * 0.1)
+    return model.eval()

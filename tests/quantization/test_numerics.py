@@ -1,0 +1,119 @@
+"""The oracles are torch's own fake_quantize operators, ONNX's reference evaluator and ONNX Runtime."""
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
+
+from compress.errors import QuantizationError
+from compress.quantization.numerics import QuantFormat, dequantize, fake_quantize, quantize, scale_from_amax
+
+INT8, UINT8 = QuantFormat(), QuantFormat(signed=False)
+WEIGHT = QuantFormat(axis=0, narrow=True)
+
+floats = st.floats(-1e4, 1e4, width=32)
+
+
+def onnx_round_trip(x, scale, quant_format):
+    """A model with one Q/DQ pair."""
+    kind = TensorProto.INT8 if quant_format.signed else TensorProto.UINT8
+    shape = list(scale.shape)
+    attributes = {} if quant_format.axis is None else {"axis": quant_format.axis}
+    zeros = np.zeros(shape, np.int8 if quant_format.signed else np.uint8)
+    constants = [
+        helper.make_tensor("s", TensorProto.FLOAT, shape, scale.numpy().ravel()),
+        helper.make_tensor("z", kind, shape, zeros.ravel()),
+    ]
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"], **attributes),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"], **attributes),
+    ]
+    floats = [helper.make_tensor_value_info(n, TensorProto.FLOAT, list(x.shape)) for n in "xy"]
+    ints = helper.make_tensor_value_info("q", kind, list(x.shape))
+    graph = helper.make_graph(nodes, "g", floats[:1], [ints, floats[1]], constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
+
+
+@pytest.mark.parametrize("runner", ["reference", "onnxruntime"])
+@settings(max_examples=60, deadline=None)
+@given(values=st.lists(floats, min_size=1, max_size=20), amax=st.floats(2**-6, 1024, width=32), signed=st.booleans())
+def test_same_integers_as_onnx(runner, values, amax, signed):
+    quant_format = QuantFormat(signed=signed)
+    x, scale = torch.tensor(values), scale_from_amax(torch.tensor(amax), quant_format)
+    x = torch.cat([x, scale * torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 127.5, -128.5])])  # ties and the ends
+    model = onnx_round_trip(x, scale, quant_format)
+    if runner == "reference":
+        q, y = ReferenceEvaluator(model).run(None, {"x": x.numpy()})
+    else:
+        q, y = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x.numpy()})
+    mine = quantize(x, scale, quant_format)
+    np.testing.assert_array_equal(mine.numpy(), q)
+    np.testing.assert_array_equal(dequantize(mine, scale, quant_format).numpy(), y)
+    np.testing.assert_array_equal(fake_quantize(x, scale, quant_format).numpy(), y)
+
+
+def test_per_channel_integers_as_onnx():
+    x, scale = torch.randn(5, 3, 2, 2), torch.rand(5) * 0.1 + 1e-3
+    q, y = ReferenceEvaluator(onnx_round_trip(x, scale, QuantFormat(axis=0))).run(None, {"x": x.numpy()})
+    np.testing.assert_array_equal(quantize(x, scale, QuantFormat(axis=0)).numpy(), q)
+    np.testing.assert_array_equal(fake_quantize(x, scale, QuantFormat(axis=0)).numpy(), y)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(-300, 300, width=32), min_size=1, max_size=30), st.sampled_from([0.5, 1.0, 2.0, 0.25]))
+def test_gradient_as_torchs_operator(values, scale):
+    """A power of two as scale: torch multiplies by its inverse, and then both are exact."""
+    mine, theirs = (torch.tensor(values, requires_grad=True) for _ in range(2))
+    out = fake_quantize(mine, torch.tensor(scale), INT8)
+    reference = torch.fake_quantize_per_tensor_affine(theirs, scale, 0, -128, 127)
+    torch.testing.assert_close(out, reference, rtol=0, atol=0)
+    weights = torch.arange(len(values)) + 1.0
+    (out * weights).sum().backward()
+    (reference * weights).sum().backward()
+    assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_per_channel_gradient_as_torchs_operator():
+    x = torch.randn(4, 3, 3, 3) * 3
+    scale = torch.tensor([0.03125, 0.0625, 0.015625, 0.5])
+    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    out = fake_quantize(mine, scale, WEIGHT)
+    reference = torch.fake_quantize_per_channel_affine(theirs, scale, torch.zeros(4, dtype=torch.int32), 0, -127, 127)
+    torch.testing.assert_close(out, reference, rtol=0, atol=0)
+    out.square().sum().backward()
+    reference.square().sum().backward()
+    assert torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("signed", [True, False])
+def test_ranges(bits, signed):
+    quant_format = QuantFormat(num_bits=bits, signed=signed)
+    span = quant_format.qmax - quant_format.qmin + 1
+    assert span == 2**bits
+    amax = torch.tensor(3.0)
+    top = fake_quantize(amax, scale_from_amax(amax, quant_format), quant_format)
+    torch.testing.assert_close(top, amax)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_in_float32(dtype):
+    x, scale = (torch.randn(1000) * 3).to(dtype), torch.tensor(0.0217)
+    expected = fake_quantize(x.float(), scale, INT8).to(dtype)
+    assert torch.equal(fake_quantize(x, scale, INT8), expected)
+
+
+def test_zeros_stay_zero():
+    x = torch.randn(4, 8)
+    x[x.abs() < 0.5] = 0
+    assert (fake_quantize(x, torch.rand(4) + 0.01, WEIGHT)[x == 0] == 0).all()
+
+
+@pytest.mark.parametrize("bits", [1, 9])
+def test_bits_are_bounded(bits):
+    with pytest.raises(QuantizationError, match="2 to 8"):
+        QuantFormat(num_bits=bits)

@@ -1,0 +1,132 @@
+"""The placement rules of DESIGN section 4, on networks where the right answer is known by hand."""
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from compress.errors import QuantizationError
+from compress.graph.fold import fold_batchnorm
+from compress.graph.trace import trace
+from compress.quantization.placement import place
+from compress.quantization.spec import ActivationSpec, QuantSpec, Rule, WeightSpec
+from tests.networks import TinyResNet
+
+
+def placement(model, spec=None, shape=(2, 3, 32, 32)):
+    graph = trace(model, torch.randn(shape))
+    fold_batchnorm(graph)
+    return place(graph, spec or QuantSpec())
+
+
+def quantized(result):
+    return {d.tensor for d in result.decisions if d.decision == "quantize" and not d.tensor.endswith(".weight")}
+
+
+def test_tensorrt_on_a_residual_network():
+    result = placement(TinyResNet())
+    assert quantized(result) == {
+        "x",  # input of conv1
+        "relu",  # behind the bare max pool: input of block1.conv1 and the identity of its add
+        "block1_relu",
+        "block1_relu_1",  # input of block2.conv1 and of its downsample
+        "block2_relu",
+        "block2_downsample_0",  # the identity branch; the main branch (the longer path) fuses with the add
+        "block2_relu_1",  # input of the average pool
+        "avgpool",  # its output, through flatten and dropout the input of fc
+        "dropout",
+    } - {"avgpool"} | {"avgpool"}
+    assert not any(d.tensor in {"block1_conv2", "block2_conv2", "maxpool", "fc"} for d in result.decisions)
+    assert all(a.format.signed for a in result.activations)
+    assert all(w.format.axis == 0 and w.format.narrow for w in result.weights)
+
+
+@pytest.mark.parametrize("target", ["openvino", "onnxruntime"])
+def test_cpu_targets_are_unsigned_after_relu_and_quantize_both_branches(target):
+    result = placement(TinyResNet(), QuantSpec(target=target))
+    signed = {d.tensor: d.signed for d in result.decisions if d.tensor in quantized(result)}
+    assert signed["x"] and signed["block1_conv2"] and signed["block2_conv2"] and signed["block2_downsample_0"]
+    assert not signed["relu"] and not signed["block1_relu"] and not signed["block2_relu_1"]
+    assert "add" not in signed and "fc" not in signed
+
+
+def test_one_quantizer_a_tensor():
+    result = placement(torchvision.models.resnet50())
+    tensors = [tensor for site in result.activations for tensor in {t for t, _ in site.edges}]
+    assert len(tensors) == len(set(tensors))
+    assert len(result.weights) == 54
+    assert len([d for d in result.decisions if "residual" in d.rule]) == 16
+
+
+def test_concat_shares_one_scale():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 5, 1), nn.Conv2d(9, 2, 1)
+
+        def forward(self, x):
+            return self.c(torch.cat([self.a(x).relu(), torch.max_pool2d(self.b(x), 1)], 1))
+
+    result = placement(Branches())
+    (shared,) = [site for site in result.activations if len({t for t, _ in site.edges}) > 1]
+    assert {tensor for tensor, _ in shared.edges} == {"relu", "b"}
+    assert "shares one scale" in next(d.reason for d in result.decisions if d.tensor == "relu")
+
+
+def test_rules_last_match_wins():
+    spec = QuantSpec(
+        rules=(
+            Rule(match="block*", enable=False),
+            Rule(match="block2.*", weights=WeightSpec(num_bits=4)),
+            Rule(match="fc", activations=ActivationSpec(num_bits=6)),
+        )
+    )
+    result = placement(TinyResNet(), spec)
+    bits = {w.path: w.format.num_bits for w in result.weights}
+    assert bits == {"conv1": 8, "block2.conv1": 4, "block2.conv2": 4, "block2.downsample.0": 4, "fc": 8}
+    left = next(d for d in result.decisions if d.layer == "block1.conv1")
+    assert (left.decision, left.rule) == ("float", "rule: block*")
+    add = next(d for d in result.decisions if d.layer == "add" and d.decision == "float")
+    assert "block1.conv2" in add.reason
+
+
+@pytest.mark.parametrize(("match", "hint"), [("layr1", "'layer1"), ("block1", r"block1\.\*"), ("conv7", "conv1")])
+def test_a_rule_that_matches_nothing_names_near_misses(match, hint):
+    class Named(TinyResNet):
+        def __init__(self):
+            super().__init__()
+            self.layer1 = nn.Conv2d(3, 3, 1)
+
+        def forward(self, x):
+            return super().forward(self.layer1(x))
+
+    with pytest.raises(QuantizationError, match=f"matches no layer.*{hint}"):
+        placement(Named(), QuantSpec(rules=(Rule(match=match),)))
+
+
+def test_what_stays_float_says_why():
+    result = placement(torchvision.models.efficientnet_b0(), shape=(2, 3, 64, 64))
+    reasons = {d.rule for d in result.decisions if d.decision == "float"}
+    assert "mul stays float" in reasons
+    attention = placement(torchvision.models.vit_b_32(image_size=64), shape=(2, 3, 64, 64))
+    assert any(d.rule == "attention stays float" for d in attention.decisions)
+
+
+def test_a_model_with_nothing_to_quantize_is_refused():
+    with pytest.raises(QuantizationError, match="no layer that can be quantized"):
+        placement(nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)))
+
+
+def test_grouped_transposed_convolutions_have_one_weight_scale():
+    model = nn.Sequential(nn.ConvTranspose2d(4, 6, 3, groups=2), nn.Conv2d(6, 2, 1))
+    axes = {w.path: w.format.axis for w in placement(model, shape=(2, 4, 8, 8)).weights}
+    assert axes == {"0": None, "1": 0}
+
+
+def test_csv_holds_every_decision():
+    import csv
+
+    result = placement(TinyResNet())
+    rows = list(csv.DictReader(result.to_csv().splitlines()))
+    assert [r["tensor"] for r in rows] == [d.tensor for d in result.decisions]
+    assert all(r["reason"] for r in rows)

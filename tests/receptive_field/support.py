@@ -1,0 +1,90 @@
+"""The oracle: where the gradient of one unit with respect to the image is not exactly zero."""
+
+import contextlib
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import nn
+
+SMOOTH = (nn.ReLU, nn.ReLU6, nn.Hardswish, nn.Hardsigmoid, nn.SiLU, nn.GELU, nn.Sigmoid, nn.Dropout)
+
+
+def torchvision_model(name):
+    """An untrained torchvision classifier without its fully connected layers, quickly: nothing is initialized."""
+    options = {"init_weights": False} if name in {"inception_v3", "googlenet"} else {}
+    if name.startswith("regnet"):  # computes its widths with tensors
+        return torchvision.models.get_model(name, weights=None)
+    with torch.device("meta"):
+        model = torchvision.models.get_model(name, weights=None, **options)
+        if name.startswith(("vgg", "alexnet")):
+            model.classifier = nn.Identity()
+    model = model.to_empty(device="cpu")
+    for value in [*model.parameters(), *model.buffers()]:
+        value.data.zero_()
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.reset_running_stats()
+    return model
+
+
+def without_chance(model, *, seed=0):
+    """The model in float64, such that no gradient can vanish by chance: all weights positive, every activation and
+    norm the identity, batch norms at their start. Which unit reads which is as it was."""
+    generator = torch.Generator().manual_seed(seed)
+    model = model.double().eval()
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, SMOOTH) or type(child).__name__ in {"LayerNorm2d", "LayerNorm", "StochasticDepth"}:
+                setattr(module, name, nn.Identity())
+    for parameter in model.parameters():
+        fan = max(1, parameter[0].numel()) if parameter.ndim > 1 else 1
+        drawn = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data = (0.5 + drawn) / fan**0.5
+        parameter.requires_grad_(False)
+    return model
+
+
+@contextlib.contextmanager
+def average_pools():
+    """Max pools read their whole window only over many images; an average over the same window does so at once."""
+
+    def pool(x, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False):
+        assert dilation == 1
+        return F.avg_pool2d(x, kernel_size, stride, padding, ceil_mode, True)
+
+    with mock.patch.object(F, "max_pool2d", pool):
+        yield
+
+
+def supports(model, image, path, units):
+    """For each unit (row, column) of a module's output: ((first row, last), (first column, last)) of its gradient."""
+    kept = {}
+
+    def keep(module, inputs, output):
+        kept["out"] = output
+        raise StopIteration  # what follows costs time and is not asked for
+
+    handle = model.get_submodule(path).register_forward_hook(keep)
+    image = image.clone().requires_grad_()
+    with average_pools(), contextlib.suppress(StopIteration):
+        model(image)
+    handle.remove()
+    return [support(kept["out"], image, (slice(None), slice(None), *unit)) for unit in units]
+
+
+def support(output, image, index):
+    """First and last pixel of each axis at which the gradient of output[index] is not zero; None without any."""
+    if not output[index].requires_grad:
+        return (None,) * (image.ndim - 2)
+    (gradient,) = torch.autograd.grad(output[index].sum(), image, retain_graph=True, allow_unused=True)
+    if gradient is None:
+        return (None,) * (image.ndim - 2)
+    reached = gradient.ne(0).flatten(0, 1).any(0)
+    found = []
+    for axis in range(reached.ndim):
+        others = [d for d in range(reached.ndim) if d != axis]
+        places = (reached.any(dim=others) if others else reached).nonzero().flatten().tolist()
+        found.append((places[0], places[-1]) if places else None)
+    return tuple(found)
