@@ -100,7 +100,10 @@ layers = st.one_of(
         st.integers(1, 3),
     ),
     st.builds(
-        lambda k, s, c: nn.AvgPool1d(k, s, padding=k // 2, ceil_mode=c), st.integers(1, 4), st.integers(1, 3), st.booleans()
+        lambda k, s, c: nn.AvgPool1d(k, s, padding=k // 2, ceil_mode=c),
+        st.integers(1, 4),
+        st.integers(1, 3),
+        st.booleans(),
     ),
     st.builds(nn.AdaptiveAvgPool1d, st.integers(1, 9)),
     st.builds(lambda n: Resize(size=n, mode="nearest"), st.integers(1, 20)),
@@ -162,6 +165,8 @@ def test_size_without_borders_is_that_of_a_long_image(stack):
     """Where a window exists, a unit in the middle of a long image sees just that window."""
     model = positive(nn.Sequential(*stack))
     image = torch.rand(1, CHANNELS, 400, dtype=torch.float64, requires_grad=True)
+    if not runs(model, image):
+        return
     row = receptive_field(model, image.detach()).rows[-1]
     if row.status != "exact" or row.effective_stride[0] is None or row.reason:
         return
