@@ -47,7 +47,8 @@ def escape(text: str) -> str:
     text = plain(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     text = re.sub(r"([\\`*\[\]|~$])", r"\\\1", text)
     text = re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)
-    text = re.sub(r"^(\d*)([.)#+-])(?=[\s#]|$)", r"\1\\\2", text)
+    text = re.sub(r"^(\s*)([-+=#])(?=[-+=#\s]*(?:\s|$))", r"\1\\\2", text)  # bullets, headings, rules
+    text = re.sub(r"^(\s*\d+)([.)])(?=\s|$)", r"\1\\\2", text)
     return re.sub(r"(?i)\b(https?|ftp|mailto)(:)|\b(www)(\.)", _unlinked, text)
 
 

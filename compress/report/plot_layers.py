@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from compress.report.data import LayerRow
-from compress.report.style import LIGHT, Format, bare, display, distinct, finite, new_figure, shorten, variant_colours
+from compress.report.style import LIGHT, Format, bare, distinct, finite, label, new_figure, shorten, variant_colours
 from compress.report.tables import in_bytes
 
 WORST = 5
@@ -191,7 +191,7 @@ def _file_bars(axes: Axes, files: Sequence[tuple[str, float]]) -> None:
         share = f"\u2002({size / first:.3f})" if y and first else ""
         axes.barh(y, size, height=0.5, color=colours[name])
         axes.text(size + longest * 0.015, y, f"{in_bytes(size)}{share}", va="center", fontsize=8)
-    _byte_axes(axes, [display(name) for name, _ in files], longest)
+    _byte_axes(axes, [label(name) for name, _ in files], longest)
     axes.set_title("Model file")
 
 

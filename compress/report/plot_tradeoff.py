@@ -17,11 +17,10 @@ from compress.report.style import (
     Format,
     bare,
     compact,
-    display,
+    label,
     new_figure,
     nice_limits,
     settle,
-    shorten,
     variant_colours,
 )
 from compress.report.tables import FLOAT, SummaryRow, significant
@@ -70,7 +69,7 @@ def draw_tradeoff(points: Sequence[Point], form: Format) -> Figure:
         mine = [point for point in points if point.engine == engine]
         marker = MARKERS[k % len(MARKERS)]
         if form.narrow:
-            axes.plot([], [], marker, color=LIGHT["muted"], markersize=6, label=display(engine))
+            axes.plot([], [], marker, color=LIGHT["muted"], markersize=6, label=label(engine))
         for point in mine:
             axes.plot(
                 [point.p50_ms],
@@ -87,8 +86,8 @@ def draw_tradeoff(points: Sequence[Point], form: Format) -> Figure:
     if form.narrow:
         figure.legend(loc="outside upper left", ncols=2, handletextpad=0.2, columnspacing=1.2)
     better = _better(axes)
-    names = [display(p.variant) if form.narrow else f"{display(p.variant)}, {display(p.engine)}" for p in points]
-    _label(figure, axes, points, [shorten(name, 34) for name in names], better)
+    names = [label(p.variant) if form.narrow else f"{label(p.variant)}, {label(p.engine)}" for p in points]
+    _label(figure, axes, points, names, better)
     return figure
 
 
@@ -173,7 +172,7 @@ def _latency_bars(axes: Axes, rows: Sequence[SummaryRow]) -> None:
     longest = max(max(row.p50_ms or 0, row.p99_ms or 0) for row in rows)
     y, ticks = 0.0, []
     for engine in dict.fromkeys(row.engine for row in rows):
-        axes.text(0, y, display(engine), fontsize=8.5, weight="bold", va="center", color=LIGHT["ink"])
+        axes.text(0, y, label(engine), fontsize=8.5, weight="bold", va="center", color=LIGHT["ink"])
         for row in (r for r in rows if r.engine == engine):
             y -= 1
             p50 = row.p50_ms or 0.0
@@ -182,7 +181,7 @@ def _latency_bars(axes: Axes, rows: Sequence[SummaryRow]) -> None:
             axes.plot([p50, end], [y, y], color=LIGHT["ink"], linewidth=1.0)
             gain = f"\u2002{row.speedup:.2f}×" if row.speedup is not None and row.variant != FLOAT else ""
             axes.text(end + longest * 0.015, y, f"{significant(p50)}{gain}", va="center", fontsize=8)
-            ticks.append((y, display(row.variant)))
+            ticks.append((y, label(row.variant, 14)))
         y -= 1.15
     axes.set_xlim(0, longest * 1.28)
     axes.set_ylim(y + 0.5, 0.6)

@@ -98,13 +98,18 @@ def shorten(text: str, limit: int) -> str:
     """`text` with its middle left out where it is longer than `limit`: both ends of a layer's name tell most.
 
     >>> shorten("features.denseblock4.denselayer16.conv2", 24)
-    'features.de…er16.conv2'
+    'features.de…yer16.conv2'
     """
     text = plain(text)
     if len(text) <= limit:
         return text
     half = (limit - 1) // 2
     return f"{text[:half]}…{text[-half:]}"
+
+
+def label(name: str, limit: int = 22) -> str:
+    """A variant or an engine for a figure: as people write it, and never so long that it pushes the drawing away."""
+    return shorten(display(name), limit)
 
 
 def variant_colours(variants: tuple[str, ...]) -> dict[str, str]:

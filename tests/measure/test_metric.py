@@ -2,7 +2,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.errors import RunError
@@ -13,6 +13,7 @@ ROW = {"name": "top1", "variant": "qat", "engine": "openvino (f32)", "value": 98
 values = st.one_of(st.floats(allow_nan=False), st.integers(-(10**9), 10**9))
 
 
+@settings(max_examples=60)
 @given(value=values, name=st.sampled_from(METRIC_NAMES), batch=st.none() | st.integers(1, 4096), text=st.text())
 def test_strict_json_and_back_keeps_everything(value, name, batch, text):
     metric = Metric(name=name, variant=text, engine=text, value=value, unit="x", batch_size=batch, method=text)

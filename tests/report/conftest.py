@@ -11,18 +11,17 @@ HOSTILE = '</svg><script>alert("x")</script>|`a`*b*_c_[d](http://evil.example/)$
 
 
 @pytest.fixture(scope="session")
-def sample(tmp_path_factory) -> Path:
-    """A whole run folder with its report. Not to be written into."""
-    folder = write_sample(tmp_path_factory.mktemp("run") / "resnet50")
+def run_folder(tmp_path_factory) -> Path:
+    """A whole run folder without a report. Not to be written into."""
+    return write_sample(tmp_path_factory.mktemp("run") / "resnet50")
+
+
+@pytest.fixture(scope="session")
+def sample(run_folder, tmp_path_factory) -> Path:
+    """The same with its report."""
+    folder = tmp_path_factory.mktemp("reported") / "resnet50"
+    shutil.copytree(run_folder, folder)
     write_report(folder)
-    return folder
-
-
-@pytest.fixture
-def bare_sample(sample, tmp_path) -> Path:
-    """A copy of the run's files without the report."""
-    folder = tmp_path / "run"
-    shutil.copytree(sample, folder, ignore=shutil.ignore_patterns("figures", "report.*"))
     return folder
 
 

@@ -8,8 +8,8 @@ from compress.report import read_run
 from tests.report.sample import sample_epochs, sample_layers, sample_metrics, sample_placement
 
 
-def test_reads_everything_that_the_sample_holds(sample):
-    run = read_run(sample)
+def test_reads_everything_that_the_sample_holds(run_folder):
+    run = read_run(run_folder)
     assert [m.to_dict() for m in run.metrics] == sample_metrics()
     assert [row.tensor for row in run.placement] == [row["tensor"] for row in sample_placement()]
     assert {row.num_bits for row in run.placement if row.decision == "float"} == {None}

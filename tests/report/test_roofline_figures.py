@@ -1,0 +1,171 @@
+"""Roofline figures: images that open, and text in them that does not lie on other text."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+from PIL import Image
+from torch import nn
+
+from compress.report.roofline_figures import (
+    caption,
+    draw_ceilings,
+    draw_roofline,
+    draw_rooflines,
+    family,
+    product_intensity,
+    save_figure,
+)
+from compress.report.roofline_teaching import (
+    Block,
+    convolution_rows,
+    draw_blocks,
+    draw_convolution_shares,
+    draw_convolutions,
+    network_blocks,
+)
+from compress.report.style import styled
+from compress.roofline import TABLE, Ceiling, Ceilings, Sample, find_device, place, workload
+
+
+class Network(nn.Module):
+    """One layer of each family, so that every colour occurs."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 3, padding=1)
+        self.depthwise = nn.Conv2d(32, 32, 3, padding=1, groups=32)
+        self.point = nn.Conv2d(32, 64, 1)
+        self.pool = nn.AdaptiveAvgPool2d(2)
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x):
+        x = self.pool(self.point(torch.relu(self.depthwise(self.stem(x))))).flatten(2).transpose(1, 2)
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+@pytest.fixture(scope="module")
+def work():
+    return replace(workload(Network(), torch.randn(2, 3, 32, 32), fused=True), model="network")
+
+
+def overlapping_texts(figure):
+    """Pairs of visible, non-empty texts whose boxes overlap, after layout."""
+    with styled():
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        renderer = canvas.get_renderer()
+        hidden = _labels_off_the_axes(figure)
+        texts = [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip() and id(t) not in hidden]
+        boxes = [(t.get_text(), t.get_window_extent(renderer).padded(-1.5)) for t in texts]
+    return [(a, b) for (a, x), (b, y) in itertools.combinations(boxes, 2) if x.overlaps(y)]
+
+
+def _labels_off_the_axes(figure):
+    """Labels of ticks outside the limits, which exist and are not drawn."""
+    hidden = set()
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            for tick in (*axis.majorTicks, *axis.minorTicks):
+                if not low <= tick.get_loc() <= high or not axis.get_tick_params().get("labelleft", True):
+                    hidden |= {id(tick.label1), id(tick.label2)}
+    return hidden
+
+
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+@pytest.mark.parametrize("device", [d.name for d in TABLE])
+def test_no_text_lies_on_another(work, device, precision):
+    assert overlapping_texts(draw_roofline(place(work, device=device, precision=precision))) == []
+
+
+def test_panels_and_measured_times(work, tmp_path):
+    panels = [place(work, device=d, precision="int8") for d in ("t4", "a100", "h200", "orin")]
+    figure = draw_rooflines(panels)
+    assert overlapping_texts(figure) == []
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert [t.splitlines()[0] for t in titles] == [p.device.title for p in panels]
+    timed = panels[0].with_times({row.name: 3 * row.least_time_ms for row in panels[0].rows})
+    assert "the roofs allow 3.0 times that speed" in caption(timed)
+    assert "on the roof that bounds it" in caption(panels[0])
+    path = save_figure(draw_roofline(timed), tmp_path / "one.png")
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        assert len(image.convert("RGB").getcolors(2**24)) > 20
+
+
+def test_families_of_layers(work):
+    found = {row.name: family(row) for row in place(work, device="t4", precision="fp16").rows}
+    assert found == {
+        "stem": "wider convolution",
+        "depthwise": "depthwise or grouped",
+        "point": "1x1 convolution",
+        "pool": "no products",
+        "attention": "attention, matmul",
+        "mean": "no products",
+        "head": "linear",
+    }
+
+
+def test_measured_roofs_are_drawn():
+    roofs = {"copy": 2e10, "fp32": 8e10, "bf16": 2e11, "int8": 3e11}
+    ceilings = Ceilings(
+        backend="cpu",
+        title="A processor",
+        threads=2,
+        rounds=3,
+        torch_version="2.11",
+        load_average=(),
+        ceilings=tuple(
+            Ceiling(
+                name=name,
+                rate=rate,
+                unit="bytes/s" if name == "copy" else "flops/s",
+                method="m",
+                samples=(Sample(size=256, rate=rate / 2), Sample(size=2048, rate=rate)),
+            )
+            for name, rate in roofs.items()
+        ),
+    )
+    figure = draw_ceilings(ceilings)
+    assert overlapping_texts(figure) == []
+    texts = " ".join(t.get_text() for t in figure.findobj(Text))
+    assert "int8: 300 Gflop/s" in texts
+    assert "20 GB/s" in texts
+
+
+def test_intensity_of_a_square_product():
+    # float32: 2 n^3 flops, 3 n^2 values of 4 bytes; int8: two operands of 1 byte and a result of 4.
+    assert product_intensity(6, "fp32") == pytest.approx(2 * 6**3 / (3 * 6**2 * 4))
+    assert product_intensity(6, "int8") == pytest.approx(2 * 6**3 / (2 * 6**2 + 4 * 6**2))
+    assert product_intensity(6, "int8-2:4") == product_intensity(6, "int8")
+
+
+def test_convolutions_by_closed_form():
+    device = find_device("h200")
+    settings = {"device": device, "precision": "int8", "batch_size": 2, "size": 14}
+    for name, side in (("1x1", 1), ("3x3", 3), ("5x5", 5)):
+        for row, c in zip(convolution_rows(name, **settings, channels=(8, 64)), (8, 64), strict=True):
+            pixels = 2 * 14 * 14
+            expected = 2 * pixels * c * c * side**2 / (2 * pixels * c + c * c * side**2)
+            assert row.arithmetic_intensity == pytest.approx(expected)
+    for row in convolution_rows("3x3 depthwise", **settings):
+        assert row.arithmetic_intensity < 9  # 18 flops a value, which is read and written
+    for figure in (draw_convolutions(device), draw_convolution_shares(device)):
+        assert overlapping_texts(figure) == []
+
+
+def test_blocks_gather_costs_and_fields(work):
+    result = place(work, device="h200", precision="int8")
+    blocks = network_blocks(result, {"stem": 3.0, "depthwise": 5.0, "pool": float("inf")}, depth=1)
+    assert [b.name for b in blocks] == ["stem", "depthwise", "point", "pool", "attention", "head"]
+    assert [b.receptive_field for b in blocks] == [3, 5, 5, float("inf"), float("inf"), float("inf")]
+    assert sum(b.flops for b in blocks) == result.flops / 2
+    assert sum(b.least_time_ms for b in blocks) == pytest.approx(result.least_time_ms / 2)
+    other = [Block(name="a", flops=1e8, least_time_ms=0.1, receptive_field=7)]
+    figure = draw_blocks({"one": blocks, "two": other}, input_size=32, device_title="H200", precision="int8")
+    assert overlapping_texts(figure) == []
