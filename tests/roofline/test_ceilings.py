@@ -1,0 +1,102 @@
+"""Measured roofs: what is written down of a measurement, on tiny sizes; no test judges a time."""
+
+import json
+
+import pytest
+import torch
+
+from compress.errors import RooflineError
+from compress.roofline import Ceiling, Ceilings, Sample, ceilings_path, find_device, load_ceilings, measure_ceilings
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return measure_ceilings(sizes=(32, 64), copy_bytes=(2**16,), rounds=2, budget_s=0.002)
+
+
+def made(**rates):
+    roofs = [("copy", "bytes/s"), *((n, "flops/s") for n in rates if n != "copy")]
+    samples = (Sample(size=4, rate=1.0),)
+    return Ceilings(
+        backend="cpu",
+        title="A processor",
+        threads=2,
+        rounds=1,
+        torch_version="2",
+        load_average=(0.1, 0.2),
+        ceilings=tuple(Ceiling(name=n, rate=rates.get(n), unit=u, method="m", samples=samples) for n, u in roofs),
+    )
+
+
+def test_every_roof_is_there_or_says_why_not(measured):
+    by_name = {c.name: c for c in measured.ceilings}
+    assert set(by_name) == {"copy", "fp32", "bf16", "fp16", "int8"}
+    for ceiling in measured.ceilings:
+        if ceiling.rate is None:
+            assert ceiling.reason
+        else:
+            assert ceiling.rate == max(s.rate for s in ceiling.samples) > 0
+    assert [s.size for s in by_name["fp32"].samples] == [32, 64]
+    assert by_name["copy"].unit == "bytes/s"
+    assert (measured.backend, measured.rounds, measured.threads) == ("cpu", 2, torch.get_num_threads())
+
+
+def test_precision_of_float32_products_is_left_as_it_was():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        measure_ceilings(sizes=(16,), copy_bytes=(2**12,), rounds=1, budget_s=0.0)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_ceilings_become_a_device():
+    device = made(**{"copy": 10.0, "fp32": 100.0, "int8": 400.0, "int8-2:4": 500.0, "fp16": None}).as_device()
+    assert device.bandwidth_bytes_per_s == 10.0
+    assert device.precisions == ("fp32", "int8", "int8-2:4")
+    assert device.ridge_point("int8") == 40.0
+    assert "measured here" in device.source
+
+
+def test_written_and_read_back(measured, tmp_path):
+    path = measured.save(tmp_path / "deep" / "ceilings.json")
+    assert load_ceilings(path) == measured
+    assert json.loads(path.read_text())["title"] == measured.title
+
+
+def test_machine_is_what_was_saved(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RooflineError, match="roofline --measure"):
+        find_device("machine")
+    assert made(copy=5.0, fp32=7.0).save() == ceilings_path("cpu") == tmp_path / "compress" / "ceilings-cpu.json"
+    assert find_device("Machine").peak_flops_per_s("fp32") == 7.0
+    with pytest.raises(RooflineError, match="A processor has no peak for int8; it has fp32"):
+        find_device("machine").peak_flops_per_s("int8")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"ceilings": [{"name": 1}]}', "\x00"])
+def test_files_that_hold_no_ceilings_are_refused(text, tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text(text)
+    with pytest.raises(RooflineError, match="holds no ceilings"):
+        load_ceilings(path)
+
+
+def test_missing_file_and_missing_copies_are_refused(tmp_path):
+    with pytest.raises(RooflineError, match="holds no ceilings"):
+        load_ceilings(tmp_path / "none.json")
+    with pytest.raises(RooflineError, match="no copy bandwidth"):
+        made(fp32=1.0).as_device()
+
+
+def test_bad_settings_are_refused(monkeypatch):
+    with pytest.raises(RooflineError, match="'cpu' or 'cuda', got 'tpu'"):
+        measure_ceilings("tpu")
+    for options in ({"sizes": (0,)}, {"copy_bytes": (-4,)}, {"rounds": 0}):
+        with pytest.raises(RooflineError, match="must be positive"):
+            measure_ceilings(**options)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RooflineError, match="no CUDA GPU"):
+        measure_ceilings("cuda")
