@@ -1,6 +1,35 @@
 """Receptive fields: what a unit of a network can see of the image (theoretical), and what it does see (effective)."""
 
+from compress.receptive_field.compression import (
+    ErfDrift,
+    UnproductiveLayer,
+    UnproductiveLayers,
+    erf_drift,
+    unproductive_layers,
+)
+from compress.receptive_field.effective import (
+    EffectiveReceptiveField,
+    ErfOptions,
+    effective_receptive_field,
+    effective_receptive_fields,
+)
+from compress.receptive_field.metrics import ErfMetrics, GaussianFit
 from compress.receptive_field.table import ReceptiveField, ReceptiveFieldTable
 from compress.receptive_field.theoretical import receptive_field
 
-__all__ = ["ReceptiveField", "ReceptiveFieldTable", "receptive_field"]
+__all__ = [
+    "EffectiveReceptiveField",
+    "ErfDrift",
+    "ErfMetrics",
+    "ErfOptions",
+    "GaussianFit",
+    "ReceptiveField",
+    "ReceptiveFieldTable",
+    "UnproductiveLayer",
+    "UnproductiveLayers",
+    "effective_receptive_field",
+    "effective_receptive_fields",
+    "erf_drift",
+    "receptive_field",
+    "unproductive_layers",
+]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compress.errors import ReceptiveFieldError, near_misses
 from compress.receptive_field.fields import ORIGIN, Field, compact
+from compress.receptive_field.windows import Window
 
 Status = Literal["exact", "global", "unknown"]
 Sizes = tuple[int | None, ...]
@@ -66,6 +67,7 @@ class ReceptiveField:
     dims: tuple[int | None, ...] = ()
     scopes: tuple[str, ...] = ()
     _bounds: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
+    _windows: tuple[Window | None, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def units(self) -> Sizes:
@@ -100,6 +102,11 @@ class ReceptiveField:
             (int(low + ORIGIN), int(-high - ORIGIN)) if low < 0 else None
             for low, high in zip(found[::2], found[1::2], strict=True)
         )
+
+    def window(self, unit: Sequence[int], axis: int) -> tuple[int, int] | None:
+        """(first, last) pixel of a unit's local field along one axis, not clipped at the image; None without one."""
+        held = self._windows[axis] if self._windows else None
+        return held.at(unit[axis]) if held is not None else None
 
     def covers(self, image_size: Sequence[int]) -> bool:
         """Whether `local_size` reaches an image's size on every axis."""
@@ -218,6 +225,7 @@ def make_row(
         notes=found.notes,
         dims=found.dims,
         _bounds=bounds,
+        _windows=tuple(v.wide for v in views),
     )
 
 

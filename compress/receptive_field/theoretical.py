@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from compress.errors import ReceptiveFieldError
 from compress.graph.layers import layers
 from compress.graph.ops import layer_name, node_kind, node_module
-from compress.graph.trace import Inputs, as_inputs, trace
+from compress.graph.trace import Inputs, as_inputs, leaves_of, trace
 from compress.receptive_field.call import Call, NoRuleError
 from compress.receptive_field.fields import Field, image_field
 from compress.receptive_field.rules import apply_rule
@@ -87,6 +87,7 @@ class _Walker:
         self.inputs = list(inputs)
         self.axes = inputs[0].ndim - 2
         self.values: dict[fx.Node, Any] = {}
+        self.leaves = {leaf.path: leaf.reason for leaf in leaves_of(graph_module)}
         self.macs = {layer.name: layer.macs for layer in layers(graph_module)}
 
     def walk(self) -> list[ReceptiveField]:
@@ -137,6 +138,8 @@ class _Walker:
                 raise NoRuleError(f"its rule gives shape {value.shape} where the model gives {tuple(shape)}")
         except (NoRuleError, RuntimeError, IndexError, TypeError, ValueError, KeyError, AttributeError) as error:
             said = " ".join(str(error).split())[:200]
+            if call.module is not None and call.name in self.leaves:
+                said = f"torch.fx cannot look inside ({self.leaves[call.name]})"
             return _Unknown(reason=f"unknown from {call.name} ({call.function}) on: {said}", shape=shape)
         return value
 

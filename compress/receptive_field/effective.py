@@ -1,0 +1,296 @@
+"""Effective receptive fields: how strongly each pixel in fact moves a unit, over real images.
+
+A gradient of one is placed at the central unit of a layer and taken back to the image; its magnitude, averaged over
+images, is the field (Luo et al., "Understanding the Effective Receptive Field in Deep Convolutional Neural Networks",
+arXiv 1701.04128). The units of all channels at the place are asked at once: `upstream` says with which weights. Only a
+running sum is kept, so that memory does not grow with the number of images, and several layers share one forward pass.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import ReceptiveFieldError
+from compress.progress import NoProgress, Progress
+from compress.receptive_field.metrics import ErfMetrics, erf_metrics
+from compress.receptive_field.probe import Point, Probe, make_probe
+from compress.receptive_field.table import ReceptiveField
+
+Upstream = Literal["ones", "random"]
+Average = Literal["absolute", "positive", "rms", "signed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErfOptions:
+    """How an effective receptive field is measured.
+
+    Attributes:
+        unit: (row, column) of the unit; None = the central one (rows // 2, columns // 2).
+        upstream: gradient at the unit's channels: `random` (the default) asks for their sum with fresh normal
+            weights for each image, whose mean magnitude measures the norm of all channels' gradients; `ones` asks for
+            their plain sum, in which channels of opposite sign cancel (behind a LayerNorm nearly all of them).
+        average: over images, of each gradient's `absolute` value (the default), its `positive` part (RepLKNet), its
+            square (`rms`: the root is taken at the end), or the gradient as it is (`signed`: the magnitude is taken at
+            the end, so that influence of changing sign cancels; needs `ones`).
+        batch_size: images of one pass.
+        double: compute in float64.
+        device: None = the model's own.
+        seed: of random upstream weights.
+    """
+
+    unit: tuple[int, int] | None = None
+    upstream: Upstream = "random"
+    average: Average = "absolute"
+    batch_size: int = 8
+    double: bool = False
+    device: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        allowed = {"upstream": ("ones", "random"), "average": ("absolute", "positive", "rms", "signed")}
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ReceptiveFieldError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(values)}")
+        if self.average == "signed" and self.upstream == "random":
+            raise ReceptiveFieldError("average 'signed' needs upstream 'ones': random weights average to zero")
+        if self.batch_size < 1:
+            raise ReceptiveFieldError(f"batch_size is {self.batch_size}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EffectiveReceptiveField:
+    """The effective receptive field of one unit of one layer.
+
+    Attributes:
+        model: class name.
+        layer: as asked for, or the layer that was found.
+        heat: (height, width) float64 on the CPU: mean influence of each pixel, summed over the image's channels.
+        unit: (row, column) in the layer's grid.
+        grid: (rows, columns) of the layer.
+        centre: (row, column) in the image of the unit's centre, pixels.
+        images: how many were averaged.
+        dead_images: those among them in which the unit's gradient was zero everywhere.
+        upstream, average: as in `ErfOptions`.
+        method: `graph`, or `hooks` with the reason.
+        theoretical: the layer's theoretical field; None with hooks.
+        metrics: sizes.
+    """
+
+    model: str
+    layer: str
+    heat: Tensor
+    unit: tuple[int, int]
+    grid: tuple[int, int]
+    centre: tuple[float, float]
+    images: int
+    dead_images: int
+    upstream: Upstream
+    average: Average
+    method: str
+    theoretical: ReceptiveField | None
+    metrics: ErfMetrics
+
+    @property
+    def normalized(self) -> Tensor:
+        """The map with a largest value of 1."""
+        return self.heat / self.heat.amax()
+
+
+def effective_receptive_field(
+    model: nn.Module,
+    images: Tensor | Iterable[Any],
+    *,
+    layer: str | None = None,
+    options: ErfOptions = ErfOptions(),
+    progress: Progress | None = None,
+) -> EffectiveReceptiveField:
+    """Effective receptive field of the central unit of one layer; see `effective_receptive_fields`."""
+    return effective_receptive_fields(model, images, layers=[layer], options=options, progress=progress)[0]
+
+
+def effective_receptive_fields(
+    model: nn.Module,
+    images: Tensor | Iterable[Any],
+    *,
+    layers: Sequence[str | None],
+    options: ErfOptions = ErfOptions(),
+    progress: Progress | None = None,
+) -> tuple[EffectiveReceptiveField, ...]:
+    """Effective receptive fields of several layers, from one forward pass for each batch.
+
+    Args:
+        model: any module whose first input is an image; it is not changed. Weights do not receive gradients.
+        images: (N, C, height, width), or an iterable of such batches or of (batch, target) pairs, of one size.
+        layers: paths of modules or of blocks (`layer4`: what it returns), or names of fx nodes; None = the last layer
+            whose units lie on a grid, which in a vision transformer are its tokens.
+        options: see `ErfOptions`.
+        progress: listener; counts images.
+
+    Raises:
+        ReceptiveFieldError: no images, a layer that does not exist or whose units have no place, one that the image
+            does not reach by a gradient, a gradient that is zero for every image or not finite.
+        ModelError: the model fails on the images.
+    """
+    progress = progress or NoProgress()
+    batches = _batches(images, options.batch_size)
+    first = next(batches, None)
+    if first is None:
+        raise ReceptiveFieldError("no images were given")
+    probe, place = _prepare(model, first, layers, options)
+    sums = [_Sum(point, options) for point in probe.points]
+    generator = torch.Generator().manual_seed(options.seed)
+    total = len(images) if isinstance(images, Tensor) else 0
+    progress.start("receptive field", total)
+    for batch in _chain(first, batches):
+        if batch.shape[1:] != first.shape[1:]:
+            raise ReceptiveFieldError(f"images differ in size: {tuple(first.shape[1:])}, then {tuple(batch.shape[1:])}")
+        _accumulate(probe, batch.to(**place), sums, generator, options)
+        progress.advance("receptive field", len(batch))
+    progress.finish("receptive field")
+    return tuple(s.result(type(model).__name__, probe.method) for s in sums)
+
+
+def _prepare(
+    model: nn.Module, first: Tensor, layers: Sequence[str | None], options: ErfOptions
+) -> tuple[Probe, dict[str, Any]]:
+    """The probe, and the device and type that images must have."""
+    if first.ndim != 4 or 0 in first.shape:
+        raise ReceptiveFieldError(f"images must be (N, C, height, width), got a tensor of shape {tuple(first.shape)}")
+    held = next((t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point()), first)
+    place: dict[str, Any] = {"device": held.device, "dtype": held.dtype}
+    if options.double or options.device is not None:
+        place = {"device": torch.device(options.device or held.device), "dtype": held.dtype}
+        place["dtype"] = torch.float64 if options.double else held.dtype
+        model = copy.deepcopy(model).to(**place)
+    return make_probe(model, first[:1].to(**place), layers), place
+
+
+def _batches(images: Tensor | Iterable[Any], size: int) -> Iterator[Tensor]:
+    """Batches of at most `size` images; targets are dropped."""
+    for item in [images] if isinstance(images, Tensor) else images:
+        batch = item[0] if isinstance(item, (tuple, list)) else item
+        if not isinstance(batch, Tensor):
+            raise ReceptiveFieldError(f"images must be tensors or (tensor, target) pairs, got {type(batch).__name__}")
+        yield from (part for part in batch.split(size) if len(part))
+
+
+def _chain(first: Tensor, rest: Iterator[Tensor]) -> Iterator[Tensor]:
+    yield first
+    yield from rest
+
+
+class _Sum:
+    """The running sum over images for one layer."""
+
+    def __init__(self, point: Point, options: ErfOptions) -> None:
+        rows, columns = point.grid.units
+        self.point, self.options = point, options
+        self.unit = options.unit if options.unit is not None else (rows // 2, columns // 2)
+        if not (0 <= self.unit[0] < rows and 0 <= self.unit[1] < columns):
+            raise ReceptiveFieldError(f"unit {self.unit} is not in {point.name}, which has {rows} x {columns} units")
+        self.total: Tensor | None = None
+        self.images = self.dead = 0
+
+    def add(self, gradient: Tensor) -> None:
+        """Add the gradients (N, C, height, width) of a batch."""
+        if not bool(gradient.isfinite().all()):
+            raise ReceptiveFieldError(
+                f"the gradient of {self.point.name} is not finite (images {self.images} to "
+                f"{self.images + len(gradient) - 1}): the model overflows on them"
+            )
+        self.dead += int((gradient == 0).flatten(1).all(1).sum())
+        self.images += len(gradient)
+        change = {"absolute": Tensor.abs, "positive": Tensor.relu, "rms": Tensor.square}.get(self.options.average)
+        part = gradient.sum(0) if change is None else change(gradient).sum((0, 1))
+        self.total = part.double().cpu() if self.total is None else self.total + part.double().cpu()
+
+    def heat(self) -> Tensor:
+        """The mean map.
+
+        Raises:
+            ReceptiveFieldError: it is zero everywhere.
+        """
+        mean = torch.zeros(1) if self.total is None else self.total / self.images
+        if self.options.average == "rms":
+            mean = mean.sqrt()
+        elif self.options.average == "signed":
+            mean = mean.abs().sum(0)
+        if not bool(mean.amax() > 0):
+            raise ReceptiveFieldError(
+                f"the gradient of unit {self.unit} of {self.point.name} is zero for all {self.images} images: its "
+                "activations are dead there (a ReLU that is off, a saturated or rounded value), or its channels cancel "
+                "(try upstream='random'), or what it sees does not touch the image; choose another unit or layer, or "
+                "other images"
+            )
+        return mean
+
+    def result(self, model: str, method: str) -> EffectiveReceptiveField:
+        """The field, with its sizes."""
+        heat, row, grid = self.heat(), self.point.row, self.point.grid.units
+        centre = unit_centre(row, self.unit, grid, tuple(heat.shape))
+        size = row.local_size if row is not None and row.status == "exact" and not row.reason else None
+        return EffectiveReceptiveField(
+            model=model,
+            layer=self.point.name,
+            heat=heat,
+            unit=self.unit,
+            grid=grid,
+            centre=centre,
+            images=self.images,
+            dead_images=self.dead,
+            upstream=self.options.upstream,
+            average=self.options.average,
+            method=method,
+            theoretical=row,
+            metrics=erf_metrics(heat, centre, theoretical=size),
+        )
+
+
+def unit_centre(
+    row: ReceptiveField | None, unit: Sequence[int], grid: Sequence[int], image: Sequence[int]
+) -> tuple[float, float]:
+    """(row, column) in the image of a unit's centre: of its window, or of its cell where the grid spans the image."""
+    places = []
+    for axis in range(2):
+        window = row.window(unit, axis) if row is not None and row.located else None
+        cell = (unit[axis] + 0.5) * image[axis] / grid[axis] - 0.5
+        places.append(cell if window is None else (window[0] + window[1]) / 2)
+    return places[0], places[1]
+
+
+def _accumulate(
+    probe: Probe, batch: Tensor, sums: Sequence[_Sum], generator: torch.Generator, options: ErfOptions
+) -> None:
+    """One forward pass, and for each layer one backward pass to the image."""
+    images = batch.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        outputs = probe.run(images)
+        for position, (total, output) in enumerate(zip(sums, outputs, strict=True)):
+            value = total.point.grid.take(output, total.unit)
+            if options.upstream == "random":
+                weights = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+                value = value * weights.to(value)
+            elif value.shape[1] > 1 and bool((value.sum(1).abs() < 1e-5 * value.abs().sum(1)).all()):
+                raise ReceptiveFieldError(
+                    f"the channels of {total.point.name} sum to zero, as behind a LayerNorm: the gradient of their sum "
+                    "is rounding noise; use upstream='random' or an earlier layer"
+                )
+            total.add(_gradient(value, images, total.point.name, keep=position + 1 < len(sums)))
+
+
+def _gradient(value: Tensor, images: Tensor, name: str, *, keep: bool) -> Tensor:
+    found = None
+    if value.requires_grad:
+        (found,) = torch.autograd.grad(value.sum(), images, retain_graph=keep, allow_unused=True)
+    if found is None:
+        raise ReceptiveFieldError(
+            f"no gradient leads from {name} to the image: it does not depend on it, or through something without "
+            "a derivative (detach, a comparison, integers)"
+        )
+    return found
