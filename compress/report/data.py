@@ -113,7 +113,11 @@ class AuditRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """All that a run folder holds for a report. `absent` maps each missing file to a line saying so."""
+    """All that a run folder holds for a report.
+
+    `notes` is what happened on the way that a reader might not expect; `absent` maps each missing file to a line
+    saying so.
+    """
 
     folder: Path
     recipe: str | None = None
@@ -125,6 +129,7 @@ class RunData:
     layers: tuple[LayerRow, ...] = ()
     histograms: tuple[Histogram, ...] = ()
     audit: tuple[AuditRow, ...] = ()
+    notes: tuple[str, ...] = ()
     absent: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -206,6 +211,13 @@ def _environment(path: Path, text: str) -> Mapping[str, Any]:
     return value
 
 
+def _notes(path: Path, text: str) -> tuple[str, ...]:
+    value = _json(path, text)
+    if not isinstance(value, list) or not all(isinstance(note, str) for note in value):
+        raise RunError(f"{path} must hold a list of texts")
+    return tuple(value)
+
+
 def _histograms(path: Path, text: str) -> tuple[Histogram, ...]:
     items = _typed(path, _json_rows(path, text), Histogram)
     for item in items:
@@ -235,4 +247,5 @@ _READERS: dict[str, tuple[str, Callable[[Path, str], Any]]] = {
     "layers.json": ("layers", _json_reader(LayerRow)),
     "histograms.json": ("histograms", _histograms),
     "audit.json": ("audit", _json_reader(AuditRow)),
+    "notes.json": ("notes", _notes),
 }

@@ -6,7 +6,7 @@ A part without data is left out, with a line that says why.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -28,11 +28,12 @@ from compress.report.blocks import (
     number,
     table,
 )
-from compress.report.data import LayerRow, RunData
+from compress.report.data import LayerRow, PlacementRow, RunData
 from compress.report.figures import Absent
 from compress.report.headline import headline
 from compress.report.style import display, finite, plain
 from compress.report.tables import (
+    FLOAT,
     MISSING,
     SUMMARY_COLUMNS,
     engines_of,
@@ -124,6 +125,9 @@ def _results(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Iterator[Bl
     if away:
         yield Text("Engines that are not available here:")
         yield Bullets(tuple(f"{display(engine)}: {reason}" for engine, reason in away.items()))
+    if run.notes:
+        yield Text("What happened on the way:")
+        yield Bullets(run.notes)
     yield from _figure(drawn, "accuracy_latency")
     yield from _figure(drawn, "latency")
     others = [m for m in run.metrics if m.value is not None]
@@ -227,10 +231,8 @@ def _placement(run: RunData) -> Iterator[Block]:
         "tensor float."
     )
     for title, rows in (("quantized because", quantized), ("float because", floats)):
-        reasons = Counter((row.rule, row.reason) for row in rows)
-        if reasons:
-            cells = [(reason, rule, str(count)) for (rule, reason), count in reasons.most_common()]
-            yield table(title, code("rule"), number("tensors"), rows=cells)
+        if rows:
+            yield table(code("rule"), number("tensors"), title, rows=_reasons(rows))
     yield Details(
         f"Every decision ({len(run.placement)} rows, from placement.csv)",
         (
@@ -259,6 +261,18 @@ def _placement(run: RunData) -> Iterator[Block]:
     )
 
 
+def _reasons(rows: Sequence[PlacementRow]) -> list[tuple[str, str, str]]:
+    """(rule, count, reason), the most frequent rule first; reasons that differ only in names stand as an example."""
+    by_rule: dict[str, list[str]] = {}
+    for row in rows:
+        by_rule.setdefault(row.rule, []).append(row.reason)
+    ordered = sorted(by_rule.items(), key=lambda item: -len(item[1]))
+    return [
+        (rule, str(len(reasons)), reasons[0] if len(set(reasons)) == 1 else f"for example: {reasons[0]}")
+        for rule, reasons in ordered
+    ]
+
+
 def _scales(decision: str, axis: int | None, signed: bool | None) -> str:
     if decision != "quantize":
         return "none"
@@ -279,8 +293,8 @@ def _audit(run: RunData) -> Iterator[Block]:
         share = f"{100 * covered / elements:.2f}" if elements else "unknown"
         counts.append((display(variant), str(whole), str(len(rows) - whole), share))
     yield Text("Operations with weights, as the ONNX file holds them: INT8 when input and weight are.")
-    yield table("variant", number("INT8"), number("float"), number("weights in INT8 %"), rows=counts)
-    left = [row for row in run.audit if not row.int8]
+    yield table("variant", number("INT8"), number("float"), number("of weights INT8 %"), rows=counts)
+    left = [row for row in run.audit if not row.int8 and row.variant != FLOAT]
     if left:
         cells = [(display(row.variant), row.name, row.op_type, row.reason or "no reason given") for row in left]
         listed = table("variant", code("operation"), "type", "why it is not INT8", rows=cells)
@@ -304,34 +318,49 @@ def flattened(value: Any, prefix: str = "") -> list[tuple[str, str]]:
         return [
             pair for key, item in value.items() for pair in flattened(item, f"{prefix}.{key}" if prefix else str(key))
         ]
+    name = prefix.replace("_", " ")
     if isinstance(value, (list, tuple)) and value:
         if any(isinstance(item, (Mapping, list, tuple)) for item in value):
             return [pair for i, item in enumerate(value) for pair in flattened(item, f"{prefix}[{i}]")]
-        return [(prefix, ", ".join(str(item) for item in value))]
+        return [(name, ", ".join(str(item) for item in value))]
     if isinstance(value, bool):
-        return [(prefix, "yes" if value else "no")]
+        return [(name, "yes" if value else "no")]
     if prefix.endswith("_bytes") and isinstance(value, (int, float)):
-        return [(prefix.removesuffix("_bytes"), in_bytes(value))]
-    if value is None or value in ("", (), []) or value == {}:
-        return [(prefix, "none")]
-    return [(prefix, str(value))]
+        return [(name.removesuffix(" bytes"), in_bytes(value))]
+    if isinstance(value, float):
+        return [(name, f"{value:g}")]
+    if value is None:
+        return [(name, "unknown")]
+    return [(name, str(value) if value not in ("", (), []) and value != {} else "none")]
 
 
 def _method(run: RunData) -> Iterator[Block]:
-    by_method: dict[str, list[str]] = {}
+    methods: dict[str, dict[str, None]] = {}
+    batches: dict[str, set[int]] = {}
     for m in run.metrics:
         if m.method and m.value is not None:
-            names = by_method.setdefault(m.method, [])
-            if m.name not in names:
-                names.append(m.name)
-    if not by_method:
+            methods.setdefault(m.name, {})[m.method] = None
+            if m.batch_size is not None:
+                batches.setdefault(m.method, set()).add(m.batch_size)
+    rows: dict[str, list[str]] = {}
+    for name, told in methods.items():
+        rows.setdefault("; ".join(_with_batches(told, batches)), []).append(name)
+    if not rows:
         yield Text("metrics.json tells no method." if run.metrics else f"{run.absent.get('metrics.json')}.", note=True)
         return
-    yield table(code("metrics"), "how", rows=[(", ".join(names), method) for method, names in by_method.items()])
+    yield table(code("metrics"), "how", rows=[(", ".join(names), how) for how, names in rows.items()])
     yield Text(
         f"p50, p90 and p99 are percentiles of the time of one run of a batch; {significant(1e6)} bytes are a MB.",
         note=True,
     )
+
+
+def _with_batches(methods: Iterable[str], batches: Mapping[str, set[int]]) -> list[str]:
+    """The methods of a metric, each with its batch sizes where there are several."""
+    several = list(methods)
+    if len(several) == 1:
+        return several
+    return [f"batch {', '.join(map(str, sorted(batches[m])))}: {m}" if m in batches else m for m in several]
 
 
 def _recipe(run: RunData) -> Iterator[Block]:

@@ -99,7 +99,8 @@ def _stages(axes: Axes, names: Sequence[str], *, most: int) -> None:
     for depth in (1, 2):
         spans = stages(names, depth=depth)
         wide = [(name, a, b) for name, a, b in spans if b - a >= max(1, len(names) // 14)]
-        if 2 <= len(wide) <= most:
+        if 2 <= len(wide) <= 12:
+            wide = sorted(wide, key=lambda span: span[1] - span[2])[:most]
             axes.set_xticks([(a + b - 1) / 2 for _, a, b in wide], [shorten(name, 12) for name, _, _ in wide])
             axes.tick_params(axis="x", length=0)
             for _, start, _ in spans[1:]:

@@ -60,7 +60,17 @@ def _curve(
         return
     style = {"linestyle": (0, (3, 2)), "linewidth": 1.2} if dashed else {"linewidth": 1.8}
     marker = "" if (dashed and len(points) > 1) or len(points) > 40 else "o"
-    axes.plot(*zip(*points, strict=True), color=LIGHT[colour], marker=marker, markersize=3.5, **style)
+    fill = LIGHT["paper" if dashed else colour]
+    epochs, values = zip(*points, strict=True)
+    axes.plot(
+        epochs,
+        values,
+        color=LIGHT[colour],
+        marker=marker,
+        markersize=4 if dashed else 3.5,
+        markerfacecolor=fill,
+        **style,
+    )
 
 
 def _last(axes: Axes, rows: Sequence[EpochPoint], start: int) -> None:
@@ -68,12 +78,14 @@ def _last(axes: Axes, rows: Sequence[EpochPoint], start: int) -> None:
     known = [row for row in rows if finite(row.val_top1)]
     if known and known[-1].val_top1 is not None:
         value = 100 * known[-1].val_top1
+        above = value >= 100 * known[-1].train_top1  # away from the other curve
         axes.annotate(
             f"{value:.2f}",
             (start + known[-1].epoch, value),
-            (0, 6),
+            (0, 6 if above else -6),
             textcoords="offset points",
             ha="center",
+            va="bottom" if above else "top",
             fontsize=8,
         )
 
@@ -87,7 +99,7 @@ def _limits(loss: Axes, top1: Axes, parts: Phases, epochs: int) -> None:
     losses = [
         v for _, _, rows in parts for r in rows for v in (r.train_loss, r.val_loss) if v is not None and finite(v)
     ]
-    loss.set_ylim(min(0.0, *losses), max(losses) * 1.1 if max(losses, default=0) > 0 else 1.0)
+    loss.set_ylim(min([0.0, *losses]), 1.1 * max([0.0, *losses]) or 1.0)
     for axes in (loss, top1):
         axes.set_xlim(0.5, epochs + 0.5)
         axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, min_n_ticks=1))

@@ -259,7 +259,7 @@ def nice_limits(values: list[float], *, least_span: float) -> tuple[float, float
     span = max(high - low, least_span)
     middle = (low + high) / 2
     low, high = min(low, middle - span / 2), max(high, middle + span / 2)
-    return low - 0.12 * span, high + 0.12 * span
+    return low - 0.15 * span, high + 0.15 * span
 
 
 def finite(value: float | None) -> bool:

@@ -49,6 +49,7 @@ def hostile(tmp_path_factory) -> Path:
         "layers": layers,
         "histograms": histograms,
         "audit": audit,
+        "notes": [HOSTILE],
         "environment": {HOSTILE: [HOSTILE, {HOSTILE: HOSTILE}]},
     }.items():
         (folder / f"{file}.json").write_text(json.dumps(value), encoding="utf-8")

@@ -238,6 +238,7 @@ def write_sample(folder: Path) -> Path:
         "layers": sample_layers(),
         "histograms": sample_histograms(),
         "audit": sample_audit(),
+        "notes": ["3 images of the training split could not be read and were left out"],
     }.items():
         (folder / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
     write_csv(folder / "placement.csv", sample_placement())

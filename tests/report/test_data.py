@@ -33,7 +33,7 @@ def test_every_part_may_be_missing_and_says_so(tmp_path):
     assert (run.metrics, run.layers, run.train, run.histograms) == ((), (), (), ())
     assert set(run.absent) == {
         "recipe.yaml", "environment.json", "placement.csv", "train.csv", "qat.csv", "layers.json", "histograms.json",
-        "audit.json",
+        "audit.json", "notes.json",
     }  # fmt: skip
     assert all(name in reason for name, reason in run.absent.items())
 
@@ -63,6 +63,7 @@ def test_refuses_what_is_no_run_folder(tmp_path):
         ("placement.csv", "tensor,layer,decision,num_bits\nx,y,quantize,eight\n", "row 1: num_bits"),
         ("histograms.json", '[{"name": "a", "counts": [1, 2], "bin_edges": [0, 1, 2, 3], "amax": 1}]', "bin edges"),
         ("histograms.json", '[{"name": "a", "counts": [], "bin_edges": [0, 1], "amax": 1}]', "bin edges"),
+        ("notes.json", '{"a": 1}', "list of texts"),
         ("audit.json", '[{"variant": "qat", "name": "a", "op_type": "Conv"}]', "row 1: int8"),
     ],
 )
