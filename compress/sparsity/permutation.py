@@ -86,7 +86,7 @@ def search_permutation(matrix: Tensor, n: int, m: int, *, seconds: float, seed: 
     rounds += _sweep(stripes, start=start, seconds=seconds)
     before, after = kept_by_order(matrix, n, m), kept_by_order(matrix, n, m, order=stripes.order())
     identity = torch.arange(matrix.shape[1], device=matrix.device)
-    bound = matrix.abs().double().topk(matrix.shape[1] // m * n, dim=1).values.sum().item()
+    bound = matrix.detach().abs().topk(matrix.shape[1] // m * n, dim=1).values.sum(dtype=torch.float64).item()
     return Permutation(
         order=stripes.order() if after > before else identity,
         before=before,
@@ -99,9 +99,8 @@ def search_permutation(matrix: Tensor, n: int, m: int, *, seconds: float, seed: 
 
 def kept_by_order(matrix: Tensor, n: int, m: int, *, order: Tensor | None = None) -> float:
     """Sum of the magnitudes that n:m keeps with the columns in `order` (None = as they stand)."""
-    columns = matrix.detach().abs().double().t()
-    columns = columns if order is None else columns[order]
-    return _largest(columns.unflatten(0, (-1, m)), n)[:n].sum().item()
+    magnitudes = matrix.detach().abs() if order is None else matrix.detach().abs()[:, order]
+    return _largest(magnitudes.unflatten(1, (-1, m)).movedim(2, 1), n).sum(dtype=torch.float64).item()
 
 
 class _Stripes:

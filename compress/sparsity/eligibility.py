@@ -1,0 +1,203 @@
+"""Which layers can be masked, and why the others are not: stated rules, read before any training.
+
+What cannot be (a transposed convolution, m that does not divide the channels) stays dense whatever a rule says. What is
+merely unwise is left out by default and masked where a rule of the spec enables it: the first layer (few input
+channels, much to lose), the last (the classifier), grouped convolutions, and shapes without a sparse kernel.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from compress.errors import SparsityError, near_misses
+from compress.graph.ops import WEIGHTED, module_kind
+from compress.graph.trace import Inputs, as_inputs
+from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
+
+TENSORRT_IN, TENSORRT_OUT = 16, 8
+"""Channels of a 2:4 tensor-core tile in FP16 that a layer must fill: inputs and outputs are multiples of these."""
+
+NOTEWORTHY_CHANNELS = 256
+"""Below this many input and output channels TensorRT rarely finds a 2:4 kernel faster than its dense one
+(its engineers in TensorRT issues 3849 and 4065); a 3x3 kernel counts as nine times the input channels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eligibility:
+    """Whether a layer is masked.
+
+    Attributes:
+        layer: module path.
+        type: class.
+        shape: of the weight.
+        eligible: whether it is masked.
+        reason: why, or why not.
+    """
+
+    layer: str
+    type: str
+    shape: tuple[int, ...]
+    eligible: bool
+    reason: str
+
+
+def eligibility(
+    model: nn.Module, spec: SparsitySpec, *, example_inputs: Inputs | None = None
+) -> tuple[Eligibility, ...]:
+    """Every convolution and linear layer of `model`, in order, with whether it is masked and why.
+
+    Args:
+        model: a float model, sparse already or not.
+        spec: pattern, kernels and rules.
+        example_inputs: what shows the order of the layers and which of them run; None = the order in which the
+            model registers them.
+
+    Raises:
+        SparsityError: the spec is not acceptable, a rule matches no layer, or a rule enables a layer whose channels
+            the pattern does not divide.
+    """
+    pattern = check_sparsity_spec(spec)
+    layers = weighted_layers(model)
+    check_rules(spec, layers)
+    order = list(layers) if example_inputs is None else _run_order(model, layers, example_inputs)
+    inside = {
+        f"{path}.{name}": path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention)
+        for name, _ in module.named_modules()
+        if name
+    }
+    ends = {path: word for path, word in ((order[0], "first"), (order[-1], "last"))} if order else {}
+    rows = []
+    for path, module in layers.items():
+        enabled = _enabled(path, spec)
+        cannot = _cannot(module, pattern) if path not in inside else f"part of {inside[path]}, which computes with it"
+        unwise = None if enabled else _unwise(module, pattern, spec, place=ends.get(path))
+        if cannot and enabled and "multiple" in cannot and any(r.match == path for r in spec.rules):
+            raise SparsityError(f"a rule enables {path}, and {cannot}: disable it, or choose another pattern")
+        reason = cannot or ("a rule leaves it dense" if enabled is False else unwise)
+        if not reason and example_inputs is not None and path not in order:
+            reason = "does not run on the example inputs"
+        rows.append(
+            Eligibility(
+                layer=path,
+                type=type(module).__name__.removeprefix("Parametrized"),
+                shape=tuple(_weight(module).shape),
+                eligible=not reason,
+                reason=reason or _note(module, pattern),
+            )
+        )
+    return tuple(rows)
+
+
+def eligible_layers(
+    model: nn.Module, spec: SparsitySpec, *, example_inputs: Inputs | None = None
+) -> dict[str, nn.Module]:
+    """The layers that are masked, by path.
+
+    Raises:
+        SparsityError: as `eligibility`, or none is eligible.
+    """
+    rows = eligibility(model, spec, example_inputs=example_inputs)
+    chosen = {row.layer: model.get_submodule(row.layer) for row in rows if row.eligible}
+    if not chosen:
+        why = "; ".join(f"{row.layer}: {row.reason}" for row in rows[:6]) or "the model has no convolution or linear layer"
+        raise SparsityError(f"no layer can be masked with pattern {spec.pattern!r} ({why}); add rules that enable layers")
+    return chosen
+
+
+def weighted_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Convolutions and linear layers by path, in the order in which the model registers them."""
+    return {path: module for path, module in model.named_modules() if module_kind(module) in WEIGHTED}
+
+
+def check_rules(spec: SparsitySpec, layers: Iterable[str]) -> None:
+    """Refuse a rule that matches nothing.
+
+    Raises:
+        SparsityError: names the rule and near misses.
+    """
+    names = list(layers)
+    for rule in spec.rules:
+        if not fnmatch.filter(names, rule.match) and rule.match not in names:
+            hint = near_misses(rule.match, names)
+            raise SparsityError(
+                f"sparsity rule {rule.match!r} matches no layer{hint} (layers: {', '.join(names[:8])}"
+                f"{', ...' if len(names) > 8 else ''})"
+            )
+
+
+def _enabled(path: str, spec: SparsitySpec) -> bool | None:
+    """What the last matching rule says; None = no rule matches."""
+    verdicts = [rule.enable for rule in spec.rules if fnmatch.fnmatchcase(path, rule.match)]
+    return verdicts[-1] if verdicts else None
+
+
+def _cannot(module: nn.Module, pattern: Pattern) -> str | None:
+    if module_kind(module) == "conv_transpose":
+        return "a transposed convolution: its input channels are axis 0, and no sparse kernel takes it"
+    channels = _weight(module).shape[1]
+    if pattern.kind == "nm" and channels % pattern.m:
+        each = "" if getattr(module, "groups", 1) == 1 else " a group"
+        return f"it has {channels} input channels{each}, not a multiple of {pattern.m}"
+    return None
+
+
+def _unwise(module: nn.Module, pattern: Pattern, spec: SparsitySpec, *, place: str | None) -> str | None:
+    if place is not None:
+        return f"the {place} layer is left dense unless a rule enables it"
+    if getattr(module, "groups", 1) > 1:
+        return f"a convolution of {module.groups} groups: no sparse kernel takes it"
+    out, channels = _weight(module).shape[:2]
+    if spec.kernels == "tensorrt" and (pattern.n, pattern.m) == (2, 4) and (channels % TENSORRT_IN or out % TENSORRT_OUT):
+        return (
+            f"TensorRT's 2:4 kernels ask for input channels in multiples of {TENSORRT_IN} and output channels in "
+            f"multiples of {TENSORRT_OUT}, and it has {channels} and {out}"
+        )
+    return None
+
+
+def _note(module: nn.Module, pattern: Pattern) -> str:
+    """A word on speed for a layer that is masked."""
+    weight = _weight(module)
+    if pattern.kind != "nm":
+        return "no engine is faster for zeros anywhere"
+    if (pattern.n, pattern.m) != (2, 4):
+        return f"no engine has {pattern} kernels"
+    taps = weight[0, 0].numel()
+    if min(weight.shape[0], weight.shape[1] * taps) < NOTEWORTHY_CHANNELS:
+        return f"few channels: rarely faster below {NOTEWORTHY_CHANNELS}"
+    return "large enough to gain"
+
+
+def _weight(module: nn.Module) -> Tensor:
+    """The weight, without computing a parametrized one."""
+    if parametrize.is_parametrized(module, "weight"):
+        original = module.parametrizations["weight"].original  # type: ignore[union-attr,index]
+        return original  # type: ignore[return-value,no-any-return]
+    return module.weight  # type: ignore[return-value]
+
+
+def _run_order(model: nn.Module, layers: dict[str, nn.Module], example_inputs: Inputs) -> list[str]:
+    """Paths in the order in which they run on the example inputs."""
+    order: dict[str, None] = {}
+    hooks = [m.register_forward_hook(lambda *_, path=path: order.setdefault(path)) for path, m in layers.items()]
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            model(*as_inputs(example_inputs))
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise SparsityError(f"the model fails on the example inputs: {error}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, mode in training.items():
+            module.training = mode
+    return list(order)

@@ -1,0 +1,318 @@
+"""Which channels of a network belong together: its graph run once, with channel numbers beside the values.
+
+Each tensor's numbers are a small tensor of the same number of axes, with size 1 where the numbers do not vary: (1, C, 1,
+1) after a convolution. Elementwise operations tie numbers; operations that only move values (concat, split, reshape,
+channel shuffle, ...) are simply run on the numbers, so every offset and stride comes out right. What cannot be followed
+pins the channels that meet it, with its reason; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from compress.graph.ops import layer_name, node_kind, node_module
+from compress.sparsity.channels import Channels
+
+_ELEMENTWISE = frozenset(
+    ["add", "sub", "mul", "div", "pow", "neg", "exp", "relu", "relu6", "leaky_relu", "silu", "gelu", "hardswish", "hardsigmoid", "sigmoid", "tanh", "elu", "mish", "softplus", "clamp", "dropout", "identity"]
+)
+_POOLS = frozenset(["max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "resize", "pad"])
+_MOVES = frozenset(
+    ["concat", "split", "getitem", "flatten", "reshape", "transpose", "squeeze", "stack", "repeat", "roll", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "mean", "max", "getattr"]
+)
+_SILENT = frozenset({"shape", "compare", "assert", "floordiv"})
+
+Numbers = Tensor | tuple[Any, ...] | None
+"""Channel numbers of a value: of a tensor, of each of several, or None where there is nothing to follow."""
+
+
+def channels_of(graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> Channels:
+    """Follow the channels of a traced graph, in evaluation mode.
+
+    Args:
+        graph_module: from `compress.graph.trace`.
+        inputs: as it was traced with; the values only pass through.
+    """
+    follower = _Follower(graph_module)
+    with torch.no_grad():
+        follower.run(*inputs)
+    return follower.channels
+
+
+class _Follower(fx.Interpreter):
+    """Runs a graph and gives every node its channel numbers."""
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        super().__init__(graph_module)
+        self.channels = Channels()
+        self.numbers: dict[fx.Node, Numbers] = {}
+        self.why: dict[fx.Node, str] = {}  # of values without numbers: what stood in the way
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        self.numbers[n] = numbers = self._follow(n, node_kind(n), result)
+        if numbers is None and n not in self.why:
+            self.why.update({n: self.why[a] for a in n.all_input_nodes if a in self.why})
+        for tensor in _flat(numbers):
+            self.channels.mark(tensor)
+        return result
+
+    def _follow(self, node: fx.Node, kind: str, result: Any) -> Numbers:
+        if kind in _SILENT:
+            return None
+        if kind == "input":
+            return self._fresh(result, 1, "are the input") if isinstance(result, Tensor) else None
+        if kind == "constant":
+            return self._constant(str(node.target), result)
+        if kind in _MOVES:
+            return self._move(node, result)
+        if kind in _ELEMENTWISE:
+            return self._elementwise(node, result)
+        numbers: Numbers = None
+        if kind in _POOLS or kind == "softmax":
+            numbers = self._kept(node, kind, result)
+        elif kind in _MODULE_RULES and node.op == "call_module":
+            numbers = _MODULE_RULES[kind](self, node, result)
+        elif kind == "layer_norm":
+            numbers = self._functional_layer_norm(node)
+        return self._lost(node, kind) if numbers is None else numbers
+
+    # What a node's arguments are.
+
+    def _first(self, node: fx.Node) -> Tensor | None:
+        argument = node.args[0] if node.args else node.kwargs.get("input")
+        numbers = self.numbers.get(argument) if isinstance(argument, fx.Node) else None
+        return numbers if isinstance(numbers, Tensor) else None
+
+    def _vector(self, node: fx.Node, axis: int) -> Tensor | None:
+        """The numbers of a node's first argument when they vary along this axis alone."""
+        numbers = self._first(node)
+        if numbers is None:
+            return None
+        return numbers if _varies(numbers) <= {axis % numbers.ndim} and numbers.ndim > axis else None
+
+    def _full(self, value: Any, numbers: Numbers) -> Any:
+        """Numbers as large as the value, float64 because every operation that moves values takes that."""
+        if isinstance(value, Tensor):
+            if not isinstance(numbers, Tensor):
+                numbers = self.channels.fresh(1, reason="a value that is no channel").view([1] * value.ndim)
+            return numbers.double().expand(value.shape).contiguous()
+        if isinstance(value, (tuple, list)):
+            inner = numbers if isinstance(numbers, tuple) else (None,) * len(value)
+            return type(value)(self._full(v, x) for v, x in zip(value, inner, strict=True))
+        return value
+
+    def _fresh(self, value: Tensor, axis: int, reason: str | None = None) -> Tensor:
+        """New numbers along an axis of a value."""
+        if value.ndim <= axis:
+            return self.channels.fresh(1, reason=reason).view([1] * value.ndim)
+        shape = [1] * value.ndim
+        shape[axis] = value.shape[axis]
+        return self.channels.fresh(value.shape[axis], reason=reason).view(shape)
+
+    def _lost(self, node: fx.Node, kind: str) -> Numbers:
+        """Pin what goes into an operation that cannot be followed."""
+        reason = f"meet {layer_name(node)} ({kind}), which cannot be followed" if kind != "output" else "are the output"
+        self.why[node] = next((self.why[a] for a in node.all_input_nodes if a in self.why), reason)
+        for argument in node.all_input_nodes:
+            for numbers in _flat(self.numbers.get(argument)):
+                self.channels.pin(numbers, reason)
+        return None
+
+    # Rules: operations without parameters.
+
+    def _constant(self, path: str, value: Any) -> Numbers:
+        """A parameter that stands alone: one value a channel when all its axes but one are 1."""
+        if not isinstance(value, Tensor) or sum(size > 1 for size in value.shape) != 1:
+            return None
+        axis = next(i for i, size in enumerate(value.shape) if size > 1)
+        numbers = self._fresh(value, axis)
+        self.channels.use(value, path, axis, numbers.flatten(), role="vector")
+        return numbers
+
+    def _kept(self, node: fx.Node, kind: str, result: Any) -> Numbers:
+        """Pools work inside a channel; a softmax over the channels treats them all alike."""
+        numbers = self._vector(node, 1) if kind in _POOLS else self._first(node)
+        if numbers is None or not isinstance(result, Tensor) or len(_varies(numbers)) > 1:
+            return None
+        return numbers if all(result.shape[axis] == numbers.shape[axis] for axis in _varies(numbers)) else None
+
+    def _move(self, node: fx.Node, result: Any) -> Numbers:
+        """Run an operation that only moves values on the numbers."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: self._full(self.env[a], self.numbers.get(a)))
+        inputs = [self.channels.classes(x.flatten()) for a in node.all_input_nodes for x in _flat(self.numbers.get(a))]
+        if not inputs:
+            return None
+        try:
+            moved = _compact(getattr(self, node.op)(node.target, args, kwargs))
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return self._lost(node, node_kind(node))
+        known = torch.arange(len(self.channels.parents))
+        if not all(bool(torch.isin(x, known).all()) and x.numel() for x in _flat(moved)):
+            return self._lost(node, node_kind(node))  # an average over channels is no channel
+        if node_kind(node) in {"mean", "max"}:
+            after = {c for x in _flat(moved) for c in self.channels.classes(x.flatten()).tolist()}
+            if after != {c for x in inputs for c in x.tolist()}:
+                return self._lost(node, node_kind(node))
+            if not isinstance(moved, Tensor):
+                return (moved[0], *(None for _ in moved[1:])) if moved is not None else None
+        return moved
+
+    def _elementwise(self, node: fx.Node, result: Any) -> Numbers:
+        """Channels that stand at the same place of several operands are one."""
+        kind = node_kind(node)
+        operands = [a for a in node.all_input_nodes if isinstance(self.env[a], Tensor)]
+        operands = operands[:1] if kind in {"identity", "dropout"} else operands  # x.type_as(y) reads no value of y
+        if not isinstance(result, Tensor) or (kind == "leaky_relu" and len(operands) > 1):
+            return self._lost(node, kind)
+        if node.op == "call_module" and not self._module_vectors(node, ("weight",), 1):
+            return self._lost(node, kind)
+        shapes = [(1,) * (result.ndim - self.env[a].ndim) + tuple(self.env[a].shape) for a in operands]
+        aligned = [_align(self.numbers.get(a), result.ndim) for a in operands]
+        joined: Tensor | None = None
+        for axis in range(result.ndim):
+            varying = {i for i, x in enumerate(aligned) if x is not None and x.shape[axis] > 1}
+            if varying and any(shape[axis] > 1 for i, shape in enumerate(shapes) if i not in varying):
+                return self._lost(node, kind)  # a value for each channel that is no channel itself
+        for numbers, shape in zip(aligned, shapes, strict=True):
+            if numbers is None or (numbers.numel() == 1 and result.shape != shape):
+                continue
+            if joined is None:
+                joined = numbers
+            else:
+                left, right = torch.broadcast_tensors(joined, numbers)
+                self.channels.tie(left, right)
+                joined = left.contiguous()
+        return joined
+
+    # Rules: layers.
+
+    def _module_vectors(self, node: fx.Node, names: tuple[str, ...], axis: int) -> bool:
+        """Note a module's vectors along the channels of its input; False when they do not fit."""
+        module = node_module(node)
+        for name in names:
+            tensor = getattr(module, name, None)
+            if isinstance(tensor, Tensor) and tensor.numel() > 1:
+                numbers = self._vector(node, axis)
+                if numbers is None or numbers.numel() != tensor.numel():
+                    return False
+                self.channels.use(tensor, f"{node.target}.{name}", 0, numbers.flatten(), role="vector")
+        return True
+
+    def _norm(self, node: fx.Node, result: Tensor) -> Numbers:
+        fits = self._module_vectors(node, ("weight", "bias", "running_mean", "running_var"), 1)
+        return self._vector(node, 1) if fits else None
+
+    def _group_norm(self, node: fx.Node, result: Tensor) -> Numbers:
+        numbers = self._norm(node, result)
+        if isinstance(numbers, Tensor):
+            for part in numbers.flatten().chunk(cast(int, node_module(node).num_groups)):
+                self.channels.mark(part)
+        return numbers
+
+    def _layer_norm(self, node: fx.Node, result: Tensor) -> Numbers:
+        if len(cast("tuple[int, ...]", node_module(node).normalized_shape)) != 1:
+            return None
+        fits = self._module_vectors(node, ("weight", "bias"), result.ndim - 1)
+        return self._vector(node, result.ndim - 1) if fits else None
+
+    def _functional_layer_norm(self, node: fx.Node) -> Numbers:
+        numbers = self._first(node)
+        if numbers is None or _varies(numbers) != {numbers.ndim - 1}:
+            return None
+        for argument in node.all_input_nodes[1:]:
+            vector = self.numbers.get(argument)
+            if not isinstance(vector, Tensor) or vector.numel() != numbers.numel():
+                return None
+            self.channels.tie(vector.flatten(), numbers.flatten())
+        return numbers
+
+    def _linear(self, node: fx.Node, result: Tensor) -> Numbers:
+        return self._weighted(node, result, axis=result.ndim - 1, groups=1)
+
+    def _conv(self, node: fx.Node, result: Tensor) -> Numbers:
+        module = node_module(node)
+        groups, channels = cast(int, module.groups), cast(int, module.in_channels)
+        if groups == channels == module.out_channels and groups > 1:
+            return self._vector(node, 1) if self._module_vectors_by_row(node) else None
+        return self._weighted(node, result, axis=1, groups=groups)
+
+    def _conv_transpose(self, node: fx.Node, result: Tensor) -> Numbers:
+        return self._weighted(node, result, axis=1, groups=1, transposed=True) if node_module(node).groups == 1 else None
+
+    def _module_vectors_by_row(self, node: fx.Node) -> bool:
+        """A depthwise convolution: one filter a channel."""
+        module, numbers = node_module(node), self._vector(node, 1)
+        if numbers is None:
+            return False
+        for name in ("weight", "bias"):
+            if getattr(module, name) is not None:
+                self.channels.use(
+                    cast(Tensor, getattr(module, name)), f"{node.target}.{name}", 0, numbers.flatten(), role="vector"
+                )
+        return True
+
+    def _weighted(self, node: fx.Node, result: Tensor, *, axis: int, groups: int, transposed: bool = False) -> Numbers:
+        """A layer whose outputs are channels of their own: columns read, rows make."""
+        module = node_module(node)
+        weight = cast(nn.Parameter, module.weight)
+        read = self._vector(node, axis)
+        length = weight.shape[0 if transposed else 1] * groups
+        if read is None or read.numel() != length:
+            self._lost(node, node_kind(node))
+            read = self.channels.fresh(length, reason=self.why[node])
+        made = self._fresh(result, axis)
+        rows = weight.shape[0] // groups
+        for group, part in enumerate(read.flatten().chunk(groups)):
+            block = (group * rows, (group + 1) * rows) if groups > 1 else None
+            self.channels.use(weight, f"{node.target}.weight", 0 if transposed else 1, part, role="in", rows=block)
+        for part in made.flatten().chunk(groups) if groups > 1 else ():
+            self.channels.mark(part)
+        self.channels.use(weight, f"{node.target}.weight", 1 if transposed else 0, made.flatten(), role="out")
+        if module.bias is not None:
+            self.channels.use(cast(Tensor, module.bias), f"{node.target}.bias", 0, made.flatten(), role="vector")
+        return made
+
+
+_MODULE_RULES: dict[str, Callable[[_Follower, fx.Node, Tensor], Numbers]] = {
+    "conv": _Follower._conv,
+    "conv_transpose": _Follower._conv_transpose,
+    "linear": _Follower._linear,
+    "batch_norm": _Follower._norm,
+    "instance_norm": _Follower._norm,
+    "group_norm": _Follower._group_norm,
+    "layer_norm": _Follower._layer_norm,
+}
+
+
+def _flat(numbers: Numbers) -> list[Tensor]:
+    if isinstance(numbers, Tensor):
+        return [numbers]
+    return [x for item in numbers or () for x in _flat(item)]
+
+
+def _varies(numbers: Tensor) -> set[int]:
+    """Axes along which numbers vary."""
+    return {axis for axis, size in enumerate(numbers.shape) if size > 1}
+
+
+def _align(numbers: Numbers, ndim: int) -> Tensor | None:
+    """Numbers with as many axes as the result, as broadcasting aligns them."""
+    return numbers.view([1] * (ndim - numbers.ndim) + list(numbers.shape)) if isinstance(numbers, Tensor) else None
+
+
+def _compact(value: Any) -> Numbers:
+    """Full float numbers as small integers: axes along which nothing varies get size 1."""
+    if isinstance(value, (tuple, list)):
+        return tuple(_compact(item) for item in value)
+    if not isinstance(value, Tensor):
+        return None
+    for axis in range(value.ndim):
+        if value.shape[axis] > 1 and bool((value == value.narrow(axis, 0, 1)).all()):
+            value = value.narrow(axis, 0, 1)
+    whole = value.round().long()
+    return torch.where(value == whole, whole, -1)

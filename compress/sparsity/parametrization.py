@@ -1,0 +1,204 @@
+"""Masks on a model: a parametrization of `weight` that every training loop, copy and checkpoint carries along.
+
+`module.weight` becomes original * mask; the trained parameter, the same object as before, is
+`module.parametrizations.weight.original`, and the mask is a boolean buffer beside it. A masked element gets no gradient, so a
+mask holds under any optimizer. While masks are still being chosen (`straight_through`) the gradient passes to all
+elements instead, as if nothing were masked.
+
+torch refuses to pickle a parametrized module, because its class is made on the fly. Here the class is told how to
+rebuild itself, so `torch.save(model)`, process pools and `copy.deepcopy` work. A state dict of a masked model holds
+`weight`'s parts under other names than a dense one; loading one into the other is refused with what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from compress.errors import SparsityError, near_misses
+
+_PREFIX = "parametrizations.weight."
+
+
+class NMMask(nn.Module):
+    """The mask of one weight.
+
+    Attributes:
+        mask: boolean buffer of the weight's shape, True = kept.
+        pattern: what the mask follows, such as `2:4`; "" = no more than the mask itself is known.
+        straight_through: True passes the gradient to masked elements too.
+    """
+
+    mask: Tensor
+
+    def __init__(self, mask: Tensor, *, pattern: str = "", straight_through: bool = False) -> None:
+        super().__init__()
+        if mask.dtype != torch.bool:
+            raise SparsityError(f"a mask must be boolean, got {mask.dtype}")
+        self.register_buffer("mask", mask)
+        self.pattern = pattern
+        self.straight_through = straight_through
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The weight, zero where masked."""
+        masked = torch.where(self.mask, weight, 0.0)
+        # The second term is zero and has the gradient of what the first one leaves out.
+        return masked + torch.where(self.mask, 0.0, weight - weight.detach()) if self.straight_through else masked
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """What to store when somebody assigns `module.weight`: all of it."""
+        return weight
+
+    def extra_repr(self) -> str:
+        """Pattern and density."""
+        return f"{self.pattern or 'mask'}, density={self.mask.float().mean().item():.3f}"
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        layer = prefix.removesuffix(_PREFIX + "0.")
+        if f"{prefix}mask" not in state_dict and f"{layer}weight" in state_dict:
+            raise SparsityError(_dense_into_sparse(layer.removesuffix(".") or "the model"))
+        got = state_dict.get(f"{prefix}mask")
+        if isinstance(got, Tensor) and got.shape != self.mask.shape:
+            raise SparsityError(
+                f"{layer}weight: the checkpoint's mask is {tuple(got.shape)} and the model's {tuple(self.mask.shape)}"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def apply_masks(
+    model: nn.Module, masks: Mapping[str, Tensor], *, pattern: str = "", straight_through: bool = False
+) -> None:
+    """Mask layers of a dense model, in place; the parameters stay the same objects.
+
+    Args:
+        model: any model; `layer.weight` must be a plain parameter.
+        masks: path of a layer -> boolean mask of its weight's shape.
+        pattern: what they follow, for the record.
+        straight_through: as in `NMMask`.
+
+    Raises:
+        SparsityError: an unknown layer, one that is masked or otherwise parametrized already, or a mask of another
+            shape or type. Nothing is changed then.
+    """
+    modules = dict(model.named_modules())
+    for path, mask in masks.items():
+        if path not in modules:
+            raise SparsityError(f"the model has no layer {path!r}{near_misses(path, modules)}")
+        _check_fits(path, modules[path], mask)
+    for path, mask in masks.items():
+        module = modules[path]
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        with torch.no_grad():
+            part = NMMask(mask.to(weight.device), pattern=pattern, straight_through=straight_through)
+        part.train(module.training)
+        parametrize.register_parametrization(module, "weight", part, unsafe=True)
+        type(module).__reduce_ex__ = _reduce  # type: ignore[assignment,method-assign]
+
+
+def masked_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that are masked, by path."""
+    return {path: module for path, module in model.named_modules() if mask_of(module) is not None}
+
+
+def mask_of(module: nn.Module) -> NMMask | None:
+    """The mask module of a layer's weight, or None."""
+    if not parametrize.is_parametrized(module, "weight"):
+        return None
+    first = module.parametrizations["weight"][0]  # type: ignore[union-attr,index]
+    return first if isinstance(first, NMMask) else None
+
+
+def original_of(module: nn.Module) -> nn.Parameter:
+    """The trained parameter behind a masked weight."""
+    return module.parametrizations["weight"].original  # type: ignore[union-attr,index,return-value]
+
+
+def masks_of(model: nn.Module) -> dict[str, Tensor]:
+    """Path -> mask of every masked layer; copies."""
+    return {path: mask_of(module).mask.clone() for path, module in masked_layers(model).items()}  # type: ignore[union-attr]
+
+
+def squash_masks(model: nn.Module) -> dict[str, Tensor]:
+    """Bake the masks in: weights become plain parameters again, zero where masked; in place.
+
+    The parameters stay the same objects. Further training would fill the zeros: hold them with
+    `apply_masks(model, masks)`, as when quantizers are put in between.
+
+    Returns:
+        The masks, by layer path.
+
+    Raises:
+        SparsityError: no layer is masked.
+    """
+    masks = masks_of(model)
+    if not masks:
+        raise SparsityError("no layer of the model is masked: call sparsify first, or leave squash_masks out")
+    for path in masks:
+        parametrize.remove_parametrizations(model.get_submodule(path), "weight", leave_parametrized=True)
+    return masks
+
+
+def check_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Refuse the state dict of a masked model for a dense one, and the reverse.
+
+    Raises:
+        SparsityError: says which layer differs and what to do.
+    """
+    masked = {path: mask_of(module).mask for path, module in masked_layers(model).items()}  # type: ignore[union-attr]
+    for key, value in state.items():
+        layer, found, part = key.rpartition("." + _PREFIX) if "." + _PREFIX in key else ("", "", key)
+        if not found and key.startswith(_PREFIX):
+            layer, found, part = "", _PREFIX, key.removeprefix(_PREFIX)
+        if found and part == "0.mask" and layer not in masked:
+            raise SparsityError(
+                f"the checkpoint is of a masked model and {layer or 'the model'} is dense: call sparsify (or apply_masks) "
+                "before loading, or load a checkpoint saved after squash_masks"
+            )
+        if found and part == "0.mask" and value.shape != masked[layer].shape:
+            raise SparsityError(
+                f"{layer}.weight: the checkpoint's mask is {tuple(value.shape)} and the model's "
+                f"{tuple(masked[layer].shape)}"
+            )
+    for path in masked:
+        if f"{path}.weight" in state or (not path and "weight" in state):
+            raise SparsityError(_dense_into_sparse(path or "the model"))
+
+
+def _dense_into_sparse(layer: str) -> str:
+    return (
+        f"the checkpoint is of a dense model and {layer} is masked: load it before sparsify, or into a model whose masks "
+        "were squashed"
+    )
+
+
+def _check_fits(path: str, module: nn.Module, mask: Tensor) -> None:
+    if parametrize.is_parametrized(module):
+        how = "masked" if mask_of(module) is not None else "parametrized by something else"
+        raise SparsityError(f"layer {path} is {how} already: call squash_masks (or remove it) before masking again")
+    weight = module._parameters.get("weight")
+    if weight is None:
+        raise SparsityError(f"layer {path} ({type(module).__name__}) has no parameter `weight` to mask")
+    if mask.dtype != torch.bool or mask.shape != weight.shape:
+        raise SparsityError(
+            f"layer {path}: a boolean mask of {tuple(weight.shape)} is needed, got {mask.dtype} of {tuple(mask.shape)}"
+        )
+
+
+def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
+    """How a masked layer pickles: as its own class with the plain parameter, and the mask to put on."""
+    state = dict(module.__dict__)
+    state["_modules"] = {k: v for k, v in module._modules.items() if k != "parametrizations"}
+    state["_parameters"] = {**module._parameters, "weight": original_of(module)}
+    return _rebuild, (type(module).__bases__[0], state, mask_of(module))
+
+
+def _rebuild(cls: type[nn.Module], state: dict[str, Any], part: NMMask) -> nn.Module:
+    module = cls.__new__(cls)
+    module.__dict__.update(state)
+    parametrize.register_parametrization(module, "weight", part, unsafe=True)
+    type(module).__reduce_ex__ = _reduce  # type: ignore[assignment,method-assign]
+    return module

@@ -1,0 +1,247 @@
+"""Channel permutation of a whole network: groups from its graph, an order for each, applied where the channels go.
+
+The permuted network computes what it computed before; only the order of channels inside differs, and with it which
+input channels share a group of an n:m mask. Every group's rows are searched together over all layers that read it, each
+layer's magnitudes divided by their mean, so that one layer's scale does not decide for all.
+
+What cannot be followed in the graph stays in its order and is reported; a layer that reads a group at an offset
+which is no multiple of m, or mixed with others, is permuted along but does not guide the search. At the end the outputs
+are compared, and a network that computes something else is put back as it was and refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from compress.errors import ModelError, SparsityError
+from compress.graph.trace import Inputs, as_inputs, flat_tensors, trace
+from compress.progress import NoProgress, Progress
+from compress.sparsity.channels import Channels, Use, permute_index
+from compress.sparsity.eligibility import eligible_layers
+from compress.sparsity.groups import channels_of
+from compress.sparsity.permutation import kept_by_order, search_permutation
+from compress.sparsity.spec import SparsitySpec, check_sparsity_spec
+
+ROUND_COST = 200_000  # elements whose search costs as much time as the smallest group should have
+TOLERANCE = 1e-4  # of the largest output: float32 sums in another order stay well below, a wrong order does not
+
+
+@dataclass(frozen=True, kw_only=True)
+class PermutedLayer:
+    """What the permutation did for a layer.
+
+    Attributes:
+        layer: module path.
+        channels: its input channels.
+        searched: how many of them belong to groups whose order was searched for this layer, too.
+        before, after: share of the weight's magnitude that the pattern keeps.
+        reason: why the rest was not searched; "" when all were.
+    """
+
+    layer: str
+    channels: int
+    searched: int
+    before: float
+    after: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PermutationReport:
+    """Outcome of a permutation search.
+
+    Attributes:
+        rows: one for every layer that the pattern masks; empty when refused.
+        groups: number of groups that were searched.
+        seconds: time that it took, all included.
+        refused: why nothing was permuted; "" = it was.
+    """
+
+    rows: tuple[PermutedLayer, ...] = ()
+    groups: int = 0
+    seconds: float = 0.0
+    refused: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """Channels that may trade places, and where layers to be masked read them: path -> first column."""
+
+    classes: list[int]
+    readers: dict[str, int]
+
+
+def permute_channels(
+    model: nn.Module, spec: SparsitySpec, *, example_inputs: Inputs, progress: Progress | None = None
+) -> PermutationReport:
+    """Reorder channels, in place, so that the pattern keeps more; the model computes the same.
+
+    Args:
+        model: a dense float model; its parameters keep their identity, so optimizers stay valid.
+        spec: pattern n:m, rules, `permute_seconds` and `seed`.
+        example_inputs: a small batch, on the model's device.
+        progress: hears of each group, with the share of magnitude kept so far.
+
+    Raises:
+        SparsityError: the model is masked or quantized already, its graph cannot be traced, or the permuted model
+            would compute something else (it is then as it was).
+    """
+    progress = progress or NoProgress()
+    start = time.perf_counter()
+    pattern = check_sparsity_spec(spec)
+    if pattern.kind != "nm":
+        raise SparsityError(f"a permutation helps n:m patterns only, not {spec.pattern!r}")
+    _check_plain(model)
+    layers = eligible_layers(model, spec, example_inputs=example_inputs)
+    try:
+        graph_module = trace(model, example_inputs)
+    except ModelError as error:
+        raise SparsityError(f"channels cannot be permuted: {error}") from error
+    inputs = as_inputs(example_inputs)
+    channels = channels_of(graph_module, inputs)
+    weights = {path: module.weight for path, module in layers.items()}
+    reads = {use.path.removesuffix(".weight"): use for use in channels.uses.values() if use.role == "in"}
+    _pin_strangers(channels, model)
+    groups = _groups(channels, {path: reads[path] for path in layers if path in reads}, pattern.m)
+    before = {path: _share(w, pattern.n, pattern.m) for path, w in weights.items()}  # type: ignore[arg-type]
+
+    moves: dict[int, int] = {}
+    costs = [_rows(g, layers) * len(g.classes) + ROUND_COST for g in groups]
+    head = time.perf_counter() - start  # the report and the check at the end take about as long again
+    deadline = time.perf_counter() + max(spec.permute_seconds - 2 * head, spec.permute_seconds / 2)
+    progress.start("permute", len(groups))
+    for i, group in enumerate(groups):
+        seconds = max(0.01, deadline - time.perf_counter()) * costs[i] / sum(costs[i:])
+        matrix = torch.cat([_columns(layers[path], first, len(group.classes)) for path, first in group.readers.items()])
+        found = search_permutation(matrix, pattern.n, pattern.m, seconds=seconds, seed=spec.seed + i)
+        moves.update({group.classes[k]: group.classes[j] for k, j in enumerate(found.order.tolist())})
+        progress.advance("permute", gap_closed=found.gap_closed)
+    progress.finish("permute")
+
+    _apply(model, channels, moves)
+    if not _same(graph_module, model, inputs):
+        _apply(model, channels, {source: target for target, source in moves.items()})
+        raise SparsityError(
+            "the permuted model computes something else, so it was put back: its forward reads channels by number, which "
+            "the graph does not show; set sparsity.permute to false"
+        )
+    rows = _report(layers, channels, reads, groups, before, pattern.n, pattern.m)
+    return PermutationReport(rows=rows, groups=len(groups), seconds=time.perf_counter() - start)
+
+
+def _check_plain(model: nn.Module) -> None:
+    """Masks and quantization ranges belong to channels: permute first."""
+    for path, module in model.named_modules():
+        if parametrize.is_parametrized(module):
+            raise SparsityError(f"{path or 'the model'} is parametrized already: permute channels before masking")
+        if getattr(module, "is_quantizer", False):
+            raise SparsityError(f"{path} is a quantizer: permute channels before quantizing")
+
+
+def _pin_strangers(channels: Channels, model: nn.Module) -> None:
+    """Constants that tracing made are no tensors of the model, and what meets them stays."""
+    own = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    for key, use in list(channels.uses.items()):
+        if use.path not in own:
+            channels.pin(use.numbers, f"meet the constant {use.path}")
+            del channels.uses[key]
+
+
+def _groups(channels: Channels, reads: dict[str, Use], m: int) -> list[_Group]:
+    """Groups that at least one layer to be masked reads at whole groups of m."""
+    pinned = channels.pinned()
+    classes = {path: channels.classes(use.numbers).tolist() for path, use in reads.items()}
+    places = {path: {number: i for i, number in reversed(list(enumerate(x)))} for path, x in classes.items()}
+    groups = []
+    for group in channels.interchangeable():
+        if len(group) <= m or len(group) % m or group[0] in pinned:
+            continue
+        readers = {}
+        for path, numbers in classes.items():
+            first = places[path].get(group[0])
+            if first is not None and first % m == 0 and numbers[first : first + len(group)] == group:
+                readers[path] = first
+        if readers:
+            groups.append(_Group(classes=group, readers=readers))
+    return groups
+
+
+def _columns(layer: nn.Module, first: int, count: int) -> Tensor:
+    """(rows, count) magnitudes of a weight's input channels, divided by their mean."""
+    weight: Tensor = layer.weight.detach().abs()  # type: ignore[operator,assignment,union-attr]
+    rows = weight[:, first : first + count].movedim(1, -1).flatten(0, -2).float()
+    return rows / rows.mean().clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def _rows(group: _Group, layers: dict[str, nn.Module]) -> int:
+    return sum(layers[path].weight[:, 0].numel() for path in group.readers)  # type: ignore[index]
+
+
+def _share(weight: Tensor, n: int, m: int) -> float:
+    columns = weight.detach().movedim(1, -1).flatten(0, -2)
+    total = columns.abs().sum(dtype=torch.float64).item()
+    return kept_by_order(columns, n, m) / total if total else 1.0
+
+
+def _apply(model: nn.Module, channels: Channels, moves: dict[int, int]) -> None:
+    """Move channels: each class of `moves` receives the content of the class that it names."""
+    tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers()))
+    with torch.no_grad():
+        for use in channels.uses.values():
+            classes = channels.classes(use.numbers)
+            index = permute_index(classes, moves)
+            tensor = tensors[use.path]
+            part = tensor if use.rows is None else tensor[use.rows[0] : use.rows[1]]
+            part.copy_(part.index_select(use.axis, index.to(tensor.device)))
+
+
+def _same(reference: nn.Module, model: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
+    """Whether both compute the same in evaluation mode, up to rounding."""
+    with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        left = flat_tensors(reference(*inputs))
+        right = flat_tensors(copy.deepcopy(model).eval()(*inputs))
+    return len(left) == len(right) and all(
+        a.shape == b.shape and float((a - b).abs().max()) <= TOLERANCE * max(1.0, float(a.abs().max()))
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def _report(
+    layers: dict[str, nn.Module],
+    channels: Channels,
+    reads: dict[str, Use],
+    groups: list[_Group],
+    before: dict[str, float],
+    n: int,
+    m: int,
+) -> tuple[PermutedLayer, ...]:
+    pinned = channels.pinned()
+    searched = {path: {c for g in groups if path in g.readers for c in g.classes} for path in layers}
+    rows = []
+    for path, layer in layers.items():
+        numbers = channels.classes(reads[path].numbers).tolist() if path in reads else []
+        rest = [c for c in dict.fromkeys(numbers) if c not in searched[path]]
+        rows.append(
+            PermutedLayer(
+                layer=path,
+                channels=layer.weight.shape[1],  # type: ignore[union-attr,index,arg-type]
+                searched=sum(c in searched[path] for c in numbers),
+                before=before[path],
+                after=_share(layer.weight, n, m),  # type: ignore[arg-type]
+                reason=_why(rest, pinned, m) if path in reads else "the graph does not call it as a layer",
+            )
+        )
+    return tuple(rows)
+
+
+def _why(rest: Iterable[int], pinned: dict[int, str], m: int) -> str:
+    """Reasons of the channels that were not searched, each once."""
+    apart = f"stand in no whole groups of {m} that may trade places"
+    return "; ".join(dict.fromkeys(pinned.get(c, apart) for c in rest))

@@ -1,0 +1,251 @@
+"""Second-order saliency: which weights a layer's output misses least, and how the others make up for them.
+
+A layer computes y = W x. Over calibration inputs the squared error of y is a quadratic form in the change of each row of
+W with the Hessian H = X X^T, known exactly from the inputs alone. Optimal Brain Surgeon (Hassibi and Stork, 1993) takes the
+weight with the smallest w^2 / [H^-1]_ii and corrects the rest; SparseGPT (Frantar and Alistarh, arXiv 2301.00774,
+section 3) makes that affordable by walking over the columns in one order for all rows, each column correcting only those
+to its right, so that one Cholesky factor of H^-1 serves every step.
+
+A convolution is a linear layer over unfolded patches. Its columns are walked with the input channels innermost, (r, s, c),
+so that an n:m group of input channels stands side by side.
+
+Cost: H has (in channels * kernel)^2 elements, 85 MB for a 3x3 convolution of 512 channels. Layers are measured in
+rounds that stay under a memory limit, in the order in which they run, so that later layers see what pruning the
+earlier ones did to their inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compress.errors import SparsityError
+from compress.progress import NoProgress, Progress
+from compress.sparsity.masks import nm_mask, unstructured_mask
+from compress.sparsity.spec import Pattern
+
+BLOCK = 128  # columns whose corrections to the right are applied together
+MEMORY_BYTES = 2 * 2**30  # of the Hessians that are measured in one pass
+
+
+def prune_by_hessian(weight: Tensor, hessian: Tensor, pattern: Pattern, *, damping: float) -> tuple[Tensor, Tensor]:
+    """Mask a matrix and update what stays, so that the output error over the calibration inputs is small.
+
+    Args:
+        weight: (out, in); for n:m the groups are m consecutive columns.
+        hessian: (in, in), mean of x x^T over the inputs x.
+        pattern: `nm` or `unstructured`. An unstructured share is taken of every 128 columns, as in the paper.
+        damping: share of the mean diagonal added to the diagonal; inputs that are always zero count as that little.
+
+    Returns:
+        The updated weight, zero where masked, and the mask.
+
+    Raises:
+        SparsityError: the Hessian is not finite, or all of it is zero.
+    """
+    mean = hessian.diagonal().mean()
+    if not bool(torch.isfinite(hessian).all()) or not mean > 0:
+        raise SparsityError("its calibration inputs are all zero, or hold NaN or infinite values")
+    work, mask = weight.detach().double(), torch.ones_like(weight, dtype=torch.bool)
+    factor = _inverse_factor(hessian.double(), float(mean) * damping)
+    step = BLOCK if pattern.kind == "unstructured" else max(1, BLOCK // pattern.m) * pattern.m
+    for first in range(0, weight.shape[1], step):
+        end = min(first + step, weight.shape[1])
+        block, upper = work[:, first:end], factor[first:end, first:end]
+        errors = torch.zeros_like(block)
+        if pattern.kind == "unstructured":
+            mask[:, first:end] = unstructured_mask(block, pattern.ratio, scores=(block / upper.diagonal()) ** 2)
+        for i in range(end - first):
+            if pattern.kind == "nm" and i % pattern.m == 0:
+                group = block[:, i : i + pattern.m]
+                scores = (group / upper.diagonal()[i : i + pattern.m]) ** 2
+                mask[:, first + i : first + i + pattern.m] = nm_mask(group, pattern.n, pattern.m, scores=scores)
+            errors[:, i] = torch.where(mask[:, first + i], 0.0, block[:, i]) / upper[i, i]
+            block[:, i:] -= errors[:, i : i + 1] * upper[i, i:]
+        work[:, end:] -= errors @ factor[first:end, end:]
+    return torch.where(mask, work, 0.0).to(weight.dtype), mask
+
+
+def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+    """Upper Cholesky factor U of H^-1 = U^T U; row i holds column i's corrections to the right, times U_ii."""
+    damped = hessian + damping * torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
+    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
+
+
+def prune_layers(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    batches: Iterable[Any],
+    pattern: Pattern,
+    *,
+    images: int,
+    damping: float,
+    progress: Progress | None = None,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Mask layers by their Hessians over calibration images.
+
+    Args:
+        model: whose layers these are; not changed.
+        layers: path -> convolution or linear layer, each without parametrization.
+        batches: tensors (N, ...) or (tensor, target), on the model's device.
+        pattern: n:m or unstructured.
+        images: how many images to use at most.
+        damping: as `prune_by_hessian`.
+        progress: hears of every batch and layer.
+
+    Returns:
+        path -> (updated weight, mask).
+
+    Raises:
+        SparsityError: no batches, a batch that is no tensor, or layers that never ran; they are named.
+    """
+    progress = progress or NoProgress()
+    inputs = calibration_inputs(batches, images)
+    work = copy.deepcopy(model).eval()
+    results: dict[str, tuple[Tensor, Tensor]] = {}
+    rounds = list(_rounds(layers))
+    progress.start("hessian", len(rounds) * len(inputs) + len(layers))
+    for paths in rounds:
+        copies = {path: work.get_submodule(path) for path in paths}
+        hessians = _measure(work, copies, inputs, progress)
+        missing = [path for path in paths if path not in hessians]
+        if missing:
+            raise SparsityError(
+                f"these layers never ran on the calibration images: {', '.join(missing)}; disable them with rules, or use "
+                "saliency 'magnitude'"
+            )
+        for path, layer in copies.items():
+            try:
+                weight, mask = _prune_layer(layer, hessians.pop(path), pattern, damping)
+            except SparsityError as error:
+                raise SparsityError(f"layer {path}: {error}") from error
+            with torch.no_grad():
+                cast(Tensor, layer.weight).copy_(weight)
+            results[path] = (weight, mask)
+            progress.advance("hessian")
+    progress.finish("hessian")
+    return results
+
+
+def calibration_inputs(batches: Iterable[Any], images: int) -> list[Tensor]:
+    """The first `images` images of batches that are tensors or (tensor, target).
+
+    Raises:
+        SparsityError: nothing came, or something that is no tensor.
+    """
+    inputs: list[Tensor] = []
+    count = 0
+    for batch in batches:
+        tensor = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+        if not isinstance(tensor, Tensor):
+            raise SparsityError(f"batches must hold tensors or (tensor, target), got {type(tensor).__name__}")
+        inputs.append(tensor[: images - count])
+        count += len(inputs[-1])
+        if count >= images:
+            break
+    if not count:
+        raise SparsityError("no calibration batch was given: saliency 'hessian' needs batches of the training split")
+    return inputs
+
+
+def unfolded(layer: nn.Module, x: Tensor) -> Tensor:
+    """A layer's inputs as the vectors that its weight rows multiply.
+
+    Args:
+        layer: convolution of any number of axes, groups, stride, padding and dilation, or linear layer.
+        x: its input.
+
+    Returns:
+        (groups, vectors, kernel * in channels / groups), input channels innermost; `as_matrix` orders weights so.
+    """
+    if isinstance(layer, nn.Linear):
+        return x.flatten(0, -2).unsqueeze(0)
+    convolution = cast(nn.Conv2d, layer)
+    x = _padded(convolution, x)
+    axes = range(2, x.ndim)
+    for axis, kernel, stride, dilation in zip(
+        axes, convolution.kernel_size, convolution.stride, convolution.dilation, strict=True
+    ):
+        x = x.unfold(axis, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
+    # (N, C, out..., kernel...) -> (groups, N * out, kernel * C / groups)
+    x = x.unflatten(1, (convolution.groups, -1)).movedim(2, -1).movedim(1, 0)
+    return x.flatten(1, 1 + len(axes)).flatten(2)
+
+
+def as_matrix(weight: Tensor, groups: int) -> Tensor:
+    """(out, in, kernel...) as (groups, out / groups, kernel * in), input channels innermost."""
+    return weight.movedim(1, -1).flatten(1).unflatten(0, (groups, -1))
+
+
+def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
+    """The inverse of `as_matrix` for a weight of this shape."""
+    return matrix.reshape(shape[0], *shape[2:], shape[1]).movedim(-1, 1).contiguous()
+
+
+def _padded(convolution: nn.Conv2d, x: Tensor) -> Tensor:
+    pads: list[int] = []
+    for axis in reversed(range(len(convolution.kernel_size))):
+        if convolution.padding == "same":
+            total = convolution.dilation[axis] * (convolution.kernel_size[axis] - 1)
+            pads += [total // 2, total - total // 2]
+        else:
+            pads += [0, 0] if convolution.padding == "valid" else [cast(int, convolution.padding[axis])] * 2
+    return F.pad(x, pads, mode="constant" if convolution.padding_mode == "zeros" else convolution.padding_mode)
+
+
+def _rounds(layers: Mapping[str, nn.Module]) -> Iterator[list[str]]:
+    """Paths in order, in lots whose Hessians fit in memory together."""
+    lot: list[str] = []
+    used = 0
+    for path, layer in layers.items():
+        weight = cast(Tensor, layer.weight)
+        size = 4 * getattr(layer, "groups", 1) * weight[0].numel() ** 2
+        if lot and used + size > MEMORY_BYTES:
+            yield lot
+            lot, used = [], 0
+        lot.append(path)
+        used += size
+    if lot:
+        yield lot
+
+
+def _measure(
+    model: nn.Module, layers: dict[str, nn.Module], inputs: list[Tensor], progress: Progress
+) -> dict[str, Tensor]:
+    """path -> (groups, d, d) mean of x x^T over every vector x that the layer met."""
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+
+    def hook(path: str, layer: nn.Module, x: Tensor) -> None:
+        for image in x.split(max(1, len(x) // 8)) if x.ndim > 2 else (x,):  # unfolding multiplies memory by the kernel
+            vectors = unfolded(layer, image.detach()).float()
+            product = vectors.transpose(1, 2) @ vectors
+            sums[path] = sums[path] + product if path in sums else product
+            counts[path] = counts.get(path, 0) + vectors.shape[1]
+
+    handles = [
+        layer.register_forward_pre_hook(lambda module, args, path=path: hook(path, module, args[0]))
+        for path, layer in layers.items()
+    ]
+    try:
+        with torch.no_grad():
+            for batch in inputs:
+                model(batch)
+                progress.advance("hessian")
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {path: total / counts[path] for path, total in sums.items()}
+
+
+def _prune_layer(layer: nn.Module, hessian: Tensor, pattern: Pattern, damping: float) -> tuple[Tensor, Tensor]:
+    weight = cast(Tensor, layer.weight).detach()
+    blocks = as_matrix(weight, len(hessian))
+    pairs = [prune_by_hessian(w, h, pattern, damping=damping) for w, h in zip(blocks, hessian, strict=True)]
+    updated, mask = (torch.stack(parts).flatten(0, 1) for parts in zip(*pairs, strict=True))
+    return from_matrix(updated, weight.shape), from_matrix(mask, weight.shape)

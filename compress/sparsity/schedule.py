@@ -1,0 +1,117 @@
+"""Masks that change during training, and the optimizer's memory of what they mask.
+
+A training loop needs one line: `schedule.after_step(step, total_steps, optimizer)` behind `optimizer.step()`. What a mask
+is at a step follows from the weights and the step's number alone, so a resumed run, and every process of a
+distributed one, gets the same masks without exchanging anything.
+
+* `gradual`: the mask takes away a growing share of what n:m would, smallest magnitudes first, 1 - (1 - t)^3 of it at
+  time t in [0, 1] (Zhu and Gupta, arXiv 1710.01878, equation 1).
+* `sr-ste`: the mask is computed from the dense weights again and again; the gradient reaches masked weights too, and these
+  are drawn to zero, so that few return (Zhou et al., arXiv 2102.04010, equation 9). The pull is applied after the step,
+  w -= lr * decay * w, as AdamW does with its decay: for plain SGD that is the paper's term in the gradient, and
+  neither loss scaling nor gradient accumulation changes it.
+* `one-shot`: the masks stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import SparsityError
+from compress.sparsity.masks import partial_mask, pattern_mask
+from compress.sparsity.parametrization import mask_of, masked_layers, original_of
+from compress.sparsity.spec import SparsitySpec, check_sparsity_spec
+
+GRADUAL_UPDATES = 100
+
+
+class MaskSchedule:
+    """Changes the masks of a model while it trains.
+
+    Args:
+        model: masked by `sparsify` with the same spec; wrappers (DistributedDataParallel, torch.compile) may be around it.
+        spec: schedule, pattern, begin, end, update_steps and sr_ste_decay.
+
+    Raises:
+        SparsityError: the spec is not acceptable, or no layer of the model is masked.
+    """
+
+    def __init__(self, model: nn.Module, spec: SparsitySpec) -> None:
+        self.pattern = check_sparsity_spec(spec)
+        self.spec = spec
+        self.model = model
+        if not masked_layers(model):
+            raise SparsityError("no layer of the model is masked: call sparsify before MaskSchedule")
+
+    def after_step(self, step: int, total_steps: int, optimizer: torch.optim.Optimizer) -> None:
+        """Call behind every optimizer step.
+
+        Args:
+            step: optimizer steps done, 1 to total_steps.
+            total_steps: of the whole training.
+            optimizer: whose step it was; its state is masked where masks change.
+        """
+        if self.spec.schedule == "one-shot":
+            if step == 1:  # an optimizer that is older than the masks would go on moving what they mask
+                mask_optimizer_state(optimizer, self.model)
+            return
+        if self.spec.schedule == "sr-ste":
+            _pull(self.model, optimizer, self.spec.sr_ste_decay)
+        begin, end = self.spec.begin * total_steps, self.spec.end * total_steps
+        if self._due(step, begin, end):
+            time = min(1.0, max(0.0, (step - begin) / (end - begin)))
+            self._change(time)
+            if self.spec.schedule == "gradual":
+                mask_optimizer_state(optimizer, self.model)
+
+    def _due(self, step: int, begin: float, end: float) -> bool:
+        """Whether masks change at this step; always at the first one at or past the end, which makes them final."""
+        if not begin <= step < end + 1:
+            return False
+        every = self.spec.update_steps
+        if every is None:
+            every = 1 if self.spec.schedule == "sr-ste" else max(1, round((end - begin) / GRADUAL_UPDATES))
+        return step >= end or step % every == 0
+
+    def _change(self, time: float) -> None:
+        """Give every layer the mask of this time in [0, 1]."""
+        for layer in masked_layers(self.model).values():
+            part, weight = mask_of(layer), original_of(layer).detach()
+            mask = pattern_mask(weight, self.pattern)
+            if self.spec.schedule == "gradual":
+                mask = partial_mask(weight, mask, 1 - (1 - time) ** 3)
+            part.mask.copy_(mask)  # type: ignore[union-attr]
+            part.straight_through = self.spec.schedule == "sr-ste" and time < 1  # type: ignore[union-attr]
+
+
+def mask_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
+    """Zero the optimizer's momentum and moments of masked elements.
+
+    Without it a weight that has just been masked goes on moving by its momentum, and its magnitude with it.
+
+    Returns:
+        Number of state tensors that were masked.
+    """
+    count = 0
+    with torch.no_grad():
+        for layer in masked_layers(model).values():
+            weight, mask = original_of(layer), mask_of(layer).mask  # type: ignore[union-attr]
+            state: Mapping[str, Any] = optimizer.state.get(weight, {})
+            for value in state.values():
+                if isinstance(value, Tensor) and value.shape == weight.shape:
+                    value.mul_(mask)
+                    count += 1
+    return count
+
+
+def _pull(model: nn.Module, optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Draw masked weights to zero by lr * decay."""
+    rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+    with torch.no_grad():
+        for layer in masked_layers(model).values():
+            weight, mask = original_of(layer), mask_of(layer).mask  # type: ignore[union-attr]
+            weight.mul_(torch.where(mask, 1.0, 1.0 - rates.get(id(weight), 0.0) * decay).to(weight.dtype))

@@ -1,0 +1,205 @@
+"""`sparsify`: from a spec to a masked model and a report of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import SparsityError
+from compress.graph.trace import Inputs
+from compress.progress import NoProgress, Progress
+from compress.sparsity.eligibility import eligibility
+from compress.sparsity.masks import kept_magnitude, pattern_mask
+from compress.sparsity.parametrization import apply_masks, mask_of, masked_layers, original_of
+from compress.sparsity.permute import PermutationReport, permute_channels
+from compress.sparsity.saliency import prune_layers
+from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsityRow:
+    """One convolution or linear layer.
+
+    Attributes:
+        layer: module path.
+        type: class.
+        shape: of the weight.
+        eligible: whether it is masked.
+        reason: why not; where it is masked, a word on what speed to expect.
+        density: share of the weight's elements that are kept; 1 when dense.
+        kept_magnitude: share of the weight's L1 norm (before any update of the weights) that the mask keeps; None when
+            dense.
+    """
+
+    layer: str
+    type: str
+    shape: tuple[int, ...]
+    eligible: bool
+    reason: str
+    density: float = 1.0
+    kept_magnitude: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsityReport:
+    """What `sparsify` did.
+
+    Attributes:
+        pattern: as in the spec.
+        rows: every convolution and linear layer, in order.
+        permutation: of the channels before masking; None = not asked for.
+    """
+
+    pattern: str
+    rows: tuple[SparsityRow, ...]
+    permutation: PermutationReport | None = None
+
+    @property
+    def masked(self) -> tuple[str, ...]:
+        """Paths of the layers that are masked."""
+        return tuple(row.layer for row in self.rows if row.eligible)
+
+    @property
+    def density(self) -> float:
+        """Share of all weights of convolutions and linear layers that are kept."""
+        sizes = [torch.Size(row.shape).numel() for row in self.rows]
+        return sum(n * row.density for n, row in zip(sizes, self.rows, strict=True)) / max(1, sum(sizes))
+
+
+def sparsify(
+    model: nn.Module,
+    spec: SparsitySpec,
+    *,
+    example_inputs: Inputs | None = None,
+    batches: Iterable[Any] | None = None,
+    progress: Progress | None = None,
+) -> SparsityReport:
+    """Mask the eligible layers of `model`, in place.
+
+    With schedule `gradual` the masks begin as all ones and `MaskSchedule` closes them; with `sr-ste` they begin as
+    the pattern's and stay open to the gradient. `squash_masks` bakes them in at the end.
+
+    Args:
+        model: a dense float model; for saliency `hessian` its weights are updated.
+        spec: what to do.
+        example_inputs: a small batch on the model's device: needed by `permute`; also shows which layer is first and
+            last, and which do not run.
+        batches: calibration batches, tensors or (tensor, target) on the model's device: needed by saliency `hessian`.
+        progress: hears of the permutation and the Hessians.
+
+    Returns:
+        Every layer with whether it is masked and what the mask keeps. Where `permute` was asked for and the graph
+        cannot be followed, `permutation.refused` says why, and masks are made all the same.
+
+    Raises:
+        SparsityError: the spec or a rule is not acceptable, the model is masked already, no layer is eligible, or
+            what the spec needs was not given.
+    """
+    progress = progress or NoProgress()
+    pattern = check_sparsity_spec(spec)
+    _check_given(model, spec, pattern, example_inputs, batches)
+    checks = eligibility(model, spec, example_inputs=example_inputs)
+    layers = {row.layer: model.get_submodule(row.layer) for row in checks if row.eligible}
+    if not layers:
+        why = "; ".join(f"{row.layer}: {row.reason}" for row in checks[:6]) or "it has no convolution or linear layer"
+        raise SparsityError(f"no layer can be masked with pattern {spec.pattern!r} ({why}); add rules that enable layers")
+    permutation = None
+    if spec.permute and example_inputs is not None:
+        try:
+            permutation = permute_channels(model, spec, example_inputs=example_inputs, progress=progress)
+        except SparsityError as error:
+            permutation = PermutationReport(refused=str(error))
+    masks, kept = _masks(model, layers, spec, pattern, batches, progress)
+    if spec.schedule == "gradual":
+        masks = {path: torch.ones_like(mask) for path, mask in masks.items()}
+    apply_masks(model, masks, pattern=str(pattern), straight_through=spec.schedule == "sr-ste")
+    rows = tuple(
+        SparsityRow(
+            layer=row.layer,
+            type=row.type,
+            shape=row.shape,
+            eligible=row.eligible,
+            reason=row.reason,
+            density=_density(masks[row.layer]) if row.eligible else 1.0,
+            kept_magnitude=kept.get(row.layer),
+        )
+        for row in checks
+    )
+    return SparsityReport(pattern=spec.pattern, rows=rows, permutation=permutation)
+
+
+def mask_rows(model: nn.Module) -> tuple[SparsityRow, ...]:
+    """The masked layers as they stand now: density, and the share of the weights' L1 norm that is kept."""
+    return tuple(
+        SparsityRow(
+            layer=path,
+            type=type(layer).__name__.removeprefix("Parametrized"),
+            shape=tuple(original_of(layer).shape),
+            eligible=True,
+            reason=mask_of(layer).pattern,  # type: ignore[union-attr]
+            density=_density(mask_of(layer).mask),  # type: ignore[union-attr]
+            kept_magnitude=kept_magnitude(original_of(layer), mask_of(layer).mask),  # type: ignore[union-attr]
+        )
+        for path, layer in masked_layers(model).items()
+    )
+
+
+def _check_given(
+    model: nn.Module, spec: SparsitySpec, pattern: Pattern, example_inputs: Inputs | None, batches: Iterable[Any] | None
+) -> None:
+    if pattern.kind == "channel":
+        raise SparsityError(f"pattern {spec.pattern!r} removes whole channels and has no mask: call prune_channels")
+    already = list(masked_layers(model))
+    if already:
+        raise SparsityError(
+            f"the model is sparse already ({', '.join(already[:3])}{', ...' if len(already) > 3 else ''}): call "
+            "squash_masks before sparsifying again"
+        )
+    if spec.saliency == "hessian" and batches is None:
+        raise SparsityError("saliency 'hessian' needs calibration batches: give batches, or use saliency 'magnitude'")
+    if spec.permute and example_inputs is None:
+        raise SparsityError("sparsity.permute needs example_inputs, a small batch: give it, or set permute to false")
+
+
+def _masks(
+    model: nn.Module,
+    layers: dict[str, nn.Module],
+    spec: SparsitySpec,
+    pattern: Pattern,
+    batches: Iterable[Any] | None,
+    progress: Progress,
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """(path -> mask, path -> share of the magnitude before pruning); `hessian` writes the updated weights."""
+    weights: dict[str, Tensor] = {path: layer.weight for path, layer in layers.items()}  # type: ignore[misc]
+    if spec.saliency == "magnitude" or batches is None:
+        masks = {path: _named(path, weight, pattern) for path, weight in weights.items()}
+        return masks, {path: kept_magnitude(weights[path], mask) for path, mask in masks.items()}
+    pruned = prune_layers(
+        model,
+        layers,
+        batches,
+        pattern,
+        images=spec.calibration_images,
+        damping=spec.damping,
+        progress=progress,
+    )
+    kept = {path: kept_magnitude(weights[path], mask) for path, (_, mask) in pruned.items()}
+    with torch.no_grad():
+        for path, (weight, _) in pruned.items():
+            weights[path].copy_(weight)
+    return {path: mask for path, (_, mask) in pruned.items()}, kept
+
+
+def _named(path: str, weight: Tensor, pattern: Pattern) -> Tensor:
+    try:
+        return pattern_mask(weight, pattern)
+    except SparsityError as error:
+        raise SparsityError(f"layer {path}: {error}") from error
+
+
+def _density(mask: Tensor) -> float:
+    return mask.double().mean().item()
