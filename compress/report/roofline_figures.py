@@ -103,8 +103,11 @@ def draw_ceilings(ceilings: Ceilings) -> Figure:
             for s in samples:
                 points.append((product_intensity(s.size, name), s.rate))
                 axes.scatter(*points[-1], s=26, color=LIGHT[colour], zorder=3)
-        x_low, x_high = 1.0, 4 * max(*(x for x, _ in points), max(peaks.values()) / low)
+        x_low, x_high = 1.0, 2 * max(*(x for x, _ in points), max(peaks.values()) / low)
         _draw_roofs(axes, device, _levels(device), x_low, x_high, colours=dict(zip(peaks, colours, strict=False)))
+        axes.annotate(
+            quantity(low, "B/s"), (3, 3 * low), xytext=(-9, 3), textcoords="offset points", fontsize=8, ha="right"
+        )
         axes.set_xlim(x_low, x_high)
         axes.set_ylim(x_low * low / 2, 2.5 * max(peaks.values()))
         _label_axes(axes, "rate, flop/s")
@@ -161,7 +164,7 @@ def _fused(roofline: Roofline) -> str:
 def _draw_panel(axes: Axes, roofline: Roofline) -> None:
     device, ridge, points = roofline.device, roofline.ridge_point, _points(roofline)
     x_low = min([x for x, _, _ in points] + [ridge / 30]) / 2
-    x_high = max([x for x, _, _ in points] + [ridge * 8]) * 3
+    x_high = max([x for x, _, _ in points] + [ridge * 4]) * 2
     y_low = min([y for _, y, _ in points] + [x_low * device.bandwidth_bytes_per_s]) / 1.6
     levels = _levels(device, roofline.precision)
     _draw_roofs(axes, device, levels, x_low, x_high, chosen=roofline.precision)
@@ -171,7 +174,7 @@ def _draw_panel(axes: Axes, roofline: Roofline) -> None:
         axes.scatter(x, y, s=area, color=colour, alpha=0.75, linewidths=0.6, edgecolors=LIGHT["paper"], zorder=3)
     axes.axvline(ridge, color=LIGHT["muted"], linestyle=":", linewidth=1.0, zorder=1)
     axes.annotate(
-        f"ridge {ridge:.3g} flop/B",
+        f"slope {quantity(device.bandwidth_bytes_per_s, 'B/s')}\nridge {ridge:.3g} flop/B",
         (ridge, 0.0),
         xycoords=("data", "axes fraction"),
         xytext=(-4, 4),
@@ -230,23 +233,15 @@ def _draw_roofs(
         axes.plot([peak / bandwidth, x_high], [peak, peak], color=colour, linewidth=1.6 if strong else 0.9, zorder=2)
         axes.annotate(
             f"{', '.join(names)}: {quantity(peak, 'flop/s')}",
-            (x_high, peak),
-            xytext=(-3, 3),
+            (1.0, peak),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 0),
             textcoords="offset points",
             fontsize=7.5,
             color=colour,
-            ha="right",
+            va="center",
             weight="bold" if chosen in names else "normal",
         )
-    x = x_low * (top / bandwidth / x_low) ** 0.35
-    axes.annotate(
-        quantity(bandwidth, "B/s"),
-        (x, x * bandwidth),
-        xytext=(-9, 3),
-        textcoords="offset points",
-        fontsize=8,
-        ha="right",
-    )
 
 
 def _draw_times(axes: Axes, roofline: Roofline, top: int) -> None:

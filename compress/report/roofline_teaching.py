@@ -112,7 +112,7 @@ def draw_convolutions(device: Device, *, precision: str = "int8", batch_size: in
             _label_channels(lines, x, place_)
         for axes in (roof, lines):
             axes.axvline(ridge, color=LIGHT["muted"], linestyle=":", linewidth=1.0)
-        _name_roof(roof, x_high, peak, f"{precision}: {quantity(peak, 'flop/s')}")
+        _name_roof(roof, peak, f"{precision}\n{quantity(peak, 'flop/s')}")
         roof.annotate(
             f"{quantity(bandwidth, 'B/s')}",
             (3, 3 * bandwidth),
@@ -262,8 +262,17 @@ def _label_channels(axes: Axes, x: Sequence[float], level: int) -> None:
         )
 
 
-def _name_roof(axes: Axes, x: float, y: float, text: str) -> None:
-    axes.annotate(text, (x, y), xytext=(-3, 4), textcoords="offset points", fontsize=8, ha="right", weight="bold")
+def _name_roof(axes: Axes, y: float, text: str) -> None:
+    axes.annotate(
+        text,
+        (1.0, y),
+        xycoords=("axes fraction", "data"),
+        xytext=(4, 0),
+        textcoords="offset points",
+        fontsize=8,
+        va="center",
+        weight="bold",
+    )
 
 
 def _heat(axes: Axes, shares: Sequence[Sequence[float]], colours: LinearSegmentedColormap) -> None:

@@ -1,7 +1,8 @@
 """How long each node of a traced model takes in torch: the points under the roof, without an engine.
 
-The graph is interpreted node by node and each one is timed alone, so what torch does between kernels (dispatch, some
-microseconds a node) is in the times, and nothing is fused. Every node gets the median over the repeats.
+The graph is interpreted node by node, nothing is fused, and every node gets the median over the repeats. On a CPU a
+node is timed alone, with torch's dispatch of some microseconds in it. On a GPU an event stands between every two nodes;
+the GPU first waits while Python runs ahead of it, so that events hold what its kernels took and not what Python did.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import time
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from compress.errors import RooflineError
 from compress.graph.trace import Inputs, as_inputs, trace
 from compress.roofline.counting import count
+
+_AHEAD_CYCLES = 100_000_000  # some 50 ms on a GPU of 2 GHz: time for Python to queue a whole network
 
 
 def measure_layer_times(
@@ -41,32 +44,46 @@ def measure_layer_times(
     inputs = as_inputs(example_inputs)
     graph_module = trace(model, inputs)
     wanted = {name for op in count(graph_module, inputs).operations for name in op.members}
-    timed = _Timed(graph_module, cuda=inputs[0].is_cuda)
+    timed = _OnCuda(graph_module) if inputs[0].is_cuda else _OnCpu(graph_module)
     with torch.inference_mode():
-        for _ in range(warmup):
-            timed.run(*inputs)
-        timed.seconds.clear()
-        for _ in range(repeats):
-            timed.run(*inputs)
-    return {name: statistics.median(times) * 1e3 for name, times in timed.seconds.items() if name in wanted}
+        runs = [timed.time(inputs) for _ in range(warmup + repeats)][warmup:]
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0] if name in wanted}
 
 
-class _Timed(fx.Interpreter):
-    """Runs a graph and notes the seconds of every node."""
+class _OnCpu(fx.Interpreter):
+    """Runs a graph with a clock before and after every node."""
 
-    def __init__(self, graph_module: fx.GraphModule, *, cuda: bool) -> None:
-        super().__init__(graph_module)
-        self.cuda = cuda
-        self.seconds: dict[str, list[float]] = {}
+    def time(self, inputs: tuple[Tensor, ...]) -> dict[str, float]:
+        self.ms: dict[str, float] = {}
+        self.run(*inputs)
+        return self.ms
 
     def run_node(self, n: fx.Node) -> Any:
-        self._wait()
         start = time.perf_counter()
         result = super().run_node(n)
-        self._wait()
-        self.seconds.setdefault(n.name, []).append(time.perf_counter() - start)
+        self.ms[n.name] = (time.perf_counter() - start) * 1e3
         return result
 
-    def _wait(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
+
+class _OnCuda(fx.Interpreter):
+    """Runs a graph with an event behind every node, read when the GPU has finished."""
+
+    def time(self, inputs: tuple[Tensor, ...]) -> dict[str, float]:
+        self.events: list[tuple[str, torch.cuda.Event]] = []
+        torch.cuda.synchronize()
+        torch.cuda._sleep(_AHEAD_CYCLES)
+        self._mark("")
+        self.run(*inputs)
+        torch.cuda.synchronize()
+        pairs = zip(self.events, self.events[1:], strict=False)
+        return {name: max(before.elapsed_time(after), 1e-6) for (_, before), (name, after) in pairs}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        self._mark(n.name)
+        return result
+
+    def _mark(self, name: str) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.events.append((name, event))

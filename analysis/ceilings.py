@@ -1,0 +1,70 @@
+"""Measure the roofs of this machine, and torch's layers under them.
+
+    python analysis/ceilings.py --device cpu --out results/roofline
+    python analysis/ceilings.py --device cuda --out results/roofline --batch 128
+
+Writes ceilings_DEVICE.json and .png, and for the network layers_DEVICE_NETWORK.json and .png: each node as torch runs
+it alone (fp32 on a CPU, fp16 on a GPU), under the measured roofs. Nothing else should run on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torchvision
+
+from compress.files import write_json
+from compress.report.roofline_figures import draw_ceilings, draw_roofline, save_figure
+from compress.roofline import (
+    Ceilings,
+    Roofline,
+    ceilings_text,
+    measure_ceilings,
+    measure_layer_times,
+    roofline,
+    rows_text,
+    summary_text,
+)
+
+
+def layers(ceilings: Ceilings, network: str, batch_size: int) -> Roofline:
+    """A torchvision network as torch runs it here, node by node, under the measured roofs."""
+    cuda = ceilings.backend == "cuda"
+    dtype = torch.float16 if cuda else torch.float32
+    device = ceilings.backend
+    model = getattr(torchvision.models, network)(weights=None).eval().to(device, dtype)
+    x = torch.randn(batch_size, 3, 224, 224, device=device, dtype=dtype)
+    if cuda:
+        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    times = measure_layer_times(model, x, repeats=20 if cuda else 5)
+    bound = roofline(model, x, device=ceilings.as_device(), precision="fp16" if cuda else "fp32", name=network)
+    return bound.with_times(times)
+
+
+def main() -> None:
+    """Measure, write, print a short table last."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "results/roofline")))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--network", default="resnet50", help="torchvision name; 'none' measures the roofs alone")
+    parser.add_argument("--batch", type=int, default=8)
+    arguments = parser.parse_args()
+    measured = measure_ceilings(arguments.device, rounds=arguments.rounds)
+    measured.save()
+    measured.save(arguments.out / f"ceilings_{arguments.device}.json")
+    save_figure(draw_ceilings(measured), arguments.out / f"ceilings_{arguments.device}.png")
+    if arguments.network != "none":
+        timed = layers(measured, arguments.network, arguments.batch)
+        stem = f"layers_{arguments.device}_{arguments.network}"
+        write_json(arguments.out / f"{stem}.json", timed.as_dict())
+        save_figure(draw_roofline(timed), arguments.out / f"{stem}.png")
+        print(summary_text(timed), rows_text(timed, top=10), sep="\n\n", end="\n\n")
+    print(ceilings_text(measured))
+
+
+if __name__ == "__main__":
+    main()
