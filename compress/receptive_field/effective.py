@@ -107,7 +107,7 @@ def effective_receptive_field(
     images: Tensor | Iterable[Any],
     *,
     layer: str | None = None,
-    options: ErfOptions = ErfOptions(),
+    options: ErfOptions | None = None,
     progress: Progress | None = None,
 ) -> EffectiveReceptiveField:
     """Effective receptive field of the central unit of one layer; see `effective_receptive_fields`."""
@@ -119,7 +119,7 @@ def effective_receptive_fields(
     images: Tensor | Iterable[Any],
     *,
     layers: Sequence[str | None],
-    options: ErfOptions = ErfOptions(),
+    options: ErfOptions | None = None,
     progress: Progress | None = None,
 ) -> tuple[EffectiveReceptiveField, ...]:
     """Effective receptive fields of several layers, from one forward pass for each batch.
@@ -137,7 +137,7 @@ def effective_receptive_fields(
             does not reach by a gradient, a gradient that is zero for every image or not finite.
         ModelError: the model fails on the images.
     """
-    progress = progress or NoProgress()
+    options, progress = options or ErfOptions(), progress or NoProgress()
     batches = _batches(images, options.batch_size)
     first = next(batches, None)
     if first is None:

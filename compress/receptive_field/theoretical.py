@@ -154,7 +154,7 @@ class _Walker:
             "kind": node_kind(node),
             "type": type(module).__name__ if module is not None else getattr(node.target, "__name__", str(node.target)),
             "shape": value.shape,
-            "scopes": tuple(dict.fromkeys([*map(str, stack), *parents])),
+            "scopes": tuple(dict.fromkeys([*(str(s).partition("@")[0] for s in stack), *parents])),  # @: a later call
         }
         operands = [self.values.get(n) for n in node.all_input_nodes]
         return make_row(

@@ -120,7 +120,7 @@ def erf_report(
     name: str = "",
     layers: Sequence[str] | None = None,
     count: int = 8,
-    options: ErfOptions = ErfOptions(),
+    options: ErfOptions | None = None,
     animate: bool = True,
     progress: Progress | None = None,
 ) -> ErfReport:
@@ -146,9 +146,11 @@ def erf_report(
         raise ReceptiveFieldError("no images were given")
     first = _first(batches)
     chosen = list(layers) if layers else layers_to_show(model, first[None], count=count)
-    fields = effective_receptive_fields(model, batches, layers=chosen, options=options, progress=progress)
+    fields = effective_receptive_fields(
+        model, batches, layers=chosen, options=options or ErfOptions(), progress=progress
+    )
     title = f"{name or fields[0].model}: where its layers look"
-    pictures = [_png(draw_field(field, first)) for field in fields]
+    pictures = [_png(draw_field(field, first, name=name)) for field in fields]
     folder = Path(out)
     lead = (
         f"Effective receptive fields over {fields[-1].images} images of {first.shape[1]} x {first.shape[2]} px: how "
@@ -161,7 +163,7 @@ def erf_report(
     with replacing(folder / "erf.png") as path:
         path.write_bytes(pictures[-1])
     animation = write_animation(folder / "erf.gif", pictures) if animate and len(pictures) > 1 else None
-    page = write_text(folder / "erf.html", erf_page(title, lead, fields, pictures))
+    page = write_text(folder / "erf.html", erf_page(title, lead, fields, [_lighter(p) for p in pictures]))
     return ErfReport(fields=fields, picture=folder / "erf.png", page=page, numbers=numbers, animation=animation)
 
 
@@ -216,6 +218,15 @@ def _theory(row: ReceptiveField | None) -> dict[str, Any] | None:
 def _png(figure: Any) -> bytes:
     with styled():
         return to_png(figure, dpi=110)
+
+
+def _lighter(picture: bytes) -> bytes:
+    """The PNG in 256 colours, a third of the bytes: a page holds many."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.open(io.BytesIO(picture)).convert("RGB").quantize(256).save(buffer, format="PNG", optimize=True)
+    return buffer.getvalue()
 
 
 def _write_png(path: Path, figure: Any) -> Path:

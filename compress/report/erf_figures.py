@@ -14,6 +14,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Ellipse, Rectangle
+from matplotlib.ticker import FuncFormatter, NullFormatter
 from torch import Tensor
 
 from compress.receptive_field import EffectiveReceptiveField, ErfDrift, ReceptiveFieldTable
@@ -32,12 +33,13 @@ def background(image: Tensor) -> Tensor:
     return ((grey - low) / (high - low).clamp_min(1e-6)).clamp(0, 1)
 
 
-def draw_field(field: EffectiveReceptiveField, image: Tensor | None = None) -> Figure:
+def draw_field(field: EffectiveReceptiveField, image: Tensor | None = None, *, name: str = "") -> Figure:
     """One unit's field on the image, on a linear and on a logarithmic scale, with its sizes.
 
     Args:
         field: measured.
         image: one of the images, (C, height, width); None = no picture under the map.
+        name: of the model; "" = its class.
     """
     with styled():
         figure = Figure(figsize=(_WIDE, 4.75), layout="constrained")
@@ -56,7 +58,7 @@ def draw_field(field: EffectiveReceptiveField, image: Tensor | None = None) -> F
             _draw_box(axes, field, colour)
             _draw_sigmas(axes, field, colour)
         figure.suptitle(
-            f"{field.model} · {shorten(field.layer, 44)}: where unit ({field.unit[0]}, {field.unit[1]}) of "
+            f"{name or field.model} · {shorten(field.layer, 44)}: where unit ({field.unit[0]}, {field.unit[1]}) of "
             f"{field.grid[0]} × {field.grid[1]} looks",
             fontsize=11,
             weight="bold",
@@ -79,6 +81,8 @@ def sizes(field: EffectiveReceptiveField) -> str:
         f"influence within {metrics.radius_50:.0f} px of the centre, 95 % within {metrics.radius_95:.0f} px; Gaussian "
         f"σ {vertical:.1f} × {horizontal:.1f} px (explains {100 * max(0.0, metrics.gaussian.r_squared):.0f} %)."
     )
+    if metrics.count > 0.9 * field.heat.numel():
+        text += " It fills the image, which cuts it off: a larger image shows its real size."
     if row is None:
         return f"{text} The theoretical field is not known: torch.fx cannot trace the model."
     if row.status == "unknown":
@@ -126,10 +130,8 @@ def _draw_box(axes: Axes, field: EffectiveReceptiveField, colour: str) -> None:
     box = _box(field)
     if box is None:
         return
-    height, width = field.heat.shape
-    (top, bottom), (left, right) = box
-    top, left = max(top, 0) - 0.5, max(left, 0) - 0.5
-    bottom, right = min(bottom, height - 1) + 0.5, min(right, width - 1) + 0.5
+    edges = [(max(a, 0) - 0.5, min(b, n - 1) + 0.5) for (a, b), n in zip(box, field.heat.shape, strict=True)]
+    (top, bottom), (left, right) = edges
     axes.add_patch(
         Rectangle(
             (left, top),
@@ -175,7 +177,7 @@ def _frame(axes: Axes, field: EffectiveReceptiveField, title: str) -> None:
 
 def _caption(figure: Figure, text: str) -> None:
     figure.supxlabel(
-        textwrap.fill(text, int(figure.get_figwidth() * 14.6)), fontsize=8.5, color=LIGHT["muted"], x=0.01, ha="left"
+        textwrap.fill(text, int(figure.get_figwidth() * 16)), fontsize=8.5, color=LIGHT["muted"], x=0.01, ha="left"
     )
 
 
@@ -254,7 +256,7 @@ def draw_growth(
             fontsize=7.5, color=LIGHT["muted"],
         )  # fmt: skip
         left.set(xlabel="way through the network, %", ylabel="side of the field, px")
-        left.set_yscale("log")
+        _log_sizes(left)
         left.set_title("Full: effective; dashed: theoretical")
         right.set(xlabel="way through the network, %", ylabel="effective side over theoretical side")
         right.set_ylim(bottom=0)
@@ -298,9 +300,9 @@ def draw_drift(drift: ErfDrift, *, before: str = "before", after: str = "after",
         panels[3].legend(loc="lower right")
         panels[3].set_title("Influence by radius", fontsize=9.5)
         said = (
-            f"{100 * drift.total_variation:.1f} % of the influence lies on other pixels (0 = the same map); it moved by "
-            f"{drift.moved_px:.2f} px in radius on average, the mean radius changed by {drift.radius_change_px:+.2f} px "
-            f"and the side by a factor of {drift.size_ratio:.3f}."
+            f"{100 * drift.total_variation:.1f} % of the influence lies on other pixels (0 = the same map); it moved "
+            f"by {drift.moved_px:.2f} px in radius on average, the mean radius changed by "
+            f"{drift.radius_change_px:+.2f} px and the side by a factor of {drift.size_ratio:.3f}."
         )
         _caption(figure, f"{said} {caption}".strip())
         return figure
@@ -326,16 +328,22 @@ def draw_table(table: ReceptiveFieldTable, *, name: str = "") -> Figure:
         if first is not None:
             axes.axvspan(first, len(rows), color=LIGHT["amber"], alpha=0.14, linewidth=0)
             axes.annotate(
-                f"global from here: {shorten(rows[first].reason, 60)}", (first, 1), xycoords=("data", "axes fraction"),
-                xytext=(-3 if first > len(rows) / 2 else 3, -10), textcoords="offset points", fontsize=7.5,
-                ha="right" if first > len(rows) / 2 else "left", color=LIGHT["ink"],
+                "global", (first, 0), xycoords=("data", "axes fraction"), xytext=(4, 6), textcoords="offset points",
+                fontsize=8.5, color=LIGHT["ink"],
             )  # fmt: skip
-        axes.set_yscale("log")
+        _log_sizes(axes)
         axes.set(xlabel="node, in the order of the graph", ylabel="side of the theoretical field, px")
-        axes.legend(loc="lower right")
+        axes.legend(loc="upper left", bbox_to_anchor=(0, 0.93))
         axes.set_title(f"{name or table.model}: what a unit can see")
         _caption(figure, table_caption(table))
         return figure
+
+
+def _log_sizes(axes: Axes) -> None:
+    """A logarithmic axis of pixels with plain numbers."""
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _side(size: Sequence[int | None]) -> float:
@@ -358,6 +366,9 @@ def table_caption(table: ReceptiveFieldTable) -> str:
         )
     if table.unknown is not None:
         text += f"{table.unknown.reason[0].upper()}{table.unknown.reason[1:]}. "
+    first = next((row for row in table if row.status == "global"), None)
+    if first is not None:
+        text += f"Shaded: global from {first.path or first.name} on ({first.reason}). "
     notes = dict.fromkeys(note for row in table for note in row.notes)
     text += f"{len(notes)} joins are misaligned, the first: {next(iter(notes))}. " if notes else ""
     return (text + "Sizes are without borders and, where a line goes on in the shaded part, without the global "
