@@ -17,7 +17,7 @@ from compress.errors import CalibrationError
 START_BIN = 128
 """First bin that `mse` and `entropy` may clip at."""
 
-_CANDIDATES = 256  # clipping thresholds weighed at a time: 256 x 2048 float64 are 4 MiB
+_CANDIDATES = 128  # clipping thresholds weighed at a time: 128 x 2048 float64 are 2 MiB
 
 
 def max_amax(x: Tensor, axis: int | None = None) -> Tensor:

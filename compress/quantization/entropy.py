@@ -31,7 +31,7 @@ from torch.nn.functional import pad
 from compress.quantization.amax import START_BIN, live_bins
 
 _TIE = 1e-12  # divergences closer than this differ by rounding alone
-_PAIRS = 1 << 13  # (row, threshold) pairs weighed at a time: 8 MiB for each of their (pairs, levels) tables
+_PAIRS = 1 << 10  # (row, threshold) pairs weighed at a time: 1 MiB for each of their (pairs, levels) tables
 
 
 def entropy_amax(
