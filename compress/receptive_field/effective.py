@@ -258,9 +258,8 @@ def unit_centre(
     """(row, column) in the image of a unit's centre: of its window, or of its cell where the grid spans the image."""
     places = []
     for axis in range(2):
-        window = row.window(unit, axis) if row is not None and row.located else None
-        cell = (unit[axis] + 0.5) * image[axis] / grid[axis] - 0.5
-        places.append(cell if window is None else (window[0] + window[1]) / 2)
+        centre = row.centre(unit, axis) if row is not None and row.located else None
+        places.append((unit[axis] + 0.5) * image[axis] / grid[axis] - 0.5 if centre is None else centre)
     return places[0], places[1]
 
 
@@ -287,7 +286,10 @@ def _accumulate(
 def _gradient(value: Tensor, images: Tensor, name: str, *, keep: bool) -> Tensor:
     found = None
     if value.requires_grad:
-        (found,) = torch.autograd.grad(value.sum(), images, retain_graph=keep, allow_unused=True)
+        try:
+            (found,) = torch.autograd.grad(value.sum(), images, retain_graph=keep, allow_unused=True)
+        except RuntimeError as error:
+            raise ReceptiveFieldError(f"the gradient from {name} to the image fails: {error}") from error
     if found is None:
         raise ReceptiveFieldError(
             f"no gradient leads from {name} to the image: it does not depend on it, or through something without "

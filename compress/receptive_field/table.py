@@ -68,6 +68,7 @@ class ReceptiveField:
     scopes: tuple[str, ...] = ()
     _bounds: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
     _windows: tuple[Window | None, ...] = field(default=(), repr=False, compare=False)
+    _narrow: tuple[Window | None, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def units(self) -> Sizes:
@@ -108,9 +109,13 @@ class ReceptiveField:
         held = self._windows[axis] if self._windows else None
         return held.at(unit[axis]) if held is not None else None
 
-    def covers(self, image_size: Sequence[int]) -> bool:
-        """Whether `local_size` reaches an image's size on every axis."""
-        return all(s is not None and s >= n for s, n in zip(self.local_size, image_size, strict=True))
+    def centre(self, unit: Sequence[int], axis: int) -> float | None:
+        """Pixel around which a unit sees along one axis: the middle of its narrowest path; None without one.
+
+        The narrowest, as the window of a windowed attention is shared by units that lie anywhere in it.
+        """
+        held = self._narrow[axis] if self._narrow else None
+        return float(held.centre(unit[axis])) if held is not None else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,14 +139,14 @@ class ReceptiveFieldTable:
         return len(self.rows)
 
     def row(self, name: str) -> ReceptiveField:
-        """The row of a node's name, of a module's path (its last call), or of a block's path (its last node).
+        """The row of a module's path (its last call), of a node's name, or of a block's path (its last node).
 
         Raises:
             ReceptiveFieldError: there is none; names near misses.
         """
         for matches in (
-            [r for r in self.rows if r.name == name],
             [r for r in self.rows if r.path == name],
+            [r for r in self.rows if r.name == name],
             [r for r in self.rows if name in r.scopes],
         ):
             if matches:
@@ -226,6 +231,7 @@ def make_row(
         dims=found.dims,
         _bounds=bounds,
         _windows=tuple(v.wide for v in views),
+        _narrow=tuple(v.narrow for v in views),
     )
 
 

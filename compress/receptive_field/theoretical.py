@@ -147,7 +147,10 @@ class _Walker:
         module = node_module(node) if node.op == "call_module" else None
         stack = node.meta.get("nn_module_stack") or {}
         path = str(node.target) if module is not None else ""
-        parents = ["".join(path[:i]) for i, c in enumerate(path) if c == "."]
+        parents = [path[:i] for i, c in enumerate(path) if c == "."]
+        owner = node.args[0] if node_kind(node) == "getitem" else None
+        if isinstance(owner, fx.Node) and owner.op == "call_module":  # a module that returns a tuple
+            parents.append(str(owner.target))
         labels = {
             "name": node.name,
             "path": path,
