@@ -5,8 +5,8 @@ depthwise convolution) their numbers join one class (union-find). A class is wha
 the producer's rows, the norms' vectors and the readers' columns of that channel.
 
 Two classes may trade places when nothing in the network tells them apart: they occur in the same tensors, as often,
-and in the same blocks of the same weights. `interchangeable` groups classes by that signature, so that
-residual sums, concatenations at any offset, splits, channel shuffles and grouped convolutions need no rule of their own.
+and in the same blocks of the same weights. `interchangeable` groups classes by that signature, so residual sums,
+concatenations at any offset, splits, channel shuffles and grouped convolutions need no rule of their own.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ TENSORRT_IN, TENSORRT_OUT = 16, 8
 NOTEWORTHY_CHANNELS = 256
 """Below this many input and output channels TensorRT rarely finds a 2:4 kernel faster than its dense one
 (its engineers in TensorRT issues 3849 and 4065); a 3x3 kernel counts as nine times the input channels."""
+
+_TRANSPOSED = "a transposed convolution: its input channels are axis 0, and no sparse kernel takes it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,50 +68,44 @@ def eligibility(
     pattern = check_sparsity_spec(spec)
     layers = weighted_layers(model)
     check_rules(spec, layers)
-    order = list(layers) if example_inputs is None else _run_order(model, layers, example_inputs)
-    inside = {
-        f"{path}.{name}": path
-        for path, module in model.named_modules()
-        if isinstance(module, nn.MultiheadAttention)
-        for name, _ in module.named_modules()
-        if name
-    }
-    ends = {path: word for path, word in ((order[0], "first"), (order[-1], "last"))} if order else {}
+    order = list(layers) if example_inputs is None else run_order(model, layers, example_inputs)
+    ends = {order[0]: "first", order[-1]: "last"} if order else {}
+    owners = _attention_parts(model)
     rows = []
     for path, module in layers.items():
         enabled = _enabled(path, spec)
-        cannot = _cannot(module, pattern) if path not in inside else f"part of {inside[path]}, which computes with it"
-        unwise = None if enabled else _unwise(module, pattern, spec, place=ends.get(path))
-        if cannot and enabled and "multiple" in cannot and any(r.match == path for r in spec.rules):
-            raise SparsityError(f"a rule enables {path}, and {cannot}: disable it, or choose another pattern")
-        reason = cannot or ("a rule leaves it dense" if enabled is False else unwise)
-        if not reason and example_inputs is not None and path not in order:
-            reason = "does not run on the example inputs"
+        indivisible = _indivisible(module, pattern)
+        if indivisible and any(rule.enable and rule.match == path for rule in spec.rules):
+            raise SparsityError(f"a rule enables {path}, but {indivisible}: disable it, or choose another pattern")
+        reason = (
+            (f"part of {owners[path]}, which computes with it in one piece" if path in owners else None)
+            or (_TRANSPOSED if module_kind(module) == "conv_transpose" else indivisible)
+            or ("a rule leaves it dense" if enabled is False else None)
+            or (None if enabled else _unwise(module, pattern, spec, place=ends.get(path)))
+            or (None if example_inputs is None or path in order else "it does not run on the example inputs")
+        )
         rows.append(
             Eligibility(
                 layer=path,
                 type=type(module).__name__.removeprefix("Parametrized"),
                 shape=tuple(_weight(module).shape),
-                eligible=not reason,
+                eligible=reason is None,
                 reason=reason or _note(module, pattern),
             )
         )
     return tuple(rows)
 
 
-def eligible_layers(
-    model: nn.Module, spec: SparsitySpec, *, example_inputs: Inputs | None = None
-) -> dict[str, nn.Module]:
+def chosen_layers(model: nn.Module, spec: SparsitySpec, rows: tuple[Eligibility, ...]) -> dict[str, nn.Module]:
     """The layers that are masked, by path.
 
     Raises:
-        SparsityError: as `eligibility`, or none is eligible.
+        SparsityError: none is eligible.
     """
-    rows = eligibility(model, spec, example_inputs=example_inputs)
     chosen = {row.layer: model.get_submodule(row.layer) for row in rows if row.eligible}
     if not chosen:
-        why = "; ".join(f"{row.layer}: {row.reason}" for row in rows[:6]) or "the model has no convolution or linear layer"
-        raise SparsityError(f"no layer can be masked with pattern {spec.pattern!r} ({why}); add rules that enable layers")
+        why = "; ".join(f"{row.layer}: {row.reason}" for row in rows[:6]) or "it has no convolution or linear layer"
+        raise SparsityError(f"no layer can be masked with pattern {spec.pattern!r} ({why}): add rules that enable some")
     return chosen
 
 
@@ -133,20 +130,34 @@ def check_rules(spec: SparsitySpec, layers: Iterable[str]) -> None:
             )
 
 
+def left_dense(path: str, spec: SparsitySpec) -> bool:
+    """Whether a rule disables the layer."""
+    return _enabled(path, spec) is False
+
+
 def _enabled(path: str, spec: SparsitySpec) -> bool | None:
     """What the last matching rule says; None = no rule matches."""
     verdicts = [rule.enable for rule in spec.rules if fnmatch.fnmatchcase(path, rule.match)]
     return verdicts[-1] if verdicts else None
 
 
-def _cannot(module: nn.Module, pattern: Pattern) -> str | None:
-    if module_kind(module) == "conv_transpose":
-        return "a transposed convolution: its input channels are axis 0, and no sparse kernel takes it"
+def _attention_parts(model: nn.Module) -> dict[str, str]:
+    """Path of every module inside an nn.MultiheadAttention -> the attention's path."""
+    return {
+        f"{path}.{name}": path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention)
+        for name, _ in module.named_modules()
+        if name
+    }
+
+
+def _indivisible(module: nn.Module, pattern: Pattern) -> str | None:
     channels = _weight(module).shape[1]
-    if pattern.kind == "nm" and channels % pattern.m:
-        each = "" if getattr(module, "groups", 1) == 1 else " a group"
-        return f"it has {channels} input channels{each}, not a multiple of {pattern.m}"
-    return None
+    if pattern.kind != "nm" or channels % pattern.m == 0:
+        return None
+    each = "" if getattr(module, "groups", 1) == 1 else " a group"
+    return f"it has {channels} input channels{each}, not a multiple of {pattern.m}"
 
 
 def _unwise(module: nn.Module, pattern: Pattern, spec: SparsitySpec, *, place: str | None) -> str | None:
@@ -155,12 +166,13 @@ def _unwise(module: nn.Module, pattern: Pattern, spec: SparsitySpec, *, place: s
     if getattr(module, "groups", 1) > 1:
         return f"a convolution of {module.groups} groups: no sparse kernel takes it"
     out, channels = _weight(module).shape[:2]
-    if spec.kernels == "tensorrt" and (pattern.n, pattern.m) == (2, 4) and (channels % TENSORRT_IN or out % TENSORRT_OUT):
-        return (
-            f"TensorRT's 2:4 kernels ask for input channels in multiples of {TENSORRT_IN} and output channels in "
-            f"multiples of {TENSORRT_OUT}, and it has {channels} and {out}"
-        )
-    return None
+    fits = channels % TENSORRT_IN == 0 and out % TENSORRT_OUT == 0
+    if fits or spec.kernels == "any" or (pattern.n, pattern.m) != (2, 4):
+        return None
+    return (
+        f"TensorRT's 2:4 kernels ask for input channels in multiples of {TENSORRT_IN} and output channels in "
+        f"multiples of {TENSORRT_OUT}, and it has {channels} and {out}"
+    )
 
 
 def _note(module: nn.Module, pattern: Pattern) -> str:
@@ -179,13 +191,16 @@ def _note(module: nn.Module, pattern: Pattern) -> str:
 def _weight(module: nn.Module) -> Tensor:
     """The weight, without computing a parametrized one."""
     if parametrize.is_parametrized(module, "weight"):
-        original = module.parametrizations["weight"].original  # type: ignore[union-attr,index]
-        return original  # type: ignore[return-value,no-any-return]
-    return module.weight  # type: ignore[return-value]
+        return cast(Tensor, cast(nn.ModuleDict, module.parametrizations)["weight"].original)
+    return cast(Tensor, module.weight)
 
 
-def _run_order(model: nn.Module, layers: dict[str, nn.Module], example_inputs: Inputs) -> list[str]:
-    """Paths in the order in which they run on the example inputs."""
+def run_order(model: nn.Module, layers: dict[str, nn.Module], example_inputs: Inputs) -> list[str]:
+    """Paths of `layers` in the order in which they run on the example inputs, in evaluation mode.
+
+    Raises:
+        SparsityError: the model fails on them.
+    """
     order: dict[str, None] = {}
     hooks = [m.register_forward_hook(lambda *_, path=path: order.setdefault(path)) for path, m in layers.items()]
     training = {module: module.training for module in model.modules()}

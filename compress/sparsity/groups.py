@@ -1,9 +1,9 @@
 """Which channels of a network belong together: its graph run once, with channel numbers beside the values.
 
-Each tensor's numbers are a small tensor of the same number of axes, with size 1 where the numbers do not vary: (1, C, 1,
-1) after a convolution. Elementwise operations tie numbers; operations that only move values (concat, split, reshape,
-channel shuffle, ...) are simply run on the numbers, so every offset and stride comes out right. What cannot be followed
-pins the channels that meet it, with its reason; nothing is guessed.
+Each tensor's numbers are a small tensor of as many axes, with size 1 where they do not vary: (1, C, 1, 1) after a
+convolution. Elementwise operations tie numbers; operations that only move values (concat, split, reshape, channel
+shuffle, ...) are simply run on the numbers, so every offset and stride comes out right. What cannot be followed pins
+the channels that meet it, with its reason; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from compress.graph.ops import layer_name, node_kind, node_module
 from compress.sparsity.channels import Channels
 
 _ELEMENTWISE = frozenset(
-    ["add", "sub", "mul", "div", "pow", "neg", "exp", "relu", "relu6", "leaky_relu", "silu", "gelu", "hardswish", "hardsigmoid", "sigmoid", "tanh", "elu", "mish", "softplus", "clamp", "dropout", "identity"]
+    {"add", "sub", "mul", "div", "pow", "neg", "exp", "clamp", "relu", "relu6", "leaky_relu", "silu", "gelu", "elu"}
+    | {"mish", "hardswish", "hardsigmoid", "sigmoid", "tanh", "softplus", "dropout", "identity"}
 )
-_POOLS = frozenset(["max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "resize", "pad"])
+_POOLS = frozenset({"max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "resize", "pad"})
 _MOVES = frozenset(
-    ["concat", "split", "getitem", "flatten", "reshape", "transpose", "squeeze", "stack", "repeat", "roll", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "mean", "max", "getattr"]
+    {"concat", "split", "getitem", "flatten", "reshape", "transpose", "squeeze", "stack", "repeat", "roll", "getattr"}
+    | {"pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "mean", "max"}
 )
 _SILENT = frozenset({"shape", "compare", "assert", "floordiv"})
 
@@ -56,7 +58,7 @@ class _Follower(fx.Interpreter):
         result = super().run_node(n)
         self.numbers[n] = numbers = self._follow(n, node_kind(n), result)
         if numbers is None and n not in self.why:
-            self.why.update({n: self.why[a] for a in n.all_input_nodes if a in self.why})
+            self._inherit(n)
         for tensor in _flat(numbers):
             self.channels.mark(tensor)
         return result
@@ -106,6 +108,12 @@ class _Follower(fx.Interpreter):
             return type(value)(self._full(v, x) for v, x in zip(value, inner, strict=True))
         return value
 
+    def _inherit(self, node: fx.Node, *, otherwise: str = "") -> None:
+        """A value without numbers is so for the reason of what it was made from, if that has one."""
+        reason = next((self.why[a] for a in node.all_input_nodes if a in self.why), otherwise)
+        if reason:
+            self.why[node] = reason
+
     def _fresh(self, value: Tensor, axis: int, reason: str | None = None) -> Tensor:
         """New numbers along an axis of a value."""
         if value.ndim <= axis:
@@ -117,7 +125,7 @@ class _Follower(fx.Interpreter):
     def _lost(self, node: fx.Node, kind: str) -> Numbers:
         """Pin what goes into an operation that cannot be followed."""
         reason = f"meet {layer_name(node)} ({kind}), which cannot be followed" if kind != "output" else "are the output"
-        self.why[node] = next((self.why[a] for a in node.all_input_nodes if a in self.why), reason)
+        self._inherit(node, otherwise=reason)
         for argument in node.all_input_nodes:
             for numbers in _flat(self.numbers.get(argument)):
                 self.channels.pin(numbers, reason)
@@ -242,7 +250,9 @@ class _Follower(fx.Interpreter):
         return self._weighted(node, result, axis=1, groups=groups)
 
     def _conv_transpose(self, node: fx.Node, result: Tensor) -> Numbers:
-        return self._weighted(node, result, axis=1, groups=1, transposed=True) if node_module(node).groups == 1 else None
+        if node_module(node).groups != 1:
+            return None
+        return self._weighted(node, result, axis=1, groups=1, transposed=True)
 
     def _module_vectors_by_row(self, node: fx.Node) -> bool:
         """A depthwise convolution: one filter a channel."""

@@ -3,8 +3,8 @@
 An N:M mask keeps n values of every m that follow each other along the *input channels* (axis 1 of a convolution's
 (K, C, R, S) and of a linear layer's (out, in) weight), each group at one kernel position. That is the order in which
 NVIDIA's sparse tensor cores read a weight (Mishra et al., arXiv 2104.08378), so the same mask serves any layout of
-the file. Per group the n largest scores stay, which is the best of all C(m, n) choices since groups do not overlap; equal
-scores favour the lower channel, so a mask is a function of its weight alone.
+the file. Per group the n largest scores stay, which is the best of all C(m, n) choices since groups do not overlap;
+equal scores favour the lower channel, so a mask is a function of its weight alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def nm_mask(weight: Tensor, n: int, m: int, *, scores: Tensor | None = None) -> 
 
     Args:
         weight: (out, in, ...) of any floating type.
-        n, m: 1 <= n < m; m divides the input channels.
+        n: values kept of every m, 1 to m - 1.
+        m: divides the input channels.
         scores: what to rank by, of the weight's shape; None = magnitudes.
 
     Returns:
@@ -119,7 +120,8 @@ def verify_nm(weight: np.ndarray[Any, Any], n: int, m: int, *, axis: int = 1) ->
 
     Args:
         weight: an array of any type, such as an ONNX initializer; an integer one must have zero point 0.
-        n, m: the pattern.
+        n: values that a group may hold.
+        m: size of a group.
         axis: where the input channels are: 1 for Conv, and for Gemm with transB; 0 for MatMul's right operand.
 
     Returns:
@@ -140,5 +142,5 @@ def _scores(weight: Tensor, scores: Tensor | None) -> Tensor:
     if chosen.shape != weight.shape:
         raise SparsityError(f"scores of {tuple(chosen.shape)} do not fit a weight of {tuple(weight.shape)}")
     if not bool(torch.isfinite(chosen).all()):
-        raise SparsityError("the weight (or its scores) holds NaN or infinite values, which have no rank: train it again")
+        raise SparsityError("the weight (or its scores) holds NaN or infinite values, which have no rank")
     return chosen

@@ -1,9 +1,9 @@
 """Masks on a model: a parametrization of `weight` that every training loop, copy and checkpoint carries along.
 
 `module.weight` becomes original * mask; the trained parameter, the same object as before, is
-`module.parametrizations.weight.original`, and the mask is a boolean buffer beside it. A masked element gets no gradient, so a
-mask holds under any optimizer. While masks are still being chosen (`straight_through`) the gradient passes to all
-elements instead, as if nothing were masked.
+`module.parametrizations.weight.original`, and the mask is a boolean buffer beside it. A masked element gets no
+gradient, so a mask holds under any optimizer. While masks are still being chosen (`straight_through`) the gradient
+passes to all elements instead, as if nothing were masked.
 
 torch refuses to pickle a parametrized module, because its class is made on the fly. Here the class is told how to
 rebuild itself, so `torch.save(model)`, process pools and `copy.deepcopy` work. A state dict of a masked model holds
@@ -13,7 +13,8 @@ rebuild itself, so `torch.save(model)`, process pools and `copy.deepcopy` work. 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +67,7 @@ class NMMask(nn.Module):
             raise SparsityError(
                 f"{layer}weight: the checkpoint's mask is {tuple(got.shape)} and the model's {tuple(self.mask.shape)}"
             )
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[arg-type]
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 def apply_masks(
@@ -91,35 +92,41 @@ def apply_masks(
         _check_fits(path, modules[path], mask)
     for path, mask in masks.items():
         module = modules[path]
-        weight: Tensor = module.weight  # type: ignore[assignment]
-        with torch.no_grad():
-            part = NMMask(mask.to(weight.device), pattern=pattern, straight_through=straight_through)
-        part.train(module.training)
-        parametrize.register_parametrization(module, "weight", part, unsafe=True)
-        type(module).__reduce_ex__ = _reduce  # type: ignore[assignment,method-assign]
+        part = NMMask(
+            mask.to(cast(Tensor, module.weight).device, copy=True), pattern=pattern, straight_through=straight_through
+        )
+        _register(module, part.train(module.training))
 
 
-def masked_layers(model: nn.Module) -> dict[str, nn.Module]:
+@dataclass(frozen=True, kw_only=True)
+class MaskedLayer:
+    """A layer whose weight is masked.
+
+    Attributes:
+        module: the layer.
+        part: its mask module.
+        original: the trained parameter.
+    """
+
+    module: nn.Module
+    part: NMMask
+    original: nn.Parameter
+
+    @property
+    def mask(self) -> Tensor:
+        """The mask, the buffer itself."""
+        return self.part.mask
+
+
+def masked_layers(model: nn.Module) -> dict[str, MaskedLayer]:
     """The layers that are masked, by path."""
-    return {path: module for path, module in model.named_modules() if mask_of(module) is not None}
-
-
-def mask_of(module: nn.Module) -> NMMask | None:
-    """The mask module of a layer's weight, or None."""
-    if not parametrize.is_parametrized(module, "weight"):
-        return None
-    first = module.parametrizations["weight"][0]  # type: ignore[union-attr,index]
-    return first if isinstance(first, NMMask) else None
-
-
-def original_of(module: nn.Module) -> nn.Parameter:
-    """The trained parameter behind a masked weight."""
-    return module.parametrizations["weight"].original  # type: ignore[union-attr,index,return-value]
+    layers = ((path, _masked(module)) for path, module in model.named_modules())
+    return {path: layer for path, layer in layers if layer is not None}
 
 
 def masks_of(model: nn.Module) -> dict[str, Tensor]:
     """Path -> mask of every masked layer; copies."""
-    return {path: mask_of(module).mask.clone() for path, module in masked_layers(model).items()}  # type: ignore[union-attr]
+    return {path: layer.mask.clone() for path, layer in masked_layers(model).items()}
 
 
 def squash_masks(model: nn.Module) -> dict[str, Tensor]:
@@ -148,15 +155,15 @@ def check_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     Raises:
         SparsityError: says which layer differs and what to do.
     """
-    masked = {path: mask_of(module).mask for path, module in masked_layers(model).items()}  # type: ignore[union-attr]
+    masked = {path: layer.mask for path, layer in masked_layers(model).items()}
     for key, value in state.items():
         layer, found, part = key.rpartition("." + _PREFIX) if "." + _PREFIX in key else ("", "", key)
         if not found and key.startswith(_PREFIX):
             layer, found, part = "", _PREFIX, key.removeprefix(_PREFIX)
         if found and part == "0.mask" and layer not in masked:
             raise SparsityError(
-                f"the checkpoint is of a masked model and {layer or 'the model'} is dense: call sparsify (or apply_masks) "
-                "before loading, or load a checkpoint saved after squash_masks"
+                f"the checkpoint is of a masked model and {layer or 'the model'} is dense: call sparsify (or "
+                "apply_masks) before loading, or load a checkpoint saved after squash_masks"
             )
         if found and part == "0.mask" and value.shape != masked[layer].shape:
             raise SparsityError(
@@ -168,16 +175,28 @@ def check_state(model: nn.Module, state: Mapping[str, Any]) -> None:
             raise SparsityError(_dense_into_sparse(path or "the model"))
 
 
+def _masked(module: nn.Module) -> MaskedLayer | None:
+    if not parametrize.is_parametrized(module, "weight"):
+        return None
+    parts = cast(Any, module.parametrizations)["weight"]
+    return MaskedLayer(module=module, part=parts[0], original=parts.original) if isinstance(parts[0], NMMask) else None
+
+
+def _register(module: nn.Module, part: NMMask) -> None:
+    parametrize.register_parametrization(module, "weight", part, unsafe=True)
+    type(module).__reduce_ex__ = _reduce  # type: ignore[assignment,method-assign]
+
+
 def _dense_into_sparse(layer: str) -> str:
     return (
-        f"the checkpoint is of a dense model and {layer} is masked: load it before sparsify, or into a model whose masks "
-        "were squashed"
+        f"the checkpoint is of a dense model and {layer} is masked: load it before sparsify, or into a model whose "
+        "masks were squashed"
     )
 
 
 def _check_fits(path: str, module: nn.Module, mask: Tensor) -> None:
     if parametrize.is_parametrized(module):
-        how = "masked" if mask_of(module) is not None else "parametrized by something else"
+        how = "masked" if _masked(module) is not None else "parametrized by something else"
         raise SparsityError(f"layer {path} is {how} already: call squash_masks (or remove it) before masking again")
     weight = module._parameters.get("weight")
     if weight is None:
@@ -190,15 +209,15 @@ def _check_fits(path: str, module: nn.Module, mask: Tensor) -> None:
 
 def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     """How a masked layer pickles: as its own class with the plain parameter, and the mask to put on."""
+    layer = cast(MaskedLayer, _masked(module))
     state = dict(module.__dict__)
     state["_modules"] = {k: v for k, v in module._modules.items() if k != "parametrizations"}
-    state["_parameters"] = {**module._parameters, "weight": original_of(module)}
-    return _rebuild, (type(module).__bases__[0], state, mask_of(module))
+    state["_parameters"] = {**module._parameters, "weight": layer.original}
+    return _rebuild, (type(module).__bases__[0], state, layer.part)
 
 
 def _rebuild(cls: type[nn.Module], state: dict[str, Any], part: NMMask) -> nn.Module:
     module = cls.__new__(cls)
     module.__dict__.update(state)
-    parametrize.register_parametrization(module, "weight", part, unsafe=True)
-    type(module).__reduce_ex__ = _reduce  # type: ignore[assignment,method-assign]
+    _register(module, part)
     return module

@@ -4,19 +4,18 @@ An N:M mask cuts the columns into stripes of m and keeps n values of every row o
 stripe is free as long as the network is permuted to match, and a good order spreads each row's large values over the
 stripes (Pool and Yu, "Channel Permutations for N:M Sparsity", NeurIPS 2021).
 
-The search is simulated annealing over swaps of two columns. Each round pairs the stripes at random and looks at the m * m
-swaps of every pair at once; pairs share no stripe, so their gains add up exactly and all pairs may move. What a
-stripe would keep with its column i replaced by a column x is, summed over the rows,
+The search is simulated annealing over swaps of two columns. Each round pairs the stripes at random and looks at the
+m * m swaps of every pair at once; pairs share no stripe, so their gains add up exactly and all pairs may move. What
+a stripe would keep with its column i replaced by a column x is, summed over the rows,
 
     base_i + sum_r max(theta_i(r), x(r)),
 
 where theta_i is the n-th largest of the stripe's other columns and base_i the sum of the n - 1 larger ones. As
-max(a, b) = (a + b + |a - b|) / 2, all swaps of a pair are one m-by-m L1 distance matrix (`torch.cdist`), nothing of the size
-m * m * rows is ever stored, and only stripes that moved have their theta computed again. A pair moves to a swap
-with a probability that falls as exp(gain / temperature); the temperature sinks to zero over the given time,
-and sweeps without chance end in an order that no single swap improves. Against searching all 35 splits of two stripes
-of 2:4 at once (or all 5,775 of three), a swap costs so much less that annealing it finds better orders in less time:
-`results/permutation.md`. More time means slower cooling, and on average a better order.
+max(a, b) = (a + b + |a - b|) / 2, all swaps of a pair are one m-by-m L1 distance matrix (`torch.cdist`), nothing of
+the size m * m * rows is ever stored, and only stripes that moved have their theta computed again. A pair takes a swap
+(or stays) with a probability proportional to exp(gain / temperature); the temperature sinks to zero over the given
+time, and sweeps without chance end in an order that no single swap improves. More time means slower cooling, and on
+average a better order; `results/permutation.md` compares it with searching whole groups of stripes.
 """
 
 from __future__ import annotations
@@ -64,7 +63,8 @@ def search_permutation(matrix: Tensor, n: int, m: int, *, seconds: float, seed: 
 
     Args:
         matrix: (rows, columns), on any device; the sign does not matter.
-        n, m: the pattern; m divides the columns.
+        n: values kept of every m, 1 to m - 1.
+        m: divides the columns.
         seconds: time limit. A small matrix ends sooner.
         seed: of the random pairs and moves; the time limit makes results differ from run to run all the same.
 
@@ -75,7 +75,7 @@ def search_permutation(matrix: Tensor, n: int, m: int, *, seconds: float, seed: 
         SparsityError: a shape or pattern that does not fit, or values that are NaN or infinite.
     """
     if matrix.ndim != 2 or not 1 <= n < m or matrix.shape[1] % m or 0 in matrix.shape:
-        raise SparsityError(f"{n}:{m} cannot order the columns of a matrix of {tuple(matrix.shape)}: m must divide them")
+        raise SparsityError(f"{n}:{m} cannot order the columns of a {tuple(matrix.shape)} matrix: m must divide them")
     if not bool(torch.isfinite(matrix).all()):
         raise SparsityError("the matrix holds NaN or infinite values: no order of its columns is better than another")
     start = time.perf_counter()

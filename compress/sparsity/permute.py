@@ -15,6 +15,7 @@ import copy
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from compress.errors import ModelError, SparsityError
 from compress.graph.trace import Inputs, as_inputs, flat_tensors, trace
 from compress.progress import NoProgress, Progress
 from compress.sparsity.channels import Channels, Use, permute_index
-from compress.sparsity.eligibility import eligible_layers
+from compress.sparsity.eligibility import chosen_layers, eligibility
 from compress.sparsity.groups import channels_of
 from compress.sparsity.permutation import kept_by_order, search_permutation
 from compress.sparsity.spec import SparsitySpec, check_sparsity_spec
@@ -99,27 +100,28 @@ def permute_channels(
     if pattern.kind != "nm":
         raise SparsityError(f"a permutation helps n:m patterns only, not {spec.pattern!r}")
     _check_plain(model)
-    layers = eligible_layers(model, spec, example_inputs=example_inputs)
+    layers = chosen_layers(model, spec, eligibility(model, spec, example_inputs=example_inputs))
     try:
         graph_module = trace(model, example_inputs)
     except ModelError as error:
         raise SparsityError(f"channels cannot be permuted: {error}") from error
     inputs = as_inputs(example_inputs)
     channels = channels_of(graph_module, inputs)
-    weights = {path: module.weight for path, module in layers.items()}
+    weights = {path: cast(Tensor, module.weight).detach() for path, module in layers.items()}
     reads = {use.path.removesuffix(".weight"): use for use in channels.uses.values() if use.role == "in"}
     _pin_strangers(channels, model)
     groups = _groups(channels, {path: reads[path] for path in layers if path in reads}, pattern.m)
-    before = {path: _share(w, pattern.n, pattern.m) for path, w in weights.items()}  # type: ignore[arg-type]
+    before = {path: _share(w, pattern.n, pattern.m) for path, w in weights.items()}
 
     moves: dict[int, int] = {}
-    costs = [_rows(g, layers) * len(g.classes) + ROUND_COST for g in groups]
+    costs = [sum(weights[path][:, 0].numel() for path in g.readers) * len(g.classes) + ROUND_COST for g in groups]
     head = time.perf_counter() - start  # the report and the check at the end take about as long again
     deadline = time.perf_counter() + max(spec.permute_seconds - 2 * head, spec.permute_seconds / 2)
     progress.start("permute", len(groups))
     for i, group in enumerate(groups):
         seconds = max(0.01, deadline - time.perf_counter()) * costs[i] / sum(costs[i:])
-        matrix = torch.cat([_columns(layers[path], first, len(group.classes)) for path, first in group.readers.items()])
+        columns = [_columns(weights[path], first, len(group.classes)) for path, first in group.readers.items()]
+        matrix = torch.cat(columns)
         found = search_permutation(matrix, pattern.n, pattern.m, seconds=seconds, seed=spec.seed + i)
         moves.update({group.classes[k]: group.classes[j] for k, j in enumerate(found.order.tolist())})
         progress.advance("permute", gap_closed=found.gap_closed)
@@ -129,10 +131,11 @@ def permute_channels(
     if not _same(graph_module, model, inputs):
         _apply(model, channels, {source: target for target, source in moves.items()})
         raise SparsityError(
-            "the permuted model computes something else, so it was put back: its forward reads channels by number, which "
-            "the graph does not show; set sparsity.permute to false"
+            "the permuted model computes something else, so it was put back: its forward reads channels by number, "
+            "which the graph does not show; set sparsity.permute to false"
         )
-    rows = _report(layers, channels, reads, groups, before, pattern.n, pattern.m)
+    after = {path: _share(w, pattern.n, pattern.m) for path, w in weights.items()}
+    rows = _report(weights, channels, reads, groups, before, after, pattern.m)
     return PermutationReport(rows=rows, groups=len(groups), seconds=time.perf_counter() - start)
 
 
@@ -161,7 +164,7 @@ def _groups(channels: Channels, reads: dict[str, Use], m: int) -> list[_Group]:
     places = {path: {number: i for i, number in reversed(list(enumerate(x)))} for path, x in classes.items()}
     groups = []
     for group in channels.interchangeable():
-        if len(group) <= m or len(group) % m or group[0] in pinned:
+        if len(group) <= m or len(group) % m or any(c in pinned for c in group):
             continue
         readers = {}
         for path, numbers in classes.items():
@@ -173,15 +176,10 @@ def _groups(channels: Channels, reads: dict[str, Use], m: int) -> list[_Group]:
     return groups
 
 
-def _columns(layer: nn.Module, first: int, count: int) -> Tensor:
+def _columns(weight: Tensor, first: int, count: int) -> Tensor:
     """(rows, count) magnitudes of a weight's input channels, divided by their mean."""
-    weight: Tensor = layer.weight.detach().abs()  # type: ignore[operator,assignment,union-attr]
-    rows = weight[:, first : first + count].movedim(1, -1).flatten(0, -2).float()
+    rows = weight[:, first : first + count].abs().movedim(1, -1).flatten(0, -2).float()
     return rows / rows.mean().clamp_min(torch.finfo(torch.float32).tiny)
-
-
-def _rows(group: _Group, layers: dict[str, nn.Module]) -> int:
-    return sum(layers[path].weight[:, 0].numel() for path in group.readers)  # type: ignore[index]
 
 
 def _share(weight: Tensor, n: int, m: int) -> float:
@@ -214,27 +212,27 @@ def _same(reference: nn.Module, model: nn.Module, inputs: tuple[Tensor, ...]) ->
 
 
 def _report(
-    layers: dict[str, nn.Module],
+    weights: dict[str, Tensor],
     channels: Channels,
     reads: dict[str, Use],
     groups: list[_Group],
     before: dict[str, float],
-    n: int,
+    after: dict[str, float],
     m: int,
 ) -> tuple[PermutedLayer, ...]:
     pinned = channels.pinned()
-    searched = {path: {c for g in groups if path in g.readers for c in g.classes} for path in layers}
+    searched = {path: {c for g in groups if path in g.readers for c in g.classes} for path in weights}
     rows = []
-    for path, layer in layers.items():
+    for path, weight in weights.items():
         numbers = channels.classes(reads[path].numbers).tolist() if path in reads else []
         rest = [c for c in dict.fromkeys(numbers) if c not in searched[path]]
         rows.append(
             PermutedLayer(
                 layer=path,
-                channels=layer.weight.shape[1],  # type: ignore[union-attr,index,arg-type]
+                channels=weight.shape[1],
                 searched=sum(c in searched[path] for c in numbers),
                 before=before[path],
-                after=_share(layer.weight, n, m),  # type: ignore[arg-type]
+                after=after[path],
                 reason=_why(rest, pinned, m) if path in reads else "the graph does not call it as a layer",
             )
         )

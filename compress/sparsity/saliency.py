@@ -1,13 +1,13 @@
 """Second-order saliency: which weights a layer's output misses least, and how the others make up for them.
 
-A layer computes y = W x. Over calibration inputs the squared error of y is a quadratic form in the change of each row of
-W with the Hessian H = X X^T, known exactly from the inputs alone. Optimal Brain Surgeon (Hassibi and Stork, 1993) takes the
-weight with the smallest w^2 / [H^-1]_ii and corrects the rest; SparseGPT (Frantar and Alistarh, arXiv 2301.00774,
-section 3) makes that affordable by walking over the columns in one order for all rows, each column correcting only those
-to its right, so that one Cholesky factor of H^-1 serves every step.
+A layer computes y = W x. Over calibration inputs the squared error of y is a quadratic form in the change of each row
+of W with the Hessian H = X X^T, known exactly from the inputs alone. Optimal Brain Surgeon (Hassibi and Stork, 1993)
+takes the weight with the smallest w^2 / [H^-1]_ii and corrects the rest; SparseGPT (Frantar and Alistarh, arXiv
+2301.00774, section 3) makes that affordable by walking over the columns in one order for all rows, each column
+correcting only those to its right, so that one Cholesky factor of H^-1 serves every step.
 
-A convolution is a linear layer over unfolded patches. Its columns are walked with the input channels innermost, (r, s, c),
-so that an n:m group of input channels stands side by side.
+A convolution is a linear layer over unfolded patches. Its columns are walked with the input channels innermost,
+(r, s, c), so that an n:m group of input channels stands side by side.
 
 Cost: H has (in channels * kernel)^2 elements, 85 MB for a 3x3 convolution of 512 channels. Layers are measured in
 rounds that stay under a memory limit, in the order in which they run, so that later layers see what pruning the
@@ -116,8 +116,8 @@ def prune_layers(
         missing = [path for path in paths if path not in hessians]
         if missing:
             raise SparsityError(
-                f"these layers never ran on the calibration images: {', '.join(missing)}; disable them with rules, or use "
-                "saliency 'magnitude'"
+                f"these layers never ran on the calibration images: {', '.join(missing)}; disable them with rules, or "
+                "use saliency 'magnitude'"
             )
         for path, layer in copies.items():
             try:
@@ -217,7 +217,7 @@ def _rounds(layers: Mapping[str, nn.Module]) -> Iterator[list[str]]:
 def _measure(
     model: nn.Module, layers: dict[str, nn.Module], inputs: list[Tensor], progress: Progress
 ) -> dict[str, Tensor]:
-    """path -> (groups, d, d) mean of x x^T over every vector x that the layer met."""
+    """Path -> (groups, d, d) mean of x x^T over every vector x that the layer met."""
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
 

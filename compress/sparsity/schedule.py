@@ -1,15 +1,15 @@
 """Masks that change during training, and the optimizer's memory of what they mask.
 
-A training loop needs one line: `schedule.after_step(step, total_steps, optimizer)` behind `optimizer.step()`. What a mask
-is at a step follows from the weights and the step's number alone, so a resumed run, and every process of a
+A training loop needs one line: `schedule.after_step(step, total_steps, optimizer)` behind `optimizer.step()`. What a
+mask is at a step follows from the weights and the step's number alone, so a resumed run, and every process of a
 distributed one, gets the same masks without exchanging anything.
 
 * `gradual`: the mask takes away a growing share of what n:m would, smallest magnitudes first, 1 - (1 - t)^3 of it at
   time t in [0, 1] (Zhu and Gupta, arXiv 1710.01878, equation 1).
-* `sr-ste`: the mask is computed from the dense weights again and again; the gradient reaches masked weights too, and these
-  are drawn to zero, so that few return (Zhou et al., arXiv 2102.04010, equation 9). The pull is applied after the step,
-  w -= lr * decay * w, as AdamW does with its decay: for plain SGD that is the paper's term in the gradient, and
-  neither loss scaling nor gradient accumulation changes it.
+* `sr-ste`: the mask is computed from the dense weights again and again; the gradient reaches masked weights too, and
+  these are drawn to zero, so that few return (Zhou et al., arXiv 2102.04010, equation 9). The pull is applied after
+  the step, w -= lr * decay * w, as AdamW does with its decay: for plain SGD that is the paper's term in the
+  gradient, and neither loss scaling nor gradient accumulation changes it.
 * `one-shot`: the masks stay.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from compress.errors import SparsityError
 from compress.sparsity.masks import partial_mask, pattern_mask
-from compress.sparsity.parametrization import mask_of, masked_layers, original_of
+from compress.sparsity.parametrization import masked_layers
 from compress.sparsity.spec import SparsitySpec, check_sparsity_spec
 
 GRADUAL_UPDATES = 100
@@ -33,7 +33,7 @@ class MaskSchedule:
     """Changes the masks of a model while it trains.
 
     Args:
-        model: masked by `sparsify` with the same spec; wrappers (DistributedDataParallel, torch.compile) may be around it.
+        model: masked by `sparsify` with the same spec; wrappers (DistributedDataParallel, torch.compile) may be around.
         spec: schedule, pattern, begin, end, update_steps and sr_ste_decay.
 
     Raises:
@@ -80,12 +80,11 @@ class MaskSchedule:
     def _change(self, time: float) -> None:
         """Give every layer the mask of this time in [0, 1]."""
         for layer in masked_layers(self.model).values():
-            part, weight = mask_of(layer), original_of(layer).detach()
-            mask = pattern_mask(weight, self.pattern)
+            mask = pattern_mask(layer.original, self.pattern)
             if self.spec.schedule == "gradual":
-                mask = partial_mask(weight, mask, 1 - (1 - time) ** 3)
-            part.mask.copy_(mask)  # type: ignore[union-attr]
-            part.straight_through = self.spec.schedule == "sr-ste" and time < 1  # type: ignore[union-attr]
+                mask = partial_mask(layer.original, mask, 1 - (1 - time) ** 3)
+            layer.mask.copy_(mask)
+            layer.part.straight_through = self.spec.schedule == "sr-ste" and time < 1
 
 
 def mask_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
@@ -99,11 +98,10 @@ def mask_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> 
     count = 0
     with torch.no_grad():
         for layer in masked_layers(model).values():
-            weight, mask = original_of(layer), mask_of(layer).mask  # type: ignore[union-attr]
-            state: Mapping[str, Any] = optimizer.state.get(weight, {})
+            state: Mapping[str, Any] = optimizer.state.get(layer.original, {})
             for value in state.values():
-                if isinstance(value, Tensor) and value.shape == weight.shape:
-                    value.mul_(mask)
+                if isinstance(value, Tensor) and value.shape == layer.mask.shape:
+                    value.mul_(layer.mask)
                     count += 1
     return count
 
@@ -113,5 +111,5 @@ def _pull(model: nn.Module, optimizer: torch.optim.Optimizer, decay: float) -> N
     rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
     with torch.no_grad():
         for layer in masked_layers(model).values():
-            weight, mask = original_of(layer), mask_of(layer).mask  # type: ignore[union-attr]
-            weight.mul_(torch.where(mask, 1.0, 1.0 - rates.get(id(weight), 0.0) * decay).to(weight.dtype))
+            factor = 1.0 - rates.get(id(layer.original), 0.0) * decay
+            layer.original.mul_(torch.where(layer.mask, 1.0, factor).to(layer.original.dtype))

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from compress.errors import SparsityError
 from compress.graph.trace import Inputs
 from compress.progress import NoProgress, Progress
-from compress.sparsity.eligibility import eligibility
+from compress.sparsity.eligibility import chosen_layers, eligibility
 from compress.sparsity.masks import kept_magnitude, pattern_mask
-from compress.sparsity.parametrization import apply_masks, mask_of, masked_layers, original_of
+from compress.sparsity.parametrization import apply_masks, masked_layers
 from compress.sparsity.permute import PermutationReport, permute_channels
 from compress.sparsity.saliency import prune_layers
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
@@ -103,10 +103,7 @@ def sparsify(
     pattern = check_sparsity_spec(spec)
     _check_given(model, spec, pattern, example_inputs, batches)
     checks = eligibility(model, spec, example_inputs=example_inputs)
-    layers = {row.layer: model.get_submodule(row.layer) for row in checks if row.eligible}
-    if not layers:
-        why = "; ".join(f"{row.layer}: {row.reason}" for row in checks[:6]) or "it has no convolution or linear layer"
-        raise SparsityError(f"no layer can be masked with pattern {spec.pattern!r} ({why}); add rules that enable layers")
+    layers = chosen_layers(model, spec, checks)
     permutation = None
     if spec.permute and example_inputs is not None:
         try:
@@ -137,12 +134,12 @@ def mask_rows(model: nn.Module) -> tuple[SparsityRow, ...]:
     return tuple(
         SparsityRow(
             layer=path,
-            type=type(layer).__name__.removeprefix("Parametrized"),
-            shape=tuple(original_of(layer).shape),
+            type=type(layer.module).__name__.removeprefix("Parametrized"),
+            shape=tuple(layer.original.shape),
             eligible=True,
-            reason=mask_of(layer).pattern,  # type: ignore[union-attr]
-            density=_density(mask_of(layer).mask),  # type: ignore[union-attr]
-            kept_magnitude=kept_magnitude(original_of(layer), mask_of(layer).mask),  # type: ignore[union-attr]
+            reason=f"masked by {layer.part.pattern or 'a mask of its own'}",
+            density=_density(layer.mask),
+            kept_magnitude=kept_magnitude(layer.original, layer.mask),
         )
         for path, layer in masked_layers(model).items()
     )

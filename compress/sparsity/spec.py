@@ -106,13 +106,14 @@ def parse_pattern(text: str) -> Pattern:
         if not 1 <= n < m:
             raise SparsityError(f"pattern {text!r} keeps {n} of every {m}: n must be at least 1 and below m (2:4, 1:4)")
         return Pattern(kind="nm", n=n, m=m, ratio=1 - n / m)
-    kind, _, number = text.partition(":")
-    if kind == "unstructured" or kind == "channel":
+    name, _, number = text.partition(":")
+    kinds: dict[str, Literal["unstructured", "channel"]] = {"unstructured": "unstructured", "channel": "channel"}
+    if name in kinds:
         ratio = _number(number)
         if not 0 < ratio < 1:
-            raise SparsityError(f"pattern {text!r}: the share taken away must be above 0 and below 1 ({kind}:0.5)")
-        return Pattern(kind=kind, ratio=ratio)
-    hint = near_misses(kind, ("unstructured", "channel"))
+            raise SparsityError(f"pattern {text!r}: the share taken away must be above 0 and below 1 ({name}:0.5)")
+        return Pattern(kind=kinds[name], ratio=ratio)
+    hint = near_misses(name, kinds)
     raise SparsityError(f"pattern {text!r} is unknown{hint} (allowed: n:m such as 2:4, unstructured:0.5, channel:0.5)")
 
 
@@ -139,7 +140,7 @@ def check_sparsity_spec(spec: SparsitySpec) -> Pattern:
             f"{spec.schedule!r}: choose saliency 'magnitude' or schedule 'one-shot'"
         )
     if spec.permute and pattern.kind != "nm":
-        raise SparsityError(f"sparsity.permute helps n:m patterns only, and pattern is {spec.pattern!r}: set it to false")
+        raise SparsityError(f"sparsity.permute helps n:m patterns only, not {spec.pattern!r}: set it to false")
     if pattern.kind == "channel" and (spec.saliency, spec.schedule) != ("magnitude", "one-shot"):
         raise SparsityError(
             f"pattern {spec.pattern!r} removes channels once, by magnitude: saliency must be 'magnitude' and schedule "
