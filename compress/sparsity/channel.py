@@ -13,10 +13,10 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compress.errors import ModelError, SparsityError
 from compress.graph.layers import layers as layer_table
@@ -98,7 +98,7 @@ def prune_channels(
     if masked_layers(model):
         raise SparsityError("the model is masked already: call squash_masks before removing channels")
     inputs = as_inputs(example_inputs)
-    before = {path: tuple(layer.weight.shape) for path, layer in weighted_layers(model).items()}  # type: ignore[arg-type,union-attr]
+    before = _shapes(model)
     check_rules(spec, before)
     macs, parameters = _macs(model, inputs), _parameters(model)
     target = (1 - pattern.ratio) * macs
@@ -116,14 +116,11 @@ def prune_channels(
     progress.finish("prune channels")
     if abs(nearest - target) > 0.1 * macs:
         raise SparsityError(
-            f"pattern {spec.pattern!r}: the nearest that whole channels reach is {1 - nearest / macs:.2f} of the macs; ask "
-            "for another share, enable more layers, or set kernels to 'any', which rounds less"
+            f"pattern {spec.pattern!r}: the nearest that whole channels reach is {1 - nearest / macs:.2f} of the macs; "
+            "ask for another share, enable more layers, or set kernels to 'any', which rounds less"
         )
     _remove(model, inputs, chosen, spec)
-    rows = tuple(
-        ChannelRow(layer=path, before=before[path], after=tuple(layer.weight.shape))  # type: ignore[arg-type,union-attr]
-        for path, layer in weighted_layers(model).items()
-    )
+    rows = tuple(ChannelRow(layer=path, before=before[path], after=after) for path, after in _shapes(model).items())
     return ChannelReport(
         pattern=spec.pattern,
         rows=rows,
@@ -134,7 +131,7 @@ def prune_channels(
     )
 
 
-def _remove(model: nn.Module, inputs: tuple[torch.Tensor, ...], ratio: float, spec: SparsitySpec) -> None:
+def _remove(model: nn.Module, inputs: tuple[Tensor, ...], ratio: float, spec: SparsitySpec) -> None:
     """Remove the weakest `ratio` of every layer's channels, in place."""
     library = _library()
     layers = weighted_layers(model)
@@ -187,7 +184,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _macs(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
+def _macs(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
     try:
         macs, unknown = total_macs(layer_table(trace(model, inputs)))
     except ModelError as error:
@@ -195,6 +192,10 @@ def _macs(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
     if unknown:
         raise SparsityError(f"the macs of these layers are unknown, so no share of them can be aimed at: {unknown}")
     return macs
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {path: tuple(cast(Tensor, layer.weight).shape) for path, layer in weighted_layers(model).items()}
 
 
 def _parameters(model: nn.Module) -> int:

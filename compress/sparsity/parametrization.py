@@ -5,9 +5,8 @@
 gradient, so a mask holds under any optimizer. While masks are still being chosen (`straight_through`) the gradient
 passes to all elements instead, as if nothing were masked.
 
-torch refuses to pickle a parametrized module, because its class is made on the fly. Here the class is told how to
-rebuild itself, so `torch.save(model)`, process pools and `copy.deepcopy` work. A state dict of a masked model holds
-`weight`'s parts under other names than a dense one; loading one into the other is refused with what to do.
+A masked model deep-copies (EMA), pickles and compiles. Its state dict holds `weight`'s parts under other names than a
+dense one's; loading one into the other is refused with what to do.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import SparsityError, near_misses
+from compress.graph.parametrized import register_picklable
 
 _PREFIX = "parametrizations.weight."
 
@@ -58,16 +58,18 @@ class NMMask(nn.Module):
         """Pattern and density."""
         return f"{self.pattern or 'mask'}, density={self.mask.float().mean().item():.3f}"
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, metadata: Any, strict: bool, *args: Any
+    ) -> None:
         layer = prefix.removesuffix(_PREFIX + "0.")
-        if f"{prefix}mask" not in state_dict and f"{layer}weight" in state_dict:
+        if f"{prefix}mask" not in state_dict and strict:
             raise SparsityError(_dense_into_sparse(layer.removesuffix(".") or "the model"))
         got = state_dict.get(f"{prefix}mask")
         if isinstance(got, Tensor) and got.shape != self.mask.shape:
             raise SparsityError(
                 f"{layer}weight: the checkpoint's mask is {tuple(got.shape)} and the model's {tuple(self.mask.shape)}"
             )
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *args)
 
 
 def apply_masks(
@@ -95,7 +97,7 @@ def apply_masks(
         part = NMMask(
             mask.to(cast(Tensor, module.weight).device, copy=True), pattern=pattern, straight_through=straight_through
         )
-        _register(module, part.train(module.training))
+        register_picklable(module, "weight", part.train(module.training))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,11 +184,6 @@ def _masked(module: nn.Module) -> MaskedLayer | None:
     return MaskedLayer(module=module, part=parts[0], original=parts.original) if isinstance(parts[0], NMMask) else None
 
 
-def _register(module: nn.Module, part: NMMask) -> None:
-    parametrize.register_parametrization(module, "weight", part, unsafe=True)
-    type(module).__reduce_ex__ = _reduce  # type: ignore[assignment,method-assign]
-
-
 def _dense_into_sparse(layer: str) -> str:
     return (
         f"the checkpoint is of a dense model and {layer} is masked: load it before sparsify, or into a model whose "
@@ -205,19 +202,3 @@ def _check_fits(path: str, module: nn.Module, mask: Tensor) -> None:
         raise SparsityError(
             f"layer {path}: a boolean mask of {tuple(weight.shape)} is needed, got {mask.dtype} of {tuple(mask.shape)}"
         )
-
-
-def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
-    """How a masked layer pickles: as its own class with the plain parameter, and the mask to put on."""
-    layer = cast(MaskedLayer, _masked(module))
-    state = dict(module.__dict__)
-    state["_modules"] = {k: v for k, v in module._modules.items() if k != "parametrizations"}
-    state["_parameters"] = {**module._parameters, "weight": layer.original}
-    return _rebuild, (type(module).__bases__[0], state, layer.part)
-
-
-def _rebuild(cls: type[nn.Module], state: dict[str, Any], part: NMMask) -> nn.Module:
-    module = cls.__new__(cls)
-    module.__dict__.update(state)
-    _register(module, part)
-    return module

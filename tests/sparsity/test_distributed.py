@@ -1,0 +1,30 @@
+"""Masks in DistributedDataParallel: two processes against one on the same batches."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from compress.sparsity.masks import verify_nm
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    run = [sys.executable, "-m", "tests.sparsity.two_processes", str(folder)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("schedule", ["one-shot", "gradual", "sr-ste"])
+def test_two_processes_train_and_mask_what_one_does(folder, schedule):
+    first, second, alone = (torch.load(folder / f"{schedule}-{who}.pt") for who in (0, 1, "alone"))
+    for key, value in first.items():
+        assert torch.equal(second[key], value), key
+        torch.testing.assert_close(alone[key], value, rtol=0, atol=1e-5)
+    for key in ("3", "6"):
+        kept = first[f"{key}.parametrizations.weight.0.mask"]
+        assert verify_nm(kept.numpy(), 2, 4) == 0
+        assert kept.float().mean() == 0.5

@@ -1,0 +1,64 @@
+"""`python -m tests.sparsity.two_processes FOLDER`: a masked model in DistributedDataParallel on two processes over gloo.
+
+Forked from a process that has imported torch but computed nothing. Each saves what its model ended as; process 0 also
+saves what one process makes of the same batches.
+"""
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from compress.sparsity.parametrization import masked_layers
+from compress.sparsity.schedule import MaskSchedule
+from compress.sparsity.sparsifier import sparsify
+from compress.sparsity.spec import SparsitySpec
+from tests.sparsity.nets import small
+
+STEPS = 6
+
+
+def train(schedule, share, wrap):
+    spec = SparsitySpec(schedule=schedule, update_steps=1)
+    model = small()  # evaluation mode: BatchNorm would see the shares differently
+    sparsify(model, spec)
+    if share == 1:
+        with torch.no_grad():  # DistributedDataParallel must bring this process in line, masks included
+            for layer in masked_layers(model).values():
+                layer.original.zero_()
+                layer.mask.fill_(False)
+    wrapped = wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    masks = MaskSchedule(wrapped, spec)
+    for step in range(1, STEPS + 1):
+        images = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+        images, targets = (images, torch.arange(8)) if share is None else (images[share::2], torch.arange(8)[share::2])
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(wrapped(images), targets).backward()
+        optimizer.step()
+        masks.after_step(step, STEPS, optimizer)
+    return model.state_dict()
+
+
+def work(rank, port, folder):
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    for schedule in ("one-shot", "gradual", "sr-ste"):
+        torch.save(train(schedule, rank, nn.parallel.DistributedDataParallel), folder / f"{schedule}-{rank}.pt")
+        if rank == 0:
+            torch.save(train(schedule, None, lambda model: model), folder / f"{schedule}-alone.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    child = os.fork()
+    work(int(child == 0), port, Path(sys.argv[1]))
+    if child:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
