@@ -12,6 +12,7 @@ from compress.receptive_field.effective import (
     ErfOptions,
     effective_receptive_field,
     effective_receptive_fields,
+    mean_field,
 )
 from compress.receptive_field.metrics import ErfMetrics, GaussianFit
 from compress.receptive_field.table import ReceptiveField, ReceptiveFieldTable
@@ -30,6 +31,7 @@ __all__ = [
     "effective_receptive_field",
     "effective_receptive_fields",
     "erf_drift",
+    "mean_field",
     "receptive_field",
     "unproductive_layers",
 ]

@@ -148,6 +148,7 @@ class UnproductiveLayers:
 def unproductive_layers(table: ReceptiveFieldTable, image_size: Sequence[int] | None = None) -> UnproductiveLayers:
     """The convolutions whose input already sees the whole image, as candidates for pruning or removal.
 
+    A linear layer over the channels of a map (ConvNeXt) is a 1 x 1 convolution; one behind the map is not judged.
     Global operations (squeeze-and-excite, pooling) are left aside: what counts is what convolutions see. Macs and their
     shares are those at the table's own image size.
 
@@ -163,7 +164,8 @@ def unproductive_layers(table: ReceptiveFieldTable, image_size: Sequence[int] | 
         raise ReceptiveFieldError(f"image_size is {size}; the table's images have {len(table.image_size)} axes")
     weighted = [row for row in table if row.kind in {"conv", "conv_transpose", "linear"}]
     macs = sum(row.macs or 0 for row in weighted)
-    found = [row for row in weighted if row.kind != "linear" and _covers(row.input_size, size)]
+    judged = [row for row in weighted if row.kind != "linear" or (row.located and None not in row.local_size)]
+    found = [row for row in judged if _covers(row.input_size, size)]
     return UnproductiveLayers(
         image_size=size,
         layers=tuple(_layer(row, size, macs) for row in found),

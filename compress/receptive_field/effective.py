@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -234,7 +234,6 @@ class _Sum:
         """The field, with its sizes."""
         heat, row, grid = self.heat(), self.point.row, self.point.grid.units
         centre = unit_centre(row, self.unit, grid, tuple(heat.shape))
-        size = row.local_size if row is not None and row.status == "exact" and not row.reason else None
         return EffectiveReceptiveField(
             model=model,
             layer=self.point.name,
@@ -248,8 +247,31 @@ class _Sum:
             average=self.options.average,
             method=method,
             theoretical=row,
-            metrics=erf_metrics(heat, centre, theoretical=size),
+            metrics=erf_metrics(heat, centre, theoretical=_local_size(row)),
         )
+
+
+def mean_field(fields: Sequence[EffectiveReceptiveField]) -> EffectiveReceptiveField:
+    """The mean of several networks' fields of one unit, each counting alike (their maps are scaled to a sum of 1).
+
+    Raises:
+        ReceptiveFieldError: no fields, or maps of different sizes.
+    """
+    if not fields or any(f.heat.shape != fields[0].heat.shape for f in fields):
+        raise ReceptiveFieldError("mean_field needs one or more fields whose maps have one size")
+    heat = torch.stack([f.heat / f.heat.sum() for f in fields]).mean(0)
+    return replace(
+        fields[0],
+        heat=heat,
+        images=sum(f.images for f in fields),
+        dead_images=sum(f.dead_images for f in fields),
+        metrics=erf_metrics(heat, fields[0].centre, theoretical=_local_size(fields[0].theoretical)),
+    )
+
+
+def _local_size(row: ReceptiveField | None) -> tuple[int | None, ...] | None:
+    """Size of a theoretical field that is a window; None where it is global, unknown or no window."""
+    return row.local_size if row is not None and row.status == "exact" and not row.reason else None
 
 
 def unit_centre(

@@ -55,7 +55,7 @@ def draw_field(field: EffectiveReceptiveField, image: Tensor | None = None, *, n
         for axes, title in ((left, "on the image"), (middle, "linear scale"), (right, "logarithmic scale")):
             _frame(axes, field, title)
         for axes, colour in ((middle, "white"), (right, "white"), (left, LIGHT["alarm"])):
-            _draw_box(axes, field, colour)
+            draw_box(axes, field, colour)
             _draw_sigmas(axes, field, colour)
         figure.suptitle(
             f"{name or field.model} · {shorten(field.layer, 44)}: where unit ({field.unit[0]}, {field.unit[1]}) of "
@@ -65,7 +65,7 @@ def draw_field(field: EffectiveReceptiveField, image: Tensor | None = None, *, n
             x=0.01,
             ha="left",
         )
-        _caption(figure, f"{sizes(field)} {_legend(field)}")
+        caption(figure, f"{sizes(field)} {_legend(field)}")
         return figure
 
 
@@ -126,7 +126,8 @@ def _draw_on_image(axes: Axes, field: EffectiveReceptiveField, image: Tensor | N
     axes.imshow(heat, cmap=HEAT, vmin=0, vmax=1, alpha=(0.85 * heat).clamp(0, 1).numpy() if image is not None else None)
 
 
-def _draw_box(axes: Axes, field: EffectiveReceptiveField, colour: str) -> None:
+def draw_box(axes: Axes, field: EffectiveReceptiveField, colour: str) -> None:
+    """Draw the theoretical field, where it is a window, as a dashed box cut at the image."""
     box = _box(field)
     if box is None:
         return
@@ -175,23 +176,25 @@ def _frame(axes: Axes, field: EffectiveReceptiveField, title: str) -> None:
         axes.spines[side].set_visible(True)
 
 
-def _caption(figure: Figure, text: str) -> None:
+def caption(figure: Figure, text: str) -> None:
+    """Put what there is to see below a figure."""
     figure.supxlabel(
         textwrap.fill(text, int(figure.get_figwidth() * 16)), fontsize=8.5, color=LIGHT["muted"], x=0.01, ha="left"
     )
 
 
-def draw_gallery(rows: Sequence[tuple[str, Sequence[EffectiveReceptiveField]]], *, caption: str = "") -> Figure:
+def draw_gallery(rows: Sequence[tuple[str, Sequence[EffectiveReceptiveField]]], *, text: str = "") -> Figure:
     """Models below one another, layers side by side from early to late, logarithmic scale.
 
     Args:
         rows: (label, fields in order) for each model, as many fields each.
-        caption: what to see.
+        text: what to see.
     """
     columns = max(len(fields) for _, fields in rows)
     with styled():
         side = min(2.1, 11.5 / columns)
         figure = Figure(figsize=(side * columns + 0.9, (side + 0.42) * len(rows) + 1.35), layout="constrained")
+        figure.get_layout_engine().set(h_pad=0.09)  # type: ignore[union-attr, call-arg]
         grid = figure.subplots(nrows=len(rows), ncols=columns, squeeze=False)
         scale = None
         for axes_row, (name, fields) in zip(grid, rows, strict=True):
@@ -199,7 +202,7 @@ def draw_gallery(rows: Sequence[tuple[str, Sequence[EffectiveReceptiveField]]], 
                 axes.set_axis_off()
             for axes, field in zip(axes_row, fields, strict=False):
                 scale = axes.imshow(field.normalized.clamp_min(1e-5).log10(), cmap=HEAT, vmin=-5, vmax=0)
-                _draw_box(axes, field, "white")
+                draw_box(axes, field, "white")
                 axes.set_title(
                     f"{shorten(field.layer, 19)}\nside {field.metrics.size:.0f} px{_of_theory(field)}",
                     fontsize=7.5,
@@ -214,8 +217,8 @@ def draw_gallery(rows: Sequence[tuple[str, Sequence[EffectiveReceptiveField]]], 
             figure.colorbar(
                 scale, ax=grid, location="bottom", shrink=0.4, aspect=40, label="log10 of the influence, largest = 0"
             )
-        if caption:
-            _caption(figure, caption)
+        if text:
+            caption(figure, text)
         return figure
 
 
@@ -229,14 +232,14 @@ def _of_theory(field: EffectiveReceptiveField) -> str:
 
 
 def draw_growth(
-    curves: Sequence[tuple[str, Sequence[EffectiveReceptiveField]]], *, image_side: int, caption: str = ""
+    curves: Sequence[tuple[str, Sequence[EffectiveReceptiveField]]], *, image_side: int, text: str = ""
 ) -> Figure:
     """Size of the theoretical (dashed) and the effective field (full) through networks.
 
     Args:
         curves: (label, fields in order) for each model.
         image_side: of the images, pixels.
-        caption: what to see.
+        text: what to see.
     """
     with styled():
         figure = Figure(figsize=(_WIDE, 4.6), layout="constrained")
@@ -262,8 +265,8 @@ def draw_growth(
         right.set_ylim(bottom=0)
         right.set_title("Share of the theoretical field in use")
         figure.legend(loc="outside upper center", ncols=min(len(curves), 6))
-        if caption:
-            _caption(figure, caption)
+        if text:
+            caption(figure, text)
         return figure
 
 
@@ -273,7 +276,7 @@ def _theory_side(field: EffectiveReceptiveField) -> float:
     return math.sqrt(math.prod(known)) if len(known) == 2 else math.nan
 
 
-def draw_drift(drift: ErfDrift, *, before: str = "before", after: str = "after", caption: str = "") -> Figure:
+def draw_drift(drift: ErfDrift, *, before: str = "before", after: str = "after", text: str = "") -> Figure:
     """A field before and after a change of the network, their difference, and the influence by radius."""
     with styled():
         figure = Figure(figsize=(_WIDE + 1.6, 4.1), layout="constrained")
@@ -304,7 +307,7 @@ def draw_drift(drift: ErfDrift, *, before: str = "before", after: str = "after",
             f"by {drift.moved_px:.2f} px in radius on average, the mean radius changed by "
             f"{drift.radius_change_px:+.2f} px and the side by a factor of {drift.size_ratio:.3f}."
         )
-        _caption(figure, f"{said} {caption}".strip())
+        caption(figure, f"{said} {text}".strip())
         return figure
 
 
@@ -335,7 +338,7 @@ def draw_table(table: ReceptiveFieldTable, *, name: str = "") -> Figure:
         axes.set(xlabel="node, in the order of the graph", ylabel="side of the theoretical field, px")
         axes.legend(loc="upper left", bbox_to_anchor=(0, 0.93))
         axes.set_title(f"{name or table.model}: what a unit can see")
-        _caption(figure, table_caption(table))
+        caption(figure, table_caption(table))
         return figure
 
 

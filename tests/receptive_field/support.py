@@ -11,14 +11,14 @@ from torch import nn
 SMOOTH = (nn.ReLU, nn.ReLU6, nn.Hardswish, nn.Hardsigmoid, nn.SiLU, nn.GELU, nn.Sigmoid, nn.Dropout)
 
 
-def torchvision_model(name):
-    """An untrained torchvision classifier without its fully connected layers, quickly: nothing is initialized."""
+def torchvision_model(name, *, head=False):
+    """An untrained torchvision classifier, quickly: nothing is initialized, and large heads are left out."""
     options = {"init_weights": False} if name in {"inception_v3", "googlenet"} else {}
     if name.startswith("regnet"):  # computes its widths with tensors
         return torchvision.models.get_model(name, weights=None)
     with torch.device("meta"):
         model = torchvision.models.get_model(name, weights=None, **options)
-        if name.startswith(("vgg", "alexnet")):
+        if name.startswith(("vgg", "alexnet")) and not head:
             model.classifier = nn.Identity()
     model = model.to_empty(device="cpu")
     for value in [*model.parameters(), *model.buffers()]:

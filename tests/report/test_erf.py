@@ -102,7 +102,7 @@ def test_every_figure_is_drawn(model, images):
     figures = [
         draw_field(field),
         draw_field(field, images[0]),
-        draw_gallery([("a", [other, field]), ("b", [other])], caption="see"),
+        draw_gallery([("a", [other, field]), ("b", [other])], text="see"),
         draw_growth([("a", [other, field])], image_side=24),
         draw_drift(erf_drift(other, field)),
     ]
