@@ -39,7 +39,7 @@ def layers(ceilings: Ceilings, network: str, batch_size: int) -> Roofline:
     x = torch.randn(batch_size, 3, 224, 224, device=device, dtype=dtype)
     if cuda:
         model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-    times = measure_layer_times(model, x, repeats=20 if cuda else 5)
+    times = measure_layer_times(model, x, repeats=20)
     bound = roofline(model, x, device=ceilings.as_device(), precision="fp16" if cuda else "fp32", name=network)
     return bound.with_times(times)
 

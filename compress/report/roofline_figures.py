@@ -21,8 +21,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from compress.files import replacing
 from compress.report.style import LIGHT, distinct, shorten, styled, to_png
-from compress.roofline.ceilings import Ceilings
-from compress.roofline.devices import PRECISIONS, SPARSE, Device, parse_precision
+from compress.roofline.ceilings import CONV, Ceilings
+from compress.roofline.devices import SPARSE, Device, parse_precision
 from compress.roofline.model import Roofline, Row
 from compress.roofline.tables import quantity
 
@@ -94,39 +94,36 @@ def draw_ceilings(ceilings: Ceilings) -> Figure:
     with styled():
         figure = Figure(figsize=(_WIDTH, 4.8), layout="constrained")
         axes = figure.subplots()
-        colours = ("blue", "alarm", "green", "purple", "amber", "sky", "grey", "ink", "muted")
-        peaks = {c.name: c.rate for c in ceilings.ceilings if c.unit == "flops/s" and c.rate is not None}
-        low = device.bandwidth_bytes_per_s
-        points = []
-        for colour, name in zip(colours, peaks, strict=False):
-            samples = next(c.samples for c in ceilings.ceilings if c.name == name)
-            for s in samples:
-                points.append((product_intensity(s.size, name), s.rate))
-                axes.scatter(*points[-1], s=26, color=LIGHT[colour], zorder=3)
-        x_low, x_high = 1.0, 2 * max(*(x for x, _ in points), max(peaks.values()) / low)
-        _draw_roofs(axes, device, _levels(device), x_low, x_high, colours=dict(zip(peaks, colours, strict=False)))
+        low, levels = device.bandwidth_bytes_per_s, _levels(device)
+        names = [*device.dense_flops_per_s, *(name + SPARSE for name in device.sparse_flops_per_s)]
+        palette = ("blue", "alarm", "green", "purple", "amber", "sky", "grey", "ink", "muted")
+        colours = dict(zip(names, palette, strict=False))
+        points = [
+            (s.arithmetic_intensity, s.rate, c.name.removesuffix(CONV), "^" if c.name.endswith(CONV) else "o")
+            for c in ceilings.ceilings
+            if c.unit == "flops/s" and c.rate is not None
+            for s in c.samples
+        ]
+        for x, y, name, marker in points:
+            axes.scatter(x, y, s=26, marker=marker, color=LIGHT[colours[name]], zorder=3)
+        x_low, x_high = 1.0, 2 * max(*(x for x, *_ in points), max(levels) / low)
+        _draw_roofs(axes, device, levels, x_low, x_high, colours=colours)
         axes.annotate(
             quantity(low, "B/s"), (3, 3 * low), xytext=(-9, 3), textcoords="offset points", fontsize=8, ha="right"
         )
         axes.set_xlim(x_low, x_high)
-        axes.set_ylim(x_low * low / 2, 2.5 * max(peaks.values()))
+        axes.set_ylim(x_low * low / 2, 2.5 * max(levels))
         _label_axes(axes, "rate, flop/s")
         axes.set_title(f"{device.title}{', ' + device.note if device.note else ''}")
-        sizes = sorted({s.size for c in ceilings.ceilings if c.unit == "flops/s" for s in c.samples})
+        sizes = sorted({s.size for c in ceilings.ceilings if c.name in names for s in c.samples})
         text = (
-            f"Measured roofs: slope = copies, levels = the fastest square product; {device.source}. Points: products "
-            f"of side {', '.join(map(str, sizes))}, whose intensity grows with the side; where one stops short of its "
-            "level, the product is too small to fill the machine. A point above the slope was read from a cache."
+            f"Measured roofs: slope = copies, levels = the fastest product; {device.source}. Dots: square products of "
+            f"side {', '.join(map(str, sizes))}; triangles: 3x3 convolutions by channels. Intensity grows with size; "
+            "where a point stops short of its level, the product is too small to fill the machine or its kernel is not "
+            "the best."
         )
         _finish(figure, [], text)
     return figure
-
-
-def product_intensity(side: int, precision: str) -> float:
-    """Flops per byte of a square product: two operands, and a result of 4 bytes for int8, of 2 for fp8."""
-    base = parse_precision(precision).base
-    result = {"int8": 4, "fp8": 2}.get(base, PRECISIONS[base])
-    return 2 * side / (2 * PRECISIONS[base] + result)
 
 
 def save_figure(figure: Figure, path: Path | str) -> Path:

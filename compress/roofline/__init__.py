@@ -1,9 +1,10 @@
 """How fast a device could run a network at best: macs and bytes of each layer under measured or specified roofs."""
 
-from compress.roofline.ceilings import Ceiling, Ceilings, Sample, ceilings_path, load_ceilings, measure_ceilings
+from compress.roofline.ceilings import Ceiling, Ceilings, Sample, ceilings_path, load_ceilings
 from compress.roofline.counting import Operation, Workload, convolution, workload
 from compress.roofline.device_table import DEVICE_NAMES, TABLE
 from compress.roofline.devices import PRECISIONS, Device
+from compress.roofline.measure import measure_ceilings
 from compress.roofline.model import Roofline, Row, find_device, place, roofline
 from compress.roofline.tables import ceilings_text, devices_text, rows_text, summary_text, what_if_text
 from compress.roofline.timing import measure_layer_times

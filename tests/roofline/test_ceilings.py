@@ -16,7 +16,7 @@ def measured():
 
 def made(**rates):
     roofs = [("copy", "bytes/s"), *((n, "flops/s") for n in rates if n != "copy")]
-    samples = (Sample(size=4, rate=1.0),)
+    samples = (Sample(size=4, rate=1.0, arithmetic_intensity=2.0),)
     return Ceilings(
         backend="cpu",
         title="A processor",
@@ -30,7 +30,7 @@ def made(**rates):
 
 def test_every_roof_is_there_or_says_why_not(measured):
     by_name = {c.name: c for c in measured.ceilings}
-    assert set(by_name) == {"copy", "fp32", "bf16", "fp16", "int8"}
+    assert set(by_name) == {"copy", "fp32", "bf16", "fp16", "int8", "fp32 conv", "bf16 conv"}
     for ceiling in measured.ceilings:
         if ceiling.rate is None:
             assert ceiling.reason
@@ -57,6 +57,21 @@ def test_ceilings_become_a_device():
     assert device.precisions == ("fp32", "int8", "int8-2:4")
     assert device.ridge_point("int8") == 40.0
     assert "measured here" in device.source
+
+
+def test_the_faster_of_both_kernels_is_the_roof():
+    device = made(**{"copy": 10.0, "fp32": 100.0, "fp32 conv": 120.0, "bf16 conv": 7.0, "bf16": 9.0}).as_device()
+    assert dict(device.dense_flops_per_s) == {"fp32": 120.0, "bf16": 9.0}
+
+
+def test_intensities_by_hand(measured):
+    by_name = {c.name: c for c in measured.ceilings}
+    # Side n: 2 n^3 flops over three matrices of 4 bytes; int8: two of 1 byte and sums of 4.
+    assert by_name["fp32"].samples[0].arithmetic_intensity == pytest.approx(2 * 32**3 / (3 * 32**2 * 4))
+    assert by_name["int8"].samples[0].arithmetic_intensity == pytest.approx(2 * 32**3 / (6 * 32**2))
+    conv = by_name["fp32 conv"].samples[0]
+    pixels, c = 28 * 28, conv.size
+    assert conv.arithmetic_intensity == pytest.approx(18 * c * c * pixels / (4 * (9 * c * c + 2 * c * pixels)))
 
 
 def test_written_and_read_back(measured, tmp_path):

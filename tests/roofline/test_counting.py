@@ -10,6 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from compress.errors import ModelError, RooflineError
 from compress.graph.layers import layers
 from compress.graph.trace import trace
+from compress.quantization.calibrate import quantize
+from compress.quantization.spec import QuantSpec
 from compress.roofline import convolution, workload
 from compress.roofline.counting import count
 from tests.roofline.networks import Block, Gate, PreActivation, Residual, WithOpaque
@@ -248,3 +250,11 @@ def test_bad_inputs_are_refused():
         workload(nn.Sequential(nn.ReLU()), torch.tensor(1.0))
     with pytest.raises(RooflineError, match="batch_size must be 1 or more, got 0"):
         workload(Residual(), torch.randn(1, 4, 3, 3)).with_batch(0)
+
+
+def test_quantized_network_costs_what_the_float_one_does():
+    model, x = Residual(), torch.randn(2, 4, 6, 6)
+    quantized = quantize(model, x, [x], spec=QuantSpec(target="tensorrt"))
+    float_work, quantized_work = (workload(m, x, fused=True) for m in (model, quantized))
+    for a, b in zip(float_work.operations, quantized_work.operations, strict=True):
+        assert (a.macs, a.activation_elements, a.weight_elements) == (b.macs, b.activation_elements, b.weight_elements)
