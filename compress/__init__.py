@@ -1,1 +1,65 @@
-"""compress: vision models made small and fast, and measured on the engine."""
+"""compress: PyTorch vision models made small and fast, and measured on the engine.
+
+    qmodel = compress.quantize(model, example_inputs, batches, spec=compress.QuantSpec(target="tensorrt"))
+    compress.export_onnx(qmodel, example_inputs, "model.onnx")
+    engine = compress.build_engine("model.onnx", "openvino")
+
+The README shows each use; every name below has its own docstring.
+"""
+
+from compress.data import DataSpec, load_data
+from compress.engines import Engine, TorchEngine, build_engine, engine_availability
+from compress.errors import CompressError
+from compress.export.audit import OnnxAudit, audit_onnx
+from compress.export.onnx import export_onnx
+from compress.export.spec import ExportSpec
+from compress.graph.trace import trace
+from compress.measure import BenchSpec, measure_accuracy, measure_latency
+from compress.models import ModelSpec, build_model
+from compress.pipeline import run
+from compress.quantization.calibrate import CalibrationReport, calibrate, quantize
+from compress.quantization.decisions import Placement
+from compress.quantization.insert import insert_quantizers
+from compress.quantization.quantizer import Quantizer
+from compress.quantization.spec import ActivationSpec, QuantSpec, Rule, WeightSpec
+from compress.recipe import Recipe, load_recipe
+from compress.training import QATSpec, TrainSpec, evaluate, fit
+from compress.version import __version__
+
+__all__ = [
+    "ActivationSpec",
+    "BenchSpec",
+    "CalibrationReport",
+    "CompressError",
+    "DataSpec",
+    "Engine",
+    "ExportSpec",
+    "ModelSpec",
+    "OnnxAudit",
+    "Placement",
+    "QATSpec",
+    "QuantSpec",
+    "Quantizer",
+    "Recipe",
+    "Rule",
+    "TorchEngine",
+    "TrainSpec",
+    "WeightSpec",
+    "__version__",
+    "audit_onnx",
+    "build_engine",
+    "build_model",
+    "calibrate",
+    "engine_availability",
+    "evaluate",
+    "export_onnx",
+    "fit",
+    "insert_quantizers",
+    "load_data",
+    "load_recipe",
+    "measure_accuracy",
+    "measure_latency",
+    "quantize",
+    "run",
+    "trace",
+]

@@ -23,7 +23,7 @@ from compress.data.load import check_data_spec
 from compress.data.spec import DataSpec
 from compress.errors import CompressError, RecipeError, near_misses
 from compress.export.spec import ExportSpec
-from compress.measure.spec import BenchSpec
+from compress.measure.spec import BenchSpec, check_bench_spec
 from compress.models import ModelSpec
 from compress.quantization.spec import QuantSpec, check_quant_spec
 from compress.sparsity.spec import SparsitySpec
@@ -193,7 +193,7 @@ def _with_override(tree: dict[str, Any], override: str) -> dict[str, Any]:
         if last:
             here[index] = value
         else:
-            if not isinstance(here, list) and not isinstance(here.get(part), (dict, list)):
+            if not isinstance(here, list) and here.get(part) is None:
                 here[part] = {}
             here = here[index]
             if not isinstance(here, (dict, list)):
@@ -245,6 +245,7 @@ def _is_union_name(part: str | int) -> bool:
 def _range_problems(recipe: Recipe) -> Iterator[str]:
     """Values of the right type that make no sense."""
     checks: list[Callable[[], None]] = [lambda: check_data_spec(recipe.data), lambda: check_train_spec(recipe.train)]
+    checks.append(lambda: check_bench_spec(recipe.bench))
     if recipe.qat is not None:
         checks.append(lambda: check_train_spec(cast(QATSpec, recipe.qat)))
     if recipe.quantization is not None:
@@ -254,7 +255,5 @@ def _range_problems(recipe: Recipe) -> Iterator[str]:
             check()
         except CompressError as error:
             yield str(error)
-    if not recipe.bench.batch_sizes or min(recipe.bench.batch_sizes) < 1:
-        yield f"bench.batch_sizes is {list(recipe.bench.batch_sizes)}: give at least one, each 1 or more"
     if recipe.export.opset < 19:
         yield f"export.opset is {recipe.export.opset}: it must be 19 or more (Q/DQ with half-precision scales)"

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "compress"
 LAYERS = [
-    {"errors"},
+    {"errors", "version"},
     {"files", "progress"},
     {"graph"},
     {"quantization", "sparsity", "receptive_field", "roofline", "data", "weights"},

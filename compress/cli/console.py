@@ -7,6 +7,7 @@ else, progress included, is on standard error.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,10 @@ from rich.table import Table
 
 from compress.progress import NoProgress, Progress
 
-OUT = Console()
+_WIDE = 140
+"""Columns of what is not a terminal: a file or a pipe does not wrap."""
+
+OUT = Console(width=None if sys.stdout.isatty() else _WIDE)
 ERRORS = Console(stderr=True)
 
 _FIGURES = {"loss": ".3f", "accuracy": ".1%", "images_per_s": ".0f", "images": ".0f"}
@@ -81,7 +85,8 @@ def print_table(
     right = set(numbers)
     table = Table(title=title, title_justify="left", header_style="bold")
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        number = column in right
+        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     OUT.print(table)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import typer
 from rich.markup import escape
 
-from compress.cli.console import ERRORS, OUT, print_json, print_table, progress
+from compress.cli.console import OUT, print_json, print_table, progress
 from compress.cli.options import DeviceOption, JsonOption, OutOption, RecipeOption, ResumeOption, SetOption
 from compress.pipeline import default_folder, run
 from compress.recipe import load_recipe
@@ -58,18 +57,17 @@ def show_run(folder: Path, *, as_json: bool) -> None:
         metrics = [metric.to_dict() for metric in data.metrics]
         print_json({"folder": str(folder), "report": str(folder / "report.html"), "metrics": metrics})
         return
-    rows = [row.cells() for row in summary_table(data.metrics)]
-    print_table(f"{folder}", SUMMARY_COLUMNS, rows, numbers=SUMMARY_COLUMNS[3:])
-    for metric in data.metrics:
-        if metric.name == "agreement" and metric.value is not None:
-            OUT.print(
-                f"{escape(metric.variant)} on {escape(metric.engine)} agrees with torch on {metric.value:.2f} % of images"
-            )
+    agreement = {(m.variant, m.engine): m.value for m in data.metrics if m.name == "agreement"}
+    rows = []
+    for row in summary_table(data.metrics):
+        if row.batch_size is not None:  # torch, which is not timed, is the reference and has no row of its own
+            agrees = agreement.get((row.variant, row.engine))
+            rows.append((*row.cells(), "n/a" if agrees is None else f"{agrees:.2f}"))
+    columns = (*SUMMARY_COLUMNS, "agrees %")
+    print_table(str(folder), columns, rows, numbers=columns[3:])
+    OUT.print("agrees %: share of evaluation images that the engine puts in the same class as torch, fake quantization")
     for note in summary_notes(data.metrics):
         OUT.print(escape(note))
-    for engine in unavailable_engines(data.metrics):
-        OUT.print(f"[yellow]unavailable[/] {escape(str(engine))}")
+    for engine, reason in unavailable_engines(data.metrics).items():
+        OUT.print(f"[yellow]unavailable[/] {escape(engine)}: {escape(reason)}")
     OUT.print(f"report: {folder / 'report.html'}\n        {folder / 'report.md'}", highlight=False, soft_wrap=True)
-    notes = folder / "notes.json"
-    for note in json.loads(notes.read_text()) if notes.is_file() else ():
-        ERRORS.print(f"note: {escape(note)}")

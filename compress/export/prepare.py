@@ -89,9 +89,9 @@ class _QuantizeDequantize(nn.Module):
     def __init__(self, scale: Tensor, quant_format: QuantFormat) -> None:
         super().__init__()
         self.register_buffer("scale", scale)
-        self.register_buffer("zero_point", torch.zeros((), dtype=quant_format.dtype))
-        whole = (quant_format.qmin, quant_format.qmax) in {(-128, 127), (0, 255)}
-        self.bounds = None if whole else (quant_format.qmin, quant_format.qmax)
+        self.register_buffer("zero_point", torch.tensor(quant_format.zero_point, dtype=quant_format.dtype))
+        whole = (quant_format.low, quant_format.high) in {(-128, 127), (0, 255)}
+        self.bounds = None if whole else (quant_format.low, quant_format.high)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bounds is not None:

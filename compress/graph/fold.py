@@ -58,7 +58,7 @@ def _fold_into(layer: nn.Module, norm: nn.Module, *, transposed: bool) -> None:
         fused, shift = fuse_linear_bn_weights(weight, bias, *statistics)  # type: ignore[arg-type]
     else:
         groups = cast(int, layer.groups) if transposed else 1
-        # A transposed convolution holds (in, out / groups, ...): lay its groups side by side, so that dim 1 is all of out
+        # A transposed convolution holds (in, out / groups, ...): lay its groups side by side, so that dim 1 is all out
         wide = weight.detach().unflatten(0, (groups, -1)).transpose(0, 1).flatten(1, 2) if transposed else weight
         fused, shift = fuse_conv_bn_weights(wide, bias, *statistics, transpose=transposed)  # type: ignore[arg-type]
         if transposed:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
-from torch import fx, nn
+from torch import nn
 
 from compress.data.load import load_data
 from compress.errors import RunError, near_misses
@@ -75,7 +74,7 @@ def network(run: Run, variant: str) -> nn.Module:
     if variant == "float":
         return float_model
     ptq_model = ptq_step(run, float_model)
-    return ptq_model if variant == "ptq" else qat_step(run, float_model, cast(fx.GraphModule, ptq_model))
+    return ptq_model if variant == "ptq" else qat_step(run, float_model, ptq_model)
 
 
 def bench_again(files: Sequence[Path], spec: BenchSpec, *, progress: Progress | None = None) -> list[Metric]:

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from compress.data.load import load_data
 from compress.errors import RecipeError
+from compress.files import write_json
 from compress.pipeline.export import export_step
 from compress.pipeline.folder import RunFolder, free_folder, latest_folder, open_run
 from compress.pipeline.measure import bench_step, evaluate_step
@@ -78,6 +79,8 @@ def _measure(this: Run, models: dict[str, nn.Module]) -> None:
     export_step(this, models)
     evaluate_step(this, models)
     bench_step(this, list(models))
+    if this.notes:
+        write_json(this.path("notes.json"), this.notes)
     write_report(this.folder.path)
 
 

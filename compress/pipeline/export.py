@@ -61,7 +61,14 @@ def export_step(run: Run, models: dict[str, nn.Module]) -> None:
 
 def _audit_rows(variant: str, audit: OnnxAudit) -> list[dict[str, Any]]:
     return [
-        {"variant": variant, "name": row.name, "op_type": row.op_type, "int8": row.int8, "reason": row.reason}
+        {
+            "variant": variant,
+            "name": row.name,
+            "op_type": row.op_type,
+            "int8": row.int8,
+            "weight_elements": row.weight_elements,
+            "reason": row.reason,
+        }
         for row in audit.rows
     ]
 

@@ -66,7 +66,7 @@ def ptq_step(run: Run, float_model: nn.Module) -> fx.GraphModule:
 def qat_step(run: Run, float_model: nn.Module, ptq_model: fx.GraphModule) -> fx.GraphModule:
     """Train the quantized network on, taught by the float one where the recipe says so."""
     spec = cast(QATSpec, run.recipe.qat)
-    qmodel = cast(fx.GraphModule, copy.deepcopy(ptq_model))
+    qmodel = copy.deepcopy(ptq_model)
     if run.folder.done("qat"):
         load_model(qmodel, run.path("qat.safetensors"))
         return qmodel.eval()

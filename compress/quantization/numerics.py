@@ -1,9 +1,9 @@
 """The arithmetic of quantization, exactly as ONNX defines it.
 
 QuantizeLinear: q = saturate(round_half_to_even(x / scale) + zero_point); DequantizeLinear: x = (q - zero_point) * scale
-(ONNX operators, opset 19). Here zero_point is always 0: signed and symmetric, or unsigned from 0. The division is a
-division: multiplying by 1 / scale moves values that lie on a tie, and then fake quantization and the engine disagree.
-Half-precision inputs are computed in float32.
+(ONNX operators, opset 19). Here signed values are symmetric and others start at 0, so the zero point is never measured.
+The division is a division: multiplying by 1 / scale moves values that lie on a tie, and then fake quantization and the
+engine disagree. Half-precision inputs are computed in float32.
 """
 
 from __future__ import annotations
@@ -26,36 +26,44 @@ class QuantFormat:
         signed: False for values that are never negative: [0, 2^b - 1], twice the resolution.
         axis: channel axis of per-channel scales; None = one scale for the tensor.
         narrow: leave out the lowest integer, so that the range is symmetric (weights: [-127, 127]).
+        offset: hold signed values as unsigned integers around zero_point 2^(b-1): the same real values, in the form
+            that x86 kernels take.
     """
 
     num_bits: int = 8
     signed: bool = True
     axis: int | None = None
     narrow: bool = False
+    offset: bool = False
 
     def __post_init__(self) -> None:
         if not 2 <= self.num_bits <= 8:
             raise QuantizationError(f"num_bits is {self.num_bits}; allowed are 2 to 8")
 
     @property
-    def qmin(self) -> int:
-        """Smallest integer."""
+    def low(self) -> int:
+        """Smallest multiple of the scale."""
         return -(2 ** (self.num_bits - 1)) + self.narrow if self.signed else 0
 
     @property
-    def qmax(self) -> int:
-        """Largest integer, which stands for amax: 127 for int8, 255 for unsigned 8 bits."""
+    def high(self) -> int:
+        """Largest multiple of the scale, which stands for amax: 127 for int8, 255 for unsigned 8 bits."""
         return 2 ** (self.num_bits - 1) - 1 if self.signed else 2**self.num_bits - 1
+
+    @property
+    def zero_point(self) -> int:
+        """The integer that stands for 0.0."""
+        return 2 ** (self.num_bits - 1) if self.signed and self.offset else 0
 
     @property
     def dtype(self) -> torch.dtype:
         """Integer type that holds it."""
-        return torch.int8 if self.signed else torch.uint8
+        return torch.int8 if self.signed and not self.offset else torch.uint8
 
 
 def scale_from_amax(amax: Tensor, quant_format: QuantFormat) -> Tensor:
     """Scale of one integer step: amax / 127 for int8, amax / 255 for unsigned 8 bits. Shape as amax."""
-    return amax / quant_format.qmax
+    return amax / quant_format.high
 
 
 def quantize(x: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
@@ -71,12 +79,13 @@ def quantize(x: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
     """
     work = x if x.dtype in {torch.float32, torch.float64} else x.float()
     scale = _along_axis(scale.to(work.dtype), x, quant_format.axis)
-    return torch.round(work / scale).clamp(quant_format.qmin, quant_format.qmax).to(quant_format.dtype)
+    steps = torch.round(work / scale).clamp(quant_format.low, quant_format.high)
+    return (steps + quant_format.zero_point).to(quant_format.dtype)
 
 
 def dequantize(q: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
-    """ONNX DequantizeLinear: q * scale, in the type of `scale`, shape of `q`."""
-    return q.to(scale.dtype) * _along_axis(scale, q, quant_format.axis)
+    """ONNX DequantizeLinear: (q - zero_point) * scale, in the type of `scale`, shape of `q`."""
+    return (q.to(scale.dtype) - quant_format.zero_point) * _along_axis(scale, q, quant_format.axis)
 
 
 def fake_quantize(x: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
@@ -115,11 +124,11 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def _rounded(x: Tensor, scale: Tensor, quant_format: QuantFormat, mask: bool = False) -> tuple[Tensor, Tensor | None]:
-    """(fake-quantized x, mask of what did not saturate)."""
+    """(fake-quantized x, mask of what did not saturate); the zero point would cancel and is left out."""
     work = x if x.dtype in {torch.float32, torch.float64} else x.float()
     scale = _along_axis(scale.to(work.dtype), x, quant_format.axis)
     rounded = torch.round(work / scale)
-    clamped = rounded.clamp(quant_format.qmin, quant_format.qmax)
+    clamped = rounded.clamp(quant_format.low, quant_format.high)
     inside = (rounded == clamped) if mask else None
     return (clamped * scale).to(x.dtype), inside
 

@@ -12,7 +12,7 @@ Every wish, granted or refused, is a row of the result. Nothing here changes the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -202,9 +202,8 @@ def _absorbs_add(node: fx.Node, end: fx.Node, user: fx.Node, table: TargetTable)
 
 def _is_model_output(node: fx.Node, table: TargetTable) -> bool:
     """Whether all readers of a tensor, through what commutes, are the graph's output."""
-    passing = table.commutes | {"dropout"}
     return all(
-        node_kind(user) == "output" or (node_kind(user) in passing and _is_model_output(user, table))
+        node_kind(user) == "output" or (node_kind(user) in table.commutes and _is_model_output(user, table))
         for user in node.users
     )
 
@@ -274,7 +273,9 @@ def _sites(
         name = f"quantizers.{members[0].origin.name}"
         signed = not (table.unsigned and all(never_negative(w.origin) for w in members))
         spec = max((w.spec for w in members), key=lambda s: s.num_bits)  # readers that ask for more bits are heard
-        quant_format = QuantFormat(num_bits=spec.num_bits, signed=signed)
+        if any(node_kind(w.origin) == "input" for w in members):
+            spec = replace(spec, calibrator="max")  # pixels are bounded; clipping them throws away what is there
+        quant_format = QuantFormat(num_bits=spec.num_bits, signed=signed, offset=table.offset and signed)
         edges = tuple(dict.fromkeys((w.origin.name, w.reader.name) for w in members))
         sites.append(ActivationSite(name=name, edges=edges, format=quant_format, spec=spec))
         for origin in dict.fromkeys(w.origin for w in members):

@@ -37,7 +37,7 @@ class ActivationSpec:
 
     Attributes:
         num_bits: 2 to 8.
-        calibrator: how `amax` is chosen.
+        calibrator: how `amax` is chosen; the network's input, which is bounded, always keeps its whole range (`max`).
         percentile: share of magnitudes kept, in percent, for calibrator `percentile`.
     """
 

@@ -13,8 +13,9 @@ from typing import Literal
 
 from compress.quantization.spec import Target
 
-_SHAPE_ONLY = frozenset(
-    {"flatten", "reshape", "transpose", "squeeze", "split", "getitem", "identity", "roll", "repeat"}
+# What only moves values; dropout scales those that it keeps, and with them the steps of their grid.
+_KEEPS_VALUES = frozenset(
+    {"flatten", "reshape", "transpose", "squeeze", "split", "getitem", "identity", "dropout", "roll", "repeat"}
     | {"pixel_shuffle", "pixel_unshuffle", "channel_shuffle"}
 )
 
@@ -32,6 +33,8 @@ class TargetTable:
         fuses: activations that an engine computes in the epilogue of the layer before.
         unsigned: tensors that are never negative are quantized unsigned: twice the resolution, and the x86 kernels
             absorb a ReLU only into a quantizer that cannot hold negatives.
+        offset: signed activations are held as unsigned integers around 128 (ONNX Runtime fuses a tensor with several
+            readers only in that form).
         stays_float: kinds that are left float, each with the reason.
     """
 
@@ -39,9 +42,10 @@ class TargetTable:
     outputs: dict[str, str] = field(default_factory=dict)
     residual: Literal["identity", "both"] = "identity"
     residual_after: frozenset[str] = frozenset({"conv", "conv_transpose"})
-    commutes: frozenset[str] = _SHAPE_ONLY | {"max_pool", "adaptive_max_pool"}
+    commutes: frozenset[str] = _KEEPS_VALUES | {"max_pool", "adaptive_max_pool"}
     fuses: frozenset[str] = frozenset({"relu", "relu6", "clamp"})
     unsigned: bool = False
+    offset: bool = False
     stays_float: dict[str, str] = field(default_factory=dict)
 
 
@@ -83,6 +87,7 @@ TABLES: dict[Target, TargetTable] = {
         ),
         residual="both",
         unsigned=True,
+        offset=True,
         stays_float=_FLOAT,
     ),
 }

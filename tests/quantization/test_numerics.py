@@ -12,7 +12,7 @@ from onnx.reference import ReferenceEvaluator
 from compress.errors import QuantizationError
 from compress.quantization.numerics import QuantFormat, dequantize, fake_quantize, quantize, scale_from_amax
 
-INT8, UINT8 = QuantFormat(), QuantFormat(signed=False)
+INT8, UINT8, OFFSET = QuantFormat(), QuantFormat(signed=False), QuantFormat(offset=True)
 WEIGHT = QuantFormat(axis=0, narrow=True)
 
 floats = st.floats(-1e4, 1e4, width=32)
@@ -20,10 +20,10 @@ floats = st.floats(-1e4, 1e4, width=32)
 
 def onnx_round_trip(x, scale, quant_format):
     """A model with one Q/DQ pair."""
-    kind = TensorProto.INT8 if quant_format.signed else TensorProto.UINT8
+    kind = TensorProto.INT8 if quant_format.dtype == torch.int8 else TensorProto.UINT8
     shape = list(scale.shape)
     attributes = {} if quant_format.axis is None else {"axis": quant_format.axis}
-    zeros = np.zeros(shape, np.int8 if quant_format.signed else np.uint8)
+    zeros = np.full(shape, quant_format.zero_point)
     constants = [
         helper.make_tensor("s", TensorProto.FLOAT, shape, scale.numpy().ravel()),
         helper.make_tensor("z", kind, shape, zeros.ravel()),
@@ -40,9 +40,13 @@ def onnx_round_trip(x, scale, quant_format):
 
 @pytest.mark.parametrize("runner", ["reference", "onnxruntime"])
 @settings(max_examples=60, deadline=None)
-@given(values=st.lists(floats, min_size=1, max_size=20), amax=st.floats(2**-6, 1024, width=32), signed=st.booleans())
-def test_same_integers_as_onnx(runner, values, amax, signed):
-    quant_format = QuantFormat(signed=signed)
+@given(
+    values=st.lists(floats, min_size=1, max_size=20),
+    amax=st.floats(2**-6, 1024, width=32),
+    form=st.sampled_from([INT8, UINT8, OFFSET]),
+)
+def test_same_integers_as_onnx(runner, values, amax, form):
+    quant_format = form
     x, scale = torch.tensor(values), scale_from_amax(torch.tensor(amax), quant_format)
     x = torch.cat([x, scale * torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 127.5, -128.5])])  # ties and the ends
     model = onnx_round_trip(x, scale, quant_format)
@@ -93,7 +97,7 @@ def test_per_channel_gradient_as_torchs_operator():
 @pytest.mark.parametrize("signed", [True, False])
 def test_ranges(bits, signed):
     quant_format = QuantFormat(num_bits=bits, signed=signed)
-    span = quant_format.qmax - quant_format.qmin + 1
+    span = quant_format.high - quant_format.low + 1
     assert span == 2**bits
     amax = torch.tensor(3.0)
     top = fake_quantize(amax, scale_from_amax(amax, quant_format), quant_format)

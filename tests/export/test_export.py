@@ -1,0 +1,179 @@
+"""The file computes what fake quantization does: ONNX's reference evaluator and ONNX Runtime, unoptimized, say so."""
+
+import json
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+import torchvision
+from onnx import numpy_helper
+from onnx.reference import ReferenceEvaluator
+from torch import nn
+
+from compress.data.preprocessing import Preprocessing
+from compress.errors import AuditError, ExportError
+from compress.export.audit import audit_onnx
+from compress.export.onnx import export_onnx
+from compress.quantization.calibrate import quantize
+from compress.quantization.insert import insert_quantizers
+from compress.quantization.spec import TARGETS, ActivationSpec, QuantSpec, Rule, WeightSpec
+from tests.networks import TinyResNet, network
+
+X = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+MAX = ActivationSpec(calibrator="max")
+
+
+def quantized(**changes):
+    return quantize(network(), X[:2], [X], spec=QuantSpec(activations=MAX, **changes))
+
+
+def run(path, x=X):
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    return onnxruntime.InferenceSession(str(path), options).run(None, {"input": x.numpy()})[0]
+
+
+def constants(path):
+    return {t.name: numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_file_computes_what_fake_quantization_does(target, tmp_path):
+    qmodel = quantized(target=target)
+    path = export_onnx(qmodel, X[:1], tmp_path / "m.onnx")
+    expected = qmodel(X).detach().numpy()
+    # A value that lies on the border of two steps may fall to either side of it; all else is equal.
+    step = float(np.abs(expected).max()) / 100
+    np.testing.assert_allclose(run(path), expected, atol=step)
+    np.testing.assert_allclose(ReferenceEvaluator(str(path)).run(None, {"input": X.numpy()})[0], expected, atol=step)
+
+
+def test_what_stands_in_the_file(tmp_path):
+    qmodel = quantized()
+    path = export_onnx(qmodel, X[:1], tmp_path / "m.onnx")
+    model, audit = onnx.load(path), audit_onnx(path)
+    onnx.checker.check_model(model, full_check=True)
+    ops = audit.ops
+    assert ops["QuantizeLinear"] == len(qmodel.placement.activations)
+    assert ops["DequantizeLinear"] == len(qmodel.placement.activations) + len(qmodel.placement.weights)
+    assert "BatchNormalization" not in ops and ops["GlobalAveragePool"] == 1
+    assert all(row.int8 and row.per_channel and row.weight_type == "int8" for row in audit.rows)
+    assert {row.name for row in audit.rows} >= {"/conv1/Conv", "/block2/downsample/0/Conv", "/fc/Gemm"}
+    own = constants(path)
+    integers = [v for v in own.values() if v.dtype == np.int8 and v.ndim > 1]
+    assert len(integers) == len(audit.rows) and all(v.min() >= -127 for v in integers)
+    assert any(v.dtype == np.float32 and v.ndim == 1 for v in own.values())  # scales and biases stay float
+    assert not [v for v in own.values() if v.dtype == np.float32 and v.ndim > 1]  # no float weight is left
+
+
+def test_integers_are_those_of_fake_quantization(tmp_path):
+    qmodel = quantized(weights=WeightSpec(num_bits=4))
+    own = constants(export_onnx(qmodel, X[:1], tmp_path / "m.onnx"))
+    scale, weight = qmodel.fc.weight_quantizer.scale.numpy(), qmodel.fc.quantized_weight.detach().numpy()
+    (found,) = [v for v in own.values() if v.dtype == np.int8 and v.shape == weight.shape]
+    np.testing.assert_array_equal(found, np.rint(weight / scale[:, None]).astype(np.int8))
+    assert np.abs(found).max() == 7
+
+
+def test_batch_is_dynamic_or_not(tmp_path):
+    qmodel = quantized()
+    dynamic = export_onnx(qmodel, X[:1], tmp_path / "d.onnx")
+    assert run(dynamic, X[:1]).shape == (1, 10) and run(dynamic).shape == (6, 10)
+    static = export_onnx(qmodel, X[:1], tmp_path / "s.onnx", dynamic_batch=False)
+    shape = onnx.load(static).graph.input[0].type.tensor_type.shape.dim
+    assert [d.dim_value for d in shape] == [1, 3, 16, 16]
+
+
+def test_half_precision_remainder(tmp_path):
+    qmodel = quantized()
+    path = export_onnx(qmodel, X[:1], tmp_path / "m.onnx", precision="fp16")
+    assert audit_onnx(path).float_type == "float16"
+    assert not [v for v in constants(path).values() if v.dtype == np.float32]
+    assert run(path).dtype == np.float32
+    expected = qmodel(X).detach().numpy()
+    assert np.abs(run(path) - expected).max() < 0.05 * np.abs(expected).max()
+
+
+def test_fewer_bits_of_activations_are_exact(tmp_path):
+    qmodel = quantize(network(), X[:2], [X], spec=QuantSpec(activations=ActivationSpec(num_bits=4, calibrator="max")))
+    path = export_onnx(qmodel, X[:1], tmp_path / "m.onnx")
+    expected = qmodel(X).detach().numpy()
+    np.testing.assert_allclose(run(path), expected, atol=float(np.abs(expected).max()) / 10)
+    assert audit_onnx(path).ops["Clip"] == len(qmodel.placement.activations)
+
+
+def test_batchnorm_kept_in_training_folds_at_export(tmp_path):
+    qmodel = quantized(batchnorm="keep")
+    assert [m for m in qmodel.modules() if isinstance(m, nn.BatchNorm2d)]
+    path = export_onnx(qmodel, X[:1], tmp_path / "m.onnx")
+    expected = qmodel.eval()(X).detach().numpy()
+    np.testing.assert_allclose(run(path), expected, atol=float(np.abs(expected).max()) / 100)
+    assert "BatchNormalization" not in audit_onnx(path).ops
+    assert all(row.int8 for row in audit_onnx(path).rows)
+
+
+def test_float_models_export_folded(tmp_path):
+    path = export_onnx(network(), X[:1], tmp_path / "m.onnx")
+    np.testing.assert_allclose(run(path), network()(X).detach().numpy(), rtol=1e-4, atol=1e-5)
+    audit = audit_onnx(path)
+    assert audit.int8_share == 0 and "BatchNormalization" not in audit.ops
+    assert all(row.reason == "its input is not quantized; its weight is not quantized" for row in audit.rows)
+
+
+def test_what_a_rule_left_float_is_told(tmp_path):
+    path = export_onnx(quantized(rules=(Rule(match="fc", enable=False),)), X[:1], tmp_path / "m.onnx")
+    assert [row.name for row in audit_onnx(path).rows if not row.int8] == ["/fc/Gemm"]
+
+
+def test_metadata(tmp_path):
+    preprocessing = Preprocessing(image_size=16)
+    path = export_onnx(
+        quantized(), X[:1], tmp_path / "m.onnx", preprocessing=preprocessing, labels=list("abc"), metadata={"k": "v"}
+    )
+    found = audit_onnx(path).metadata
+    assert Preprocessing.from_json(found["compress.preprocessing"]) == preprocessing
+    assert json.loads(found["compress.labels"]) == ["a", "b", "c"] and found["k"] == "v"
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2", "densenet121", "shufflenet_v2_x0_5"])
+def test_other_architectures(name, tmp_path):
+    model, x = torchvision.models.get_model(name, weights=None).eval(), torch.randn(2, 3, 32, 32)
+    qmodel = quantize(model, x, [x], spec=QuantSpec(activations=MAX))
+    path = export_onnx(qmodel, x, tmp_path / "m.onnx")
+    expected = qmodel(x).detach().numpy()
+    assert np.abs(run(path, x) - expected).max() <= 0.05 * np.abs(expected).max() + 1e-6
+    assert all(row.int8 for row in audit_onnx(path).rows)
+
+
+def test_refusals(tmp_path):
+    target = tmp_path / "m.onnx"
+    with pytest.raises(ExportError, match="no ranges"):
+        export_onnx(insert_quantizers(TinyResNet(), X[:2]), X[:1], target)
+    with pytest.raises(ExportError, match="opset is 13"):
+        export_onnx(quantized(), X[:1], target, opset=13)
+    with pytest.raises(ExportError, match="precision is 'int4'"):
+        export_onnx(quantized(), X[:1], target, precision="int4")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("bad", [0.0, np.nan, -1.0, np.inf])
+def test_audit_refuses_scales_that_are_none(bad, tmp_path):
+    path = export_onnx(quantized(), X[:1], tmp_path / "m.onnx")
+    model = onnx.load(path)
+    scales = {n.input[1] for n in model.graph.node if n.op_type == "QuantizeLinear"}
+    tensor = next(t for t in model.graph.initializer if t.name in scales)
+    tensor.CopyFrom(numpy_helper.from_array(np.array(bad, np.float32), tensor.name))
+    onnx.save(model, path)
+    with pytest.raises(AuditError, match="Linear.*scale is"):
+        audit_onnx(path)
+
+
+def test_audit_refuses_what_is_no_model(tmp_path):
+    with pytest.raises(AuditError, match="does not exist"):
+        audit_onnx(tmp_path / "none.onnx")
+    (tmp_path / "text.onnx").write_text("hello")
+    with pytest.raises(AuditError, match="not a valid ONNX file"):
+        audit_onnx(tmp_path / "text.onnx")

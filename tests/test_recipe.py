@@ -1,0 +1,99 @@
+import dataclasses
+
+import pytest
+
+from compress.errors import RecipeError
+from compress.recipe import Recipe, find_recipe, load_recipe, parse_recipe, recipe_names
+
+SHIPPED = ("mobilenet_v2", "resnet18", "resnet50", "resnet50-cpu", "resnet50-imagenet", "vgg16")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_recipes_load(name):
+    recipe = load_recipe(name)
+    assert recipe.quantization is not None and recipe.qat is not None
+    assert name in recipe_names()
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_survives_being_written(name, tmp_path):
+    recipe = load_recipe(name)
+    (tmp_path / "r.yaml").write_text(recipe.to_yaml())
+    again = load_recipe(tmp_path / "r.yaml")
+    assert again == recipe and again.digest() == recipe.digest()
+
+
+def test_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("resnet50.yaml") == load_recipe("resnet50")
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "resnet50.yaml").write_text("data: {image_size: 32}")
+    assert load_recipe("resnet50.yaml").data.image_size == 32  # one's own comes before the shipped one
+
+
+def test_overrides():
+    recipe = load_recipe("resnet50", ["qat.epochs=1", "train.lr=1e-3", "bench.engines=[openvino]", "sparsity=null"])
+    assert recipe.qat.epochs == 1 and recipe.train.lr == 1e-3 and recipe.bench.engines == ("openvino",)
+    assert load_recipe("resnet50", ["quantization.rules.0.enable=false"]).quantization.rules[0].enable is False
+    assert parse_recipe({}, ["quantization.weights.num_bits=4"]).quantization.weights.num_bits == 4
+    assert load_recipe("resnet50", ["qat=null"]).qat is None
+
+
+def test_digest_tells_recipes_apart():
+    one = Recipe()
+    assert one.digest() == Recipe().digest()
+    assert one.digest() != dataclasses.replace(one, train=dataclasses.replace(one.train, lr=0.1)).digest()
+
+
+@pytest.mark.parametrize(
+    ("tree", "text"),
+    [
+        ({"quantisation": {}}, "quantisation: unknown key, did you mean 'quantization'"),
+        ({"train": {"epoch": 3}}, "train.epoch: unknown key, did you mean 'epochs'"),
+        ({"quantization": {"activatons": {}}}, "quantization.activatons: unknown key, did you mean 'activations'"),
+        ({"quantization": {"weights": {"bits": 8}}}, "quantization.weights.bits: unknown key.*num_bits"),
+        ({"quantization": {"rules": [{"match": "fc", "enabel": True}]}}, "rules.0.enabel: unknown key.*'enable'"),
+        ({"train": {"epochs": "eight"}}, "train.epochs: got 'eight'; .*integer"),
+        ({"train": {"epochs": 1.5}}, "train.epochs: got 1.5"),
+        ({"train": {"lr": "0.1"}}, "train.lr: got '0.1'"),
+        ({"train": {"lr": -1}}, "train.lr is -1"),
+        ({"train": 3}, "train: got 3; expected a section with keys epochs"),
+        ({"data": {"name": "digit"}}, "data.name: got 'digit'.*'digits'"),
+        ({"data": {"image_size": 0}}, "data.image_size is 0"),
+        ({"quantization": {"target": "tensort"}}, "quantization.target: got 'tensort'.*'tensorrt'"),
+        ({"quantization": {"weights": {"num_bits": 17}}}, "num_bits is 17: it must be 2 to 8"),
+        ({"quantization": {"activations": {"percentile": 0}}}, "percentile is 0"),
+        ({"bench": {"batch_sizes": [0]}}, "bench.batch_sizes"),
+        ({"export": {"opset": 13}}, "export.opset is 13"),
+        ([], "holds a list; a recipe .*sections model, data"),
+    ],
+)
+def test_refusals_say_where_what_and_what_is_allowed(tree, text):
+    with pytest.raises(RecipeError, match=text):
+        parse_recipe(tree)
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe({"train": {"epoch": 3, "lr": "x"}, "modle": {}})
+    assert all(text in str(caught.value) for text in ("train.epoch", "train.lr", "modle"))
+
+
+@pytest.mark.parametrize("override", ["epochs", "=3", "train.epochs.deep=1", "quantization.rules.7.enable=true"])
+def test_bad_overrides(override):
+    with pytest.raises(RecipeError, match="--set"):
+        load_recipe("resnet50", [override])
+
+
+def test_missing_broken_and_doubled(tmp_path):
+    with pytest.raises(RecipeError, match="did you mean 'resnet50'"):
+        find_recipe("resnet5O.yaml")
+    (tmp_path / "broken.yaml").write_text("train: {epochs: 3")
+    with pytest.raises(RecipeError, match="is not YAML"):
+        load_recipe(tmp_path / "broken.yaml")
+    (tmp_path / "doubled.yaml").write_text("train: {epochs: 3}\ntrain: {epochs: 4}\n")
+    with pytest.raises(RecipeError, match="'train' stands twice"):
+        load_recipe(tmp_path / "doubled.yaml")
+    (tmp_path / "code.yaml").write_text("model: !!python/object/apply:os.system ['true']")
+    with pytest.raises(RecipeError, match="not YAML"):
+        load_recipe(tmp_path / "code.yaml")
