@@ -130,8 +130,9 @@ def permute_index(classes: Tensor, moves: dict[int, int]) -> Tensor:
     places: dict[int, list[int]] = {}
     for position, number in enumerate(classes.tolist()):
         places.setdefault(number, []).append(position)
-    index = torch.arange(len(classes))
-    for target, source in moves.items():
-        if target != source and target in places:
-            index[places[target]] = torch.tensor(places[source])
-    return index
+    index = list(range(len(classes)))
+    for target, positions in places.items():
+        source = moves.get(target, target)
+        for position, taken in zip(positions, places[source], strict=True):
+            index[position] = taken
+    return torch.tensor(index)

@@ -69,7 +69,7 @@ class _Follower(fx.Interpreter):
         if kind == "input":
             return self._fresh(result, 1, "are the input") if isinstance(result, Tensor) else None
         if kind == "constant":
-            return self._constant(str(node.target), result)
+            return self._constant(node, result)
         if kind in _MOVES:
             return self._move(node, result)
         if kind in _ELEMENTWISE:
@@ -133,13 +133,15 @@ class _Follower(fx.Interpreter):
 
     # Rules: operations without parameters.
 
-    def _constant(self, path: str, value: Any) -> Numbers:
+    def _constant(self, node: fx.Node, value: Any) -> Numbers:
         """A parameter that stands alone: one value a channel when all its axes but one are 1."""
-        if not isinstance(value, Tensor) or sum(size > 1 for size in value.shape) != 1:
+        axes = [axis for axis, size in enumerate(value.shape) if size > 1] if isinstance(value, Tensor) else []
+        if len(axes) != 1:
+            if axes:
+                self.why[node] = f"meet the tensor {node.target} of {tuple(value.shape)}, which cannot be followed"
             return None
-        axis = next(i for i, size in enumerate(value.shape) if size > 1)
-        numbers = self._fresh(value, axis)
-        self.channels.use(value, path, axis, numbers.flatten(), role="vector")
+        numbers = self._fresh(value, axes[0])
+        self.channels.use(value, str(node.target), axes[0], numbers.flatten(), role="vector")
         return numbers
 
     def _kept(self, node: fx.Node, kind: str, result: Any) -> Numbers:

@@ -58,15 +58,19 @@ class Permutation:
         return (self.after - self.before) / gap if gap > 0 else 0.0
 
 
-def search_permutation(matrix: Tensor, n: int, m: int, *, seconds: float, seed: int = 0) -> Permutation:
+def search_permutation(
+    matrix: Tensor, n: int, m: int, *, seconds: float, rounds: int | None = None, seed: int = 0
+) -> Permutation:
     """Search an order of the columns in which n:m keeps more magnitude.
 
     Args:
         matrix: (rows, columns), on any device; the sign does not matter.
         n: values kept of every m, 1 to m - 1.
         m: divides the columns.
-        seconds: time limit. A small matrix ends sooner.
-        seed: of the random pairs and moves; the time limit makes results differ from run to run all the same.
+        seconds: time limit, over which the search cools down; at least one sweep is made.
+        rounds: cool down over this many rounds where they end sooner, which makes the result a function of the seed;
+            None = 64 times the square of the number of stripes.
+        seed: of the random pairs and moves.
 
     Returns:
         An order that keeps at least as much as the given one.
@@ -82,17 +86,17 @@ def search_permutation(matrix: Tensor, n: int, m: int, *, seconds: float, seed: 
     columns = matrix.detach().abs().float().t().contiguous()
     stripes = _Stripes(columns, n, m)
     generator = torch.Generator().manual_seed(seed)
-    rounds = _anneal(stripes, generator, start=start, seconds=seconds * (1 - SWEEP_SHARE))
-    rounds += _sweep(stripes, start=start, seconds=seconds)
+    most = 64 * len(stripes.index) ** 2 if rounds is None else rounds
+    done = _anneal(stripes, generator, most, start=start, seconds=seconds * (1 - SWEEP_SHARE))
+    done += _sweep(stripes, start=start, seconds=seconds)
     before, after = kept_by_order(matrix, n, m), kept_by_order(matrix, n, m, order=stripes.order())
     identity = torch.arange(matrix.shape[1], device=matrix.device)
-    bound = matrix.detach().abs().topk(matrix.shape[1] // m * n, dim=1).values.sum(dtype=torch.float64).item()
     return Permutation(
         order=stripes.order() if after > before else identity,
         before=before,
         after=max(before, after),
-        bound=bound,
-        rounds=rounds,
+        bound=_kept_of_rows(matrix.detach().abs(), matrix.shape[1] // m * n),
+        rounds=done,
         seconds=time.perf_counter() - start,
     )
 
@@ -101,6 +105,13 @@ def kept_by_order(matrix: Tensor, n: int, m: int, *, order: Tensor | None = None
     """Sum of the magnitudes that n:m keeps with the columns in `order` (None = as they stand)."""
     magnitudes = matrix.detach().abs() if order is None else matrix.detach().abs()[:, order]
     return _largest(magnitudes.unflatten(1, (-1, m)).movedim(2, 1), n).sum(dtype=torch.float64).item()
+
+
+def _kept_of_rows(magnitudes: Tensor, count: int) -> float:
+    """Sum of every row's `count` largest values: what exceeds the smallest of them, and that one `count` times."""
+    least = magnitudes.kthvalue(magnitudes.shape[1] - count + 1, dim=1, keepdim=True).values
+    excess = (magnitudes - least).relu().sum(dtype=torch.float64)
+    return (excess + count * least.sum(dtype=torch.float64)).item()
 
 
 class _Stripes:
@@ -169,12 +180,11 @@ def _largest(stripes: Tensor, count: int) -> Tensor:
     return torch.stack(values[:count])
 
 
-def _anneal(stripes: _Stripes, generator: torch.Generator, *, start: float, seconds: float) -> int:
-    """Rounds of random pairs at a temperature that sinks to zero over the time or, when few stripes, the rounds."""
+def _anneal(stripes: _Stripes, generator: torch.Generator, most: int, *, start: float, seconds: float) -> int:
+    """Rounds of random pairs at a temperature that sinks to zero over the time or the rounds, whichever ends first."""
     count, device = len(stripes.index), stripes.index.device
     if count < 2:
         return 0
-    most = 64 * count * count
     temperature: Tensor | None = None
     for done in range(most):
         progress = max((time.perf_counter() - start) / seconds, done / most)
@@ -198,7 +208,7 @@ def _sweep(stripes: _Stripes, *, start: float, seconds: float) -> int:
         return 0
     players = count + count % 2  # an odd stripe sits out against a player that is not there
     ring, rounds, idle = torch.arange(1, players), 0, 0
-    while idle < players - 1 and time.perf_counter() - start < seconds:
+    while idle < players - 1 and (time.perf_counter() - start < seconds or rounds < 1):
         table = torch.cat([torch.zeros(1, dtype=ring.dtype), ring])
         a, b = table[: players // 2], table[players // 2 :].flip(0)
         real = (a < count) & (b < count)

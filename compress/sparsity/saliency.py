@@ -51,7 +51,8 @@ def prune_by_hessian(weight: Tensor, hessian: Tensor, pattern: Pattern, *, dampi
     mean = hessian.diagonal().mean()
     if not bool(torch.isfinite(hessian).all()) or not mean > 0:
         raise SparsityError("its calibration inputs are all zero, or hold NaN or infinite values")
-    work, mask = weight.detach().double(), torch.ones_like(weight, dtype=torch.bool)
+    work = weight.detach().to(torch.float64, copy=True)
+    mask = torch.ones_like(weight, dtype=torch.bool)
     factor = _inverse_factor(hessian.double(), float(mean) * damping)
     step = BLOCK if pattern.kind == "unstructured" else max(1, BLOCK // pattern.m) * pattern.m
     for first in range(0, weight.shape[1], step):

@@ -106,7 +106,9 @@ def test_gradual_masks_follow_the_cubic_schedule():
     assert violations(model) == 0
 
 
-@pytest.mark.parametrize(("begin", "end", "update"), [(0.0, 0.8, None), (0.03, 0.501, 7), (0.9, 1.0, 1), (0.0, 0.05, 40)])
+@pytest.mark.parametrize(
+    ("begin", "end", "update"), [(0.0, 0.8, None), (0.03, 0.501, 7), (0.9, 1.0, 1), (0.0, 0.05, 40)]
+)
 @pytest.mark.parametrize("schedule", ["gradual", "sr-ste"])
 def test_masks_are_the_patterns_own_at_the_end(schedule, begin, end, update):
     spec = SparsitySpec(schedule=schedule, begin=begin, end=end, update_steps=update)

@@ -22,7 +22,8 @@ def test_patterns_are_read_and_written_back(text, kind, ratio):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "2", "2:", "4:4", "5:4", "0:4", "-1:4", "2:4:8", "unstructured:1", "unstructured:x", "channel:0", "nm:2"]
+    "text",
+    ["", "2", "2:", "4:4", "5:4", "0:4", "-1:4", "2:4:8", "unstructured:1", "unstructured:x", "channel:0", "nm:2"],
 )
 def test_other_patterns_are_refused(text):
     with pytest.raises(SparsityError, match="pattern"):

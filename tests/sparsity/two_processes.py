@@ -1,4 +1,4 @@
-"""`python -m tests.sparsity.two_processes FOLDER`: a masked model in DistributedDataParallel on two processes over gloo.
+"""`python -m tests.sparsity.two_processes FOLDER`: a masked model in DistributedDataParallel, two processes over gloo.
 
 Forked from a process that has imported torch but computed nothing. Each saves what its model ended as; process 0 also
 saves what one process makes of the same batches.

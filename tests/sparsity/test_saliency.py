@@ -1,0 +1,186 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from compress.errors import SparsityError
+from compress.sparsity import saliency
+from compress.sparsity.masks import nm_mask, verify_nm
+from compress.sparsity.saliency import (
+    as_matrix,
+    calibration_inputs,
+    from_matrix,
+    prune_by_hessian,
+    prune_layers,
+    unfolded,
+)
+from compress.sparsity.spec import parse_pattern
+from tests.sparsity.nets import batch, small
+
+NM24 = parse_pattern("2:4")
+
+
+def correlated(rows, columns, seed=0):
+    """Inputs (rows, columns) whose columns predict each other, as activations do."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(columns, columns, generator=generator, dtype=torch.float64)
+    return torch.randn(rows, columns // 2, generator=generator, dtype=torch.float64) @ mix[: columns // 2] + (
+        0.1 * torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    )
+
+
+def error(weight, other, inputs):
+    return (inputs @ (weight - other).double().T).square().sum(0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 2),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 3),
+    st.sampled_from([0, 1, 2, "same", "valid"]),
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.sampled_from(["zeros", "reflect", "circular", "replicate"]),
+)
+def test_unfolded_inputs_times_the_matrix_are_the_convolution(axes, groups, kernel, padding, stride, dilation, mode):
+    if padding == "same":
+        stride = 1
+    if mode == "reflect" and padding == 2 and kernel == 1:
+        padding = 1
+    convolution = (nn.Conv1d, nn.Conv2d)[axes - 1]
+    layer = convolution(8, 12, kernel, stride, padding, dilation, groups, bias=False, padding_mode=mode)
+    x = torch.randn(3, 8, *(7, 6)[:axes])
+    y = unfolded(layer, x) @ as_matrix(layer.weight, groups).transpose(1, 2)  # (groups, vectors, out / groups)
+    expected = layer(x).movedim(1, -1).flatten(0, -2)
+    torch.testing.assert_close(y.movedim(0, 1).flatten(1), expected, rtol=1e-4, atol=1e-5)
+    back = from_matrix(as_matrix(layer.weight, groups).flatten(0, 1), layer.weight.shape)
+    assert torch.equal(back, layer.weight)
+
+
+def test_linear_layers_take_any_leading_axes():
+    layer, x = nn.Linear(8, 4, bias=False), torch.randn(2, 5, 8)
+    y = unfolded(layer, x) @ as_matrix(layer.weight, 1).transpose(1, 2)
+    torch.testing.assert_close(y[0], layer(x).flatten(0, 1))
+
+
+def test_columns_masked_first_leave_the_least_squares_weights():
+    """Where all masked columns come before all kept ones, the walk is exact: it must meet numpy's own solution."""
+    inputs = correlated(200, 8)
+    weight = torch.randn(5, 8, dtype=torch.float64)
+    weight[:, :4] *= 1e-3  # surely masked by 4:8
+    pruned, mask = prune_by_hessian(weight, inputs.T @ inputs / 200, parse_pattern("4:8"), damping=1e-12)
+    assert torch.equal(mask, (torch.arange(8) >= 4).expand(5, 8))
+    best = torch.linalg.lstsq(inputs[:, 4:], inputs @ weight.T).solution.T
+    torch.testing.assert_close(pruned[:, 4:], best, rtol=1e-5, atol=1e-7)
+
+
+def test_a_masked_first_column_leaves_the_least_squares_weight():
+    """1:2 on one pair, whichever the walk chooses: masking column 0 must cost what numpy's best fit costs."""
+    fits = 0
+    for seed in range(20):
+        inputs, weight = correlated(50, 2, seed), torch.randn(1, 2, dtype=torch.float64)
+        pruned, mask = prune_by_hessian(weight, inputs.T @ inputs / 50, parse_pattern("1:2"), damping=1e-12)
+        if mask[0, 1]:
+            best = torch.linalg.lstsq(inputs[:, [1]], inputs @ weight.T).solution
+            least = (inputs[:, [1]] @ best - inputs @ weight.T).square().sum().item()
+            assert error(weight, pruned, inputs).item() == pytest.approx(least, rel=1e-6)
+            fits += 1
+    assert 0 < fits < 20
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", "4:8", "unstructured:0.5"])
+def test_output_error_is_well_below_that_of_magnitude_masks(pattern):
+    inputs, weight = correlated(500, 256), torch.randn(32, 256, dtype=torch.float64)
+    parsed = parse_pattern(pattern)
+    pruned, mask = prune_by_hessian(weight, inputs.T @ inputs / 500, parsed, damping=0.01)
+    assert (pruned[~mask] == 0).all() and mask.float().mean() == pytest.approx(1 - parsed.ratio)
+    if parsed.kind == "nm":
+        assert verify_nm(pruned.numpy(), parsed.n, parsed.m) == 0
+        by_magnitude = weight * nm_mask(weight, parsed.n, parsed.m)
+    else:
+        by_magnitude = torch.where(weight.abs() > weight.abs().median(), weight, 0.0)
+    assert error(weight, pruned, inputs).sum() < 0.7 * error(weight, by_magnitude, inputs).sum()
+
+
+def test_independent_inputs_reduce_to_scaled_magnitudes():
+    """With a diagonal Hessian nothing can be made up for: |w| times the input's size decides, weights stay."""
+    weight, scale = torch.randn(6, 16, dtype=torch.float64), torch.rand(16, dtype=torch.float64) + 0.5
+    pruned, mask = prune_by_hessian(weight, torch.diag(scale**2), NM24, damping=1e-12)
+    assert torch.equal(mask, nm_mask(weight, 2, 4, scores=(weight * scale).abs()))
+    torch.testing.assert_close(pruned, weight * mask)
+
+
+def test_inputs_that_are_always_zero_lose_their_weights_first():
+    hessian = torch.diag(torch.tensor([1.0, 0.0, 1.0, 0.0]))
+    _, mask = prune_by_hessian(torch.tensor([[0.1, 9.0, 0.1, 9.0]]), hessian, NM24, damping=1e-6)
+    assert mask.tolist() == [[True, False, True, False]]
+
+
+@pytest.mark.parametrize("hessian", [torch.zeros(4, 4), torch.full((4, 4), float("nan"))])
+def test_hessians_without_meaning_are_refused(hessian):
+    with pytest.raises(SparsityError, match="all zero, or hold NaN"):
+        prune_by_hessian(torch.randn(2, 4), hessian, NM24, damping=0.01)
+
+
+class Grouped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(8, 16, 3, padding=1, groups=2)
+        self.second = nn.Conv2d(16, 8, 3, stride=2, dilation=1)
+
+    def forward(self, x):
+        return self.second(F.relu(self.first(x)))
+
+
+def test_layers_are_measured_in_order_and_the_model_is_not_changed(monkeypatch):
+    torch.manual_seed(0)
+    model = Grouped()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    batches = [(torch.randn(6, 8, 8, 8), torch.zeros(6))] * 2
+    layers = {"first": model.first, "second": model.second}
+    together = prune_layers(model, layers, batches, NM24, images=12, damping=0.01)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    monkeypatch.setattr(saliency, "MEMORY_BYTES", 1)  # one layer a pass: the second sees the pruned first
+    apart = prune_layers(model, layers, batches, NM24, images=12, damping=0.01)
+    torch.testing.assert_close(apart["first"][0], together["first"][0])
+    assert not torch.allclose(apart["second"][0], together["second"][0])
+    for results in (together, apart):
+        for path, (weight, mask) in results.items():
+            assert verify_nm(weight.numpy(), 2, 4) == 0 and weight.shape == layers[path].weight.shape
+            assert (weight[~mask] == 0).all()
+
+
+def test_pruned_network_stays_closer_than_by_magnitude():
+    model = small()
+    images = torch.randn(64, 3, 8, 8)
+    layers = {path: model.get_submodule(path) for path in ("3", "6")}
+    results = prune_layers(model, layers, [images], NM24, images=64, damping=0.01)
+    expected, outputs = model(images), []
+    for weights in (
+        {path: weight for path, (weight, _) in results.items()},
+        {path: layer.weight * nm_mask(layer.weight, 2, 4) for path, layer in layers.items()},
+    ):
+        pruned = small()
+        with torch.no_grad():
+            for path, weight in weights.items():
+                pruned.get_submodule(path).weight.copy_(weight)
+        outputs.append((pruned(images) - expected).square().mean().item())
+    assert outputs[0] < 0.5 * outputs[1]
+
+
+def test_calibration_takes_no_more_images_than_asked():
+    taken = calibration_inputs(iter([(batch(4), 0), batch(4), [batch(4)]]), 6)
+    assert [len(x) for x in taken] == [4, 2]
+    with pytest.raises(SparsityError, match="no calibration batch"):
+        calibration_inputs([], 4)
+    with pytest.raises(SparsityError, match="got str"):
+        calibration_inputs(["image.png"], 4)
+
+
+def test_layer_with_useless_inputs_is_named():
+    model = small()
+    with pytest.raises(SparsityError, match="layer 3: its calibration inputs"):
+        prune_layers(model, {"3": model[3]}, [torch.full((2, 3, 8, 8), float("nan"))], NM24, images=2, damping=0.01)
