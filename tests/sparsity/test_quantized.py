@@ -1,0 +1,55 @@
+"""Sparse, then quantized with the masks held: through folding, insertion, training steps and back to plain weights."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from compress.quantization.calibrate import calibrate
+from compress.quantization.insert import insert_quantizers
+from compress.quantization.spec import QuantSpec
+from compress.sparsity.masks import verify_nm
+from compress.sparsity.parametrization import apply_masks, masked_layers, masks_of, squash_masks
+from compress.sparsity.sparsifier import sparsify
+from compress.sparsity.spec import SparsitySpec
+from tests.sparsity.nets import batch, small
+
+
+@pytest.fixture
+def quantized():
+    model = small()
+    sparsify(model, SparsitySpec())
+    masks = squash_masks(model)
+    qmodel = insert_quantizers(model, batch(), QuantSpec())
+    apply_masks(qmodel, masks)
+    calibrate(qmodel, [batch(8)])
+    return qmodel, masks
+
+
+def test_zeros_stay_zero_in_the_integers_after_training(quantized):
+    qmodel, masks = quantized
+    assert sorted(masked_layers(qmodel)) == ["3", "6"]
+    optimizer = torch.optim.SGD(qmodel.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-3)
+    before = qmodel.get_submodule("3").weight.detach().clone()
+    for _ in range(5):
+        optimizer.zero_grad()
+        qmodel(batch(8)).square().mean().backward()
+        optimizer.step()
+    for path in masks:
+        layer = qmodel.get_submodule(path)
+        fake = layer.weight_quantizer(layer.weight).detach()
+        assert (fake[~masks[path]] == 0).all() and (fake[masks[path]] != 0).any()
+        assert verify_nm(fake.numpy(), 2, 4) == 0
+    assert not torch.equal(qmodel.get_submodule("3").weight, before)
+
+
+def test_copies_pickles_and_squashes(quantized):
+    qmodel, masks = quantized
+    expected = qmodel(batch())
+    for twin in (copy.deepcopy(qmodel), pickle.loads(pickle.dumps(qmodel))):
+        assert torch.equal(twin(batch()), expected)
+        assert all(torch.equal(masks_of(twin)[path], mask) for path, mask in masks.items())
+    squash_masks(qmodel)
+    assert torch.equal(qmodel(batch()), expected)
+    assert not masked_layers(qmodel)
