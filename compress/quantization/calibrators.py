@@ -15,6 +15,7 @@ gets the largest amax of the tensor's channels, whose scale is sure to be a usab
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from compress.errors import CalibrationError, near_misses
 from compress.quantization.amax import as_rows, check_percentile, mse_amax, percentile_amax, row_amax
 from compress.quantization.entropy import entropy_amax
 from compress.quantization.histogram import BINS, MAX_BINS, Histogram
+from compress.quantization.spec import CalibratorName
 
 SMALLEST_AMAX = 2.0**-118
 """Less counts as zero: divided by 255 it is no longer a normal float32 number."""
@@ -268,7 +270,7 @@ class MSECalibrator(HistogramCalibrator):
         return mse_amax(counts, width, num_bits=self.num_bits, unsigned=not self.signed)
 
 
-CALIBRATORS = ("max", "percentile", "entropy", "mse")
+CALIBRATORS: tuple[str, ...] = get_args(CalibratorName)
 
 
 def make_calibrator(
