@@ -112,7 +112,7 @@ def write(out: Path, rows: list[dict[str, object]], version: str, options: str) 
         "# ResNet-50, 224 px, batch 1, on the CPU",
         "",
         f"`python analysis/cpu_latency.py {options}`; {machine['cpu']}, {machine['cores']} cores; "
-        f"NNCF {version or 'absent'}; load average {load:.1f} (the benchmark's own threads included). Variants in turn; "
+        f"NNCF {version or 'absent'}; load average {load:.1f} (the benchmark's own threads included). In turn; "
         "the ratio is the median over rounds.",
         "",
         "| variant | p50 ms | p90 ms | p99 ms | ratio | to | runs |",
