@@ -116,13 +116,13 @@ def resnet50(seconds: float) -> Row:
 def text(report: Row) -> str:
     """The tables in Markdown."""
     machine = report["machine"]
-    about = f"{machine['cpu']}, {report['threads']} threads, load {machine['load_average']}, torch {torch.__version__}"
+    about = f"{machine['cpu']}, load {machine['load_average']} at the end, torch {torch.__version__}"
     lines = [
         "# Channel permutation search",
         "",
         f"`{report['command']}`",
         "",
-        f"{about}. Gap closed: 0 % = 2:4 in the given order, 100 % = the largest half of every row.",
+        f"{about}; one thread a matrix. Gap closed: 0 % = 2:4 in the given order, 100 % = the best half of every row.",
         "",
         "| matrix | search | s | gap closed % | lowest to highest |",
         "| --- | --- | --- | --- | --- |",
@@ -137,8 +137,8 @@ def text(report: Row) -> str:
     net = report["resnet50"]
     lines += [
         "",
-        f"ResNet-50, {net['groups']} groups: {net['seconds']:.1f} s in all for a limit of {net['limit_s']:g} s; "
-        f"magnitude kept {net['kept_before']:.4f} -> {net['kept_after']:.4f} (unstructured "
+        f"ResNet-50, {net['groups']} groups on {report['threads']} threads: {net['seconds']:.1f} s in all for a limit "
+        f"of {net['limit_s']:g} s; magnitude kept {net['kept_before']:.4f} -> {net['kept_after']:.4f} (unstructured "
         f"{net['kept_unstructured']:.4f}); the outputs moved by {net['relative_output_change']:.1e} of the largest.",
         "",
         "| layer | weight | 2:4 | permuted | unstructured |",
@@ -161,12 +161,13 @@ def main() -> None:
     parser.add_argument("--network-seconds", type=float, default=55)
     parser.add_argument("--out", type=Path, default=Path("results"))
     a = parser.parse_args()
-    torch.set_num_threads(a.threads)
+    torch.set_num_threads(1)  # as `permute_channels` searches each matrix
     generator = torch.Generator().manual_seed(0)
     search_permutation(torch.randn(64, 64, generator=generator), 2, 4, seconds=0.5)  # first calls are slow
     matrices = [searched(apex_matrix(), limit, a.seeds if limit < 10 else 2) for limit in a.limits]
     for rows, columns in ((512, 128), (1152, 128), (1024, 256), (4608, 512)):
         matrices.append(searched(torch.randn(rows, columns, generator=generator), 5.0, 1))
+    torch.set_num_threads(a.threads)
     report = {
         "command": " ".join(["python", *sys.argv]),
         "threads": a.threads,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import cast
 
@@ -27,8 +28,8 @@ from compress.progress import NoProgress, Progress
 from compress.sparsity.channels import Channels, Use, permute_index
 from compress.sparsity.eligibility import chosen_layers, eligibility
 from compress.sparsity.groups import channels_of
-from compress.sparsity.permutation import kept_by_order, search_permutation
-from compress.sparsity.spec import SparsitySpec, check_sparsity_spec
+from compress.sparsity.permutation import Permutation, kept_by_order, search_permutation
+from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
 
 ROUND_COST = 200_000  # elements whose search costs as much time as the smallest group should have
 TOLERANCE = 1e-4  # of the largest output: float32 sums in another order stay well below, a wrong order does not
@@ -113,20 +114,9 @@ def permute_channels(
     groups = _groups(channels, {path: reads[path] for path in layers if path in reads}, pattern.m)
     before = {path: _share(w, pattern.n, pattern.m) for path, w in weights.items()}
 
-    moves: dict[int, int] = {}
-    costs = [sum(weights[path][:, 0].numel() for path in g.readers) * len(g.classes) + ROUND_COST for g in groups]
     head = time.perf_counter() - start  # the report and the check at the end take about as long again
-    deadline = time.perf_counter() + max(spec.permute_seconds - 2 * head, spec.permute_seconds / 2)
-    progress.start("permute", len(groups))
-    for i, group in enumerate(groups):
-        seconds = max(0.01, deadline - time.perf_counter()) * costs[i] / sum(costs[i:])
-        columns = [_columns(weights[path], first, len(group.classes)) for path, first in group.readers.items()]
-        matrix = torch.cat(columns)
-        found = search_permutation(matrix, pattern.n, pattern.m, seconds=seconds, seed=spec.seed + i)
-        moves.update({group.classes[k]: group.classes[j] for k, j in enumerate(found.order.tolist())})
-        progress.advance("permute", gap_closed=found.gap_closed)
-    progress.finish("permute")
-
+    seconds = max(spec.permute_seconds - 2 * head, spec.permute_seconds / 2)
+    moves = _search(groups, weights, pattern, seconds=seconds, seed=spec.seed, progress=progress)
     _apply(model, channels, moves)
     if not _same(graph_module, model, inputs):
         _apply(model, channels, {source: target for target, source in moves.items()})
@@ -137,6 +127,40 @@ def permute_channels(
     after = {path: _share(w, pattern.n, pattern.m) for path, w in weights.items()}
     rows = _report(weights, channels, reads, groups, before, after, pattern.m)
     return PermutationReport(rows=rows, groups=len(groups), seconds=time.perf_counter() - start)
+
+
+def _search(
+    groups: list[_Group], weights: dict[str, Tensor], pattern: Pattern, *, seconds: float, seed: int, progress: Progress
+) -> dict[int, int]:
+    """Search all groups within the time: class -> the class whose content it receives.
+
+    Groups share the processor's cores as threads of one core each: a round is too short to be cut into parts.
+    """
+    if not groups:
+        return {}
+    cores = torch.get_num_threads()
+    workers = 1 if next(iter(weights.values())).is_cuda else min(cores, len(groups))
+    costs = [sum(weights[path][:, 0].numel() for path in g.readers) * len(g.classes) + ROUND_COST for g in groups]
+
+    def work(i: int) -> Permutation:
+        limit = seconds * min(1.0, workers * costs[i] / sum(costs))
+        columns = [_columns(weights[path], first, len(groups[i].classes)) for path, first in groups[i].readers.items()]
+        return search_permutation(torch.cat(columns), pattern.n, pattern.m, seconds=limit, seed=seed + i)
+
+    moves: dict[int, int] = {}
+    progress.start("permute", len(groups))
+    torch.set_num_threads(max(1, cores // workers))  # threads that start now take this number
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            order = sorted(range(len(groups)), key=lambda i: -costs[i])
+            for i, found in zip(order, pool.map(work, order), strict=True):
+                classes = groups[i].classes
+                moves.update({classes[k]: classes[j] for k, j in enumerate(found.order.tolist())})
+                progress.advance("permute", gap_closed=found.gap_closed)
+    finally:
+        torch.set_num_threads(cores)
+    progress.finish("permute")
+    return moves
 
 
 def _check_plain(model: nn.Module) -> None:

@@ -23,9 +23,13 @@ def macs_of(model, x):
     return counter.get_total_flops() // 2
 
 
-@pytest.mark.parametrize("share", [0.25, 0.5])
 @pytest.mark.parametrize(
-    "make", [lambda: TinyResNet(width=32), lambda: models.mobilenet_v2(width_mult=0.5, num_classes=10)]
+    ("make", "share"),
+    [
+        (lambda: TinyResNet(width=32), 0.25),
+        (lambda: TinyResNet(width=32), 0.6),
+        (lambda: models.mobilenet_v2(width_mult=0.25, num_classes=10), 0.5),
+    ],
 )
 def test_macs_go_down_to_the_share_asked_for(make, share):
     model, x = make().eval(), torch.randn(2, 3, 32, 32)

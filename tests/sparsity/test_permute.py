@@ -357,7 +357,10 @@ def test_optimizer_and_modes_survive():
     model = small().train()
     model[1].eval()
     parameters = list(model.parameters())
+    torch.set_num_threads(2)
     permute_channels(model, QUICK, example_inputs=batch())
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
     assert [m.training for m in model] == [i != 1 for i in range(11)]
 

@@ -215,9 +215,9 @@ def test_autocast_and_loss_scaling(schedule):
     assert model[3].weight.dtype == torch.float32 and model[3].weight.isfinite().all()
 
 
-@pytest.mark.parametrize("schedule", ["gradual", "sr-ste"])
-def test_compiled_models_train_as_eager_ones(schedule):
-    spec = SparsitySpec(schedule=schedule, end=0.6, update_steps=1)
+def test_compiled_models_train_as_eager_ones():
+    """Masks change at every step, and the straight-through gradient ends in the middle."""
+    spec = SparsitySpec(schedule="sr-ste", end=0.6)
     eager = small().train()
     sparsify(eager, spec)
     model = copy.deepcopy(eager)
