@@ -139,12 +139,12 @@ def main() -> None:
         print(" | ".join(rows[-1]), f"({time.perf_counter() - start:.0f} s)", flush=True)
     lines = ["| " + " | ".join(r) + " |" for r in [list(COLUMNS), ["---"] * len(COLUMNS), *rows]]
     about = (
-        f"Theoretical receptive fields of torchvision's networks, unit of the last map, images of "
+        "Theoretical receptive fields of torchvision's networks, unit of the last map, images of "
         f"{arguments.image_size} px. Sizes are without borders and without squeeze-and-excite, which makes a unit see "
-        "everything (`gates`). `narrowest path`: along the shortcuts. `sees the image from`: the first convolution whose input "
-        "already covers the image, and the share of the macs in all such convolutions; `on every path`: in those "
-        "whose input covers it along the narrowest path too. `autograd`: table against the support of the gradient, "
-        "three images. Made by `python analysis/receptive_field_table.py`."
+        "everything (`gates`). `narrowest path`: along the shortcuts. `sees the image from`: the first convolution "
+        "whose input already covers the image, and the share of the macs in all such convolutions; `on every path`: "
+        "in those whose input covers it along the narrowest path too. `autograd`: table against the support of the "
+        "gradient, three images. Made by `python analysis/receptive_field_table.py`."
     )
     write_text(arguments.out / "table.md", "\n".join([about, "", *lines, *wrong]) + "\n")
     buffer = io.StringIO()

@@ -26,8 +26,8 @@ from compress.export.spec import ExportSpec
 from compress.measure.spec import BenchSpec, check_bench_spec
 from compress.models import ModelSpec
 from compress.quantization.spec import QuantSpec, check_quant_spec
-from compress.sparsity.spec import SparsitySpec
-from compress.training.spec import QATSpec, TrainSpec, check_train_spec
+from compress.sparsity.spec import SparsitySpec, check_sparsity_spec
+from compress.training.spec import FinetuneSpec, QATSpec, TrainSpec, check_train_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,7 @@ class Recipe:
         quantization: None = the network stays float.
         qat: None = post-training quantization only.
         sparsity: None = dense.
+        finetune: training behind the sparsity, before any quantization.
         export: the ONNX file.
         bench: what is measured, on which engines.
     """
@@ -51,6 +52,7 @@ class Recipe:
     quantization: QuantSpec | None = field(default_factory=QuantSpec)
     qat: QATSpec | None = field(default_factory=QATSpec)
     sparsity: SparsitySpec | None = None
+    finetune: FinetuneSpec = field(default_factory=FinetuneSpec)
     export: ExportSpec = field(default_factory=ExportSpec)
     bench: BenchSpec = field(default_factory=BenchSpec)
 
@@ -244,10 +246,13 @@ def _is_union_name(part: str | int) -> bool:
 
 def _range_problems(recipe: Recipe) -> Iterator[str]:
     """Values of the right type that make no sense."""
-    checks: list[Callable[[], None]] = [lambda: check_data_spec(recipe.data), lambda: check_train_spec(recipe.train)]
+    checks: list[Callable[[], object]] = [lambda: check_data_spec(recipe.data), lambda: check_train_spec(recipe.train)]
     checks.append(lambda: check_bench_spec(recipe.bench))
     if recipe.qat is not None:
         checks.append(lambda: check_train_spec(cast(QATSpec, recipe.qat)))
+    checks.append(lambda: check_train_spec(recipe.finetune))
+    if recipe.sparsity is not None:
+        checks.append(lambda: check_sparsity_spec(cast(SparsitySpec, recipe.sparsity)))
     if recipe.quantization is not None:
         checks.append(lambda: check_quant_spec(cast(QuantSpec, recipe.quantization)))
     for check in checks:

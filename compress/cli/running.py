@@ -1,4 +1,4 @@
-"""Commands that run a recipe: train, ptq, qat."""
+"""Commands that run a recipe: train, ptq, qat, prune."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _HELP = {
     "train": "Train the float baseline, export and measure it.",
     "ptq": "Baseline, post-training quantization, export, engines, report.",
     "qat": "Baseline, post-training quantization, quantization-aware training, export, engines, report.",
+    "prune": "Baseline, sparsity, fine-tuning; with a quantization section also INT8 with the zeros held.",
 }
 
 

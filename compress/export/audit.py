@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from compress.errors import AuditError
+from compress.sparsity.masks import verify_nm
 
 WEIGHTED_OPS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _PASSES = frozenset(
@@ -81,13 +82,7 @@ def audit_onnx(path: Path | str) -> OnnxAudit:
         AuditError: not an ONNX file, or a scale that is zero, NaN, infinite or negative; names the node.
     """
     path = Path(path)
-    try:
-        proto = onnx.load(path)
-        onnx.checker.check_model(proto)
-    except FileNotFoundError:
-        raise AuditError(f"{path} does not exist; give an ONNX file") from None
-    except Exception as error:
-        raise AuditError(f"{path} is not a valid ONNX file: {' '.join(str(error).split())[:300]}") from error
+    proto = _load(path)
     graph = _Graph(proto)
     graph.check_scales()
     rows = tuple(graph.row(node) for node in proto.graph.node if node.op_type in WEIGHTED_OPS)
@@ -104,6 +99,69 @@ def audit_onnx(path: Path | str) -> OnnxAudit:
         ops=dict(sorted(ops.items())),
         metadata={prop.key: prop.value for prop in proto.metadata_props},
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsityAuditRow:
+    """The zeros of one weighted operation's constant.
+
+    Attributes:
+        name: ONNX node.
+        dtype: of the constant: `int8` where it is quantized.
+        zeros: share of the elements that are zero.
+        violations: groups of m consecutive input channels that hold more than n values; None where m does not divide
+            the channels.
+    """
+
+    name: str
+    dtype: str
+    zeros: float
+    violations: int | None
+
+
+def audit_sparsity(path: Path | str, n: int = 2, m: int = 4) -> tuple[SparsityAuditRow, ...]:
+    """Look for an n:m pattern along the input channels of every constant weight, in the integers where it is INT8.
+
+    Args:
+        path: ONNX file.
+        n: values that a group may hold.
+        m: consecutive input channels of a group.
+
+    Raises:
+        AuditError: not an ONNX file.
+    """
+    graph = _Graph(_load(Path(path)))
+    rows = []
+    for node in graph.nodes:
+        if node.op_type not in WEIGHTED_OPS:
+            continue
+        source = graph.dequantizer(node.input[1], through=True)
+        weight = graph.array(node.input[1] if source is None else source.input[0])
+        if weight is None or weight.ndim < 2:
+            continue
+        transposed = next((a.i for a in node.attribute if a.name == "transB"), 0)
+        axis = 0 if node.op_type == "MatMul" or (node.op_type == "Gemm" and not transposed) else 1
+        fits = weight.shape[axis] % m == 0
+        rows.append(
+            SparsityAuditRow(
+                name=node.name or node.output[0],
+                dtype=str(weight.dtype),
+                zeros=float((weight == 0).mean()),
+                violations=verify_nm(weight, n, m, axis=axis) if fits else None,
+            )
+        )
+    return tuple(rows)
+
+
+def _load(path: Path) -> onnx.ModelProto:
+    try:
+        proto = onnx.load(path)
+        onnx.checker.check_model(proto)
+    except FileNotFoundError:
+        raise AuditError(f"{path} does not exist; give an ONNX file") from None
+    except Exception as error:
+        raise AuditError(f"{path} is not a valid ONNX file: {' '.join(str(error).split())[:300]}") from error
+    return proto
 
 
 class _Graph:

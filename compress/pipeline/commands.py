@@ -16,12 +16,13 @@ from compress.pipeline.folder import RunFolder, free_folder, latest_folder, open
 from compress.pipeline.measure import bench_step, evaluate_step
 from compress.pipeline.models import float_step, ptq_step, qat_step
 from compress.pipeline.run import Run
+from compress.pipeline.sparse import check_pattern, sparse_step, zeros_of
 from compress.progress import NoProgress, Progress
 from compress.recipe import Recipe
 from compress.report import write_report
 from compress.training import SINGLE, Processes
 
-COMMANDS = ("train", "ptq", "qat")
+COMMANDS = ("train", "ptq", "qat", "prune")
 
 
 def run(
@@ -38,7 +39,8 @@ def run(
 
     Args:
         recipe: from `load_recipe`.
-        command: `train` (baseline only), `ptq` or `qat`.
+        command: `train` (baseline only), `ptq`, `qat`, or `prune` (sparse, and sparse INT8 where the recipe has a
+            `quantization` section).
         out: the run folder.
         resume: go on with the run that `out` holds.
         device: `cpu` or `cuda`; None = a GPU where there is one.
@@ -67,6 +69,8 @@ def run(
     models: dict[str, nn.Module] = {"float": float_step(this)}
     if command in {"ptq", "qat"}:
         models["ptq"] = ptq_step(this, models["float"])
+    if command == "prune":
+        _prune(this, models)
     if command == "qat":
         models["qat"] = qat_step(this, models["float"], cast(fx.GraphModule, models["ptq"]))
     if processes.is_main:
@@ -74,9 +78,23 @@ def run(
     return folder
 
 
+def _prune(this: Run, models: dict[str, nn.Module]) -> None:
+    """The sparse network; with a `quantization` section also the dense and the sparse one in INT8."""
+    models["sparse"] = sparse = sparse_step(this, models["float"])
+    if this.recipe.quantization is None:
+        return
+    models["ptq"] = ptq_step(this, models["float"])
+    models["sparse-ptq"] = quantized = ptq_step(this, sparse, "sparse-ptq")
+    if this.recipe.qat is not None:
+        zeros = zeros_of(this, quantized)
+        models["sparse-qat"] = qat_step(this, models["float"], quantized, "sparse-qat", masks=zeros)
+
+
 def _measure(this: Run, models: dict[str, nn.Module]) -> None:
     """Everything behind the networks: files, accuracy, latency, report."""
     export_step(this, models)
+    if "sparse" in models:
+        check_pattern(this, [variant for variant in models if variant.startswith("sparse")])
     evaluate_step(this, models)
     bench_step(this, list(models))
     if this.notes:
@@ -89,6 +107,8 @@ def _check(recipe: Recipe, command: str) -> None:
         raise RecipeError(f"no command {command!r}; one of: {', '.join(COMMANDS)}")
     if command in {"ptq", "qat"} and recipe.quantization is None:
         raise RecipeError(f"{command} needs a `quantization` section, and the recipe has quantization: null")
+    if command == "prune" and recipe.sparsity is None:
+        raise RecipeError("prune needs a `sparsity` section, such as sparsity: {pattern: '2:4'}")
     if command == "qat" and recipe.qat is None:
         raise RecipeError("qat needs a `qat` section, and the recipe has qat: null; ptq needs none")
 

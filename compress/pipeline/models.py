@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -17,8 +17,9 @@ from compress.pipeline.run import Run
 from compress.quantization.calibrate import CalibrationReport, calibrate
 from compress.quantization.insert import insert_quantizers, placement_of
 from compress.quantization.spec import QuantSpec
-from compress.training import fit, load_model, save_model
-from compress.training.spec import QATSpec
+from compress.sparsity.parametrization import apply_masks, squash_masks
+from compress.training import QATSpec, TrainReport, TrainSpec, fit, load_model, save_model
+from compress.training.loop import AfterStep
 
 
 def float_step(run: Run) -> nn.Module:
@@ -31,63 +32,76 @@ def float_step(run: Run) -> nn.Module:
     if run.folder.done("train"):
         load_model(model, run.path("float.safetensors"))
         return model.to(run.device).eval()
-    model.to(run.device)
-    report = fit(
-        model,
-        run.data,
-        spec.train,
-        batch_size=spec.data.batch_size,
-        folder=run.folder.path,
-        device=run.device,
-        processes=run.processes,
-        resume=run.resume,
-        name="train",
-        progress=run.progress,
-    )
-    _keep(run, "train", model, top1=report.final.top1, images_per_s=report.images_per_s, seconds=report.seconds)
+    report = train(run, model.to(run.device), spec.train, "train")
+    keep(run, "train", model, top1=report.final.top1, images_per_s=report.images_per_s, seconds=report.seconds)
     return model.eval()
 
 
-def ptq_step(run: Run, float_model: nn.Module) -> fx.GraphModule:
-    """Post-training quantization of the float baseline, calibrated on images of the training split."""
+def ptq_step(run: Run, float_model: nn.Module, variant: str = "ptq") -> fx.GraphModule:
+    """Post-training quantization of a float network, calibrated on images of the training split."""
     spec = cast(QuantSpec, run.recipe.quantization)
     qmodel = insert_quantizers(float_model, run.example.to(run.device), spec)
-    if run.folder.done("ptq"):
-        load_model(qmodel, run.path("ptq.safetensors"))
+    if run.folder.done(variant):
+        load_model(qmodel, run.path(f"{variant}.safetensors"))
         return qmodel.eval()
     seen = calibrate(
         qmodel, _calibration_images(run, spec), all_reduce=run.processes.world_size > 1, progress=run.progress
     )
     run.processes.on_main(lambda: _write_quantization(run, qmodel, seen))
-    _keep(run, "ptq", qmodel, images=seen.images)
+    keep(run, variant, qmodel, images=seen.images)
     return qmodel
 
 
-def qat_step(run: Run, float_model: nn.Module, ptq_model: fx.GraphModule) -> fx.GraphModule:
-    """Train the quantized network on, taught by the float one where the recipe says so."""
+def qat_step(
+    run: Run,
+    float_model: nn.Module,
+    ptq_model: fx.GraphModule,
+    variant: str = "qat",
+    *,
+    masks: Mapping[str, Tensor] | None = None,
+) -> fx.GraphModule:
+    """Train a quantized network on, taught by the float one where the recipe says so; `masks` hold zeros at zero."""
     spec = cast(QATSpec, run.recipe.qat)
     qmodel = copy.deepcopy(ptq_model)
-    if run.folder.done("qat"):
-        load_model(qmodel, run.path("qat.safetensors"))
+    if run.folder.done(variant):
+        load_model(qmodel, run.path(f"{variant}.safetensors"))
         return qmodel.eval()
-    report = fit(
-        qmodel.train(),
+    if masks:
+        apply_masks(qmodel, masks)
+    report = train(run, qmodel.train(), spec, variant, teacher=float_model)
+    if masks:
+        squash_masks(qmodel)
+    keep(run, variant, qmodel, top1=report.final.top1, images_per_s=report.images_per_s, seconds=report.seconds)
+    return qmodel.eval()
+
+
+def train(
+    run: Run,
+    model: nn.Module,
+    spec: TrainSpec,
+    variant: str,
+    *,
+    teacher: nn.Module | None = None,
+    after_step: AfterStep | None = None,
+) -> TrainReport:
+    """Train `model` in place as the run says; `variant` names its files and its bar."""
+    return fit(
+        model,
         run.data,
         spec,
         batch_size=run.recipe.data.batch_size,
         folder=run.folder.path,
-        teacher=float_model if spec.distill else None,
+        teacher=teacher if spec.distill else None,
         device=run.device,
         processes=run.processes,
         resume=run.resume,
-        name="qat",
+        name=variant,
+        after_step=after_step,
         progress=run.progress,
     )
-    _keep(run, "qat", qmodel, top1=report.final.top1, images_per_s=report.images_per_s, seconds=report.seconds)
-    return qmodel.eval()
 
 
-def _keep(run: Run, step: str, model: nn.Module, **facts: float | None) -> None:
+def keep(run: Run, step: str, model: nn.Module, **facts: float | None) -> None:
     """Write the weights and mark a step as done, on the main process; the others wait."""
 
     def work() -> None:

@@ -35,6 +35,7 @@ KIND_COLOURS = {
     "no products": "grey",
 }
 _WIDTH = 8.6
+_NAME_HEIGHT = 0.05  # of a level's name, as a share of the panel
 
 
 def family(row: Row) -> str:
@@ -107,12 +108,10 @@ def draw_ceilings(ceilings: Ceilings) -> Figure:
         for x, y, name, marker in points:
             axes.scatter(x, y, s=26, marker=marker, color=LIGHT[colours[name]], zorder=3)
         x_low, x_high = 1.0, 2 * max(*(x for x, *_ in points), max(levels) / low)
-        _draw_roofs(axes, device, levels, x_low, x_high, colours=colours)
+        _draw_roofs(axes, device, levels, (x_low, x_high, x_low * low / 2, 2.5 * max(levels)), colours=colours)
         axes.annotate(
             quantity(low, "B/s"), (3, 3 * low), xytext=(-9, 3), textcoords="offset points", fontsize=8, ha="right"
         )
-        axes.set_xlim(x_low, x_high)
-        axes.set_ylim(x_low * low / 2, 2.5 * max(levels))
         _label_axes(axes, "rate, flop/s")
         axes.set_title(f"{device.title}{', ' + device.note if device.note else ''}")
         sizes = sorted({s.size for c in ceilings.ceilings if c.name in names for s in c.samples})
@@ -164,7 +163,7 @@ def _draw_panel(axes: Axes, roofline: Roofline) -> None:
     x_high = max([x for x, _, _ in points] + [ridge * 4]) * 2
     y_low = min([y for _, y, _ in points] + [x_low * device.bandwidth_bytes_per_s]) / 1.6
     levels = _levels(device, roofline.precision)
-    _draw_roofs(axes, device, levels, x_low, x_high, chosen=roofline.precision)
+    _draw_roofs(axes, device, levels, (x_low, x_high, y_low, max(levels) * 2.2), chosen=roofline.precision)
     total = sum(map(_time, roofline.rows)) or 1.0
     for (x, y, name), time_ms in sorted(points.items(), key=lambda item: -item[1]):
         colour, area = LIGHT[KIND_COLOURS[name]], 12 + 1500 * time_ms / total
@@ -180,8 +179,6 @@ def _draw_panel(axes: Axes, roofline: Roofline) -> None:
         color=LIGHT["muted"],
         ha="right",
     )
-    axes.set_xlim(x_low, x_high)
-    axes.set_ylim(y_low, max(levels) * 2.2)
     _label_axes(axes, "rate, flop/s" if roofline.measured_ms is not None else "attainable rate, flop/s")
 
 
@@ -214,24 +211,37 @@ def _levels(device: Device, chosen: str = "") -> dict[float, list[str]]:
 def _draw_roofs(
     axes: Axes,
     device: Device,
-    levels: dict[float, list[str]],
-    x_low: float,
-    x_high: float,
+    levels: Mapping[float, Sequence[str]],
+    limits: tuple[float, float, float, float],
     *,
     chosen: str = "",
     colours: Mapping[str, str] | None = None,
 ) -> None:
-    """The slope of the memory and the levels of the precisions; the chosen one stands out."""
+    """The slope of the memory and the levels of the precisions, named at the right; the chosen one stands out.
+
+    Args:
+        axes: get logarithmic scales and `limits`.
+        device: whose roofs.
+        levels: of `_levels`.
+        limits: lowest and highest intensity, lowest and highest rate.
+        chosen: precision of the layers.
+        colours: palette name by precision; ink without it.
+    """
+    x_low, x_high, y_low, y_high = limits
+    axes.set(xscale="log", yscale="log", xlim=(x_low, x_high), ylim=(y_low, y_high))
     bandwidth, top = device.bandwidth_bytes_per_s, max(levels)
     axes.plot([x_low, top / bandwidth], [x_low * bandwidth, top], color=LIGHT["ink"], linewidth=1.6, zorder=2)
-    for peak, names in levels.items():
+    lowest = 0.0
+    for peak, names in sorted(levels.items()):
         strong = chosen in names or not chosen
         colour = LIGHT[(colours or {}).get(names[0], "ink" if strong else "muted")]
         axes.plot([peak / bandwidth, x_high], [peak, peak], color=colour, linewidth=1.6 if strong else 0.9, zorder=2)
+        place = max(math.log(peak / y_low) / math.log(y_high / y_low), lowest)  # names of close levels stand apart
+        lowest = place + _NAME_HEIGHT
         axes.annotate(
             f"{', '.join(names)}: {quantity(peak, 'flop/s')}",
-            (1.0, peak),
-            xycoords=("axes fraction", "data"),
+            (1.0, place),
+            xycoords="axes fraction",
             xytext=(4, 0),
             textcoords="offset points",
             fontsize=7.5,
@@ -273,8 +283,6 @@ def _time(row: Row) -> float:
 
 
 def _label_axes(axes: Axes, y_label: str) -> None:
-    axes.set_xscale("log")
-    axes.set_yscale("log")
     axes.set_xlabel("arithmetic intensity, flop per byte")
     axes.set_ylabel(y_label)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -232,9 +232,9 @@ def _measure(roof: _Roof, sizes: Sequence[int], device: Backend, budget_s: float
         if samples and expected_s * roof.amount(size) / roof.amount(samples[-1].size) > budget_s:
             break
         try:
-            with torch.inference_mode():
+            with torch.no_grad():
                 expected_s = _seconds(roof.make(size), device, budget_s)
-        except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             break
         finally:

@@ -5,12 +5,13 @@ from compress.training.distributed import SINGLE, Processes, init_processes
 from compress.training.evaluate import Accuracy, evaluate
 from compress.training.log import EpochRow, TrainReport
 from compress.training.loop import fit
-from compress.training.spec import QATSpec, TrainSpec, check_train_spec
+from compress.training.spec import FinetuneSpec, QATSpec, TrainSpec, check_train_spec
 
 __all__ = [
     "SINGLE",
     "Accuracy",
     "EpochRow",
+    "FinetuneSpec",
     "Processes",
     "QATSpec",
     "TrainReport",

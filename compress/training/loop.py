@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -42,6 +42,9 @@ from compress.training.spec import TrainSpec, check_train_spec
 
 READ_EVERY = 20
 
+AfterStep = Callable[[int, int, torch.optim.Optimizer], None]
+"""A sparsity schedule's `after_step`, or anybody's."""
+
 
 def fit(
     model: nn.Module,
@@ -55,6 +58,7 @@ def fit(
     processes: Processes = SINGLE,
     resume: bool = False,
     name: str = "train",
+    after_step: AfterStep | None = None,
     progress: Progress = QUIET,
 ) -> TrainReport:
     """Train `model` in place.
@@ -73,6 +77,8 @@ def fit(
         processes: every one of them must call, and gets the same report; rank 0 writes the files.
         resume: go on from the folder's checkpoint where there is one.
         name: of the files and the progress bar.
+        after_step: called behind every optimizer step with (steps done, all steps, the optimizer); what it does must
+            follow from the model and the step alone, so that a resumed training does the same.
         progress: hears of every optimizer step, and of evaluations.
 
     Raises:
@@ -90,6 +96,7 @@ def fit(
     progress = progress if processes.is_main else QUIET
     with surroundings(model, teacher, device):
         training = _Training(model, data, spec, batch_size, folder, teacher, device, processes, name, progress)
+        training.after_step = after_step
         try:
             return training.run(resume)
         finally:
@@ -133,6 +140,7 @@ class _Training:
     ) -> None:
         self.model, self.data, self.spec, self.device, self.processes = model.to(device), data, spec, device, processes
         self.name, self.progress, self.folder = name, progress, folder
+        self.after_step: AfterStep | None = None
         self.position = _Position()
         self.unread: list[Tensor] = []
         self.plan = BatchPlan(
@@ -219,6 +227,8 @@ class _Training:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
+        if self.after_step is not None:
+            self.after_step(self.step + 1, spec.epochs * self.steps_per_epoch, self.optimizer)
         self.unread.append(sum(sums[1:], start=sums[0]))
         return lr
 

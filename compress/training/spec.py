@@ -74,17 +74,34 @@ class QATSpec(TrainSpec):
     distill: bool = True
 
 
+@dataclass(frozen=True, kw_only=True)
+class FinetuneSpec(TrainSpec):
+    """Training after weights were taken away: as `TrainSpec`, shorter, gentler, and taught by the dense model.
+
+    Attributes:
+        epochs, lr, warmup_epochs, distill: other defaults than `TrainSpec`.
+    """
+
+    epochs: int = 3
+    lr: float = 0.005
+    warmup_epochs: float = 0.0
+    distill: bool = True
+
+
+_SECTIONS: dict[type[TrainSpec], str] = {QATSpec: "qat", FinetuneSpec: "finetune"}
+
+
 def check_train_spec(spec: TrainSpec, *, section: str | None = None) -> None:
     """Refuse a value that cannot be trained with.
 
     Args:
         spec: what to check.
-        section: recipe section that messages name; None = `qat` for a `QATSpec`, else `train`.
+        section: recipe section that messages name; None = the one that its class is for.
 
     Raises:
         RecipeError: names the key, what was got and what is allowed.
     """
-    section = section or ("qat" if isinstance(spec, QATSpec) else "train")
+    section = section or _SECTIONS.get(type(spec), "train")
     for key, allowed in (("optimizer", Optimizer), ("schedule", Schedule), ("precision", Precision)):
         got = getattr(spec, key)
         if got not in get_args(allowed):
