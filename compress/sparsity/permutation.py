@@ -69,7 +69,7 @@ def search_permutation(
         m: divides the columns.
         seconds: time limit, over which the search cools down; at least one sweep is made.
         rounds: cool down over this many rounds where they end sooner, which makes the result a function of the seed;
-            None = 64 times the square of the number of stripes.
+            None = 16 times the cube of the number of stripes.
         seed: of the random pairs and moves.
 
     Returns:
@@ -86,7 +86,7 @@ def search_permutation(
     columns = matrix.detach().abs().float().t().contiguous()
     stripes = _Stripes(columns, n, m)
     generator = torch.Generator().manual_seed(seed)
-    most = 64 * len(stripes.index) ** 2 if rounds is None else rounds
+    most = 16 * len(stripes.index) ** 3 if rounds is None else rounds
     done = _anneal(stripes, generator, most, start=start, seconds=seconds * (1 - SWEEP_SHARE))
     done += _sweep(stripes, start=start, seconds=seconds)
     before, after = kept_by_order(matrix, n, m), kept_by_order(matrix, n, m, order=stripes.order())

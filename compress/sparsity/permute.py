@@ -140,11 +140,15 @@ def _search(
         return {}
     cores = torch.get_num_threads()
     workers = 1 if next(iter(weights.values())).is_cuda else min(cores, len(groups))
-    costs = [sum(weights[path][:, 0].numel() for path in g.readers) * len(g.classes) + ROUND_COST for g in groups]
+    costs = {i: _cost(group, weights) for i, group in enumerate(groups)}
+    order = sorted(costs, key=lambda i: -costs[i])
+    deadline = time.perf_counter() + seconds
 
-    def work(i: int) -> Permutation:
-        limit = seconds * min(1.0, workers * costs[i] / sum(costs))
+    def work(place: int) -> Permutation:
+        left = max(0.01, deadline - time.perf_counter())
+        i, waiting = order[place], sum(costs[j] for j in order[place:])
         columns = [_columns(weights[path], first, len(groups[i].classes)) for path, first in groups[i].readers.items()]
+        limit = left * min(1.0, workers * costs[i] / waiting)
         return search_permutation(torch.cat(columns), pattern.n, pattern.m, seconds=limit, seed=seed + i)
 
     moves: dict[int, int] = {}
@@ -152,8 +156,7 @@ def _search(
     torch.set_num_threads(max(1, cores // workers))  # threads that start now take this number
     try:
         with ThreadPoolExecutor(workers) as pool:
-            order = sorted(range(len(groups)), key=lambda i: -costs[i])
-            for i, found in zip(order, pool.map(work, order), strict=True):
+            for i, found in zip(order, pool.map(work, range(len(order))), strict=True):
                 classes = groups[i].classes
                 moves.update({classes[k]: classes[j] for k, j in enumerate(found.order.tolist())})
                 progress.advance("permute", gap_closed=found.gap_closed)
@@ -204,6 +207,10 @@ def _columns(weight: Tensor, first: int, count: int) -> Tensor:
     """(rows, count) magnitudes of a weight's input channels, divided by their mean."""
     rows = weight[:, first : first + count].abs().movedim(1, -1).flatten(0, -2).float()
     return rows / rows.mean().clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def _cost(group: _Group, weights: dict[str, Tensor]) -> int:
+    return sum(weights[path][:, 0].numel() for path in group.readers) * len(group.classes) + ROUND_COST
 
 
 def _share(weight: Tensor, n: int, m: int) -> float:

@@ -53,7 +53,7 @@ def test_planted_order_is_found():
             places = torch.randperm(4, generator=generator)[:2] + 4 * stripe
             planted[row, places] = 1 + torch.rand(2, generator=generator)
     shuffled = planted[:, torch.randperm(32, generator=generator)]
-    found = search_permutation(shuffled, 2, 4, seconds=600)
+    found = search_permutation(shuffled, 2, 4, seconds=600, rounds=2000)
     assert found.before < 0.9 * found.bound
     assert found.after == pytest.approx(found.bound)
     assert kept_magnitude(shuffled[:, found.order], nm_mask(shuffled[:, found.order], 2, 4)) == pytest.approx(1.0)
