@@ -22,7 +22,13 @@ from compress.quantization.decisions import Placement
 from compress.quantization.insert import insert_quantizers
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.spec import ActivationSpec, QuantSpec, Rule, WeightSpec
+from compress.receptive_field import effective_receptive_field, receptive_field
 from compress.recipe import Recipe, load_recipe
+from compress.roofline.model import roofline
+from compress.sparsity.parametrization import squash_masks
+from compress.sparsity.schedule import MaskSchedule
+from compress.sparsity.sparsifier import sparsify
+from compress.sparsity.spec import SparsitySpec
 from compress.training import QATSpec, TrainSpec, evaluate, fit
 from compress.version import __version__
 
@@ -34,6 +40,7 @@ __all__ = [
     "DataSpec",
     "Engine",
     "ExportSpec",
+    "MaskSchedule",
     "ModelSpec",
     "OnnxAudit",
     "Placement",
@@ -42,6 +49,7 @@ __all__ = [
     "Quantizer",
     "Recipe",
     "Rule",
+    "SparsitySpec",
     "TorchEngine",
     "TrainSpec",
     "WeightSpec",
@@ -50,6 +58,7 @@ __all__ = [
     "build_engine",
     "build_model",
     "calibrate",
+    "effective_receptive_field",
     "engine_availability",
     "evaluate",
     "export_onnx",
@@ -60,6 +69,10 @@ __all__ = [
     "measure_accuracy",
     "measure_latency",
     "quantize",
+    "receptive_field",
+    "roofline",
     "run",
+    "sparsify",
+    "squash_masks",
     "trace",
 ]

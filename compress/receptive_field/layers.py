@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +12,8 @@ from compress.errors import ModelError
 from compress.receptive_field.probe import grids
 from compress.receptive_field.table import ReceptiveField, ReceptiveFieldTable
 from compress.receptive_field.theoretical import receptive_field
+
+T = TypeVar("T")
 
 
 def layers_to_show(model: nn.Module, image: Tensor, *, count: int = 8) -> list[str | None]:
@@ -25,31 +30,31 @@ def layers_to_show(model: nn.Module, image: Tensor, *, count: int = 8) -> list[s
     except ModelError:
         return [None]
     rows = grids(table, image)
-    ends = [row for row, following in zip(rows, [*rows[1:], None], strict=True) if _ends_block(row, following)]
+    ends = _block_ends(table, rows, count)
     if len(ends) < min(count, 4):
         kinds = {"conv", "max_pool", "avg_pool", "add", "concat", "attention"}
-        ends = [row for row in rows if row.kind in kinds] or rows
-    if rows and ends[-1] is not rows[-1]:
-        ends.append(rows[-1])
-    return [_label(table, row) for row in spread(ends, count)]
+        ends = [(row, row.path or row.name) for row in rows if row.kind in kinds]
+    if rows and (not ends or ends[-1][0] is not rows[-1]):
+        ends.append((rows[-1], rows[-1].path or rows[-1].name))
+    return [name for _, name in spread(ends, count)]
 
 
-def _ends_block(row: ReceptiveField, following: ReceptiveField | None) -> bool:
-    """Whether a block of at least two levels of modules ends at this row (layer1.0, features.3)."""
-    after = set(following.scopes) if following is not None else set()
-    return any("." in scope and scope not in after and scope != row.path for scope in row.scopes)
+def _block_ends(
+    table: ReceptiveFieldTable, rows: Sequence[ReceptiveField], count: int
+) -> list[tuple[ReceptiveField, str]]:
+    """(last row, path) of the blocks at the outermost level of nesting that has `count` of them, else the most."""
+    levels: dict[int, list[tuple[ReceptiveField, str]]] = {}
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        after = set(following.scopes) if following is not None else set()
+        for scope in row.scopes:
+            if scope and scope not in after and scope != row.path and table.row(scope) is row:
+                levels.setdefault(scope.count("."), []).append((row, scope))
+    enough = [ends for _, ends in sorted(levels.items()) if len(ends) >= count]
+    return enough[0] if enough else max(levels.values(), key=len, default=[])
 
 
-def _label(table: ReceptiveFieldTable, row: ReceptiveField) -> str:
-    """The innermost block that returns this row, else the module's path, else the node's name."""
-    for scope in sorted((s for s in row.scopes if "." in s and s != row.path), key=len, reverse=True):
-        if table.row(scope) is row:
-            return scope
-    return row.path or row.name
-
-
-def spread(rows: list[ReceptiveField], count: int) -> list[ReceptiveField]:
-    """`count` of some rows, evenly, with the last."""
+def spread(rows: list[T], count: int) -> list[T]:
+    """`count` of some items, evenly, with the last."""
     if len(rows) <= count:
         return rows
     if count <= 1:

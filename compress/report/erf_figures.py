@@ -177,7 +177,8 @@ def _frame(axes: Axes, field: EffectiveReceptiveField, title: str) -> None:
 
 
 def caption(figure: Figure, text: str) -> None:
-    """Put what there is to see below a figure."""
+    """Put what there is to see below a figure; a number and its unit stay on one line."""
+    text = text.replace(" %", "\u00a0%").replace(" px", "\u00a0px")
     figure.supxlabel(
         textwrap.fill(text, int(figure.get_figwidth() * 16)), fontsize=8.5, color=LIGHT["muted"], x=0.01, ha="left"
     )

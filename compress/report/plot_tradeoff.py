@@ -26,6 +26,8 @@ from compress.report.style import (
 from compress.report.tables import FLOAT, SummaryRow, significant
 
 _LOG_FROM = 6.0  # largest over smallest latency beyond which a linear axis hides the fast end
+ALL_RIGHT = 100.4
+"""Top of the accuracy axis, in percent: room for a label above 100 and for nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,8 @@ def _scale(axes: Axes, points: Sequence[Point]) -> None:
         axes.xaxis.set_major_formatter(FuncFormatter(compact))
     else:
         axes.set_xlim(0, high * 1.18)
-    axes.set_ylim(*nice_limits([point.top1 for point in points], least_span=1.0))
+    low, high = nice_limits([point.top1 for point in points], least_span=1.0)
+    axes.set_ylim(low, min(high, ALL_RIGHT))
     axes.yaxis.set_major_locator(MaxNLocator(6))
 
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -112,7 +113,7 @@ def permute_channels(
     reads = {use.path.removesuffix(".weight"): use for use in channels.uses.values() if use.role == "in"}
     _pin_strangers(channels, model)
     groups = _groups(channels, {path: reads[path] for path in layers if path in reads}, pattern.m)
-    before = {path: _share(w, pattern.n, pattern.m) for path, w in weights.items()}
+    before = _shares(weights, pattern)
 
     head = time.perf_counter() - start  # the report and the check at the end take about as long again
     seconds = max(spec.permute_seconds - 2 * head, spec.permute_seconds / 2)
@@ -124,8 +125,7 @@ def permute_channels(
             "the permuted model computes something else, so it was put back: its forward reads channels by number, "
             "which the graph does not show; set sparsity.permute to false"
         )
-    after = {path: _share(w, pattern.n, pattern.m) for path, w in weights.items()}
-    rows = _report(weights, channels, reads, groups, before, after, pattern.m)
+    rows = _report(weights, channels, reads, groups, before, _shares(weights, pattern), pattern.m)
     return PermutationReport(rows=rows, groups=len(groups), seconds=time.perf_counter() - start)
 
 
@@ -153,17 +153,24 @@ def _search(
 
     moves: dict[int, int] = {}
     progress.start("permute", len(groups))
-    torch.set_num_threads(max(1, cores // workers))  # threads that start now take this number
-    try:
-        with ThreadPoolExecutor(workers) as pool:
-            for i, found in zip(order, pool.map(work, range(len(order))), strict=True):
-                classes = groups[i].classes
-                moves.update({classes[k]: classes[j] for k, j in enumerate(found.order.tolist())})
-                progress.advance("permute", gap_closed=found.gap_closed)
-    finally:
-        torch.set_num_threads(cores)
+    with _threads(max(1, cores // workers)), ThreadPoolExecutor(workers) as pool:
+        for i, found in zip(order, pool.map(work, range(len(order))), strict=True):
+            classes = groups[i].classes
+            moves.update({classes[k]: classes[j] for k, j in enumerate(found.order.tolist())})
+            progress.advance("permute", gap_closed=found.gap_closed)
     progress.finish("permute")
     return moves
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Torch with so many threads inside, also in Python threads that start there, and as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -213,10 +220,15 @@ def _cost(group: _Group, weights: dict[str, Tensor]) -> int:
     return sum(weights[path][:, 0].numel() for path in group.readers) * len(group.classes) + ROUND_COST
 
 
-def _share(weight: Tensor, n: int, m: int) -> float:
-    columns = weight.detach().movedim(1, -1).flatten(0, -2)
-    total = columns.abs().sum(dtype=torch.float64).item()
-    return kept_by_order(columns, n, m) / total if total else 1.0
+def _shares(weights: dict[str, Tensor], pattern: Pattern) -> dict[str, float]:
+    """Share of each weight's magnitude that the pattern keeps; short operations, faster on one thread."""
+    shares = {}
+    with _threads(1):
+        for path, weight in weights.items():
+            columns = weight.movedim(1, -1).flatten(0, -2)
+            total = columns.abs().sum(dtype=torch.float64).item()
+            shares[path] = kept_by_order(columns, pattern.n, pattern.m) / total if total else 1.0
+    return shares
 
 
 def _apply(model: nn.Module, channels: Channels, moves: dict[int, int]) -> None:

@@ -137,7 +137,7 @@ def runs(model, image):
         return False
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(layers, min_size=1, max_size=5), st.integers(5, 24))
 def test_every_unit_sees_what_its_gradient_reaches(stack, length):
     model = positive(nn.Sequential(*stack))
@@ -159,7 +159,7 @@ def test_every_unit_sees_what_its_gradient_reaches(stack, length):
     assert [row.interval(u) for u in units] == [support(output, image, i) for i in indices]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(layers, min_size=1, max_size=4))
 def test_size_without_borders_is_that_of_a_long_image(stack):
     """Where a window exists, a unit in the middle of a long image sees just that window."""

@@ -125,7 +125,16 @@ def test_measured_roofs_are_drawn():
     def sample(rate):
         return Sample(size=2048, rate=rate, arithmetic_intensity=300)
 
-    roofs = {"copy": 2e10, "fp32": 8e10, "fp32 conv": 9e10, "bf16": 2e11, "int8": 3e11}
+    roofs = {
+        "fp8": 3.2e11,
+        "fp16-2:4": 2.9e11,
+        "tf32": 8.5e10,
+        "copy": 2e10,
+        "fp32": 8e10,
+        "fp32 conv": 9e10,
+        "bf16": 2e11,
+        "int8": 3e11,
+    }
     ceilings = Ceilings(
         backend="cpu",
         title="A processor",

@@ -1,0 +1,110 @@
+"""`prune` on a small network: zeros in the files, masks held through QAT, and a stop in the middle."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from compress.errors import AuditError, RecipeError
+from compress.export.audit import audit_sparsity
+from compress.pipeline import run
+from compress.recipe import parse_recipe
+
+TREE = {
+    "model": {"name": "tests.networks:tiny", "options": {"width": 16}},
+    "data": {"image_size": 16, "batch_size": 64, "train_images": 512, "val_images": 200},
+    "train": {"epochs": 2, "lr": 0.05},
+    "sparsity": {"pattern": "2:4", "kernels": "any", "permute": True, "permute_seconds": 2},
+    "finetune": {"epochs": 1, "lr": 0.02},
+    "quantization": {"target": "openvino", "calibration_images": 128},
+    "qat": {"epochs": 1, "lr": 0.01},
+    "bench": {"engines": ["onnxruntime"], "batch_sizes": [1], "runs": 3, "seconds": 0.2},
+}
+RECIPE = parse_recipe(TREE)
+MASKED = ("block1.conv1", "block1.conv2", "block2.conv1", "block2.conv2")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("prune") / "run"
+    run(RECIPE, "prune", out, device="cpu")
+    return out
+
+
+def constant(path, layer):
+    """The weight of a layer in a file, integers where it is quantized; read without our own code."""
+    model = onnx.load(path)
+    arrays = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    producers = {n.output[0]: n for n in model.graph.node}
+    node = next(n for n in model.graph.node if n.name == f"/{layer.replace('.', '/')}/Conv")
+    name = node.input[1]
+    return arrays[producers[name].input[0] if name in producers else name]
+
+
+@pytest.mark.parametrize("variant", ["sparse", "sparse-ptq", "sparse-qat"])
+@pytest.mark.parametrize("layer", MASKED)
+def test_two_of_four_in_the_files(variant, layer, finished):
+    weight = constant(finished / f"{variant}.onnx", layer)
+    assert weight.dtype == (np.float32 if variant == "sparse" else np.int8)
+    groups = np.moveaxis(weight, 1, -1).reshape(-1, 4)
+    assert (np.count_nonzero(groups, axis=1) <= 2).all()
+    assert np.count_nonzero(weight) > 0.35 * weight.size
+
+
+def test_the_rest_stays_dense(finished):
+    assert np.count_nonzero(constant(finished / "sparse.onnx", "conv1")) > 0.9 * 16 * 3 * 9
+    rows = json.loads((finished / "sparsity.json").read_text())["rows"]
+    assert all(row["reason"] for row in rows if not row["eligible"])
+    assert {row["layer"] for row in rows if row["eligible"]} >= set(MASKED)
+
+
+def test_qat_trained_with_the_zeros_held(finished):
+    before, after = (constant(finished / f"sparse-{v}.onnx", "block2.conv2") for v in ("ptq", "qat"))
+    assert (before != after).any()
+    assert (after[before == 0] == 0).mean() > 0.9  # what rounded to zero may come back; what was masked may not
+
+
+def test_a_stopped_run_takes_the_masks_that_it_had_found(finished, tmp_path):
+    """A timed search does not find the same permutation twice, so the second half must not search again."""
+    out = tmp_path / "again"
+    shutil.copytree(finished, out)
+    state = json.loads((out / "state.json").read_text())
+    state["steps"] = {k: v for k, v in state["steps"].items() if k in {"train", "mask"}}
+    (out / "state.json").write_text(json.dumps(state))
+    for name in ("sparse.safetensors", "sparse-qat.safetensors"):
+        (out / name).unlink()
+    run(RECIPE, "prune", out, resume=True, device="cpu")
+    assert (out / "sparse.safetensors").read_bytes() == (finished / "sparse.safetensors").read_bytes()
+
+
+def test_audit_finds_a_broken_pattern(finished, tmp_path):
+    rows = {row.name: row for row in audit_sparsity(finished / "sparse-qat.onnx")}
+    assert rows["/block1/conv1/Conv"].violations == 0 and rows["/block1/conv1/Conv"].dtype == "int8"
+    assert rows["/conv1/Conv"].violations is None  # three input channels are no groups of four
+    model = onnx.load(finished / "sparse.onnx")
+    for tensor in model.graph.initializer:
+        value = numpy_helper.to_array(tensor)
+        if value.ndim == 4 and value.shape[1] % 4 == 0:
+            tensor.CopyFrom(numpy_helper.from_array(np.ones_like(value), tensor.name))
+    onnx.save(model, tmp_path / "dense.onnx")
+    broken = {row.name: row for row in audit_sparsity(tmp_path / "dense.onnx")}
+    assert broken["/block1/conv1/Conv"].violations == 16 * 16 * 9 // 4
+    with pytest.raises(AuditError, match="does not exist"):
+        audit_sparsity(tmp_path / "none.onnx")
+
+
+def test_channels_go_through_the_same_command(tmp_path):
+    tree = {**TREE, "sparsity": {"pattern": "channel:0.4", "kernels": "any"}, "quantization": None, "qat": None}
+    run(parse_recipe(tree), "prune", tmp_path / "c", device="cpu")
+    report = json.loads((tmp_path / "c" / "sparsity.json").read_text())
+    assert report["macs_after"] < 0.75 * report["macs_before"]
+    assert (tmp_path / "c" / "sparse.onnx").stat().st_size < (tmp_path / "c" / "float.onnx").stat().st_size
+
+
+def test_prune_needs_its_section(tmp_path):
+    with pytest.raises(RecipeError, match="needs a `sparsity` section"):
+        run(dataclasses.replace(RECIPE, sparsity=None), "prune", tmp_path / "x")
