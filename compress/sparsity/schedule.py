@@ -59,9 +59,11 @@ class MaskSchedule:
             if step == 1:  # an optimizer that is older than the masks would go on moving what they mask
                 mask_optimizer_state(optimizer, self.model)
             return
+        begin, end = self.spec.begin * total_steps, self.spec.end * total_steps
         if self.spec.schedule == "sr-ste":
             _pull(self.model, optimizer, self.spec.sr_ste_decay)
-        begin, end = self.spec.begin * total_steps, self.spec.end * total_steps
+            for layer in masked_layers(self.model).values():
+                layer.part.straight_through = step < end
         if self._due(step, begin, end):
             time = min(1.0, max(0.0, (step - begin) / (end - begin)))
             self._change(time)
@@ -84,7 +86,6 @@ class MaskSchedule:
             if self.spec.schedule == "gradual":
                 mask = partial_mask(layer.original, mask, 1 - (1 - time) ** 3)
             layer.mask.copy_(mask)
-            layer.part.straight_through = self.spec.schedule == "sr-ste" and time < 1
 
 
 def mask_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
