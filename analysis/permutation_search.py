@@ -139,7 +139,8 @@ def text(report: Row) -> str:
     lines += [
         "",
         f"ResNet-50, {net['groups']} groups on {report['threads']} threads: {net['seconds']:.1f} s in all for a limit "
-        f"of {net['limit_s']:g} s ({net['cpu_seconds']:.1f} s of processor time); magnitude kept {net['kept_before']:.4f} -> {net['kept_after']:.4f} (unstructured "
+        f"of {net['limit_s']:g} s ({net['cpu_seconds']:.1f} s of processor time); magnitude kept "
+        f"{net['kept_before']:.4f} -> {net['kept_after']:.4f} (unstructured "
         f"{net['kept_unstructured']:.4f}); the outputs moved by {net['relative_output_change']:.1e} of the largest.",
         "",
         "| layer | weight | 2:4 | permuted | unstructured |",
