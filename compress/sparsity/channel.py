@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,7 +21,7 @@ from compress.graph.layers import layers as layer_table
 from compress.graph.layers import total_macs
 from compress.graph.trace import Inputs, as_inputs, flat_tensors, trace
 from compress.progress import NoProgress, Progress
-from compress.sparsity.eligibility import check_rules, left_dense, run_order, weighted_layers
+from compress.sparsity.eligibility import check_rules, evaluating, left_dense, run_order, weighted_layers
 from compress.sparsity.parametrization import masked_layers
 from compress.sparsity.spec import SparsitySpec, check_sparsity_spec
 
@@ -137,7 +135,7 @@ def _remove(model: nn.Module, inputs: tuple[Tensor, ...], ratio: float, spec: Sp
     layers = weighted_layers(model)
     ignored = [layers[path] for path in layers if left_dense(path, spec)]
     ignored.append(layers[run_order(model, layers, inputs)[-1]])
-    with _evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         shapes = [t.shape for t in flat_tensors(model(*inputs))]
         try:
             with torch.enable_grad():  # torch-pruning reads the graph that autograd records
@@ -170,18 +168,6 @@ def _library() -> Any:
         raise SparsityError(
             "channel pruning needs the torch-pruning library: pip install 'compress[pruning]'"
         ) from error
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, each module's own mode again afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _macs(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:

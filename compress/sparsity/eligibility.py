@@ -8,7 +8,8 @@ channels, much to lose), the last (the classifier), grouped convolutions, and sh
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -203,16 +204,24 @@ def run_order(model: nn.Module, layers: dict[str, nn.Module], example_inputs: In
     """
     order: dict[str, None] = {}
     hooks = [m.register_forward_hook(lambda *_, path=path: order.setdefault(path)) for path, m in layers.items()]
-    training = {module: module.training for module in model.modules()}
-    model.eval()
     try:
-        with torch.no_grad():
+        with evaluating(model), torch.no_grad():
             model(*as_inputs(example_inputs))
     except (RuntimeError, ValueError, TypeError) as error:
         raise SparsityError(f"the model fails on the example inputs: {error}") from error
     finally:
         for hook in hooks:
             hook.remove()
-        for module, mode in training.items():
-            module.training = mode
     return list(order)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, each module's own mode again afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
