@@ -278,7 +278,7 @@ def draw(report: Row, folder: Path) -> None:
     from matplotlib.figure import Figure
 
     from compress.files import replacing, write_text
-    from compress.report.style import LIGHT, styled, to_png
+    from compress.report.style import LIGHT, compact, styled, to_png
 
     about = ", ".join(f"{name} {value}" for name, value in report["machine"].items() if value)
     command = f"Measured with `{report['command']}`; {about}."
@@ -298,6 +298,7 @@ def draw(report: Row, folder: Path) -> None:
             axis.axhline(1.0, color=LIGHT["ink"], linewidth=0.8)
             axis.axhline(2.0, color=LIGHT["muted"], linewidth=0.8, linestyle=":")
             axis.set(xscale="log", title=precision.upper(), xlabel="multiply-accumulates of the dense product")
+            axis.xaxis.set_major_formatter(compact)
         figure.axes[0].set_ylabel("dense time / 2:4 time")
         figure.axes[0].legend()
         image = to_png(figure)
