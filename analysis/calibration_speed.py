@@ -1,6 +1,6 @@
 """How long calibration of ResNet-50 takes: compress against pytorch-quantization, ModelOpt and NNCF.
 
-    python analysis/calibration_speed.py [--rounds 5] [--out results]
+    python analysis/calibration_speed.py [--rounds 5] [--patience 3600] [--out results]
 
 Peers are measured where they can be imported; the others are listed as missing. What is timed:
 
@@ -11,7 +11,8 @@ Peers are measured where they can be imported; the others are listed as missing.
   `nncf.quantize` (on the OpenVINO network, whose forward pass is a faster one).
 
 Variants run in turn (A B C ... A B C ...) after a warm-up of each, and the median counts. pytorch-quantization takes
-minutes to choose amax by entropy: that is timed once.
+minutes to choose amax by entropy: that is timed once. On a shared machine, `--patience 3600` waits for others to be
+calm before each run and repeats it when they were not.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from compress.quantization.calibrators import CALIBRATORS, make_calibrator
 from compress.quantization.spec import ActivationSpec, QuantSpec
 
 Timing = dict[str, float]
-"""Seconds: `collect_s` and `compute_s`, or `total_s`."""
+"""Seconds: `collect_s` and `compute_s`, or `total_s`; `others`, the share of processors that others used meanwhile."""
 Variant = Callable[[], Timing]
 
 BATCHES, BATCH_SIZE, PIXELS = 4, 8, 224
@@ -157,7 +158,7 @@ def available(tool: str, make: Callable[[], dict[str, Variant]], missing: dict[s
         return {}
 
 
-def measure(rounds: int) -> dict[str, Any]:
+def measure(rounds: int, quiet: QuietMachine) -> dict[str, Any]:
     """Time all variants in turn."""
     torch.manual_seed(0)
     model = torchvision.models.resnet50().eval()
@@ -175,32 +176,72 @@ def measure(rounds: int) -> dict[str, Any]:
     )
     variants |= available("ModelOpt", lambda: modelopt_variants(model, batches), missing)
     variants |= available("NNCF", lambda: nncf_variants(model, batches), missing)
-    runs, loads = run_in_turn(variants, rounds)
+    runs = run_in_turn(variants, rounds, quiet)
     return {
         "machine": machine(),
         "rounds": rounds,
-        "load_average_1min": loads,
+        "discarded_runs": quiet.discarded,
+        "tolerated_share_of_others": quiet.limit,
         "missing": missing,
         "same_amax": {name: same(ours[name], theirs[name]) for name in theirs},
         "runs": runs,
     }
 
 
-def run_in_turn(variants: dict[str, Variant], rounds: int) -> tuple[dict[str, list[Timing]], list[float]]:
-    """Timings by title, and the load average before, between and after the rounds."""
+class QuietMachine:
+    """Tells how much of the processors other processes took: what decides whether a timing on a shared machine counts.
+
+    Args:
+        limit: the share that is tolerated, of all processors.
+        patience_s: seconds to wait in all, for calm or for another try; then timings are kept as they are.
+    """
+
+    def __init__(self, limit: float, patience_s: float) -> None:
+        self.limit = limit
+        self.ends = time.monotonic() + patience_s
+        self.discarded = 0
+
+    def timed(self, variant: Variant) -> Timing:
+        """Run when others are calm, again if they were not meanwhile; with `others`, their share during the run."""
+        while True:
+            while self.patient() and self.others_during(lambda: time.sleep(2))[1] > self.limit:
+                pass
+            timing, others = self.others_during(variant)
+            if others <= self.limit or not self.patient():
+                return {**timing, "others": others}
+            self.discarded += 1
+
+    def patient(self) -> bool:
+        """Whether there is time left to wait."""
+        return time.monotonic() < self.ends
+
+    @staticmethod
+    def others_during(work: Callable[[], Any]) -> tuple[Any, float]:
+        """What `work` returns, and the share of processor time that other processes used meanwhile."""
+        start, own = cpu_seconds(), time.process_time()
+        result = work()
+        (busy, total), own = cpu_seconds(), time.process_time() - own
+        return result, max(0.0, busy - start[0] - own) / (total - start[1])
+
+
+def cpu_seconds() -> tuple[float, float]:
+    """Busy and total time of all processors since start, as Linux counts it."""
+    user, nice, system, idle, wait, *interrupts = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
+    busy = user + nice + system + sum(interrupts)
+    ticks = os.sysconf("SC_CLK_TCK")
+    return busy / ticks, (busy + idle + wait) / ticks
+
+
+def run_in_turn(variants: dict[str, Variant], rounds: int, quiet: QuietMachine) -> dict[str, list[Timing]]:
+    """Timings by title: a warm-up of each, then A B C ... A B C ..., and last what runs once."""
     often = [title for title in variants if title != ONCE]
-    runs: dict[str, list[Timing]] = {title: [] for title in variants}
-    loads = [os.getloadavg()[0]]
     for title in often:
         variants[title]()
-    for _ in range(rounds):
-        for title in often:
-            runs[title].append(variants[title]())
-        loads.append(os.getloadavg()[0])
-    if ONCE in variants:
-        runs[ONCE].append(variants[ONCE]())
-        loads.append(os.getloadavg()[0])
-    return runs, loads
+    order = often * rounds + [ONCE] * (ONCE in variants)
+    runs: dict[str, list[Timing]] = {title: [] for title in variants}
+    for title in order:
+        runs[title].append(quiet.timed(variants[title]))
+    return runs
 
 
 def same(ours: list[float], theirs: list[float]) -> dict[str, int | float]:
@@ -228,6 +269,11 @@ def machine() -> dict[str, Any]:
     }
 
 
+def total(run: Timing) -> float:
+    """Pass and choice together, or the whole call."""
+    return sum(value for name, value in run.items() if name.endswith("_s"))
+
+
 def median(values: list[float], spec: str) -> str:
     """The median as text; empty where there is none."""
     return format(statistics.median(values), spec) if values else ""
@@ -237,14 +283,17 @@ def markdown(result: dict[str, Any]) -> str:
     """The table, with what it was measured on."""
     runs, where = result["runs"], result["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    loads = result["load_average_1min"]
+    others = [run["others"] for timings in runs.values() for run in timings]
     lines = [
         "# Calibration of ResNet-50: time",
         "",
         f"32 images at 224 px in 4 batches, random weights, 54 tensors, {where['threads']} threads of {where['cpu']}.",
         f"Python {where['python']}, {versions}.",
         f"Variants in turn, medians of {result['rounds']} rounds, ratios within a round; pytorch-quantization entropy "
-        f"ran once. Load average over the run, its own threads included: {min(loads):.1f} to {max(loads):.1f}.",
+        "ran once. While a run was timed, other processes took "
+        f"{statistics.median(others):.1%} of the processors in the median and {max(others):.1%} at most; "
+        f"{result['discarded_runs']} runs were repeated because it was more than "
+        f"{result['tolerated_share_of_others']:.0%}.",
         "",
         "| variant | pass, s | pass / plain forward | choosing amax, s | together, s | each round, s |",
         "|---|---|---|---|---|---|",
@@ -258,8 +307,8 @@ def markdown(result: dict[str, Any]) -> str:
             median(passes, ".2f"),
             median(ratios, ".2f"),
             median([run["compute_s"] for run in timings if "compute_s" in run], ".3f"),
-            median([sum(run.values()) for run in timings], ".2f"),
-            " ".join(f"{sum(run.values()):.2f}" for run in timings),
+            median([total(run) for run in timings], ".2f"),
+            " ".join(f"{total(run):.2f}" for run in timings),
         )
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(f"Not measured: {tool} ({reason})." for tool, reason in result["missing"].items())]
@@ -284,10 +333,12 @@ def main() -> None:
     """Measure, and write calibration_speed.json and .md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--patience", type=float, default=0.0, metavar="SECONDS", help="to wait for a quiet machine")
+    parser.add_argument("--others", type=float, default=0.05, metavar="SHARE", help="of other processes, tolerated")
     parser.add_argument("--out", type=Path, default=Path("results"))
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
-    result = measure(arguments.rounds)
+    result = measure(arguments.rounds, QuietMachine(arguments.others, arguments.patience))
     write_json(arguments.out / "calibration_speed.json", result)
     write_text(arguments.out / "calibration_speed.md", markdown(result))
     print(markdown(result))
