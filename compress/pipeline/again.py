@@ -14,7 +14,7 @@ from compress.measure import BenchSpec
 from compress.measure.metric import Metric
 from compress.pipeline.folder import read_state, recipe_of
 from compress.pipeline.measure import VARIANTS, bench
-from compress.pipeline.models import float_step, ptq_step, qat_step
+from compress.pipeline.models import build_float, float_step, ptq_step, qat_step
 from compress.pipeline.run import Run
 from compress.progress import NoProgress, Progress
 
@@ -70,7 +70,7 @@ def export_again(
 
 def network(run: Run, variant: str) -> nn.Module:
     """A network of a finished run, its weights loaded."""
-    float_model = float_step(run)
+    float_model = float_step(run, build_float(run.recipe, run.data))
     if variant == "float":
         return float_model
     ptq_model = ptq_step(run, float_model)

@@ -14,7 +14,7 @@ from compress.files import write_json
 from compress.pipeline.export import export_step
 from compress.pipeline.folder import RunFolder, free_folder, latest_folder, open_run
 from compress.pipeline.measure import bench_step, evaluate_step
-from compress.pipeline.models import float_step, ptq_step, qat_step
+from compress.pipeline.models import build_float, float_step, ptq_step, qat_step
 from compress.pipeline.run import Run
 from compress.pipeline.sparse import check_pattern, sparse_step, zeros_of
 from compress.progress import NoProgress, Progress
@@ -56,6 +56,7 @@ def run(
     _check(recipe, command)
     out = Path(out)
     data = load_data(recipe.data)
+    built = build_float(recipe, data)  # before the folder: what cannot be had leaves nothing behind
     folder = processes.on_main(lambda: open_run(out, recipe, command, resume=resume))
     this = Run(
         recipe=recipe,
@@ -66,7 +67,7 @@ def run(
         progress=progress or NoProgress(),
         resume=resume,
     )
-    models: dict[str, nn.Module] = {"float": float_step(this)}
+    models: dict[str, nn.Module] = {"float": float_step(this, built)}
     if command in {"ptq", "qat"}:
         models["ptq"] = ptq_step(this, models["float"])
     if command == "prune":

@@ -10,23 +10,28 @@ from typing import cast
 import torch
 from torch import Tensor, fx, nn
 
-from compress.data.base import BatchPlan, Split
+from compress.data.base import BatchPlan, DataSet, Split
 from compress.files import write_json, write_text
-from compress.models import build_model_with_notes
+from compress.models import BuiltModel, build_model_with_notes
 from compress.pipeline.run import Run
 from compress.quantization.calibrate import CalibrationReport, calibrate
 from compress.quantization.insert import insert_quantizers, placement_of
 from compress.quantization.spec import QuantSpec
+from compress.recipe import Recipe
 from compress.sparsity.parametrization import apply_masks, squash_masks
 from compress.training import QATSpec, TrainReport, TrainSpec, fit, load_model, save_model
 from compress.training.loop import AfterStep
 
 
-def float_step(run: Run) -> nn.Module:
+def build_float(recipe: Recipe, data: DataSet) -> BuiltModel:
+    """The recipe's model as it is before training: fresh from the seed, or with its weights."""
+    torch.manual_seed(recipe.train.seed)
+    return build_model_with_notes(recipe.model, num_classes=data.train.num_classes)
+
+
+def float_step(run: Run, built: BuiltModel) -> nn.Module:
     """The float baseline: the recipe's model, trained unless `train.epochs` is 0."""
     spec = run.recipe
-    torch.manual_seed(spec.train.seed)
-    built = build_model_with_notes(spec.model, num_classes=run.data.train.num_classes)
     model = built.model
     run.notes += [note for note in built.notes if note not in run.notes]
     if run.folder.done("train"):

@@ -89,7 +89,7 @@ class Histogram:
     def _fit(self) -> None:
         """Merge neighbouring bins until the largest magnitude has one."""
         crowding = self.amax / self.width / self.counts.shape[1]
-        doublings = crowding.log2().ceil().nan_to_num(0.0).clamp(0, 62)  # 0 / 0 where there are only zeros
+        doublings = crowding.log2().ceil().nan_to_num(0.0).clamp(0, 126)  # 0 / 0 where there are only zeros
         if self.counts.device.type == "cpu" and not doublings.any():
             return
         self.counts = merge_neighbours(self.counts, doublings.long())
@@ -103,7 +103,7 @@ def merge_neighbours(counts: Tensor, doublings: Tensor) -> Tensor:
         counts: (rows, bins) int64.
         doublings: (rows,) int64, at least 0.
     """
-    target = torch.arange(counts.shape[1], device=counts.device) >> doublings[:, None]
+    target = torch.arange(counts.shape[1], device=counts.device) >> doublings[:, None].clamp(max=62)
     return torch.zeros_like(counts).scatter_add_(1, target, counts)
 
 

@@ -81,7 +81,7 @@ def sizes(field: EffectiveReceptiveField) -> str:
         f"influence within {metrics.radius_50:.0f} px of the centre, 95 % within {metrics.radius_95:.0f} px; Gaussian "
         f"σ {vertical:.1f} × {horizontal:.1f} px (explains {100 * max(0.0, metrics.gaussian.r_squared):.0f} %)."
     )
-    if metrics.count > 0.9 * field.heat.numel():
+    if metrics.count > 0.8 * field.heat.numel():
         text += " It fills the image, which cuts it off: a larger image shows its real size."
     if row is None:
         return f"{text} The theoretical field is not known: torch.fx cannot trace the model."

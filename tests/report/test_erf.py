@@ -108,5 +108,6 @@ def test_every_figure_is_drawn(model, images):
     ]
     assert all(isinstance(figure, Figure) for figure in figures)
     drawn = " ".join(text.get_text() for text in figures[1].findobj(lambda a: hasattr(a, "get_text")))
+    drawn = drawn.replace("\u00a0", " ")  # a number and its unit stay on one line
     assert "px" in drawn
     assert f"{field.metrics.size:.0f} px" in drawn
