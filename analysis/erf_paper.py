@@ -194,7 +194,7 @@ def architecture(out: Path, runs: int) -> None:
     fields = [measure(make, 161, runs, label=name) for name, make in variants.items()]
     text = (
         "Twenty 3 × 3 convolutions with ReLU and random weights, the same scale of pixels everywhere. Dropout hardly "
-        "changes it; skip connections make the field smaller, as their short paths weigh most; dilation and subsampling "
+        "changes it; skip connections make the field smaller, as short paths weigh most; dilation and subsampling "
         "widen it to more than twice the side with the same number of weights."
     )
     save(out / "paper_architecture.png", draw_gallery([("20 layers", fields)], text=text))

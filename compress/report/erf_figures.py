@@ -254,15 +254,11 @@ def draw_growth(
             left.plot(depth, theory, color=colour, linestyle="--", linewidth=1.1)
             shares = [f.metrics.size / t if t else math.nan for f, t in zip(fields, theory, strict=True)]
             right.plot(depth, shares, color=colour, marker="o", markersize=3)
-        left.axhline(image_side, color=LIGHT["muted"], linewidth=0.9)
-        left.annotate(
-            f"side of the image, {image_side} px", (2, image_side), xytext=(0, 3), textcoords="offset points",
-            fontsize=7.5, color=LIGHT["muted"],
-        )  # fmt: skip
-        left.set(xlabel="way through the network, %", ylabel="side of the field, px")
+        _image_side(left, image_side)
+        left.set(xlabel="way through the layers shown, %", ylabel="side of the field, px")
         _log_sizes(left)
         left.set_title("Full: effective; dashed: theoretical")
-        right.set(xlabel="way through the network, %", ylabel="effective side over theoretical side")
+        right.set(xlabel="way through the layers shown, %", ylabel="effective side over theoretical side")
         right.set_ylim(bottom=0)
         right.set_title("Share of the theoretical field in use")
         figure.legend(loc="outside upper center", ncols=min(len(curves), 6))
@@ -323,11 +319,7 @@ def draw_table(table: ReceptiveFieldTable, *, name: str = "") -> Figure:
         axes.step(range(len(rows)), wide, where="mid", color=LIGHT["blue"], label="widest path")
         if any(a != b for a, b in zip(wide, narrow, strict=True) if not math.isnan(a)):
             axes.step(range(len(rows)), narrow, where="mid", color=LIGHT["sky"], label="narrowest path (shortcuts)")
-        axes.axhline(min(table.image_size), color=LIGHT["muted"], linewidth=0.9)
-        axes.annotate(
-            f"side of the image, {min(table.image_size)} px", (0, min(table.image_size)), xytext=(0, 3),
-            textcoords="offset points", fontsize=7.5, color=LIGHT["muted"],
-        )  # fmt: skip
+        _image_side(axes, min(table.image_size))
         first = next((i for i, row in enumerate(rows) if row.status == "global"), None)
         if first is not None:
             axes.axvspan(first, len(rows), color=LIGHT["amber"], alpha=0.14, linewidth=0)
@@ -341,6 +333,20 @@ def draw_table(table: ReceptiveFieldTable, *, name: str = "") -> Figure:
         axes.set_title(f"{name or table.model}: what a unit can see")
         caption(figure, table_caption(table))
         return figure
+
+
+def _image_side(axes: Axes, side: int) -> None:
+    """A line at the side of the image, with its length."""
+    axes.axhline(side, color=LIGHT["muted"], linewidth=0.9)
+    axes.annotate(
+        f"side of the image, {side} px",
+        (0.01, side),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        fontsize=7.5,
+        color=LIGHT["muted"],
+    )
 
 
 def _log_sizes(axes: Axes) -> None:
