@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from compress.engines.arrays import check_inputs, reason, with_batch
 from compress.engines.base import Arrays, Availability, BuildOptions, Engine, EngineInfo, RuntimeLayer, TensorInfo
 from compress.engines.onnx_file import OnnxFile, existing_file, read_onnx
+from compress.engines.signal_stack import keep_signal_stack
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 
 NAME = "openvino"
@@ -29,7 +30,8 @@ def availability() -> Availability:
     """Whether OpenVINO is installed, and the devices that it sees."""
     try:
         ov = _openvino()
-        devices = tuple(ov.Core().available_devices)
+        with keep_signal_stack():
+            devices = tuple(ov.Core().available_devices)
     except EngineUnavailableError as error:
         return Availability(name=NAME, available=False, reason=str(error), install=_INSTALL)
     except RuntimeError as error:
@@ -54,13 +56,14 @@ def load(path: Path | str, build: BuildOptions) -> OpenVINOEngine:
             f"(one of: {', '.join(PRECISIONS)}, or None for OpenVINO's own choice)"
         )
     ov = _openvino()
-    core = ov.Core()
-    device = build.options.get("device", "CPU")
-    if device.split(".")[0] not in {seen.split(".")[0] for seen in core.available_devices}:
-        raise EngineUnavailableError(
-            f"openvino: no device {device!r} on this machine (there is: {', '.join(core.available_devices)})"
-        )
-    return OpenVINOEngine(ov, core, existing_file(path), device, build)
+    with keep_signal_stack():
+        core = ov.Core()
+        device = build.options.get("device", "CPU")
+        if device.split(".")[0] not in {seen.split(".")[0] for seen in core.available_devices}:
+            raise EngineUnavailableError(
+                f"openvino: no device {device!r} on this machine (there is: {', '.join(core.available_devices)})"
+            )
+        return OpenVINOEngine(ov, core, existing_file(path), device, build)
 
 
 class OpenVINOEngine(Engine):
