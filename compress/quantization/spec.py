@@ -64,6 +64,35 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdaRoundSpec:
+    """How AdaRound learns which way to round each weight (Nagel et al., arXiv 2004.10568, section 3).
+
+    Attributes:
+        steps: of Adam, for each layer.
+        images: calibration images it learns from, at most; their activations at one layer are held in memory.
+        batch_size: images of one step.
+        lr: of Adam.
+        regularization: weight of the term that drives every rounding to 0 or 1.
+        beta_start, beta_end: its exponent, from soft to hard.
+        warm_start: share of the steps without that term.
+        seed: of the images that each step draws.
+    """
+
+    steps: int = 1000
+    images: int = 256
+    batch_size: int = 32
+    lr: float = 0.01
+    regularization: float = 0.01
+    beta_start: float = 20.0
+    beta_end: float = 2.0
+    warm_start: float = 0.2
+    seed: int = 0
+
+
+BiasCorrection = Literal["analytic", "empirical"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class QuantSpec:
     """Quantization of a network.
 
@@ -73,6 +102,15 @@ class QuantSpec:
         weights, activations: the defaults for all layers.
         rules: exceptions, in order, the last match wins; one that matches nothing is an error.
         batchnorm: `fold` into the weights before quantizing, or `keep` until export.
+        equalize: cross-layer equalization: channels that a ReLU joins trade scale until the weights on both sides
+            have equal ranges.
+        relu6: `relu` replaces every ReLU6 by ReLU, without which `equalize` cannot pass it (arXiv 1906.04721 does
+            so); it changes the network wherever an activation exceeds 6.
+        smooth: SmoothQuant: share (0 to 1) of the ranges' difficulty that moves from what a LayerNorm returns into
+            the weights that read it; 0.5 is usual.
+        adaround: learn how to round weights, layer by layer, instead of rounding to nearest.
+        bias_correction: correct what quantizing weights does to the mean of each layer's output: `analytic`, from the
+            BatchNorm statistics, or `empirical`, from the calibration images.
     """
 
     target: Target = "tensorrt"
@@ -81,6 +119,11 @@ class QuantSpec:
     activations: ActivationSpec = field(default_factory=ActivationSpec)
     rules: tuple[Rule, ...] = ()
     batchnorm: Literal["fold", "keep"] = "fold"
+    equalize: bool = False
+    relu6: Literal["keep", "relu"] = "keep"
+    smooth: float | None = None
+    adaround: AdaRoundSpec | None = None
+    bias_correction: BiasCorrection | None = None
 
 
 def check_quant_spec(spec: QuantSpec) -> None:
@@ -94,6 +137,7 @@ def check_quant_spec(spec: QuantSpec) -> None:
         raise QuantizationError(f"quantization.target is {spec.target!r}{hint} (one of: {', '.join(TARGETS)})")
     if spec.calibration_images < 1:
         raise QuantizationError(f"quantization.calibration_images is {spec.calibration_images}: it must be 1 or more")
+    _check_improvements(spec)
     parts: list[tuple[str, WeightSpec | ActivationSpec | None]]
     parts = [("weights", spec.weights), ("activations", spec.activations)]
     for i, rule in enumerate(spec.rules):
@@ -110,3 +154,38 @@ def check_quant_spec(spec: QuantSpec) -> None:
             names = get_args(CalibratorName)
             hint = near_misses(str(part.calibrator), names)
             raise QuantizationError(f"{where}.calibrator is {part.calibrator!r}{hint} (one of: {', '.join(names)})")
+
+
+def _check_improvements(spec: QuantSpec) -> None:
+    """Refuse what cannot improve post-training quantization, or cannot go together."""
+    allowed = (None, *get_args(BiasCorrection))
+    if spec.bias_correction not in allowed:
+        raise QuantizationError(
+            f"quantization.bias_correction is {spec.bias_correction!r}: it must be analytic, empirical or null"
+        )
+    if spec.relu6 not in ("keep", "relu"):
+        raise QuantizationError(f"quantization.relu6 is {spec.relu6!r}: it must be keep or relu")
+    if spec.smooth is not None and not 0 <= spec.smooth <= 1:
+        raise QuantizationError(f"quantization.smooth is {spec.smooth}: it must be from 0 to 1, or null")
+    folded = {"equalize": spec.equalize, "adaround": spec.adaround, "bias_correction": spec.bias_correction}
+    asked = [name for name, value in folded.items() if value]
+    if asked and spec.batchnorm == "keep":
+        raise QuantizationError(
+            f"quantization.{asked[0]} works on weights that hold their BatchNorm, and quantization.batchnorm is keep; "
+            f"set batchnorm: fold, or take {asked[0]} out"
+        )
+    rounding = spec.adaround
+    if rounding is None:
+        return
+    ranges = (
+        ("steps", rounding.steps >= 1, "1 or more"),
+        ("images", rounding.images >= 1, "1 or more"),
+        ("batch_size", rounding.batch_size >= 1, "1 or more"),
+        ("lr", rounding.lr > 0, "above 0"),
+        ("regularization", rounding.regularization >= 0, "0 or more"),
+        ("beta_end", 0 < rounding.beta_end <= rounding.beta_start, "above 0 and at most beta_start"),
+        ("warm_start", 0 <= rounding.warm_start < 1, "at least 0 and below 1"),
+    )
+    for name, good, words in ranges:
+        if not good:
+            raise QuantizationError(f"quantization.adaround.{name} is {getattr(rounding, name)}: it must be {words}")
