@@ -14,9 +14,10 @@ from compress.cli.options import JsonOption, SetOption
 from compress.data import BatchPlan, load_data
 from compress.errors import RecipeError
 from compress.models import build_model
+from compress.pipeline.again import finished_run, network, variants_in
 from compress.receptive_field import ErfOptions
 from compress.recipe import Recipe, load_recipe, parse_recipe
-from compress.report.erf import erf_report, receptive_field_report
+from compress.report.erf import drift_report, erf_report, receptive_field_report
 from compress.report.roofline_figures import draw_ceilings, draw_roofline, save_figure
 from compress.roofline import ceilings_text, measure_ceilings, roofline, rows_text, summary_text, what_if, what_if_text
 
@@ -41,9 +42,9 @@ def receptive_field(
     as_json: JsonOption = False,
 ) -> None:
     """Theoretical receptive field of every layer: size, stride and padding, exact from the graph."""
-    parsed, network = _network(recipe, model, image_size, set_ or [])
+    parsed, built = _network(recipe, model, image_size, set_ or [])
     name = parsed.model.name
-    written = receptive_field_report(network, _blank(parsed), out=out, name=name)
+    written = receptive_field_report(built, _blank(parsed), out=out, name=name)
     if as_json:
         print_json({"files": [str(p) for p in written.paths], "rows": written.table.records()})
         return
@@ -72,6 +73,9 @@ def _axes(value: object) -> str:
 def erf(
     recipe: RecipeChoice = None,
     model: ModelChoice = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", help="A run folder: compare its float network with each compressed one.")
+    ] = None,
     image_size: SizeOption = 224,
     set_: SetOption = None,
     layer: Annotated[
@@ -83,17 +87,49 @@ def erf(
     as_json: JsonOption = False,
 ) -> None:
     """Effective receptive field (arXiv 1701.04128): which pixels move a unit, as pictures and numbers."""
+    if run is not None:
+        if recipe is not None or model is not None:
+            raise RecipeError("--run has a model of its own; leave out --recipe and --model")
+        _drift(run, layer or [], images, out, as_json)
+        return
     chosen = [*(set_ or []), f"data.name={data}"] if recipe is None and data != "noise" else set_ or []
-    parsed, network = _network(recipe, model, image_size, chosen)
+    parsed, built = _network(recipe, model, image_size, chosen)
     batch = _images(parsed, images, noise=recipe is None and data == "noise")
     with progress() as bars:
         written = erf_report(
-            network, batch, out=out, name=parsed.model.name, layers=layer, options=ErfOptions(), progress=bars
+            built, batch, out=out, name=parsed.model.name, layers=layer, options=ErfOptions(), progress=bars
         )
     if as_json:
         print_json({"picture": str(written.picture), "page": str(written.page), "numbers": str(written.numbers)})
         return
     OUT.print(f"picture: {written.picture}\npage:    {written.page}\nnumbers: {written.numbers}", highlight=False)
+
+
+def _drift(folder: Path, layers: list[str], images: int, out: Path, as_json: bool) -> None:
+    """How far compression moved the gaze of a run's networks."""
+    if len(layers) > 1:
+        raise RecipeError(f"--run compares one layer, and --layer names {len(layers)}: {', '.join(layers)}")
+    run = finished_run(folder)
+    networks = {variant: network(run, variant) for variant in variants_in(folder)}
+    name = run.recipe.model.name
+    batch = _images(run.recipe, images, noise=False)
+    written = drift_report(networks, batch, out=out, name=name, layer=layers[0] if layers else None)
+    if as_json:
+        print_json({"pictures": [str(p) for p in written.pictures], "numbers": str(written.numbers)})
+        return
+    rows = [
+        (
+            key,
+            f"{100 * d.total_variation:.1f} %",
+            f"{d.moved_px:.2f}",
+            f"{d.radius_change_px:+.2f}",
+            f"{d.size_ratio:.3f}",
+        )
+        for key, d in written.drifts.items()
+    ]
+    columns = ("network", "influence on other pixels", "moved, px", "mean radius, px", "side, ratio")
+    print_table(f"{name}: effective receptive field against the float network's", columns, rows)
+    OUT.print("\n".join(map(str, (*written.pictures, written.numbers))), highlight=False)
 
 
 def roofline_command(
@@ -112,10 +148,10 @@ def roofline_command(
     if measure is not None:
         _measure(measure, out, as_json)
         return
-    parsed, network = _network(recipe, model, image_size, set_ or [])
+    parsed, built = _network(recipe, model, image_size, set_ or [])
     x = _blank(parsed)[:1].expand(batch_size, -1, -1, -1)
-    bound = roofline(network, x, device=device, precision=precision, name=parsed.model.name)
-    scenarios = what_if(network, x, device=device)
+    bound = roofline(built, x, device=device, precision=precision, name=parsed.model.name)
+    scenarios = what_if(built, x, device=device)
     figure = save_figure(draw_roofline(bound), out / f"{parsed.model.name.replace(':', '-')}-{device}-{precision}.png")
     if as_json:
         print_json({"figure": str(figure), "roofline": bound.as_dict()})

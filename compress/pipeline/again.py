@@ -16,6 +16,7 @@ from compress.pipeline.folder import read_state, recipe_of
 from compress.pipeline.measure import VARIANTS, bench
 from compress.pipeline.models import build_float, float_step, ptq_step, qat_step
 from compress.pipeline.run import Run
+from compress.pipeline.sparse import sparse_step
 from compress.progress import NoProgress, Progress
 
 
@@ -46,15 +47,15 @@ def export_again(
     Raises:
         RunError: the folder holds no such network.
         ExportError: bad arguments.
-    """  # fmt: skip
+    """
     known = variants_in(folder)
     if not known:
         raise RunError(f"{folder} holds no weights of a run ({', '.join(VARIANTS[:3])}.safetensors)")
     chosen = variant or known[-1]
     if chosen not in known:
         raise RunError(f"{folder} holds no {chosen!r}{near_misses(chosen, known)}; it holds {', '.join(known)}")
-    recipe = recipe_of(folder)
-    run = Run(recipe=recipe, folder=read_state(folder), data=load_data(recipe.data))
+    run = finished_run(folder)
+    recipe = run.recipe
     return export_onnx(
         network(run, chosen),
         run.example,
@@ -68,13 +69,27 @@ def export_again(
     )
 
 
+def finished_run(folder: Path) -> Run:
+    """A run whose steps load what they had made; its data are loaded anew.
+
+    Raises:
+        RunError: the folder holds no run.
+    """
+    recipe = recipe_of(folder)
+    return Run(recipe=recipe, folder=read_state(folder), data=load_data(recipe.data))
+
+
 def network(run: Run, variant: str) -> nn.Module:
-    """A network of a finished run, its weights loaded."""
+    """A network of a finished run, its weights loaded; `variant` is one of `variants_in`."""
     float_model = float_step(run, build_float(run.recipe, run.data))
     if variant == "float":
         return float_model
-    ptq_model = ptq_step(run, float_model)
-    return ptq_model if variant == "ptq" else qat_step(run, float_model, ptq_model)
+    sparse = variant.startswith("sparse")
+    base = sparse_step(run, float_model) if sparse else float_model
+    if variant == "sparse":
+        return base
+    quantized = ptq_step(run, base, "sparse-ptq" if sparse else "ptq")
+    return quantized if variant.endswith("ptq") else qat_step(run, float_model, quantized, variant)
 
 
 def bench_again(files: Sequence[Path], spec: BenchSpec, *, progress: Progress | None = None) -> list[Metric]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,18 @@ from compress.graph.trace import Inputs
 from compress.progress import Progress
 from compress.receptive_field import (
     EffectiveReceptiveField,
+    ErfDrift,
     ErfOptions,
     ReceptiveField,
     ReceptiveFieldTable,
+    effective_receptive_field,
     effective_receptive_fields,
+    erf_drift,
     receptive_field,
 )
 from compress.receptive_field.layers import layers_to_show
 from compress.receptive_field.metrics import SHARES
-from compress.report.erf_figures import draw_field, draw_table
+from compress.report.erf_figures import draw_drift, draw_field, draw_table
 from compress.report.erf_page import erf_page
 from compress.report.style import styled, to_png
 
@@ -165,6 +168,75 @@ def erf_report(
     animation = write_animation(folder / "erf.gif", pictures) if animate and len(pictures) > 1 else None
     page = write_text(folder / "erf.html", erf_page(title, lead, fields, [_lighter(p) for p in pictures]))
     return ErfReport(fields=fields, picture=folder / "erf.png", page=page, numbers=numbers, animation=animation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriftReport:
+    """How the field moved from the first network to each of the others, and the files that say so.
+
+    Attributes:
+        drifts: by name of the network.
+        pictures: PNG of each, in the same order.
+        numbers: JSON of all.
+    """
+
+    drifts: dict[str, ErfDrift]
+    pictures: tuple[Path, ...]
+    numbers: Path
+
+
+def drift_report(
+    networks: Mapping[str, nn.Module],
+    images: Tensor | Iterable[Any],
+    *,
+    out: Path | str,
+    name: str = "",
+    layer: str | None = None,
+    options: ErfOptions | None = None,
+) -> DriftReport:
+    """Compare the effective field of the first network with those of the others, over the same images.
+
+    Args:
+        networks: by name; the first is the one before compression.
+        images: (N, C, height, width), or an iterable of batches.
+        out: folder of `erf_drift.json` and `erf_drift_<network>.png`.
+        name: of the model, for captions.
+        layer: name of a layer that all have; None = the last on a grid in each.
+        options: of the measurement.
+
+    Raises:
+        ReceptiveFieldError: fewer than two networks, no images, or what `effective_receptive_field` says.
+        OSError: a file cannot be written.
+    """
+    if len(networks) < 2:
+        raise ReceptiveFieldError(f"a drift is between two networks; got {', '.join(networks) or 'none'}")
+    batches: Tensor | list[Any] = images if isinstance(images, Tensor) else list(images)
+    options = options or ErfOptions()
+    measured = {
+        key: effective_receptive_field(network, batches, layer=layer, options=options)
+        for key, network in networks.items()
+    }
+    before, *others = measured
+    drifts = {key: erf_drift(measured[before], measured[key]) for key in others}
+    folder = Path(out)
+    text = f"{name}, last layer on a grid, {measured[before].images} images." if name and layer is None else name
+    pictures = tuple(
+        _write_png(folder / f"erf_drift_{key}.png", draw_drift(drift, before=before, after=key, text=text))
+        for key, drift in drifts.items()
+    )
+    rows = [{"before": before, "after": key, **_drift_numbers(drift)} for key, drift in drifts.items()]
+    numbers = write_json(folder / "erf_drift.json", {"model": name, "drifts": rows})
+    return DriftReport(drifts=drifts, pictures=pictures, numbers=numbers)
+
+
+def _drift_numbers(drift: ErfDrift) -> dict[str, Any]:
+    return {
+        "total_variation": drift.total_variation,
+        "moved_px": drift.moved_px,
+        "radius_change_px": drift.radius_change_px,
+        "size_ratio": drift.size_ratio,
+        "fields": [numbers_of(drift.before), numbers_of(drift.after)],
+    }
 
 
 def _first(images: Tensor | list[Any]) -> Tensor:

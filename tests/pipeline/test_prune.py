@@ -12,6 +12,7 @@ from onnx import numpy_helper
 from compress.errors import AuditError, RecipeError
 from compress.export.audit import audit_sparsity
 from compress.pipeline import run
+from compress.pipeline.again import export_again
 from compress.recipe import parse_recipe
 
 TREE = {
@@ -79,6 +80,13 @@ def test_a_stopped_run_takes_the_masks_that_it_had_found(finished, tmp_path):
         (out / name).unlink()
     run(RECIPE, "prune", out, resume=True, device="cpu")
     assert (out / "sparse.safetensors").read_bytes() == (finished / "sparse.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("variant", ["sparse", "sparse-ptq", "sparse-qat"])
+def test_a_sparse_network_is_written_again_as_it_was(variant, finished, tmp_path):
+    path = export_again(finished, variant=variant, out=tmp_path / "again.onnx")
+    for layer in MASKED:
+        np.testing.assert_array_equal(constant(path, layer), constant(finished / f"{variant}.onnx", layer))
 
 
 def test_audit_finds_a_broken_pattern(finished, tmp_path):

@@ -1,5 +1,6 @@
 """Files of receptive-field reports: there, whole, readable by others, and saying what they should."""
 
+import copy
 import csv
 import json
 import re
@@ -12,7 +13,7 @@ from torch import nn
 
 from compress.errors import ReceptiveFieldError
 from compress.receptive_field import ErfOptions, effective_receptive_field, erf_drift, receptive_field
-from compress.report.erf import erf_report, receptive_field_report
+from compress.report.erf import drift_report, erf_report, receptive_field_report
 from compress.report.erf_figures import draw_drift, draw_field, draw_gallery, draw_growth, table_caption
 
 
@@ -111,3 +112,20 @@ def test_every_figure_is_drawn(model, images):
     drawn = drawn.replace("\u00a0", " ")  # a number and its unit stay on one line
     assert "px" in drawn
     assert f"{field.metrics.size:.0f} px" in drawn
+
+
+def test_drift_of_several_networks(model, images, tmp_path):
+    wider = copy.deepcopy(model)
+    with torch.no_grad():
+        next(wider.parameters()).add_(0.3)
+    found = drift_report({"float": model, "same": model, "other": wider}, images, out=tmp_path, name="net")
+    assert found.drifts["same"].total_variation == 0
+    assert found.drifts["other"].total_variation > 0
+    told = json.loads(found.numbers.read_text())["drifts"]
+    assert [(row["before"], row["after"]) for row in told] == [("float", "same"), ("float", "other")]
+    assert [path.name for path in found.pictures] == ["erf_drift_same.png", "erf_drift_other.png"]
+    for path in found.pictures:
+        with Image.open(path) as picture:
+            picture.verify()
+    with pytest.raises(ReceptiveFieldError, match="between two networks; got float"):
+        drift_report({"float": model}, images, out=tmp_path)

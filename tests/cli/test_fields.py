@@ -1,0 +1,58 @@
+"""receptive-field, erf and roofline as a user meets them."""
+
+import json
+
+import pytest
+
+from tests.cli.test_cli import compress
+
+
+def test_receptive_field_of_a_name(tmp_path):
+    done = compress("receptive-field", "--model", "resnet50", "--image-size", "64", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    sizes = [row["local_size"] for row in document["rows"] if row["kind"] == "conv"]
+    assert max(sizes) == [427, 427]
+    assert all((tmp_path / path).stat().st_size > 1000 for path in document["files"])
+
+
+def test_erf_of_a_recipe_at_two_layers(tmp_path):
+    layers = ("--layer", "layer1.0", "--layer", "layer2.0")
+    small = ("--set", "data.image_size=32", "--images", "4")
+    done = compress("erf", "--recipe", "resnet18", *small, *layers, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    fields = json.loads((tmp_path / document["numbers"]).read_text())["fields"]
+    assert [field["layer"] for field in fields] == ["layer1.0", "layer2.0"]
+    assert 0 < fields[0]["radius_50_px"] < fields[1]["radius_50_px"]
+    page = (tmp_path / document["page"]).read_text()
+    assert "layer1.0" in page and 'src="http' not in page
+
+
+def test_roofline_bounds_a_network(tmp_path):
+    arguments = ("--model", "resnet18", "--image-size", "64", "--device", "a100", "--precision", "int8", "--json")
+    done = compress("roofline", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert (tmp_path / document["figure"]).is_file()
+    assert "resnet18" in json.dumps(document["roofline"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("erf",), "give one of --recipe and --model"),
+        (("erf", "--model", "resnet18", "--layer", "layer1.O"), "layer1.0"),
+        (("erf", "--run", "nowhere"), "nowhere"),
+        (("erf", "--run", "nowhere", "--model", "resnet18"), "leave out --recipe and --model"),
+        (("receptive-field", "--model", "resnet5O"), "did you mean"),
+        (("roofline", "--model", "resnet18", "--image-size", "32", "--device", "h20"), "did you mean"),
+        (("roofline", "--model", "resnet18", "--image-size", "32", "--device", "t4", "--precision", "fp8"), "fp8"),
+    ],
+)
+def test_refusals(arguments, text, tmp_path):
+    done = compress(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert text in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
