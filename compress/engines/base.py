@@ -146,6 +146,16 @@ class Engine(ABC):
         """
         raise EngineError(f"{self.info.engine} does not tell which layers it runs; build the file with 'openvino'")
 
+    def layer_times_ms(self) -> dict[str, float]:
+        """Milliseconds that each of `runtime_layers` took in the last run, by name.
+
+        Raises:
+            EngineError: this engine does not tell, or was not built to.
+        """
+        raise EngineError(
+            f"{self.info.engine} does not tell how long its layers take; build the file with 'openvino', profile='yes'"
+        )
+
     def close(self) -> None:  # noqa: B027  (most engines have nothing to free)
         """Free what the engine holds."""
 

@@ -21,7 +21,10 @@ from compress.engines.signal_stack import keep_signal_stack
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 
 NAME = "openvino"
-OPTIONS = {"device": "where it runs, such as CPU or GPU; CPU by default"}
+OPTIONS = {
+    "device": "where it runs, such as CPU or GPU; CPU by default",
+    "profile": "yes: time every layer of a run, for layer_times_ms; costs some time itself",
+}
 PRECISIONS = ("f32", "bf16", "f16")
 _INSTALL = "pip install openvino"
 
@@ -77,6 +80,8 @@ class OpenVINOEngine(Engine):
         options = {"PERFORMANCE_HINT": "LATENCY"}
         if build.threads is not None:
             options["INFERENCE_NUM_THREADS"] = str(build.threads)
+        if build.options.get("profile", "no") == "yes":
+            options["PERF_COUNT"] = "YES"
         if build.precision is not None:
             options["INFERENCE_PRECISION_HINT"] = build.precision
         try:
@@ -134,6 +139,15 @@ class OpenVINOEngine(Engine):
             )
             for name, facts in told
         )
+
+    def layer_times_ms(self) -> dict[str, float]:
+        """See `Engine.layer_times_ms`."""
+        if self._request is None:
+            raise EngineError(f"{self.info.label}: the engine is closed")
+        if "PERF_COUNT" not in self.info.options:
+            raise EngineError(f"{self.info.label} was not built to time its layers; give build_engine profile='yes'")
+        told = self._request.get_profiling_info()
+        return {row.node_name: row.real_time.total_seconds() * 1e3 for row in told if row.real_time}
 
     def close(self) -> None:
         """Free the compiled model."""
