@@ -4,22 +4,30 @@ QuantizeLinear: q = saturate(round_half_to_even(x / scale) + zero_point); Dequan
 (ONNX operators, opset 19). Here signed values are symmetric and others start at 0, so the zero point is never measured.
 The division is a division: multiplying by 1 / scale moves values that lie on a tie, and then fake quantization and the
 engine disagree. Half-precision inputs are computed in float32.
+
+FP8 E4M3 (Micikevicius et al., arXiv 2209.05433; ONNX float8e4m3fn) takes the place of the integers without another
+way in: its 253 values from -448 to 448 are multiples of the scale too, only not evenly spaced, and saturate.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from compress.errors import QuantizationError
 
+E4M3_MAX = 448
+"""Largest finite number of FP8 E4M3."""
+
+NumberKind = Literal["int", "e4m3"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuantFormat:
-    """Which integers a tensor becomes.
+    """Which integers, or FP8 numbers, a tensor becomes.
 
     Attributes:
         num_bits: 2 to 8.
@@ -28,6 +36,7 @@ class QuantFormat:
         narrow: leave out the lowest integer, so that the range is symmetric (weights: [-127, 127]).
         offset: hold signed values as unsigned integers around zero_point 2^(b-1): the same real values, in the form
             that x86 kernels take.
+        kind: `int`, or `e4m3` for 8-bit floating point, which is signed, symmetric and never offset.
     """
 
     num_bits: int = 8
@@ -35,19 +44,26 @@ class QuantFormat:
     axis: int | None = None
     narrow: bool = False
     offset: bool = False
+    kind: NumberKind = "int"
 
     def __post_init__(self) -> None:
         if not 2 <= self.num_bits <= 8:
             raise QuantizationError(f"num_bits is {self.num_bits}; allowed are 2 to 8")
+        if self.kind == "e4m3" and (self.num_bits != 8 or not self.signed or self.offset):
+            raise QuantizationError("E4M3 has 8 bits, a sign and no offset; set num_bits 8, signed True, offset False")
 
     @property
     def low(self) -> int:
         """Smallest multiple of the scale."""
+        if self.kind == "e4m3":
+            return -E4M3_MAX
         return -(2 ** (self.num_bits - 1)) + self.narrow if self.signed else 0
 
     @property
     def high(self) -> int:
-        """Largest multiple of the scale, which stands for amax: 127 for int8, 255 for unsigned 8 bits."""
+        """Largest multiple of the scale, which stands for amax: 127 for int8, 255 for unsigned 8 bits, 448 for E4M3."""
+        if self.kind == "e4m3":
+            return E4M3_MAX
         return 2 ** (self.num_bits - 1) - 1 if self.signed else 2**self.num_bits - 1
 
     @property
@@ -57,7 +73,9 @@ class QuantFormat:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Integer type that holds it."""
+        """Type that holds it; integers of fewer than 8 bits are held in 8."""
+        if self.kind == "e4m3":
+            return torch.float8_e4m3fn
         return torch.int8 if self.signed and not self.offset else torch.uint8
 
 
@@ -75,17 +93,19 @@ def quantize(x: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
         quant_format: range and axis.
 
     Returns:
-        Integers of `quant_format.dtype`, shape of `x`.
+        Integers (or FP8) of `quant_format.dtype`, shape of `x`.
     """
     work = x if x.dtype in {torch.float32, torch.float64} else x.float()
-    scale = _along_axis(scale.to(work.dtype), x, quant_format.axis)
-    steps = torch.round(work / scale).clamp(quant_format.low, quant_format.high)
-    return (steps + quant_format.zero_point).to(quant_format.dtype)
+    scale = along_axis(scale.to(work.dtype), x, quant_format.axis)
+    steps = work / scale
+    if quant_format.kind == "int":
+        steps = torch.round(steps)
+    return (steps.clamp(quant_format.low, quant_format.high) + quant_format.zero_point).to(quant_format.dtype)
 
 
 def dequantize(q: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
     """ONNX DequantizeLinear: (q - zero_point) * scale, in the type of `scale`, shape of `q`."""
-    return (q.to(scale.dtype) - quant_format.zero_point) * _along_axis(scale, q, quant_format.axis)
+    return (q.to(scale.dtype) - quant_format.zero_point) * along_axis(scale, q, quant_format.axis)
 
 
 def fake_quantize(x: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
@@ -126,14 +146,18 @@ class _StraightThrough(torch.autograd.Function):
 def _rounded(x: Tensor, scale: Tensor, quant_format: QuantFormat, mask: bool = False) -> tuple[Tensor, Tensor | None]:
     """(fake-quantized x, mask of what did not saturate); the zero point would cancel and is left out."""
     work = x if x.dtype in {torch.float32, torch.float64} else x.float()
-    scale = _along_axis(scale.to(work.dtype), x, quant_format.axis)
-    rounded = torch.round(work / scale)
+    scale = along_axis(scale.to(work.dtype), x, quant_format.axis)
+    rounded = work / scale
+    if quant_format.kind == "int":
+        rounded = torch.round(rounded)
     clamped = rounded.clamp(quant_format.low, quant_format.high)
     inside = (rounded == clamped) if mask else None
+    if quant_format.kind == "e4m3":
+        clamped = clamped.to(torch.float8_e4m3fn).to(work.dtype)
     return (clamped * scale).to(x.dtype), inside
 
 
-def _along_axis(scale: Tensor, x: Tensor, axis: int | None) -> Tensor:
+def along_axis(scale: Tensor, x: Tensor, axis: int | None) -> Tensor:
     """`scale` in a shape that broadcasts against `x`: (C,) becomes (1, C, 1, ...)."""
     if axis is None:
         return scale

@@ -275,7 +275,19 @@ def _sites(
         spec = max((w.spec for w in members), key=lambda s: s.num_bits)  # readers that ask for more bits are heard
         if any(node_kind(w.origin) == "input" for w in members):
             spec = replace(spec, calibrator="max")  # pixels are bounded; clipping them throws away what is there
-        quant_format = QuantFormat(num_bits=spec.num_bits, signed=signed, offset=table.offset and signed)
+        floating = spec.kind == "e4m3"
+        if any(w.spec.kind != spec.kind for w in members):
+            readers = ", ".join(dict.fromkeys(f"{layer_name(w.layer)} ({w.spec.kind})" for w in members))
+            raise QuantizationError(
+                f"{members[0].origin.name} is read as integers and as FP8, and has one quantizer: {readers}; give "
+                "these layers one kind in quantization.rules, or leave one of them float"
+            )
+        quant_format = QuantFormat(
+            num_bits=spec.num_bits,
+            signed=signed or floating,
+            offset=table.offset and signed and not floating,
+            kind=spec.kind,
+        )
         edges = tuple(dict.fromkeys((w.origin.name, w.reader.name) for w in members))
         sites.append(ActivationSite(name=name, edges=edges, format=quant_format, spec=spec))
         for origin in dict.fromkeys(w.origin for w in members):
@@ -304,7 +316,9 @@ def _weight_site(node: fx.Node, spec: WeightSpec) -> WeightSite:
     if axis == 1 and getattr(module, "groups", 1) != 1:
         axis = None  # the axis holds the outputs of one group only; a scale for each does not exist in ONNX
     return WeightSite(
-        path=str(node.target), format=QuantFormat(num_bits=spec.num_bits, axis=axis, narrow=True), spec=spec
+        path=str(node.target),
+        format=QuantFormat(num_bits=spec.num_bits, axis=axis, narrow=True, kind=spec.kind),
+        spec=spec,
     )
 
 

@@ -100,5 +100,5 @@ class Quantizer(nn.Module):
         """num_bits, axis, signedness and range."""
         f = self.format
         shown = "uncalibrated" if not self._ready else f"amax={self.amax.max().item():.4g}"
-        kind = "int" if f.signed else "uint"
-        return f"{kind}{f.num_bits}, axis={f.axis}, {shown}" + (", off" if not self.enabled else "")
+        kind = "e4m3" if f.kind == "e4m3" else f"{'int' if f.signed else 'uint'}{f.num_bits}"
+        return f"{kind}, axis={f.axis}, {shown}" + (", off" if not self.enabled else "")

@@ -9,6 +9,7 @@ from compress.errors import QuantizationError, near_misses
 
 Target = Literal["tensorrt", "openvino", "onnxruntime"]
 CalibratorName = Literal["max", "percentile", "entropy", "mse"]
+Kind = Literal["int", "e4m3"]
 
 TARGETS: tuple[Target, ...] = ("tensorrt", "openvino", "onnxruntime")
 
@@ -18,17 +19,21 @@ class WeightSpec:
     """How weights are quantized.
 
     Attributes:
-        num_bits: 2 to 8.
+        num_bits: 2 to 8; fewer than 8 are written as 8-bit integers of a narrower range, and 4 as ONNX INT4 where the
+            opset has it (21).
         axis: 0 = a scale for every output channel (transposed convolutions use the axis that holds theirs),
             None = one scale per tensor.
         calibrator: how `amax` is chosen.
         percentile: share of magnitudes kept, in percent, for calibrator `percentile`.
+        kind: `int`, or `e4m3` for FP8 (with num_bits 8, calibrator `max` or `percentile`, weights and activations
+            alike).
     """
 
     num_bits: int = 8
     axis: Literal[0] | None = 0
     calibrator: CalibratorName = "max"
     percentile: float = 99.99
+    kind: Kind = "int"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +41,17 @@ class ActivationSpec:
     """How activations are quantized: always per tensor; signedness follows the target's table.
 
     Attributes:
-        num_bits: 2 to 8.
+        num_bits: 2 to 8; fewer than 8 are written as 8-bit integers behind a Clip.
         calibrator: how `amax` is chosen; the network's input, which is bounded, always keeps its whole range (`max`).
         percentile: share of magnitudes kept, in percent, for calibrator `percentile`.
+        kind: `int`, or `e4m3` for FP8 (with num_bits 8, calibrator `max` or `percentile`, weights and activations
+            alike).
     """
 
     num_bits: int = 8
     calibrator: CalibratorName = "entropy"
     percentile: float = 99.99
+    kind: Kind = "int"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +162,34 @@ def check_quant_spec(spec: QuantSpec) -> None:
             names = get_args(CalibratorName)
             hint = near_misses(str(part.calibrator), names)
             raise QuantizationError(f"{where}.calibrator is {part.calibrator!r}{hint} (one of: {', '.join(names)})")
+        _check_kind(where, part)
+    for name, weights, activations in [
+        ("quantization", spec.weights, spec.activations),
+        *(
+            (f"quantization.rules.{i}", rule.weights or spec.weights, rule.activations or spec.activations)
+            for i, rule in enumerate(spec.rules)
+        ),
+    ]:
+        if weights.kind != activations.kind:
+            raise QuantizationError(
+                f"{name}: weights.kind is {weights.kind} and activations.kind {activations.kind}; a product of FP8 "
+                "takes both in FP8: give both the same kind"
+            )
+
+
+def _check_kind(where: str, part: WeightSpec | ActivationSpec) -> None:
+    """Refuse a kind of number that does not go with the rest."""
+    if part.kind not in get_args(Kind):
+        raise QuantizationError(f"{where}.kind is {part.kind!r}: it must be int or e4m3")
+    if part.kind == "int":
+        return
+    if part.num_bits != 8:
+        raise QuantizationError(f"{where}.num_bits is {part.num_bits} with kind e4m3: FP8 has 8")
+    if part.calibrator not in ("max", "percentile"):
+        raise QuantizationError(
+            f"{where}.calibrator is {part.calibrator} with kind e4m3: it weighs evenly spaced steps, which FP8 does "
+            "not have; set calibrator max, or percentile"
+        )
 
 
 def _check_improvements(spec: QuantSpec) -> None:

@@ -1,0 +1,134 @@
+"""A quantized network beside its float self, walked node by node with all calibration images at once.
+
+Methods that go layer by layer (AdaRound, empirical bias correction) need, at each layer, its input as the quantized
+network makes it, all layers before it being finished, and its output as the float network makes it. One walk through
+the graph gives both: every node is computed for all images, in float and quantized, before the next one, and what
+no later node reads is freed. Time is that of two forward passes; memory is what is alive between nodes, for all
+images, twice, which is why callers bound the images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from compress.errors import CalibrationError
+from compress.graph.ops import node_module
+from compress.quantization.quantizer import Quantizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """A layer with a quantized weight, reached by the walk.
+
+    Attributes:
+        path: of the module.
+        layer: the module; its weight and bias may be changed, its results are computed afterwards.
+        node: of the graph.
+        inputs: per batch, as the quantized network makes them.
+        targets: per batch, the layer's outputs in the float network.
+    """
+
+    path: str
+    layer: nn.Module
+    node: fx.Node
+    inputs: list[Tensor]
+    targets: list[Tensor]
+
+
+@torch.no_grad()
+def walk(qmodel: fx.GraphModule, batches: Iterable[Any], visit: Callable[[Visit], None], *, images: int) -> None:
+    """Call `visit` at every layer with a quantized weight, in graph order.
+
+    Args:
+        qmodel: calibrated; it is put in evaluation mode.
+        batches: tensors or (tensor, target).
+        visit: may change the layer; layers behind it see the change.
+        images: use at most so many.
+
+    Raises:
+        CalibrationError: no images.
+    """
+    qmodel.eval()
+    values = _images(qmodel, batches, images)
+    interpreter = fx.Interpreter(qmodel)
+    exact: dict[fx.Node, list[Any]] = {}
+    rounded: dict[fx.Node, list[Any]] = {}
+    fed = False
+    for node in qmodel.graph.nodes:
+        if node.op == "output":
+            break
+        if node.op == "placeholder" and not fed:
+            exact[node], rounded[node], fed = values, list(values), True
+        else:
+            _step(interpreter, node, exact, rounded, visit, len(values))
+        for dead in interpreter.user_to_last_uses.get(node, []):
+            exact.pop(dead, None)
+            rounded.pop(dead, None)
+
+
+def _step(
+    interpreter: fx.Interpreter,
+    node: fx.Node,
+    exact: dict[fx.Node, list[Any]],
+    rounded: dict[fx.Node, list[Any]],
+    visit: Callable[[Visit], None],
+    count: int,
+) -> None:
+    """Compute one node in both networks."""
+    module = node_module(node) if node.op == "call_module" else None
+    if isinstance(module, Quantizer):
+        exact[node] = exact[cast(fx.Node, node.args[0])]
+    else:
+        quantizer = getattr(module, "weight_quantizer", None)
+        if isinstance(quantizer, Quantizer):
+            enabled, quantizer.enabled = quantizer.enabled, False
+            exact[node] = [_value(interpreter, node, exact, i) for i in range(count)]
+            quantizer.enabled = enabled
+            inputs = rounded[cast(fx.Node, node.args[0])]
+            visit(
+                Visit(
+                    path=str(node.target), layer=cast(nn.Module, module), node=node, inputs=inputs, targets=exact[node]
+                )
+            )
+        else:
+            exact[node] = [_value(interpreter, node, exact, i) for i in range(count)]
+    rounded[node] = [_value(interpreter, node, rounded, i) for i in range(count)]
+
+
+def _value(interpreter: fx.Interpreter, node: fx.Node, values: dict[fx.Node, list[Any]], i: int) -> Any:
+    """What `node` returns for batch `i`. An operation in place works on a copy: another network may hold its input."""
+    if node.op == "placeholder":  # one with a default
+        return node.args[0] if node.args else None
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n][i])
+    if _in_place(node) and args and isinstance(args[0], Tensor):
+        args = (args[0].clone(), *args[1:])
+    return getattr(interpreter, node.op)(node.target, args, kwargs)
+
+
+def _in_place(node: fx.Node) -> bool:
+    """Whether an operation may overwrite its first argument."""
+    if node.op == "call_module":
+        return bool(getattr(node_module(node), "inplace", False))
+    name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+    return bool(node.kwargs.get("inplace")) or name.endswith("_") or name in {"iadd", "isub", "imul", "itruediv"}
+
+
+def _images(qmodel: nn.Module, batches: Iterable[Any], limit: int) -> list[Any]:
+    first = next(chain(qmodel.parameters(), qmodel.buffers()), None)
+    device = first.device if first is not None else torch.device("cpu")
+    values: list[Any] = []
+    for batch in batches:
+        x = batch[0] if isinstance(batch, (tuple, list)) else batch
+        x = x[: limit - sum(len(v) for v in values)].to(device)
+        if len(x) == 0:
+            break
+        values.append(x)
+    if not values:
+        raise CalibrationError("the walk got no images: `batches` was empty; give at least one batch")
+    return values
