@@ -1,0 +1,133 @@
+"""One layer of an engine, judged: its role in the network, the type that it computes in, the bytes that it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from compress.engines.engine_layers import (
+    EIGHT_BITS,
+    FLOATS,
+    EngineLayer,
+    Operation,
+    activations,
+    macs,
+    operation,
+    weight_of,
+)
+
+Role = Literal["weighted", "pool", "quantize", "requantize", "add", "reformat", "float", "host"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditedLayer:
+    """One layer of an engine. Bytes and macs are for one image.
+
+    Attributes:
+        name, kind, onnx_nodes, tactic: as the engine tells.
+        operation: what it does.
+        role: `weighted` multiplies by a weight; `quantize` makes 8 bits of a float; `requantize` does that to what a
+            weighted layer wrote in floating point, which that layer could have done itself; `add` is one of these two,
+            or a float kernel, that also sums two branches; `host` does not run on the GPU.
+        precision: type in which a weighted layer multiplies; "" of the others.
+        input_types, output_types, formats: of the activations, in order; formats are of the outputs.
+        read_bytes, written_bytes: activations.
+        weight_bytes: constants, read once for a run of any batch size.
+        macs: None = unknown.
+        sparse: whether its kernel skips the zeros of a 2:4 weight; None = not told.
+        untold: activations whose type the engine did not tell; they are not in the bytes.
+    """
+
+    name: str
+    kind: str
+    operation: Operation
+    role: Role
+    onnx_nodes: tuple[str, ...]
+    precision: str
+    input_types: tuple[str, ...]
+    output_types: tuple[str, ...]
+    formats: tuple[str, ...]
+    read_bytes: float
+    written_bytes: float
+    weight_bytes: float
+    macs: int | None
+    tactic: str
+    sparse: bool | None
+    untold: int
+
+    @property
+    def activation_bytes(self) -> float:
+        """Read and written."""
+        return self.read_bytes + self.written_bytes
+
+
+def judge_layer(layer: EngineLayer, from_weighted: Collection[str], per: int) -> AuditedLayer:
+    """Judge a layer.
+
+    Args:
+        layer: as the engine tells.
+        from_weighted: names of the tensors that convolutions and products write.
+        per: images that the shapes stand for.
+    """
+    read, written = activations(layer)
+    kind = operation(layer)
+    counted = macs(layer)
+    role = _role(layer, kind, from_weighted)
+    return AuditedLayer(
+        name=layer.name,
+        kind=layer.kind,
+        operation=kind,
+        role=role,
+        onnx_nodes=layer.onnx_nodes,
+        precision=_precision(layer) if role == "weighted" else "",
+        input_types=tuple(t.dtype for t in read),
+        output_types=tuple(t.dtype for t in written),
+        formats=tuple(t.format for t in written),
+        read_bytes=sum(t.bytes() or 0.0 for t in read) / per if role != "host" else 0.0,
+        written_bytes=sum(t.bytes() or 0.0 for t in written) / per if role != "host" else 0.0,
+        weight_bytes=_weight_bytes(layer),
+        macs=None if counted is None else counted // per,
+        tactic=layer.tactic,
+        sparse="sparse" in layer.tactic or "sptensor" in layer.tactic if layer.tactic else None,
+        untold=sum(t.bytes() is None for t in (*read, *written)),
+    )
+
+
+def _precision(layer: EngineLayer) -> str:
+    """Type of the operands: of the first activation, or of the weight where that is not told."""
+    read, _ = activations(layer)
+    weight = weight_of(layer)
+    types = [t.dtype for t in read[:1]] + [layer.weight_type or (weight.dtype if weight else "unknown")]
+    return next((name for name in types if name not in {"", "unknown"}), "unknown")
+
+
+def _weight_bytes(layer: EngineLayer) -> float:
+    told = sum(c.bytes() or 0.0 for c in layer.constants)
+    if told or layer.weight_elements is None:
+        return told
+    return layer.weight_elements * {"int8": 1, "fp8": 1, "fp16": 2, "bf16": 2}.get(layer.weight_type, 4)
+
+
+def _role(layer: EngineLayer, kind: Operation, from_weighted: Collection[str]) -> Role:
+    if kind in {"conv", "product"}:
+        return "weighted"
+    if kind in {"host", "pool"}:
+        return "host" if kind == "host" else "pool"
+    read, written = activations(layer)
+    if not written:
+        return "host"
+    if _sums(layer):
+        return "add"
+    to_eight = any(t.dtype in EIGHT_BITS for t in written) and any(t.dtype in FLOATS for t in read)
+    if to_eight:
+        return "requantize" if any(t.name in from_weighted for t in read) else "quantize"
+    return "reformat" if kind == "reformat" else "float"
+
+
+def _sums(layer: EngineLayer) -> bool:
+    """Whether a kernel without weights adds two activations of one shape."""
+    read, _ = activations(layer)
+    most = max((t.elements() for t in read), default=0)
+    branches = sum(t.elements() == most for t in read)
+    return branches > 1 and any("add" in name.lower() for name in (layer.name, *layer.onnx_nodes))

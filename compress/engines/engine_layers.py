@@ -1,0 +1,217 @@
+"""The layers of a built engine, in one form whatever told of them: a build log or the inspector's JSON.
+
+What an engine really does can differ from what its ONNX file asks: an INT8 convolution may write FP32 and have another
+kernel quantize it, a sum may not fuse, a layer may fall back to floating point. `engine_audit` judges; the parsers
+(`nvidia_log`, `nvidia_inspector`) only fill these classes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Operation = Literal["conv", "product", "pool", "pointwise", "reformat", "host", "other"]
+
+TYPE_BYTES: dict[str, float] = {
+    "fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp4": 0.5,
+    "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "int4": 0.5, "bool": 1,
+}  # fmt: skip
+"""Bytes of one element of each type that TensorRT names."""
+
+FLOATS = frozenset({"fp64", "fp32", "tf32", "fp16", "bf16"})
+EIGHT_BITS = frozenset({"int8", "uint8", "fp8"})
+
+_SPELLINGS = {
+    "float": "fp32", "float32": "fp32", "fp32": "fp32", "double": "fp64", "half": "fp16", "float16": "fp16",
+    "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16", "fp8": "fp8", "fp8e4m3": "fp8", "e4m3": "fp8", "fp4": "fp4",
+    "fp4e2m1": "fp4", "int8": "int8", "uint8": "uint8", "int32": "int32", "int64": "int64", "int4": "int4",
+    "bool": "bool",
+}  # fmt: skip
+
+
+def type_name(text: str) -> str:
+    """The short name of a type, from any of TensorRT's spellings or a sentence that holds one; "unknown" if none does.
+
+    >>> type_name("Half"), type_name("Thirty-two wide channel vectorized row major Int8 format"), type_name("N/A")
+    ('fp16', 'int8', 'unknown')
+    """
+    for word in re.findall(r"[A-Za-z]+\d*[A-Za-z]*\d*", text):
+        if word.lower() in _SPELLINGS:
+            return _SPELLINGS[word.lower()]
+    return "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineTensor:
+    """A tensor that a layer reads or writes.
+
+    Attributes:
+        name: in the engine.
+        dtype: key of `TYPE_BYTES`, or "unknown".
+        shape: as the engine holds it; -1 is a dimension that is known only when it runs.
+        format: how it lies in memory, in TensorRT's words.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    format: str = ""
+
+    def elements(self, batch: int = 1) -> int:
+        """Elements in memory, with the channels that a vectorized format pads, for `batch` images where it is open."""
+        shape = [batch if size < 0 else size for size in self.shape]
+        if len(shape) >= 3:
+            step = _channel_step(self.format)
+            shape[1] = -(-shape[1] // step) * step
+        return math.prod(shape)
+
+    def bytes(self, batch: int = 1) -> float | None:
+        """Bytes in memory; None where the type is unknown."""
+        size = TYPE_BYTES.get(self.dtype)
+        return None if size is None else self.elements(batch) * size
+
+
+_WIDE = {"two": 2, "four": 4, "eight": 8, "sixteen": 16, "thirty-two": 32}
+
+
+def _channel_step(text: str) -> int:
+    """Channels that stand together in a format; 1 where they do not."""
+    match = re.search(r"channel % (\d+)", text)
+    if match:
+        return int(match[1])
+    match = re.match(r"([A-Za-z-]+) wide channel", text)
+    return _WIDE.get(match[1].lower(), 1) if match else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLayer:
+    """One layer of an engine.
+
+    Attributes:
+        name: in the engine.
+        kind: the engine's own name of what it is, such as `CaskConvolution`, `correlation` or `kgen`.
+        onnx_nodes: nodes of the ONNX file that it came from, where the engine tells.
+        inputs, outputs: activations read and written.
+        constants: weights and the like, where the engine lists them.
+        tactic: kernel chosen; "" when that is chosen later or not told.
+        weight_elements: elements of its weight, where told apart from the constants.
+        weight_type: their type; "" where it is not told apart.
+        out_channels: of a convolution, where told.
+        sparse_weights: whether the builder saw a 2:4 weight; None when it does not tell.
+    """
+
+    name: str
+    kind: str
+    onnx_nodes: tuple[str, ...] = ()
+    inputs: tuple[EngineTensor, ...] = ()
+    outputs: tuple[EngineTensor, ...] = ()
+    constants: tuple[EngineTensor, ...] = ()
+    tactic: str = ""
+    weight_elements: int | None = None
+    weight_type: str = ""
+    out_channels: int | None = None
+    sparse_weights: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineListing:
+    """All layers of an engine and where they were read.
+
+    Attributes:
+        source: such as `TensorRT-RTX build log`.
+        layers: in the order in which they run.
+        inputs, outputs: names of the network's own tensors, where told; () when not.
+    """
+
+    source: str
+    layers: tuple[EngineLayer, ...]
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+
+_KINDS: tuple[tuple[Operation, str], ...] = (
+    ("host", r"^(shape_call|shapecall|constant|signal|wait|device_?to_?shape|shape_?host.*|trainstation|noop)"),
+    ("conv", r"conv|correlation"),
+    ("product", r"gemm|matri|fullyconnected|matmul|^fc\b|mha|attention"),
+    ("pool", r"pool"),
+    ("reformat", r"reformat|shuffle|copy|^move|^slice|concat|^cast|^transpose"),
+    ("pointwise", r"^kgen|pointwise|elementwise|activation|^scale|quantize|reduce|unary|softmax|^foreignnode|^pwn"),
+)
+_MOVES = {"Tran", "Cast", "Move", "Repl", "Conc", "Resh", "Slic", "Squ", "Copy", "Perm"}
+
+
+def operation(layer: EngineLayer) -> Operation:
+    """What a layer does, from the engine's name of its kind; `other` where that says nothing."""
+    if layer.kind.lower() == "runtime_fusion":  # products and small convolutions that RTX compiles when it runs
+        return "product" if weight_of(layer) is not None or re.search("Fc|Gemm|Mha|Mat", layer.name) else "pointwise"
+    for name, pattern in _KINDS:
+        if re.search(pattern, layer.kind, re.IGNORECASE):
+            moves = name == "pointwise" and fused_steps(layer.name) and set(fused_steps(layer.name)) <= _MOVES
+            return "reformat" if moves else name
+    return "other"
+
+
+def fused_steps(name: str) -> tuple[str, ...]:
+    """The steps that a generated kernel is named after; () where the name is another.
+
+    >>> fused_steps("__myl_MulAddReluMulMinMaxRounCast_myl0_3")
+    ('Mul', 'Add', 'Relu', 'Mul', 'Min', 'Max', 'Roun', 'Cast')
+    """
+    match = re.match(r"__myl_([A-Za-z0-9]+)_myl", name)
+    return tuple(re.findall(r"[A-Z][a-z0-9]*", match[1])) if match else ()
+
+
+def weight_of(layer: EngineLayer) -> EngineTensor | None:
+    """The constant that is a layer's weight: the largest with two dimensions that are more than one."""
+    found = [c for c in layer.constants if sum(size > 1 for size in c.shape) > 1]
+    return max(found, key=lambda c: c.elements(), default=None)
+
+
+def macs(layer: EngineLayer, batch: int = 1) -> int | None:
+    """Multiply-accumulates for `batch` images: 0 of what multiplies no matrix, None where the weight is not told.
+
+    Every output element of a convolution or product takes weight elements / output channels of them.
+    """
+    kind = operation(layer)
+    if kind not in {"conv", "product"}:
+        return None if kind == "other" else 0
+    if not layer.outputs:
+        return None
+    out = layer.outputs[0]
+    elements = math.prod(batch if size < 0 else size for size in out.shape)
+    weight = weight_of(layer) or _weight_input(layer)
+    count = layer.weight_elements or (weight.elements() if weight else None)
+    if count is None:
+        return None
+    channels = layer.out_channels or _out_channels(kind, weight, out.shape)
+    return elements * count // channels if channels else None
+
+
+def _out_channels(kind: Operation, weight: EngineTensor | None, out: Sequence[int]) -> int | None:
+    if weight is None or len(out) < 2:
+        return None
+    if kind == "conv":
+        return weight.shape[0]
+    shared = [size for size in weight.shape if size > 1 and size in out[1:]]
+    return shared[-1] if len(set(shared)) == 1 or shared else None
+
+
+def _weight_input(layer: EngineLayer) -> EngineTensor | None:
+    """A convolution's weight that another layer prepares while the engine runs (dequantized, or refitted)."""
+    if operation(layer) != "conv" or not layer.outputs:
+        return None
+    out = layer.outputs[0].shape
+    for tensor in layer.inputs[1:]:
+        if len(tensor.shape) >= 4 and min(tensor.shape) > 0 and tensor.shape != out and tensor.shape[0] == out[1]:
+            return tensor
+    return None
+
+
+def activations(layer: EngineLayer) -> tuple[tuple[EngineTensor, ...], tuple[EngineTensor, ...]]:
+    """(read, written) activations of a layer: each tensor once, weights prepared by other layers left out."""
+    weight = _weight_input(layer)
+    read = {t.name: t for t in layer.inputs if t is not weight}
+    return tuple(read.values()), tuple({t.name: t for t in layer.outputs}.values())
