@@ -169,7 +169,7 @@ def variants_by_layer(graph: fx.GraphModule, spec: QuantSpec) -> dict[str, tuple
     Returns:
         (alone, left out) by layer name, in graph order.
     """
-    settings = {layer_name(node): own for node, own in resolve_rules(list(graph.graph.nodes), spec).items()}
+    settings = layer_settings(graph, spec)
     whole = place(graph, spec)
     names = dict.fromkeys(
         name for row in whole.decisions if row.decision == "quantize" for name in row.layer.split() if name in settings
@@ -183,6 +183,11 @@ def variants_by_layer(graph: fx.GraphModule, spec: QuantSpec) -> dict[str, tuple
         left_out = _placed(graph, spec, (*spec.rules, Rule(match=name, enable=False)))
         found[name] = (subset_of(alone), subset_of(left_out) if left_out else _NOTHING)
     return found
+
+
+def layer_settings(graph: fx.GraphModule, spec: QuantSpec) -> dict[str, LayerSettings]:
+    """What holds for each operation of a graph after the rules, by its name."""
+    return {layer_name(node): own for node, own in resolve_rules(list(graph.graph.nodes), spec).items()}
 
 
 _NOTHING = Subset(weights=frozenset(), edges=frozenset())
