@@ -2,6 +2,7 @@
 
     python analysis/ceilings.py --device cpu --out results/roofline
     python analysis/ceilings.py --device cuda --out results/roofline --batch 128
+    python analysis/ceilings.py --draw h200        # the figures again, from ceilings_h200.json and layers_h200_*.json
 
 Writes ceilings_DEVICE.json and .png, and for the network layers_DEVICE_NETWORK.json and .png: each node as torch runs
 it alone (fp32 on a CPU, fp16 on a GPU), under the measured roofs. Nothing else should run on the machine.
@@ -10,6 +11,7 @@ it alone (fp32 on a CPU, fp16 on a GPU), under the measured roofs. Nothing else 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 
@@ -20,14 +22,17 @@ from compress.files import write_json
 from compress.report.roofline_figures import draw_ceilings, draw_roofline, save_figure
 from compress.roofline import (
     Ceilings,
+    Device,
     Roofline,
     ceilings_text,
+    load_ceilings,
     measure_ceilings,
     measure_layer_times,
     roofline,
     rows_text,
     summary_text,
 )
+from compress.roofline.model import Row
 
 
 def layers(ceilings: Ceilings, network: str, batch_size: int) -> Roofline:
@@ -44,6 +49,17 @@ def layers(ceilings: Ceilings, network: str, batch_size: int) -> Roofline:
     return bound.with_times(times)
 
 
+def draw_again(folder: Path, name: str, network: str) -> None:
+    """Draw the figures of what was measured before."""
+    save_figure(draw_ceilings(load_ceilings(folder / f"ceilings_{name}.json")), folder / f"ceilings_{name}.png")
+    stem = f"layers_{name}_{network}"
+    told = json.loads((folder / f"{stem}.json").read_text())
+    rows = tuple(Row(**row) for row in told.pop("rows"))
+    told.pop("totals")
+    measured = Roofline(**(told | {"device": Device(**told["device"]), "rows": rows}))
+    save_figure(draw_roofline(measured), folder / f"{stem}.png")
+
+
 def main() -> None:
     """Measure, write, print a short table last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -52,7 +68,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--network", default="resnet50", help="torchvision name; 'none' measures the roofs alone")
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--draw", metavar="NAME", help="measure nothing, draw ceilings_NAME.json again")
     arguments = parser.parse_args()
+    if arguments.draw:
+        draw_again(arguments.out, arguments.draw, arguments.network)
+        return
     measured = measure_ceilings(arguments.device, rounds=arguments.rounds)
     measured.save()
     measured.save(arguments.out / f"ceilings_{arguments.device}.json")

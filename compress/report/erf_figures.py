@@ -329,7 +329,7 @@ def draw_table(table: ReceptiveFieldTable, *, name: str = "") -> Figure:
             )  # fmt: skip
         _log_sizes(axes)
         axes.set(xlabel="node, in the order of the graph", ylabel="side of the theoretical field, px")
-        axes.legend(loc="upper left", bbox_to_anchor=(0, 0.93))
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
         axes.set_title(f"{name or table.model}: what a unit can see")
         caption(figure, table_caption(table))
         return figure

@@ -115,11 +115,11 @@ def draw_ceilings(ceilings: Ceilings) -> Figure:
         _label_axes(axes, "rate, flop/s")
         axes.set_title(f"{device.title}{', ' + device.note if device.note else ''}")
         sizes = sorted({s.size for c in ceilings.ceilings if c.name in names for s in c.samples})
+        triangles = "; triangles: 3x3 convolutions by channels" if any(m == "^" for *_, m in points) else ""
         text = (
             f"Measured roofs: slope = copies, levels = the fastest product; {device.source}. Dots: square products of "
-            f"side {', '.join(map(str, sizes))}; triangles: 3x3 convolutions by channels. Intensity grows with size; "
-            "where a point stops short of its level, the product is too small to fill the machine or its kernel is not "
-            "the best."
+            f"side {', '.join(map(str, sizes))}{triangles}. Intensity grows with size; where a point stops short of "
+            "its level, the product is too small to fill the machine or its kernel is not the best."
         )
         _finish(figure, [], text)
     return figure
@@ -274,7 +274,7 @@ def _draw_times(axes: Axes, roofline: Roofline, top: int) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel("ms for the batch" + (": measured (pale), least (full)" if measured else ", least"))
+    axes.set_xlabel("measured (pale) and least ms of the batch" if measured else "least ms of the batch")
     axes.set_title(f"The {len(rows)} layers that take longest", fontsize=10)
 
 
