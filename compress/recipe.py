@@ -79,7 +79,15 @@ class _Document(BaseModel):
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads 1e-3 as a number (YAML 1.1 asks for 1.0e-3) and refuses a key that stands twice."""
+    """Safe YAML with the numbers of YAML 1.2, which refuses a key that stands twice.
+
+    YAML 1.1 asks for 1.0e-3 where people write 1e-3, and reads 2:4 as 124, to the base of 60.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012, as in its base class
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":int", ":float"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -90,8 +98,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9]\d*)$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.\d*|\.\d+|(\d+\.?\d*|\.\d+)[eE][-+]?\d+|\.(inf|Inf|INF))$|^\.(nan|NaN|NAN)$"),
+    list("-+0123456789."),
 )
 
 

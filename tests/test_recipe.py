@@ -97,3 +97,20 @@ def test_missing_broken_and_doubled(tmp_path):
     (tmp_path / "code.yaml").write_text("model: !!python/object/apply:os.system ['true']")
     with pytest.raises(RecipeError, match="not YAML"):
         load_recipe(tmp_path / "code.yaml")
+
+
+def test_two_of_four_needs_no_quotes(tmp_path):
+    """YAML 1.1 reads 2:4 as 124, to the base of 60."""
+    (tmp_path / "r.yaml").write_text("sparsity: {pattern: 2:4}\n")
+    recipe = load_recipe(tmp_path / "r.yaml")
+    assert recipe.sparsity.pattern == "2:4"
+    assert load_recipe("resnet50", ["sparsity.pattern=1:4"]).sparsity.pattern == "1:4"
+    (tmp_path / "again.yaml").write_text(recipe.to_yaml())
+    assert load_recipe(tmp_path / "again.yaml") == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-3", 1e-3), ("2.5E-4", 2.5e-4), (".5", 0.5), ("3.", 3.0), ("1", 1.0), ("0.1", 0.1)]
+)
+def test_numbers_as_people_write_them(text, value):
+    assert load_recipe("resnet50", [f"train.lr={text}"]).train.lr == value
