@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from compress.engines import onnxruntime_engine, openvino_engine, torch_engine
+from compress.engines import onnxruntime_engine, openvino_engine, tensorrt_engine, torch_engine
 from compress.engines.base import Availability, BuildOptions, Engine
-from compress.engines.nvidia import nvidia_availability
+from compress.engines.tensorrt_library import FLAVOURS, tensorrt_availability
+from compress.engines.tensorrt_options import OPTIONS as TENSORRT_OPTIONS
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 
 
@@ -35,8 +36,6 @@ class EngineEntry:
     in_memory: bool = False
 
 
-_NO_TENSORRT = "this version of compress does not build engines with it; export the ONNX file and build it with trtexec"
-
 ENGINES: dict[str, EngineEntry] = {
     "openvino": EngineEntry(
         availability=openvino_engine.availability, load=openvino_engine.load, options=openvino_engine.OPTIONS
@@ -49,18 +48,14 @@ ENGINES: dict[str, EngineEntry] = {
         instead="it runs modules, not files: use TorchEngine(module, ...)",
         in_memory=True,
     ),
-    "tensorrt": EngineEntry(
-        availability=partial(
-            nvidia_availability, "tensorrt", module="tensorrt", install="pip install 'compress[tensorrt]'"
-        ),
-        instead=_NO_TENSORRT,
-    ),
-    "tensorrt-rtx": EngineEntry(
-        availability=partial(
-            nvidia_availability, "tensorrt-rtx", module="tensorrt_rtx", install="pip install 'compress[rtx]'"
-        ),
-        instead=_NO_TENSORRT,
-    ),
+    **{
+        name: EngineEntry(
+            availability=partial(tensorrt_availability, name),
+            load=partial(tensorrt_engine.load, engine=name),
+            options=TENSORRT_OPTIONS,
+        )
+        for name in FLAVOURS
+    },
 }
 
 
@@ -76,13 +71,15 @@ def build_engine(
     """Load an ONNX file into an engine.
 
     Args:
-        path: the file.
-        engine: `openvino` or `onnxruntime`; `engine_availability` lists all, and which work here.
+        path: the file; for TensorRT also an engine file that was built before.
+        engine: `openvino`, `onnxruntime`, `tensorrt` or `tensorrt-rtx`; `engine_availability` lists all,
+            and which work here.
         batch_size: fixes the batch, which is faster; None keeps the file's own, dynamic or not.
         threads: CPU threads of one run; None = the engine's own choice.
         precision: of what is not quantized: `f32`, `bf16` or `f16`; None = the engine's own choice, which
             `Engine.info.float_precision` tells.
-        options: of that engine: `device` (openvino), `provider` (onnxruntime).
+        options: of that engine: `device` (openvino), `provider` (onnxruntime), those of
+            `compress.engines.tensorrt_options.OPTIONS` (tensorrt, tensorrt-rtx).
 
     Raises:
         EngineError: an unknown engine or option; a file that is missing, truncated, not ONNX or not to the engine's
