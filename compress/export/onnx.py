@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from compress.data.preprocessing import LABELS_KEY, METADATA_KEY, Preprocessing
 from compress.errors import ExportError
+from compress.export.channel_scales import scales_on_outputs
 from compress.export.cleanup import clean
 from compress.export.prepare import prepare
 from compress.export.spec import ExportSpec
@@ -38,6 +39,7 @@ def export_onnx(
     precision: str = "fp32",
     dynamic_batch: bool = True,
     opset: int = 19,
+    channel_scales: str = "weight",
     preprocessing: Preprocessing | None = None,
     labels: Sequence[str] = (),
     metadata: Mapping[str, str] | None = None,
@@ -51,6 +53,7 @@ def export_onnx(
         precision: `fp32`, or `fp16` to write all that is not quantized in float16 (inputs and outputs stay float32).
         dynamic_batch: leave the first dimension of all inputs open (named `batch`).
         opset: 19 or later.
+        channel_scales: `weight`, or `output` for TensorRT-RTX (see `compress.export.channel_scales`).
         preprocessing: how its input is made; written into the metadata.
         labels: names of the classes; written into the metadata.
         metadata: more of it, key to text.
@@ -61,11 +64,14 @@ def export_onnx(
     Raises:
         ExportError: bad arguments, a quantizer without ranges, or an operation that cannot be exported.
     """
-    spec = _checked(ExportSpec(opset=opset, precision=precision, dynamic_batch=dynamic_batch))  # type: ignore[arg-type]
+    asked = {"opset": opset, "precision": precision, "dynamic_batch": dynamic_batch, "channel_scales": channel_scales}
+    spec = _checked(ExportSpec(**asked))  # type: ignore[arg-type]
     inputs = as_inputs(example_inputs)
     ready = prepare(model, inputs, precision=spec.precision)
     proto = _export(ready, inputs, spec)
     clean(proto)
+    if spec.channel_scales == "output":
+        scales_on_outputs(proto)
     _describe(proto, preprocessing, labels, metadata or {})
     if proto.ByteSize() > _LARGEST:
         raise ExportError(f"the ONNX model has {proto.ByteSize()} bytes; files of one piece hold at most {_LARGEST}")
@@ -82,6 +88,8 @@ def export_onnx(
 def _checked(spec: ExportSpec) -> ExportSpec:
     if spec.precision not in {"fp32", "fp16"}:
         raise ExportError(f"precision is {spec.precision!r}; allowed are 'fp32' and 'fp16'")
+    if spec.channel_scales not in {"weight", "output"}:
+        raise ExportError(f"channel_scales is {spec.channel_scales!r}; allowed are 'weight' and 'output'")
     newest = onnx.defs.onnx_opset_version()
     if not 19 <= spec.opset <= newest:
         raise ExportError(f"opset is {spec.opset}; allowed are 19 to {newest} with the installed onnx")

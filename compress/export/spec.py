@@ -14,8 +14,11 @@ class ExportSpec:
         opset: 19 or later (per-channel Q/DQ with half-precision scales).
         precision: type of everything that is not quantized; strongly typed engines run exactly that.
         dynamic_batch: leave the batch size open.
+        channel_scales: where the scales of a weight's channels stand: at the `weight`, or behind the layer's `output`,
+            which TensorRT-RTX moves fewer bytes with (see `compress.export.channel_scales`).
     """
 
     opset: int = 19
     precision: Literal["fp32", "fp16"] = "fp32"
     dynamic_batch: bool = True
+    channel_scales: Literal["weight", "output"] = "weight"

@@ -40,6 +40,7 @@ def export_step(run: Run, models: dict[str, nn.Module]) -> None:
             precision=spec.precision if variant != "float" else "fp32",
             dynamic_batch=spec.dynamic_batch,
             opset=spec.opset,
+            channel_scales=spec.channel_scales,
             preprocessing=run.data.val.preprocessing,
             labels=run.data.val.labels,
             metadata={"compress.recipe": run.recipe.digest(), "compress.variant": variant},

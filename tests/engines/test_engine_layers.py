@@ -1,0 +1,160 @@
+"""Parsers of what tells of an engine's layers: recorded texts (see nvidia/README.md) and a real TensorRT-RTX build."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import compress
+from compress.engines.engine_audit import audit_engine
+from compress.engines.engine_files import read_engine_layers
+from compress.engines.engine_layers import EngineTensor, macs, operation
+from compress.engines.nvidia_inspector import parse_inspector
+from compress.engines.nvidia_log import parse_build_log
+from compress.errors import AuditError
+
+RECORDED = Path(__file__).parent / "nvidia"
+N = 16 * 14 * 14
+
+
+def test_log_of_int8():
+    listing = read_engine_layers(RECORDED / "rtx_1_7_int8.log")
+    assert (listing.inputs, listing.outputs) == (("x",), ("y",))
+    assert [operation(layer) for layer in listing.layers] == [
+        "host",
+        "pointwise",
+        "conv",
+        "pointwise",
+        "conv",
+        "pointwise",
+    ]
+    conv = listing.layers[2]
+    assert conv.name == "conv0_myl0_2" and conv.kind == "correlation" and conv.tactic == ""
+    assert conv.onnx_nodes == ("conv0", "DQ0", "WDQ0")
+    assert [(t.dtype, t.shape) for t in conv.inputs] == [("int8", (-1, 16, 14, 14))]
+    assert [(t.dtype, t.shape) for t in conv.outputs] == [("fp32", (-1, 16, 14, 14))]
+    assert next((t.dtype, t.shape) for t in conv.constants) == ("int8", (16, 16, 3, 3))
+    assert macs(conv) == N * 16 * 9
+    total = listing.layers[-1]
+    assert [t.dtype for t in total.inputs] == ["int8", "fp32"] and "add1" in total.onnx_nodes
+
+
+def test_the_last_build_of_a_log_counts():
+    first, second = ((RECORDED / f"rtx_1_7_{name}.log").read_text() for name in ("int8", "fp16"))
+    stamped = second.replace("\nName: ", "\n[V] Name: ")  # a logger may put its mark before each line
+    assert parse_build_log(first + stamped) == parse_build_log(second)
+
+
+@pytest.mark.parametrize("text", ["", "Engine generation completed in 1 seconds.\n", "Layers:\n\nI/O Tensors:\n"])
+def test_log_without_layers_is_refused(text):
+    with pytest.raises(AuditError, match="verbose"):
+        parse_build_log(text)
+
+
+def test_inspector_of_10():
+    listing = read_engine_layers(RECORDED / "inspector_10.json")
+    assert "10.x" in listing.source and (listing.inputs, listing.outputs) == (("data",), ("out",))
+    assert [operation(layer) for layer in listing.layers] == ["reformat", "reformat", "conv", "conv", "conv"]
+    first = listing.layers[2]
+    assert first.onnx_nodes == ("/conv1/Conv", "/relu/Relu")
+    assert first.inputs[0].dtype == "int8" and first.inputs[0].elements() == 2 * 4 * 64  # 3 channels padded to 4
+    assert macs(first) == 2 * 64 * 64 * 27
+    assert [layer.sparse_weights for layer in listing.layers[2:]] == [False, True, True]
+    audit = audit_engine(listing)
+    assert audit.fixed_batch == 2
+    assert [layer.sparse for layer in audit.weighted] == [False, True, False]
+    assert audit.layers[3].read_bytes == audit.layers[3].written_bytes == 64 * 64  # one tensor read for two purposes
+    dense = next(f for f in audit.findings if f.kind == "dense tactic")
+    assert dense.layers == ("/conv3/Conv",) and "1 of 2" in dense.text
+
+
+def test_inspector_of_11():
+    listing = read_engine_layers(RECORDED / "inspector_11.json")
+    assert "11.x" in listing.source and (listing.inputs, listing.outputs) == (("data",), ("out",))
+    conv = listing.layers[1]
+    assert (conv.inputs[0].dtype, conv.outputs[0].dtype, conv.outputs[0].format) == (
+        "int8",
+        "fp16",
+        "(NHWC) Channel major format",
+    )
+    assert macs(conv) == 32 * 64 * 16 * 9
+    audit = audit_engine(listing)
+    assert audit.fixed_batch is None and audit.activation_bytes == 64 * (16 * 4 + 16 + 16 + 32 * 2)
+
+
+def test_types_that_10_does_not_tell_are_not_zero():
+    document = json.loads((RECORDED / "inspector_10.json").read_text())
+    for layer in document["Layers"]:
+        for tensor in (*layer["Inputs"], *layer["Outputs"]):
+            tensor["Format/Datatype"] = "N/A due to dynamic shapes"
+            tensor["Dimensions"][0] = -1
+    audit = audit_engine(parse_inspector(json.dumps(document)))
+    assert audit.weighted[0].precision == "int8"  # of the weight, which it does tell
+    untold = next(f for f in audit.findings if f.kind == "untold")
+    assert len(untold.layers) == 5 and "not counted" in untold.text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "no list"),
+        ('{"Layers": []}', "no list"),
+        ('{"Layers": ["conv1", "conv2"], "Bindings": ["data"]}', "names of 2 layers"),
+        ('{"Layers": [{"LayerType": "Reformat"}]}', "without a `Name`"),
+    ],
+)
+def test_other_json_is_refused(text, message):
+    with pytest.raises(AuditError, match=message):
+        parse_inspector(text)
+
+
+@pytest.mark.parametrize(
+    ("layout", "elements"),
+    [
+        ("Row major linear FP32", 2 * 5 * 6),
+        ("Channel major FP16 format where channel % 8 == 0", 2 * 8 * 6),
+        ("Two wide channel vectorized row major FP16 format", 2 * 6 * 6),
+        ("Thirty-two wide channel vectorized row major Int8 format", 2 * 32 * 6),
+    ],
+)
+def test_channels_padded_in_memory(layout, elements):
+    assert EngineTensor(name="t", dtype="int8", shape=(2, 5, 2, 3), format=layout).elements() == elements
+
+
+def test_files_beside_an_engine(tmp_path):
+    engine = tmp_path / "ptq.engine"
+    with pytest.raises(AuditError, match="does not exist"):
+        read_engine_layers(engine)
+    engine.write_bytes(b"plan")
+    with pytest.raises(AuditError, match=r"ptq\.engine\.layers\.json"):
+        read_engine_layers(engine)
+    (tmp_path / "ptq.engine.log").write_text((RECORDED / "rtx_1_7_int8.log").read_text())
+    assert "log" in read_engine_layers(engine).source
+    (tmp_path / "ptq.engine.layers.json").write_text((RECORDED / "inspector_11.json").read_text())
+    assert "11.x" in read_engine_layers(engine).source
+
+
+def test_a_real_build(tmp_path):
+    """Shapes, types and macs of a network that TensorRT-RTX builds here: what the log says is what was exported."""
+    pytest.importorskip("tensorrt_rtx")
+    from compress.engines.tensorrt_build import build_tensorrt
+    from compress.engines.tensorrt_options import TensorRTOptions
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 16, 1), nn.ReLU()).eval()
+    x = torch.randn(2, 16, 12, 12)
+    qmodel = compress.quantize(model, x, [x], spec=compress.QuantSpec())
+    found = {}
+    for scales in ("weight", "output"):
+        path = compress.export_onnx(qmodel, x, tmp_path / f"{scales}.onnx", precision="fp16", channel_scales=scales)
+        built = build_tensorrt(path, "tensorrt-rtx", options=TensorRTOptions(sms=(89,)))
+        found[scales] = audit_engine(read_engine_layers(built.path))
+    for audit in found.values():
+        assert [layer.precision for layer in audit.weighted] == ["int8", "int8"]
+        assert sum(layer.macs for layer in audit.weighted) == 144 * (32 * 16 * 9 + 16 * 32)
+        assert {"/0/Conv", "/2/Conv"} <= {node for layer in audit.weighted for node in layer.onnx_nodes}
+    assert found["output"].activation_bytes < found["weight"].activation_bytes
+    assert {t for layer in found["output"].weighted for t in layer.output_types} <= {"fp16", "int8"}
