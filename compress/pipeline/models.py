@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -15,6 +16,7 @@ from compress.files import write_json, write_text
 from compress.models import BuiltModel, build_model_with_notes
 from compress.pipeline.run import Run
 from compress.quantization.calibrate import CalibrationReport, calibrate
+from compress.quantization.improve import improve, smoothed
 from compress.quantization.insert import insert_quantizers, placement_of
 from compress.quantization.spec import QuantSpec
 from compress.recipe import Recipe
@@ -45,15 +47,28 @@ def float_step(run: Run, built: BuiltModel) -> nn.Module:
 def ptq_step(run: Run, float_model: nn.Module, variant: str = "ptq") -> fx.GraphModule:
     """Post-training quantization of a float network, calibrated on images of the training split."""
     spec = cast(QuantSpec, run.recipe.quantization)
-    qmodel = insert_quantizers(float_model, run.example.to(run.device), spec)
+    example, images, many = run.example.to(run.device), _calibration_images(run, spec), run.processes.world_size > 1
     if run.folder.done(variant):
+        qmodel = insert_quantizers(float_model, example, spec)
         load_model(qmodel, run.path(f"{variant}.safetensors"))
         return qmodel.eval()
-    seen = calibrate(
-        qmodel, _calibration_images(run, spec), all_reduce=run.processes.world_size > 1, progress=run.progress
-    )
+    ready = smoothed(float_model, example, images, spec, all_reduce=many, progress=run.progress)
+    qmodel = insert_quantizers(ready, example, spec)
+    seen = calibrate(qmodel, images, all_reduce=many, progress=run.progress)
     run.processes.on_main(lambda: _write_quantization(run, qmodel, seen))
+    rounded = run.path(f"{variant}.adaround")
+    improved = improve(
+        qmodel,
+        images,
+        spec,
+        smoothing=getattr(ready, "smoothing", None),
+        folder=rounded if run.processes.is_main else None,
+        all_reduce=many,
+        progress=run.progress,
+    )
+    run.notes += [f"{variant}: {note}" for note in improved.notes()]
     keep(run, variant, qmodel, images=seen.images)
+    run.processes.on_main(lambda: shutil.rmtree(rounded, ignore_errors=True))  # the weights have taken its place
     return qmodel
 
 

@@ -20,9 +20,10 @@ from compress.errors import CalibrationError
 from compress.graph.trace import Inputs
 from compress.progress import NoProgress, Progress
 from compress.quantization.calibrators import Calibrator, make_calibrator
+from compress.quantization.improve import improve, needs_data_twice, smoothed
 from compress.quantization.insert import insert_quantizers, placement_of, quantizers
 from compress.quantization.quantizer import Quantizer
-from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
+from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec, check_quant_spec
 
 Batches = Iterable[Any]
 """Tensors, or (tensor, target) pairs whose target is not used."""
@@ -61,15 +62,22 @@ def quantize(
         progress: hears of each batch.
 
     Returns:
-        A GraphModule in evaluation mode; `.placement` is the table of decisions, `.calibration` what was seen.
+        A GraphModule in evaluation mode; `.placement` is the table of decisions, `.improvements` what was done beside
+        rounding to nearest (equalization, smoothing, AdaRound, bias correction), if anything was asked for.
 
     Raises:
         ModelError: the model cannot be traced.
         QuantizationError: nothing can be quantized, or a rule matches nothing.
         CalibrationError: no batches, NaN, or a tensor that is constant zero.
     """
-    qmodel = insert_quantizers(model, example_inputs, spec)
+    spec = spec or QuantSpec()
+    check_quant_spec(spec)
+    if needs_data_twice(spec) and iter(batches) is batches:
+        batches = list(batches)  # a generator runs once
+    ready = smoothed(model, example_inputs, batches, spec, progress=progress)
+    qmodel = insert_quantizers(ready, example_inputs, spec)
     calibrate(qmodel, batches, progress=progress)
+    improve(qmodel, batches, spec, smoothing=getattr(ready, "smoothing", None), progress=progress)
     return qmodel
 
 

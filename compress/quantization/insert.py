@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from torch import fx, nn
 
 from compress.errors import QuantizationError
-from compress.graph.fold import fold_batchnorm
 from compress.graph.trace import Inputs, preserve, trace
 from compress.quantization.decisions import ActivationSite, Placement
 from compress.quantization.modules import quantized_layer
 from compress.quantization.placement import place
+from compress.quantization.prepare import prepare_float
 from compress.quantization.quantizer import Quantizer
+from compress.quantization.ranges import ensure_biases
 from compress.quantization.spec import QuantSpec, check_quant_spec
 
 
@@ -35,10 +36,12 @@ def insert_quantizers(model: nn.Module, example_inputs: Inputs, spec: QuantSpec 
     check_quant_spec(spec)
     _check_float32(model)
     graph_module = trace(model, example_inputs)
-    if spec.batchnorm == "fold":
-        fold_batchnorm(graph_module)
+    prepared = prepare_float(graph_module, spec)
     placement = place(graph_module, spec)
+    if spec.bias_correction:
+        ensure_biases(graph_module, [site.path for site in placement.weights])
     apply_placement(graph_module, placement)
+    preserve(graph_module, "prepared", prepared)
     return graph_module
 
 

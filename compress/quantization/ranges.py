@@ -7,7 +7,8 @@ and nothing else does.
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,15 @@ def output_channels(layer: nn.Module) -> int:
     """Number of channels that a weighted layer returns."""
     weight = _weight(layer)
     return weight.shape[1] * _groups(layer) if _transposed(layer) else weight.shape[0]
+
+
+def ensure_biases(graph_module: nn.Module, paths: Iterable[str]) -> None:
+    """Give layers without a bias one of zeros, which a correction can then change; in place."""
+    for path in paths:
+        layer = cast(Any, graph_module.get_submodule(path))
+        if layer.bias is None:
+            zeros = layer.weight.new_zeros(output_channels(layer))
+            layer.bias = nn.Parameter(zeros, requires_grad=layer.weight.requires_grad)
 
 
 def _weight(layer: nn.Module) -> Tensor:

@@ -12,7 +12,7 @@ an MLP; every other norm is refused with a reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
@@ -185,7 +185,7 @@ def _largest(
     first = next(chain(graph_module.parameters(), graph_module.buffers()), None)
     device = first.device if first is not None else torch.device("cpu")
     watch, task = _Watch(graph_module.eval(), paths), "smooth"
-    progress.start(task, len(batches) if hasattr(batches, "__len__") else 0)
+    progress.start(task, len(batches) if isinstance(batches, Sized) else 0)
     for batch in batches:
         watch.run((batch[0] if isinstance(batch, (tuple, list)) else batch).to(device))
         progress.advance(task)

@@ -1,0 +1,274 @@
+"""AdaRound: learn which way to round each weight, so that a layer's outputs change least.
+
+Rounding every weight to nearest minimizes the change of the weights, not of what they compute: errors of weights that
+read correlated inputs add up. Nagel et al. ("Up or Down?", arXiv 2004.10568, sections 3.2 and 3.3) relax the choice
+of each weight to h(v) in [0, 1], fit it by gradient descent to the layer's float outputs, and drive it to 0 or 1 by
+a term whose exponent falls while it learns. Inputs are those of the quantized network with all layers before already
+rounded, targets those of the float network (asymmetric reconstruction), both behind the activation that follows.
+
+The result is an ordinary quantized model: the float weights are replaced by their rounded values, which lie on the
+grid, so rounding to nearest, an export or a saved state all give them back. What the learned rounding does not make
+better on the calibration images stays rounded to nearest. Scales do not change: calibrating anew may move the grid.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+
+from compress.errors import QuantizationError
+from compress.files import replacing
+from compress.graph.ops import module_kind, node_kind
+from compress.progress import NoProgress, Progress
+from compress.quantization.insert import placement_of
+from compress.quantization.numerics import QuantFormat, along_axis
+from compress.quantization.quantizer import Quantizer
+from compress.quantization.spec import AdaRoundSpec
+from compress.quantization.walk import Visit, walk
+
+_STRETCH, _SHIFT = 1.2, -0.1  # zeta - gamma and gamma of the paper's rectified sigmoid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """What AdaRound did to one layer.
+
+    Attributes:
+        layer: module path.
+        error_nearest: mean squared error of the layer's outputs (behind its activation) with weights rounded to
+            nearest, against the float network's, on the calibration images.
+        error_learned: the same with what was kept.
+        changed: share of the weights that were not rounded to nearest.
+        reason: why nothing was learned; "" when it was.
+    """
+
+    layer: str
+    error_nearest: float
+    error_learned: float
+    changed: float
+    reason: str = ""
+
+
+def soft_rounding(v: Tensor) -> Tensor:
+    """The rectified sigmoid h(v) in [0, 1] (arXiv 2004.10568, eq. 23): flat, and reached, at both ends."""
+    return (torch.sigmoid(v) * _STRETCH + _SHIFT).clamp(0, 1)
+
+
+def inverse_rounding(h: Tensor) -> Tensor:
+    """The v with soft_rounding(v) = h, for h in [0, 1]."""
+    return torch.logit((h - _SHIFT) / _STRETCH)
+
+
+def rounding_regularizer(h: Tensor, beta: float) -> Tensor:
+    """Sum of 1 - |2h - 1|^beta (eq. 24): 0 where every h is 0 or 1."""
+    return (1 - (2 * h - 1).abs().pow(beta)).sum()
+
+
+def beta_at(step: int, spec: AdaRoundSpec) -> float:
+    """The exponent after `step` of `spec.steps` steps: cosine from start to end behind the warm start."""
+    start = spec.warm_start * spec.steps
+    share = min(1.0, max(0.0, (step - start) / max(1.0, spec.steps - start)))
+    cosine = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * share)).item())
+    return spec.beta_end + (spec.beta_start - spec.beta_end) * cosine
+
+
+def learn_rounding(
+    layer: nn.Module, inputs: Tensor, targets: Tensor, spec: AdaRoundSpec, *, activation: str = ""
+) -> Tensor:
+    """Rounded weights that reproduce `targets` from `inputs`.
+
+    Args:
+        layer: with a calibrated `weight_quantizer`; it is not changed.
+        inputs: (N, ...) as the quantized network makes them.
+        targets: (N, ...) the float network's outputs, before the activation.
+        spec: steps, learning rate and schedule.
+        activation: `relu` or `relu6` where one follows.
+
+    Returns:
+        Weights on the grid of the layer's quantizer, shape of its weight.
+    """
+    quantizer = cast(Quantizer, layer.weight_quantizer)
+    weight = cast(Tensor, layer.weight).detach()
+    form: QuantFormat = quantizer.format
+    scale = along_axis(quantizer.scale.detach(), weight, form.axis)
+    steps = weight / scale
+    floor, free = steps.floor(), weight != 0  # zeros stay zeros: a sparsity pattern is not AdaRound's to break
+    generator = torch.Generator().manual_seed(spec.seed)
+    targets = _activated(targets, activation)
+    axis = -1 if module_kind(layer) == "linear" else 1
+    with torch.enable_grad():
+        v = inverse_rounding(steps - floor).requires_grad_()
+        optimizer = torch.optim.Adam([v], lr=spec.lr)
+        for step in range(spec.steps):
+            chosen = torch.randint(len(inputs), (min(spec.batch_size, len(inputs)),), generator=generator)
+            chosen = chosen.to(inputs.device)
+            h = soft_rounding(v) * free
+            outputs = _outputs(layer, (floor + h).clamp(form.low, form.high) * scale, inputs[chosen])
+            loss = (_activated(outputs, activation) - targets[chosen]).square().sum(axis).mean()
+            if step >= spec.warm_start * spec.steps:
+                loss = loss + spec.regularization * rounding_regularizer(h, beta_at(step, spec))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    up = (soft_rounding(v.detach()) >= 0.5) & free
+    return (floor + up).clamp(form.low, form.high) * scale
+
+
+def adaround(
+    qmodel: fx.GraphModule,
+    batches: Iterable[Any],
+    *,
+    spec: AdaRoundSpec | None = None,
+    folder: Path | None = None,
+    progress: Progress | None = None,
+) -> tuple[Rounding, ...]:
+    """Round the weights of every quantized layer as learned, in graph order; in place.
+
+    Args:
+        qmodel: calibrated.
+        batches: tensors or (tensor, target).
+        spec: how to learn; None = `AdaRoundSpec()`.
+        folder: keeps the rounding of each finished layer; a run that is stopped and started again with the same
+            model, data and spec goes on from there.
+        progress: hears of each layer.
+
+    Returns:
+        A row a layer.
+
+    Raises:
+        CalibrationError: no images.
+    """
+    spec = spec or AdaRoundSpec()
+    worker = Rounder(spec, folder=folder, progress=progress, total=len(placement_of(qmodel).weights))
+    walk(qmodel, batches, worker.visit, images=spec.images)
+    return worker.finish()
+
+
+class Rounder:
+    """Visits layers, rounds them, and remembers what it did."""
+
+    def __init__(
+        self, spec: AdaRoundSpec, *, folder: Path | None = None, progress: Progress | None = None, total: int = 0
+    ) -> None:
+        self.spec = spec
+        self.folder = folder
+        self.progress = progress or NoProgress()
+        self.rows: dict[str, Rounding] = {}
+        self.progress.start("adaround", total)
+
+    def finish(self) -> tuple[Rounding, ...]:
+        """Rows so far; the bar ends."""
+        self.progress.finish("adaround")
+        return tuple(self.rows.values())
+
+    def visit(self, this: Visit) -> None:
+        """Round one layer."""
+        if this.path in self.rows:
+            return  # called again: its weights are settled
+        reason = _refusal(this)
+        if reason:
+            self.rows[this.path] = Rounding(
+                layer=this.path, error_nearest=0.0, error_learned=0.0, changed=0.0, reason=reason
+            )
+        else:
+            self.rows[this.path] = self._round(this)
+        row = self.rows[this.path]
+        self.progress.advance("adaround", 1, error_nearest=row.error_nearest, error_learned=row.error_learned)
+
+    def _round(self, this: Visit) -> Rounding:
+        layer = cast(Any, this.layer)
+        inputs, targets = torch.cat(this.inputs), torch.cat(this.targets)
+        activation = _activation_behind(this.node)
+        nearest = layer.quantized_weight.detach().clone()
+        path, digest = self._kept(this, inputs)
+        learned = _read(path, digest, nearest)
+        if learned is None:
+            learned = learn_rounding(layer, inputs, targets, self.spec, activation=activation)
+        errors = [reconstruction_error(layer, w, inputs, targets, activation=activation) for w in (nearest, learned)]
+        kept = learned if errors[1] < errors[0] else nearest
+        if path is not None:
+            _write(path, digest, kept)
+        layer.weight.copy_(kept)
+        changed = (kept != nearest).float().mean().item()
+        return Rounding(layer=this.path, error_nearest=errors[0], error_learned=min(errors), changed=changed)
+
+    def _kept(self, this: Visit, inputs: Tensor) -> tuple[Path | None, str]:
+        """File of a layer's rounding, and what it must have been made from."""
+        if self.folder is None:
+            return None, ""
+        layer = cast(Any, this.layer)
+        digest = hashlib.sha256(repr(sorted(asdict(self.spec).items())).encode())
+        for tensor in (layer.weight, layer.weight_quantizer.scale, inputs):
+            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        return self.folder / f"{this.path}.safetensors", digest.hexdigest()
+
+
+@torch.no_grad()
+def reconstruction_error(
+    layer: nn.Module, weight: Tensor, inputs: Tensor, targets: Tensor, *, activation: str = "", batch_size: int = 64
+) -> float:
+    """Mean squared error of a layer's outputs with `weight`, behind its activation, against `targets` behind theirs."""
+    total = 0.0
+    for x, target in zip(inputs.split(batch_size), targets.split(batch_size), strict=True):
+        difference = _activated(_outputs(layer, weight, x), activation) - _activated(target, activation)
+        total += difference.double().square().sum().item()
+    return total / targets.numel()
+
+
+def _outputs(layer: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
+    """The layer with another weight, which is not quantized again."""
+    quantizer = cast(Quantizer, layer.weight_quantizer)
+    enabled, quantizer.enabled = quantizer.enabled, False
+    try:
+        return cast(Tensor, torch.func.functional_call(layer, {"weight": weight}, (x,)))
+    finally:
+        quantizer.enabled = enabled
+
+
+def _activated(x: Tensor, activation: str) -> Tensor:
+    if activation == "relu6":
+        return F.relu6(x)
+    return F.relu(x) if activation == "relu" else x
+
+
+def _activation_behind(node: fx.Node) -> str:
+    """`relu` or `relu6` where it alone reads the layer."""
+    if len(node.users) != 1:
+        return ""
+    kind = node_kind(next(iter(node.users)))
+    return kind if kind in {"relu", "relu6"} else ""
+
+
+def _refusal(this: Visit) -> str:
+    """Why a layer keeps its rounding; "" when it can learn."""
+    if cast(Quantizer, this.layer.weight_quantizer).format.kind != "int":
+        return "FP8 steps are not evenly spaced: rounded to nearest"
+    if parametrize.is_parametrized(this.layer):
+        return "has a parametrized weight (a sparsity mask): squash it first"
+    return ""
+
+
+def _read(path: Path | None, digest: str, like: Tensor) -> Tensor | None:
+    """A kept rounding, if it was made from the same weights, scales, inputs and spec."""
+    if path is None or not path.is_file():
+        return None
+    try:
+        found = load_file(path)
+    except Exception as error:
+        raise QuantizationError(f"{path} is no rounding that AdaRound kept ({error}); remove it") from error
+    weight = found.get(digest)
+    return None if weight is None else weight.to(like)
+
+
+def _write(path: Path, digest: str, weight: Tensor) -> None:
+    with replacing(path) as temporary:
+        save_file({digest: weight.detach().cpu().contiguous()}, temporary)
