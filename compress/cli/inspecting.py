@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from torch import nn
 
 from compress.cli.console import OUT, print_json, print_table
 from compress.cli.options import JsonOption, SetOption
@@ -22,6 +23,9 @@ from compress.models import ModelSpec, build_model
 from compress.quantization.placement import place
 from compress.quantization.spec import QuantSpec
 from compress.recipe import Recipe, find_recipe, load_recipe, parse_recipe, recipe_names
+from compress.roofline import SparseLayer, sparse_bound
+from compress.sparsity.eligibility import NOTEWORTHY_CHANNELS, Eligibility, eligibility, large_enough
+from compress.sparsity.spec import SparsitySpec
 
 
 def register(app: typer.Typer) -> None:
@@ -35,17 +39,29 @@ def inspect(
     recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="A recipe: its model, its rules.")] = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="A model by name, without a recipe.")] = None,
     onnx: Annotated[Path | None, typer.Option("--onnx", help="An ONNX file: which operations are INT8.")] = None,
+    sparsity: Annotated[bool, typer.Option("--sparsity", help="Which layers 2:4 could make faster, at most.")] = False,
+    device: Annotated[str, typer.Option(help="With --sparsity: such as h200, a100, orin.")] = "h200",
+    precision: Annotated[str, typer.Option(help="With --sparsity: int8, fp16, bf16.")] = "int8",
+    batch_size: Annotated[int, typer.Option(help="With --sparsity: images of one run.")] = 32,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Layers with their macs, and every placement decision with its reason; or the audit of an ONNX file."""
+    """Layers with their macs, and every placement decision with its reason; or the audit of an ONNX file.
+
+    With --sparsity: which layers would be masked, why the others not, and how much faster each could be at best.
+    """
     if sum(given is not None for given in (recipe, model, onnx)) != 1:
         raise RecipeError("inspect looks at one thing: give --recipe, --model or --onnx")
     if onnx is not None:
+        if sparsity:
+            raise RecipeError("--sparsity looks at a network before training: give --recipe or --model, not --onnx")
         _show_audit(onnx, as_json)
         return
     parsed = load_recipe(recipe, set_ or ()) if recipe is not None else _bare(str(model), set_ or [])
-    _show_model(parsed, as_json)
+    if sparsity:
+        _show_sparsity(parsed, device, precision, batch_size, as_json)
+    else:
+        _show_model(parsed, as_json)
 
 
 def _bare(model: str, overrides: list[str]) -> Recipe:
@@ -54,12 +70,65 @@ def _bare(model: str, overrides: list[str]) -> Recipe:
     return parse_recipe(tree, overrides, source="--model")
 
 
-def _show_model(recipe: Recipe, as_json: bool) -> None:
+def _network(recipe: Recipe) -> nn.Module:
+    """The recipe's model, with random weights."""
     spec = recipe.model
     classes = spec.num_classes or recipe.data.num_classes or (1000 if recipe.data.name == "folder" else 10)
     plain = ModelSpec(name=spec.name, weights=None, num_classes=spec.num_classes, options=spec.options)
-    network = build_model(plain, num_classes=classes)
-    size = recipe.data.image_size
+    return build_model(plain, num_classes=classes)
+
+
+def _show_sparsity(recipe: Recipe, device: str, precision: str, batch_size: int, as_json: bool) -> None:
+    """What 2:4 masks of the recipe's layers could bring at most, before any training."""
+    spec = recipe.sparsity or SparsitySpec()
+    if spec.pattern != "2:4":
+        raise RecipeError(f"sparsity.pattern is {spec.pattern!r}: devices have faster kernels for 2:4 only")
+    network, size = _network(recipe).eval(), recipe.data.image_size
+    x = torch.zeros(1, 3, size, size)
+    checks = {row.layer: row for row in eligibility(network, spec, example_inputs=x)}
+    masked = [path for path, row in checks.items() if row.eligible]
+    large = [path for path in masked if large_enough(checks[path].shape)]
+    bound = sparse_bound(network, x, masked=masked, device=device, precision=precision, batch_size=batch_size)
+    some = bound.speedup_with(large)
+    if as_json:
+        document = {**bound.as_dict(), "speedup_of_large_layers": some, "reasons": [asdict(c) for c in checks.values()]}
+        print_json(document)
+        return
+    rows = [
+        (
+            row.layer,
+            "x".join(map(str, checks[row.layer].shape)) if row.layer in checks else row.kind,
+            row.bound,
+            f"{row.share:.1%}",
+            f"{row.dense_ms:.4f}",
+            f"{row.speedup:.2f}" if row.masked else "-",
+            _why(row, checks.get(row.layer)),
+        )
+        for row in bound.rows
+    ]
+    title = (
+        f"{recipe.model.name}: what 2:4 could bring at most, {bound.precision} on {device}, batch {bound.batch_size}"
+    )
+    numbers = ("share", "dense ms", "at most x")
+    print_table(title, ("layer", "weight", "bound by", *numbers, "why"), rows, numbers=numbers)
+    OUT.print(
+        f"{len(masked)} of {len(checks)} layers would be masked. The network: at most {bound.speedup:.2f}x; with 2:4 "
+        f"kernels for the {len(large)} layers of {NOTEWORTHY_CHANNELS} channels and more alone, at most {some:.2f}x "
+        f"({bound.dense_ms:.4f} ms dense). Roofs of the maker's sheet, fused as an engine does: a bound, not a promise."
+    )
+    if bound.unknown:
+        OUT.print(f"unknown, not in these figures: {', '.join(bound.unknown)}")
+
+
+def _why(row: SparseLayer, check: Eligibility | None) -> str:
+    if check is None:
+        return "no weight of its own that can be masked"
+    memory = row.masked and row.bound == "memory" and row.speedup < 1.05
+    return "memory stops it, and its weights are few of the bytes" if memory else check.reason
+
+
+def _show_model(recipe: Recipe, as_json: bool) -> None:
+    spec, network, size = recipe.model, _network(recipe), recipe.data.image_size
     graph = trace(network, torch.zeros(2, 3, size, size))
     fold_batchnorm(graph)
     items = [layer for layer in layers(graph) if layer.weight_elements or layer.macs]

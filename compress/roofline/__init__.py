@@ -6,6 +6,7 @@ from compress.roofline.device_table import DEVICE_NAMES, TABLE
 from compress.roofline.devices import PRECISIONS, Device
 from compress.roofline.measure import measure_ceilings
 from compress.roofline.model import Roofline, Row, find_device, place, roofline
+from compress.roofline.sparse import SparseBound, SparseLayer, sparse_bound
 from compress.roofline.tables import ceilings_text, devices_text, rows_text, summary_text, what_if_text
 from compress.roofline.timing import measure_layer_times
 from compress.roofline.what_if import WhatIf, what_if
@@ -21,6 +22,8 @@ __all__ = [
     "Roofline",
     "Row",
     "Sample",
+    "SparseBound",
+    "SparseLayer",
     "WhatIf",
     "Workload",
     "ceilings_path",
@@ -34,6 +37,7 @@ __all__ = [
     "place",
     "roofline",
     "rows_text",
+    "sparse_bound",
     "summary_text",
     "what_if",
     "what_if_text",

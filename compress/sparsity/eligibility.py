@@ -8,6 +8,7 @@ channels, much to lose), the last (the classifier), grouped convolutions, and sh
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,6 +132,11 @@ def check_rules(spec: SparsitySpec, layers: Iterable[str]) -> None:
             )
 
 
+def large_enough(shape: tuple[int, ...]) -> bool:
+    """Whether a weight of this shape (out, in, ...) is one that a 2:4 kernel may be faster for."""
+    return min(shape[0], math.prod(shape[1:])) >= NOTEWORTHY_CHANNELS
+
+
 def left_dense(path: str, spec: SparsitySpec) -> bool:
     """Whether a rule disables the layer."""
     return _enabled(path, spec) is False
@@ -183,8 +189,7 @@ def _note(module: nn.Module, pattern: Pattern) -> str:
         return "no engine is faster for zeros anywhere"
     if (pattern.n, pattern.m) != (2, 4):
         return f"no engine has {pattern} kernels"
-    taps = weight[0, 0].numel()
-    if min(weight.shape[0], weight.shape[1] * taps) < NOTEWORTHY_CHANNELS:
+    if not large_enough(tuple(weight.shape)):
         return f"few channels: rarely faster below {NOTEWORTHY_CHANNELS}"
     return "large enough to gain"
 

@@ -34,6 +34,8 @@ def test_help_names_the_commands():
         (("report", "nowhere"), "nowhere"),
         (("inspect", "--onnx", "none.onnx"), "does not exist"),
         (("inspect",), "give --recipe, --model or --onnx"),
+        (("inspect", "--model", "resnet18", "--sparsity", "--device", "t4"), "has no peak for int8-2:4"),
+        (("inspect", "--recipe", "resnet50-sparse", "--sparsity", "-s", "sparsity.pattern='1:4'"), "for 2:4 only"),
     ],
 )
 def test_refusals_have_a_reason_a_status_and_leave_nothing(arguments, text, tmp_path):
@@ -50,6 +52,18 @@ def test_inspect_as_json_is_one_document():
     document = json.loads(done.stdout)
     assert len([row for row in document["placement"] if row["rule"] == "weight"]) == 21
     assert all(row["reason"] for row in document["placement"])
+
+
+def test_inspect_says_what_sparsity_could_bring_before_training():
+    arguments = ("inspect", "--model", "resnet18", "--sparsity", "--device", "a100", "--batch-size", "8")
+    document = json.loads(compress(*arguments, "--json").stdout)
+    rows = {row["layer"]: row for row in document["rows"]}
+    assert len(rows) == 21 and document["batch_size"] == 8
+    assert not rows["conv1"]["masked"] and rows["conv1"]["speedup"] == 1.0
+    assert 1.0 < rows["layer4.1.conv2"]["speedup"] <= 2.0
+    assert 1.0 < document["speedup_of_large_layers"] <= document["speedup"] < 2.0
+    shown = compress(*arguments)
+    assert shown.returncode == 0 and "at most" in shown.stdout and "3 input channels" in shown.stdout
 
 
 def test_doctor_says_why_not():
