@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +10,7 @@ from compress.engines.engine_layers import (
     EIGHT_BITS,
     FLOATS,
     EngineLayer,
+    EngineTensor,
     Operation,
     activations,
     macs,
@@ -37,6 +38,9 @@ class AuditedLayer:
         macs: None = unknown.
         sparse: whether its kernel skips the zeros of a 2:4 weight; None = not told.
         untold: activations whose type the engine did not tell; they are not in the bytes.
+        reads, writes: names of the activations.
+        fp16_bytes: estimate of the activation bytes that a pure fp16 engine moves in its place; 0 where such an engine
+            fuses it away.
     """
 
     name: str
@@ -55,6 +59,9 @@ class AuditedLayer:
     tactic: str
     sparse: bool | None
     untold: int
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    fp16_bytes: float = 0.0
 
     @property
     def activation_bytes(self) -> float:
@@ -62,13 +69,16 @@ class AuditedLayer:
         return self.read_bytes + self.written_bytes
 
 
-def judge_layer(layer: EngineLayer, from_weighted: Collection[str], per: int) -> AuditedLayer:
+def judge_layer(
+    layer: EngineLayer, from_weighted: Collection[str], per: int, border: Collection[str] = ()
+) -> AuditedLayer:
     """Judge a layer.
 
     Args:
         layer: as the engine tells.
         from_weighted: names of the tensors that convolutions and products write.
         per: images that the shapes stand for.
+        border: the network's own inputs and outputs, which keep their type.
     """
     read, written = activations(layer)
     kind = operation(layer)
@@ -91,6 +101,9 @@ def judge_layer(layer: EngineLayer, from_weighted: Collection[str], per: int) ->
         tactic=layer.tactic,
         sparse="sparse" in layer.tactic or "sptensor" in layer.tactic if layer.tactic else None,
         untold=sum(t.bytes() is None for t in (*read, *written)),
+        reads=tuple(t.name for t in read),
+        writes=tuple(t.name for t in written),
+        fp16_bytes=_fp16_bytes(layer, role, border) / per,
     )
 
 
@@ -131,3 +144,20 @@ def _sums(layer: EngineLayer) -> bool:
     most = max((t.elements() for t in read), default=0)
     branches = sum(t.elements() == most for t in read)
     return branches > 1 and any("add" in name.lower() for name in (layer.name, *layer.onnx_nodes))
+
+
+def _fp16_bytes(layer: EngineLayer, role: Role, border: Collection[str]) -> float:
+    """Bytes of the kernel that would stand in a layer's place in an fp16 engine, 0 where it would have fused away."""
+    read, written = activations(layer)
+
+    def half(tensors: Iterable[EngineTensor]) -> float:
+        return sum(t.bytes() or 0 if t.name in border else 2 * t.elements() for t in tensors)
+
+    if role == "host":
+        return 0.0
+    if role in {"requantize", "add"}:
+        largest = max(t.elements() for t in read)
+        shrinks = max(t.elements() for t in written) < largest  # a mean in the same kernel: it stays, and reads its sum
+        residual = 2.0 * largest * (sum(t.elements() == largest for t in read) - 1)
+        return residual + (2.0 * largest + half(written[:1]) if shrinks else 0.0)
+    return half(read) + half(written[:1] if role == "quantize" else written)

@@ -7,16 +7,14 @@ writes, so they are what the kernels ask of memory; a cache may serve some of th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from compress.engines.audited_layer import AuditedLayer, judge_layer
 from compress.engines.engine_findings import Finding, find, megabytes
 from compress.engines.engine_layers import (
     EIGHT_BITS,
-    EngineLayer,
     EngineListing,
-    EngineTensor,
     activations,
     operation,
 )
@@ -31,7 +29,6 @@ class EngineAudit:
         fixed_batch: images of one run; None where the batch size is open.
         layers: in the order in which they run.
         findings: what to know, the weightiest first.
-        fp16_bytes: estimate of what the same network moves an image in pure fp16, epilogues fused.
         advice: what to do about the bytes; "" where there is nothing to say.
     """
 
@@ -39,13 +36,17 @@ class EngineAudit:
     fixed_batch: int | None
     layers: tuple[AuditedLayer, ...]
     findings: tuple[Finding, ...]
-    fp16_bytes: float
-    advice: str
+    advice: str = ""
 
     @property
     def activation_bytes(self) -> float:
         """Moved for one image by all layers."""
         return sum(layer.activation_bytes for layer in self.layers)
+
+    @property
+    def fp16_bytes(self) -> float:
+        """Estimate of what the same network moves for one image in pure fp16, with its epilogues fused."""
+        return sum(layer.fp16_bytes for layer in self.layers)
 
     @property
     def weight_bytes(self) -> float:
@@ -83,19 +84,11 @@ def audit_engine(listing: EngineListing, *, sparse_nodes: Collection[str] = ()) 
         if operation(layer) in {"conv", "product"}
         for tensor in activations(layer)[1]
     }
-    layers = tuple(judge_layer(layer, from_weighted, per) for layer in listing.layers)
     border = {*listing.inputs, *listing.outputs}
+    layers = tuple(judge_layer(layer, from_weighted, per, border) for layer in listing.layers)
     findings = tuple(find(layers, listing, per=per, sparse_nodes=sparse_nodes))
-    estimate = sum(_fp16_bytes(layer, audited, border) for layer, audited in zip(listing.layers, layers, strict=True))
-    audit = EngineAudit(
-        source=listing.source,
-        fixed_batch=batch,
-        layers=layers,
-        findings=findings,
-        fp16_bytes=estimate / per,
-        advice="",
-    )
-    return _with_advice(audit)
+    audit = EngineAudit(source=listing.source, fixed_batch=batch, layers=layers, findings=findings)
+    return replace(audit, advice=_advice(audit))
 
 
 def _fixed_batch(listing: EngineListing) -> int | None:
@@ -107,41 +100,23 @@ def _fixed_batch(listing: EngineListing) -> int | None:
     return size if size > 0 else None
 
 
-def _fp16_bytes(layer: EngineLayer, audited: AuditedLayer, border: Collection[str]) -> float:
-    """Bytes of the kernel that would stand in a layer's place in an fp16 engine, 0 where it would have fused away."""
-    read, written = activations(layer)
-
-    def half(tensors: Iterable[EngineTensor]) -> float:
-        return sum(t.bytes() or 0 if t.name in border else 2 * t.elements() for t in tensors)
-
-    if audited.role == "host":
-        return 0.0
-    if audited.role in {"requantize", "add"}:
-        largest = max(t.elements() for t in read)
-        shrinks = max(t.elements() for t in written) < largest  # a mean in the same kernel: it stays, and reads its sum
-        residual = 2.0 * largest * (sum(t.elements() == largest for t in read) - 1)
-        return residual + (2.0 * largest + half(written[:1]) if shrinks else 0.0)
-    return half(read) + half(written[:1] if audited.role == "quantize" else written)
-
-
-def _with_advice(audit: EngineAudit) -> EngineAudit:
+def _advice(audit: EngineAudit) -> str:
+    """What to do about the bytes."""
     moved, half = audit.activation_bytes, audit.fp16_bytes
-    eight = audit.share(*EIGHT_BITS)
-    if eight and moved > 1.02 * half:
-        wide = {t for layer in audit.weighted if layer.precision in EIGHT_BITS for t in layer.output_types} & {"fp32"}
-        narrower = (
-            " Exporting with precision fp16 and channel_scales output lets them write FP16, which halves that traffic."
-            if wide
-            else ""
-        )
-        text = (
-            f"INT8 moves {megabytes(moved)} an image here, more than the {megabytes(half)} that the same network would "
-            "move in fp16: its convolutions do not write 8 bits, and other kernels quantize what they wrote. Where "
-            "memory is the bound, that is most small layers and small batches, build fp16 (quantization: null, "
-            f"export.precision: fp16).{narrower}"
-        )
-    elif not eight and audit.share("fp32", "tf32") > 0.5:
-        text = f"The engine computes in FP32; fp16 would move {megabytes(half)} an image instead of {megabytes(moved)}."
-    else:
-        text = ""
-    return replace(audit, advice=text)
+    if not audit.share(*EIGHT_BITS):
+        if audit.share("fp32", "tf32") <= 0.5:
+            return ""
+        return f"The engine computes in FP32; fp16 would move {megabytes(half)} an image instead of {megabytes(moved)}."
+    if moved <= 1.02 * half:
+        return ""
+    text = (
+        f"INT8 moves {megabytes(moved)} of activations an image here, and the same network in fp16 would move about "
+        f"{megabytes(half)}: its convolutions do not write 8 bits, and other kernels quantize what they wrote. Where "
+        "memory is the bound (small layers, small batches), build fp16: quantization null, export.precision fp16. INT8 "
+        "pays where the products are the bound; `inspect --engine FILE --device NAME` says in which layers."
+    )
+    wide = any("fp32" in layer.output_types for layer in audit.weighted if layer.precision in EIGHT_BITS)
+    narrower = (
+        " export.precision fp16 with export.channel_scales output lets its convolutions write FP16 instead of FP32."
+    )
+    return text + (narrower if wide else "")
