@@ -30,11 +30,13 @@ from compress.engines.tensorrt_metadata import (
     check_fresh,
     check_runnable,
     check_whole,
+    layers_path,
+    metadata_path,
     read_metadata,
 )
 from compress.engines.tensorrt_options import TensorRTOptions, check_admitted, parse_options, yes_or_no
 from compress.errors import EngineError, EngineUnavailableError
-from compress.files import replacing
+from compress.files import replacing, write_text
 
 ENGINE_SUFFIXES = (".engine", ".plan")
 
@@ -60,15 +62,19 @@ def load(path: Path | str, build: BuildOptions, *, engine: str) -> TensorRTEngin
     problem = gpu_problem(library.flavour, options.device)
     if problem:
         raise EngineUnavailableError(cannot_run(path, engine, problem))
-    if told is None:
-        made = build_tensorrt(path, engine, options=options)
+    made = build_tensorrt(path, engine, options=options) if told is None else None
+    if made is not None:
         path, told = made.path, made.metadata
+    assert told is not None
     if build.precision not in (None, told.float_precision):
         raise EngineError(
             f"{engine}: precision {build.precision!r} was asked of {path}, whose types are {told.float_precision!r}: "
             "it is strongly typed and runs the types of the ONNX file; export it in that precision, or leave it out"
         )
-    return TensorRTEngine(library, path, told, options=options, cuda_graph=graph)
+    loaded = TensorRTEngine(library, path, told, options=options, cuda_graph=graph)
+    if made is not None and not made.reused and not library.flavour.portable:
+        write_text(layers_path(path), loaded.inspector_json())  # TensorRT tells its layers here, RTX in its log
+    return loaded
 
 
 def checked_metadata(path: Path, engine: str) -> EngineMetadata:
@@ -92,11 +98,12 @@ def checked_metadata(path: Path, engine: str) -> EngineMetadata:
 def cannot_run(path: Path, engine: str, problem: str) -> str:
     """Why a file cannot run here, and what there is or what to do for another machine."""
     built = [path] if path.suffix in ENGINE_SUFFIXES else sorted(path.parent.glob(f"{path.stem}.{engine}.sm*.engine"))
-    if not built:
+    sms = {file.name: read_metadata(file).sms for file in built if metadata_path(file).is_file()}
+    if not sms:
         advice = f"python -m compress build --onnx {path} --engine {engine}"
         more = f"{advice} builds it for another machine" if FLAVOURS[engine].portable else "use a machine with that GPU"
         return f"{engine} cannot run here: {problem}; {more}"
-    told = ", ".join(f"{file.name} for SM {', '.join(map(str, read_metadata(file).sms))}" for file in built)
+    told = ", ".join(f"{name} for SM {', '.join(map(str, of))}" for name, of in sms.items())
     return (
         f"built {told}, but it cannot be run here: {problem}; copy it with its .json to a machine with such a GPU and "
         f"measure it there with python -m compress bench"

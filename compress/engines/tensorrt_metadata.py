@@ -114,6 +114,11 @@ def log_path(engine: Path) -> Path:
     return engine.with_name(engine.name + ".log")
 
 
+def layers_path(engine: Path) -> Path:
+    """`<engine>.layers.json`: the layers as the inspector tells them; TensorRT alone, on the GPU."""
+    return engine.with_name(engine.name + ".layers.json")
+
+
 def read_metadata(engine: Path) -> EngineMetadata:
     """The metadata of an engine file.
 

@@ -20,6 +20,8 @@ class BenchSpec:
         runs: timed runs of each variant, at most.
         seconds: time for each variant and batch size, at most; the round that is under way is finished.
         threads: CPU threads of one run; None = each engine's own choice.
+        sm: compute capabilities that TensorRT-RTX engines are built for, 89 for 8.9; () = that of the GPU here, or
+            Ampere and later (80, 86, 89, 120) without one.
     """
 
     engines: tuple[str, ...] = ("openvino", "onnxruntime")
@@ -28,6 +30,7 @@ class BenchSpec:
     runs: int = 50
     seconds: float = 3.0
     threads: int | None = None
+    sm: tuple[int, ...] = ()
 
 
 def check_bench_spec(spec: BenchSpec) -> None:
@@ -48,6 +51,8 @@ def check_bench_spec(spec: BenchSpec) -> None:
         ("warmup", spec.warmup >= 0, "0 or more"),
         ("runs", spec.runs >= 1, "1 or more"),
         ("seconds", math.isfinite(spec.seconds) and spec.seconds > 0, "a finite number above 0"),
+        ("sm", len(set(spec.sm)) == len(spec.sm), "numbers that differ"),
+        ("sm", all(sm >= 10 for sm in spec.sm), "compute capabilities without the point, such as 89 for 8.9"),
         ("threads", threads is None or threads >= 1, "1 or more, or null"),
     )
     for key, fits, allowed in ranges:

@@ -11,6 +11,7 @@ from torch import fx, nn
 from compress.data.load import load_data
 from compress.errors import RecipeError
 from compress.files import write_json
+from compress.pipeline.engines import build_step
 from compress.pipeline.export import export_step
 from compress.pipeline.folder import RunFolder, free_folder, latest_folder, open_run
 from compress.pipeline.measure import bench_step, evaluate_step
@@ -96,6 +97,7 @@ def _measure(this: Run, models: dict[str, nn.Module]) -> None:
     export_step(this, models)
     if "sparse" in models:
         check_pattern(this, [variant for variant in models if variant.startswith("sparse")])
+    build_step(this, list(models))
     evaluate_step(this, models)
     bench_step(this, list(models))
     if this.notes:

@@ -29,6 +29,11 @@ class RunFolder:
     def __truediv__(self, name: str) -> Path:
         return self.path / name
 
+    @property
+    def recipe(self) -> str:
+        """Digest of the recipe that the run is of."""
+        return str(self._state["recipe"])
+
     def done(self, step: str) -> bool:
         """Whether a step has ended."""
         return step in self._state["steps"]
@@ -117,7 +122,7 @@ def recipe_of(path: Path) -> Recipe:
 
 def _reopen(path: Path, recipe: Recipe, resume: bool) -> RunFolder:
     folder = read_state(path)
-    if folder._state["recipe"] != recipe.digest():
+    if folder.recipe != recipe.digest():
         raise RunError(
             f"{path} holds a run of another recipe; it differs in {', '.join(_differences(path, recipe))}. Name a new "
             "folder with --out, or repeat the run's own --set values to go on with it"

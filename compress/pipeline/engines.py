@@ -1,0 +1,79 @@
+"""The step that builds engine files to keep and ship, for the GPUs that the recipe names, with or without one here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from compress.engines.onnx_file import read_onnx
+from compress.engines.tensorrt_build import BuiltEngine, build_tensorrt
+from compress.engines.tensorrt_commands import build_commands, commands_markdown
+from compress.engines.tensorrt_library import FLAVOURS
+from compress.engines.tensorrt_options import DEFAULT_BATCH, TensorRTOptions
+from compress.errors import EngineError, EngineUnavailableError
+from compress.files import write_json, write_text
+from compress.measure import BenchSpec
+from compress.pipeline.run import Run
+from compress.progress import Progress
+
+
+def build_step(run: Run, variants: Sequence[str]) -> None:
+    """Build `<variant>.<engine>.sm<...>.engine` of every network, and write engines.json and build.md.
+
+    Only for recipes whose `bench.engines` name TensorRT or TensorRT-RTX. A library that cannot build here is no error:
+    the rows of its engine say why, and build.md holds what to type on the other machine.
+    """
+    spec = run.recipe.bench
+    names = [name for name in spec.engines if name in FLAVOURS]
+    if not names or run.folder.done("engines"):
+        return
+    files = [run.path(f"{variant}.onnx") for variant in variants]
+    write_commands(run.path("build.md"), files, engine_options(spec))
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        options = engine_options(spec, name)
+        rows += [_row(path.stem, name, build_or_reason(path, name, options, run.progress)) for path in files]
+    write_json(run.path("engines.json"), rows)
+    run.notes.extend(f"{row['variant']}, {row['engine']}: {note}" for row in rows for note in row.get("notes", ()))
+    run.folder.finish("engines", built=sum(row["status"] == "built" for row in rows))
+
+
+def engine_options(spec: BenchSpec, engine: str = "tensorrt-rtx") -> TensorRTOptions:
+    """How a recipe's engines are built: for its compute capabilities, best at its largest batch."""
+    largest = max(spec.batch_sizes, default=DEFAULT_BATCH[2])
+    return TensorRTOptions(
+        sms=spec.sm if FLAVOURS[engine].portable else (), batch=(1, largest, max(largest, DEFAULT_BATCH[2]))
+    )
+
+
+def build_or_reason(path: Path, engine: str, options: TensorRTOptions, progress: Progress) -> BuiltEngine | str:
+    """The engine of an ONNX file, or why there is none."""
+    try:
+        return build_tensorrt(path, engine, options=options, progress=progress)
+    except (EngineError, EngineUnavailableError) as error:
+        return str(error)
+
+
+def write_commands(path: Path, files: Sequence[Path], options: TensorRTOptions) -> Path:
+    """`build.md`: the same engines with trtexec and Polygraphy."""
+    return write_text(
+        path, commands_markdown([(file.name, build_commands(read_onnx(file), options)) for file in files])
+    )
+
+
+def _row(variant: str, engine: str, built: BuiltEngine | str) -> dict[str, Any]:
+    if isinstance(built, str):
+        return {"variant": variant, "engine": engine, "status": "unavailable", "reason": built}
+    told = built.metadata
+    return {
+        "variant": variant,
+        "engine": engine,
+        "status": "built",
+        "file": built.path.name,
+        "version": told.version,
+        "sms": list(told.sms),
+        "bytes": told.engine_bytes,
+        "seconds": told.build_seconds,
+        "notes": list(told.notes),
+    }
