@@ -10,6 +10,7 @@ import torch
 import typer
 from torch import nn
 
+from compress.cli.auditing import show_engine
 from compress.cli.console import OUT, print_json, print_table
 from compress.cli.options import JsonOption, SetOption
 from compress.engines import engine_availability
@@ -39,19 +40,29 @@ def inspect(
     recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="A recipe: its model, its rules.")] = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="A model by name, without a recipe.")] = None,
     onnx: Annotated[Path | None, typer.Option("--onnx", help="An ONNX file: which operations are INT8.")] = None,
+    engine: Annotated[
+        Path | None, typer.Option("--engine", help="A built engine, its build log, or the inspector's JSON.")
+    ] = None,
     sparsity: Annotated[bool, typer.Option("--sparsity", help="Which layers 2:4 could make faster, at most.")] = False,
-    device: Annotated[str, typer.Option(help="With --sparsity: such as h200, a100, orin.")] = "h200",
+    device: Annotated[
+        str | None, typer.Option(help="With --sparsity or --engine: under whose roofs, such as h200, rtx4090, orin.")
+    ] = None,
     precision: Annotated[str, typer.Option(help="With --sparsity: int8, fp16, bf16.")] = "int8",
-    batch_size: Annotated[int, typer.Option(help="With --sparsity: images of one run.")] = 32,
+    batch_size: Annotated[int, typer.Option(help="With --sparsity or --engine: images of one run.")] = 32,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Layers with their macs, and every placement decision with its reason; or the audit of an ONNX file.
+    """Layers with their macs, and every placement decision with its reason; or the audit of an ONNX file or an engine.
 
-    With --sparsity: which layers would be masked, why the others not, and how much faster each could be at best.
+    With --engine: what the engine made of each layer, the bytes that it moves, and what is wrong with that; give --onnx
+    too for what only that file tells. With --sparsity: which layers would be masked, why the others not, and how much
+    faster each could be at best.
     """
-    if sum(given is not None for given in (recipe, model, onnx)) != 1:
-        raise RecipeError("inspect looks at one thing: give --recipe, --model or --onnx")
+    if engine is not None and recipe is None and model is None and not sparsity:
+        show_engine(engine, onnx, device, batch_size, as_json)
+        return
+    if sum(given is not None for given in (recipe, model, onnx, engine)) != 1:
+        raise RecipeError("inspect looks at one thing: give --recipe, --model, --onnx or --engine")
     if onnx is not None:
         if sparsity:
             raise RecipeError("--sparsity looks at a network before training: give --recipe or --model, not --onnx")
@@ -59,7 +70,7 @@ def inspect(
         return
     parsed = load_recipe(recipe, set_ or ()) if recipe is not None else _bare(str(model), set_ or [])
     if sparsity:
-        _show_sparsity(parsed, device, precision, batch_size, as_json)
+        _show_sparsity(parsed, device or "h200", precision, batch_size, as_json)
     else:
         _show_model(parsed, as_json)
 

@@ -49,20 +49,28 @@ def find(
     found: list[Finding] = []
     if eight:
         loose = [layer for layer in weighted if layer.precision not in {*EIGHT_BITS, "unknown"}]
-        _add(found, "float layer", loose, "{n} of {all} convolutions and products multiply in floating point", weighted)
+        _add(
+            found,
+            "float layer",
+            loose,
+            "convolutions and products that multiply in floating point: {n} of {all}",
+            weighted,
+        )
         wide = [layer for layer in eight if not set(layer.output_types) <= EIGHT_BITS]
-        kept = "{n} of {all} 8-bit convolutions and products write {types}: they do not quantize their own result"
+        kept = "8-bit convolutions and products that write {types}, not 8 bits: {n} of {all}"
         _add(found, "float output", wide, kept, eight)
     again = [x for x in layers if x.role == "requantize" or (x.role == "add" and set(x.output_types) & EIGHT_BITS)]
-    _add(found, "requantize", again, "{n} kernels only turn what a convolution wrote in {read} into 8 bits, {mb}")
+    _add(found, "requantize", again, "kernels that quantize what a convolution wrote in {read}: {n}, {mb}")
     moved = [layer for layer in layers if layer.role == "reformat"]
-    _add(found, "reformat", moved, "{n} kernels only change layout or type, {mb}")
+    _add(found, "reformat", moved, "kernels that only change layout or type: {n}, {mb}")
     sums = [layer for layer in layers if layer.role == "add"]
-    _add(found, "add", sums, "{n} residual sums did not fuse into a convolution, {mb}")
+    _add(found, "add", sums, "residual sums that did not fuse into a convolution: {n}, {mb}")
     found += _fp32(layers, listing, per)
     found += _sparsity(layers, listing, sparse_nodes)
     untold = [layer for layer in layers if layer.untold]
-    text = "{n} layers have activations without a type: their bytes are not counted. Set an execution context's shapes "
+    text = (
+        "layers with activations of a type that is not told, whose bytes are not counted: {n}. Set a context's shapes "
+    )
     _add(found, "untold", untold, text + "and ask the inspector again")
     return found
 
@@ -115,7 +123,7 @@ def _fp32(layers: Sequence[AuditedLayer], listing: EngineListing, per: int) -> l
     if not wide:
         return []
     total /= per
-    text = f"{len(wide)} layers read or write FP32 inside the network, {megabytes(total)} an image of it"
+    text = f"layers that read or write FP32 inside the network: {len(wide)}, {megabytes(total)} of FP32 an image"
     return [Finding(kind="fp32", text=text, layers=tuple(wide), bytes=total)]
 
 
@@ -128,8 +136,8 @@ def _sparsity(layers: Sequence[AuditedLayer], listing: EngineListing, sparse_nod
     ]
     found: list[Finding] = []
     dense = [layer for layer in asked if layer.sparse is False]
-    _add(found, "dense tactic", dense, "{n} of {all} layers with 2:4 weights run a dense kernel", asked)
+    _add(found, "dense tactic", dense, "layers with 2:4 weights that run a dense kernel: {n} of {all}", asked)
     silent = [layer for layer in asked if layer.sparse is None]
-    text = "{n} layers have 2:4 weights, and the kernel is chosen when the engine first runs: whether it is sparse "
-    _add(found, "untold", silent, text + "cannot be told from here")
+    text = "layers with 2:4 weights whose kernel is chosen when the engine first runs, so that whether it is sparse "
+    _add(found, "untold", silent, text + "cannot be told from here: {n}")
     return found
