@@ -1,0 +1,256 @@
+"""Quantization-aware training at the cost of ordinary training: chains of a quantized graph as one operation each.
+
+`fuse_for_training` finds every chain layer -> (residual add) -> (ReLU or ReLU6) -> quantizer in which nobody else reads
+what lies between, and returns a second graph in which each chain is one module around `fused_ops.fused_quantize`. The
+modules, and with them parameters and ranges, are those of the first graph, by reference: train by calling the second,
+and all else (state_dict, checkpoints, evaluation, deep copies, export) goes on with the first, which is untouched.
+
+The result is that of the plain path: the same numbers in the same order in float32 and float64. In half precision
+the plain path rounds after the bias and after the add, and the fused one only at its end.
+
+What cannot be fused stays as it was, with the reason: FP8 and quantizers of another class (learned scales need a
+gradient that bits do not hold). While a quantizer is disabled or watched by a calibrator, its chain runs plainly too.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from compress.errors import QuantizationError
+from compress.graph.ops import node_kind, node_module
+from compress.quantization.fused_ops import HAS_TRITON, Kernels, epilogue_of, fused_quantize
+from compress.quantization.modules import QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear
+from compress.quantization.quantizer import Quantizer
+
+_BOUNDS = {"relu": (0.0, math.inf), "relu6": (0.0, 6.0)}
+_PLAIN: tuple[float, float] = (-math.inf, math.inf)
+_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear)
+_FORWARDS = {layer.forward for layer in _LAYERS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedChain:
+    """What became of one quantizer of the graph.
+
+    Attributes:
+        quantizer: module path.
+        nodes: names of the nodes that became one module with it, in order.
+        reason: why it is not fused, or why its chain does not begin at a layer; "" when it does.
+    """
+
+    quantizer: str
+    nodes: tuple[str, ...]
+    reason: str
+
+
+def fuse_for_training(qmodel: nn.Module, *, kernels: Kernels | None = None) -> fx.GraphModule:
+    """A second graph over the same modules, cheaper to train; the same function, with the same gradients.
+
+    Args:
+        qmodel: from `quantize` or `insert_quantizers`; not changed.
+        kernels: `triton` or `torch` for all; None = Triton on a GPU where it fits.
+
+    Returns:
+        A module to call in place of `qmodel` in training steps. Its `chains` tell what was fused. It shares every
+        parameter and buffer with `qmodel`, under other names: save and optimize `qmodel`.
+
+    Raises:
+        QuantizationError: `qmodel` is no graph with quantizers.
+    """
+    if not is_fusible(qmodel):
+        raise QuantizationError(
+            f"{type(qmodel).__name__} is no graph with quantizers; call compress.quantize first, and fuse its result"
+        )
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(cast(fx.GraphModule, qmodel).graph, {}))
+    fused = fx.GraphModule(qmodel, graph)
+    chains = [_fuse(fused, node, kernels) for node in list(graph.nodes) if node_kind(node) == "quantizer"]
+    graph.eliminate_dead_code()
+    graph.lint()
+    fused.delete_all_unused_submodules()
+    fused.recompile()
+    cast(Any, fused).chains = tuple(chains)
+    return fused
+
+
+def is_fusible(model: nn.Module) -> bool:
+    """Whether `model` is a graph with quantizers."""
+    return isinstance(model, fx.GraphModule) and any(node_kind(node) == "quantizer" for node in model.graph.nodes)
+
+
+def pays_off(device: torch.device) -> bool:
+    """Whether fused training is faster on `device`: on GPUs, where Triton is installed."""
+    return device.type == "cuda" and HAS_TRITON
+
+
+class FusedChainModule(nn.Module):
+    """layer -> (add) -> (activation) -> quantizer; the layer and the quantizer are the model's own.
+
+    Args:
+        layer: convolution or linear layer; None = the chain begins behind something else.
+        activation: `relu`, `relu6` or "".
+        quantizer: at the end.
+        kernels: as of `fuse_for_training`.
+    """
+
+    is_quantizer = True
+
+    def __init__(self, layer: nn.Module | None, activation: str, quantizer: Quantizer, kernels: Kernels | None) -> None:
+        super().__init__()
+        self.layer = layer
+        self.activation = activation
+        self.quantizer = quantizer
+        self.kernels: Kernels | None = kernels
+        lower, upper = _BOUNDS.get(activation, _PLAIN)
+        bias_dim = -1 if isinstance(layer, nn.Linear) else 1
+        self.epilogue = epilogue_of(quantizer.format, lower=lower, upper=upper, bias_dim=bias_dim)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The quantized result.
+
+        Args:
+            x: the layer's input; without a layer, what is activated and quantized.
+            residual: shape of the layer's result, added to it.
+        """
+        alone = self.layer is None and residual is None and not self.activation
+        if not _is_live(self.quantizer) or (alone and torch.compiler.is_compiling()):
+            return self._plain(x, residual)  # the compiler fuses a quantizer alone with what makes its input
+        layer, bias, amax = cast(Any, self.layer), None, self.quantizer.amax
+        if layer is not None:
+            bias, weight = layer.bias, _weight(layer, self.kernels)
+            matmul: Callable[..., Tensor] = F.linear if isinstance(layer, nn.Linear) else layer._conv_forward
+            x = matmul(x, weight, None)
+        return fused_quantize(x, amax, self.epilogue, bias=bias, residual=residual, kernels=self.kernels)
+
+    def _plain(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        y = x if self.layer is None else self.layer(x)
+        y = y if residual is None else y + residual
+        y = {"relu": F.relu, "relu6": F.relu6}[self.activation](y) if self.activation else y
+        return cast(Tensor, self.quantizer(y))
+
+
+def _weight(layer: nn.Module, kernels: Kernels | None) -> Tensor:
+    """The layer's weight, quantized if it is a quantized layer, in the type that autocast would turn it into."""
+    weight = cast(Tensor, layer.weight)
+    quantizer = getattr(layer, "weight_quantizer", None)
+    if quantizer is None:
+        return weight
+    by_hand = kernels == "triton" or (kernels is None and weight.is_cuda and HAS_TRITON)
+    if not by_hand or torch.compiler.is_compiling() or not _is_plain(quantizer) or not _is_live(quantizer):
+        return cast(Tensor, quantizer(weight))
+    device = weight.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    return fused_quantize(weight, quantizer.amax, epilogue_of(quantizer.format), dtype=dtype, kernels=kernels)
+
+
+def _is_plain(quantizer: nn.Module) -> bool:
+    """Whether a quantizer rounds to integers by fixed ranges, as `fake_quantize` does."""
+    return type(quantizer) is Quantizer and quantizer.format.kind == "int" and not quantizer.amax.requires_grad
+
+
+def _is_live(quantizer: Quantizer) -> bool:
+    return quantizer.enabled and quantizer.ready and quantizer.calibrator is None
+
+
+def _fuse(graph_module: fx.GraphModule, node: fx.Node, kernels: Kernels | None) -> FusedChain:
+    """Put one module in the place of a quantizer and of the chain that ends in it."""
+    quantizer, path = node_module(node), str(node.target)
+    if not _is_plain(quantizer):
+        kind = "FP8" if type(quantizer) is Quantizer else type(quantizer).__name__
+        return FusedChain(quantizer=path, nodes=(), reason=f"{kind} is trained on the plain path")
+    chain = _Chain(node)
+    module = FusedChainModule(
+        None if chain.layer is None else node_module(chain.layer),
+        "" if chain.activation is None else node_kind(chain.activation),
+        cast(Quantizer, quantizer),
+        kernels,
+    )
+    name = f"fused_chains.{node.name}"
+    graph_module.add_submodule(name, module)
+    with graph_module.graph.inserting_before(node):
+        fused = graph_module.graph.call_module(name, chain.inputs)
+    fused.meta.update(node.meta)
+    node.replace_all_uses_with(fused)
+    for old in chain.nodes:  # from the quantizer back: each has lost its only reader
+        graph_module.graph.erase_node(old)
+    return FusedChain(quantizer=path, nodes=tuple(old.name for old in chain.nodes[:0:-1]), reason=chain.reason)
+
+
+class _Chain:
+    """The chain that ends in a quantizer's node, found by walking back.
+
+    Attributes:
+        nodes: from the quantizer back to the chain's first.
+        layer, activation: those of them; None where there is none.
+        inputs: what the fused module is called with.
+        reason: why the walk ended.
+    """
+
+    def __init__(self, quantizer: fx.Node) -> None:
+        self.nodes = [quantizer]
+        self.layer: fx.Node | None = None
+        self.activation: fx.Node | None = None
+        source = quantizer.all_input_nodes[0]
+        if node_kind(source) in _BOUNDS and _only_reader(source) and _only_reader(source.all_input_nodes[0]):
+            self.activation = source
+            self.nodes.append(source)
+            source = source.all_input_nodes[0]
+        if _is_sum(source):
+            self._add(source)
+            return
+        self.reason = _why_no_layer(source)
+        if self.reason:
+            self.inputs: tuple[fx.Node, ...] = (source,)
+            return
+        self._begin(source)
+        self.inputs = (source.all_input_nodes[0],)
+
+    def _add(self, add: fx.Node) -> None:
+        self.nodes.append(add)
+        one, other = add.all_input_nodes
+        refusals = [_why_no_layer(operand) for operand in (one, other)]
+        self.reason = "" if "" in refusals else refusals[0]
+        if self.reason:
+            self.inputs = (one, other)
+            return
+        layer, residual = (one, other) if not refusals[0] else (other, one)
+        self._begin(layer)
+        self.inputs = (layer.all_input_nodes[0], residual)
+
+    def _begin(self, layer: fx.Node) -> None:
+        self.layer = layer
+        self.nodes.append(layer)
+
+
+def _only_reader(node: fx.Node) -> bool:
+    return len(node.users) == 1
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Whether a node adds two tensors of one shape that it alone changes, for one reader."""
+    operands = node.all_input_nodes
+    if node_kind(node) != "add" or not _only_reader(node) or len(operands) != 2 or node.kwargs or len(node.args) != 2:
+        return False
+    in_place = node.target in (operator.iadd, "add_")
+    shapes = [operand.meta.get("shape") for operand in operands]
+    return shapes[0] is not None and shapes[0] == shapes[1] and not (in_place and not _only_reader(operands[0]))
+
+
+def _why_no_layer(node: fx.Node) -> str:
+    """Why a chain cannot begin with this node; "" when it can."""
+    if node.op != "call_module" or node_kind(node) not in {"conv", "linear"}:
+        return f"begins behind {node_kind(node)} {node.name}, no convolution or linear layer"
+    if not _only_reader(node):
+        return f"begins behind {node.name}, whose result has {len(node.users)} readers"
+    layer = node_module(node)
+    if type(layer).forward not in _FORWARDS or layer._forward_hooks or layer._forward_pre_hooks:
+        return f"begins behind {node.name}, a {type(layer).__name__} with a forward pass of its own"
+    return ""

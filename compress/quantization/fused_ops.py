@@ -1,0 +1,228 @@
+"""Bias, residual add, activation and fake quantization as one operation that keeps one bit an element for backward.
+
+A training step is bound by memory bandwidth in everything but its convolutions, and its memory is what is kept for the
+backward pass. Done one by one, bias, add, ReLU and fake quantization read and write the tensor four times and
+keep the ReLU's result and a byte mask beside the quantized tensor that the next convolution keeps for itself. But
+the gradient of the whole chain is the incoming gradient where the ReLU passed and the integer did not saturate, and 0
+elsewhere: one bit says it. So forward reads the layer's result once, writes the quantized tensor and an eighth of a
+byte; backward reads the gradient and that bit, and sums the bias's gradient on the way.
+
+Storing the integer (one byte) in place of the quantized tensor would halve the memory again, but every convolution's
+backward would first have to write it out in half precision: three bytes an element of traffic to save one of memory.
+
+`fused_quantize` is computed by Triton kernels on a GPU (`fused_triton`), where layout and type fit, and by the torch
+operations below everywhere else; both compute the same numbers, those of `fake_quantize`. torch.compile sees the
+kernels as opaque operations and fuses the torch operations.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from compress.quantization.numerics import QuantFormat, along_axis
+
+Kernels = Literal["triton", "torch"]
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+_BITS = 8  # in a byte
+
+
+class Epilogue(NamedTuple):
+    """What happens between a layer's matrix product and the next layer's input, besides the tensors.
+
+    Attributes:
+        low, high: smallest and largest integer; the scale is amax / high.
+        lower, upper: bounds of the activation: 0 and infinity for ReLU, 0 and 6 for ReLU6, infinities for none.
+        axis: of per-channel ranges; None = one range.
+        bias_dim: the axis that the bias belongs to: 1 for convolutions, -1 for linear layers.
+    """
+
+    low: int
+    high: int
+    lower: float = -math.inf
+    upper: float = math.inf
+    axis: int | None = None
+    bias_dim: int = 1
+
+
+def epilogue_of(
+    quant_format: QuantFormat, *, lower: float = -math.inf, upper: float = math.inf, bias_dim: int = 1
+) -> Epilogue:
+    """The epilogue that ends in integers of `quant_format`."""
+    return Epilogue(quant_format.low, quant_format.high, lower, upper, quant_format.axis, bias_dim)
+
+
+def fused_quantize(
+    y: Tensor,
+    amax: Tensor,
+    epilogue: Epilogue,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    kernels: Kernels | None = None,
+) -> Tensor:
+    """Fake quantization of activation(y + bias + residual), computed in float32 (float64 for float64).
+
+    The gradient is that of the operations one by one (`fake_quantize` straight through, ReLU 0 at 0); `amax` has none.
+
+    Args:
+        y: any shape, floating point: what a layer computed without its bias.
+        amax: () or (C,): the largest magnitudes kept.
+        epilogue: what is computed.
+        bias: (C,), C the size of `y` along `epilogue.bias_dim`.
+        residual: shape of `y`.
+        dtype: of the result; None = that of `y`.
+        kernels: which implementation; None = Triton where it can (`triton_fits`).
+
+    Returns:
+        Shape and memory format of `y`.
+    """
+    kernels = kernels or ("triton" if triton_fits(y, epilogue, bias) else "torch")
+    result = _FusedQuantize.apply(y, bias, residual, amax, *epilogue, dtype or y.dtype, kernels == "triton")
+    return cast(Tensor, result)
+
+
+def triton_fits(y: Tensor, epilogue: Epilogue, bias: Tensor | None) -> bool:
+    """Whether the Triton kernels compute this tensor: on a GPU, in 16 or 32 bits, the bias along the innermost axis."""
+    if not y.is_cuda or y.dtype == torch.float64 or not HAS_TRITON:
+        return False
+    if bias is None:
+        return True
+    channels = y.shape[epilogue.bias_dim]
+    return channels % _BITS == 0 and inner_size(y, epilogue.bias_dim) == 1
+
+
+class _FusedQuantize(torch.autograd.Function):
+    """Keeps the packed bits only; the result is kept by whichever layer reads it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        amax: Tensor,
+        low: int,
+        high: int,
+        lower: float,
+        upper: float,
+        axis: int | None,
+        bias_dim: int,
+        dtype: torch.dtype,
+        triton: bool,
+    ) -> Tensor:
+        y = dense(y)
+        if residual is not None:
+            residual = like(residual, y)
+        epilogue = Epilogue(low, high, lower, upper, axis, bias_dim)
+        forward = _triton().forward if triton else forward_torch
+        result, bits = forward(y, bias, residual, amax, epilogue, dtype)
+        ctx.save_for_backward(bits)
+        ctx.last = _is_channels_last(y)
+        ctx.bias_dim, ctx.triton, ctx.dtype = bias_dim, triton, y.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.residual_dtype = None if residual is None else residual.dtype
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (bits,) = ctx.saved_tensors
+        grad = grad.contiguous(memory_format=torch.channels_last if ctx.last else torch.contiguous_format)
+        wants_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[1]
+        backward = _triton().backward if ctx.triton else backward_torch
+        passed, bias_grad = backward(grad, bits, ctx.dtype, ctx.bias_dim, wants_bias)
+        residual_grad = passed.to(ctx.residual_dtype) if ctx.residual_dtype is not None else None
+        return passed, bias_grad.to(ctx.bias_dtype) if wants_bias else None, residual_grad, *(None,) * 9
+
+
+def forward_torch(
+    y: Tensor, bias: Tensor | None, residual: Tensor | None, amax: Tensor, epilogue: Epilogue, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(the quantized tensor, the packed bits) by torch operations; `residual` is laid out as `y`."""
+    work = y if y.dtype == torch.float64 else y.float()
+    if bias is not None:
+        work = work + along_axis(bias.to(work.dtype), y, epilogue.bias_dim)
+    if residual is not None:
+        work = work + residual
+    passes = (work > epilogue.lower) & (work < epilogue.upper)
+    if math.isfinite(epilogue.lower):
+        work = work.clamp(min=epilogue.lower)
+    if math.isfinite(epilogue.upper):
+        work = work.clamp(max=epilogue.upper)
+    scale = along_axis((amax / epilogue.high).to(work.dtype), y, epilogue.axis)
+    rounded = torch.round(work / scale)
+    clamped = rounded.clamp(epilogue.low, epilogue.high)
+    return (clamped * scale).to(dtype), pack(passes & (rounded == clamped))
+
+
+def backward_torch(
+    grad: Tensor, bits: Tensor, dtype: torch.dtype, bias_dim: int, wants_bias: bool
+) -> tuple[Tensor, Tensor]:
+    """(`grad` where the bits are set, its sum over all axes but `bias_dim`, empty unless wanted)."""
+    passed = torch.where(unpack(bits, grad), grad, 0.0).to(dtype)
+    if not wants_bias:
+        return passed, passed.new_empty(0)
+    dims = [d for d in range(grad.dim()) if d != bias_dim % grad.dim()]
+    return passed, passed.sum(dims, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def pack(bits: Tensor) -> Tensor:
+    """Eight booleans to a byte, in the order in which they lie in memory; lowest bit first, padded with zeros."""
+    flat = _memory_order(bits).reshape(-1)
+    missing = -flat.numel() % _BITS
+    flat = torch.nn.functional.pad(flat.to(torch.uint8), (0, missing)) if missing else flat.to(torch.uint8)
+    return (flat.view(-1, _BITS) << _shifts(flat)).sum(1, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, like: Tensor) -> Tensor:
+    """The booleans of `pack`, shape and memory format of `like`."""
+    flat = ((packed[:, None] >> _shifts(packed)) & 1).reshape(-1)[: like.numel()].bool()
+    shape = _memory_order(like).shape
+    if _is_channels_last(like):
+        return flat.view(shape).permute(0, 3, 1, 2)
+    return flat.view(shape)
+
+
+def dense(y: Tensor) -> Tensor:
+    """`y` without gaps, in the usual order or channels_last."""
+    return y if _is_channels_last(y) or y.is_contiguous() else y.contiguous()
+
+
+def like(x: Tensor, y: Tensor) -> Tensor:
+    """`x` in the memory format of a dense `y` of the same shape."""
+    return x.contiguous(memory_format=torch.channels_last if _is_channels_last(y) else torch.contiguous_format)
+
+
+def inner_size(y: Tensor, axis: int) -> int:
+    """How far apart neighbours along `axis` lie, in elements, once `y` is dense."""
+    axis %= y.dim()
+    if _is_channels_last(y):
+        sizes = {0: y.shape[1] * y.shape[2] * y.shape[3], 1: 1, 2: y.shape[1] * y.shape[3], 3: y.shape[1]}
+        return sizes[axis]
+    return math.prod(y.shape[axis + 1 :])
+
+
+def _is_channels_last(y: Tensor) -> bool:
+    return y.dim() == 4 and not y.is_contiguous() and y.is_contiguous(memory_format=torch.channels_last)
+
+
+def _memory_order(y: Tensor) -> Tensor:
+    return y.permute(0, 2, 3, 1) if _is_channels_last(y) else y
+
+
+def _shifts(like: Tensor) -> Tensor:
+    return torch.arange(_BITS, dtype=torch.uint8, device=like.device)
+
+
+def _triton() -> Any:
+    """The module of the Triton kernels: imported where they run, as Triton is not installed everywhere."""
+    from compress.quantization import fused_triton
+
+    return fused_triton
