@@ -159,5 +159,6 @@ def _fp16_bytes(layer: EngineLayer, role: Role, border: Collection[str]) -> floa
         largest = max(t.elements() for t in read)
         shrinks = max(t.elements() for t in written) < largest  # a mean in the same kernel: it stays, and reads its sum
         residual = 2.0 * largest * (sum(t.elements() == largest for t in read) - 1)
-        return residual + (2.0 * largest + half(written[:1]) if shrinks else 0.0)
+        leaves = any(t.name in border and t.dtype != "fp16" for t in written)  # a kernel of its own turns it into that
+        return residual + (2.0 * largest + half(written[:1]) if shrinks or leaves else 0.0)
     return half(read) + half(written[:1] if role == "quantize" else written)
