@@ -17,6 +17,7 @@ from compress.errors import AuditError
 from compress.sparsity.masks import verify_nm
 
 WEIGHTED_OPS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+_INTEGERS = frozenset({"int8", "uint8", "int4", "uint4"})
 _PASSES = frozenset(
     "MaxPool Reshape Flatten Transpose Squeeze Unsqueeze Split Slice Concat Identity Gather Expand Cast".split()  # noqa: SIM905
 )
@@ -29,10 +30,11 @@ class AuditRow:
     Attributes:
         name: ONNX node.
         op_type: `Conv`, `ConvTranspose`, `Gemm` or `MatMul`.
-        input_type, weight_type: `int8`, `uint8`, ... where a DequantizeLinear stands before it; else the float type.
+        input_type, weight_type: `int8`, `uint8`, `int4`, `float8_e4m3fn`, ... where a DequantizeLinear stands before it;
+            else the float type.
         per_channel: whether the weight has a scale for each channel.
         weight_elements: elements of a constant weight; 0 for a product of two activations.
-        int8: both inputs are 8 bits wide.
+        int8: both inputs are integers of 8 bits or fewer.
         reason: why it is not; "" when it is.
     """
 
@@ -220,11 +222,10 @@ class _Graph:
         input_type = self.integer_type(data) if data is not None else "float"
         weight_type = self.integer_type(weight) if weight is not None else "float"
         scale = self.array(weight.input[1]) if weight is not None else None
-        eight = {"int8", "uint8"}
         missing = [
-            text
-            for kind, text in ((input_type, "its input is not quantized"), (weight_type, "its weight is not quantized"))
-            if kind not in eight
+            f"{what} is {'FP8, not INT8' if kind.startswith('float8') else 'not quantized'}"
+            for kind, what in ((input_type, "its input"), (weight_type, "its weight"))
+            if kind not in _INTEGERS
         ]
         return AuditRow(
             name=node.name or node.output[0],

@@ -23,6 +23,7 @@ from compress.data.preprocessing import LABELS_KEY, METADATA_KEY, Preprocessing
 from compress.errors import ExportError
 from compress.export.channel_scales import scales_on_outputs
 from compress.export.cleanup import clean
+from compress.export.int4 import pack_int4
 from compress.export.prepare import prepare
 from compress.export.spec import ExportSpec
 from compress.files import replacing
@@ -45,6 +46,9 @@ def export_onnx(
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Write `model` as ONNX: weights INT8, activations as Q/DQ pairs, bias float, BatchNorm folded.
+
+    Weights of up to 4 bits are INT4 from opset 21 on and INT8 of a narrower range before; other widths below 8 are INT8
+    of a narrower range, and activations below 8 bits are Q/DQ behind a Clip. E4M3 is FLOAT8E4M3FN throughout.
 
     Args:
         model: quantized by compress, or float; not changed.
@@ -69,6 +73,7 @@ def export_onnx(
     inputs = as_inputs(example_inputs)
     ready = prepare(model, inputs, precision=spec.precision)
     proto = _export(ready, inputs, spec)
+    pack_int4(proto)
     clean(proto)
     if spec.channel_scales == "output":
         scales_on_outputs(proto)

@@ -2,7 +2,7 @@
 
 Activation quantizers become QuantizeLinear / DequantizeLinear pairs; weights become INT8 constants with a
 DequantizeLinear. The integers are computed here, from the float32 weight and the very scale that is written, so that
-the file holds exactly what fake quantization computed.
+the file holds exactly what fake quantization computed. FP8 values are float8e4m3fn, in both places.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import ExportError, ModelError
+from compress.export.int4 import INT4_MARK
 from compress.graph.fold import fold_batchnorm, foldable_pair
 from compress.graph.ops import node_module
 from compress.graph.trace import Inputs, trace
@@ -90,7 +91,7 @@ class _QuantizeDequantize(nn.Module):
         super().__init__()
         self.register_buffer("scale", scale)
         self.register_buffer("zero_point", torch.tensor(quant_format.zero_point, dtype=quant_format.dtype))
-        whole = (quant_format.low, quant_format.high) in {(-128, 127), (0, 255)}
+        whole = quant_format.num_bits == 8 and not quant_format.narrow  # the type itself saturates, E4M3 too
         self.bounds = None if whole else (quant_format.low, quant_format.high)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,17 +115,31 @@ class _WeightDequantize(nn.Module):
         self.register_buffer("scale", scale)
         self.register_buffer("zero_point", torch.zeros(scale.shape, dtype=q.dtype))
         self.attributes: dict[str, Any] = {} if quant_format.axis is None else {"axis": quant_format.axis}
+        whole = quant_format.kind == "int" and quant_format.num_bits <= 4
+        self.metadata = {INT4_MARK: str(quant_format.num_bits)} if whole else {}
 
     def forward(self, weight: Tensor) -> Tensor:
         return _symbolic(
-            "DequantizeLinear", (self.q, self.scale, self.zero_point), self.scale.dtype, self.q.shape, self.attributes
+            "DequantizeLinear",
+            (self.q, self.scale, self.zero_point),
+            self.scale.dtype,
+            self.q.shape,
+            self.attributes,
+            self.metadata,
         )
 
 
 def _symbolic(
-    op: str, inputs: tuple[Any, ...], dtype: torch.dtype, shape: Any, attributes: dict[str, Any] | None = None
+    op: str,
+    inputs: tuple[Any, ...],
+    dtype: torch.dtype,
+    shape: Any,
+    attributes: dict[str, Any] | None = None,
+    metadata: dict[str, str] | None = None,
 ) -> Tensor:
-    return torch.onnx.ops.symbolic(op, inputs, attributes or {}, dtype=dtype, shape=shape, version=19)
+    return torch.onnx.ops.symbolic(
+        op, inputs, attributes or {}, dtype=dtype, shape=shape, version=19, metadata_props=metadata or {}
+    )
 
 
 class _HalfInside(nn.Module):

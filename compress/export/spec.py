@@ -11,7 +11,7 @@ class ExportSpec:
     """An ONNX file.
 
     Attributes:
-        opset: 19 or later (per-channel Q/DQ with half-precision scales).
+        opset: 19 or later (per-channel Q/DQ with half-precision scales); from 21 on, weights of 4 bits are INT4.
         precision: type of everything that is not quantized; strongly typed engines run exactly that.
         dynamic_batch: leave the batch size open.
         channel_scales: where the scales of a weight's channels stand: at the `weight`, or behind the layer's `output`,
