@@ -78,6 +78,8 @@ def place(graph_module: fx.GraphModule, spec: QuantSpec) -> Placement:
     if any(node_kind(n) == "quantizer" for n in nodes):
         raise QuantizationError("the model is quantized already; quantize the float model, or train this one as it is")
     table = TABLES[spec.target]
+    if spec.residual is not None:
+        table = replace(table, residual=spec.residual)
     settings = resolve_rules(nodes, spec)
     order = {node: i for i, node in enumerate(nodes)}
     depth = depths(nodes)
@@ -165,6 +167,9 @@ def _ask_residual(
         wanted.refuse(node, "add stays float", "no branch comes from a layer that the add could fuse with")
         return
     branch, layer = fused
+    if table.residual == "none":
+        wanted.refuse(node, "add stays float", "the recipe leaves both branches of residual sums float")
+        return
     if not settings[layer].enable or can_quantize(node_module(layer)):
         wanted.refuse(node, "add stays float", f"the layer it would fuse with, {layer_name(layer)}, is float")
         return

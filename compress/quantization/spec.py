@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from compress.errors import QuantizationError, near_misses
 
 Target = Literal["tensorrt", "openvino", "onnxruntime"]
+Residual = Literal["identity", "both", "none"]
 CalibratorName = Literal["max", "percentile", "entropy", "mse"]
 Kind = Literal["int", "e4m3"]
 
@@ -109,6 +110,8 @@ class QuantSpec:
         calibration_images: images of the training split that ranges are measured on.
         weights, activations: the defaults for all layers.
         rules: exceptions, in order, the last match wins; one that matches nothing is an error.
+        residual: which inputs of a residual sum are quantized: `identity`, `both` or `none`; None = as the target's
+            table says.
         batchnorm: `fold` into the weights before quantizing, or `keep` until export.
         equalize: cross-layer equalization: channels that a ReLU joins trade scale until the weights on both sides
             have equal ranges.
@@ -126,6 +129,7 @@ class QuantSpec:
     weights: WeightSpec = field(default_factory=WeightSpec)
     activations: ActivationSpec = field(default_factory=ActivationSpec)
     rules: tuple[Rule, ...] = ()
+    residual: Residual | None = None
     batchnorm: Literal["fold", "keep"] = "fold"
     equalize: bool = False
     relu6: Literal["keep", "relu"] = "keep"
@@ -143,6 +147,9 @@ def check_quant_spec(spec: QuantSpec) -> None:
     if spec.target not in TARGETS:
         hint = near_misses(str(spec.target), TARGETS)
         raise QuantizationError(f"quantization.target is {spec.target!r}{hint} (one of: {', '.join(TARGETS)})")
+    if spec.residual not in {None, *get_args(Residual)}:
+        names = ", ".join(get_args(Residual))
+        raise QuantizationError(f"quantization.residual is {spec.residual!r} (one of: {names}, or null)")
     if spec.calibration_images < 1:
         raise QuantizationError(f"quantization.calibration_images is {spec.calibration_images}: it must be 1 or more")
     _check_improvements(spec)

@@ -9,9 +9,8 @@ results/.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
-from compress.quantization.spec import Target
+from compress.quantization.spec import Residual, Target
 
 # What only moves values; dropout scales those that it keeps, and with them the steps of their grid.
 _KEEPS_VALUES = frozenset(
@@ -27,7 +26,7 @@ class TargetTable:
     Attributes:
         inputs: kinds whose tensor inputs are quantized, each with the reason that `inspect` shows.
         outputs: kinds whose result is quantized too, after the normalization and activation that fuse with them.
-        residual: which inputs of a residual add are quantized: the `identity` branch, or `both`.
+        residual: which inputs of a residual add are quantized: the `identity` branch, `both`, or `none`.
         residual_after: kinds of layer that an add fuses with.
         commutes: kinds that Q/DQ pass through unchanged, so that the tensor before them is the one quantized.
         fuses: activations that an engine computes in the epilogue of the layer before.
@@ -40,7 +39,7 @@ class TargetTable:
 
     inputs: dict[str, str]
     outputs: dict[str, str] = field(default_factory=dict)
-    residual: Literal["identity", "both"] = "identity"
+    residual: Residual = "identity"
     residual_after: frozenset[str] = frozenset({"conv", "conv_transpose"})
     commutes: frozenset[str] = _KEEPS_VALUES | {"max_pool", "adaptive_max_pool"}
     fuses: frozenset[str] = frozenset({"relu", "relu6", "clamp"})
