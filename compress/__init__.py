@@ -19,8 +19,11 @@ from compress.models import ModelSpec, build_model
 from compress.pipeline import run
 from compress.quantization.calibrate import CalibrationReport, calibrate, quantize
 from compress.quantization.decisions import Placement
+from compress.quantization.fused import fuse_for_training
 from compress.quantization.insert import insert_quantizers
+from compress.quantization.migrate import from_pytorch_quantization
 from compress.quantization.quantizer import Quantizer
+from compress.quantization.sensitivity import Sensitivity, sensitivity
 from compress.quantization.spec import ActivationSpec, QuantSpec, Rule, WeightSpec
 from compress.receptive_field import effective_receptive_field, receptive_field
 from compress.recipe import Recipe, load_recipe
@@ -49,6 +52,7 @@ __all__ = [
     "Quantizer",
     "Recipe",
     "Rule",
+    "Sensitivity",
     "SparsitySpec",
     "TorchEngine",
     "TrainSpec",
@@ -63,6 +67,8 @@ __all__ = [
     "evaluate",
     "export_onnx",
     "fit",
+    "from_pytorch_quantization",
+    "fuse_for_training",
     "insert_quantizers",
     "load_data",
     "load_recipe",
@@ -72,6 +78,7 @@ __all__ = [
     "receptive_field",
     "roofline",
     "run",
+    "sensitivity",
     "sparsify",
     "squash_masks",
     "trace",

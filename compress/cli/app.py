@@ -12,7 +12,7 @@ import sys
 import typer
 from rich.markup import escape
 
-from compress.cli import building, fields, inspecting, running, showing
+from compress.cli import building, fields, inspecting, running, sensing, showing
 from compress.cli.console import ERRORS
 from compress.errors import CompressError
 
@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Make PyTorch vision models small and fast, and measure them on the engine.",
 )
-for module in (running, building, inspecting, showing, fields):
+for module in (running, building, inspecting, showing, sensing, fields):
     module.register(app)
 
 

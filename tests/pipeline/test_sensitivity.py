@@ -1,0 +1,142 @@
+"""Sensitivity and mixed precision over a small network that is really trained, exported and measured."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+
+import pytest
+
+from compress.cli.app import app
+from compress.errors import QuantizationError, RecipeError
+from compress.pipeline.mixed import Point, mixed_front, pick, sheet_costs, write_recipe
+from compress.pipeline.sensitivity import sensitivity_run
+from compress.quantization.insert import insert_quantizers, placement_of
+from compress.quantization.mixed import mixed_spec
+from compress.recipe import load_recipe, parse_recipe
+
+TREE = {
+    "model": {"name": "tests.networks:tiny"},
+    "data": {"image_size": 16, "batch_size": 64, "val_images": 128},
+    "train": {"epochs": 2, "lr": 0.05},
+    "quantization": {
+        "target": "openvino",
+        "calibration_images": 64,
+        "weights": {"num_bits": 8, "axis": None},
+        "activations": {"calibrator": "max"},
+    },
+}
+RECIPE = parse_recipe(TREE)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sensitivity") / "run"
+
+
+@pytest.fixture(scope="module")
+def measured(folder):
+    return sensitivity_run(RECIPE, folder, images=96, weight_bits=[3], device="cpu")
+
+
+@pytest.fixture(scope="module")
+def points(measured):
+    return mixed_front(measured, batch_size=2, precision="f32", images=96, points=2, seconds=0.2)
+
+
+def test_files_tell_the_same(measured, folder):
+    document = json.loads((folder / "sensitivity.json").read_text())
+    assert list(document) == ["w8a8", "w3a8"]
+    rows = list(csv.DictReader((folder / "sensitivity.csv").open()))
+    for name, report in measured.reports.items():
+        assert len(report.rows) == 8
+        for row, stored in zip(report.rows, document[name]["rows"], strict=True):
+            assert stored["alone"]["sqnr_db"] == row.alone.sqnr_db
+        mine = [r for r in rows if r["format"] == name]
+        assert [float(r["left_out_sqnr_db"]) for r in mine] == [r.left_out.sqnr_db for r in report.rows]
+    assert "block1.conv1" in (folder / "sensitivity.md").read_text()
+    assert (folder / "sensitivity.png").read_bytes().startswith(b"\x89PNG")
+    assert measured.reports["w3a8"].quantized.sqnr_db < measured.reports["w8a8"].quantized.sqnr_db - 10
+
+
+def test_it_goes_on_where_it_stopped(measured, folder):
+    path = folder / "sensitivity-w3a8.json"
+    whole = json.loads(path.read_text())
+    rows = whole["report"]["rows"]
+    rows[0]["weight_elements"] = -1  # a sign that this row was not measured again
+    path.write_text(json.dumps({"images": 96, "rows": rows[:4]}))
+    again = sensitivity_run(RECIPE, folder, images=96, weight_bits=[3], device="cpu", resume=True)
+    found = again.reports["w3a8"].rows
+    assert found[0].weight_elements == -1
+    assert found[1:] == measured.reports["w3a8"].rows[1:]
+    path.write_text(json.dumps(whole))
+
+
+def test_front_is_measured_and_its_recipe_makes_the_network(measured, points, tmp_path):
+    found, table = points
+    labels = [point.label for point in found]
+    assert labels[:3] == ["float", "w8a8", "w3a8"]
+    assert found[0].agreement == 1 and found[0].spec is None and found[0].sqnr_db == float("inf")
+    assert all(point.latency_ms > 0 and point.predicted_ms > 0 for point in found)
+    assert all(ms >= 0 for row in table.ms.values() for ms in row.values())
+    formats = {**found[1].formats, "conv1": "float", "block1.conv2": "w3a8"}
+    point = replace(found[1], formats=formats, spec=None)
+    point = replace(point, spec=mixed_spec_of(measured, formats))
+    recipe = load_recipe(write_recipe(measured, point, tmp_path / "mixed.yaml"))
+    assert recipe.model == RECIPE.model and recipe.data == RECIPE.data
+    sites = placement_of(insert_quantizers(measured.model, measured.run.example, recipe.quantization)).weights
+    bits = {site.path: site.format.num_bits for site in sites}
+    assert "conv1" not in bits and bits.pop("block1.conv2") == 3 and set(bits.values()) == {8}
+
+
+def mixed_spec_of(measured, formats):
+    return mixed_spec(measured.specs["w8a8"], formats, measured.settings, base="w8a8")
+
+
+def test_costs_from_a_data_sheet(measured):
+    layers = [row.layer for row in measured.reports["w8a8"].rows]
+    table = sheet_costs(measured, layers, "h200", batch_size=8)
+    assert "h200" in table.method and table.rest_ms > 0
+    for layer in ("block1.conv1", "fc"):
+        assert 0 < table.ms[layer]["w8a8"] < table.ms[layer]["float"]
+
+
+def test_pick():
+    def point(label, ms, top1, sqnr_db):
+        return Point(
+            label=label, formats={}, spec=None, predicted_ms=9, latency_ms=ms, top1=top1, agreement=1, sqnr_db=sqnr_db
+        )
+
+    points = [point("float", 4, 0.9, 99), point("int8", 1, 0.8, 10), point("a", 2, 0.89, 20), point("b", 3, 0.9, 30)]
+    assert pick(points, budget_ms=3.5).label == "b"
+    assert pick(points, budget_ms=1).label == "int8"
+    assert pick(points, max_drop=1.0).label == "a"
+    assert pick(points, max_drop=0).label == "b"
+    for limits, words in (({"budget_ms": 0.5}, "fastest takes 1"), ({}, "one of"), ({"max_drop": -1}, "least is")):
+        with pytest.raises(QuantizationError, match=words):
+            pick(points, **limits)
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(RecipeError, match="quantization"):
+        sensitivity_run(replace(RECIPE, quantization=None), tmp_path / "a")
+    with pytest.raises(RecipeError, match="images"):
+        sensitivity_run(RECIPE, tmp_path / "a", images=0)
+    with pytest.raises(QuantizationError, match="num_bits"):
+        sensitivity_run(RECIPE, tmp_path / "a", weight_bits=[1])
+    assert not (tmp_path / "a").exists()
+
+
+def test_command_line(measured, folder, capsys):
+    """On the finished run: one JSON document, and nothing is measured again."""
+    options = ["sensitivity", "--recipe", str(folder / "recipe.yaml"), "--json", "--out", str(folder), "--resume"]
+    options += ["--images", "96", "--device", "cpu"]
+    with pytest.raises(SystemExit) as done:
+        app(options)
+    assert not done.value.code
+    formats = json.loads(capsys.readouterr().out)["formats"]
+    assert formats["w8a8"]["quantized"]["sqnr_db"] == measured.reports["w8a8"].quantized.sqnr_db
+    for extra, words in ((["--write", "x.yaml"], "--budget-ms"), (["--budget-ms", "1", "--max-drop", "1"], "one of")):
+        with pytest.raises(RecipeError, match=words):
+            app([*options, *extra])
