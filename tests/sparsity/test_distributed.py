@@ -28,3 +28,14 @@ def test_two_processes_train_and_mask_what_one_does(folder, schedule):
         kept = first[f"{key}.parametrizations.weight.0.mask"]
         assert verify_nm(kept.numpy(), 2, 4) == 0
         assert kept.float().mean() == 0.5
+
+
+@pytest.mark.parametrize("schedule", ["one-shot", "gradual", "sr-ste"])
+def test_masks_survive_fifty_steps_in_two_processes(folder, schedule):
+    first, second = (torch.load(folder / f"{schedule}-long-{rank}.pt") for rank in (0, 1))
+    for key, value in first.items():
+        assert torch.equal(second[key], value), key
+    for key in ("3", "6"):
+        mask = first[f"{key}.parametrizations.weight.0.mask"]
+        assert verify_nm(mask.numpy(), 2, 4) == 0
+        assert mask.float().mean() == 0.5

@@ -227,6 +227,9 @@ def test_compiled_models_train_as_eager_ones():
     for key, value in eager.state_dict().items():
         torch.testing.assert_close(model.state_dict()[key], value)
     assert violations(model) == 0
+    train(compiled, OPTIMIZERS["adamw"](model.parameters()), schedule=MaskSchedule(compiled, spec), steps=50)
+    assert violations(model) == 0
+    assert all(row.density == 0.5 for row in mask_rows(model))
 
 
 def test_schedule_needs_masks():
