@@ -89,6 +89,9 @@ class Quantizer(nn.Module):
                 f"{self.name or 'quantizer'} has no ranges yet; run compress.calibrate(qmodel, batches) or load a "
                 "state_dict of a calibrated model first"
             )
+        return self._quantized(x)
+
+    def _quantized(self, x: Tensor) -> Tensor:
         return fake_quantize(x, self.scale, self.format)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
