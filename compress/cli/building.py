@@ -103,7 +103,7 @@ def _show(built: BuiltEngine, path: Path, options: TensorRTOptions, as_json: boo
     told = built.metadata
     texts = build_commands(read_onnx(path), options, engine=built.path)
     if as_json:
-        document: dict[str, Any] = {"engine": str(built.path), "reused": built.reused, **told.to_dict()}
+        document: dict[str, Any] = {"file": str(built.path), "reused": built.reused, **told.to_dict()}
         print_json({**document, "commands": [{"target": c.target, "text": c.text()} for c in texts]})
         return
     state = "there already" if built.reused else f"built in {told.build_seconds:.1f} s"

@@ -1,0 +1,77 @@
+"""`python -m compress build`, and a run that ends with engines for GPUs that are not here."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from compress.cli.app import app
+from compress.errors import EngineError
+from compress.pipeline import run
+from compress.recipe import parse_recipe
+from tests.engines.models import classifier
+
+TREE = {
+    "model": {"name": "tests.networks:tiny"},
+    "data": {"image_size": 16, "batch_size": 64, "val_images": 100},
+    "train": {"epochs": 1, "lr": 0.05},
+    "quantization": {"target": "tensorrt", "calibration_images": 64},
+    "qat": None,
+    "export": {"precision": "fp16"},
+    "bench": {"engines": ["tensorrt", "tensorrt-rtx"], "batch_sizes": [2], "runs": 2, "seconds": 0.1, "sm": [89, 120]},
+}
+
+
+def compress(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_an_onnx_file_becomes_an_engine_and_commands(tmp_path):
+    path = classifier(tmp_path / "m.onnx", metadata={"compress.recipe": "0123"})
+    done = compress("build", "--onnx", path, "--engine", "tensorrt-rtx", "--sm", "89,120", "--json")
+    assert done.exit_code == 0, done.exception
+    told = json.loads(done.stdout)
+    engine = tmp_path / "m.tensorrt-rtx.sm89-120.engine"
+    assert Path(told["file"]) == engine
+    assert engine.stat().st_size == told["engine_bytes"]
+    assert (told["sms"], told["recipe"]) == ([89, 120], "0123")
+    assert {row["target"] for row in told["commands"]} == {"TensorRT 10", "TensorRT 11", "TensorRT-RTX"}
+
+
+def test_sm_90_is_told_to_need_tensorrt_itself(tmp_path):
+    path = classifier(tmp_path / "m.onnx")
+    done = compress("build", "--onnx", path, "--engine", "tensorrt-rtx", "--sm", "90")
+    assert isinstance(done.exception, EngineError)
+    assert "SM 90 needs TensorRT itself" in str(done.exception)
+    assert [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
+
+
+def test_commands_are_printed_without_a_build(tmp_path):
+    path = classifier(tmp_path / "m.onnx")
+    done = compress("build", "--onnx", path, "--commands", "--batch", "1,2,4")
+    assert done.exit_code == 0
+    assert "--maxShapes=input:4x3x8x8" in done.stdout
+    assert [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU cannot do")
+def test_a_run_ends_with_engines_for_gpus_that_are_not_here(tmp_path):
+    folder = run(parse_recipe(TREE), "ptq", tmp_path / "run", device="cpu")
+    rows = json.loads((folder / "engines.json").read_text())
+    assert [(row["variant"], row["engine"], row["status"]) for row in rows] == [
+        ("float", "tensorrt", "unavailable"),
+        ("ptq", "tensorrt", "unavailable"),
+        ("float", "tensorrt-rtx", "built"),
+        ("ptq", "tensorrt-rtx", "built"),
+    ]
+    for row in rows[2:]:
+        assert (folder / row["file"]).stat().st_size == row["bytes"]
+        assert row["sms"] == [89, 120]
+    unavailable = {(m.variant, m.engine, m.name): m.reason for m in folder.metrics() if m.status == "unavailable"}
+    reason = unavailable["ptq", "tensorrt-rtx", "p50_ms"]
+    assert re.search(r"built ptq\S+ for SM 89, 120, but it cannot be run here", reason)
+    assert "ptq.onnx, TensorRT 11" in (folder / "build.md").read_text()
+    assert "cannot be run here" in (folder / "report.md").read_text()

@@ -1,0 +1,65 @@
+"""ONNX files that the TensorRT tests build: a small residual network in float, fp16, INT8 and 2:4."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import onnx
+import torch
+from onnx import TensorProto, helper
+from torch import nn
+
+import compress
+from compress.sparsity.masks import nm_mask
+from tests.networks import TinyResNet
+
+KINDS = ("float", "fp16", "int8", "sparse-int8")
+IMAGE = (3, 16, 16)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    model = TinyResNet(width=16)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.running_mean, std=0.1)
+    return model.eval()
+
+
+def write_all(folder: Path) -> dict[str, Path]:
+    """One file of each kind."""
+    model, x = network(), torch.randn(4, *IMAGE)
+    sparse = copy.deepcopy(model)
+    for module in sparse.modules():
+        if isinstance(module, nn.Conv2d) and module.in_channels % 4 == 0:
+            module.weight.data *= nm_mask(module.weight.data.abs(), 2, 4)
+    spec = compress.QuantSpec(target="tensorrt")
+    made = {
+        "float": (model, "fp32"),
+        "fp16": (model, "fp16"),
+        "int8": (compress.quantize(model, x, [x], spec=spec), "fp16"),
+        "sparse-int8": (compress.quantize(sparse, x, [x], spec=spec), "fp16"),
+    }
+    return {
+        kind: compress.export_onnx(
+            net, x, folder / f"{kind}.onnx", precision=precision, metadata={"compress.variant": kind}
+        )
+        for kind, (net, precision) in made.items()
+    }
+
+
+def unsupported(path: Path) -> Path:
+    """A file with an operation that no TensorRT takes."""
+    nodes = [
+        helper.make_node("Relu", ["x"], ["kept"], name="/block/Relu"),
+        helper.make_node("Unique", ["kept"], ["y"], name="/block/Unique"),
+    ]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["count"])
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", [x], [y]), opset_imports=[helper.make_opsetid("", 19)], ir_version=10
+    )
+    onnx.save(model, str(path))
+    return path

@@ -1,0 +1,262 @@
+"""Real builds with TensorRT-RTX, on a machine with or without a GPU; and everything that is refused before or after."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+
+import pytest
+import torch
+
+from compress import build_engine
+from compress.engines.tensorrt_build import build_tensorrt
+from compress.engines.tensorrt_engine import checked_metadata
+from compress.engines.tensorrt_library import Library, tensorrt_library
+from compress.engines.tensorrt_metadata import (
+    EngineMetadata,
+    check_runnable,
+    log_path,
+    metadata_path,
+    read_metadata,
+    sha256,
+)
+from compress.engines.tensorrt_options import TensorRTOptions, parse_options
+from compress.engines.tensorrt_timing_cache import keep_timing_cache, use_timing_cache
+from compress.errors import EngineError, EngineUnavailableError
+from compress.progress import NoProgress
+from tests.engines.tensorrt.files import KINDS, unsupported, write_all
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU cannot do")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return write_all(tmp_path_factory.mktemp("onnx"))
+
+
+@pytest.fixture(scope="module")
+def built(files):
+    return {kind: build_tensorrt(path, options=TensorRTOptions(sms=(89, 120))) for kind, path in files.items()}
+
+
+def layers(log, kind):
+    """Input types of the layers of a kind, in the builder's own list of what it built."""
+    lines = [line for line in log.splitlines() if f"LayerType: {kind}," in line]
+    return [re.findall(r"Datatype: (\w+)", line.split("Constants:")[0]) for line in lines]
+
+
+@pytest.mark.parametrize("sm", [80, 86, 89, 120])
+def test_every_kind_builds_for_every_gpu(files, tmp_path, sm):
+    for kind in KINDS:
+        made = build_tensorrt(files[kind], options=TensorRTOptions(sms=(sm,)), out=tmp_path / f"{kind}.engine")
+        assert made.path.stat().st_size == made.metadata.engine_bytes > 10_000
+        assert made.metadata.sms == (sm,)
+        assert layers(made.log, "correlation")
+
+
+def test_types_are_those_of_the_file(built):
+    expected = {"float": {"Float"}, "fp16": {"Half"}, "int8": {"Int8"}, "sparse-int8": {"Int8"}}
+    for kind, types in expected.items():
+        convolutions = layers(built[kind].log, "correlation")
+        assert len(convolutions) >= 6
+        assert {first for first, *_ in convolutions} == types, kind
+    assert {kind: made.metadata.float_precision for kind, made in built.items()} == {
+        "float": "f32", "fp16": "f16", "int8": "f16", "sparse-int8": "f16",
+    }  # fmt: skip
+
+
+def test_what_stands_beside_an_engine(built, files):
+    made = built["sparse-int8"]
+    assert made.path == files["sparse-int8"].with_name("sparse-int8.tensorrt-rtx.sm89-120.engine")
+    assert log_path(made.path).read_text() == made.log
+    told = json.loads(metadata_path(made.path).read_text())
+    assert told["version"] == tensorrt_library("tensorrt-rtx").version
+    assert told["onnx_sha256"] == sha256(files["sparse-int8"])
+    assert told["engine_sha256"] == sha256(made.path)
+    assert told["profiles"]["input"]["max"] == [32, 3, 16, 16]
+    assert told["options"]["sparse"] is True  # the file says that it is
+    assert built["int8"].metadata.options["sparse"] is False
+    assert read_metadata(made.path) == made.metadata
+    assert EngineMetadata.from_dict(made.metadata.to_dict()) == made.metadata
+
+
+def test_an_engine_is_built_again_only_when_something_differs(files, tmp_path):
+    source = tmp_path / "m.onnx"
+    source.write_bytes(files["float"].read_bytes())
+    options = TensorRTOptions(sms=(89,))
+    first = build_tensorrt(source, options=options)
+    assert not first.reused
+    again = build_tensorrt(source, options=options)
+    assert again.reused
+    assert again.log == first.log
+    assert not build_tensorrt(source, options=options, reuse=False).reused
+    level = dataclasses.replace(options, optimization_level=1)
+    assert not build_tensorrt(source, options=level, out=first.path).reused
+    source.write_bytes(files["fp16"].read_bytes())
+    assert not build_tensorrt(source, options=level, out=first.path).reused
+
+
+def test_progress_goes_to_the_end(files, tmp_path):
+    class Heard(NoProgress):
+        units = 0
+
+        def advance(self, task, amount=1, **fields):
+            self.units += amount
+
+    heard = Heard()
+    build_tensorrt(files["float"], out=tmp_path / "m.engine", progress=heard)
+    assert heard.units == 100
+
+
+def test_ctrl_c_stops_the_build_and_leaves_no_file(files, tmp_path):
+    class Interrupts(NoProgress):
+        def advance(self, task, amount=1, **fields):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        build_tensorrt(files["int8"], out=tmp_path / "m.engine", progress=Interrupts())
+    assert list(tmp_path.iterdir()) == []
+    assert build_tensorrt(files["int8"], out=tmp_path / "m.engine").path.is_file()  # and the library still works
+
+
+def test_nodes_that_are_not_taken_are_named(tmp_path):
+    with pytest.raises(EngineError, match=r"cannot take .*node '/block/Unique' \(Unique\): unsupported node"):
+        build_tensorrt(unsupported(tmp_path / "bad.onnx"))
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.onnx"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sm": "90"}, "SM 90 needs TensorRT itself"),
+        ({"timing_cache": "x"}, "does not take timing_cache"),
+        ({"hardware": "ampere-plus"}, "does not take hardware"),
+        ({"version_compatible": "yes"}, "does not take version_compatible"),
+        ({"workspace_mib": "1", "batch": "64,64,64"}, "workspace.*raise workspace_mib"),
+    ],
+)
+def test_what_rtx_does_not_do_is_refused(files, tmp_path, given, message):
+    with pytest.raises(EngineError, match=message):
+        build_tensorrt(files["int8"], options=parse_options(given), out=tmp_path / "m.engine")
+    assert list(tmp_path.iterdir()) == []
+
+
+@no_gpu
+def test_what_needs_a_gpu_is_refused_without_one(files, built, tmp_path):
+    with pytest.raises(EngineError, match="refit here: it compiles refittable engines on a GPU"):
+        build_tensorrt(files["float"], options=parse_options({"refit": "yes"}), out=tmp_path / "m.engine")
+    with pytest.raises(EngineUnavailableError, match=r"built float\.\S+ for SM 89, 120, but it cannot be run here"):
+        build_engine(files["float"], "tensorrt-rtx")
+    with pytest.raises(EngineUnavailableError, match="for SM 89, 120, but it cannot be run here"):
+        build_engine(built["float"].path, "tensorrt-rtx")
+    lone = tmp_path / "lone.onnx"
+    lone.write_bytes(files["float"].read_bytes())
+    with pytest.raises(EngineUnavailableError, match=r"python -m compress build --onnx \S+lone.onnx"):
+        build_engine(lone, "tensorrt-rtx")
+
+
+def copied(made, folder):
+    """An engine and its metadata in another folder."""
+    target = folder / made.path.name
+    target.write_bytes(made.path.read_bytes())
+    metadata_path(target).write_bytes(metadata_path(made.path).read_bytes())
+    return target
+
+
+def test_engine_files_that_are_not_what_they_were_are_refused(built, files, tmp_path):
+    whole = copied(built["float"], tmp_path)
+    assert checked_metadata(whole, "tensorrt-rtx") == built["float"].metadata
+    with pytest.raises(EngineError, match="was built with tensorrt-rtx"):
+        build_engine(whole, "tensorrt")
+    content = whole.read_bytes()
+    whole.write_bytes(content[: len(content) // 2])
+    with pytest.raises(EngineError, match="truncated"):
+        build_engine(whole, "tensorrt-rtx")
+    whole.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(EngineError, match="sha256 differs"):
+        build_engine(whole, "tensorrt-rtx")
+    whole.write_bytes(content)
+    (tmp_path / built["float"].metadata.onnx).write_bytes(files["fp16"].read_bytes())
+    with pytest.raises(EngineError, match="stale"):
+        build_engine(whole, "tensorrt-rtx")
+    metadata_path(whole).write_text("{}")
+    with pytest.raises(EngineError, match="cannot be read"):
+        build_engine(whole, "tensorrt-rtx")
+    metadata_path(whole).unlink()
+    with pytest.raises(EngineError, match="is missing beside it"):
+        build_engine(whole, "tensorrt-rtx")
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "here", "refused"),
+    [
+        ("tensorrt-rtx", {}, ("1.7", "RTX 4090", 89), ""),
+        ("tensorrt-rtx", {}, ("1.8", "RTX 4090", 89), "built with TensorRT-RTX 1.7 and here is 1.8"),
+        ("tensorrt-rtx", {}, ("1.7", "RTX 3090", 86), "built for SM 89, 120; build it again with --sm 86"),
+        ("tensorrt", {}, ("1.7", "L40S", 89), ""),
+        ("tensorrt", {}, ("1.7", "L4", 89), "built on L40S, for that GPU alone"),
+        ("tensorrt", {"hardware": "same-compute-capability"}, ("1.7", "L4", 89), ""),
+        ("tensorrt", {"hardware": "same-compute-capability"}, ("1.7", "A100", 80), "built for SM 89, 120"),
+        ("tensorrt", {"hardware": "ampere-plus"}, ("1.7", "H200", 90), ""),
+        ("tensorrt", {"hardware": "ampere-plus"}, ("1.7", "T4", 75), "Ampere and later"),
+        ("tensorrt", {}, ("2.0", "L40S", 89), "or build with version_compatible"),
+        ("tensorrt", {"version_compatible": True}, ("2.0", "L40S", 89), ""),
+        ("tensorrt", {"version_compatible": True}, ("0.9", "L40S", 89), "here is 0.9"),
+    ],
+)
+def test_where_an_engine_may_run(built, engine, options, here, refused):
+    told = dataclasses.replace(built["int8"].metadata, engine=engine, version="1.7", gpu="L40S", options=options)
+    version, gpu, sm = here
+    if not refused:
+        check_runnable(built["int8"].path, told, version=version, gpu=gpu, sm=sm)
+        return
+    with pytest.raises(EngineError, match=refused):
+        check_runnable(built["int8"].path, told, version=version, gpu=gpu, sm=sm)
+
+
+class Times:
+    """A builder's configuration that keeps times as TensorRT documents it: bytes of another GPU are not taken."""
+
+    def __init__(self, own):
+        self.own, self.given = own, None
+
+    def create_timing_cache(self, held):
+        return held if held in (b"", self.own) else None
+
+    def set_timing_cache(self, cache, ignore_mismatch):
+        assert ignore_mismatch is False
+        self.given = cache
+        return cache is not None
+
+    def get_timing_cache(self):
+        return self
+
+    def serialize(self):
+        return self.own
+
+
+def test_times_of_kernels_are_kept_found_again_and_refused_from_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rtx = tensorrt_library("tensorrt-rtx")
+    assert use_timing_cache(rtx, Times(b"a"), None, gpu="L4") == (None, ())
+    flavour = dataclasses.replace(rtx.flavour, timing_cache=True)
+    library = Library(flavour, rtx.trt)
+    config = Times(b"times of an L4")
+    cache, notes = use_timing_cache(library, config, None, gpu="NVIDIA L4")
+    assert notes == ()
+    keep_timing_cache(cache, config)
+    (kept,) = (tmp_path / "compress").iterdir()
+    assert library.version in kept.name
+    assert "NVIDIA-L4" in kept.name
+    again = Times(b"times of an L4")
+    use_timing_cache(library, again, None, gpu="NVIDIA L4")
+    assert again.given == b"times of an L4"
+    elsewhere = Times(b"times of an A100")
+    cache, (note,) = use_timing_cache(library, elsewhere, kept, gpu="NVIDIA A100")
+    assert cache is None
+    assert "another version or GPU" in note
+    assert elsewhere.given == b""
+    assert kept.read_bytes() == b"times of an L4"  # not written over
+    with pytest.raises(EngineError, match="is a folder"):
+        use_timing_cache(library, config, tmp_path, gpu="NVIDIA L4")
