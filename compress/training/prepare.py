@@ -18,10 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from compress.data.base import Split
 from compress.errors import DataError, ModelError, RecipeError
+from compress.quantization.fused import fuse_for_training, is_fusible, pays_off
 from compress.training.distributed import Processes
 from compress.training.evaluate import modes_kept
 from compress.training.outputs import LogitsOf, check_logits
-from compress.training.spec import TrainSpec
+from compress.training.spec import QATSpec, TrainSpec
 
 _BROADCAST_OPTIONS = ("forward_sync_buffers", "broadcast_buffers")  # the newer name first (torch 2.15)
 _NO_BUFFER_BROADCAST: dict[str, Any] = {
@@ -106,8 +107,11 @@ def wrap(
     """The callable from images to logits that training runs, and the context that holds back the gradients' exchange.
 
     Buffers are not broadcast: each process keeps its own BatchNorm statistics until they are averaged.
+
+    Raises:
+        QuantizationError: fused training is asked for and the model has no quantizers.
     """
-    module: nn.Module = LogitsOf(model)
+    module: nn.Module = LogitsOf(fuse_for_training(model) if _is_fused(model, spec, device) else model)
     no_sync: NoSync = nullcontext
     if processes.world_size > 1:
         module = DistributedDataParallel(
@@ -132,6 +136,13 @@ def surroundings(model: nn.Module, teacher: nn.Module | None, device: torch.devi
             yield
         finally:
             torch.backends.cudnn.benchmark = benchmark
+
+
+def _is_fused(model: nn.Module, spec: TrainSpec, device: torch.device) -> bool:
+    """Whether quantization-aware training goes through a second graph over the same parameters."""
+    if not isinstance(spec, QATSpec) or spec.fused == "off":
+        return False
+    return spec.fused == "on" or (pays_off(device) and is_fusible(model))
 
 
 def _evaluation_logits(model: nn.Module, images: Tensor) -> Tensor:

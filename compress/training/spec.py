@@ -11,6 +11,7 @@ from compress.errors import RecipeError, near_misses
 Optimizer = Literal["sgd", "adamw"]
 Schedule = Literal["cosine", "constant"]
 Precision = Literal["fp32", "bf16", "fp16"]
+Fused = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +67,15 @@ class QATSpec(TrainSpec):
 
     Attributes:
         epochs, lr, warmup_epochs, distill: other defaults than `TrainSpec`.
+        fused: train through fused chains (`compress.fuse_for_training`): `on`, `off`, or `auto` = where it is faster,
+            on GPUs with Triton. What is trained is the same.
     """
 
     epochs: int = 2
     lr: float = 0.001
     warmup_epochs: float = 0.0
     distill: bool = True
+    fused: Fused = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +106,10 @@ def check_train_spec(spec: TrainSpec, *, section: str | None = None) -> None:
         RecipeError: names the key, what was got and what is allowed.
     """
     section = section or _SECTIONS.get(type(spec), "train")
-    for key, allowed in (("optimizer", Optimizer), ("schedule", Schedule), ("precision", Precision)):
+    choices: list[tuple[str, object]] = [("optimizer", Optimizer), ("schedule", Schedule), ("precision", Precision)]
+    if isinstance(spec, QATSpec):
+        choices.append(("fused", Fused))
+    for key, allowed in choices:
         got = getattr(spec, key)
         if got not in get_args(allowed):
             names = ", ".join(get_args(allowed))
