@@ -1,0 +1,156 @@
+"""Scales that are trained with the weights: learned step size quantization.
+
+LSQ (Esser et al., arXiv 1902.08153) gives the step s of v -> clip(round(v / s), -Qn, Qp) s the gradient (equation 3)
+
+    d/ds = round(v / s) - v / s     inside the range,     -Qn or Qp     where it saturates,
+
+scaled by g = 1 / sqrt(N Qp), N the elements that share a scale, so that steps and weights move in proportion (section
+2.2). The parameter here is `amax` = s Qp, the same tensor under the same name as that of a quantizer with a fixed
+range: a trained state loads into either, and export knows no difference. Its gradient is g Qp d/ds, under which a step
+of SGD changes s = amax / Qp exactly as LSQ's own does.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import QuantizationError
+from compress.quantization.insert import quantizers
+from compress.quantization.numerics import QuantFormat, along_axis, fake_quantize, scale_from_amax
+from compress.quantization.quantizer import Quantizer
+
+_SMALLEST = 2.0**-100  # what a range that training has driven to zero or below counts as, until it comes back
+
+
+def learned_fake_quantize(x: Tensor, amax: Tensor, quant_format: QuantFormat, *, elements: int) -> Tensor:
+    """Quantize and dequantize, with LSQ's gradients for `x` and, as described above, for `amax`.
+
+    Args:
+        x: any shape, floating point; half precision is computed in float32.
+        amax: () or (C,), C the size of `x` along `quant_format.axis`, above 0.
+        quant_format: integers, range and axis.
+        elements: N, how many elements share a scale: of a weight, or of one image's activations.
+
+    Returns:
+        Shape and type of `x`; the same numbers as `fake_quantize`.
+    """
+    factor = math.sqrt(quant_format.high / max(1, elements))  # g Qp
+    return cast(Tensor, _LearnedStep.apply(x, amax, quant_format, factor))
+
+
+def lsq_amax(x: Tensor, quant_format: QuantFormat) -> Tensor:
+    """LSQ's first range of a tensor: s = 2 mean|x| / sqrt(Qp) (section 2.1), times Qp. Shape () or (C,)."""
+    magnitudes = x.detach().abs().float()
+    if quant_format.axis is None:
+        mean = magnitudes.mean()
+    else:
+        mean = magnitudes.movedim(quant_format.axis, 0).flatten(1).mean(1)
+    return 2 * mean * math.sqrt(quant_format.high)
+
+
+class _LearnedStep(torch.autograd.Function):
+    """Keeps the input and the scale for its backward pass; the integers are computed again there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, amax: Tensor, quant_format: QuantFormat, factor: float) -> Tensor:
+        scale = scale_from_amax(amax, quant_format)
+        ctx.save_for_backward(x, scale)
+        ctx.quant_format, ctx.factor = quant_format, factor
+        return fake_quantize(x, scale, quant_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, scale = ctx.saved_tensors
+        f: QuantFormat = ctx.quant_format
+        work = x if x.dtype in {torch.float32, torch.float64} else x.float()
+        steps = work / along_axis(scale.to(work.dtype), x, f.axis)
+        inside = (steps > f.low) & (steps < f.high)
+        grad_x = grad * inside if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None, None, None
+        slope = torch.where(inside, steps.round() - steps, steps.clamp(f.low, f.high)) * grad.to(work.dtype)
+        dims = [i for i in range(x.dim()) if f.axis is None or i != f.axis % x.dim()]
+        grad_s = slope.sum(dims) if dims else slope
+        return grad_x, (grad_s * ctx.factor).reshape(scale.shape).to(scale.dtype), None, None
+
+
+class LearnedQuantizer(Quantizer):
+    """A quantizer whose `amax` is a parameter; made by `learn_scales`.
+
+    Attributes:
+        of_weight: it quantizes a weight, all of whose elements (of a channel) share the scale; otherwise activations,
+            whose first dimension is the batch.
+    """
+
+    of_weight: bool
+
+    def __init__(self, source: Quantizer, *, of_weight: bool) -> None:
+        super().__init__(source.format, channels=source.amax.numel(), name=source.name)
+        del self._buffers["amax"]
+        self.register_parameter("amax", nn.Parameter(source.amax.detach().clone()))
+        self.enabled, self._ready, self.of_weight = source.enabled, source.ready, of_weight
+        self.training = source.training
+
+    @property
+    def positive_amax(self) -> Tensor:
+        """`amax`, above zero also where training has overshot."""
+        return self.amax.detach().clamp_min(_SMALLEST)
+
+    @property
+    def scale(self) -> Tensor:
+        """Real value of one integer step, shape of `amax`; without a gradient."""
+        return scale_from_amax(self.positive_amax, self.format)
+
+    @torch.no_grad()
+    def set_amax(self, amax: Tensor) -> None:
+        """See `Quantizer.set_amax`."""
+        super().set_amax(amax)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._ready = bool(torch.isfinite(self.amax).all())
+
+    def _quantized(self, x: Tensor) -> Tensor:
+        # The clamped value with the whole gradient: a range below zero must be able to come back
+        amax = self.amax + (self.positive_amax - self.amax).detach()
+        shared = x.numel() if self.of_weight else x.numel() // max(1, len(x) if x.dim() else 1)
+        channels = 1 if self.format.axis is None else x.shape[self.format.axis]
+        return learned_fake_quantize(x, amax, self.format, elements=shared // channels)
+
+
+def learn_scales(qmodel: nn.Module) -> tuple[str, ...]:
+    """Make the ranges of a quantized model parameters, beginning at what they are; in place, before the optimizer.
+
+    FP8 has no step of its own to learn and stays fixed, as do quantizers that have learned scales already.
+
+    Returns:
+        Paths of the quantizers that learn now.
+
+    Raises:
+        QuantizationError: no quantizer with integers, or one without ranges.
+    """
+    found = [(n, q) for n, q in quantizers(qmodel) if q.format.kind == "int" and not isinstance(q, LearnedQuantizer)]
+    bare = [name for name, quantizer in found if not quantizer.ready]
+    if not found or bare:
+        raise QuantizationError(
+            f"{bare[0]} has no range to begin at; run compress.calibrate(qmodel, batches) before learn_scales"
+            if bare
+            else "there is no quantizer whose scale could be learned: quantize the model first (compress.quantize)"
+        )
+    for name, quantizer in found:
+        qmodel.set_submodule(name, LearnedQuantizer(quantizer, of_weight=name.endswith(".weight_quantizer")))
+    return tuple(name for name, _ in found)
+
+
+def freeze_scales(qmodel: nn.Module) -> None:
+    """Make learned ranges fixed again, at what they have become; in place."""
+    for name, quantizer in list(quantizers(qmodel)):
+        if isinstance(quantizer, LearnedQuantizer):
+            fixed = Quantizer(quantizer.format, channels=quantizer.amax.numel(), name=quantizer.name)
+            fixed.to(quantizer.amax.device).set_amax(quantizer.positive_amax)
+            fixed.enabled, fixed.training = quantizer.enabled, quantizer.training
+            qmodel.set_submodule(name, fixed)
