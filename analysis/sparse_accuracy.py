@@ -1,0 +1,337 @@
+"""What taking weights away costs and brings: accuracy, kept magnitude, size and engine latency of one network.
+
+    python analysis/sparse_accuracy.py --data digits              about ten minutes on two quiet cores
+    python analysis/sparse_accuracy.py --data shapes [--device cuda]
+
+Variants start from the same trained float network and train on for the same epochs, taught by it: 2:4 masks by
+magnitude, the same after a channel permutation search, whole channels removed until as many multiply-accumulates are
+gone as 2:4 saves, INT8 with QAT, and INT8 QAT of the permuted 2:4 network with its zeros held. "One shot" is the
+accuracy before that training. Accuracies are OpenVINO's on the whole evaluation split, means over seeds; latencies are
+OpenVINO's on this machine's CPU, batch 1, all variants in turn. OpenVINO has no kernels for 2:4 convolutions, so the
+2:4 rows show what such an engine makes of them; "packed" is what the weights take up in the format of 2:4 kernels.
+
+A variant that is finished is kept under --work and not made again; the tables of both data sets are written from one
+JSON file, so each may be run on its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from sparse_accuracy_report import draw, table
+from torch import Tensor, fx, nn
+
+import compress
+from compress import QATSpec, QuantSpec, SparsitySpec, TrainSpec, build_engine, export_onnx
+from compress.data import BatchPlan, DataSpec
+from compress.data.base import DataSet
+from compress.export.audit import audit_sparsity
+from compress.files import write_json, write_text
+from compress.graph.layers import layers as layer_table
+from compress.graph.trace import trace
+from compress.measure import describe_machine, latency_ratio, measure_accuracy, measure_latency
+from compress.measure.sizes import model_sizes
+from compress.quantization.calibrate import quantize
+from compress.sparsity.channel import prune_channels
+from compress.sparsity.parametrization import apply_masks, masked_layers, squash_masks
+from compress.sparsity.sparsifier import sparsify
+from compress.training import FinetuneSpec, evaluate, fit, load_model, save_model
+
+Row = dict[str, Any]
+VARIANTS = ("float", "2:4", "2:4 permuted", "channels", "int8", "2:4 permuted, int8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A network on a data set, and how it is trained."""
+
+    data: DataSpec
+    train: TrainSpec
+    finetune: FinetuneSpec
+    qat: QATSpec
+    permute_seconds: float = 20.0
+    network: str = "resnet18"
+
+
+GENTLE: dict[str, Any] = {"optimizer": "adamw", "distill": True}
+DIGITS = Study(
+    data=DataSpec(name="digits", image_size=64, batch_size=32),
+    train=TrainSpec(epochs=6, optimizer="adamw", lr=1e-3, weight_decay=0.01, evaluate_every=6),
+    finetune=FinetuneSpec(epochs=2, lr=2e-4, weight_decay=0.01, evaluate_every=2, **GENTLE),
+    qat=QATSpec(epochs=1, lr=2e-5, weight_decay=0.0, **GENTLE),
+)
+STUDIES = {
+    "digits": DIGITS,
+    "shapes": replace(
+        DIGITS,
+        data=DataSpec(name="shapes", image_size=48, batch_size=64, num_classes=20, train_images=6000, val_images=2000),
+        train=replace(DIGITS.train, epochs=10, evaluate_every=10),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Seed:
+    """One training of a study with all that follows from it."""
+
+    study: Study
+    data: DataSet
+    folder: Path
+    number: int
+    device: str
+
+    @property
+    def example(self) -> Tensor:
+        """Two images on the device."""
+        return next(iter(self.data.val.batches(BatchPlan(batch_size=2))))[0].to(self.device)
+
+    def network(self) -> nn.Module:
+        """The float network, untrained."""
+        torch.manual_seed(self.number)
+        return compress.build_model(
+            compress.ModelSpec(name=self.study.network), num_classes=self.data.train.num_classes
+        ).to(self.device)
+
+    def trained(self, variant: str) -> nn.Module:
+        """A finished network without quantizers, from its file."""
+        model = self.network()
+        load_model(model, self.path(variant, "safetensors"))
+        return model.eval()
+
+    def path(self, variant: str, kind: str) -> Path:
+        """A variant's file."""
+        return self.folder / f"{variant.replace(':', '').replace(', ', '-').replace(' ', '-')}.{kind}"
+
+    def top1(self, model: nn.Module) -> float:
+        """Percent, in torch."""
+        return 100 * evaluate(model, self.data.val, batch_size=64, device=self.device).top1
+
+    def train_on(self, model: nn.Module, spec: TrainSpec, teacher: nn.Module | None = None) -> None:
+        """Train in place; the seed also shuffles."""
+        spec = replace(spec, seed=self.number)
+        size = self.study.data.batch_size
+        fit(model, self.data, spec, batch_size=size, folder=None, teacher=teacher, device=self.device)
+
+
+def make_float(seed: Seed) -> tuple[nn.Module, Row]:
+    """The dense network."""
+    model = seed.network()
+    seed.train_on(model, seed.study.train)
+    return model, {}
+
+
+def make_masked(seed: Seed, *, permute: bool) -> tuple[nn.Module, Row]:
+    """2:4 by magnitude, in the given order of channels or a better one."""
+    teacher, model = seed.trained("float"), seed.trained("float")
+    spec = SparsitySpec(permute=permute, permute_seconds=seed.study.permute_seconds, seed=seed.number)
+    report = sparsify(model, spec, example_inputs=seed.example)
+    masked = masked_layers(model)
+    kept = sum((layer.original.abs() * layer.mask).sum().item() for layer in masked.values())
+    facts: Row = {
+        "kept_magnitude": kept / sum(layer.original.abs().sum().item() for layer in masked.values()),
+        "masked": list(report.masked),
+        "one_shot": seed.top1(model),
+    }
+    seed.train_on(model.train(), seed.study.finetune, teacher)
+    squash_masks(model)
+    return model, facts
+
+
+def make_channels(seed: Seed) -> tuple[nn.Module, Row]:
+    """Channels removed until the multiply-accumulates are those that 2:4 leaves."""
+    teacher, model = seed.trained("float"), seed.trained("float")
+    masked = read(seed, "2:4")["masked"]
+    share = (macs(model, seed.example, masked) / macs(model, seed.example)) / 2
+    report = prune_channels(model, SparsitySpec(pattern=f"channel:{share:.4f}"), example_inputs=seed.example)
+    facts: Row = {"one_shot": seed.top1(model), "removed": report.removed}
+    seed.train_on(model.train(), seed.study.finetune, teacher)
+    return model, facts
+
+
+def make_int8(seed: Seed, variant: str) -> tuple[nn.Module, Row]:
+    """INT8 of a finished network, with QAT; zeros of a masked one are held."""
+    teacher, start = seed.trained("float"), seed.trained(variant)
+    calibration = seed.data.train.batches(BatchPlan(batch_size=32, limit=512), device=torch.device(seed.device))
+    qmodel = quantize(start, seed.example, calibration, spec=QuantSpec(target="openvino"))
+    names = read(seed, variant).get("masked", [])
+    zeros = {name: cast(Any, qmodel.get_submodule(name)).weight.detach() != 0 for name in names}
+    if zeros:
+        apply_masks(qmodel, zeros)
+    facts = {"one_shot": seed.top1(qmodel), "kept_magnitude": read(seed, variant).get("kept_magnitude")}
+    seed.train_on(qmodel.train(), seed.study.qat, teacher)
+    if zeros:
+        squash_masks(qmodel)
+    return qmodel, facts | {"masked": names}
+
+
+MAKERS: dict[str, Callable[[Seed], tuple[nn.Module, Row]]] = {
+    "float": make_float,
+    "2:4": lambda seed: make_masked(seed, permute=False),
+    "2:4 permuted": lambda seed: make_masked(seed, permute=True),
+    "channels": make_channels,
+    "int8": lambda seed: make_int8(seed, "float"),
+    "2:4 permuted, int8": lambda seed: make_int8(seed, "2:4 permuted"),
+}
+
+
+def macs(model: nn.Module, example: Tensor, only: list[str] | None = None) -> int:
+    """Multiply-accumulates of an image; of the named layers alone where given."""
+    found = layer_table(trace(model, example[:1]))
+    return sum(layer.macs or 0 for layer in found if only is None or layer.path in only)
+
+
+def read(seed: Seed, variant: str) -> Row:
+    """What is known of a finished variant."""
+    return dict(json.loads(seed.path(variant, "json").read_text()))
+
+
+def make(seed: Seed, variant: str) -> None:
+    """Make a variant: weights, ONNX file, and figures, which come last and say that it is finished."""
+    began = time.perf_counter()
+    model, facts = MAKERS[variant](seed)
+    model = model.eval().cpu()
+    if not isinstance(model, fx.GraphModule):
+        save_model(model, seed.path(variant, "safetensors"), {"variant": variant})
+    onnx = export_onnx(model, seed.example.cpu(), seed.path(variant, "onnx"), preprocessing=seed.data.val.preprocessing)
+    with build_engine(onnx, "openvino", batch_size=32, precision="f32") as engine:
+        batches = seed.data.val.batches(BatchPlan(batch_size=32))
+        seen = measure_accuracy(engine, batches, preprocessing=seed.data.val.preprocessing)
+    masked = facts.get("masked", [])
+    base, example = (seed.trained("float").cpu(), seed.example.cpu()) if variant != "float" else (model, seed.example)
+    counted = model if variant == "channels" else base
+    facts["macs"] = macs(counted, example.cpu()) - macs(counted, example.cpu(), masked) // 2 if masked else None
+    facts["macs"] = facts["macs"] or macs(counted, example.cpu())
+    facts["violations"] = violations(onnx, masked)
+    facts |= sizes(onnx, model, masked) | {"top1": 100 * seen.top1, "seconds": time.perf_counter() - began}
+    write_json(seed.path(variant, "json"), facts)
+
+
+def violations(onnx: Path, masked: list[str]) -> int | None:
+    """Groups of four in the file that hold more than two values, over the masked layers; None = none is masked."""
+    prefixes = tuple(f"/{name.replace('.', '/')}/" for name in masked)
+    counts = [row.violations or 0 for row in audit_sparsity(onnx) if prefixes and row.name.startswith(prefixes)]
+    return sum(counts) if masked else None
+
+
+def sizes(onnx: Path, model: nn.Module, masked: list[str]) -> Row:
+    """Bytes of the file and of its weights, and of these with the masked ones packed: half of them, 2 bits each."""
+    total = model_sizes(onnx)
+    width = 1 if isinstance(model, fx.GraphModule) else 4
+    elements = sum(cast(Tensor, model.get_submodule(name).weight).numel() for name in masked)
+    saved = elements * (width - (width + 2 / 8) / 2)
+    return {
+        "file_bytes": total.file_bytes,
+        "weight_bytes": total.weight_bytes,
+        "packed_bytes": total.weight_bytes - saved,
+    }
+
+
+def latencies(seed: Seed, *, threads: int, seconds: float) -> dict[str, Row]:
+    """Median milliseconds of every variant at float32 and at OpenVINO's own choice, all in turn."""
+    with ExitStack() as stack:
+        engines = {
+            (variant, precision): stack.enter_context(
+                build_engine(seed.path(variant, "onnx"), "openvino", batch_size=1, threads=threads, precision=precision)
+            )
+            for variant in VARIANTS
+            for precision in ("f32", None)
+        }
+        labels = {f"{variant}, {precision or 'default'}": (variant, precision) for variant, precision in engines}
+        timed = measure_latency(
+            {label: engines[key] for label, key in labels.items()}, batch_size=1, runs=400, seconds=seconds
+        )
+    found = {labels[t.label]: t for t in timed}
+    rows: dict[str, Row] = {variant: {} for variant in VARIANTS}
+    for (variant, precision), t in found.items():
+        name = precision or "default"
+        rows[variant] |= {
+            f"p50_ms_{name}": t.p50_ms,
+            f"ratio_{name}": latency_ratio(t, found["float", precision]),
+            f"computes_in_{name}": t.float_precision,
+        }
+    return rows
+
+
+def run(name: str, study: Study, *, work: Path, seeds: int, device: str, threads: int, seconds: float) -> Row:
+    """All variants of a study, those that are finished taken from their files, then the latencies of seed 0."""
+    data = compress.load_data(study.data)
+    began, found = time.perf_counter(), []
+    for number in range(seeds):
+        seed = Seed(study, data, work / name / f"seed{number}", number, device)
+        seed.folder.mkdir(parents=True, exist_ok=True)
+        for variant in VARIANTS:
+            if not seed.path(variant, "json").is_file():
+                make(seed, variant)
+                print(f"{name}, seed {number}, {variant}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
+        found.append({variant: read(seed, variant) for variant in VARIANTS})
+    timed = latencies(Seed(study, data, work / name / "seed0", 0, device), threads=threads, seconds=seconds)
+    size = study.data.image_size
+    return {
+        "about": f"{study.network}, {name} at {size} px, {seeds} seed(s); {study.train.epochs} epochs of float, "
+        f"{study.finetune.epochs} of fine-tuning, {study.qat.epochs} of QAT, {study.permute_seconds:.0f} s of "
+        "permutation search",
+        "command": " ".join(["python", *sys.argv]),
+        "machine": describe_machine().to_dict(),
+        "device": device,
+        "seconds": sum(row["seconds"] for seed_rows in found for row in seed_rows.values()),
+        "rows": [
+            {"variant": variant, **timed[variant], "seeds": [rows[variant] for rows in found]} for variant in VARIANTS
+        ],
+    }
+
+
+def write(out: Path, name: str, study: Row) -> str:
+    """Add a study to the JSON, and write the tables and the figure of all that it holds."""
+    path = out / "sparse_accuracy.json"
+    report: Row = json.loads(path.read_text()) if path.is_file() else {}
+    report = {key: value for key, value in {**report, name: study}.items() if value}
+    write_json(path, report)
+    about = (__doc__ or "").split("\n\n")[2]
+    tables = [line for key in STUDIES if key in report for line in ("", *table(key, report[key]))]
+    lines = ["# What taking weights away costs and brings", "", about, *tables, "", "![figure](sparse_accuracy.png)"]
+    write_text(out / "sparse_accuracy.md", "\n".join(lines) + "\n")
+    draw({key: report[key] for key in STUDIES if key in report}, out / "sparse_accuracy.png")
+    return "\n".join(table(name, study))
+
+
+def quick(study: Study) -> Study:
+    """The same on few small pictures, to see that it runs."""
+    return replace(
+        study,
+        data=replace(study.data, image_size=32, train_images=192, val_images=100),
+        train=replace(study.train, epochs=1, warmup_epochs=0.0),
+        finetune=replace(study.finetune, epochs=1),
+        qat=replace(study.qat, epochs=1),
+        permute_seconds=2.0,
+    )
+
+
+def main() -> None:
+    """Make what is missing, measure, write; the table comes last."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", choices=list(STUDIES), default="digits")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--device", default="cpu", help="where to train: cpu or cuda")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="few small pictures, to see that it runs")
+    parser.add_argument("--work", type=Path, default=Path("runs/sparse_accuracy"))
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    a = parser.parse_args()
+    torch.set_num_threads(a.threads)
+    study, seconds = (quick(STUDIES[a.data]), 0.3) if a.quick else (STUDIES[a.data], 4.0)
+    work = a.work / ("quick" if a.quick else "")
+    found = run(a.data, study, work=work, seeds=a.seeds, device=a.device, threads=a.threads, seconds=seconds)
+    print(write(a.out, a.data, found))
+
+
+if __name__ == "__main__":
+    main()

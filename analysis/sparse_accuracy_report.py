@@ -1,0 +1,95 @@
+"""Table and figure of analysis/sparse_accuracy.py."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from compress.files import replacing
+from compress.report.style import LIGHT, styled, to_png
+
+Row = dict[str, Any]
+
+
+def table(name: str, study: Row) -> list[str]:
+    """A study as Markdown."""
+    machine = study["machine"]
+    own_bf16 = study["rows"][0]["computes_in_default"]
+    lines = [
+        f"## {name.capitalize()}",
+        "",
+        f"{study['about']}. `{study['command']}`; trained on {study['device']}, {study['seconds']:.0f} s in all; "
+        f"engine on {machine['cpu']}, {machine['cores']} cores. OpenVINO's own choice for float is {own_bf16}.",
+        "",
+        "| variant | one shot % | top-1 % | L1 kept | macs M | file MB | weights MB, packed | p50 ms f32 | ratio |"
+        " p50 ms default | ratio | 2:4 violations |",
+        "|---|" + "---:|" * 11,
+    ]
+    for row in study["rows"]:
+        first = row["seeds"][0]
+        kept = mean(row, "kept_magnitude")
+        cells = [
+            spread(row, "one_shot"),
+            spread(row, "top1"),
+            "-" if kept is None else f"{kept:.4f}",
+            f"{first['macs'] / 1e6:.0f}",
+            f"{first['file_bytes'] / 1e6:.1f}",
+            f"{first['packed_bytes'] / 1e6:.1f}",
+            f"{row['p50_ms_f32']:.2f}",
+            f"{row['ratio_f32']:.2f}",
+            f"{row['p50_ms_default']:.2f}",
+            f"{row['ratio_default']:.2f}",
+            "-" if first["violations"] is None else str(first["violations"]),
+        ]
+        lines.append(f"| {row['variant']} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def values(row: Row, key: str) -> list[float]:
+    """A figure of every seed that has it."""
+    return [seed[key] for seed in row["seeds"] if seed.get(key) is not None]
+
+
+def mean(row: Row, key: str) -> float | None:
+    """Over seeds; None where there is nothing."""
+    found = values(row, key)
+    return statistics.mean(found) if found else None
+
+
+def spread(row: Row, key: str) -> str:
+    """Mean over seeds, with the lowest and highest of several."""
+    found = values(row, key)
+    if not found:
+        return "-"
+    several = f" ({min(found):.2f} to {max(found):.2f})" if len(found) > 1 else ""
+    return f"{statistics.mean(found):.2f}{several}"
+
+
+def draw(report: Row, path: Path) -> None:
+    """Accuracy before and after training, and latency, of every variant; a row of panels for each data set."""
+    with styled():
+        figure = Figure(figsize=(8.6, 2.6 * len(report)), layout="constrained")
+        for (name, study), (left, right) in zip(
+            report.items(), figure.subplots(len(report), 2, squeeze=False), strict=True
+        ):
+            rows = study["rows"][::-1]
+            places = list(range(len(rows)))
+            for key, face, label in (("one_shot", "none", "one shot"), ("top1", LIGHT["blue"], "trained on")):
+                shown = [(mean(row, key), place) for row, place in zip(rows, places, strict=True) if values(row, key)]
+                x, y = zip(*shown, strict=True)
+                left.scatter(x, y, facecolors=face, edgecolors=LIGHT["blue"], label=label, zorder=3)
+            left.set_yticks(places, [row["variant"] for row in rows])
+            left.set(title=f"{name}: top-1, %")
+            left.legend(loc="lower left")
+            for key, colour, offset in (("f32", "grey", 0.18), ("default", "amber", -0.18)):
+                widths = [row[f"ratio_{key}"] for row in rows]
+                right.barh([p + offset for p in places], widths, height=0.32, color=LIGHT[colour], label=key)
+            right.set_yticks(places, [])
+            right.set(title="latency over float's, OpenVINO", xlim=(0, None))
+            right.legend(title="float precision", loc="lower right")
+        image = to_png(figure)
+    with replacing(path) as temporary:
+        temporary.write_bytes(image)
