@@ -16,9 +16,12 @@ class ExportSpec:
         dynamic_batch: leave the batch size open.
         channel_scales: where the scales of a weight's channels stand: at the `weight`, or behind the layer's `output`,
             which TensorRT-RTX moves fewer bytes with (see `compress.export.channel_scales`).
+        require: the run fails when an engine is not that: `int8` (all that is INT8 in the file), `fp16` (no product in
+            FP32).
     """
 
     opset: int = 19
     precision: Literal["fp32", "fp16"] = "fp32"
     dynamic_batch: bool = True
     channel_scales: Literal["weight", "output"] = "weight"
+    require: Literal["int8", "fp16"] | None = None

@@ -11,6 +11,7 @@ from torch import fx, nn
 from compress.data.load import load_data
 from compress.errors import RecipeError
 from compress.files import write_json
+from compress.pipeline.audit import audit_step, check_required
 from compress.pipeline.engines import build_step
 from compress.pipeline.export import export_step
 from compress.pipeline.folder import RunFolder, free_folder, latest_folder, open_run
@@ -98,11 +99,13 @@ def _measure(this: Run, models: dict[str, nn.Module]) -> None:
     if "sparse" in models:
         check_pattern(this, [variant for variant in models if variant.startswith("sparse")])
     build_step(this, list(models))
+    audit_step(this, list(models))
     evaluate_step(this, models)
     bench_step(this, list(models))
     if this.notes:
         write_json(this.path("notes.json"), this.notes)
     write_report(this.folder.path)
+    check_required(this)
 
 
 def _check(recipe: Recipe, command: str) -> None:

@@ -148,8 +148,8 @@ def check_quant_spec(spec: QuantSpec) -> None:
         hint = near_misses(str(spec.target), TARGETS)
         raise QuantizationError(f"quantization.target is {spec.target!r}{hint} (one of: {', '.join(TARGETS)})")
     if spec.residual not in {None, *get_args(Residual)}:
-        names = ", ".join(get_args(Residual))
-        raise QuantizationError(f"quantization.residual is {spec.residual!r} (one of: {names}, or null)")
+        allowed = ", ".join(get_args(Residual))
+        raise QuantizationError(f"quantization.residual is {spec.residual!r} (one of: {allowed}, or null)")
     if spec.calibration_images < 1:
         raise QuantizationError(f"quantization.calibration_images is {spec.calibration_images}: it must be 1 or more")
     _check_improvements(spec)
