@@ -273,3 +273,7 @@ def _range_problems(recipe: Recipe) -> Iterator[str]:
             yield str(error)
     if recipe.export.opset < 19:
         yield f"export.opset is {recipe.export.opset}: it must be 19 or more (Q/DQ with half-precision scales)"
+    if recipe.export.require == "int8" and recipe.quantization is None:
+        yield "export.require is int8, and quantization is null: nothing would be INT8"
+    if recipe.export.require == "fp16" and recipe.export.precision != "fp16":
+        yield "export.require is fp16, and export.precision is fp32: engines take the types of the file"
