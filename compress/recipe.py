@@ -271,6 +271,12 @@ def _range_problems(recipe: Recipe) -> Iterator[str]:
             check()
         except CompressError as error:
             yield str(error)
+    folds = recipe.quantization is not None and recipe.quantization.batchnorm == "fold"
+    if folds and recipe.qat is not None and recipe.qat.freeze_batchnorm_epoch is not None:
+        yield (
+            "qat.freeze_batchnorm_epoch is set and quantization.batchnorm is 'fold', which leaves none to freeze: "
+            "set quantization.batchnorm: keep, or leave it out"
+        )
     if recipe.export.opset < 19:
         yield f"export.opset is {recipe.export.opset}: it must be 19 or more (Q/DQ with half-precision scales)"
     if recipe.export.require == "int8" and recipe.quantization is None:

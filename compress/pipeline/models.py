@@ -18,6 +18,7 @@ from compress.pipeline.run import Run
 from compress.quantization.calibrate import CalibrationReport, calibrate
 from compress.quantization.improve import improve, smoothed
 from compress.quantization.insert import insert_quantizers, placement_of
+from compress.quantization.learned import freeze_scales, learn_scales
 from compress.quantization.spec import QuantSpec
 from compress.recipe import Recipe
 from compress.sparsity.parametrization import apply_masks, squash_masks
@@ -88,7 +89,10 @@ def qat_step(
         return qmodel.eval()
     if masks:
         apply_masks(qmodel, masks)
+    if spec.scales == "learned":
+        learn_scales(qmodel)
     report = train(run, qmodel.train(), spec, variant, teacher=float_model)
+    freeze_scales(qmodel)
     if masks:
         squash_masks(qmodel)
     keep(run, variant, qmodel, top1=report.final.top1, images_per_s=report.images_per_s, seconds=report.seconds)

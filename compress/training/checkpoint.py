@@ -1,9 +1,10 @@
 """Checkpoints and weights as safetensors files that are whole or absent, and that load completely or not at all.
 
 A model's file holds the tensors of its `state_dict` under their plain names; a checkpoint holds them as `model.*`,
-beside `optimizer.<parameter>.<state>`. Both hold one JSON document in their header. Loading runs no code. A file is
-written beside its place and renamed into it, so a process that is killed at any moment leaves the previous one. Before
-anything is copied into a model, every name, shape and type is compared.
+beside `optimizer.<parameter>.<state>` and, where weights are averaged, `average.<parameter>`. Both hold one JSON
+document in their header. Loading runs no code. A file is written beside its place and renamed into it, so a process
+that is killed at any moment leaves the previous one. Before anything is copied into a model, every name, shape and type
+is compared.
 
 A checkpoint belongs to one training: its `identity` (the spec, the batch size, the data) is in the header, and a
 training whose identity differs is refused, because the learning rate of step k, the images of step k and therefore
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from compress.errors import CheckpointError
 from compress.files import replacing
+from compress.training.average import WeightAverage
 
 VERSION = 1
 HEADER = "compress"  # the key of our JSON among the file's metadata
@@ -81,6 +83,7 @@ def save_checkpoint(
     scaler: torch.amp.GradScaler,
     identity: Mapping[str, Any],
     position: Mapping[str, Any],
+    average: WeightAverage | None = None,
 ) -> Path:
     """Write everything that a training needs to go on, whole or not at all.
 
@@ -91,6 +94,7 @@ def save_checkpoint(
         scaler: an empty one where it is not enabled.
         identity: of the training, as JSON holds it: `load_checkpoint` must be given the same.
         position: where in the training this is, as JSON holds it.
+        average: the running mean of the weights, where there is one.
 
     Raises:
         CheckpointError: a state that is not a tensor, or a file that cannot be written.
@@ -98,6 +102,8 @@ def save_checkpoint(
     tensors = {f"model.{name}": tensor for name, tensor in _model_state(model).items()}
     for name, state in _optimizer_states(model, optimizer).items():
         tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items() if value is not None}
+    if average is not None:
+        tensors |= {f"average.{name}": mean for name, mean in average.means.items()}
     data = {"identity": dict(identity), "position": dict(position), "scaler": scaler.state_dict()}
     return _write(path, "checkpoint", tensors, data)
 
@@ -109,6 +115,7 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     identity: Mapping[str, Any],
+    average: WeightAverage | None = None,
 ) -> dict[str, Any]:
     """Bring model, optimizer and scaler to where `save_checkpoint` left them, and return the position.
 
@@ -117,7 +124,7 @@ def load_checkpoint(
             another model; nothing is loaded then.
     """
     contents = read_checkpoint(path, identity)
-    return restore_checkpoint(contents, model=model, optimizer=optimizer, scaler=scaler)
+    return restore_checkpoint(contents, model=model, optimizer=optimizer, scaler=scaler, average=average)
 
 
 def read_checkpoint(path: Path | str, identity: Mapping[str, Any]) -> Contents:
@@ -138,12 +145,20 @@ def read_checkpoint(path: Path | str, identity: Mapping[str, Any]) -> Contents:
 
 
 def restore_checkpoint(
-    contents: Contents, *, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+    contents: Contents,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    average: WeightAverage | None = None,
 ) -> dict[str, Any]:
     """Copy a checkpoint's contents into model, optimizer and scaler; raises as `load_checkpoint` does."""
     weights = {name.removeprefix("model."): t for name, t in contents.tensors.items() if name.startswith("model.")}
     _check_model(contents.path, weights, model)
     states = _read_optimizer(contents, model, optimizer)
+    if average is not None:
+        prefix = "average."
+        average.load({n.removeprefix(prefix): t for n, t in contents.tensors.items() if n.startswith(prefix)})
     model.load_state_dict(weights)
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
     if scaler.is_enabled():

@@ -2,8 +2,8 @@
 
 Everything that a step does follows from (spec, step): its images (from seed, epoch and place in the epoch), its
 learning rate, and its random numbers (torch's generator is seeded anew at each step). So a checkpoint holds the
-model, the optimizer and a position, and no generator, scheduler or loader state; a training that is killed and
-resumed takes the same steps as one that is not, on the CPU to the bit.
+model, the optimizer, the mean of the weights and a position, and no generator, scheduler or loader state; a training
+that is killed and resumed takes the same steps as one that is not, on the CPU to the bit.
 
 `batch_size` is the global batch of one forward pass: all processes together. With `grad_accumulation` k, an optimizer
 step takes k such batches and the mean of their gradients. Each process weights its share by its size, so that the
@@ -30,9 +30,11 @@ from torch import Tensor, nn
 from compress.data.base import Batch, BatchPlan, DataSet, hash_seed
 from compress.errors import CheckpointError, CompressError, DataError
 from compress.progress import Progress
+from compress.training.average import WeightAverage
 from compress.training.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
 from compress.training.distributed import SINGLE, Processes, average_running_statistics, broadcast_state
 from compress.training.evaluate import QUIET, Accuracy, autocast, evaluate
+from compress.training.freezing import drop_frozen_gradients, freeze_batchnorm
 from compress.training.log import EpochRow, TrainReport, summarize, write_log
 from compress.training.losses import training_loss
 from compress.training.optim import learning_rate, make_optimizer
@@ -162,6 +164,7 @@ class _Training:
             self.teach.compile()
         self.optimizer = make_optimizer(model, spec)
         self.scaler = torch.amp.GradScaler(device.type, enabled=spec.precision == "fp16")
+        self.average = None if spec.ema_decay is None else WeightAverage(model, spec.ema_decay)
 
     @property
     def step(self) -> int:
@@ -173,6 +176,8 @@ class _Training:
         self.progress.start(self.name, self.spec.epochs * self.steps_per_epoch, done=self.step)
         while self.position.epoch < self.spec.epochs:
             self._epoch()
+        if self.average is not None:
+            self.average.install()
         history = tuple(self.position.history)
         return summarize(history, self._final(), resumed_from=resumed_from)
 
@@ -188,13 +193,13 @@ class _Training:
             self._save()
             return None
         contents = self.processes.on_main(lambda: read_checkpoint(path, self._identity()))
-        position = restore_checkpoint(contents, model=self.model, optimizer=self.optimizer, scaler=self.scaler)
+        position = restore_checkpoint(contents, **self._parts())
         self.position = _Position.from_json(position)
         self._write_log()
         return self.step
 
     def _epoch(self) -> None:
-        self.model.train()
+        freeze_batchnorm(self.model.train(), self.spec, self.position.epoch)
         first = self.position.step * self.spec.grad_accumulation
         plan = replace(self.plan, epoch=self.position.epoch, first=first)
         batches = self.data.train.batches(plan, device=self.device)
@@ -221,6 +226,7 @@ class _Training:
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = lr
         sums = [self._backward(*self._next(batches), group=group, last=i == group - 1) for i in range(group)]
+        drop_frozen_gradients(self.model, spec, self.position.epoch)
         if spec.clip_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), spec.clip_grad_norm)
@@ -229,6 +235,8 @@ class _Training:
         self.optimizer.zero_grad()
         if self.after_step is not None:
             self.after_step(self.step + 1, spec.epochs * self.steps_per_epoch, self.optimizer)
+        if self.average is not None:
+            self.average.update(self.step + 1)
         self.unread.append(sum(sums[1:], start=sums[0]))
         return lr
 
@@ -294,16 +302,17 @@ class _Training:
         self._write_log()
 
     def _evaluate(self) -> Accuracy:
-        return evaluate(
-            self.model,
-            self.data.val,
-            batch_size=self.plan.batch_size,
-            device=self.device,
-            processes=self.processes,
-            precision=self.spec.precision,
-            progress=self.progress,
-            name=f"{self.name}: evaluate",
-        )
+        with nullcontext() if self.average is None else self.average.swapped():
+            return evaluate(
+                self.model,
+                self.data.val,
+                batch_size=self.plan.batch_size,
+                device=self.device,
+                processes=self.processes,
+                precision=self.spec.precision,
+                progress=self.progress,
+                name=f"{self.name}: evaluate",
+            )
 
     def _final(self) -> Accuracy:
         """The last epoch's evaluation, which a resumed training that had ended takes from its history."""
@@ -321,8 +330,13 @@ class _Training:
         if broken := not_finite(self.model):
             raise self._diverged(f"{broken} is NaN or infinite", self.step - 1)
         path, position = self._checkpoint_path(self.folder), asdict(self.position)
-        parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
-        self.processes.on_main(lambda: save_checkpoint(path, **parts, identity=self._identity(), position=position))
+        self.processes.on_main(
+            lambda: save_checkpoint(path, **self._parts(), identity=self._identity(), position=position)
+        )
+
+    def _parts(self) -> dict[str, Any]:
+        """What a checkpoint holds the state of."""
+        return {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, "average": self.average}
 
     def _write_log(self) -> None:
         if self.folder is not None and self.processes.is_main:

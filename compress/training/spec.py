@@ -12,6 +12,7 @@ Optimizer = Literal["sgd", "adamw"]
 Schedule = Literal["cosine", "constant"]
 Precision = Literal["fp32", "bf16", "fp16"]
 Fused = Literal["auto", "on", "off"]
+Scales = Literal["fixed", "learned"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class TrainSpec:
         seed: initial weights and everything random in training.
         checkpoint_steps: also keep a checkpoint every so many optimizer steps; None = at each epoch's end.
         evaluate_every: epochs between evaluations; the last epoch is always evaluated.
+        ema_decay: evaluate and keep a running mean of the weights, which keeps so much of itself at each step, such
+            as 0.999; None = the weights of the last step.
     """
 
     epochs: int = 8
@@ -59,6 +62,7 @@ class TrainSpec:
     seed: int = 0
     checkpoint_steps: int | None = None
     evaluate_every: int = 1
+    ema_decay: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,9 @@ class QATSpec(TrainSpec):
         epochs, lr, warmup_epochs, distill: other defaults than `TrainSpec`.
         fused: train through fused chains (`compress.fuse_for_training`): `on`, `off`, or `auto` = where it is faster,
             on GPUs with Triton. What is trained is the same.
+        scales: `fixed` = ranges stay those of calibration; `learned` = they are trained too (LSQ, arXiv 1902.08153).
+        freeze_ranges_epoch: learned ranges stay as they are from this epoch on, counted from 0; None = never.
+        freeze_batchnorm_epoch: the same of BatchNorm's statistics, where quantization.batchnorm is `keep`.
     """
 
     epochs: int = 2
@@ -76,6 +83,9 @@ class QATSpec(TrainSpec):
     warmup_epochs: float = 0.0
     distill: bool = True
     fused: Fused = "auto"
+    scales: Scales = "fixed"
+    freeze_ranges_epoch: int | None = None
+    freeze_batchnorm_epoch: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +118,7 @@ def check_train_spec(spec: TrainSpec, *, section: str | None = None) -> None:
     section = section or _SECTIONS.get(type(spec), "train")
     choices: list[tuple[str, object]] = [("optimizer", Optimizer), ("schedule", Schedule), ("precision", Precision)]
     if isinstance(spec, QATSpec):
-        choices.append(("fused", Fused))
+        choices += [("fused", Fused), ("scales", Scales)]
     for key, allowed in choices:
         got = getattr(spec, key)
         if got not in get_args(allowed):
@@ -117,6 +127,11 @@ def check_train_spec(spec: TrainSpec, *, section: str | None = None) -> None:
     for key, fits, allowed_range in _ranges(spec):
         if not fits:
             raise RecipeError(f"{section}.{key} is {getattr(spec, key)!r}: it must be {allowed_range}")
+    if isinstance(spec, QATSpec) and spec.freeze_ranges_epoch is not None and spec.scales == "fixed":
+        raise RecipeError(
+            f"{section}.freeze_ranges_epoch is {spec.freeze_ranges_epoch}, and fixed ranges never move: set "
+            f"{section}.scales: learned, or leave it out"
+        )
     if spec.epochs and spec.warmup_epochs > spec.epochs:
         raise RecipeError(
             f"{section}.warmup_epochs is {spec.warmup_epochs} of {spec.epochs} epochs, so lr would never reach "
@@ -126,7 +141,9 @@ def check_train_spec(spec: TrainSpec, *, section: str | None = None) -> None:
 
 def _ranges(spec: TrainSpec) -> tuple[tuple[str, bool, str], ...]:
     """(key, whether it is in range, the range in words) for each number."""
-    clip, every = spec.clip_grad_norm, spec.checkpoint_steps
+    clip, every, decay = spec.clip_grad_norm, spec.checkpoint_steps, spec.ema_decay
+    freezing = ("freeze_ranges_epoch", "freeze_batchnorm_epoch") if isinstance(spec, QATSpec) else ()
+    epochs = [(key, getattr(spec, key)) for key in freezing]
     return (
         ("epochs", spec.epochs >= 0, "0 or more"),
         ("lr", math.isfinite(spec.lr) and spec.lr > 0, "a finite number above 0"),
@@ -145,4 +162,6 @@ def _ranges(spec: TrainSpec) -> tuple[tuple[str, bool, str], ...]:
         ("seed", spec.seed >= 0, "0 or more"),
         ("checkpoint_steps", every is None or every >= 1, "1 or more, or null"),
         ("evaluate_every", spec.evaluate_every >= 1, "1 or more"),
+        ("ema_decay", decay is None or 0 <= decay < 1, "at least 0 and below 1, or null"),
+        *((key, epoch is None or epoch >= 0, "0 or more, or null") for key, epoch in epochs),
     )

@@ -1,0 +1,196 @@
+"""Options of quantization-aware training: mean of the weights, learned ranges, and what freezes when."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from compress.errors import CheckpointError, CompressError, RecipeError
+from compress.quantization.calibrate import quantize
+from compress.quantization.insert import quantizers
+from compress.quantization.learned import learn_scales
+from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
+from compress.recipe import parse_recipe
+from compress.training import QATSpec, TrainSpec, evaluate, fit
+from compress.training.average import WeightAverage
+from tests.training.toy import convnet, linear, toy_data
+
+DATA = toy_data()
+
+
+def quantized(batchnorm="keep", learned=True):
+    images = DATA.train.load(list(range(16)), epoch=None, device="cpu")[0]
+    spec = QuantSpec(
+        weights=WeightSpec(num_bits=4),
+        activations=ActivationSpec(num_bits=4, calibrator="max"),
+        batchnorm=batchnorm,
+    )
+    qmodel = quantize(convnet(), images[:2], [images], spec=spec)
+    if learned:
+        learn_scales(qmodel)
+    return qmodel
+
+
+def spec_of(**options):
+    return QATSpec(**({"epochs": 3, "lr": 0.05, "distill": False, "fused": "off"} | options))
+
+
+def train(model, spec, **options):
+    return fit(model, DATA, spec, batch_size=12, folder=options.pop("folder", None), device="cpu", **options)
+
+
+class StoppedError(Exception):
+    """Of a training that was killed."""
+
+
+def stop_at(step):
+    def after(done, total, optimizer):
+        if done == step:
+            raise StoppedError
+
+    return after
+
+
+# ---------------------------------------------------------------------------------------------- mean of the weights
+def test_mean_is_that_of_torch():
+    torch.manual_seed(0)
+    model, decay = linear(), 0.6
+
+    def average(mean, own, count):
+        step = int(count)
+        d = min(decay, (1 + step) / (10 + step))
+        return d * mean + (1 - d) * own
+
+    theirs = AveragedModel(model, avg_fn=average)
+    theirs.update_parameters(model)  # the first call copies
+    ours = WeightAverage(model, decay)
+    for step in range(1, 15):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p))
+        ours.update(step)
+        theirs.update_parameters(model)
+    for name, expected in theirs.module.named_parameters():
+        torch.testing.assert_close(ours.means[name], expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_mean_is_what_is_evaluated_and_kept():
+    plain, averaged = convnet(), convnet()
+    weights = []
+
+    def remember(done, total, optimizer):
+        weights.append([p.detach().clone() for p in averaged.parameters()])
+
+    train(plain, TrainSpec(epochs=3, lr=0.05))
+    report = train(averaged, TrainSpec(epochs=3, lr=0.05, ema_decay=0.9), after_step=remember)
+    for p, last in zip(plain.parameters(), weights[-1], strict=True):
+        assert torch.equal(p, last)  # the steps are the same with it and without
+    mean = [p.clone() for p in convnet().parameters()]
+    for step, own in enumerate(weights, start=1):
+        d = min(0.9, (1 + step) / (10 + step))
+        mean = [d * m + (1 - d) * w for m, w in zip(mean, own, strict=True)]
+    for p, m in zip(averaged.parameters(), mean, strict=True):
+        torch.testing.assert_close(p, m, rtol=1e-4, atol=1e-6)
+    assert evaluate(averaged, DATA.val, batch_size=11).loss == pytest.approx(report.final.loss, rel=1e-5)
+
+
+def test_swapping_gives_the_weights_back():
+    model = linear()
+    average = WeightAverage(model, 0.5)
+    own = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        model[1].weight.add_(1)
+    with average.swapped():
+        assert torch.equal(model[1].weight, own["1.weight"])
+    assert torch.equal(model[1].weight, own["1.weight"] + 1)
+    with pytest.raises(CheckpointError, match="mean of"):
+        average.load({"other": torch.zeros(1)})
+
+
+# ------------------------------------------------------------------------------------------------------------ resume
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_killed_training_resumes_to_the_same_network(tmp_path, step):
+    spec = spec_of(scales="learned", ema_decay=0.9, freeze_ranges_epoch=2, freeze_batchnorm_epoch=1, checkpoint_steps=2)
+    whole = quantized()
+    train(whole, spec, folder=tmp_path / "whole")
+    killed = quantized()
+    with pytest.raises(StoppedError):
+        train(killed, spec, folder=tmp_path / "killed", after_step=stop_at(step))
+    resumed = quantized()
+    report = train(resumed, spec, folder=tmp_path / "killed", resume=True)
+    assert report.resumed_from
+    again = quantized()
+    train(again, spec, folder=tmp_path / "killed", resume=True)  # of one that had ended
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+        assert torch.equal(value, again.state_dict()[name]), name
+
+
+# ------------------------------------------------------------------------------------------------- what freezes when
+def test_ranges_and_statistics_rest_from_their_epochs_on():
+    model = quantized()
+    seen = []
+
+    def remember(done, total, optimizer):
+        ranges = {name: q.amax.detach().clone() for name, q in quantizers(model)}
+        norm = next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d))
+        seen.append((ranges, norm.running_mean.clone(), norm.weight.detach().clone()))
+
+    train(model, spec_of(scales="learned", freeze_ranges_epoch=1, freeze_batchnorm_epoch=2), after_step=remember)
+    steps = len(seen) // 3
+    ranges = [s[0] for s in seen]
+    assert all((ranges[0][name] != ranges[steps - 1][name]).any() for name in ranges[0])
+    assert all(torch.equal(ranges[steps - 1][name], ranges[-1][name]) for name in ranges[0])
+    means = [s[1] for s in seen]
+    assert not torch.equal(means[steps], means[2 * steps - 1])
+    assert torch.equal(means[2 * steps - 1], means[-1])
+    assert not torch.equal(seen[2 * steps][2], seen[-1][2])  # its weight is still trained
+
+
+def test_learned_ranges_beat_fixed_ones_that_are_wrong():
+    """Ranges four times too wide at 4 bits: training finds better ones."""
+    losses = {}
+    for scales in ("fixed", "learned"):
+        model = quantized(learned=scales == "learned")
+        with torch.no_grad():
+            for _, quantizer in quantizers(model):
+                quantizer.amax.mul_(4)
+        losses[scales] = train(model, spec_of(epochs=12, scales=scales)).history[-1].train_loss
+    assert losses["learned"] < losses["fixed"]
+
+
+# -------------------------------------------------------------------------------------------------------- the recipe
+@pytest.mark.parametrize(
+    ("qat", "words"),
+    [
+        ({"scales": "learnt"}, "learned"),
+        ({"freeze_ranges_epoch": 1}, "scales: learned"),
+        ({"scales": "learned", "freeze_ranges_epoch": -1}, "0 or more"),
+        ({"ema_decay": 1.0}, "below 1"),
+        ({"freeze_batchnorm_epoch": 1}, "batchnorm: keep"),
+    ],
+)
+def test_refusals_of_the_recipe(qat, words):
+    with pytest.raises(RecipeError, match=words):
+        parse_recipe({"qat": qat})
+
+
+def test_the_recipe_takes_them_all():
+    tree = {
+        "quantization": {"batchnorm": "keep"},
+        "qat": {"scales": "learned", "freeze_ranges_epoch": 1, "freeze_batchnorm_epoch": 1, "ema_decay": 0.99},
+    }
+    recipe = parse_recipe(tree)
+    assert recipe.qat.scales == "learned" and recipe.train.ema_decay is None
+
+
+def test_a_range_that_is_not_a_number_is_found():
+    model = quantized()
+    with torch.no_grad():
+        next(iter(quantizers(model)))[1].amax.fill_(float("nan"))
+    with pytest.raises(CompressError, match="NaN|range"):
+        train(model, spec_of(scales="learned"))
