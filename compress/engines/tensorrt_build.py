@@ -176,7 +176,7 @@ def _reusable(path: Path, request: _Request, digest: str) -> BuiltEngine | None:
         told.engine == request.library.flavour.name
         and told.version == request.library.version
         and told.sms == request.sms
-        and told.gpu == request.gpu
+        and (request.library.flavour.portable or told.gpu == request.gpu)
         and told.onnx_sha256 == digest
         and dict(told.options) == _options_told(request)
     )
@@ -332,6 +332,8 @@ def _config(request: _Request, builder: Any, network: Any) -> Any:
     for name, wanted in flags:
         if wanted:
             config.set_flag(getattr(trt.BuilderFlag, name))
+    if not options.tf32:
+        config.clear_flag(trt.BuilderFlag.TF32)
     profile = builder.create_optimization_profile()
     for index in range(network.num_inputs):
         shapes = request.profiles[network.get_input(index).name]

@@ -98,6 +98,7 @@ def _tool(
     words += [f"--computeCapabilities={','.join(map(str, options.sms or PORTABLE_SMS))}"] if rtx else []
     words += [f"--memPoolSize=workspace:{options.workspace_mib}M"] if options.workspace_mib is not None else []
     words += ["--sparsity=enable"] if sparse else []
+    words += [] if options.tf32 else ["--noTF32"]
     if options.optimization_level is not None:
         words.append(f"--builderOptimizationLevel={options.optimization_level}")
     words += ["--refit"] if options.refit else []
@@ -132,6 +133,7 @@ def _polygraphy(
     words += ["--compute-capabilities", *map(_dotted, options.sms or PORTABLE_SMS)] if rtx else []
     words += ["--pool-limit", f"workspace:{options.workspace_mib}M"] if options.workspace_mib is not None else []
     words += ["--sparse-weights"] if sparse else []
+    words += ["--tf32"] if options.tf32 else []
     if options.optimization_level is not None:
         words += ["--builder-optimization-level", str(options.optimization_level)]
     words += ["--refittable"] if options.refit else []

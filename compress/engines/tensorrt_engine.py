@@ -54,7 +54,8 @@ def load(path: Path | str, build: BuildOptions, *, engine: str) -> TensorRTEngin
         EngineError: a bad file or option, or an engine that is foreign, stale or truncated.
     """
     path = existing_file(path)
-    options = parse_options(build.options, batch_size=build.batch_size)
+    given = {"tf32": "no", **build.options} if build.precision == "f32" else build.options
+    options = parse_options(given, batch_size=build.batch_size)
     graph = yes_or_no("cuda_graph", build.options.get("cuda_graph", "no"))
     built = path.suffix in ENGINE_SUFFIXES
     told = checked_metadata(path, engine) if built else None

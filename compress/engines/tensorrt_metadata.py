@@ -92,10 +92,12 @@ class EngineMetadata:
         """Type of what is not quantized. Strongly typed engines run exactly what the file says.
 
         A file of half types has float inputs and outputs, which are cast at its edges; its products are in half.
+        Those of float32 are in TF32 where the GPU has it (Ampere and later) and the build allowed it.
         """
         kinds = set(self.float_types)
         narrow = kinds - {"f32"} or kinds
-        return narrow.pop() if len(narrow) == 1 else "unknown"
+        kind = narrow.pop() if len(narrow) == 1 else "unknown"
+        return "tf32" if kind == "f32" and self.options.get("tf32", True) and max(self.sms, default=0) >= 80 else kind
 
 
 def sha256(path: Path) -> str:

@@ -51,6 +51,8 @@ class TensorRTOptions:
         workspace_mib: memory that kernels may use beside weights and activations, in MiB; None = no limit.
         sparse: look for 2:4 weights and use the sparse tensor cores for them; None = where the file's
             `compress.variant` is a sparse one.
+        tf32: products of float32 may be computed in TF32 (10 bits of mantissa, on Ampere and later), as the library
+            does unless told otherwise.
         optimization_level: 0 (fast build) to 5 (long search); None = the library's own (3).
         refit: weights can be replaced in the built engine.
         hardware: run on other GPUs too: of `ampere-plus`, or of the `same-compute-capability` (TensorRT).
@@ -65,6 +67,7 @@ class TensorRTOptions:
     size: tuple[int, int, int] | None = None
     workspace_mib: int | None = None
     sparse: bool | None = None
+    tf32: bool = True
     optimization_level: int | None = None
     refit: bool = False
     hardware: Hardware = "none"
@@ -104,6 +107,7 @@ OPTIONS: dict[str, str] = {
     "size": "least, best and largest side in pixels of a file whose image size is open",
     "workspace_mib": "memory that kernels may use beside weights and activations",
     "sparse": "yes or no: use the sparse tensor cores for 2:4 weights; by default for a sparse network",
+    "tf32": "no: products of float32 in float32 proper; by default in TF32",
     "optimization_level": "0 (fast build) to 5 (long search)",
     "refit": "yes: weights can be replaced in the built engine",
     "hardware": f"other GPUs that it shall run on: {', '.join(get_args(Hardware))} (tensorrt)",
@@ -171,6 +175,7 @@ _PARSERS: dict[str, Callable[[str, str], Any]] = {
     "size": _integers,
     "workspace_mib": _integer,
     "sparse": yes_or_no,
+    "tf32": yes_or_no,
     "optimization_level": _integer,
     "refit": yes_or_no,
     "hardware": lambda name, text: text,

@@ -62,7 +62,7 @@ def test_types_are_those_of_the_file(built):
         assert len(convolutions) >= 6
         assert {first for first, *_ in convolutions} == types, kind
     assert {kind: made.metadata.float_precision for kind, made in built.items()} == {
-        "float": "f32", "fp16": "f16", "int8": "f16", "sparse-int8": "f16",
+        "float": "tf32", "fp16": "f16", "int8": "f16", "sparse-int8": "f16",
     }  # fmt: skip
 
 

@@ -61,9 +61,18 @@ def test_tensors_that_cannot_be_read_where_they_lie_are_refused(inputs, message)
         check_tensors(inputs, METADATA, CPU, label="e")
 
 
-@pytest.mark.parametrize(("kinds", "told"), [(("f32",), "f32"), (("f16", "f32"), "f16"), (("bf16", "f16"), "unknown")])
-def test_the_type_of_the_remainder_is_the_files(kinds, told):
-    assert dataclasses.replace(METADATA, float_types=kinds).float_precision == told
+@pytest.mark.parametrize(
+    ("kinds", "options", "sms", "told"),
+    [
+        (("f16", "f32"), {}, (89,), "f16"),
+        (("bf16", "f16"), {}, (89,), "unknown"),
+        (("f32",), {"tf32": True}, (89,), "tf32"),
+        (("f32",), {"tf32": False}, (89,), "f32"),
+        (("f32",), {"tf32": True}, (75,), "f32"),
+    ],
+)
+def test_the_type_of_the_remainder_is_the_files_and_tf32_is_told(kinds, options, sms, told):
+    assert dataclasses.replace(METADATA, float_types=kinds, options=options, sms=sms).float_precision == told
 
 
 def test_types_of_torch_and_of_the_file_are_of_one_size():
