@@ -31,70 +31,75 @@ def _forward_kernel(
     y_ptr, bias_ptr, residual_ptr, amax_ptr, out_ptr, bits_ptr,
     n, bias_groups, axis_inner, axis_size,
     lower, upper, low, high,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PER_CHANNEL: tl.constexpr, GROUPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PER_CHANNEL: tl.constexpr, EVEN: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * GROUPS
-    group = first + tl.arange(0, GROUPS)
+    first = tl.program_id(0).to(tl.int64) * GROUPS  # 64 bits for what all share, 32 for what each thread computes
+    group = tl.arange(0, GROUPS)
     lane = tl.arange(0, 8)
     at = group[:, None] * 8 + lane[None, :]
-    there = at < n
-    x = tl.load(y_ptr + at, mask=there, other=0.0).to(tl.float32)
+    whole = group < (n + 7) // 8 - first
+    there = whole[:, None] if EVEN else at < n - first * 8
+    x = tl.load(y_ptr + first * 8 + at, mask=there, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        channel = (group % bias_groups)[:, None] * 8 + lane[None, :]
+        channel = (((first % bias_groups).to(tl.int32) + group) % bias_groups)[:, None] * 8 + lane[None, :]
         x += tl.load(bias_ptr + channel).to(tl.float32)
     if HAS_RESIDUAL:
-        x += tl.load(residual_ptr + at, mask=there, other=0.0).to(tl.float32)
+        x += tl.load(residual_ptr + first * 8 + at, mask=there, other=0.0).to(tl.float32)
     passes = (x > lower) & (x < upper)
     x = tl.where(x < lower, lower, x)
     x = tl.where(x > upper, upper, x)
-    if PER_CHANNEL:
-        amax = tl.load(amax_ptr + (at // axis_inner) % axis_size, mask=there, other=1.0).to(tl.float32)
+    if PER_CHANNEL:  # weights: never 2^31 elements
+        channel = (((first * 8).to(tl.int32) + at) // axis_inner) % axis_size
+        amax = tl.load(amax_ptr + channel, mask=there, other=1.0).to(tl.float32)
+        scale = tl.div_rn(amax, tl.full(at.shape, 0.0, tl.float32) + high)
     else:
-        amax = tl.load(amax_ptr).to(tl.float32)
-    scale = tl.div_rn(amax, high)
-    steps = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+        scale = tl.full(at.shape, 0.0, tl.float32) + tl.div_rn(tl.load(amax_ptr).to(tl.float32), high)
+    steps = tl.div_rn(x, scale)
     steps = tl.where(steps > 4096.0, 4096.0, steps)
     steps = tl.where(steps < -4096.0, -4096.0, steps)
     rounded = (steps + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum has no fraction bits, so it rounds half to even
     passes = passes & (rounded >= low) & (rounded <= high)
     rounded = tl.where(rounded > high, high, rounded)
     rounded = tl.where(rounded < low, low, rounded)
-    tl.store(out_ptr + at, (rounded * scale).to(out_ptr.dtype.element_ty), mask=there)
+    tl.store(out_ptr + first * 8 + at, (rounded * scale).to(out_ptr.dtype.element_ty), mask=there)
     bits = tl.sum((passes & there).to(tl.int32) << lane[None, :], axis=1)
-    tl.store(bits_ptr + group, bits.to(tl.uint8), mask=group * 8 < n)
+    tl.store(bits_ptr + first + group, bits.to(tl.uint8), mask=whole)
 
 
 @triton.jit
-def _backward_kernel(grad_ptr, bits_ptr, out_ptr, n, GROUPS: tl.constexpr):
+def _backward_kernel(grad_ptr, bits_ptr, out_ptr, n, EVEN: tl.constexpr, GROUPS: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * GROUPS
-    group = first + tl.arange(0, GROUPS)
+    group = tl.arange(0, GROUPS)
     lane = tl.arange(0, 8)
     at = group[:, None] * 8 + lane[None, :]
-    there = at < n
-    grad = tl.load(grad_ptr + at, mask=there, other=0.0)
-    bits = tl.load(bits_ptr + group, mask=group * 8 < n, other=0).to(tl.int32)
+    whole = group < (n + 7) // 8 - first
+    there = whole[:, None] if EVEN else at < n - first * 8
+    grad = tl.load(grad_ptr + first * 8 + at, mask=there, other=0.0)
+    bits = tl.load(bits_ptr + first + group, mask=whole, other=0).to(tl.int32)
     passed = tl.where(((bits[:, None] >> lane[None, :]) & 1) != 0, grad.to(tl.float32), 0.0)
-    tl.store(out_ptr + at, passed.to(out_ptr.dtype.element_ty), mask=there)
+    tl.store(out_ptr + first * 8 + at, passed.to(out_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def _backward_bias_kernel(
-    grad_ptr, bits_ptr, out_ptr, sums_ptr, rows, columns, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    grad_ptr, bits_ptr, out_ptr, sums_ptr, rows, groups, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
+    columns = groups * 8
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
-    start = tl.program_id(1).to(tl.int64) * steps * ROWS
+    local = tl.arange(0, ROWS)
+    at = local[:, None] * columns + column[None, :]
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for step in range(0, steps):
-        row = start + step * ROWS + tl.arange(0, ROWS)
-        at = row[:, None] * columns + column[None, :]
-        there = (row < rows)[:, None] & inside[None, :]
-        grad = tl.load(grad_ptr + at, mask=there, other=0.0)
-        bits = tl.load(bits_ptr + at // 8, mask=there, other=0).to(tl.int32)
+        row = (tl.program_id(1).to(tl.int64) * steps + step) * ROWS
+        there = (local < rows - row)[:, None] & inside[None, :]
+        grad = tl.load(grad_ptr + row * columns + at, mask=there, other=0.0)
+        bits = tl.load(bits_ptr + row * groups + at // 8, mask=there, other=0).to(tl.int32)
         passed = tl.where(((bits >> (column % 8)[None, :]) & 1) != 0, grad.to(tl.float32), 0.0)
-        tl.store(out_ptr + at, passed.to(out_ptr.dtype.element_ty), mask=there)
+        tl.store(out_ptr + row * columns + at, passed.to(out_ptr.dtype.element_ty), mask=there)
         total += passed
-    tl.store(sums_ptr + tl.program_id(1).to(tl.int64) * columns + column, tl.sum(total, axis=0), mask=inside)
+    tl.store(sums_ptr + tl.program_id(1) * columns + column, tl.sum(total, axis=0), mask=inside)
 
 
 def forward(
@@ -140,7 +145,8 @@ def _forward(
         _forward_kernel[(triton.cdiv(n, 8 * _GROUPS),)](
             y, y if bias is None else bias, y if residual is None else residual, amax, out, bits,
             n, bias_groups, inner, size, lower, upper, float(low), float(high),
-            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, PER_CHANNEL=axis >= 0, GROUPS=_GROUPS,
+            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, PER_CHANNEL=axis >= 0,
+            EVEN=n % 8 == 0, GROUPS=_GROUPS,
         )  # fmt: skip
     return out, bits
 
@@ -150,7 +156,7 @@ def _backward(grad: Tensor, bits: Tensor, dtype: torch.dtype, columns: int) -> t
     out = torch.empty_like(grad, dtype=dtype)
     if not columns or not n:
         if n:
-            _backward_kernel[(triton.cdiv(n, 8 * _GROUPS),)](grad, bits, out, n, GROUPS=_GROUPS)
+            _backward_kernel[(triton.cdiv(n, 8 * _GROUPS),)](grad, bits, out, n, EVEN=n % 8 == 0, GROUPS=_GROUPS)
         return out, torch.zeros(columns, dtype=torch.float32, device=grad.device)
     rows = n // columns
     strip = min(128, triton.next_power_of_2(columns))
@@ -160,7 +166,7 @@ def _backward(grad: Tensor, bits: Tensor, dtype: torch.dtype, columns: int) -> t
     programs = triton.cdiv(rows, steps * tile)
     sums = torch.empty((programs, columns), dtype=torch.float32, device=grad.device)
     _backward_bias_kernel[(strips, programs)](
-        grad, bits, out, sums, rows, columns, steps, ROWS=tile, COLUMNS=strip
+        grad, bits, out, sums, rows, columns // 8, steps, ROWS=tile, COLUMNS=strip
     )  # fmt: skip
     return out, sums.sum(0)
 
