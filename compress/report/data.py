@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from compress.errors import RunError
 from compress.measure.metric import Metric
+from compress.report.engine_part import EngineRow
 
 T = TypeVar("T")
 
@@ -129,6 +130,7 @@ class RunData:
     layers: tuple[LayerRow, ...] = ()
     histograms: tuple[Histogram, ...] = ()
     audit: tuple[AuditRow, ...] = ()
+    engines: tuple[EngineRow, ...] = ()
     notes: tuple[str, ...] = ()
     absent: Mapping[str, str] = field(default_factory=dict)
 
@@ -150,7 +152,8 @@ def read_run(folder: Path | str) -> RunData:
         text = texts[name]
         if text is not None:
             parts[part] = read(folder / name, text)
-    absent = {name: f"{name} is not in the run folder" for name, text in texts.items() if text is None}
+    missing = [name for name, text in texts.items() if text is None and name not in _ONLY_WHERE_ASKED]
+    absent = {name: f"{name} is not in the run folder" for name in missing}
     return RunData(folder=folder, absent=absent, **parts)
 
 
@@ -247,5 +250,9 @@ _READERS: dict[str, tuple[str, Callable[[Path, str], Any]]] = {
     "layers.json": ("layers", _json_reader(LayerRow)),
     "histograms.json": ("histograms", _histograms),
     "audit.json": ("audit", _json_reader(AuditRow)),
+    "engine_audit.json": ("engines", _json_reader(EngineRow)),
     "notes.json": ("notes", _notes),
 }
+
+_ONLY_WHERE_ASKED = frozenset({"engine_audit.json"})
+"""Files that only some recipes ask for: it is no news that they are not there."""

@@ -29,6 +29,7 @@ from compress.report.blocks import (
     table,
 )
 from compress.report.data import LayerRow, PlacementRow, RunData
+from compress.report.engine_part import engine_blocks
 from compress.report.figures import Absent
 from compress.report.headline import headline
 from compress.report.style import display, finite, plain
@@ -66,6 +67,7 @@ def build_document(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Docum
         Section("bytes", "Where the bytes went", tuple(_figure(drawn, "bytes"))),
         Section("placement", "What is quantized, what is float, and why", tuple(_placement(run))),
         Section("file", "What is in the exported file", tuple(_audit(run))),
+        *([Section("engines", "What the engines made of it", tuple(_engines(run, drawn)))] if run.engines else []),
         Section("machine", "Machine and versions", tuple(_machine(run))),
         Section("method", "How it was measured", tuple(_method(run))),
         Section("recipe", "Recipe", tuple(_recipe(run))),
@@ -299,6 +301,12 @@ def _audit(run: RunData) -> Iterator[Block]:
         cells = [(display(row.variant), row.name, row.op_type, row.reason or "no reason given") for row in left]
         listed = table("variant", code("operation"), "type", "why it is not INT8", rows=cells)
         yield listed if len(cells) <= 8 else Details(f"Operations that are not INT8 ({len(cells)} rows)", (listed,))
+
+
+def _engines(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Iterator[Block]:
+    if "engines" in drawn:
+        yield from _figure(drawn, "engines")
+    yield from engine_blocks(run.engines)
 
 
 def _machine(run: RunData) -> Iterator[Block]:

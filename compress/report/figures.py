@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from compress.report.blocks import Picture
 from compress.report.data import RunData
+from compress.report.engine_part import draw_engines, engines_told
 from compress.report.plot_histograms import clipped_share, draw_histograms, interesting
 from compress.report.plot_layers import draw_bytes, draw_sqnr, sqnr_series, weight_groups, worst
 from compress.report.plot_tradeoff import Point, draw_latency, draw_tradeoff, tradeoff_points
@@ -47,7 +48,7 @@ class _Plan:
 def draw_figures(run: RunData) -> dict[str, Picture | Absent]:
     """Name -> figure, in the order of the report.
 
-    Names: `accuracy_latency`, `latency`, `training`, `sqnr`, `histograms`, `bytes`.
+    Names: `accuracy_latency`, `latency`, `training`, `sqnr`, `histograms`, `bytes`; `engines` where any was audited.
     """
     drawn: dict[str, Picture | Absent] = {}
     with styled():
@@ -57,6 +58,8 @@ def draw_figures(run: RunData) -> dict[str, Picture | Absent]:
                 drawn[name] = Absent(name=name, title=title, reason=made)
             else:
                 drawn[name] = _picture(name, title, made)
+        if any(engine.layers for engine in run.engines):
+            drawn["engines"] = _picture("engines", "What the engines move", _engines(run))
     return drawn
 
 
@@ -205,6 +208,18 @@ def _bytes(run: RunData) -> _Plan | str:
         caption=f"{'; '.join(told)}. Layers left float count alike on both sides.",
         alt=f"Bars of bytes. {'; '.join(told)}.",
         draw=lambda form: draw_bytes(groups, files, form),
+    )
+
+
+def _engines(run: RunData) -> _Plan:
+    engines = [engine for engine in run.engines if engine.layers]
+    told = engines_told(engines)
+    return _Plan(
+        caption="Activations that all kernels of an engine read and write for one image. Amber and red are what a "
+        "convolution could have done itself: quantizing its result, adding a residual. A bar that ends right of its "
+        "line moves more than fp16 would.",
+        alt=f"Stacked bars of activation bytes by kind of kernel: {told}.",
+        draw=lambda form: draw_engines(engines, form),
     )
 
 
