@@ -29,6 +29,7 @@ OPTIONS = {
     "clipped": {"optimizer": "adamw", "lr": 0.002, "clip_grad_norm": 0.1},
     "distilled": {"distill": True},
     "channels last": {"channels_last": True},
+    "mean of the weights": {"ema_decay": 0.95},
 }
 
 
@@ -95,7 +96,7 @@ class StopError(Exception):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_stopped_training_resumes_to_the_same_bits(schedule, tmp_path):
-    options = {"optimizer": "adamw", "lr": 0.002, "checkpoint_steps": 7}
+    options = {"optimizer": "adamw", "lr": 0.002, "checkpoint_steps": 7, "ema_decay": 0.95}
 
     def stop(done):
         if done == 40:

@@ -8,12 +8,15 @@ import torch
 
 from compress.quantization.calibrate import calibrate
 from compress.quantization.insert import insert_quantizers
+from compress.quantization.learned import freeze_scales, learn_scales
 from compress.quantization.spec import QuantSpec
 from compress.sparsity.masks import verify_nm
 from compress.sparsity.parametrization import apply_masks, masked_layers, masks_of, squash_masks
 from compress.sparsity.sparsifier import sparsify
 from compress.sparsity.spec import SparsitySpec
+from compress.training import QATSpec, fit
 from tests.sparsity.nets import batch, small
+from tests.training.toy import toy_data
 
 
 @pytest.fixture
@@ -42,6 +45,34 @@ def test_zeros_stay_zero_in_the_integers_after_training(quantized):
         assert (fake[~masks[path]] == 0).all() and (fake[masks[path]] != 0).any()
         assert verify_nm(fake.numpy(), 2, 4) == 0
     assert not torch.equal(qmodel.get_submodule("3").weight, before)
+
+
+QAT = {
+    "plain": {},
+    "adamw, bf16": {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.05, "precision": "bf16"},
+    "fused": {"fused": "on"},
+    "mean of the weights": {"ema_decay": 0.9},
+    "learned ranges": {"scales": "learned", "lr": 0.001},
+}
+
+
+@pytest.mark.parametrize("options", QAT)
+def test_zeros_survive_fifty_steps_of_the_trainer(quantized, options):
+    qmodel, masks = quantized
+    spec = QATSpec(**({"epochs": 8, "lr": 0.01, "distill": False, "evaluate_every": 20} | QAT[options]))
+    before = qmodel.get_submodule("3").weight.detach().clone()
+    if spec.scales == "learned":
+        learn_scales(qmodel)
+    data = toy_data(train=56, val=10, classes=10, size=8)
+    assert fit(qmodel, data, spec, batch_size=8, folder=None, device="cpu").steps >= 50
+    freeze_scales(qmodel)
+    squash_masks(qmodel)
+    assert not torch.equal(qmodel.get_submodule("3").weight, before)
+    for path, mask in masks.items():
+        layer = qmodel.get_submodule(path)
+        fake = layer.weight_quantizer(layer.weight).detach()
+        assert (fake[~mask] == 0).all() and (fake[mask] != 0).any()
+        assert verify_nm(fake.numpy(), 2, 4) == 0
 
 
 def test_copies_pickles_and_squashes(quantized):
