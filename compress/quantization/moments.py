@@ -40,7 +40,7 @@ def clipped_normal(mean: Tensor, deviation: Tensor, high: float = math.inf) -> M
     inside = _cdf(top) - _cdf(low)
     above = 1 - _cdf(top)
     first = mean * inside + deviation * (_pdf(low) - _pdf(top))
-    square = (mean.square() + deviation.square()) * inside + deviation * mean * (_pdf(low) - _pdf(top))
+    square = (mean.square() + deviation.square()) * inside + 2 * deviation * mean * (_pdf(low) - _pdf(top))
     square += deviation.square() * (_tail(low) - _tail(top))
     if math.isfinite(high):
         first, square = first + high * above, square + high**2 * above

@@ -1,0 +1,129 @@
+"""FP8 and integers of 4, 6 and 8 bits up to ONNX; the oracles are ONNX's reference evaluator and torch's casts."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from compress.engines import build_engine
+from compress.errors import QuantizationError
+from compress.export.audit import audit_onnx
+from compress.export.onnx import export_onnx
+from compress.quantization.calibrate import quantize
+from compress.quantization.compare import sqnr
+from compress.quantization.numerics import QuantFormat, dequantize, fake_quantize, scale_from_amax
+from compress.quantization.numerics import quantize as to_format
+from compress.quantization.spec import ActivationSpec, QuantSpec, Rule, WeightSpec
+from tests.networks import network
+
+X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+E4M3 = QuantFormat(kind="e4m3")
+FP8 = {"weights": WeightSpec(kind="e4m3"), "activations": ActivationSpec(kind="e4m3", calibrator="max")}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=20), st.floats(2**-6, 1024, width=32))
+def test_e4m3_is_torchs_cast_saturated(values, amax):
+    x, scale = torch.tensor(values), scale_from_amax(torch.tensor(amax), E4M3)
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    every = every[every.isfinite()]
+    x = torch.cat([x, every * scale, (every[1:] + every[:-1]) / 2 * scale, torch.tensor([1e6, -1e6])])
+    q = to_format(x, scale, E4M3)
+    assert q.dtype == torch.float8_e4m3fn
+    expected = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(q.float(), expected.float())
+    torch.testing.assert_close(fake_quantize(x, scale, E4M3), dequantize(q, scale, E4M3), rtol=0, atol=0)
+    inside = x.abs() <= amax
+    small = 2.0**-10 * scale  # half a step of its subnormal numbers
+    assert bool(((fake_quantize(x, scale, E4M3) - x).abs() <= (x.abs() / 16 + small) * 1.0001)[inside].all())
+
+
+def test_e4m3_gradient_passes_what_did_not_saturate():
+    x = torch.tensor([-500.0, -448.0, 0.3, 448.0, 449.0], requires_grad=True)
+    fake_quantize(x, torch.tensor(1.0), E4M3).sum().backward()
+    assert x.grad.tolist() == [0, 1, 1, 1, 0]
+
+
+CASES = {
+    "w4": (QuantSpec(weights=WeightSpec(num_bits=4), activations=ActivationSpec(calibrator="max")), 21),
+    "w4 below opset 21": (QuantSpec(weights=WeightSpec(num_bits=4), activations=ActivationSpec(calibrator="max")), 19),
+    "w4 per tensor": (QuantSpec(weights=WeightSpec(num_bits=4, axis=None)), 21),
+    "w6a6": (QuantSpec(weights=WeightSpec(num_bits=6), activations=ActivationSpec(num_bits=6, calibrator="max")), 19),
+    "w4a4": (QuantSpec(weights=WeightSpec(num_bits=4), activations=ActivationSpec(num_bits=4, calibrator="max")), 21),
+    "fp8": (QuantSpec(**FP8), 19),
+    "fp8, unsigned target": (QuantSpec(target="openvino", **FP8), 21),
+}
+TYPES = {"w4": ("int8", "int4"), "w4 below opset 21": ("int8", "int8"), "w4 per tensor": ("int8", "int4")}
+TYPES |= {"w6a6": ("int8", "int8"), "w4a4": ("int8", "int4")}
+TYPES |= dict.fromkeys(("fp8", "fp8, unsigned target"), ("float8_e4m3fn", "float8_e4m3fn"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_file_computes_what_fake_quantization_does(name, tmp_path):
+    spec, opset = CASES[name]
+    qmodel = quantize(network(), X[:2], [X], spec=spec)
+    path = export_onnx(qmodel, X[:2], tmp_path / "m.onnx", opset=opset)
+    with torch.no_grad():
+        expected = qmodel(X)
+    found = ReferenceEvaluator(str(path)).run(None, {"input": X.numpy()})[0]
+    assert sqnr(expected, torch.from_numpy(found)) > 60
+    audit = audit_onnx(path)
+    assert {(row.input_type, row.weight_type) for row in audit.rows} == {TYPES[name]}
+    assert all(row.int8 == ("fp8" not in name) for row in audit.rows)
+
+
+def test_int4_file_is_smaller_and_holds_the_same_integers(tmp_path):
+    qmodel = quantize(network(), X[:2], [X], spec=CASES["w4"][0])
+    four, eight = (export_onnx(qmodel, X[:2], tmp_path / f"{o}.onnx", opset=o) for o in (21, 19))
+    protos = [onnx.load(path) for path in (four, eight)]
+    sizes = []
+    for proto, kind in zip(protos, (TensorProto.INT4, TensorProto.INT8), strict=True):
+        weights = [t for t in proto.graph.initializer if t.data_type == kind and len(t.dims) > 1]
+        sizes.append((len(weights), sum(len(t.raw_data) for t in weights)))
+    assert sizes[0][0] == sizes[1][0] == 7 and 2 * sizes[0][1] - sizes[1][1] in range(8)  # odd sizes round up
+    arrays = [
+        sorted(
+            (numpy_helper.to_array(t).astype(np.int8).ravel().tolist() for t in p.graph.initializer if len(t.dims) > 1),
+        )
+        for p in protos
+    ]
+    assert arrays[0] == arrays[1]
+
+
+@pytest.mark.parametrize(("name", "engine"), [("w4", "openvino"), ("w6a6", "openvino"), ("w6a6", "onnxruntime")])
+def test_engines_that_read_it_agree(name, engine, tmp_path):
+    spec, opset = CASES[name]
+    qmodel = quantize(network(), X[:2], [X], spec=spec)
+    path = export_onnx(qmodel, X[:2], tmp_path / "m.onnx", opset=opset)
+    (found,) = build_engine(path, engine).run({"input": X.numpy()}).values()
+    with torch.no_grad():
+        assert sqnr(qmodel(X), torch.from_numpy(np.asarray(found))) > 25
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (QuantSpec(weights=WeightSpec(kind="e4m3")), "both the same kind"),
+        (QuantSpec(weights=WeightSpec(kind="e4m3"), activations=ActivationSpec(kind="e4m3")), "evenly spaced"),
+        (QuantSpec(weights=WeightSpec(kind="e4m3", num_bits=4), activations=FP8["activations"]), "FP8 has 8"),
+        (QuantSpec(rules=(Rule(match="conv1", weights=WeightSpec(kind="e4m3")),)), "rules.0"),
+        (QuantSpec(rules=(Rule(match="block1.conv1", **FP8),)), "as integers and as FP8"),
+    ],
+)
+def test_mixtures_are_refused(spec, words):
+    with pytest.raises(QuantizationError, match=words):
+        quantize(network(), X[:2], [X], spec=spec)
+
+
+def test_fp8_keeps_a_wide_range_that_eight_bits_lose():
+    """Values over four powers of ten: their relative error stays a sixteenth in FP8 and is whole in INT8."""
+    x = torch.logspace(-2, 2, 400)
+    error = {}
+    for form in (QuantFormat(), E4M3):
+        rounded = fake_quantize(x, scale_from_amax(x.max(), form), form)
+        error[form.kind] = ((rounded - x).abs() / x).max().item()
+    assert error["e4m3"] <= 1 / 16 + 1e-6 and error["int"] == 1.0
