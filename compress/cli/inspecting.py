@@ -13,6 +13,7 @@ from torch import nn
 from compress.cli.auditing import show_engine
 from compress.cli.console import OUT, print_json, print_table
 from compress.cli.options import JsonOption, SetOption
+from compress.cli.parity import show_parity
 from compress.engines import engine_availability
 from compress.errors import RecipeError
 from compress.export.audit import audit_onnx
@@ -49,6 +50,10 @@ def inspect(
     ] = None,
     precision: Annotated[str, typer.Option(help="With --sparsity: int8, fp16, bf16.")] = "int8",
     batch_size: Annotated[int, typer.Option(help="With --sparsity or --engine: images of one run.")] = 32,
+    parity: Annotated[
+        bool, typer.Option("--parity", help="Where engines leave fake quantization, layer by layer.")
+    ] = False,
+    run: Annotated[Path | None, typer.Option("--run", help="With --parity: a run folder in place of a recipe.")] = None,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -56,8 +61,14 @@ def inspect(
 
     With --engine: what the engine made of each layer, the bytes that it moves, and what is wrong with that; give --onnx
     too for what only that file tells. With --sparsity: which layers would be masked, why the others not, and how much
-    faster each could be at best.
+    faster each could be at best. With --parity: each engine against fake quantization at every quantizer, and the first
+    layer that diverges by more than rounding.
     """
+    if parity:
+        show_parity(recipe, run, set_ or (), as_json)
+        return
+    if run is not None:
+        raise RecipeError("--run goes with --parity; `python -m compress report DIR` shows what a run measured")
     if engine is not None and recipe is None and model is None and not sparsity:
         show_engine(engine, onnx, device, batch_size, as_json)
         return

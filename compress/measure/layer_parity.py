@@ -1,0 +1,290 @@
+"""Where an engine leaves fake quantization: the two compared at every quantizer, each layer for itself.
+
+The engine's values behind every quantizer are read (as outputs of a copy of the ONNX file), and torch computes each
+of them anew from the engine's own values before it. So a difference belongs to the operations that stand between two
+quantizers, and to no layer before them. On a grid it is a whole number of steps, which tells its cause: an engine adds
+up sums in another order, which moves a value that lies next to a tie by one step. That is rounding. A layer that
+computes something else (another scale, a padding, a type that is too narrow) moves many values by more than one step.
+
+More outputs can keep an engine from fusing what it fuses otherwise: then the copy's logits are not those of the file.
+Where that is so, each point is read from a file of its own that ends there, behind which there is nothing to fuse.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, fx
+
+from compress.engines import build_engine
+from compress.engines.onnx_file import read_onnx
+from compress.errors import EngineError
+from compress.graph.ops import layer_name, node_kind
+from compress.graph.trace import flat_tensors
+from compress.measure.parity import Parity, compare_logits, sqnr_db
+from compress.quantization.numerics import along_axis
+from compress.quantization.quantizer import Quantizer
+
+TOLERANCE = 1e-3
+"""Share of a tensor's elements that may be more than one step apart."""
+
+TIES = 0.02
+"""Share of values one step apart that ties alone do not explain: a rounding is left out, or done elsewhere."""
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointParity:
+    """One quantized tensor: the engine's against fake quantization's.
+
+    Attributes:
+        quantizer: module path.
+        tensor: graph node that it quantizes.
+        operations: what stands between the quantizers before it and this one, in graph order: where a difference
+            comes from.
+        scale: real value of one step.
+        elements: how many were compared.
+        one_step: share of them that are one step apart: rounding.
+        more_steps: share of them that are further apart.
+        largest_steps: the largest difference, in steps.
+        sqnr_db: of the engine's tensor against torch's of the same inputs.
+        diverges: `more_steps` is over the tolerance.
+    """
+
+    quantizer: str
+    tensor: str
+    operations: tuple[str, ...]
+    scale: float
+    elements: int
+    one_step: float
+    more_steps: float
+    largest_steps: int
+    sqnr_db: float
+    diverges: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerParity:
+    """All points of a network on one engine.
+
+    Attributes:
+        engine: label of the engine.
+        tolerance: share of elements that may be more than one step apart.
+        points: in graph order.
+        missing: quantizers whose tensor the file does not hold (the exporter removed it).
+        method: how the engine's values were read, in words.
+        logits: of the file as it is against torch's, from the images on.
+    """
+
+    engine: str
+    tolerance: float
+    points: tuple[PointParity, ...]
+    missing: tuple[str, ...]
+    method: str
+    logits: Parity
+
+    @property
+    def first(self) -> PointParity | None:
+        """The first point that diverges; None where differences are rounding."""
+        return next((point for point in self.points if point.diverges), None)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: where it diverges first, or that it does not."""
+        first = self.first
+        if first is not None:
+            return (
+                f"{self.engine} diverges first at {first.tensor} ({first.quantizer}), behind "
+                f"{', '.join(first.operations) or 'the input'}: {first.more_steps:.2%} of its values are more than one "
+                f"step away, up to {first.largest_steps} steps (tolerated: {self.tolerance:.2%})"
+            )
+        most = max((point.one_step for point in self.points), default=0.0)
+        text = (
+            f"{self.engine} computes what fake quantization does at all {len(self.points)} quantizers: at most "
+            f"{most:.2%} of the values of a tensor are one step apart, which is rounding"
+        )
+        fused = next((point for point in self.points if point.one_step > TIES), None)
+        if fused is None:
+            return text
+        return (
+            f"{text}; first at {fused.tensor} that is more than ties explain: the engine rounds elsewhere within "
+            f"{', '.join(fused.operations)}, as it does where it fuses a quantizer into a sum"
+        )
+
+
+def layer_parity(
+    qmodel: fx.GraphModule,
+    path: Path | str,
+    images: Tensor,
+    *,
+    engine: str = "onnxruntime",
+    precision: str | None = None,
+    tolerance: float = TOLERANCE,
+) -> LayerParity:
+    """Compare an engine with fake quantization at every quantizer.
+
+    Args:
+        qmodel: quantized by compress, on the CPU.
+        path: what `export_onnx` wrote of it.
+        images: (N, C, H, W) float32.
+        engine: `onnxruntime` or `openvino`.
+        precision: of what is not quantized, on the engine; None = its own choice.
+        tolerance: share of a tensor's elements that may be more than one step apart.
+
+    Raises:
+        EngineError: a tolerance that is no share, a network without quantizers, or a file of another network.
+    """
+    if not 0 <= tolerance < 1:
+        raise EngineError(f"tolerance is {tolerance}: it must be at least 0 and below 1")
+    calls = [node for node in qmodel.graph.nodes if node_kind(node) == "quantizer"]
+    if not calls:
+        raise EngineError("the network has no quantizers to compare at; give one that compress.quantize made")
+    watched = _tensor_names(calls)
+    held = _tensors_of(Path(path))
+    found = {node: name for node, name in watched.items() if name in held}
+    if not found:
+        raise EngineError(f"{path} holds none of the network's {len(calls)} quantizers: it is of another network")
+    inputs = images.numpy()
+    label, plain = _run(Path(path), inputs, engine, precision)
+    with tempfile.TemporaryDirectory() as folder:
+        values, method = _watch(Path(path), list(found.values()), inputs, plain, (engine, precision, Path(folder)))
+    training = qmodel.training
+    forced = _Forced(qmodel.eval(), {node: torch.from_numpy(values[name]) for node, name in found.items()})
+    with torch.no_grad():
+        whole = flat_tensors(qmodel(images))[0].numpy()
+        forced.run(images)
+    qmodel.train(training)
+    points = [_point(qmodel, node, forced.computed[node], values[name], tolerance) for node, name in found.items()]
+    return LayerParity(
+        engine=label,
+        tolerance=tolerance,
+        points=tuple(points),
+        missing=tuple(str(node.target) for node in calls if node not in found),
+        method=method,
+        logits=compare_logits(whole, next(iter(plain.values()))),
+    )
+
+
+class _Forced(fx.Interpreter):
+    """Computes every quantized tensor from the engine's values before it."""
+
+    def __init__(self, module: fx.GraphModule, values: Mapping[fx.Node, Tensor]) -> None:
+        super().__init__(module)
+        self.values = values
+        self.computed: dict[fx.Node, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n not in self.values:
+            return result
+        self.computed[n] = result
+        return self.values[n].reshape(result.shape) if self.values[n].numel() == result.numel() else result
+
+
+def _tensor_names(calls: list[fx.Node]) -> dict[fx.Node, str]:
+    """The ONNX tensor behind each quantizer, as export names them: by module, and numbered where it runs again."""
+    seen: Counter[str] = Counter()
+    names = {}
+    for node in calls:
+        number = seen[str(node.target)]
+        seen[str(node.target)] += 1
+        suffix = f"_{number}" if number else ""
+        names[node] = f"/{str(node.target).replace('.', '/')}/DequantizeLinear{suffix}_output_0"
+    return names
+
+
+def _tensors_of(path: Path) -> set[str]:
+    read_onnx(path)
+    return {name for node in onnx.load(str(path), load_external_data=False).graph.node for name in node.output}
+
+
+def _watch(
+    path: Path, names: list[str], images: Floats, plain: Mapping[str, Floats], where: tuple[str, str | None, Path]
+) -> tuple[dict[str, Floats], str]:
+    """The engine's tensors `names`, read without changing what it computes; and how."""
+    engine, precision, folder = where
+    model = onnx.load(str(path))
+    result = model.graph.output[0].name
+    _, values = _run(_cut(model, [result, *names], folder / "watched.onnx"), images, engine, precision)
+    if np.array_equal(values[result], plain[result]):
+        return dict(values), "all tensors as outputs of one file, whose logits stay what they were"
+    found = {}
+    for name in names:
+        _, only = _run(_cut(model, [name], folder / "cut.onnx"), images, engine, precision)
+        found[name] = only[name]
+    return found, "each tensor from a file that ends there, because more outputs change what the engine fuses"
+
+
+def _cut(model: onnx.ModelProto, outputs: list[str], target: Path) -> Path:
+    """Write a model that computes `outputs` and nothing else."""
+    cut = onnx.ModelProto()
+    cut.CopyFrom(model)
+    known = {value.name: value for value in model.graph.output}
+    needed, kept = set(outputs), []
+    for node in reversed(model.graph.node):
+        if needed & set(node.output):
+            needed |= set(node.input)
+            kept.append(node)
+    del cut.graph.node[:], cut.graph.output[:], cut.graph.initializer[:]
+    cut.graph.node.extend(reversed(kept))
+    cut.graph.initializer.extend(t for t in model.graph.initializer if t.name in needed)
+    types = {v.name: v for v in onnx.shape_inference.infer_shapes(model).graph.value_info}
+    for name in outputs:
+        value = known.get(name) or types.get(name)
+        cut.graph.output.append(value or onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
+    onnx.save(cut, str(target))
+    return target
+
+
+def _run(path: Path, images: Floats, engine: str, precision: str | None) -> tuple[str, Mapping[str, Floats]]:
+    with build_engine(path, engine, precision=precision) as built:
+        name = built.inputs[0].name
+        results = built.run({name: images})
+        return built.info.label, {key: np.asarray(value, dtype=np.float32) for key, value in results.items()}
+
+
+def _point(qmodel: fx.GraphModule, node: fx.Node, expected: Tensor, got: Floats, tolerance: float) -> PointParity:
+    quantizer = cast(Quantizer, qmodel.get_submodule(str(node.target)))
+    scale = along_axis(quantizer.scale.detach(), expected, quantizer.format.axis).double().numpy()
+    reference: Floats = expected.numpy()
+    if reference.shape != got.shape:
+        raise EngineError(f"{node.target} has shape {reference.shape} in torch and {got.shape} on the engine")
+    apart = np.abs(np.rint((got.astype(np.float64) - reference) / scale))
+    more = float(np.mean(apart > 1))
+    (source,) = node.all_input_nodes
+    return PointParity(
+        quantizer=str(node.target),
+        tensor=source.name,
+        operations=_operations(source),
+        scale=float(np.max(scale)),
+        elements=reference.size,
+        one_step=float(np.mean(apart == 1)),
+        more_steps=more,
+        largest_steps=int(apart.max()) if apart.size else 0,
+        sqnr_db=sqnr_db(reference, got),
+        diverges=more > tolerance,
+    )
+
+
+def _operations(node: fx.Node) -> tuple[str, ...]:
+    """Names of what computes `node` from the quantized tensors before it, in graph order."""
+    found: dict[fx.Node, None] = {}
+    waiting = [node]
+    while waiting:
+        here = waiting.pop()
+        if here in found or node_kind(here) in {"quantizer", "input", "constant"}:
+            continue
+        found[here] = None
+        waiting += here.all_input_nodes
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    return tuple(layer_name(n) for n in sorted(found, key=order.__getitem__))
