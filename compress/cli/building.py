@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from compress.cli.console import OUT, print_json, print_table, progress
+from compress.cli.exploring import show_exploration
 from compress.cli.options import JsonOption, SetOption
 from compress.engines.onnx_file import read_onnx
 from compress.engines.tensorrt_build import BuiltEngine, build_tensorrt
 from compress.engines.tensorrt_commands import build_commands
 from compress.engines.tensorrt_library import FLAVOURS
 from compress.engines.tensorrt_metadata import log_path
-from compress.engines.tensorrt_options import TensorRTOptions, parse_options
+from compress.engines.tensorrt_options import PORTABLE_SMS, TensorRTOptions, parse_options
 from compress.errors import EngineError, RecipeError, near_misses
 from compress.pipeline import default_folder, run
 from compress.pipeline.again import variants_in
+from compress.pipeline.explore import LEAST_AGREEMENT
 from compress.pipeline.folder import read_state
 from compress.recipe import Recipe, load_recipe
 
@@ -43,6 +46,15 @@ def build(
     ] = None,
     variant: Annotated[str, typer.Option(help="With --recipe: float, ptq, qat, ...; default: the last.")] = "",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Engine file; default beside the ONNX file.")] = None,
+    explore: Annotated[
+        bool, typer.Option("--explore", help="With --recipe: try the forms of export, and compare what they move.")
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="With --explore: under whose roofs, such as rtx4090; also finds where INT8 pays.")
+    ] = None,
+    least_agreement: Annotated[
+        float, typer.Option(help="With --explore: share of images that must get the float network's class.")
+    ] = LEAST_AGREEMENT,
     commands: Annotated[bool, typer.Option("--commands", help="Print the commands alone; build nothing.")] = False,
     set_: SetOption = None,
     as_json: JsonOption = False,
@@ -55,6 +67,20 @@ def build(
     parsed = load_recipe(recipe, set_ or ()) if recipe is not None else None
     sms = sm or (",".join(map(str, parsed.bench.sm)) if parsed and FLAVOURS[engine].portable else "")
     options = _options({"sm": sms, "batch": batch or "", "size": size or ""}, option or [])
+    if explore:
+        if recipe is None:
+            raise RecipeError("--explore exports a network anew: give --recipe, not --onnx")
+        told = options if options.sms else replace(options, sms=PORTABLE_SMS)
+        show_exploration(
+            _file_of(recipe, parsed, variant).parent,
+            engine,
+            told,
+            device=device,
+            batch_size=told.batch[1],
+            least_agreement=least_agreement,
+            as_json=as_json,
+        )
+        return
     path = onnx if onnx is not None else _file_of(str(recipe), parsed, variant)
     if commands:
         _show_commands(path, options, as_json)
