@@ -147,6 +147,9 @@ _METHODS: dict[str, tuple[str, ...]] = {
     "getitem": ("select", "narrow", "__getitem__"),
 }
 
+METHODS_OF_SHAPE = frozenset({*_METHODS["shape"], "is_floating_point", "is_contiguous", "ndimension"})
+"""Methods whose result depends on a tensor's shape and type alone."""
+
 KINDS = frozenset(_MODULES) | frozenset(_FUNCTIONS) | frozenset(_METHODS)
 """Every kind that an operation can have, `unknown` apart."""
 

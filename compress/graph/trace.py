@@ -1,14 +1,16 @@
 """A model becomes a graph: torch.fx, once, with what it cannot trace kept whole as a leaf and said so.
 
-A submodule whose Python depends on values (`if x.sum() > 0`) stops fx. It is then made a leaf, that is one opaque node,
-and tracing starts again; every leaf stands with its reason in `leaves_of(graph_module)`. The result is run once
-against the model: a graph that computes something else is refused.
+Where Python depends on sizes (`if x.shape[2] % 7`), the example inputs decide (`concrete`). A submodule whose Python
+depends on values (`if x.sum() > 0`) stops fx. It is then made a leaf, that is one opaque node, and tracing starts
+again; every leaf stands with its reason in `leaves_of(graph_module)`. The result is run once against the model: a
+graph that computes something else is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import ModelError
+from compress.graph.concrete import Values, known_proxy, unrolled
+from compress.graph.ops import node_kind
 
 Inputs = Tensor | Sequence[Tensor]
 
@@ -36,12 +40,55 @@ class Leaf:
 
 
 class _Tracer(fx.Tracer):
-    """fx's tracer with leaves of our choice, which remembers where an error came from."""
+    """fx's tracer with leaves of our choice, which remembers where an error came from.
 
-    def __init__(self, leaves: Iterable[str] = ()) -> None:  # no argument when pickle builds one
+    With `values` it is one that knows the shapes.
+    """
+
+    def __init__(  # no argument when pickle builds one
+        self, leaves: Iterable[str] = (), arguments: int | None = None, values: Values | None = None
+    ) -> None:
         super().__init__()
         self.leaves = frozenset(leaves)
+        self.arguments = arguments
+        self.values = values
         self.failed = ""
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        """Arguments that the example leaves out keep their defaults, so that `mask is None` is what it is in use."""
+        function, args = super().create_args_for_root(root_fn, is_module, concrete_args)
+        for i, arg in enumerate(args):
+            optional = isinstance(arg, fx.Proxy) and arg.node.op == "placeholder" and arg.node.args
+            if optional and self.arguments is not None and i > self.arguments:
+                args[i] = arg.node.args[0]
+                self.graph.erase_node(arg.node)
+        return function, args
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        if self.values is not None:
+            self.values.add(node)
+        return node
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return super().proxy(node) if self.values is None else known_proxy(node, self)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if self.values is not None and self.values.busy:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def known(self, proxy: fx.Proxy) -> Any:
+        """The value of a proxy of a size."""
+        if self.values is None:
+            raise fx.proxy.TraceError("no values are known")
+        return self.values.known(proxy.node)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        return super().to_bool(obj) if self.values is None else bool(self.known(obj))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        return super().iter(obj) if self.values is None else unrolled(obj, self.known(obj))
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return (
@@ -53,6 +100,8 @@ class _Tracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if self.values is not None and self.values.busy:
+            return forward(*args, **kwargs)
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
@@ -101,19 +150,46 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
     unknown = [path for path in asked if path not in dict(model.named_modules())]
     if unknown:
         raise ModelError(f"leaves names modules that the model does not have: {', '.join(unknown)}")
-    graph, found = _trace_with_leaves(model, asked)
-    graph_module = fx.GraphModule(model, graph, class_name=type(model).__name__).eval()
+    graph_module = _with_shapes(model, inputs, asked) or _with_leaves(model, inputs, asked, concrete=False)
     result = propagate_shapes(graph_module, inputs)
     _check_equal(reference, result, type(model).__name__)
+    return graph_module
+
+
+def _with_shapes(model: nn.Module, inputs: tuple[Tensor, ...], asked: dict[str, str]) -> fx.GraphModule | None:
+    """Trace as it is; if that fails, with known shapes, which must hold for another batch size too; None if not."""
+    with contextlib.suppress(Exception):
+        return _graph_module(model, _Tracer(asked, len(inputs)).trace(model), asked)
+    grown = tuple(torch.cat([x, x[:1]]) if x.dim() else x for x in inputs)
+    try:
+        graph_module = _with_leaves(model, inputs, asked, concrete=True)
+        with torch.no_grad():
+            _check_equal(model(*grown), graph_module(*grown), type(model).__name__)
+    except Exception:
+        return None
+    return graph_module
+
+
+def _graph_module(model: nn.Module, graph: fx.Graph, leaves: dict[str, str]) -> fx.GraphModule:
+    graph_module = fx.GraphModule(model, graph, class_name=type(model).__name__).eval()
+    for node in reversed(list(graph_module.graph.nodes)):
+        if not node.users and node_kind(node) in {"shape", "compare", "floordiv"}:
+            graph_module.graph.erase_node(node)  # what decided a branch and is of no more use
+    graph_module.recompile()
+    used = {str(node.target) for node in graph.nodes if node.op == "call_module"}
+    kinds = {path: type(model.get_submodule(path)).__name__ for path in used}
+    found = tuple(Leaf(path=p, kind=kinds[p], reason=r) for p, r in leaves.items() if p in used)
     preserve(graph_module, "leaves", found)
     return graph_module
 
 
-def _trace_with_leaves(model: nn.Module, leaves: dict[str, str]) -> tuple[fx.Graph, tuple[Leaf, ...]]:
+def _with_leaves(
+    model: nn.Module, inputs: tuple[Tensor, ...], leaves: dict[str, str], *, concrete: bool
+) -> fx.GraphModule:
     """Trace again and again, each time with the module that failed last as one more leaf."""
     leaves = dict(leaves)
     while True:
-        tracer = _Tracer(leaves)
+        tracer = _Tracer(leaves, len(inputs), Values(model, inputs) if concrete else None)
         try:
             graph = tracer.trace(model)
         except Exception as error:
@@ -125,9 +201,7 @@ def _trace_with_leaves(model: nn.Module, leaves: dict[str, str]) -> tuple[fx.Gra
                 ) from error
             leaves[tracer.failed] = reason
         else:
-            used = {str(node.target) for node in graph.nodes if node.op == "call_module"}
-            kinds = {path: type(model.get_submodule(path)).__name__ for path in used}
-            return graph, tuple(Leaf(path=p, kind=kinds[p], reason=r) for p, r in leaves.items() if p in used)
+            return _graph_module(model, graph, leaves)
 
 
 def leaves_of(graph_module: fx.GraphModule) -> tuple[Leaf, ...]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from torch import fx, nn
 
 from compress.errors import QuantizationError
-from compress.graph.trace import Inputs, preserve, trace
+from compress.graph.canonical import canonical_graph
+from compress.graph.trace import Inputs, preserve
 from compress.quantization.decisions import ActivationSite, Placement
 from compress.quantization.modules import quantized_layer
 from compress.quantization.placement import place
@@ -35,7 +36,7 @@ def insert_quantizers(model: nn.Module, example_inputs: Inputs, spec: QuantSpec 
     spec = spec or QuantSpec()
     check_quant_spec(spec)
     _check_float32(model)
-    graph_module = trace(model, example_inputs)
+    graph_module = canonical_graph(model, example_inputs, fold=False)
     prepared = prepare_float(graph_module, spec)
     placement = place(graph_module, spec)
     if spec.bias_correction:

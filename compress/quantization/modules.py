@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import QuantizationError
+from compress.graph.named import Named
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.quantizer import Quantizer
 
@@ -72,6 +73,10 @@ class QuantLinear(nn.Linear, _QuantWeight):
         return F.linear(input, self.quantized_weight, self.bias)
 
 
+class QuantNamedLinear(Named, QuantLinear):  # type: ignore[misc,override]
+    """`QuantLinear` with parameters under the names that the float model has for them; input (..., in_features)."""
+
+
 _QUANTIZED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv1d: QuantConv1d,
     nn.Conv2d: QuantConv2d,
@@ -79,6 +84,7 @@ _QUANTIZED: dict[type[nn.Module], type[nn.Module]] = {
     nn.ConvTranspose2d: QuantConvTranspose2d,
     nn.Linear: QuantLinear,
 }
+_NAMED: dict[type[nn.Module], type[nn.Module]] = {QuantLinear: QuantNamedLinear}
 
 
 def _float_class(module: nn.Module) -> type[nn.Module] | None:
@@ -116,6 +122,8 @@ def quantized_layer(module: nn.Module, quant_format: QuantFormat, *, name: str) 
         raise QuantizationError(f"layer {name} {reason}; leave it float with a rule (match: {name}, enable: false)")
     float_class = _float_class(module)
     quantized = _QUANTIZED[cast(type[nn.Module], float_class)]
+    if isinstance(module, Named):
+        quantized = _NAMED[quantized]
     layer = cast(Any, quantized.__new__(quantized))
     nn.Module.__init__(layer)
     constants = {k: v for k, v in vars(module).items() if k not in vars(layer)}
@@ -125,9 +133,16 @@ def quantized_layer(module: nn.Module, quant_format: QuantFormat, *, name: str) 
         for key, parameter in module._parameters.items():  # a bias that is None is one too
             layer.register_parameter(key, parameter)
         _move_parametrizations(module, layer)
+    elif isinstance(module, Named):
+        layer._parameters.update(module._parameters)
     else:
         for key in ("weight", "bias"):
             layer.register_parameter(key, getattr(module, key))
+    for key, buffer in module._buffers.items():  # what stands beside a layer at its path
+        layer.register_buffer(key, buffer, persistent=key not in module._non_persistent_buffers_set)
+    for key, child in module._modules.items():
+        if key != "parametrizations":
+            layer.add_module(key, child)
     weight = cast(Tensor, module.weight)
     channels = None if quant_format.axis is None else weight.shape[quant_format.axis]
     layer.weight_quantizer = Quantizer(quant_format, channels=channels, name=f"{name}.weight")

@@ -1,0 +1,232 @@
+"""Attention opened: one opaque operation becomes linear, matmul, softmax, matmul, linear, so that each can be INT8.
+
+Three forms are known: `nn.MultiheadAttention` (self-attention), `F.scaled_dot_product_attention`, and torchvision's
+`shifted_window_attention`. What is computed stays the same up to rounding. The scale is applied to the product and
+not to the query: then both inputs of the matmul are what linear layers return, and an engine folds the scale into the
+requantization. Where a form cannot be opened, `node.meta["whole"]` says why and the placement shows it.
+
+An opened window attention is for the image size of the trace (its shift mask is a constant); the other two are not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from compress.graph.ops import node_module
+
+
+def open_attention(graph_module: fx.GraphModule) -> tuple[str, ...]:
+    """Open every attention of a graph made by `trace` (shapes are needed); in place. Shapes are stale afterwards.
+
+    Returns:
+        Names of the nodes that were opened.
+    """
+    opened = []
+    tracer = fx.proxy.GraphAppendingTracer(graph_module.graph)
+
+    def wrap(value: Any) -> Any:
+        return fx.Proxy(value, tracer) if isinstance(value, fx.Node) else value
+
+    for node in list(graph_module.graph.nodes):
+        opener = _opener(node)
+        if opener is None:
+            continue
+        with graph_module.graph.inserting_before(node):
+            reason = opener(node, wrap)
+        if reason:
+            node.meta["whole"] = reason
+            continue
+        opened.append(node.name)
+        graph_module.graph.erase_node(node)
+    graph_module.recompile()
+    return tuple(opened)
+
+
+Wrap = Callable[[Any], Any]
+"""A node as a proxy that appends what is done with it to the graph; other values as they are."""
+
+
+def _opener(node: fx.Node) -> Callable[[fx.Node, Wrap], str] | None:
+    if node.op == "call_module":
+        return _open_multihead if type(node_module(node)) is nn.MultiheadAttention else None
+    if node.target is F.scaled_dot_product_attention:
+        return _open_scaled_dot_product
+    if getattr(node.target, "__name__", "") == "shifted_window_attention":
+        return _open_windows
+    return None
+
+
+def _attend(query: Any, key: Any, value: Any, scale: float, finish: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """(softmax(finish(scale q k^T)) v, the softmax); (..., tokens, width of a head)."""
+    scores = torch.matmul(query, key.transpose(-2, -1)) * scale
+    weights = F.softmax(finish(scores), dim=-1)
+    return torch.matmul(weights, value), weights
+
+
+# --- nn.MultiheadAttention -----------------------------------------------------------------------------------------
+
+
+def _open_multihead(node: fx.Node, wrap: Wrap) -> str:
+    """Self-attention with one in-projection; its weight keeps the name `in_proj_weight`."""
+    module: Any = node_module(node)
+    bound = inspect.signature(nn.MultiheadAttention.forward).bind(None, *node.args, **node.kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    reason = _why_whole(node, module, arguments)
+    if reason:
+        return reason
+    path, heads, width = str(node.target), module.num_heads, module.head_dim
+    x = wrap(arguments["query"])
+    if not module.batch_first:
+        x = x.transpose(0, 1)
+    tracer = x.tracer
+    bias = None if module.in_proj_bias is None else tracer.create_proxy("get_attr", f"{path}.in_proj_bias", (), {})
+    weight = tracer.create_proxy("get_attr", f"{path}.in_proj_weight", (), {})
+    qkv = F.linear(x, weight, bias).unflatten(-1, (3, heads, width)).permute(2, 0, 3, 1, 4)
+
+    def masked(scores: Any) -> Any:
+        mask = arguments["attn_mask"]
+        return scores if mask is None else scores + wrap(mask)
+
+    y, weights = _attend(qkv[0], qkv[1], qkv[2], width**-0.5, masked)
+    y = y.transpose(1, 2).flatten(2)
+    y = tracer.create_proxy("call_module", f"{path}.out_proj", (y,), {})
+    if not module.batch_first:
+        y = y.transpose(0, 1)
+    for user in list(node.users):
+        if user.args[1] == 1 and user.users and arguments["average_attn_weights"]:
+            weights = weights.mean(1)
+        user.replace_all_uses_with((y if user.args[1] == 0 else weights).node)
+        node.graph.erase_node(user)
+    return ""
+
+
+def _why_whole(node: fx.Node, module: Any, arguments: dict[str, Any]) -> str:
+    """Why a call of nn.MultiheadAttention cannot be opened; "" when it can."""
+    if not arguments["query"] is arguments["key"] is arguments["value"]:
+        return "query, key and value are not one tensor"
+    if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
+        return "it has projections of several widths, or rows added to keys and values"
+    if module.dropout:
+        return f"it drops attention weights in training (dropout={module.dropout})"
+    mask = arguments["attn_mask"]
+    floating = not isinstance(mask, fx.Node) or (mask.meta.get("dtype") or torch.bool).is_floating_point
+    if arguments["key_padding_mask"] is not None or arguments["is_causal"] or not floating:
+        return "it has a padding mask, or a mask that is not added"
+    if isinstance(mask, fx.Node) and len(mask.meta["shape"]) != 2:
+        return "it has a mask for every head"
+    if len(arguments["query"].meta["shape"]) != 3:
+        return "its input has no batch dimension"
+    read = [user for user in node.users if user.users or user.target is not operator.getitem]
+    used = {user.args[1] for user in read if user.target is operator.getitem}
+    if (
+        any(user.target is not operator.getitem for user in read)
+        or not used <= {0, 1}
+        or (1 in used and not arguments["need_weights"])
+    ):
+        return "its result is passed on as a tuple"
+    calls = [n for n in node.graph.nodes if n.op == "call_module" and n.target == node.target]
+    return "it is called more than once" if len(calls) > 1 else ""
+
+
+# --- F.scaled_dot_product_attention --------------------------------------------------------------------------------
+
+
+def _open_scaled_dot_product(node: fx.Node, wrap: Wrap) -> str:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    arguments: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
+    arguments |= dict(zip(names, node.args, strict=False)) | node.kwargs
+    if arguments["is_causal"] or arguments["dropout_p"] or arguments.get("enable_gqa"):
+        return "it is causal, drops attention weights, or groups its heads"
+    query, key, value = (wrap(arguments[name]) for name in names[:3])
+    scale, mask = arguments["scale"], arguments["attn_mask"]
+    if scale is None:
+        scale = 1 / math.sqrt(arguments["query"].meta["shape"][-1])
+
+    def masked(scores: Any) -> Any:
+        if mask is None:
+            return scores
+        if mask.meta["dtype"] == torch.bool:
+            return scores.masked_fill(torch.logical_not(wrap(mask)), float("-inf"))
+        return scores + wrap(mask)
+
+    y, _ = _attend(query, key, value, wrap(scale), masked)
+    node.replace_all_uses_with(y.node)
+    return ""
+
+
+# --- torchvision's shifted_window_attention (Swin and Swin v2) -----------------------------------------------------
+
+
+def _open_windows(node: fx.Node, wrap: Wrap) -> str:
+    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    bound.apply_defaults()
+    a = bound.arguments
+    if (a["attention_dropout"] or a["dropout"]) and a["training"]:
+        return "it drops values in training"
+    x, heads, window = wrap(a["input"]), int(a["num_heads"]), [int(side) for side in a["window_size"]]
+    _, height, width, channels = a["input"].meta["shape"]
+    padded = [-(-side // step) * step for side, step in zip((height, width), window, strict=True)]
+    shift = [0 if step >= side else int(s) for s, step, side in zip(a["shift_size"], window, padded, strict=True)]
+    windows, tokens = (padded[0] // window[0]) * (padded[1] // window[1]), window[0] * window[1]
+    grid = (-1, padded[0] // window[0], window[0], padded[1] // window[1], window[1], channels)
+    if padded != [height, width]:
+        x = F.pad(x, (0, 0, 0, padded[1] - width, 0, padded[0] - height))
+    if any(shift):
+        x = torch.roll(x, shifts=(-shift[0], -shift[1]), dims=(1, 2))
+    x = x.reshape(grid).permute(0, 1, 3, 2, 4, 5).reshape(-1, tokens, channels)
+    bias, scale = wrap(a["qkv_bias"]), (channels // heads) ** -0.5
+    if a["logit_scale"] is not None and bias is not None:  # Swin v2: keys have no bias
+        bias = torch.cat([bias[:channels], bias[channels : 2 * channels] * 0, bias[2 * channels :]])
+    qkv = F.linear(x, wrap(a["qkv_weight"]), bias).unflatten(-1, (3, heads, channels // heads))
+    query, key, value = (qkv.permute(2, 0, 3, 1, 4)[i] for i in range(3))
+    if a["logit_scale"] is not None:
+        query, key = F.normalize(query, dim=-1), F.normalize(key, dim=-1)
+        scale = torch.clamp(wrap(a["logit_scale"]), max=math.log(100.0)).exp()
+
+    def finish(scores: Any) -> Any:
+        scores = scores + wrap(a["relative_position_bias"])
+        if not any(shift):
+            return scores
+        name = f"{node.name}_mask"
+        node.graph.owning_module.register_buffer(name, _shift_mask(padded, window, shift))  # type: ignore[union-attr]
+        mask = x.tracer.create_proxy("get_attr", name, (), {})
+        return (scores.reshape(-1, windows, heads, tokens, tokens) + mask).reshape(-1, heads, tokens, tokens)
+
+    y, _ = _attend(query, key, value, scale, finish)
+    y = F.linear(y.transpose(1, 2).flatten(2), wrap(a["proj_weight"]), wrap(a["proj_bias"]))
+    y = y.reshape(-1, grid[1], grid[3], window[0], window[1], channels).permute(0, 1, 3, 2, 4, 5)
+    y = y.reshape(-1, padded[0], padded[1], channels)
+    if any(shift):
+        y = torch.roll(y, shifts=(shift[0], shift[1]), dims=(1, 2))
+    if padded != [height, width]:
+        y = y[:, :height, :width, :]
+    result: Any = y
+    node.replace_all_uses_with(result.node)
+    return ""
+
+
+def _shift_mask(sides: list[int], window: list[int], shift: list[int]) -> Tensor:
+    """(1, windows, 1, tokens, tokens): 0 where two pixels of a window were neighbours before the shift, else -100.
+
+    Liu et al., "Swin Transformer", arXiv 2103.14030, section 3.2 (cyclic shift).
+    """
+    region = torch.zeros(sides)
+    for axis, (step, moved) in enumerate(zip(window, shift, strict=True)):
+        line = torch.zeros(sides[axis])
+        if moved:
+            line[-step:-moved], line[-moved:] = 1, 2
+        else:
+            line[-step:] = 1
+        region = region * 3 + (line[:, None] if axis == 0 else line[None, :])
+    tokens = region.unfold(0, window[0], window[0]).unfold(1, window[1], window[1]).flatten(2).flatten(0, 1)
+    apart = tokens.unsqueeze(1) != tokens.unsqueeze(2)
+    return torch.where(apart, -100.0, 0.0)[None, :, None]

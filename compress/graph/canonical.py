@@ -1,0 +1,44 @@
+"""The form of a graph that placement reads: attention opened, functional layers as modules, BatchNorm folded."""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+from compress.graph.attention import open_attention
+from compress.graph.fold import fold_batchnorm
+from compress.graph.functional import functions_to_modules
+from compress.graph.ops import node_kind
+from compress.graph.trace import Inputs, propagate_shapes, trace
+
+
+def canonical_graph(model: nn.Module, example_inputs: Inputs, *, fold: bool = True) -> fx.GraphModule:
+    """Trace `model` and bring it to the form that quantization works on; the model is not changed.
+
+    Args:
+        model: any module; a GraphModule is taken as its own trace.
+        example_inputs: what it is called with.
+        fold: fold BatchNorm into the layer before it; False keeps it.
+
+    Returns:
+        A graph module in evaluation mode that computes what `model` does, with shapes on its nodes.
+
+    Raises:
+        ModelError: the model cannot be traced.
+    """
+    graph_module = trace(model, example_inputs)
+    _drop_assertions(graph_module)
+    opened = open_attention(graph_module)
+    made = functions_to_modules(graph_module)
+    if fold:
+        fold_batchnorm(graph_module)
+    if opened or made:
+        propagate_shapes(graph_module, example_inputs)
+    return graph_module
+
+
+def _drop_assertions(graph_module: fx.GraphModule) -> None:
+    """Erase assertions about shapes: they held for the example, and as readers they keep layers from fusing."""
+    for node in reversed(list(graph_module.graph.nodes)):
+        if not node.users and node_kind(node) in {"assert", "compare", "shape", "getattr", "floordiv"}:
+            graph_module.graph.erase_node(node)
+    graph_module.recompile()

@@ -1,0 +1,129 @@
+"""Tracing that knows the shapes: control flow on sizes is decided by the example inputs, on values it still stops.
+
+torch.fx stops at `if x.shape[2] % 7:` because it has no sizes. This tracer computes every node as it is recorded, so
+that sizes are at hand: such a branch is taken as the example takes it, and the graph then holds for images of that
+size. What the network computes *from pixels* must not decide anything: a tensor in an `if`, or a number taken out of a
+tensor, stops the trace as before. Sizes that stay symbolic (a batch dimension passed to `view`) stay so; `trace` runs
+the graph with another batch size to be sure.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.proxy import Attribute, TraceError
+
+from compress.graph.ops import METHODS_OF_SHAPE
+
+
+class _Known:
+    """What a proxy of a size can do because its value is known; a mixin of `fx.Proxy`."""
+
+    node: fx.Node
+    tracer: Any
+
+    def __len__(self) -> int:
+        return len(self.tracer.known(self))
+
+    def __index__(self) -> int:
+        return self.tracer.known(self).__index__()
+
+    def __int__(self) -> int:
+        return int(self.tracer.known(self))
+
+    def __float__(self) -> float:
+        return float(self.tracer.known(self))
+
+
+class _KnownProxy(_Known, fx.Proxy):
+    def __getattr__(self, k: str) -> _KnownAttribute:
+        return _KnownAttribute(self, k)
+
+
+class _KnownAttribute(_Known, Attribute):
+    def __getattr__(self, k: str) -> _KnownAttribute:
+        return _KnownAttribute(self, k)
+
+
+class Values:
+    """The value of every node of a graph under construction.
+
+    Args:
+        root: the model that is traced.
+        inputs: of its placeholders, in order.
+    """
+
+    def __init__(self, root: nn.Module, inputs: Iterable[Tensor]) -> None:
+        self.root = root
+        self.inputs = iter(inputs)
+        self.values: dict[fx.Node, Any] = {}
+        self.from_pixels: set[fx.Node] = set()
+        self.busy = False
+
+    def add(self, node: fx.Node) -> None:
+        """Compute `node` from the values of its arguments."""
+        if node.op == "output":
+            return
+        if node.op == "placeholder":
+            self.values[node] = next(self.inputs, None)
+            return
+        args = fx.node.map_arg(node.args, self._value)
+        kwargs = fx.node.map_arg(node.kwargs, self._value)
+        with torch.no_grad():
+            self.busy = True  # modules that run now are not to be recorded
+            try:
+                self.values[node] = _computed(self.root, node, args, kwargs)
+            finally:
+                self.busy = False
+        read = any(isinstance(self.values[n], Tensor) for n in node.all_input_nodes)
+        number = not isinstance(self.values[node], (Tensor, tuple, list, dict)) and not _is_shape(node)
+        if (read and number) or any(n in self.from_pixels for n in node.all_input_nodes):
+            self.from_pixels.add(node)
+
+    def _value(self, node: fx.Node) -> Any:
+        value = self.values[node]
+        return copy.copy(value) if isinstance(value, (list, dict)) else value
+
+    def known(self, node: fx.Node) -> Any:
+        """The value of a node that shapes alone decide.
+
+        Raises:
+            TraceError: it is a tensor, or was computed from one.
+        """
+        value = self.values.get(node)
+        if isinstance(value, Tensor) or node in self.from_pixels or node not in self.values:
+            raise TraceError("symbolically traced variables cannot be used as inputs to control flow")
+        return value
+
+
+def _computed(root: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if node.op == "get_attr":
+        value: Any = root
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        return value
+    if node.op == "call_module":
+        return root.get_submodule(str(node.target))(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _is_shape(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return str(node.target) in METHODS_OF_SHAPE
+    return node.target in {getattr, len}
+
+
+def known_proxy(node: fx.Node, tracer: Any) -> fx.Proxy:
+    """A proxy whose sizes can be used in Python."""
+    return _KnownProxy(node, tracer)
+
+
+def unrolled(proxy: Any, value: Any) -> Iterator[Any]:
+    """The items of a proxy whose length is known."""
+    return iter([proxy[i] for i in range(len(value))])

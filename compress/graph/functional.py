@@ -1,0 +1,238 @@
+"""Functions that are layers become layers: F.linear, F.conv2d and F.batch_norm over parameters of the model.
+
+`F.conv2d(x, self.weight, ...)` in a module that torch.fx looks into (weight-standardized and same-padding convolutions,
+timm's BatchNormAct2d, attention) is a call of a function with a parameter. As a module at the path where the parameter
+is kept it can be folded, quantized, pruned and tuned like every other layer, and its state_dict keeps its names.
+
+A weight that is computed from parameters alone (weight standardization, a bias put together of three) is computed
+once, here, as a BatchNorm is folded once: the layer holds the result and trains it directly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from compress.graph.named import NamedLinear
+from compress.graph.ops import node_kind
+
+_CONVOLUTIONS: dict[Any, type[nn.Module]] = {
+    F.conv1d: nn.Conv1d,
+    F.conv2d: nn.Conv2d,
+    F.conv3d: nn.Conv3d,
+    F.conv_transpose2d: nn.ConvTranspose2d,
+}
+_NORMS: dict[int, type[nn.Module]] = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+_ORDER = {
+    "conv": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
+    "conv_transpose": ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation"),
+    "linear": ("input", "weight", "bias"),
+    "batch_norm": ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+}
+
+
+def functions_to_modules(graph_module: fx.GraphModule) -> tuple[str, ...]:
+    """Give functional layers of a graph made by `trace` a module; in place.
+
+    A function that cannot become one stays, with the reason in `node.meta["whole"]`.
+
+    Returns:
+        Paths of the modules that were made.
+    """
+    made: dict[str, fx.Node] = {}
+    for node in list(graph_module.graph.nodes):
+        kind = node_kind(node)
+        if node.op != "call_function" or kind not in _ORDER:
+            continue
+        arguments = dict(zip(_ORDER[kind], node.args, strict=False)) | node.kwargs
+        reason = _replace(graph_module, node, kind, arguments, made)
+        if reason:
+            node.meta["whole"] = reason
+    _drop_unread(graph_module)
+    graph_module.delete_all_unused_submodules()
+    graph_module.recompile()
+    return tuple(made)
+
+
+def _replace(
+    graph_module: fx.GraphModule, node: fx.Node, kind: str, arguments: dict[str, Any], made: dict[str, fx.Node]
+) -> str:
+    """Put a module in the place of `node`; why not, or ""."""
+    path, reason = _owner(graph_module, arguments.get("running_mean" if kind == "batch_norm" else "weight"))
+    if reason:
+        return reason
+    if path in made:
+        return _call_again(node, path, arguments, made[path])
+    if any(n.op == "call_module" and n.target == path for n in graph_module.graph.nodes):
+        return f"the module {path} that keeps its weight is called too"
+    if not _is_constant(arguments.get("bias")):
+        return "its bias is computed from the input"
+    layer = _norm(graph_module, node, arguments) if kind == "batch_norm" else _weighted(graph_module, node, arguments)
+    if isinstance(layer, str):
+        return layer
+    _take_place(graph_module, path, layer)
+    with graph_module.graph.inserting_before(node):
+        call = graph_module.graph.call_module(path, (arguments["input"],))
+    call.meta.update(node.meta)
+    made[path] = call
+    call.meta["arguments"] = {k: v for k, v in arguments.items() if k != "input"}
+    node.replace_all_uses_with(call)
+    graph_module.graph.erase_node(node)
+    return ""
+
+
+def _call_again(node: fx.Node, path: str, arguments: dict[str, Any], first: fx.Node) -> str:
+    """A second use of one weight calls the module that the first one made."""
+    if first.meta["arguments"] != {k: v for k, v in arguments.items() if k != "input"}:
+        return f"{path} is used before with other settings"
+    with node.graph.inserting_before(node):
+        call = node.graph.call_module(path, (arguments["input"],))
+    call.meta.update(node.meta)
+    node.replace_all_uses_with(call)
+    node.graph.erase_node(node)
+    return ""
+
+
+def _owner(graph_module: fx.GraphModule, weight: Any) -> tuple[str, str]:
+    """(path of the module that keeps a weight, why there is none)."""
+    if not isinstance(weight, fx.Node) or not _is_constant(weight):
+        return "", "its weight is computed from the input"
+    shape = tuple(constant_value(graph_module, weight).shape)
+    kept = [n for n in _sources(weight) if isinstance(_attribute(graph_module, n), Tensor)]
+    same = [n for n in kept if tuple(_attribute(graph_module, n).shape) == shape] or kept
+    if not same:
+        return "", "its weight belongs to no module"
+    path, _, name = str(same[0].target).rpartition(".")
+    if not path:
+        return "", f"its weight, {name}, belongs to the model itself: move it to a submodule"
+    if name != "running_mean" and not isinstance(_attribute(graph_module, same[0]), nn.Parameter):
+        return "", "its weight is a fixed filter, a buffer"
+    return path, ""
+
+
+def _weighted(graph_module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any]) -> nn.Module | str:
+    """The convolution or linear layer that a function computes."""
+    weight = _parameter(graph_module, arguments["weight"])
+    bias = _parameter(graph_module, arguments["bias"]) if arguments.get("bias") is not None else None
+    settings = {k: v for k, v in arguments.items() if k not in {"input", "weight", "bias"}}
+    if any(isinstance(v, fx.Node) for v in settings.values()):
+        return "its settings are computed"
+    name = str(arguments["weight"].target).rpartition(".")[2] if arguments["weight"].op == "get_attr" else "weight"
+    if node.target is F.linear:
+        if name == "weight":
+            layer: nn.Module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        else:
+            layer = NamedLinear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            layer._parameters.clear()
+            prefix = name.removesuffix("weight")
+            layer.__dict__["names"] = {"weight": name, "bias": f"{prefix}bias"}
+            layer._parameters.update({name: weight, f"{prefix}bias": bias})
+            return layer
+    elif node.target in _CONVOLUTIONS:
+        groups = settings.get("groups", 1)
+        transposed = node_kind(node) == "conv_transpose"
+        inputs = weight.shape[0] if transposed else weight.shape[1] * groups
+        outputs = weight.shape[1] * groups if transposed else weight.shape[0]
+        made: Any = _CONVOLUTIONS[node.target]
+        layer = made(inputs, outputs, tuple(weight.shape[2:]), **settings, bias=False, device="meta")
+    else:
+        return "there is no layer of this kind"
+    layer.weight, layer.bias = weight, bias  # type: ignore[assignment]
+    return layer
+
+
+def _norm(graph_module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any]) -> nn.Module | str:
+    """The BatchNorm that F.batch_norm computes in evaluation."""
+    keys = ("running_mean", "running_var", "weight", "bias")
+    values = [constant_value(graph_module, arguments[k]) if arguments.get(k) is not None else None for k in keys]
+    if values[0] is None or values[1] is None or arguments.get("training"):
+        return "it normalizes with the statistics of the batch"
+    if any(isinstance(arguments.get(k), fx.Node) and arguments[k].op != "get_attr" for k in keys):
+        return "its statistics are computed"
+    momentum, eps = arguments.get("momentum", 0.1), arguments.get("eps", 1e-5)
+    made: Any = _NORMS[len(arguments["input"].meta["shape"])]
+    layer: nn.Module = made(len(values[0]), eps=eps, momentum=momentum, affine=values[2] is not None).eval()
+    for key, value in zip(keys, values, strict=True):
+        setattr(layer, key, value)
+    return layer
+
+
+def _take_place(graph_module: fx.GraphModule, path: str, layer: nn.Module) -> None:
+    """Set `layer` at `path`, with the children and further tensors that stood there."""
+    old = graph_module.get_submodule(path)
+    layer.train(old.training)
+    for name, child in old._modules.items():
+        layer.add_module(name, child)
+    for name, parameter in old._parameters.items():
+        if name not in layer._parameters:
+            layer.register_parameter(name, parameter)
+    for name, buffer in old._buffers.items():
+        if name not in layer._buffers:
+            layer.register_buffer(name, buffer, persistent=name not in old._non_persistent_buffers_set)
+    graph_module.set_submodule(path, layer)
+
+
+def _drop_unread(graph_module: fx.GraphModule) -> None:
+    """Erase constants that nobody reads any more, and their parameters that became another's."""
+    for node in reversed(list(graph_module.graph.nodes)):
+        if not node.users and node.op != "output" and node.op != "placeholder" and _is_constant(node):
+            graph_module.graph.erase_node(node)
+    read = {str(n.target) for n in graph_module.graph.nodes if n.op == "get_attr"}
+    for path, module in list(graph_module.named_modules()):
+        own = {"weight", "bias", *getattr(module, "names", {}).values()}
+        if type(module) in {*_CONVOLUTIONS.values(), NamedLinear}:
+            for name in [n for n in module._parameters if n not in own and f"{path}.{n}" not in read]:
+                del module._parameters[name]  # such as the gain of a standardized weight, which is in the weight now
+
+
+# --- constants -----------------------------------------------------------------------------------------------------
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a value is no node, or one that only parameters, buffers and numbers go into."""
+    if not isinstance(value, fx.Node):
+        return True
+    if value.op == "placeholder" or value.op == "output":
+        return False
+    return value.op == "get_attr" or (bool(value.all_input_nodes) and all(map(_is_constant, value.all_input_nodes)))
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """The get_attr nodes that a constant is computed from, `weight` first."""
+    if node.op == "get_attr":
+        return [node]
+    found = [source for n in node.all_input_nodes for source in _sources(n)]
+    return sorted(dict.fromkeys(found), key=lambda n: str(n.target).rpartition(".")[2] != "weight")
+
+
+def _attribute(graph_module: fx.GraphModule, node: fx.Node) -> Any:
+    value: Any = graph_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return value
+
+
+def constant_value(graph_module: fx.GraphModule, node: fx.Node) -> Any:
+    """The value of a node that depends on constants alone; of a get_attr, the very parameter or buffer."""
+    if node.op == "get_attr":
+        return _attribute(graph_module, node)
+    args = fx.node.map_arg(node.args, lambda n: constant_value(graph_module, n))
+    kwargs = fx.node.map_arg(node.kwargs, lambda n: constant_value(graph_module, n))
+    with torch.no_grad():
+        if node.op == "call_module":
+            return graph_module.get_submodule(str(node.target))(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _parameter(graph_module: fx.GraphModule, node: fx.Node) -> nn.Parameter:
+    """A weight as a parameter: the model's own, or a new one that holds what was computed."""
+    value = constant_value(graph_module, node)
+    if isinstance(value, nn.Parameter):
+        return value
+    trained = any(_attribute(graph_module, n).requires_grad for n in _sources(node))
+    return nn.Parameter(value.detach().clone(), requires_grad=trained)

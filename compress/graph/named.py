@@ -1,0 +1,38 @@
+"""Layers whose parameters keep the names that they have in a model where they were no layers.
+
+`nn.MultiheadAttention` keeps the weight of its in-projection as `in_proj_weight`. Once opened, that projection is a
+linear layer like others; only its state_dict says `in_proj_weight`, as the float model's does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Named(nn.Module):
+    """A layer whose `weight` and `bias` are stored under other names; mixed in before the layer's class.
+
+    Attributes:
+        names: name in the state_dict for `weight` and for `bias`.
+    """
+
+    names: dict[str, str]
+
+    @property
+    def weight(self) -> Tensor:
+        """The parameter that the state_dict calls `names["weight"]`."""
+        return self._parameters[self.names["weight"]]  # type: ignore[return-value]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The parameter that the state_dict calls `names["bias"]`."""
+        return self._parameters[self.names["bias"]]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(self.__dict__.get("names", {}).get(name, name), value)
+
+
+class NamedLinear(Named, nn.Linear):  # type: ignore[misc,override]
+    """`nn.Linear` with parameters under other names; input (..., in_features)."""
