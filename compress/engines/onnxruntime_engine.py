@@ -20,7 +20,10 @@ from compress.errors import EngineError, EngineUnavailableError, near_misses
 
 NAME = "onnxruntime"
 CPU = "CPUExecutionProvider"
-OPTIONS = {"provider": f"execution provider; {CPU} by default"}
+OPTIONS = {
+    "provider": f"execution provider; {CPU} by default",
+    "fuse": "no: every node as the file has it, Q/DQ pairs included; by default all optimizations",
+}
 _INSTALL = "pip install onnxruntime"
 _REMOTE = "AzureExecutionProvider"  # calls a service elsewhere: nothing of this machine
 _ERRORS_ONLY = 3
@@ -107,11 +110,15 @@ class ONNXRuntimeEngine(Engine):
 def _session_options(ort: Any, file: OnnxFile, build: BuildOptions) -> tuple[Any, dict[str, str]]:
     """The library's options, and the same in words."""
     options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    fuse = build.options.get("fuse", "yes")
+    if fuse not in {"yes", "no"}:
+        raise EngineError(f"onnxruntime: fuse is {fuse!r}: it must be yes or no")
+    levels = ort.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL if fuse == "yes" else levels.ORT_DISABLE_ALL
     options.log_severity_level = _ERRORS_ONLY
     options.inter_op_num_threads = 1
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    told = {"graph_optimization_level": "all", "session.force_spinning_stop": "1"}
+    told = {"graph_optimization_level": "all" if fuse == "yes" else "none", "session.force_spinning_stop": "1"}
     if build.threads is not None:
         options.intra_op_num_threads = build.threads
         told["intra_op_num_threads"] = str(build.threads)

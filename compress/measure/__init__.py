@@ -1,6 +1,7 @@
 """Latency, accuracy, parity and sizes, measured on engines, and the machine that they were measured on."""
 
 from compress.measure.accuracy import EngineAccuracy, measure_accuracy
+from compress.measure.first_difference import LayerDifference, first_difference
 from compress.measure.latency import Latency, latency_ratio, measure_latency
 from compress.measure.machine import Gpu, Machine, describe_machine
 from compress.measure.metric import METRIC_NAMES, Metric
@@ -14,6 +15,7 @@ __all__ = [
     "EngineAccuracy",
     "Gpu",
     "Latency",
+    "LayerDifference",
     "Machine",
     "Metric",
     "Parity",
@@ -22,6 +24,7 @@ __all__ = [
     "check_bench_spec",
     "compare_logits",
     "describe_machine",
+    "first_difference",
     "latency_ratio",
     "measure_accuracy",
     "measure_latency",

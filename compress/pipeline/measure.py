@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from compress.data.base import Batch, BatchPlan
@@ -17,6 +19,7 @@ from compress.measure import (
     EngineAccuracy,
     compare_logits,
     describe_machine,
+    first_difference,
     measure_accuracy,
     measure_latency,
 )
@@ -25,6 +28,9 @@ from compress.pipeline.run import Run
 from compress.progress import Progress
 
 EVALUATION_BATCH = 32
+PROBE_IMAGES = 8
+POOR_PARITY_DB = 15.0
+"""Signal to noise of an engine's logits against torch's under which the first layer that differs is looked for."""
 VARIANTS = ("float", "ptq", "qat", "sparse", "sparse-ptq", "sparse-qat")
 """In the order in which a run makes and a table shows them."""
 
@@ -75,7 +81,24 @@ def _evaluate_engine(
     rows = (("agreement", 100 * parity.agreement, "%"), ("sqnr_db", parity.sqnr_db, "dB"))
     for name, value, unit in rows:
         metrics.append(Metric(name=name, variant=variant, engine=label, value=value, unit=unit, method=method))
+    if parity.sqnr_db < POOR_PARITY_DB:
+        images = run.batches("val", PROBE_IMAGES, limit=PROBE_IMAGES)[0].numpy()
+        run.notes.append(f"{variant} on {label}: {where_it_differs(path, engine, images, precision)}")
     return metrics
+
+
+def where_it_differs(path: Path, engine: str, images: NDArray[np.float32], precision: str | None = None) -> str:
+    """Where an engine whose logits are far from the model's leaves what its file says, in words."""
+    try:
+        found = first_difference(path, engine, images, precision=precision)
+    except EngineError as error:
+        return f"its logits are far from torch's, and its layers could not be compared ({error})"
+    if found is None:
+        return "its logits are far from torch's, yet every layer alone computes what the file says: look at its fusions"
+    return (
+        f"the first layer that differs from the file (fake quantization) is {found.node} ({found.op_type}), "
+        f"{found.sqnr_db:.1f} dB"
+    )
 
 
 class _Evaluation:

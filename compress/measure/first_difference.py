@@ -1,0 +1,141 @@
+"""Where an engine leaves fake quantization: the first layer whose output is not the one that the ONNX file says.
+
+The file itself is the reference: ONNX Runtime runs it node by node, nothing fused, quantizing and dequantizing as
+written, which is what fake quantization computes in torch. The tensors that go into quantizers become outputs of a copy
+of the file, and the copy runs on both. An engine of the copy may fuse less than the one that is deployed, since it must
+hand these tensors out in floating point; a difference that appears there is the engine's arithmetic, and where none
+appears, the fusion of the deployed engine is what differs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compress.engines import Engine, build_engine
+from compress.engines.onnx_file import existing_file
+from compress.errors import EngineError
+from compress.measure.parity import sqnr_db
+
+LEAST_DB = 25.0
+"""Signal to noise that rounding differently by one step, here and there, stays above."""
+
+_WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerDifference:
+    """One tensor on the engine against the file.
+
+    Attributes:
+        node: of the ONNX file that computes it.
+        op_type: of that node.
+        tensor: its name.
+        sqnr_db: signal to noise of the engine's, in dB; inf when they are equal, -inf when the engine's is not finite.
+    """
+
+    node: str
+    op_type: str
+    tensor: str
+    sqnr_db: float
+
+
+def probe_file(onnx_path: Path | str, out: Path | str) -> tuple[LayerDifference, ...]:
+    """Write a copy of an ONNX file whose inner tensors are outputs too.
+
+    Args:
+        onnx_path: the file.
+        out: the copy.
+
+    Returns:
+        What the copy gives out, in the order of its nodes, without a difference yet (inf): the inputs of quantizers and
+        the file's own outputs; for a file without quantizers, the outputs of its convolutions and products.
+    """
+    import onnx
+
+    model = onnx.load(str(existing_file(onnx_path)))
+    graph = model.graph
+    produced = {name: node for node in graph.node for name in node.output}
+    quantized = {node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"} & set(produced)
+    inner = quantized or {node.output[0] for node in graph.node if node.op_type in _WEIGHTED}
+    own = {value.name for value in graph.output}
+    types = {value.name: value for value in onnx.shape_inference.infer_shapes(model).graph.value_info}
+    graph.output.extend(types[name] for name in produced if name in inner - own and name in types)
+    onnx.save(model, str(out))
+    given = {value.name for value in graph.output}
+    return tuple(
+        LayerDifference(node=node.name or name, op_type=node.op_type, tensor=name, sqnr_db=float("inf"))
+        for name, node in produced.items()
+        if name in given
+    )
+
+
+def layer_differences(
+    reference: Engine, engine: Engine, images: NDArray[Any], probes: tuple[LayerDifference, ...]
+) -> tuple[LayerDifference, ...]:
+    """Compare two engines of one probed file on the same images.
+
+    Args:
+        reference: that is trusted.
+        engine: that is judged.
+        images: (N, C, H, W), float32.
+        probes: from `probe_file`.
+
+    Raises:
+        EngineError: engines with several inputs, or that do not give the probes out.
+    """
+    runs = []
+    for one in (reference, engine):
+        if len(one.inputs) != 1:
+            raise EngineError(f"{one.info.label} has {len(one.inputs)} inputs; layers are compared on images alone")
+        runs.append(one.run({one.inputs[0].name: images}))
+    expected, got = runs
+    return tuple(
+        LayerDifference(
+            node=probe.node,
+            op_type=probe.op_type,
+            tensor=probe.tensor,
+            sqnr_db=sqnr_db(expected[probe.tensor], got[probe.tensor])
+            if np.isfinite(got[probe.tensor]).all()
+            else float("-inf"),
+        )
+        for probe in probes
+    )
+
+
+def first_difference(
+    onnx_path: Path | str,
+    engine: str,
+    images: NDArray[Any],
+    *,
+    precision: str | None = None,
+    least_db: float = LEAST_DB,
+    **options: Any,
+) -> LayerDifference | None:
+    """The first layer of a file whose output on an engine is not the file's, None where all are.
+
+    Args:
+        onnx_path: the file.
+        engine: name of the engine, as in `build_engine`.
+        images: (N, C, H, W), float32: a few of the evaluation split.
+        precision: as in `build_engine`.
+        least_db: signal to noise under which a tensor counts as different.
+        options: of the engine.
+
+    Raises:
+        EngineError: the copy does not build or run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        probed = Path(folder) / "probed.onnx"
+        probes = probe_file(onnx_path, probed)
+        with (
+            build_engine(probed, "onnxruntime", fuse="no") as reference,
+            build_engine(probed, engine, batch_size=len(images), precision=precision, **options) as judged,
+        ):
+            found = layer_differences(reference, judged, images, probes)
+    return next((row for row in found if row.sqnr_db < least_db), None)
