@@ -24,7 +24,7 @@ from compress.quantization.insert import insert_quantizers
 from compress.quantization.migrate import from_pytorch_quantization
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.sensitivity import Sensitivity, sensitivity
-from compress.quantization.spec import ActivationSpec, QuantSpec, Rule, WeightSpec
+from compress.quantization.spec import ActivationSpec, AdaRoundSpec, QuantSpec, Rule, WeightSpec
 from compress.receptive_field import effective_receptive_field, receptive_field
 from compress.recipe import Recipe, load_recipe
 from compress.roofline.model import roofline
@@ -37,6 +37,7 @@ from compress.version import __version__
 
 __all__ = [
     "ActivationSpec",
+    "AdaRoundSpec",
     "BenchSpec",
     "CalibrationReport",
     "CompressError",
