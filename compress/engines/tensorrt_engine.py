@@ -24,7 +24,7 @@ from compress.engines.base import Arrays, BuildOptions, Engine, EngineInfo, Tens
 from compress.engines.onnx_file import existing_file, read_onnx
 from compress.engines.tensorrt_build import build_tensorrt
 from compress.engines.tensorrt_lane import Lane
-from compress.engines.tensorrt_library import FLAVOURS, Library, gpu, gpu_problem, tensorrt_library
+from compress.engines.tensorrt_library import FLAVOURS, Library, gpu, gpu_problem, sm_problem, tensorrt_library
 from compress.engines.tensorrt_metadata import (
     EngineMetadata,
     check_fresh,
@@ -61,6 +61,7 @@ def load(path: Path | str, build: BuildOptions, *, engine: str) -> TensorRTEngin
     told = checked_metadata(path, engine) if built else None
     library = tensorrt_library(engine)
     problem = gpu_problem(library.flavour, options.device)
+    problem = problem or sm_problem(library.flavour, library.sms(), gpu(options.device))
     if problem:
         raise EngineUnavailableError(cannot_run(path, engine, problem))
     made = build_tensorrt(path, engine, options=options) if told is None else None

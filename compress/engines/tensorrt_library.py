@@ -14,7 +14,7 @@ import importlib
 import importlib.metadata
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -279,6 +279,25 @@ def gpu_problem(flavour: Flavour, device: int = 0) -> str:
     return ""
 
 
+def sm_problem(flavour: Flavour, known: Sequence[int], here: tuple[str, int] | None) -> str:
+    """Why a library does not run on a GPU because of its kind, "" when it does.
+
+    Args:
+        flavour: of the library.
+        known: compute capabilities that it can name; () = it does not tell.
+        here: name and compute capability of the GPU.
+
+    >>> sm_problem(FLAVOURS["tensorrt-rtx"], (86, 89), ("NVIDIA H200", 90))
+    'TensorRT-RTX does not run on NVIDIA H200 (SM 90; it does on 86, 89); that GPU needs TensorRT itself'
+    """
+    if here is None or not flavour.portable or not known or here[1] in known:
+        return ""
+    told = ", ".join(map(str, known))
+    return (
+        f"{flavour.title} does not run on {here[0]} (SM {here[1]}; it does on {told}); that GPU needs TensorRT itself"
+    )
+
+
 def gpu(device: int = 0) -> tuple[str, int] | None:
     """Name and compute capability (89 for 8.9) of a GPU; None where there is none."""
     import torch
@@ -295,12 +314,14 @@ def tensorrt_availability(name: str) -> Availability:
 
     flavour = FLAVOURS[name]
     version, reasons, wanted = "", [], []
+    known: tuple[int, ...] = ()
     try:
-        version = tensorrt_library(name).version
+        library = tensorrt_library(name)
+        version, known = library.version, library.sms()
     except EngineUnavailableError as error:
         reasons.append(str(error).partition(f"; {flavour.install}")[0])
         wanted.append(flavour.install)
-    problem = gpu_problem(flavour)
+    problem = gpu_problem(flavour) or sm_problem(flavour, known, gpu())
     if problem:
         builds = flavour.portable and not reasons
         reasons.append(

@@ -12,6 +12,8 @@ from torch import nn
 
 from compress.data.base import Batch, BatchPlan
 from compress.engines import Engine, TorchEngine, build_engine
+from compress.engines.tensorrt_engine import TensorRTEngine
+from compress.engines.tensorrt_timing import time_on_gpu
 from compress.errors import EngineError, EngineUnavailableError
 from compress.files import write_json
 from compress.measure import (
@@ -165,7 +167,7 @@ def _latencies(
         seconds=spec.seconds,
         progress=progress,
     )
-    metrics = []
+    metrics = _gpu_times(engines, batch_size)
     for row in timed:
         variant, engine = engines[row.label]
         method = f"{row.runs} runs, {len(engines)} variants in turn, after {spec.warmup} warm-up runs"
@@ -187,6 +189,30 @@ def _latencies(
             )
             for name, value, unit in figures
         ]
+    return metrics
+
+
+def _gpu_times(engines: dict[str, tuple[str, Engine]], batch_size: int) -> list[Metric]:
+    """Times of TensorRT engines by the GPU's own clock, with and without the copies."""
+    metrics = []
+    for variant, engine in engines.values():
+        if not isinstance(engine, TensorRTEngine):
+            continue
+        inputs = {t.name: np.zeros((batch_size, *t.shape[1:]), dtype=t.dtype) for t in engine.inputs}
+        seen = time_on_gpu(engine, inputs)
+        method = f"median of {len(seen.compute_ms)} runs, CUDA events"
+        for name, times in (("gpu_p50_ms", seen.compute_ms), ("gpu_with_transfers_p50_ms", seen.total_ms)):
+            metrics.append(
+                Metric(
+                    name=name,
+                    variant=variant,
+                    engine=engine.info.label,
+                    batch_size=batch_size,
+                    value=float(np.median(times)),
+                    unit="ms",
+                    method=method,
+                )
+            )
     return metrics
 
 

@@ -75,3 +75,10 @@ def test_a_run_ends_with_engines_for_gpus_that_are_not_here(tmp_path):
     assert re.search(r"built ptq\S+ for SM 89, 120, but it cannot be run here", reason)
     assert "ptq.onnx, TensorRT 11" in (folder / "build.md").read_text()
     assert "cannot be run here" in (folder / "report.md").read_text()
+
+
+def test_a_run_for_a_gpu_that_rtx_lacks_says_so_and_goes_on(tmp_path):
+    tree = {**TREE, "train": {"epochs": 0}, "bench": {**TREE["bench"], "engines": ["tensorrt-rtx"], "sm": [90]}}
+    folder = run(parse_recipe(tree), "train", tmp_path / "run", device="cpu")
+    assert "SM 90 needs TensorRT itself" in (folder / "notes.json").read_text()
+    assert "TensorRT 11" in (folder / "build.md").read_text()

@@ -9,6 +9,7 @@ from compress.engines.tensorrt_library import (
     FLAVOURS,
     driver_problem,
     library_cuda,
+    sm_problem,
     tensorrt_library,
     two_versions,
 )
@@ -64,6 +65,14 @@ def test_a_driver_older_than_the_library(driver, library, told):
     assert bool(problem) == bool(told)
     if told:
         assert importlib.import_module("re").search(told, problem)
+
+
+def test_a_gpu_that_rtx_does_not_run_on_needs_tensorrt_itself():
+    rtx, trt = FLAVOURS["tensorrt-rtx"], FLAVOURS["tensorrt"]
+    assert "needs TensorRT itself" in sm_problem(rtx, (86, 89), ("H200", 90))
+    assert sm_problem(rtx, (86, 89), ("RTX 4090", 89)) == ""
+    assert sm_problem(rtx, (86, 89), None) == ""
+    assert sm_problem(trt, (), ("H200", 90)) == ""
 
 
 def test_cuda_of_the_packages():
