@@ -10,21 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from compress.data.base import BatchPlan
 from compress.data.load import load_data
 from compress.errors import RecipeError
 from compress.files import write_json, write_text
-from compress.graph.fold import fold_batchnorm
-from compress.graph.trace import trace
 from compress.pipeline.folder import open_run
 from compress.pipeline.models import build_float, float_step
 from compress.pipeline.run import Run
 from compress.progress import NoProgress, Progress
 from compress.quantization.mixed import with_weight_bits
 from compress.quantization.rules import LayerSettings
-from compress.quantization.sensitivity import Effect, LayerSensitivity, Sensitivity, layer_settings, sensitivity
+from compress.quantization.sensitivity import (
+    Effect,
+    LayerSensitivity,
+    Sensitivity,
+    float_graph,
+    layer_settings,
+    sensitivity,
+)
 from compress.quantization.spec import QuantSpec, check_quant_spec
 from compress.recipe import Recipe
 from compress.report.plot_sensitivity import draw_sensitivity, sensitivity_csv, sensitivity_markdown
@@ -101,7 +106,7 @@ def sensitivity_run(
     )
     model = float_step(run, built)
     reports = {name: _measure(run, model, name, spec, images) for name, spec in specs.items()}
-    graph = folded_graph(run, model)
+    graph = float_graph(model, run.example.to(run.device), next(iter(specs.values())))
     return Measured(
         run=run,
         model=model,
@@ -123,14 +128,6 @@ def formats_of(recipe: Recipe, weight_bits: Sequence[int]) -> dict[str, QuantSpe
         check_quant_spec(other)
         specs.setdefault(f"w{bits}a{spec.activations.num_bits}", other)
     return specs
-
-
-def folded_graph(run: Run, model: nn.Module) -> fx.GraphModule:
-    """The float graph that placement reads."""
-    graph = trace(model, run.example.to(run.device))
-    if run.recipe.quantization is not None and run.recipe.quantization.batchnorm == "fold":
-        fold_batchnorm(graph)
-    return graph
 
 
 def calibration_batches(run: Run, spec: QuantSpec) -> list[Tensor]:

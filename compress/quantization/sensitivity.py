@@ -18,15 +18,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
-from compress.graph.fold import fold_batchnorm
+from compress.graph.canonical import canonical_graph
 from compress.graph.layers import layers
 from compress.graph.ops import layer_name
-from compress.graph.trace import Inputs, flat_tensors, trace
+from compress.graph.trace import Inputs, flat_tensors
 from compress.progress import NoProgress, Progress
 from compress.quantization.calibrate import Batches, quantize
 from compress.quantization.compare import sqnr
 from compress.quantization.decisions import Placement
 from compress.quantization.placement import place
+from compress.quantization.prepare import prepare_float
 from compress.quantization.rules import LayerSettings, resolve_rules
 from compress.quantization.spec import QuantSpec, Rule
 from compress.quantization.subset import Subset, run_subset, subset_of
@@ -112,7 +113,8 @@ def sensitivity(
         batches: calibration data, as for `quantize`.
         images: batches that effects are measured on: tensors, or (tensor, target) for top-1 too. They are read once
             and kept; two forward passes over them are made for each layer.
-        spec: target and rules; layers that its rules leave float are no rows.
+        spec: target and rules; layers that its rules leave float are no rows. Weights are rounded to nearest also where
+            it asks for AdaRound or bias correction, which change weights for good and so have no float side.
         known: rows of an earlier call that was stopped; they are not measured again.
         keep: called with each row as soon as it is measured.
         progress: hears of each layer.
@@ -123,9 +125,8 @@ def sensitivity(
     """
     spec, known = spec or QuantSpec(), known or {}
     listener = progress or NoProgress()
-    graph = trace(model, example_inputs)
-    if spec.batchnorm == "fold":
-        fold_batchnorm(graph)
+    spec = replace(spec, adaround=None, bias_correction=None)
+    graph = float_graph(model, example_inputs, spec)
     qmodel = quantize(model, example_inputs, batches, spec=spec, progress=progress)
     probe = _Probe(model, qmodel, images)
     variants = variants_by_layer(graph, spec)
@@ -159,11 +160,22 @@ def sensitivity(
     )
 
 
+def float_graph(model: nn.Module, example_inputs: Inputs, spec: QuantSpec) -> fx.GraphModule:
+    """The float graph that `insert_quantizers` places quantizers in.
+
+    Raises:
+        ModelError: the model cannot be traced.
+    """
+    graph = canonical_graph(model, example_inputs, fold=False)
+    prepare_float(graph, spec)
+    return graph
+
+
 def variants_by_layer(graph: fx.GraphModule, spec: QuantSpec) -> dict[str, tuple[Subset, Subset]]:
     """For every layer that can be quantized by itself: the quantizers of it alone, and of all but it.
 
     Args:
-        graph: float, from `trace`, folded as `spec` says.
+        graph: of `float_graph`.
         spec: target and rules.
 
     Returns:
