@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx, nn
 
 from compress.graph.attention import open_attention
+from compress.graph.einsum import open_einsums
 from compress.graph.fold import fold_batchnorm
 from compress.graph.functional import functions_to_modules
 from compress.graph.ops import node_kind
@@ -27,7 +28,7 @@ def canonical_graph(model: nn.Module, example_inputs: Inputs, *, fold: bool = Tr
     """
     graph_module = trace(model, example_inputs)
     _drop_assertions(graph_module)
-    opened = open_attention(graph_module)
+    opened = open_attention(graph_module) + open_einsums(graph_module)
     made = functions_to_modules(graph_module)
     if fold:
         fold_batchnorm(graph_module)

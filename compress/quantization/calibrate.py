@@ -124,13 +124,17 @@ def calibrate_weights(qmodel: nn.Module) -> None:
     """Set the ranges of all weight quantizers from the weights as they are now.
 
     Raises:
-        CalibrationError: a weight holds NaN or is all zero.
+        CalibrationError: a weight holds NaN.
     """
     for site in placement_of(qmodel).weights:
         layer = qmodel.get_submodule(site.path)
         quantizer = cast(Quantizer, layer.weight_quantizer)
+        weight = cast(Tensor, layer.weight).detach()
+        if not bool(weight.any()):
+            quantizer.set_amax(torch.ones_like(quantizer.amax))  # zeros are exact on any grid
+            continue
         calibrator = _calibrator(quantizer, site.spec)
-        calibrator.collect(cast(Tensor, layer.weight).detach())
+        calibrator.collect(weight)
         _set(quantizer, calibrator)
 
 

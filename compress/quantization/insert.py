@@ -96,6 +96,12 @@ def placement_of(qmodel: nn.Module) -> Placement:
 
 
 def _check_float32(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if ".quantized" in type(module).__module__:  # torch.ao.nn.quantized and its kin
+            raise QuantizationError(
+                f"{name or 'the model'} is a {type(module).__module__}.{type(module).__name__}: the model is quantized "
+                "already; quantize the float model"
+            )
     half = [name for name, p in model.named_parameters() if p.is_floating_point() and p.dtype.itemsize < 4]
     if half:
         kind = dict(model.named_parameters())[half[0]].dtype

@@ -87,12 +87,12 @@ def place(graph_module: fx.GraphModule, spec: QuantSpec) -> Placement:
     weights = []
     for node in nodes:
         wanted, site = _visit(node, table, settings[node], depth, settings)
-        if site is not None:
+        if site is not None and site.path not in {other.path for other in weights}:  # a layer may be called twice
             weights.append(site)
         for row in wanted.refused:
             wishes.rows.append((order[node], row))
-        for tensor, layer, rule, reason in wanted.tensors:
-            _carry_back(wishes, table, tensor, layer, rule, reason, settings[layer].activations, order)
+        for wanted_tensor in wanted.tensors:
+            _carry_back(wishes, table, wanted_tensor, settings[wanted_tensor.layer].activations, order)
     if not weights and not wishes.items:
         raise QuantizationError(
             "the model has no layer that can be quantized (convolution, linear or matmul); see the rows of "
@@ -106,9 +106,20 @@ def place(graph_module: fx.GraphModule, spec: QuantSpec) -> Placement:
     return Placement(target=spec.target, decisions=decisions, activations=tuple(sites), weights=tuple(weights))
 
 
+@dataclass(frozen=True)
+class _WantedTensor:
+    """A tensor that `layer` wants quantized where `reader` reads it."""
+
+    tensor: fx.Node
+    reader: fx.Node
+    layer: fx.Node
+    rule: str
+    reason: str
+
+
 @dataclass
 class _Wanted:
-    tensors: list[tuple[fx.Node, fx.Node, str, str]] = field(default_factory=list)
+    tensors: list[_WantedTensor] = field(default_factory=list)
     refused: list[Decision] = field(default_factory=list)
 
     def refuse(self, node: fx.Node, rule: str, reason: str) -> None:
@@ -130,7 +141,8 @@ def _visit(
     residual = is_residual_add(node, table.residual_after)
     if kind not in table.inputs and kind not in table.outputs and not residual:
         if kind in table.stays_float and (node.meta.get("shape") is not None or node.op == "call_module"):
-            wanted.refuse(node, f"{kind} stays float", table.stays_float[kind])
+            whole = f" ({node.meta['whole']})" if "whole" in node.meta else ""
+            wanted.refuse(node, f"{kind} stays float", table.stays_float[kind] + whole)
         return wanted, None
     if kind == "mean" and not _is_spatial_mean(node):
         return wanted, None
@@ -139,7 +151,8 @@ def _visit(
         return wanted, None
     site = None
     if kind in WEIGHTED:
-        reason = can_quantize(node_module(node)) if node.op == "call_module" else "has a weight that is no module's"
+        function = f"is a function that cannot become a layer: {node.meta.get('whole', 'its weight is of no module')}"
+        reason = can_quantize(node_module(node)) if node.op == "call_module" else function
         if reason:
             wanted.refuse(node, "cannot quantize", f"{layer_name(node)} {reason}")
             return wanted, None
@@ -148,7 +161,7 @@ def _visit(
         _ask_residual(wanted, node, table, depth, settings)
     elif kind in table.inputs:
         for source in tensor_args(node)[: 1 if kind in WEIGHTED else None]:
-            wanted.tensors.append((source, node, f"{kind} input", table.inputs[kind]))
+            wanted.tensors.append(_WantedTensor(source, node, node, f"{kind} input", table.inputs[kind]))
     if kind in table.outputs and (kind != "add" or residual):
         _ask_output(wanted, node, table)
     return wanted, site
@@ -176,7 +189,7 @@ def _ask_residual(
     for source in tensor_args(node):
         if source is not branch or table.residual == "both":
             text = f"the branch beside {layer_name(layer)} is INT8, so that layer, add and activation are one kernel"
-            wanted.tensors.append((source, node, "residual add", text))
+            wanted.tensors.append(_WantedTensor(source, node, node, "residual add", text))
 
 
 def _ask_output(wanted: _Wanted, node: fx.Node, table: TargetTable) -> None:
@@ -197,7 +210,9 @@ def _ask_output(wanted: _Wanted, node: fx.Node, table: TargetTable) -> None:
     if _is_model_output(end, table):
         wanted.refuse(node, "output stays float", "the model's result and what follows it are not quantized")
         return
-    wanted.tensors.append((end, node, f"{node_kind(node)} output", table.outputs[node_kind(node)]))
+    rule, reason = f"{node_kind(node)} output", table.outputs[node_kind(node)]
+    readers = [user for user in end.users if node_kind(user) not in {"output", "shape"}]
+    wanted.tensors += [_WantedTensor(end, reader, node, rule, reason) for reader in readers]
 
 
 def _absorbs_add(node: fx.Node, end: fx.Node, user: fx.Node, table: TargetTable) -> bool:
@@ -224,15 +239,13 @@ def _is_spatial_mean(node: fx.Node) -> bool:
 def _carry_back(
     wishes: _Wishes,
     table: TargetTable,
-    tensor: fx.Node,
-    layer: fx.Node,
-    rule: str,
-    reason: str,
+    wanted: _WantedTensor,
     spec: ActivationSpec,
     order: dict[fx.Node, int],
 ) -> None:
     """Find the origins of a wished tensor and note the wish at each; origins behind one concat share a scale."""
-    origins = _origins(tensor, layer, table)
+    layer = wanted.layer
+    origins = _origins(wanted.tensor, wanted.reader, table)
     floats = [(o, r) for o, r in origins if node_kind(o) != "constant" and _is_float(o)]
     for origin, _ in origins:
         if node_kind(origin) == "constant":
@@ -247,7 +260,7 @@ def _carry_back(
     wishes.unite([origin.name for origin, _ in floats])
     shared = f"; shares one scale with {len(floats) - 1} more inputs of a concat" if len(floats) > 1 else ""
     for origin, reader in floats:
-        wishes.items.append(_Wish(origin, reader, layer, rule, reason + shared, spec))
+        wishes.items.append(_Wish(origin, reader, layer, wanted.rule, wanted.reason + shared, spec))
 
 
 def _origins(tensor: fx.Node, reader: fx.Node, table: TargetTable) -> list[tuple[fx.Node, fx.Node]]:

@@ -62,7 +62,7 @@ _FLOAT = {
     "mul": "an elementwise product (squeeze-and-excite, gating) is bound by memory and is left to the float remainder",
     "layer_norm": "normalization sums squares, which 8 bits do not hold",
     "softmax": "an exponential over 8-bit steps loses the small probabilities",
-    "einsum": "einsum has no quantized form in ONNX",
+    "einsum": "an einsum that is no product of two matrices has no quantized form in ONNX",
     "unknown": "an operation that stands in no table",
 }
 
@@ -81,7 +81,7 @@ TABLES: dict[Target, TargetTable] = {
     "onnxruntime": TargetTable(
         inputs=_WEIGHTED | dict.fromkeys(_POOLS[:3], "an average runs in 8 bits between Q/DQ on both sides"),
         outputs=dict.fromkeys(
-            ("conv", "conv_transpose", "linear", "matmul", "add", *_POOLS[:3]),
+            ("conv", "conv_transpose", "add", *_POOLS[:3]),
             "ONNX Runtime fuses an operation to its QLinear form only between Q/DQ on both sides",
         ),
         residual="both",

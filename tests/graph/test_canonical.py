@@ -1,0 +1,169 @@
+"""Attention opened and functional layers as modules: the same function of the input, and the same names of weights."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import nn
+
+from compress.graph.canonical import canonical_graph
+from compress.graph.einsum import matrix_product
+from compress.graph.ops import node_kind
+from compress.graph.trace import leaves_of, trace
+from tests.networks import with_statistics
+
+G = torch.Generator().manual_seed(0)
+
+
+def kinds(graph):
+    return [node_kind(node) for node in graph.graph.nodes]
+
+
+def same(model, x, more=None):
+    """The canonical graph, checked on the inputs that it was made with and on another batch size."""
+    model.eval()
+    graph = canonical_graph(model, x)
+    for inputs in (x, more if more is not None else torch.cat([x, x[:1]])):
+        with torch.no_grad():
+            torch.testing.assert_close(graph(inputs), model(inputs), rtol=1e-4, atol=1e-5)
+    return graph
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(16, 4, **options)
+        self.fc = nn.Linear(16, 3)
+
+    def forward(self, x):
+        y, weights = self.attn(x, x, x)
+        return self.fc(y) + weights.mean()
+
+
+@pytest.mark.parametrize("options", [{"batch_first": True}, {}, {"batch_first": True, "bias": False}])
+def test_multihead_attention_is_opened_and_keeps_its_names(options):
+    torch.manual_seed(0)
+    model = SelfAttention(**options)
+    graph = same(model, torch.randn(2, 5, 16, generator=G))
+    assert "attention" not in kinds(graph) and kinds(graph).count("matmul") == 2 and kinds(graph).count("linear") == 3
+    assert graph.state_dict().keys() == model.state_dict().keys()
+    for twin in (copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
+        assert twin.state_dict().keys() == model.state_dict().keys()
+    other = SelfAttention(**options)
+    graph.load_state_dict(other.state_dict())
+    x = torch.randn(2, 5, 16, generator=G)
+    torch.testing.assert_close(graph(x), other.eval()(x), rtol=1e-4, atol=1e-5)
+
+
+def test_attention_that_cannot_be_opened_says_why():
+    class Cross(SelfAttention):
+        def forward(self, x):
+            return self.attn(x, x * 2, x)[0]
+
+    graph = same(Cross(batch_first=True), torch.randn(2, 5, 16, generator=G))
+    (node,) = [node for node in graph.graph.nodes if node_kind(node) == "attention"]
+    assert "not one tensor" in node.meta["whole"]
+
+
+@pytest.mark.parametrize("form", ["plain", "scale", "bool", "float"])
+def test_scaled_dot_product_attention_is_opened(form):
+    mask = torch.rand(5, 5, generator=G) > 0.4
+    mask.fill_diagonal_(True)
+    options = {"scale": {"scale": 0.3}, "bool": {"attn_mask": mask}, "float": {"attn_mask": torch.randn(5, 5)}}
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).reshape(x.shape[0], 5, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+            return F.scaled_dot_product_attention(q, k, v, **options.get(form, {}))
+
+    assert kinds(same(Attention(), torch.randn(2, 5, 8, generator=G))).count("matmul") == 2
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_swin_is_opened(version):
+    from torchvision.models.swin_transformer import SwinTransformerBlock, SwinTransformerBlockV2
+
+    block = (SwinTransformerBlock, SwinTransformerBlockV2)[version - 1]
+    torch.manual_seed(0)
+    model = nn.Sequential(*(block(16, 2, [4, 4], [s, s], stochastic_depth_prob=0.0) for s in (0, 2)))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    graph = same(model, torch.randn(2, 7, 10, 16, generator=G))  # padded to 8 by 12
+    assert kinds(graph).count("matmul") == 4 and "unknown" not in [k for k in kinds(graph) if k == "attention"]
+    assert all(node.op == "call_module" for node in graph.graph.nodes if node_kind(node) == "linear")
+    assert model.state_dict().keys() <= graph.state_dict().keys()
+
+
+def test_functions_become_layers_and_batchnorm_folds_into_them():
+    class Same(nn.Conv2d):
+        def forward(self, x):
+            return F.conv2d(F.pad(x, (1, 1, 1, 1)), self.weight, self.bias, self.stride, (0, 0), (1, 1), self.groups)
+
+    class Standardized(nn.Conv2d):
+        def forward(self, x):
+            weight = self.weight
+            weight = (weight - weight.mean((1, 2, 3), keepdim=True)) / weight.std((1, 2, 3), keepdim=True)
+            return F.conv2d(x, weight, self.bias)
+
+    class NormAct(nn.BatchNorm2d):
+        def forward(self, x):
+            torch._assert(x.ndim == 4, "an image")
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.1, 1e-5).relu()
+
+    model = nn.Sequential(Same(3, 8, 3, groups=1), NormAct(8), Standardized(8, 6, 3, bias=False), NormAct(6))
+    with_statistics(model)
+    graph = same(model, torch.randn(2, 3, 12, 12, generator=G))
+    assert "batch_norm" not in kinds(graph) and kinds(graph).count("conv") == 2
+    assert {name for name in graph.state_dict() if name.endswith("weight")} == {"0.weight", "2.weight"}
+
+
+def test_sizes_decide_control_flow_and_values_do_not():
+    class Padded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x, mask=None):
+            height = x.shape[2]
+            if height % 4 and mask is None:
+                x = F.pad(x, (0, 0, 0, 4 - height % 4))
+            rows = [self.conv(x[:, :, i : i + 4]) for i in range(0, len(x[0, 0]), 4)]
+            return torch.cat(rows, 2)[:, :, :height].reshape(x.shape[0], -1)
+
+    graph = same(Padded(), torch.randn(2, 3, 6, 6, generator=G))
+    assert kinds(graph).count("conv") == 2 and not leaves_of(graph)
+
+    class OnItem(nn.Module):
+        def forward(self, x):
+            return x * 2 if x.sum().item() > 0 else x
+
+    (leaf,) = leaves_of(trace(nn.Sequential(nn.Conv2d(3, 4, 1), OnItem()), torch.randn(2, 3, 4, 4)))
+    assert leaf.kind == "OnItem"
+
+
+@pytest.mark.parametrize("equation", ["bhik,bhjk->bhij", "bij,bjd->bid", "bki,bkj->bij", "nc,cd->nd"])
+def test_einsums_that_are_matrix_products(equation):
+    sizes = dict(zip("bhijkdnc", (2, 3, 4, 5, 6, 7, 4, 5), strict=True))
+    left, right = (torch.randn([sizes[c] for c in side], generator=G) for side in equation.split("->")[0].split(","))
+    turned = matrix_product(equation)
+    sides = [side.transpose(-2, -1) if turn else side for side, turn in zip((left, right), turned, strict=True)]
+    torch.testing.assert_close(torch.matmul(*sides), torch.einsum(equation, left, right))
+
+
+@pytest.mark.parametrize("equation", ["bij,jk->bki", "ij,ij->i", "bij,bjk->bk", "...ij,...jk->...ik", "ii->i"])
+def test_einsums_that_are_not(equation):
+    assert matrix_product(equation) is None
+
+
+def test_maxvit_has_no_einsum_left():
+    torch.manual_seed(0)
+    model = torchvision.models.maxvit.MaxVit((64, 64), 8, 4, [8], [1], 8, 0.0, num_classes=4)
+    graph = same(model.eval(), torch.randn(2, 3, 64, 64, generator=G))
+    assert "einsum" not in kinds(graph) and kinds(graph).count("matmul") == 4

@@ -1,0 +1,156 @@
+"""Models and data that are not what quantization expects: a clear refusal, or the right thing done."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from compress.errors import CalibrationError, QuantizationError
+from compress.quantization.calibrate import calibrate, quantize
+from compress.quantization.compare import sqnr
+from compress.quantization.insert import insert_quantizers
+from compress.quantization.spec import ActivationSpec, QuantSpec
+
+X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+MAX = QuantSpec(activations=ActivationSpec(calibrator="max"))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.fc = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.fc(self.b(self.a(x).relu()).relu().mean((2, 3)))
+
+
+def noise(model, qmodel, x=X):
+    with torch.no_grad():
+        return sqnr(model.eval()(x), qmodel(x))
+
+
+def test_zero_channels_and_zero_weights_stay_zero():
+    model = Net()
+    with torch.no_grad():
+        model.a.weight[2] = 0
+        model.b.weight.zero_()
+    qmodel = quantize(model, X[:2], [X], spec=MAX)
+    assert (qmodel.a.quantized_weight[2] == 0).all() and (qmodel.b.quantized_weight == 0).all()
+    assert noise(model, qmodel) > 30
+
+
+def test_a_module_used_twice_has_one_weight_quantizer_and_one_range_for_each_input():
+    class Twice(Net):
+        def __init__(self):
+            super().__init__()
+            self.c = nn.Conv2d(8, 8, 3, padding=1)
+
+        def forward(self, x):
+            return self.fc(self.c(self.c(self.a(x).relu()).relu() * 3).mean((2, 3)))
+
+    model = Twice()
+    qmodel = quantize(model, X[:2], [X], spec=MAX)
+    assert [site.path for site in qmodel.placement.weights] == ["a", "c", "fc"]
+    readers = [node.args[0] for node in qmodel.graph.nodes if node.target == "c"]
+    assert len(readers) == 2 and readers[0] is not readers[1]
+    assert all(node.op == "call_module" and node.target.startswith("quantizers.") for node in readers)
+    assert noise(model, qmodel) > 25
+
+
+def test_outputs_in_dicts_and_tuples():
+    class Nested(Net):
+        def forward(self, x):
+            y = self.a(x).relu()
+            return {"map": y, "rest": (self.fc(y.mean((2, 3))),)}
+
+    model = Nested().eval()
+    result, expected = quantize(model, X[:2], [X], spec=MAX)(X), model(X)
+    assert sqnr(expected["map"], result["map"]) > 25 and sqnr(expected["rest"][0], result["rest"][0]) > 25
+
+
+def test_a_constant_that_is_added_is_no_activation():
+    class Constant(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.ones(1, 8, 16, 16))
+
+        def forward(self, x):
+            return self.fc(self.b((self.a(x) + self.table).relu()).mean((2, 3)))
+
+    model = Constant()
+    qmodel = quantize(model, X[:2], [X], spec=MAX)
+    assert not any("table" in tensor for site in qmodel.placement.activations for tensor, _ in site.edges)
+    assert noise(model, qmodel) > 25
+
+
+def test_other_image_sizes_than_the_traced_one():
+    model = Net()
+    qmodel = quantize(model, X[:2], [X, torch.randn(2, 3, 24, 20)], spec=MAX)
+    assert noise(model, qmodel, torch.randn(3, 3, 20, 32)) > 20
+
+
+def test_one_batch_of_one_image_is_enough_and_none_is_not():
+    model = Net()
+    assert noise(model, quantize(model, X[:2], [X[:1]], spec=MAX), X[:1]) > 25
+    with pytest.raises(CalibrationError, match="no images"):
+        quantize(model, X[:2], [], spec=MAX)
+
+
+def test_a_tensor_that_was_constant_zero_is_named():
+    class Dead(Net):
+        def forward(self, x):
+            return self.fc(self.b(self.a(x).relu() * 0).mean((2, 3)))
+
+    with pytest.raises(CalibrationError, match=r"quantizers\.mul"):
+        quantize(Dead(), X[:2], [X], spec=MAX)
+
+
+def test_a_quantizer_that_nothing_reached_is_named():
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x):
+            return self.a(x)
+
+    qmodel = insert_quantizers(Branch(), X[:2], MAX)
+    with pytest.raises(CalibrationError, match="no images"):
+        calibrate(qmodel, [X[:0]])
+    with pytest.raises(CalibrationError, match=r"quantizers\.x has no ranges"):
+        qmodel(X)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_says_what_to_do(dtype):
+    with pytest.raises(QuantizationError, match=r"model\.float\(\)"):
+        quantize(Net().to(dtype), X.to(dtype), [X.to(dtype)], spec=MAX)
+
+
+def test_models_that_are_quantized_already():
+    model = Net()
+    with pytest.raises(QuantizationError, match="quantized already"):
+        quantize(quantize(model, X[:2], [X], spec=MAX), X[:2], [X], spec=MAX)
+    model.fc = torch.ao.nn.quantized.dynamic.Linear(8, 5)
+    with pytest.raises(QuantizationError, match="fc is a .*quantized already"):
+        quantize(model, X[:2], [X], spec=MAX)
+
+
+def test_no_weighted_layer():
+    with pytest.raises(QuantizationError, match="no layer that can be quantized"):
+        quantize(nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)), X[:2], [X], spec=MAX)
+
+
+def test_a_weight_of_the_model_itself_stays_float_and_says_why():
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kernel, self.fc = nn.Parameter(torch.randn(8, 3, 3, 3)), nn.Linear(8, 5)
+
+        def forward(self, x):
+            return self.fc(F.conv2d(x, self.kernel).relu().mean((2, 3)))
+
+    placement = insert_quantizers(Root(), X[:2], MAX).placement
+    (row,) = [row for row in placement.decisions if row.decision == "float"]
+    assert "kernel, belongs to the model itself" in row.reason
