@@ -330,6 +330,10 @@ def _config(request: _Request, builder: Any, network: Any) -> Any:
         ("VERSION_COMPATIBLE", options.version_compatible),
     )
     for name, wanted in flags:
+        if wanted and not hasattr(trt.BuilderFlag, name):
+            raise EngineError(
+                f"{request.library.flavour.title} {request.library.version} has no {name.lower()}; leave it out"
+            )
         if wanted:
             config.set_flag(getattr(trt.BuilderFlag, name))
     if not options.tf32:

@@ -165,6 +165,8 @@ class TensorRTEngine(Engine):
     def _deserialize(self, path: Path) -> tuple[Any, Any]:
         with self._library.listening() as log, torch.cuda.device(self._device):
             runtime = self._library.trt.Runtime(self._library.logger)
+            if self._told.options.get("version_compatible"):
+                runtime.engine_host_code_allowed = True  # such an engine brings a runtime of its own
             engine = runtime.deserialize_cuda_engine(path.read_bytes())
         if engine is None:
             raise EngineError(f"{self.info.label} refuses {path}: {log.errors() or 'no reason given'}; build it again")
