@@ -17,9 +17,9 @@ from compress.cli.parity import show_parity
 from compress.engines import engine_availability
 from compress.errors import RecipeError
 from compress.export.audit import audit_onnx
-from compress.graph.fold import fold_batchnorm
+from compress.graph.canonical import canonical_graph
 from compress.graph.layers import layers, total_macs
-from compress.graph.trace import leaves_of, trace
+from compress.graph.trace import leaves_of
 from compress.measure import describe_machine
 from compress.models import ModelSpec, build_model
 from compress.quantization.placement import place
@@ -151,8 +151,7 @@ def _why(row: SparseLayer, check: Eligibility | None) -> str:
 
 def _show_model(recipe: Recipe, as_json: bool) -> None:
     spec, network, size = recipe.model, _network(recipe), recipe.data.image_size
-    graph = trace(network, torch.zeros(2, 3, size, size))
-    fold_batchnorm(graph)
+    graph = canonical_graph(network, torch.randn(2, 3, size, size))
     items = [layer for layer in layers(graph) if layer.weight_elements or layer.macs]
     placement = place(graph, recipe.quantization or QuantSpec())
     if as_json:

@@ -11,9 +11,8 @@ from compress.errors import ModelError
 from compress.export.audit import OnnxAudit, audit_onnx
 from compress.export.onnx import export_onnx
 from compress.files import write_json
-from compress.graph.fold import fold_batchnorm
+from compress.graph.canonical import canonical_graph
 from compress.graph.layers import Layer, layers
-from compress.graph.trace import trace
 from compress.measure.metric import Metric
 from compress.measure.sizes import model_sizes
 from compress.pipeline.run import Run
@@ -78,11 +77,10 @@ def _layer_rows(run: Run, models: dict[str, nn.Module]) -> list[dict[str, Any]]:
     """One row a weighted layer of the float network, with the losses of the last quantized one."""
     quantized = next((models[v] for v in ("qat", "ptq") if v in models), None)
     try:
-        graph = trace(models["float"], run.example)
+        graph = canonical_graph(models["float"], run.example)
     except ModelError as error:
         run.notes.append(f"layers are not listed: {error}")
         return []
-    fold_batchnorm(graph)
     weights: dict[str, float] = {}
     outputs: dict[str, float] = {}
     channels: dict[str, int] = {}

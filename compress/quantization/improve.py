@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
-from compress.graph.trace import Inputs, preserve, trace
+from compress.graph.canonical import canonical_graph
+from compress.graph.trace import Inputs, preserve
 from compress.progress import Progress
 from compress.quantization.adaround import Rounder, Rounding
 from compress.quantization.bias_correction import IMAGES, Correction, correct_bias_analytic, correct_to_targets
@@ -90,7 +91,7 @@ def smoothed(
     """
     if spec.smooth is None:
         return model
-    graph_module = trace(model, example_inputs)
+    graph_module = canonical_graph(model, example_inputs, fold=False)
     done = smooth(graph_module, batches, alpha=spec.smooth, all_reduce=all_reduce, progress=progress)
     preserve(graph_module, "smoothing", done)
     return graph_module
