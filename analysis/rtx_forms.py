@@ -2,38 +2,33 @@
 
     python analysis/rtx_forms.py --out results/rtx_forms
 
-Exports one network in the forms of `compress.pipeline.explore` and, from the INT8 one, an FP8 form; builds each for
-each compute capability; audits the engines by their build logs. The weights are random, with BatchNorm statistics of
-real activations: bytes, types and kernels do not depend on them, agreement does and is there to show that the forms
-compute the same. Two cores take about six minutes; --quick takes a ResNet-18 at 64 px, one capability and one minute.
+Exports one network in the forms of `compress.pipeline.explore`, builds each for each compute capability, and audits the
+engines by their build logs. The weights are random, with BatchNorm statistics of real activations: bytes, types and
+kernels do not depend on them, agreement does and is there to show that the forms compute the same. Two quiet cores take
+about six minutes; --quick takes a ResNet-18 at 64 px, one capability and one minute. Run again after a stop: forms that
+the JSON file has from the same command are kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import onnx
 import torch
-from onnx import TensorProto, helper, numpy_helper
 
 from compress.data import BatchPlan, DataSpec, load_data
 from compress.engines.tensorrt_options import TensorRTOptions
-from compress.errors import CompressError
 from compress.files import write_json, write_text
 from compress.measure import describe_machine
 from compress.models import build_model
-from compress.pipeline.explore import FORMS, Explorer, FormResult, best, with_overrides
+from compress.pipeline.explore import FORMS, Explorer, FormResult, best
 from compress.recipe import parse_recipe
 
 PEERS = {"ModelOpt 0.47's ONNX": 143.0, "ONNX Runtime's Q/DQ (S8S8)": 115.0}
 """MB an image at SM 89, ResNet-50 at 224 px, measured with the same library and the same count of bytes."""
-
-FP8_LARGEST = 448.0
 
 
 def main() -> None:
@@ -46,11 +41,27 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
     name, size, sms = ("resnet18", 64, "89") if arguments.quick else ("resnet50", 224, arguments.sm)
+    command = f"python analysis/rtx_forms.py --sm {sms} --device {arguments.device} --batch-size {arguments.batch_size}"
+    command += " --quick" * arguments.quick
+    kept = rows_of(arguments.out.with_suffix(".json"), command)
     with tempfile.TemporaryDirectory() as folder:
         explorer = prepared(name, size, Path(folder), tuple(map(int, sms.split(","))), arguments)
-        results = [*explorer.explore(FORMS), *fp8(explorer)]
-    command = f"python analysis/rtx_forms.py --sm {sms} --device {arguments.device} --batch-size {arguments.batch_size}"
-    write(arguments.out, name, size, results, command + " --quick" * arguments.quick, explorer)
+        for form in FORMS:
+            if form.name not in kept:
+                kept[form.name] = list(explorer.explore([form]))
+                write(arguments.out, name, size, [row for rows in kept.values() for row in rows], command, explorer)
+    print(arguments.out.with_suffix(".md").read_text())
+
+
+def rows_of(path: Path, command: str) -> dict[str, list[FormResult]]:
+    """Rows by form that an earlier run of the same command left."""
+    if not path.is_file():
+        return {}
+    document = json.loads(path.read_text())
+    kept: dict[str, list[FormResult]] = {}
+    for row in document["rows"] if document["command"] == command else []:
+        kept.setdefault(row["form"], []).append(FormResult(**{**row, "overrides": tuple(row["overrides"])}))
+    return kept
 
 
 def prepared(name: str, size: int, folder: Path, sms: tuple[int, ...], arguments: argparse.Namespace) -> Explorer:
@@ -75,61 +86,6 @@ def prepared(name: str, size: int, folder: Path, sms: tuple[int, ...], arguments
         device=arguments.device,
         batch_size=arguments.batch_size,
     )
-
-
-def fp8(explorer: Explorer) -> list[FormResult]:
-    """The form with scales behind the layers, its integers turned into FP8."""
-    form = next(f for f in FORMS if f.name == "INT8, fp16, scales behind")
-    path = explorer.export(with_overrides(explorer.recipe, form.overrides), "fp8")
-    proto = onnx.load(path)
-    to_fp8(proto)
-    onnx.save(proto, path)
-    rows = []
-    for sm in explorer.options.sms:
-        row = FormResult(form="FP8, fp16, scales behind", overrides=("made by analysis/rtx_forms.py",), sm=sm)
-        try:
-            audit = explorer.build(path, sm)
-        except CompressError as error:
-            rows.append(replace(row, error=str(error)))
-            continue
-        rows.append(
-            replace(
-                row,
-                kernels=audit.kernels,
-                activation_bytes=audit.activation_bytes,
-                weight_bytes=audit.weight_bytes,
-                int8_share=audit.share("int8", "fp8"),
-                least_ms=explorer.least_ms(audit),
-            )
-        )
-    return rows
-
-
-def to_fp8(proto: onnx.ModelProto) -> None:
-    """Make every INT8 quantizer one of FP8 (E4M3) with the same range, and round the weights to it, in place."""
-    tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
-    done: set[str] = set()
-    for node in proto.graph.node:
-        if node.op_type not in {"QuantizeLinear", "DequantizeLinear"}:
-            continue
-        scale, zero = tensors[node.input[1]], tensors[node.input[2]]
-        if scale.name not in done:
-            value = numpy_helper.to_array(scale)
-            scale.CopyFrom(numpy_helper.from_array((value * (127 / FP8_LARGEST)).astype(value.dtype), scale.name))
-            done.add(scale.name)
-        if zero.data_type != TensorProto.FLOAT8E4M3FN:
-            zero.CopyFrom(helper.make_tensor(zero.name, TensorProto.FLOAT8E4M3FN, zero.dims, [0.0] * size_of(zero)))
-        weight = tensors.get(node.input[0])
-        if weight is not None and weight.data_type == TensorProto.INT8:
-            values = numpy_helper.to_array(weight).astype(np.float32) * (FP8_LARGEST / 127)
-            weight.CopyFrom(
-                helper.make_tensor(weight.name, TensorProto.FLOAT8E4M3FN, weight.dims, values.ravel().tolist())
-            )
-
-
-def size_of(tensor: onnx.TensorProto) -> int:
-    """Elements of a tensor; 1 of a scalar."""
-    return int(np.prod(tensor.dims)) if tensor.dims else 1
 
 
 def write(out: Path, name: str, size: int, results: list[FormResult], command: str, explorer: Explorer) -> None:
@@ -164,7 +120,7 @@ def write(out: Path, name: str, size: int, results: list[FormResult], command: s
     overrides = dict.fromkeys((r.form, r.overrides) for r in results)
     lines += ["", "## The forms", "", "| form | overrides of the recipe |", "|---|---|"]
     lines += [f"| {form} | {_overrides(given)} |" for form, given in overrides]
-    print(write_text(out.with_suffix(".md"), "\n".join(lines) + "\n").read_text())
+    write_text(out.with_suffix(".md"), "\n".join(lines) + "\n")
 
 
 def _about(command: str, explorer: Explorer) -> str:
@@ -197,6 +153,8 @@ def _overrides(given: tuple[str, ...]) -> str:
 
 def _verdict(results: list[FormResult], explorer: Explorer) -> list[str]:
     lines = []
+    if not any(result.int8_share >= 0.5 for result in results):
+        return ["No form is finished that computes in 8 bits."]
     fewest, eight = best(results, least_agreement=0.0), best(results, least_agreement=0.0, int8=True)
     for sm, form in fewest.items():
         timed = [r for r in results if r.sm == sm and r.least_ms is not None and not r.error]

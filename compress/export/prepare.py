@@ -56,7 +56,12 @@ def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32"
         parent = model.get_submodule(name.rpartition(".")[0])
         written = _written(parent, name, quantizer, half)
         model.set_submodule(name, written)
-    return _HalfInside(model.half()) if half else model
+    return _HalfInside(_halved(model)) if half else model
+
+
+def _halved(model: nn.Module) -> nn.Module:
+    """Float16 in all that is float; FP8, which torch counts among the floats, stays what it is."""
+    return model._apply(lambda t: t.half() if t.is_floating_point() and t.element_size() > 1 else t)
 
 
 def _written(parent: nn.Module, name: str, quantizer: Quantizer, half: bool) -> nn.Module:

@@ -55,6 +55,12 @@ class Form:
 
 _HALF = "export.precision=fp16"
 _BEHIND = "export.channel_scales=output"
+_FP8 = (
+    "quantization.weights.kind=e4m3",
+    "quantization.weights.calibrator=max",
+    "quantization.activations.kind=e4m3",
+    "quantization.activations.calibrator=max",
+)
 
 FORMS: tuple[Form, ...] = (
     Form(name="fp32", overrides=("quantization=null", "export.precision=fp32")),
@@ -65,6 +71,7 @@ FORMS: tuple[Form, ...] = (
     Form(name="INT8, fp16, scales behind", overrides=(_HALF, _BEHIND)),
     Form(name="INT8, fp16, scales behind, sums both", overrides=(_HALF, _BEHIND, "quantization.residual=both")),
     Form(name="INT8, fp16, scales behind, sums float", overrides=(_HALF, _BEHIND, "quantization.residual=none")),
+    Form(name="FP8, fp16, scales behind", overrides=(_HALF, _BEHIND, *_FP8)),
     Form(name="INT8 where it pays, else fp16", overrides=(_HALF, _BEHIND), where_it_pays=True),
 )
 

@@ -116,3 +116,20 @@ def test_export_option(tmp_path):
 def test_another_place_is_refused(tmp_path):
     with pytest.raises(ExportError, match="'weight' and 'output'"):
         compress.export_onnx(nn.Conv2d(3, 4, 3), torch.zeros(1, 3, 8, 8), tmp_path / "x.onnx", channel_scales="both")
+
+
+@pytest.mark.parametrize("place", ["weight", "output"])
+def test_fp8_in_a_half_precision_file(tmp_path, place):
+    """Weights and zero points stay FP8 though all other floats become float16; ONNX Runtime gets torch's numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    x = torch.randn(4, 3, 9, 9)
+    spec = compress.QuantSpec(
+        weights=compress.WeightSpec(kind="e4m3"), activations=compress.ActivationSpec(kind="e4m3", calibrator="max")
+    )
+    qmodel = compress.quantize(model, x, [x], spec=spec)
+    proto = onnx.load(compress.export_onnx(qmodel, x, tmp_path / "x.onnx", precision="fp16", channel_scales=place))
+    types = {tensor.data_type for tensor in proto.graph.initializer}
+    assert types <= {onnx.TensorProto.FLOAT8E4M3FN, onnx.TensorProto.FLOAT16, onnx.TensorProto.INT64}
+    expected = qmodel(x).detach().numpy()
+    assert np.abs(run(proto, x.numpy()) - expected).max() < 0.1 * np.abs(expected).max()
