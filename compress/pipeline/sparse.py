@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from compress.errors import AuditError
+from compress.errors import AuditError, ModelError, RooflineError
 from compress.export.audit import audit_sparsity
 from compress.files import write_json
 from compress.pipeline.models import keep, train
 from compress.pipeline.run import Run
+from compress.roofline import sparse_bound
 from compress.sparsity.channel import prune_channels
+from compress.sparsity.eligibility import NOTEWORTHY_CHANNELS, large_enough
 from compress.sparsity.parametrization import apply_masks, masked_layers, squash_masks
 from compress.sparsity.schedule import MaskSchedule
 from compress.sparsity.sparsifier import sparsify
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
 from compress.training import load_model, save_model
 from compress.weights import read_state_dict
+
+GPU = "a100"
+"""The device that a run's report names a bound for: the first kind that has 2:4 tensor cores."""
 
 _MASK = ".parametrizations.weight.0.mask"
 
@@ -37,7 +43,8 @@ def sparse_step(run: Run, float_model: nn.Module) -> nn.Module:
         load_model(model, run.path("sparse.safetensors"))
         return model.eval()
     if pattern.kind != "channel":
-        _mask(run, model, spec, pattern)
+        _mask(run, model, float_model, spec, pattern)
+        _note(run)
     schedule = MaskSchedule(model, spec) if masked_layers(model) else None
     after_step = schedule.after_step if schedule is not None else None
     done = train(run, model.train(), run.recipe.finetune, "sparse", teacher=float_model, after_step=after_step)
@@ -47,7 +54,7 @@ def sparse_step(run: Run, float_model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def _mask(run: Run, model: nn.Module, spec: SparsitySpec, pattern: Pattern) -> None:
+def _mask(run: Run, model: nn.Module, dense: nn.Module, spec: SparsitySpec, pattern: Pattern) -> None:
     """Mask the network, or take the masks that a stopped run had found: a timed search does not find them twice."""
     path = run.path("masked.safetensors")
     if not run.folder.done("mask"):
@@ -58,12 +65,11 @@ def _mask(run: Run, model: nn.Module, spec: SparsitySpec, pattern: Pattern) -> N
             batches=[x.to(run.device) for x in run.batches("train", 32, limit=spec.calibration_images)],
             progress=run.progress,
         )
-        if report.permutation is not None and report.permutation.refused:
-            run.notes.append(f"channels were not permuted: {report.permutation.refused}")
+        document = asdict(report) | {"at_most": _at_most(run, dense, report.masked, pattern)}
 
         def write() -> None:
             save_model(model, path, {"step": "mask", "recipe": run.recipe.digest()})
-            write_json(run.path("sparsity.json"), asdict(report))
+            write_json(run.path("sparsity.json"), document)
             run.folder.finish("mask", density=report.density)
 
         run.processes.on_main(write)
@@ -71,6 +77,39 @@ def _mask(run: Run, model: nn.Module, spec: SparsitySpec, pattern: Pattern) -> N
     masks = {key.removesuffix(_MASK): mask for key, mask in read_state_dict(path).items() if key.endswith(_MASK)}
     apply_masks(model, masks, pattern=str(pattern), straight_through=spec.schedule == "sr-ste")
     load_model(model, path)
+
+
+def _at_most(run: Run, dense: nn.Module, masked: tuple[str, ...], pattern: Pattern) -> str:
+    """What the pattern can bring to this network's speed at best, in words."""
+    if str(pattern) != "2:4":
+        return f"no engine is faster for {pattern}"
+    precision = "fp16" if run.recipe.quantization is None else "int8"
+    try:
+        bound = sparse_bound(
+            dense,
+            run.example.to(run.device),
+            masked=masked,
+            device=GPU,
+            precision=precision,
+            batch_size=run.recipe.data.batch_size,
+        )
+    except (ModelError, RooflineError) as error:
+        return f"how much faster 2:4 can make the network is not known: {error}"
+    shapes = {path: tuple(cast(Tensor, dense.get_submodule(path).weight).shape) for path in masked}
+    large = bound.speedup_with([path for path, shape in shapes.items() if large_enough(shape)])
+    return (
+        f"2:4 makes the network at most {bound.speedup:.2f} times as fast ({GPU}, {precision}, batch "
+        f"{bound.batch_size}, from its roofline), {large:.2f} where layers of fewer than {NOTEWORTHY_CHANNELS} channels "
+        "stay dense; engines for CPUs have no 2:4 kernels (inspect --sparsity lists the layers)"
+    )
+
+
+def _note(run: Run) -> None:
+    """Say in the report what the masks' file knows and a reader might not expect, also of a run that was resumed."""
+    known = json.loads(run.path("sparsity.json").read_text(encoding="utf-8"))
+    refused = (known.get("permutation") or {}).get("refused")
+    notes = [known.get("at_most"), f"channels were not permuted: {refused}" if refused else None]
+    run.notes += [note for note in notes if note]
 
 
 def zeros_of(run: Run, model: nn.Module) -> Mapping[str, Tensor]:

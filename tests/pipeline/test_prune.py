@@ -63,6 +63,12 @@ def test_the_rest_stays_dense(finished):
     assert {row["layer"] for row in rows if row["eligible"]} >= set(MASKED)
 
 
+def test_the_report_says_how_little_there_is_to_gain(finished):
+    (note,) = [n for n in json.loads((finished / "notes.json").read_text()) if n.startswith("2:4 makes")]
+    assert "times as fast (a100, int8" in note and "1.00 where layers of fewer than 256 channels stay dense" in note
+    assert note in (finished / "report.md").read_text()
+
+
 def test_qat_trained_with_the_zeros_held(finished):
     before, after = (constant(finished / f"sparse-{v}.onnx", "block2.conv2") for v in ("ptq", "qat"))
     assert (before != after).any()
@@ -78,7 +84,9 @@ def test_a_stopped_run_takes_the_masks_that_it_had_found(finished, tmp_path):
     (out / "state.json").write_text(json.dumps(state))
     for name in ("sparse.safetensors", "sparse-qat.safetensors"):
         (out / name).unlink()
+    (out / "notes.json").unlink()
     run(RECIPE, "prune", out, resume=True, device="cpu")
+    assert (out / "notes.json").read_bytes() == (finished / "notes.json").read_bytes()
     assert (out / "sparse.safetensors").read_bytes() == (finished / "sparse.safetensors").read_bytes()
 
 
