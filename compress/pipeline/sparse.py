@@ -99,8 +99,8 @@ def _at_most(run: Run, dense: nn.Module, masked: tuple[str, ...], pattern: Patte
     large = bound.speedup_with([path for path, shape in shapes.items() if large_enough(shape)])
     return (
         f"2:4 makes the network at most {bound.speedup:.2f} times as fast ({GPU}, {precision}, batch "
-        f"{bound.batch_size}, from its roofline), {large:.2f} where layers of fewer than {NOTEWORTHY_CHANNELS} channels "
-        "stay dense; engines for CPUs have no 2:4 kernels (inspect --sparsity lists the layers)"
+        f"{bound.batch_size}, from its roofline), {large:.2f} where layers of fewer than {NOTEWORTHY_CHANNELS} "
+        "channels stay dense; engines for CPUs have no 2:4 kernels (inspect --sparsity lists the layers)"
     )
 
 
