@@ -68,9 +68,10 @@ def inverse_rounding(h: Tensor) -> Tensor:
     return torch.logit((h - _SHIFT) / _STRETCH)
 
 
-def rounding_regularizer(h: Tensor, beta: float) -> Tensor:
-    """Sum of 1 - |2h - 1|^beta (eq. 24): 0 where every h is 0 or 1."""
-    return (1 - (2 * h - 1).abs().pow(beta)).sum()
+def regularizer_gradient(h: Tensor, beta: float) -> Tensor:
+    """Derivative of the sum of 1 - |2h - 1|^beta (eq. 24), which is 0 where every h is 0 or 1."""
+    distance = 2 * h - 1
+    return distance.abs().pow_(beta - 1).mul_(distance.sign()).mul_(-2 * beta)
 
 
 def beta_at(step: int, spec: AdaRoundSpec) -> float:
@@ -81,6 +82,7 @@ def beta_at(step: int, spec: AdaRoundSpec) -> float:
     return spec.beta_end + (spec.beta_start - spec.beta_end) * cosine
 
 
+@torch.no_grad()
 def learn_rounding(
     layer: nn.Module, inputs: Tensor, targets: Tensor, spec: AdaRoundSpec, *, activation: str = ""
 ) -> Tensor:
@@ -101,26 +103,32 @@ def learn_rounding(
     form: QuantFormat = quantizer.format
     scale = along_axis(quantizer.scale.detach(), weight, form.axis)
     steps = weight / scale
-    floor, free = steps.floor(), weight != 0  # zeros stay zeros: a sparsity pattern is not AdaRound's to break
+    floor = steps.floor()
+    # What saturates has one rounding only, and a zero stays zero: a sparsity pattern is not AdaRound's to break
+    free = ((floor >= form.low) & (floor < form.high) & (weight != 0)).to(weight.dtype)
+    base = floor.clamp(form.low, form.high)
     generator = torch.Generator().manual_seed(spec.seed)
     targets = _activated(targets, activation)
     axis = -1 if module_kind(layer) == "linear" else 1
-    with torch.enable_grad():
-        v = inverse_rounding(steps - floor).requires_grad_()
-        optimizer = torch.optim.Adam([v], lr=spec.lr)
-        for step in range(spec.steps):
-            chosen = torch.randint(len(inputs), (min(spec.batch_size, len(inputs)),), generator=generator)
-            chosen = chosen.to(inputs.device)
-            h = soft_rounding(v) * free
-            outputs = _outputs(layer, (floor + h).clamp(form.low, form.high) * scale, inputs[chosen])
-            loss = (_activated(outputs, activation) - targets[chosen]).square().sum(axis).mean()
-            if step >= spec.warm_start * spec.steps:
-                loss = loss + spec.regularization * rounding_regularizer(h, beta_at(step, spec))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    up = (soft_rounding(v.detach()) >= 0.5) & free
-    return (floor + up).clamp(form.low, form.high) * scale
+    v = inverse_rounding((steps - floor).clamp(0, 1))
+    optimizer = torch.optim.Adam([v], lr=spec.lr, fused=v.dtype == torch.float32)
+    for step in range(spec.steps):
+        chosen = torch.randint(len(inputs), (min(spec.batch_size, len(inputs)),), generator=generator).to(inputs.device)
+        sigmoid = torch.sigmoid(v)
+        h = (sigmoid * _STRETCH + _SHIFT).clamp_(0, 1)
+        rounded = torch.addcmul(base, h, free).mul_(scale).requires_grad_()
+        with torch.enable_grad():
+            outputs = _activated(_outputs(layer, rounded, inputs[chosen]), activation)
+            (outputs - targets[chosen]).square().sum(axis).mean().backward()
+        gradient = cast(Tensor, rounded.grad).mul_(scale)
+        if step >= spec.warm_start * spec.steps:
+            gradient.add_(regularizer_gradient(h, beta_at(step, spec)), alpha=spec.regularization)
+        # The chain rule through h(v), whose slope is the sigmoid's where it is not clamped, is written out: autograd
+        # would pass over the weight a dozen times more
+        slope = sigmoid.mul_(1 - sigmoid).mul_(_STRETCH).mul_((h > 0) & (h < 1))
+        v.grad = gradient.mul_(slope).mul_(free)
+        optimizer.step()
+    return torch.addcmul(base, (soft_rounding(v) >= 0.5).to(base.dtype), free) * scale
 
 
 def adaround(
