@@ -106,10 +106,7 @@ def cannot_run(path: Path, engine: str, problem: str) -> str:
         more = f"{advice} builds it for another machine" if FLAVOURS[engine].portable else "use a machine with that GPU"
         return f"{engine} cannot run here: {problem}; {more}"
     told = ", ".join(f"{name} for SM {', '.join(map(str, of))}" for name, of in sms.items())
-    return (
-        f"built {told}, but it cannot be run here: {problem}; copy it with its .json to a machine with such a GPU and "
-        f"measure it there with python -m compress bench"
-    )
+    return f"built {told}, but it cannot be run here: {problem}; copy it and its .json to a machine with such a GPU"
 
 
 class TensorRTEngine(Engine):
