@@ -58,10 +58,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/rtx_builds"))
     parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--network", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
+    parser.add_argument("--sm", nargs="+", type=int, default=list(SMS))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--again", action="store_true")
     arguments = parser.parse_args()
-    networks, sms = (QUICK, (89,)) if arguments.quick else (NETWORKS, SMS)
+    chosen = {name: NETWORKS[name] for name in arguments.network}
+    networks, sms = (QUICK, [89]) if arguments.quick else (chosen, arguments.sm)
     path = arguments.out.with_suffix(".json")
     rows: list[Row] = json.loads(path.read_text())["rows"] if path.is_file() and not arguments.again else []
     done = {(row["network"], row["kind"], row["sm"]) for row in rows}
