@@ -129,7 +129,7 @@ def _request(file: OnnxFile, library: Library, options: TensorRTOptions) -> _Req
         if problem or sm is None:
             raise EngineUnavailableError(
                 f"{flavour.title} builds on the GPU that will run the engine, and {problem or 'none is here'}; "
-                "--engine tensorrt-rtx builds without one, and build.md holds the trtexec command for the other machine"
+                "--engine tensorrt-rtx builds without one, and --commands prints what to type on the other"
             )
         if options.sms and options.sms != (sm,):
             asked = ", ".join(map(str, options.sms))
