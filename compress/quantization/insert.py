@@ -24,7 +24,8 @@ def insert_quantizers(model: nn.Module, example_inputs: Inputs, spec: QuantSpec 
     Args:
         model: any module; it is not changed.
         example_inputs: what it is called with, to trace it.
-        spec: target and rules; None = `QuantSpec()`.
+        spec: target and rules; None = `QuantSpec()`. What it says of smoothing, AdaRound and bias correction needs
+            images and is done by `quantize`, or by `improve` after `calibrate`.
 
     Returns:
         A plain GraphModule in evaluation mode; `.placement` holds the table of decisions.

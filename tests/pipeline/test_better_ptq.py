@@ -1,0 +1,66 @@
+"""The `quantization` keys that go beyond rounding to nearest, through the step of a run and back from its files."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from compress.data.load import load_data
+from compress.errors import RecipeError
+from compress.pipeline.folder import open_run
+from compress.pipeline.models import build_float, ptq_step
+from compress.pipeline.run import Run
+from compress.recipe import load_recipe, parse_recipe
+
+TREE = {
+    "model": {"name": "tests.networks:tiny"},
+    "data": {"image_size": 16, "batch_size": 64, "val_images": 100},
+    "quantization": {
+        "calibration_images": 64,
+        "weights": {"num_bits": 4, "axis": None},
+        "equalize": True,
+        "bias_correction": "empirical",
+        "adaround": {"steps": 10, "images": 64},
+    },
+    "qat": None,
+}
+
+
+def test_a_run_keeps_what_it_improved(tmp_path):
+    recipe = parse_recipe(TREE)
+    folder = open_run(tmp_path / "run", recipe, "ptq", resume=False)
+    this = Run(recipe=recipe, folder=folder, data=load_data(recipe.data))
+    model = build_float(recipe, this.data).model.eval()
+    made = ptq_step(this, model)
+    assert [note.split(" ")[1] for note in this.notes] == ["equalized", "AdaRound", "corrected"]
+    assert not (tmp_path / "run" / "ptq.adaround").exists()
+    again = ptq_step(dataclasses.replace(this, notes=[]), model)  # finished: read from its file
+    x = this.example
+    with torch.no_grad():
+        torch.testing.assert_close(again(x), made(x), rtol=0, atol=0)
+    plain = dataclasses.replace(recipe, quantization=dataclasses.replace(recipe.quantization, equalize=False))
+    assert plain.digest() != recipe.digest()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("quantization.bias_correction=guess", "bias_correction"),
+        ("quantization.smooth=2", "smooth is 2.0"),
+        ("quantization.adaround={steps: 0}", "adaround.steps is 0"),
+        ("quantization.adaround={step: 5}", "step"),
+        ("quantization.batchnorm=keep", "set batchnorm: fold"),
+        ("quantization.weights={kind: e4m3}", "both the same kind"),
+    ],
+)
+def test_bad_keys_are_refused_by_the_recipe(override, words):
+    with pytest.raises(RecipeError, match=words):
+        parse_recipe(TREE, [override])
+
+
+def test_survives_yaml(tmp_path):
+    recipe = parse_recipe(TREE)
+    (tmp_path / "r.yaml").write_text(recipe.to_yaml())
+    assert load_recipe(tmp_path / "r.yaml") == recipe
+    assert json.loads(json.dumps(dataclasses.asdict(recipe)))["quantization"]["adaround"]["steps"] == 10
