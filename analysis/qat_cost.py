@@ -335,10 +335,15 @@ def calibration(network: Network, calibrators: tuple[str, ...], rounds: int) -> 
     return list(rows.values())
 
 
-def kept_bytes(variant: str, network: Network, batch: int = 2) -> int:
-    """Bytes that autograd keeps for the backward pass of an eager bf16 forward pass, parameters apart."""
+def kept_bytes(variant: str, network: Network) -> int:
+    """Bytes that autograd keeps for the backward pass of an eager bf16 forward pass, for each image more."""
     call, owner = trained(variant, pretrained(network), network)
     owner.to(memory_format=torch.channels_last).train()
+    return kept_by_pass(call, images(network, 2)) - kept_by_pass(call, images(network, 1))
+
+
+def kept_by_pass(call: nn.Module, x: Tensor) -> int:
+    """Bytes of all tensors that a forward pass keeps, a storage once."""
     kept: dict[int, tuple[int, Tensor]] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -347,7 +352,6 @@ def kept_bytes(variant: str, network: Network, batch: int = 2) -> int:
             kept[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
-    x = images(network, batch)
     with (
         torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
         torch.autocast(DEVICE.type, torch.bfloat16),
@@ -538,9 +542,9 @@ def draw(file: Path) -> None:
 def kept_table(name: str, out: Path) -> str:
     """Bytes kept for backward by each variant of a network, as Markdown; also written to qat_kept.md."""
     rows = {v: kept_bytes(v, NETWORKS[name]) for v in ("float", "folded", "torch-ops", "plain", "fused")}
-    lines = [f"Bytes kept for the backward pass of {name}, batch 2, bf16 autocast, eager, on {DEVICE.type}:", ""]
-    lines += ["| variant | MB an image | of float |", "|---|---|---|"]
-    lines += [f"| {v} | {size / 2e6:.1f} | {size / rows['float']:.2f} |" for v, size in rows.items()]
+    lines = [f"Kept for the backward pass of {name} for each image, bf16 autocast, eager, on {DEVICE.type}:", ""]
+    lines += ["| variant | MB | of float |", "|---|---|---|"]
+    lines += [f"| {v} | {size / 1e6:.1f} | {size / rows['float']:.2f} |" for v, size in rows.items()]
     text = "\n".join([*lines, "", f"Made by `{' '.join(['python', *sys.argv])}`, torch {torch.__version__}."])
     write_text(out / "qat_kept.md", text + "\n")
     return text

@@ -24,7 +24,7 @@ from compress.quantization.insert import quantizers
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.quantizer import Quantizer
 from compress.training import QATSpec, check_train_spec, fit
-from tests.networks import TinyResNet, network, with_statistics
+from tests.networks import TinyResNet, network
 from tests.training.toy import CLASSES, toy_data
 
 TARGETS = ("tensorrt", "openvino", "onnxruntime")
@@ -147,6 +147,18 @@ def test_gradient_checkpointing_and_deep_copies():
     torch.testing.assert_close(twin(x), fused(x), rtol=0, atol=0)
 
 
+def test_data_parallel(tmp_path):
+    """One process of a group: gradients are reduced in buckets, and the ranges are not parameters."""
+    qmodel, x = quantized()
+    expected = gradients(qmodel, qmodel, x)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        parallel = nn.parallel.DistributedDataParallel(compress.fuse_for_training(qmodel))
+        assert_same(gradients(parallel, qmodel, x), expected, rtol=1e-4, atol=1e-3)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_masked_weights_keep_their_zeros_out_of_the_gradient():
     class Mask(nn.Module):
         def forward(self, weight):
@@ -191,12 +203,13 @@ def test_an_activation_costs_its_quantized_tensor_and_one_bit():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_same_training(precision):
     """20 steps with momentum: the same losses, ranges and weights, but for rounding."""
-    start, _ = quantized(lambda: with_statistics(TinyResNet(CLASSES)), clip=1.0)
+    torch.manual_seed(0)
+    start, _ = quantized(lambda: TinyResNet(CLASSES).eval(), clip=1.0)
     runs = []
     for fused in ("on", "off"):
         qmodel = copy.deepcopy(start)
         spec = QATSpec(epochs=4, lr=0.05, distill=False, fused=fused, precision=precision)
-        report = fit(qmodel, toy_data(train=80, size=12), spec, batch_size=16, folder=None)
+        report = fit(qmodel, toy_data(train=80, size=12, noise=0.3), spec, batch_size=16, folder=None)
         assert report.steps == 20
         runs.append((qmodel, [row.train_loss for row in report.history]))
     (one, losses), (other, expected) = runs
@@ -310,7 +323,7 @@ def test_bits_are_numpys_in_memory_order(shape, last, seed):
 
 def test_triton_kernels_compute_the_same_in_the_interpreter():
     """In a process of its own, because Triton decides at import whether it interprets."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.7", reason="older interpreters cannot loop with NumPy 2.4")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.quantization.interpreted_kernels"],
@@ -338,3 +351,12 @@ def test_on_a_gpu_the_kernels_compute_what_torch_does(dtype, compiled):
         results.append({name: p.grad.clone() for name, p in qmodel.named_parameters()})
     for name, grad in results[0].items():
         assert F.cosine_similarity(results[1][name].flatten(), grad.flatten(), dim=0) > 0.98, name
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("compile", [False, True])
+def test_on_a_gpu_training_is_fused_and_learns(compile):
+    qmodel, _ = quantized(lambda: TinyResNet(CLASSES).eval(), clip=1.0)
+    spec = QATSpec(epochs=4, lr=0.05, distill=False, precision="bf16", compile=compile)
+    report = fit(qmodel, toy_data(train=80, size=12, noise=0.3), spec, batch_size=16, folder=None, device="cuda")
+    assert report.history[-1].train_loss < report.history[0].train_loss
