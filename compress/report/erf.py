@@ -219,7 +219,8 @@ def drift_report(
     before, *others = measured
     drifts = {key: erf_drift(measured[before], measured[key]) for key in others}
     folder = Path(out)
-    text = f"{name}, last layer on a grid, {measured[before].images} images." if name and layer is None else name
+    first = measured[before]
+    text = f"{name or first.model}, {first.layer}, {first.images} images."
     pictures = tuple(
         _write_png(folder / f"erf_drift_{key}.png", draw_drift(drift, before=before, after=key, text=text))
         for key, drift in drifts.items()
