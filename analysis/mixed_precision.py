@@ -143,7 +143,7 @@ def markdown(studies: Sequence[Mapping[str, Any]], command: str, machine: Mappin
     for study_ in studies:
         lines += [f"## {study_['network']}, {study_['format']}, one scale a weight tensor", "", *_points(study_), ""]
         lines += ["Each simpler way beside the best of the front that is no slower (2 % are noise):", ""]
-        lines += [*_against(study_), ""]
+        lines += [*_against(study_), "", _won_back(study_), ""]
     return "\n".join(lines)
 
 
@@ -179,6 +179,25 @@ def _against(study_: Mapping[str, Any]) -> list[str]:
             )
         lines.append(f"{own} {other}")
     return lines
+
+
+def _won_back(study_: Mapping[str, Any]) -> str:
+    """What the fastest point of the front costs and brings that loses at most half of what quantizing all loses."""
+    rows = sorted(study_["points"], key=lambda row: row["latency_ms"])
+    (whole,) = (row for row in rows if row["label"] == study_["format"])
+    lost = f"{whole['lost_points']:.2f} points"
+    text = f"Everything quantized takes {whole['latency_ratio']:.2f} of float's time and loses {lost}"
+    if whole["lost_points"] <= 0:
+        return f"{text}: there is nothing to win back in top-1 here, and SQNR tells the rest."
+    half = [r for r in rows if r["label"].startswith("mixed") and r["lost_points"] <= whole["lost_points"] / 2]
+    if not half:
+        return f"{text}; no point of the front halves that."
+    best = half[0]
+    return (
+        f"{text}; {best['label']}, with {best['float_layers']} layers float, takes {best['latency_ratio']:.2f} "
+        f"({best['latency_ms'] / whole['latency_ms'] - 1:+.1%} on everything quantized) and loses "
+        f"{best['lost_points']:.2f}."
+    )
 
 
 def draw(studies: Sequence[Mapping[str, Any]]) -> Figure:

@@ -90,7 +90,8 @@ def front(noise: Table, cost: Table, *, points: int = 12) -> tuple[Choice, ...]:
     Args:
         noise: as of `choose_formats`.
         cost: as of `choose_formats`.
-        points: budgets tried, evenly spaced from the least cost to that of the least noise.
+        points: budgets tried, from the least cost to that of the least noise, closer together near the least cost,
+            where each layer left float wins most.
 
     Raises:
         QuantizationError: as `choose_formats`.
@@ -99,7 +100,7 @@ def front(noise: Table, cost: Table, *, points: int = 12) -> tuple[Choice, ...]:
     quiet = choose_formats(noise, cost, noise_limit=lowest)
     cheap = min(sum(min(cost[layer][f] for f in noise[layer] if f in cost[layer]) for layer in noise), quiet.cost)
     found: list[Choice] = []
-    for budget in np.linspace(cheap, quiet.cost, max(points, 2)):
+    for budget in cheap + (quiet.cost - cheap) * np.linspace(0, 1, max(points, 2)) ** 2:
         choice = choose_formats(noise, cost, budget=float(budget) + 1e-9 * abs(quiet.cost))
         if not found or choice.noise < found[-1].noise:
             found.append(choice)
