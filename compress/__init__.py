@@ -21,6 +21,7 @@ from compress.quantization.calibrate import CalibrationReport, calibrate, quanti
 from compress.quantization.decisions import Placement
 from compress.quantization.fused import fuse_for_training
 from compress.quantization.insert import insert_quantizers
+from compress.quantization.learned import learn_scales
 from compress.quantization.migrate import from_pytorch_quantization
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.sensitivity import Sensitivity, sensitivity
@@ -71,6 +72,7 @@ __all__ = [
     "from_pytorch_quantization",
     "fuse_for_training",
     "insert_quantizers",
+    "learn_scales",
     "load_data",
     "load_recipe",
     "measure_accuracy",

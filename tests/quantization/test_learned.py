@@ -186,3 +186,18 @@ def test_refusals():
         learn_scales(network())
     with pytest.raises(QuantizationError, match="no range to begin at"):
         learn_scales(insert_quantizers(network(), X[:2], SPEC))
+
+
+def test_ranges_get_their_gradients_through_ddp(learned, tmp_path):
+    """A group of one process: the same gradients as without, for ranges of a tensor and of channels."""
+    learned(X).square().mean().backward()
+    expected = {name: p.grad.clone() for name, p in learned.named_parameters()}
+    learned.zero_grad()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(learned)
+        wrapped(X).square().mean().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    for name, p in learned.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name])
