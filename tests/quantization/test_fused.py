@@ -52,6 +52,13 @@ class Mixed(nn.Module):
         return self.head(self.gelu(z).mean(1))
 
 
+def convolutions(count, inputs=3):
+    """`count` convolutions with ReLU, and one more."""
+    torch.manual_seed(1)
+    pairs = [(nn.Conv2d(8 if i else inputs, 8, 3, padding=1), nn.ReLU()) for i in range(count)]
+    return [module for pair in pairs for module in pair] + [nn.Conv2d(8, 8, 1)]
+
+
 def mixed():
     torch.manual_seed(1)
     return Mixed().eval()
@@ -128,7 +135,7 @@ def test_autocast():
 
 
 def test_compiled():
-    qmodel, x = quantized(size=8)
+    qmodel, x = quantized(lambda: nn.Sequential(*convolutions(2)).eval(), size=8)
     fused = compress.fuse_for_training(qmodel)
     expected = gradients(fused, qmodel, x)
     torch.compiler.reset()
@@ -186,9 +193,7 @@ def test_the_model_itself_is_untouched(tmp_path):
 
 
 def test_an_activation_costs_its_quantized_tensor_and_one_bit():
-    model = nn.Sequential(
-        *(m for _ in range(4) for m in (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())), nn.Conv2d(8, 8, 1)
-    )
+    model = nn.Sequential(*convolutions(4, inputs=8))
     x = torch.randn(2, 8, 16, 16)
     qmodel = compress.quantize(model, x, [x])
     elements = x.numel()
