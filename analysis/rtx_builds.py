@@ -137,6 +137,10 @@ def row(name: str, kind: str, sm: int, made: Path | str, batch: int) -> Row:
 def write(arguments: argparse.Namespace, rows: list[Row]) -> None:
     """The figures so far, as JSON and as a table."""
     command = f"python analysis/rtx_builds.py --batch-size {arguments.batch_size}" + " --quick" * arguments.quick
+    if arguments.network != list(NETWORKS):
+        command += f" --network {' '.join(arguments.network)}"
+    if arguments.sm != list(SMS):
+        command += f" --sm {' '.join(map(str, arguments.sm))}"
     version = importlib.metadata.version("tensorrt_rtx")
     document = {"command": command, "tensorrt_rtx": version, "machine": describe_machine().to_dict(), "rows": rows}
     write_json(arguments.out.with_suffix(".json"), document)
