@@ -17,14 +17,17 @@ from compress.cli.parity import show_parity
 from compress.engines import engine_availability
 from compress.errors import RecipeError
 from compress.export.audit import audit_onnx
+from compress.files import replacing
 from compress.graph.canonical import canonical_graph
 from compress.graph.layers import layers, total_macs
 from compress.graph.trace import leaves_of
 from compress.measure import describe_machine
 from compress.models import ModelSpec, build_model
+from compress.quantization.insert import insert_quantizers
 from compress.quantization.placement import place
 from compress.quantization.spec import QuantSpec
 from compress.recipe import Recipe, find_recipe, load_recipe, parse_recipe, recipe_names
+from compress.report.graph_figure import block_png
 from compress.roofline import SparseLayer, sparse_bound
 from compress.sparsity.eligibility import NOTEWORTHY_CHANNELS, Eligibility, eligibility, large_enough
 from compress.sparsity.spec import SparsitySpec
@@ -54,6 +57,10 @@ def inspect(
         bool, typer.Option("--parity", help="Where engines leave fake quantization, layer by layer.")
     ] = False,
     run: Annotated[Path | None, typer.Option("--run", help="With --parity: a run folder in place of a recipe.")] = None,
+    draw: Annotated[
+        str | None, typer.Option("--draw", help="A block, such as layer1.0: its graph with Q/DQ as a PNG; see --out.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="With --draw: the file to write.")] = Path("block.png"),
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -64,6 +71,9 @@ def inspect(
     faster each could be at best. With --parity: each engine against fake quantization at every quantizer, and the first
     layer that diverges by more than rounding.
     """
+    if draw is not None:
+        _draw(recipe, model, draw, out, set_ or [])
+        return
     if parity:
         show_parity(recipe, run, set_ or (), as_json)
         return
@@ -84,6 +94,19 @@ def inspect(
         _show_sparsity(parsed, device or "h200", precision, batch_size, as_json)
     else:
         _show_model(parsed, as_json)
+
+
+def _draw(recipe: str | None, model: str | None, block: str, out: Path, overrides: list[str]) -> None:
+    """Write the figure of one block, weights random, ranges not calibrated: where Q/DQ stand depends on neither."""
+    if (recipe is None) == (model is None):
+        raise RecipeError("--draw takes the network from --recipe or --model: give one of them")
+    parsed = load_recipe(recipe, overrides) if recipe is not None else _bare(str(model), overrides)
+    size = parsed.data.image_size
+    quantized = insert_quantizers(_network(parsed), torch.randn(2, 3, size, size), parsed.quantization or QuantSpec())
+    content = block_png(quantized, block)
+    with replacing(out) as temporary:
+        temporary.write_bytes(content)
+    OUT.print(f"{out}", markup=False)
 
 
 def _bare(model: str, overrides: list[str]) -> Recipe:

@@ -39,11 +39,16 @@ def open_attention(graph_module: fx.GraphModule) -> tuple[str, ...]:
         opener = _opener(node)
         if opener is None:
             continue
+        last = node.prev
         with graph_module.graph.inserting_before(node):
             reason = opener(node, wrap)
         if reason:
             node.meta["whole"] = reason
             continue
+        part = node.prev
+        while part is not last:  # what was inserted belongs to the same modules
+            part.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
+            part = part.prev
         opened.append(node.name)
         graph_module.graph.erase_node(node)
     graph_module.recompile()

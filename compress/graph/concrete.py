@@ -27,7 +27,7 @@ class _Known:
     tracer: Any
 
     def __len__(self) -> int:
-        return len(self.tracer.known(self))
+        return len(self.tracer.sized(self))
 
     def __index__(self) -> int:
         return self.tracer.known(self).__index__()
@@ -87,6 +87,11 @@ class Values:
     def _value(self, node: fx.Node) -> Any:
         value = self.values[node]
         return copy.copy(value) if isinstance(value, (list, dict)) else value
+
+    def sized(self, node: fx.Node) -> Any:
+        """What `len` of a node is taken of: a tensor has a length too."""
+        value = self.values.get(node)
+        return value if isinstance(value, Tensor) else self.known(node)
 
     def known(self, node: fx.Node) -> Any:
         """The value of a node that shapes alone decide.

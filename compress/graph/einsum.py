@@ -29,6 +29,7 @@ def open_einsums(graph_module: fx.GraphModule) -> tuple[str, ...]:
                 for side, turned in zip(operands, swap, strict=True)
             ]
             product = graph_module.graph.call_function(torch.matmul, tuple(sides))
+        product.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
         node.replace_all_uses_with(product)
         graph_module.graph.erase_node(node)
         opened.append(node.name)
@@ -47,12 +48,13 @@ def matrix_product(equation: str) -> tuple[bool, bool] | None:
     """
     sides, arrow, result = equation.replace(" ", "").partition("->")
     left, comma, right = sides.partition(",")
-    if not arrow or not comma or "." in equation or len(left) != len(right) or len(result) != len(left) or len(left) < 2:
+    sizes = {len(left), len(right), len(result)}
+    if not arrow or not comma or "." in equation or len(sizes) != 1 or len(left) < 2:
         return None
     batch = result[:-2]
     if left[:-2] != batch or right[:-2] != batch or len({*result}) != len(result):
         return None
-    row, column = result[-2:]
+    row, column = result[-2], result[-1]
     summed = {*left[-2:]} - {row}
     if len(summed) != 1 or row not in left[-2:] or column not in right[-2:] or {*right[-2:]} != {*summed, column}:
         return None

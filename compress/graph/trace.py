@@ -84,6 +84,12 @@ class _Tracer(fx.Tracer):
             raise fx.proxy.TraceError("no values are known")
         return self.values.known(proxy.node)
 
+    def sized(self, proxy: fx.Proxy) -> Any:
+        """What has the length of a proxy."""
+        if self.values is None:
+            raise fx.proxy.TraceError("no values are known")
+        return self.values.sized(proxy.node)
+
     def to_bool(self, obj: fx.Proxy) -> bool:
         return super().to_bool(obj) if self.values is None else bool(self.known(obj))
 

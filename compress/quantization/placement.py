@@ -84,7 +84,7 @@ def place(graph_module: fx.GraphModule, spec: QuantSpec) -> Placement:
     order = {node: i for i, node in enumerate(nodes)}
     depth = depths(nodes)
     wishes = _Wishes()
-    weights = []
+    weights: list[WeightSite] = []
     for node in nodes:
         wanted, site = _visit(node, table, settings[node], depth, settings)
         if site is not None and site.path not in {other.path for other in weights}:  # a layer may be called twice
