@@ -155,11 +155,9 @@ MOBILENET_ROWS: dict[str, dict[str, Any]] = {
     "ReLU6 to ReLU": {"relu6": "relu"},
     "bias correction, analytic": {"bias_correction": "analytic"},
     "bias correction, empirical": {"bias_correction": "empirical"},
-    "AdaRound": {"adaround": ADAROUND},
     "equalization": _EQUALIZE,
     "equalization + analytic": {**_EQUALIZE, "bias_correction": "analytic"},
     "equalization + empirical": {**_EQUALIZE, "bias_correction": "empirical"},
-    "equalization + AdaRound + empirical": {**_EQUALIZE, "adaround": ADAROUND, "bias_correction": "empirical"},
 }
 RESNET_ROWS: dict[str, dict[str, Any]] = {
     "nearest": {},
@@ -178,7 +176,7 @@ VIT_ROWS: dict[str, dict[str, Any]] = {
     "SmoothQuant 0.5 + empirical": {"smooth": 0.5, "bias_correction": "empirical"},
 }
 _FEW = ("nearest", "bias correction, empirical", "AdaRound", "AdaRound + empirical")
-_WIDE = {k: v for k, v in MOBILENET_ROWS.items() if k not in ("ReLU6 to ReLU", "AdaRound")}
+_WIDE = {k: v for k, v in MOBILENET_ROWS.items() if "AdaRound" not in k and k != "ReLU6 to ReLU"}
 _LOW = {k: RESNET_ROWS[k] for k in _FEW}
 CASES: dict[str, Case] = {
     "mobilenet_v2": Case(
@@ -198,7 +196,7 @@ CASES: dict[str, Case] = {
         title="MobileNetV2 as trained, W4A8, one scale a weight tensor",
         network="mobilenet_v2",
         base=QuantSpec(weights=WeightSpec(num_bits=4, axis=None), activations=WHOLE),
-        rows=_LOW,
+        rows={k: _LOW[k] for k in _FEW[:3]} | {"equalization + empirical": MOBILENET_ROWS["equalization + empirical"]},
     ),
     "resnet18": Case(
         title="ResNet-18 (half width, 32 px), W4A8, one scale a weight tensor",
@@ -210,7 +208,7 @@ CASES: dict[str, Case] = {
         title="ResNet-18, W4A8, a scale a channel",
         network="resnet18",
         base=QuantSpec(weights=WeightSpec(num_bits=4), activations=WHOLE),
-        rows=_LOW,
+        rows={k: _LOW[k] for k in _FEW[:3]},
     ),
     "resnet18-3bit": Case(
         title="ResNet-18, W3A8, a scale a channel (mse)",
@@ -392,7 +390,7 @@ def main() -> None:
     setup = Setup(epochs=0.25, steps=50) if a.quick else Setup(epochs=1.0, steps=ADAROUND.steps)
     seeds = 1 if a.quick else a.seeds
     a.cache.mkdir(parents=True, exist_ok=True)
-    kept = a.cache / ("rows-quick.json" if a.quick else "rows.json")
+    kept = a.cache / f"rows-{setup.steps}-{setup.epochs:g}.json"
     rows: dict[str, Row] = json.loads(kept.read_text()) if kept.is_file() else {}
     cases = {name: CASES[name] for name in a.cases}
     for seed in range(seeds):

@@ -62,13 +62,26 @@ TYPES |= {"w6a6": ("int8", "int8"), "w4a4": ("int8", "int4")}
 TYPES |= dict.fromkeys(("fp8", "fp8, unsigned target"), ("float8_e4m3fn", "float8_e4m3fn"))
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(what fake quantization returns, file) of a case, made once."""
+    kept, folder = {}, tmp_path_factory.mktemp("formats")
+
+    def make(name):
+        if name not in kept:
+            spec, opset = CASES[name]
+            qmodel = quantize(network(), X[:2], [X], spec=spec)
+            path = export_onnx(qmodel, X[:2], folder / f"{len(kept)}.onnx", opset=opset)
+            with torch.no_grad():
+                kept[name] = qmodel(X), path
+        return kept[name]
+
+    return make
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_file_computes_what_fake_quantization_does(name, tmp_path):
-    spec, opset = CASES[name]
-    qmodel = quantize(network(), X[:2], [X], spec=spec)
-    path = export_onnx(qmodel, X[:2], tmp_path / "m.onnx", opset=opset)
-    with torch.no_grad():
-        expected = qmodel(X)
+def test_file_computes_what_fake_quantization_does(name, made):
+    expected, path = made(name)
     found = ReferenceEvaluator(str(path)).run(None, {"input": X.numpy()})[0]
     assert sqnr(expected, torch.from_numpy(found)) > 60
     audit = audit_onnx(path)
@@ -76,10 +89,8 @@ def test_file_computes_what_fake_quantization_does(name, tmp_path):
     assert all(row.int8 == ("fp8" not in name) for row in audit.rows)
 
 
-def test_int4_file_is_smaller_and_holds_the_same_integers(tmp_path):
-    qmodel = quantize(network(), X[:2], [X], spec=CASES["w4"][0])
-    four, eight = (export_onnx(qmodel, X[:2], tmp_path / f"{o}.onnx", opset=o) for o in (21, 19))
-    protos = [onnx.load(path) for path in (four, eight)]
+def test_int4_file_is_smaller_and_holds_the_same_integers(made):
+    protos = [onnx.load(made(name)[1]) for name in ("w4", "w4 below opset 21")]
     sizes = []
     for proto, kind in zip(protos, (TensorProto.INT4, TensorProto.INT8), strict=True):
         weights = [t for t in proto.graph.initializer if t.data_type == kind and len(t.dims) > 1]
@@ -95,13 +106,10 @@ def test_int4_file_is_smaller_and_holds_the_same_integers(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "engine"), [("w4", "openvino"), ("w6a6", "openvino"), ("w6a6", "onnxruntime")])
-def test_engines_that_read_it_agree(name, engine, tmp_path):
-    spec, opset = CASES[name]
-    qmodel = quantize(network(), X[:2], [X], spec=spec)
-    path = export_onnx(qmodel, X[:2], tmp_path / "m.onnx", opset=opset)
+def test_engines_that_read_it_agree(name, engine, made):
+    expected, path = made(name)
     (found,) = build_engine(path, engine).run({"input": X.numpy()}).values()
-    with torch.no_grad():
-        assert sqnr(qmodel(X), torch.from_numpy(np.asarray(found))) > 25
+    assert sqnr(expected, torch.from_numpy(np.asarray(found))) > 25
 
 
 @pytest.mark.parametrize(
