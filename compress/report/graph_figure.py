@@ -27,7 +27,7 @@ _MOVES = frozenset(
     {"identity", "dropout", "flatten", "reshape", "transpose", "squeeze", "split", "getitem", "repeat", "constant"}
     | {"shape", "getattr", "floordiv", "compare", "roll"}
 )
-_FUSED = frozenset({"relu", "relu6", "clamp", "batch_norm"})
+_FUSED = frozenset({"relu", "relu6", "clamp", "batch_norm", "add"})
 _WIDTH, _HEIGHT = 1.9, 0.78  # inches of a column and of a layer
 _LIMIT = 90
 
@@ -101,8 +101,8 @@ def block_graph(graph: fx.Graph, block: str) -> tuple[dict[str, Box], list[tuple
         )
     boxes = {node.name: _box(node, node in shown, block) for node in drawn}
     for node in drawn:
-        before = node.all_input_nodes[0].name if len(node.all_input_nodes) == 1 else ""
-        if node in shown and node_kind(node) in _FUSED and before in boxes and boxes[before].kind == "int8":
+        before = {boxes[source.name].kind for source in node.all_input_nodes if source.name in boxes}
+        if node in shown and node_kind(node) in _FUSED and "int8" in before and before <= {"int8", "quantizer"}:
             boxes[node.name] = replace(boxes[node.name], kind="int8", detail=f"{node_kind(node)}, in the same kernel")
     return boxes, list(dict.fromkeys(edges))
 

@@ -1,6 +1,6 @@
 """The figure of a block: which boxes and edges, and that the layout can be read."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -55,6 +55,6 @@ def test_boxes_do_not_overlap_and_edges_go_down(pairs):
         assert ay != by or abs(ax - bx) > 0.99
     for edge, route in layout.routes.items():
         assert (route[0], route[-1]) == (layout.places[edge[0]], layout.places[edge[1]])
-        assert all(a[1] < b[1] for a, b in zip(route, route[1:], strict=False))
+        assert all(a[1] < b[1] for a, b in pairwise(route))
         for point in route[1:-1]:
             assert all(point[1] != y or abs(point[0] - x) > 0.7 for x, y in layout.places.values())
