@@ -131,6 +131,7 @@ def row(name: str, kind: str, sm: int, made: Path | str, batch: int) -> Row:
         "types": dict(Counter(layer.precision for layer in audit.weighted)),
         "activation_bytes": audit.activation_bytes,
         "kernels": audit.kernels,
+        "untold": sum(layer.untold for layer in audit.layers),
     }
 
 
@@ -174,10 +175,9 @@ def table_line(row: Row) -> str:
     if "reason" in row:
         return f"{head} not built, see below | | | | |"
     types = ", ".join(f"{count} {kind}" for kind, count in sorted(row["types"].items(), key=lambda item: -item[1]))
-    return (
-        f"{head} {types} | {row['activation_bytes'] / 1e6:.1f} | {row['kernels']} | {row['engine_bytes'] / 1e6:.1f} | "
-        f"{row['seconds']:.1f} |"
-    )
+    untold = f" and {row['untold']} tensors of untold type" if row["untold"] else ""
+    megabytes = f"{row['activation_bytes'] / 1e6:.1f}{untold}"
+    return f"{head} {types} | {megabytes} | {row['kernels']} | {row['engine_bytes'] / 1e6:.1f} | {row['seconds']:.1f} |"
 
 
 if __name__ == "__main__":
