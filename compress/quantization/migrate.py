@@ -26,7 +26,7 @@ from compress.graph.fold import foldable_pair
 from compress.graph.ops import node_module
 from compress.graph.trace import Inputs, leaves_of, preserve, trace
 from compress.quantization.decisions import ActivationSite, Decision, Placement, WeightSite
-from compress.quantization.modules import quantized_layer, weight_axis
+from compress.quantization.modules import QuantConv2d, quantized_layer, weight_axis
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.spec import ActivationSpec, WeightSpec
@@ -48,10 +48,16 @@ def from_pytorch_quantization(model: nn.Module, example_inputs: Inputs) -> fx.Gr
         was taken over. Quantizers that were disabled are left out.
 
     Raises:
-        QuantizationError: no quantizer that is on, or a layer or quantizer that has no equal here (named).
+        QuantizationError: no quantizer that is on, a layer or quantizer that has no equal here (named), or compress was
+            imported while pytorch-quantization's layers stood in torch.nn.
         CalibrationError: a quantizer without a calibrated range, or still in calibration (named).
         ModelError: the model cannot be traced.
     """
+    if any(cls.__module__.startswith(_PACKAGE) for cls in QuantConv2d.__mro__):
+        raise QuantizationError(
+            "compress was imported while pytorch-quantization had its layers in torch.nn, and is built on them now: "
+            "import compress before quant_modules.initialize(), or call quant_modules.deactivate() before the import"
+        )
     paths = [path for path, module in model.named_modules() if _is_theirs(module)]
     inside = {path for path in paths for outer in paths if path.startswith(f"{outer}.")}
     graph_module = trace(model, example_inputs, leaves=[path for path in paths if path not in inside])
@@ -266,7 +272,8 @@ def _usable(amax: Tensor, path: str) -> Tensor:
 def _float_twin(module: nn.Module, path: str) -> nn.Module:
     """The layer of torch itself with the parameters of theirs."""
     names = [c.__name__.removeprefix("Quant") for c in type(module).__mro__ if c.__module__.startswith(_PACKAGE)]
-    layer_class = next((getattr(nn, name) for name in names if hasattr(nn, name)), None)
+    # torch.nn itself may have their layers in the place of its own (quant_modules.initialize)
+    layer_class = next((getattr(nn.modules, name) for name in names if hasattr(nn.modules, name)), None)
     theirs = cast(Any, module)
     if layer_class is None or not hasattr(module, "_input_quantizer"):
         raise QuantizationError(f"layer {path} is a {type(module).__name__}, which has no quantized form here")

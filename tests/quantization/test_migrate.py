@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
+import torchvision
 from torch import nn
 
 import compress
@@ -13,9 +16,11 @@ from compress.engines import build_engine
 from compress.errors import CalibrationError, QuantizationError
 from compress.quantization.insert import placement_of, quantizers
 from compress.quantization.migrate import from_pytorch_quantization
+from compress.quantization.modules import QuantConv2d
 from tests.networks import with_statistics
 
 theirs = pytest.importorskip("pytorch_quantization.nn", reason="install the extra pytorch-quantization")
+from pytorch_quantization import quant_modules  # noqa: E402
 from pytorch_quantization.tensor_quant import QuantDescriptor  # noqa: E402
 
 X = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -138,6 +143,34 @@ def test_ranges_measured_at_each_call_learned_ones_and_dead_channels():
         model[0].clip.clip_value_max.fill_(1.0)
     with pytest.raises(QuantizationError, match="from -1.5 to 1"):
         from_pytorch_quantization(model, x)
+
+
+def test_a_torchvision_model_made_under_their_patch_of_torch():
+    """As their users make them: torch.nn holds their layers while the model is built, and while it is taken over."""
+    quant_modules.initialize()
+    try:
+        model = torchvision.models.resnet18(num_classes=10)
+        assert isinstance(model.conv1, theirs.QuantConv2d)
+        calibrated(model)
+        ours = from_pytorch_quantization(model, X[:2])
+    finally:
+        quant_modules.deactivate()
+    names = [name for name, _ in quantizers(ours)]
+    assert len([name for name in names if name.endswith("weight_quantizer")]) == 21
+    assert type(ours.get_submodule("layer1.0.conv1")) is QuantConv2d
+    with torch.no_grad():
+        torch.testing.assert_close(ours(X), model(X), rtol=1e-5, atol=1e-5)
+
+
+def test_importing_compress_under_their_patch_is_refused():
+    """It would be built on their layers."""
+    lines = [
+        "from pytorch_quantization import quant_modules; quant_modules.initialize()",
+        "import compress, torch; m = torch.nn.Sequential(torch.nn.Linear(6, 4))",
+        "compress.from_pytorch_quantization(m, torch.randn(2, 6))",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert done.returncode and "import compress before quant_modules.initialize()" in done.stderr
 
 
 def test_it_trains_on():
