@@ -116,7 +116,7 @@ class LearnedQuantizer(Quantizer):
 
     def _quantized(self, x: Tensor) -> Tensor:
         # The clamped value with the whole gradient: a range below zero must be able to come back
-        amax = self.amax + (self.positive_amax - self.amax).detach()
+        amax = torch.where(self.amax > _SMALLEST, self.amax, _SMALLEST + (self.amax - self.amax.detach()))
         shared = x.numel() if self.of_weight else x.numel() // max(1, len(x) if x.dim() else 1)
         channels = 1 if self.format.axis is None else x.shape[self.format.axis]
         return learned_fake_quantize(x, amax, self.format, elements=shared // channels)
