@@ -324,7 +324,7 @@ def _activation_row(origin: fx.Node, asked: list[_Wish], name: str, quant_format
         axis=None,
         signed=quant_format.signed,
         rule=", ".join(dict.fromkeys(w.rule for w in asked)),
-        reason="; ".join(dict.fromkeys(w.reason for w in asked)),
+        reason="; ".join(dict.fromkeys(w.reason for w in asked)) + _floating(quant_format),
     )
 
 
@@ -350,9 +350,14 @@ def _weight_row(site: WeightSite) -> Decision:
         axis=site.format.axis,
         signed=True,
         rule="weight",
-        reason="per output channel, symmetric" if site.format.axis is not None else "per tensor, symmetric",
+        reason=("per output channel, symmetric" if site.format.axis is not None else "per tensor, symmetric")
+        + _floating(site.format),
     )
 
 
 def _by_name(nodes: list[fx.Node], path: str) -> fx.Node:
     return next(n for n in nodes if n.op == "call_module" and n.target == path)
+
+
+def _floating(quant_format: QuantFormat) -> str:
+    return "; FP8 E4M3" if quant_format.kind == "e4m3" else ""
