@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from compress.data.preprocessing import LABELS_KEY, METADATA_KEY, Preprocessing
 from compress.errors import ExportError
+from compress.export.bias import integer_biases
 from compress.export.channel_scales import scales_on_outputs
 from compress.export.cleanup import clean
 from compress.export.int4 import pack_int4
@@ -75,6 +76,8 @@ def export_onnx(
     proto = _export(ready, inputs, spec)
     pack_int4(proto)
     clean(proto)
+    if getattr(getattr(model, "placement", None), "target", "") == "onnxruntime":
+        integer_biases(proto)
     if spec.channel_scales == "output":
         scales_on_outputs(proto)
     _describe(proto, preprocessing, labels, metadata or {})

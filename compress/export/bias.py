@@ -1,0 +1,85 @@
+"""Biases of matrix products as INT32, for ONNX Runtime.
+
+ONNX Runtime merges MatMul and Add into Gemm before it looks for Q/DQ, and runs a Gemm in 8 bits only when its bias is
+an INT32 DequantizeLinear of scale input scale * weight scale; with a float bias it dequantizes the weights in every run
+and multiplies in float. (It rewrites the biases of convolutions itself.) The bias moves by half such a step at most.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+_MOVES = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split", "Gather", "Flatten"})
+_LARGEST = 2**31 - 1
+
+
+def integer_biases(proto: onnx.ModelProto) -> tuple[str, ...]:
+    """Write the bias of every Gemm, or MatMul followed by Add, whose input and weight are quantized as INT32; in place.
+
+    Returns:
+        Names of the nodes whose bias is INT32 now.
+    """
+    graph = proto.graph
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    made = {output: node for node in graph.node for output in node.output}
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    done: dict[str, onnx.NodeProto] = {}
+    for node in graph.node:
+        found = _bias(node, constants, readers)
+        scales = [_scale(name, constants, made) for name in node.input[:2]]
+        if found is None or any(scale is None for scale in scales):
+            continue
+        holder, place = found
+        bias = constants[holder.input[place]]
+        scale = np.broadcast_to(np.asarray(scales[0] * scales[1], np.float32), bias.shape).copy()  # type: ignore[operator]
+        steps = np.round(bias / scale)
+        if bias.dtype == np.float32 and bias.ndim == 1 and np.abs(steps).max() < _LARGEST:
+            done[holder.name] = _dequantize(graph, holder, place, steps.astype(np.int32), scale)
+    nodes = [part for node in graph.node for part in ((done[node.name], node) if node.name in done else (node,))]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    return tuple(done)
+
+
+def _bias(
+    node: onnx.NodeProto, constants: dict[str, NDArray[Any]], readers: dict[str, list[onnx.NodeProto]]
+) -> tuple[onnx.NodeProto, int] | None:
+    """(node that adds the bias of a matrix product, which of its inputs that is)."""
+    if node.op_type == "Gemm" and len(node.input) == 3 and node.input[2] in constants:
+        plain = all(a.f == 1.0 for a in node.attribute if a.name in {"alpha", "beta"})
+        return (node, 2) if plain else None
+    after = readers.get(node.output[0], []) if node.op_type == "MatMul" else []
+    if len(after) != 1 or after[0].op_type != "Add":
+        return None
+    return next(((after[0], i) for i, name in enumerate(after[0].input) if name in constants), None)
+
+
+def _scale(name: str, constants: dict[str, NDArray[Any]], made: dict[str, onnx.NodeProto]) -> NDArray[Any] | None:
+    """Scale of a tensor that comes out of a DequantizeLinear through what moves values; None where it does not."""
+    node = made.get(name)
+    while node is not None and node.op_type in _MOVES:
+        node = made.get(node.input[0])
+    if node is None or node.op_type != "DequantizeLinear":
+        return None
+    return constants.get(node.input[1])
+
+
+def _dequantize(
+    graph: onnx.GraphProto, holder: onnx.NodeProto, place: int, steps: NDArray[Any], scale: NDArray[Any]
+) -> onnx.NodeProto:
+    """The DequantizeLinear of a bias, its constants added to the graph and its result read by `holder`."""
+    names = [f"{holder.name}/bias_{part}" for part in ("q", "scale", "zero_point")]
+    for name, value in zip(names, (steps, scale, np.zeros_like(steps)), strict=True):
+        graph.initializer.append(numpy_helper.from_array(value, name))
+    holder.input[place] = f"{holder.name}/bias"
+    return helper.make_node(
+        "DequantizeLinear", names, [holder.input[place]], name=f"{holder.name}/bias/DequantizeLinear", axis=0
+    )

@@ -1,0 +1,52 @@
+"""INT32 biases: ONNX Runtime then runs matrix products in 8 bits, and computes what fake quantization does."""
+
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from torch import nn
+
+from compress.export.onnx import export_onnx
+from compress.quantization.calibrate import quantize
+from compress.quantization.compare import sqnr
+from compress.quantization.spec import ActivationSpec, QuantSpec
+
+X = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.a, self.b, self.fc = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = x + self.b(torch.nn.functional.gelu(self.a(self.norm(x))))
+        return self.fc(x.mean(1))
+
+
+def written(tmp_path, target, precision="fp32"):
+    spec = QuantSpec(target=target, activations=ActivationSpec(calibrator="max"))
+    qmodel = quantize(Block().eval(), X, [X], spec=spec)
+    return qmodel, export_onnx(qmodel, X, tmp_path / "model.onnx", precision=precision)
+
+
+def test_all_products_run_in_8_bits_and_agree_with_fake_quantization(tmp_path):
+    qmodel, path = written(tmp_path, "onnxruntime")
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.add_free_dimension_override_by_name("batch", 3)
+    options.log_severity_level = 3
+    session = ort.InferenceSession(str(path), options)
+    kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    assert kinds.count("QGemm") + kinds.count("MatMulIntegerToFloat") == 3 and "Gemm" not in kinds
+    (result,) = session.run(None, {"input": X.numpy()})
+    with torch.no_grad():
+        assert sqnr(qmodel(X), torch.from_numpy(result)) > 40
+
+
+@pytest.mark.parametrize(("target", "precision"), [("openvino", "fp32"), ("tensorrt", "fp32"), ("onnxruntime", "fp16")])
+def test_other_targets_and_precisions_keep_their_biases(tmp_path, target, precision):
+    _, path = written(tmp_path, target, precision)
+    types = {tensor.data_type for tensor in onnx.load(path).graph.initializer}
+    assert onnx.TensorProto.INT32 not in types
