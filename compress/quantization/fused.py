@@ -120,9 +120,8 @@ class FusedChainModule(nn.Module):
             x: the layer's input; without a layer, what is activated and quantized.
             residual: shape of the layer's result, added to it.
         """
-        alone = self.layer is None and residual is None and not self.activation
-        if not _is_live(self.quantizer) or (alone and torch.compiler.is_compiling()):
-            return self._plain(x, residual)  # the compiler fuses a quantizer alone with what makes its input
+        if not _is_live(self.quantizer):
+            return self._plain(x, residual)
         layer, bias, amax = cast(Any, self.layer), None, self.quantizer.amax
         if layer is not None:
             bias, weight = layer.bias, _weight(layer, self.kernels)
@@ -144,7 +143,7 @@ def _weight(layer: nn.Module, kernels: Kernels | None) -> Tensor:
     if quantizer is None:
         return weight
     by_hand = kernels == "triton" or (kernels is None and weight.is_cuda and HAS_TRITON)
-    if not by_hand or torch.compiler.is_compiling() or not _is_plain(quantizer) or not _is_live(quantizer):
+    if not by_hand or not _is_plain(quantizer) or not _is_live(quantizer):
         return cast(Tensor, quantizer(weight))
     device = weight.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype

@@ -154,7 +154,9 @@ def _rounded(x: Tensor, scale: Tensor, quant_format: QuantFormat, mask: bool = F
     inside = (rounded == clamped) if mask else None
     if quant_format.kind == "e4m3":
         clamped = clamped.to(torch.float8_e4m3fn).to(work.dtype)
-    return (clamped * scale).to(x.dtype), inside
+    result = clamped * scale
+    # a `.to` that changes nothing, as an autograd.Function's result, has a gradient of zero in torch 2.11's compiler
+    return (result if result.dtype == x.dtype else result.to(x.dtype)), inside
 
 
 def along_axis(scale: Tensor, x: Tensor, axis: int | None) -> Tensor:
