@@ -12,26 +12,37 @@ an MLP; every other norm is refused with a reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import CalibrationError, QuantizationError
-from compress.graph.ops import node_kind, node_module
+from compress.graph.ops import layer_name, node_kind, node_module
 from compress.progress import NoProgress, Progress
 from compress.quantization.ranges import input_ranges, scale_inputs
+
+_POSITIONS = ((2, "weight"), (3, "bias"))  # of layer_norm and rms_norm as functions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Norm:
-    """A normalization and the linear layers that read it, as module paths."""
+    """A normalization and the linear layers that read it.
+
+    Attributes:
+        path: of its module, also where the graph calls a function with that module's parameters (timm's norms).
+        node: name in the graph.
+        parameters: paths of its weight and, where it has one, bias.
+        readers: module paths of the linear layers.
+    """
 
     path: str
+    node: str
+    parameters: tuple[str, ...]
     readers: tuple[str, ...]
 
 
@@ -71,17 +82,24 @@ def smoothing_scale(activations: Tensor, weights: Tensor, alpha: float) -> Tenso
 
 def find_norms(graph_module: fx.GraphModule) -> tuple[tuple[Norm, ...], dict[str, str]]:
     """Norms that can be smoothed, and for the others why not."""
-    calls = Counter(str(node.target) for node in graph_module.graph.nodes if node.op == "call_module")
+    calls = Counter(
+        str(node.target)
+        for node in graph_module.graph.nodes
+        for _ in range(len(node.users) if node.op == "get_attr" else 1)
+        if node.op in {"call_module", "get_attr"}
+    )
     norms, refused = [], {}
     for node in graph_module.graph.nodes:
         if node_kind(node) != "layer_norm":
             continue
-        reason = _refusal(node, calls)
+        parameters = _parameters(node)
+        path = parameters[0].rpartition(".")[0] if parameters else layer_name(node)
+        reason = _refusal(node, parameters, calls)
         if reason:
-            refused[str(node.target) if node.op == "call_module" else node.name] = reason
+            refused[path] = reason
         else:
             readers = tuple(dict.fromkeys(str(user.target) for user in _readers(node)))
-            norms.append(Norm(path=str(node.target), readers=readers))
+            norms.append(Norm(path=path, node=node.name, parameters=parameters, readers=readers))
     return tuple(norms), refused
 
 
@@ -116,10 +134,10 @@ def smooth(
             f"smooth: no LayerNorm feeds linear layers only ({reasons or 'the model has none'}); take "
             "quantization.smooth out of the recipe"
         )
-    largest = _largest(graph_module, [norm.path for norm in norms], batches, progress or NoProgress())
+    largest = _largest(graph_module, [norm.node for norm in norms], batches, progress or NoProgress())
     divided = {}
     for norm in norms:
-        amax = largest[norm.path]
+        amax = largest[norm.node]
         if all_reduce:
             torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX)
         if not bool(amax.isfinite().all()):
@@ -127,10 +145,8 @@ def smooth(
         readers = [graph_module.get_submodule(path) for path in norm.readers]
         weights = torch.stack([input_ranges(reader) for reader in readers]).amax(0)
         scale = smoothing_scale(amax, weights, alpha)
-        module = graph_module.get_submodule(norm.path)
-        for parameter in (module.weight, getattr(module, "bias", None)):
-            if parameter is not None:
-                cast(Tensor, parameter).div_(scale)
+        for parameter in norm.parameters:
+            graph_module.get_parameter(parameter).div_(scale)
         for reader in readers:
             scale_inputs(reader, scale)
         divided[norm.path] = scale
@@ -145,46 +161,64 @@ def _readers(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _refusal(node: fx.Node, calls: Counter[str]) -> str:
+def _parameters(node: fx.Node) -> tuple[str, ...]:
+    """Paths of a norm's weight and bias; none where it has no weight."""
+    if node.op == "call_module":
+        module: nn.Module = node_module(node)
+        names = [name for name in ("weight", "bias") if getattr(module, name, None) is not None]
+        return tuple(f"{node.target}.{name}" for name in names) if "weight" in names else ()
+    given = {name: node.kwargs.get(name, node.args[i] if len(node.args) > i else None) for i, name in _POSITIONS}
+    if not isinstance(given["weight"], fx.Node):
+        return ()
+    return tuple(str(p.target) if p.op == "get_attr" else "" for p in given.values() if isinstance(p, fx.Node))
+
+
+def _refusal(node: fx.Node, parameters: tuple[str, ...], calls: Counter[str]) -> str:
     """Why a norm cannot be smoothed; "" when it can."""
-    if node.op != "call_module":
-        return "is a function, without parameters of its own that could be rescaled"
-    module: nn.Module = node_module(node)
-    if len(cast(Sequence[int], module.normalized_shape)) != 1:
-        return "normalizes more than the channel axis"
-    if module.weight is None:
+    if not parameters:
         return "has no affine parameters to rescale"
+    if "" in parameters:
+        return "has parameters that are computed"
+    shape: Any
+    if node.op == "call_module":
+        shape, times = node_module(node).normalized_shape, calls[str(node.target)]
+    else:
+        shape, times = node.args[1] if len(node.args) > 1 else node.kwargs["normalized_shape"], calls[parameters[0]]
+    if len(shape) != 1:
+        return "normalizes more than the channel axis"
+    if times != 1:
+        return "is called twice"
     for user in _readers(node):
         if node_kind(user) != "linear" or user.op != "call_module":
             return f"{user.target if user.op == 'call_module' else user.name} ({node_kind(user)}) reads it too"
         if calls[str(user.target)] != 1 or parametrize.is_parametrized(node_module(user)):
             return f"{user.target}, which reads it, is called twice or has a parametrized weight"
-    return "is called twice" if calls[str(node.target)] != 1 else ""
+    return ""
 
 
 class _Watch(fx.Interpreter):
-    """Runs a graph and keeps the largest magnitude of each channel (last axis) of some modules' results."""
+    """Runs a graph and keeps the largest magnitude of each channel (last axis) of some nodes' results."""
 
-    def __init__(self, module: fx.GraphModule, paths: Iterable[str]) -> None:
+    def __init__(self, module: fx.GraphModule, names: Iterable[str]) -> None:
         super().__init__(module)
-        self.paths = frozenset(paths)
+        self.names = frozenset(names)
         self.amax: dict[str, Tensor] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        if n.op == "call_module" and n.target in self.paths:
-            path, amax = str(n.target), result.detach().abs().flatten(0, -2).amax(0)
-            self.amax[path] = torch.maximum(self.amax[path], amax) if path in self.amax else amax
+        if n.name in self.names:
+            amax = result.detach().abs().flatten(0, -2).amax(0)
+            self.amax[n.name] = torch.maximum(self.amax[n.name], amax) if n.name in self.amax else amax
         return result
 
 
 def _largest(
-    graph_module: fx.GraphModule, paths: list[str], batches: Iterable[Any], progress: Progress
+    graph_module: fx.GraphModule, names: list[str], batches: Iterable[Any], progress: Progress
 ) -> dict[str, Tensor]:
-    """(C,) by path, over all batches."""
+    """(C,) by node name, over all batches."""
     first = next(chain(graph_module.parameters(), graph_module.buffers()), None)
     device = first.device if first is not None else torch.device("cpu")
-    watch, task = _Watch(graph_module.eval(), paths), "smooth"
+    watch, task = _Watch(graph_module.eval(), names), "smooth"
     progress.start(task, len(batches) if isinstance(batches, Sized) else 0)
     for batch in batches:
         watch.run((batch[0] if isinstance(batch, (tuple, list)) else batch).to(device))

@@ -244,6 +244,25 @@ def test_smoothing_preserves_the_function_and_follows_the_formula():
     torch.testing.assert_close(smoothed, now)  # at 0.5 both sides share the difficulty evenly
 
 
+class OwnNorm(nn.LayerNorm):
+    """As timm's: a subclass outside torch, which fx traces into."""
+
+    def forward(self, x):
+        return nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+def test_smoothing_sees_norms_that_are_functions(monkeypatch):
+    monkeypatch.setattr(OwnNorm, "__module__", "elsewhere")
+    torch.manual_seed(0)
+    model, x = nn.Sequential(OwnNorm(8), nn.Linear(8, 4)).eval(), torch.randn(4, 5, 8)
+    graph_module = trace(model, x)
+    with torch.no_grad():
+        report = smooth(graph_module, [x])
+        torch.testing.assert_close(graph_module(x), model(x))
+    assert report.norms[0].path == "0" and report.norms[0].parameters == ("0.weight", "0.bias")
+    assert not torch.equal(graph_module.get_parameter("0.weight"), model[0].weight)
+
+
 def test_smoothing_gains_where_there_are_outliers():
     block, x = block_with_outliers()
     noise = {}
