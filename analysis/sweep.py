@@ -60,8 +60,8 @@ mixer_s32_224 gmixer_12_224 gmlp_ti16_224 nextvit_small vitamin_small_224 rdnet_
 
 LEGEND = (
     "W and A: quantizers of weights and of activations. SQNR: of fake quantization to the float model, and of the "
-    "engine to fake quantization, in dB, over 16 images that calibration did not see; top-1: share of equal decisions of "
-    "engine and fake quantization. Latency: INT8 over float in the same engine, in turn (OpenVINO's float is its "
+    "engine to fake quantization, in dB, over 16 images that calibration did not see; top-1: share of equal decisions "
+    "of engine and fake quantization. Latency: INT8 over float in the same engine, in turn (OpenVINO's float is its "
     "default, bf16 where the CPU has it). Random networks tell nothing about accuracy after training. Left float: how "
     "many operations, by rule; the reasons stand below."
 )
