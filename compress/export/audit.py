@@ -30,7 +30,7 @@ class AuditRow:
     Attributes:
         name: ONNX node.
         op_type: `Conv`, `ConvTranspose`, `Gemm` or `MatMul`.
-        input_type, weight_type: `int8`, `uint8`, `int4`, `float8_e4m3fn`, ... where a DequantizeLinear stands before it;
+        input_type, weight_type: `int8`, `uint8`, `int4`, `float8_e4m3fn`, ... where a DequantizeLinear stands before;
             else the float type.
         per_channel: whether the weight has a scale for each channel.
         weight_elements: elements of a constant weight; 0 for a product of two activations.

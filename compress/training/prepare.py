@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from compress.data.base import Split
 from compress.errors import DataError, ModelError, RecipeError
 from compress.quantization.fused import fuse_for_training, is_fusible, pays_off
+from compress.quantization.fused_ops import Kernels
 from compress.training.distributed import Processes
 from compress.training.evaluate import modes_kept
 from compress.training.outputs import LogitsOf, check_logits
@@ -111,7 +112,9 @@ def wrap(
     Raises:
         QuantizationError: fused training is asked for and the model has no quantizers.
     """
-    module: nn.Module = LogitsOf(fuse_for_training(model) if _is_fused(model, spec, device) else model)
+    kernels: Kernels | None = "torch" if spec.compile else None  # the compiler fuses those with their neighbours (results/h200)
+    fused = _is_fused(model, spec, device)
+    module: nn.Module = LogitsOf(fuse_for_training(model, kernels=kernels) if fused else model)
     no_sync: NoSync = nullcontext
     if processes.world_size > 1:
         module = DistributedDataParallel(

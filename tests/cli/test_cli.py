@@ -33,7 +33,7 @@ def test_help_names_the_commands():
         (("ptq", "--recipe", "resnet50", "--set", "model.weights=/none.pt"), "/none.pt"),
         (("report", "nowhere"), "nowhere"),
         (("inspect", "--onnx", "none.onnx"), "does not exist"),
-        (("inspect",), "give --recipe, --model or --onnx"),
+        (("inspect",), "give --recipe, --model, --onnx or --engine"),
         (("inspect", "--model", "resnet18", "--sparsity", "--device", "t4"), "has no peak for int8-2:4"),
         (("inspect", "--recipe", "resnet50-sparse", "--sparsity", "-s", "sparsity.pattern='1:4'"), "for 2:4 only"),
     ],
