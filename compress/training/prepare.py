@@ -112,7 +112,8 @@ def wrap(
     Raises:
         QuantizationError: fused training is asked for and the model has no quantizers.
     """
-    kernels: Kernels | None = "torch" if spec.compile else None  # the compiler fuses those with their neighbours (results/h200)
+    # The compiler fuses torch's operations with their neighbours; our own kernels stand in its way (results/h200)
+    kernels: Kernels | None = "torch" if spec.compile else None
     fused = _is_fused(model, spec, device)
     module: nn.Module = LogitsOf(fuse_for_training(model, kernels=kernels) if fused else model)
     no_sync: NoSync = nullcontext
