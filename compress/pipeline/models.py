@@ -25,6 +25,8 @@ from compress.sparsity.parametrization import apply_masks, squash_masks
 from compress.training import QATSpec, TrainReport, TrainSpec, fit, load_model, save_model
 from compress.training.loop import AfterStep
 
+_MUCH = 0.02  # of the values beyond the range: what percentile and mse leave out stays far below it
+
 
 def build_float(recipe: Recipe, data: DataSet) -> BuiltModel:
     """The recipe's model as it is before training: fresh from the seed, or with its weights."""
@@ -56,6 +58,7 @@ def ptq_step(run: Run, float_model: nn.Module, variant: str = "ptq") -> fx.Graph
     ready = smoothed(float_model, example, images, spec, all_reduce=many, progress=run.progress)
     qmodel = insert_quantizers(ready, example, spec)
     seen = calibrate(qmodel, images, all_reduce=many, progress=run.progress)
+    run.notes += _clipping_note(variant, seen)
     run.processes.on_main(lambda: _write_quantization(run, qmodel, seen))
     rounded = run.path(f"{variant}.adaround")
     improved = improve(
@@ -160,6 +163,18 @@ def _calibration_images(run: Run, spec: QuantSpec) -> CalibrationImages:
         world_size=run.processes.world_size,
     )
     return CalibrationImages(run.data.train, plan)
+
+
+def _clipping_note(variant: str, seen: CalibrationReport) -> list[str]:
+    """A word of warning where the ranges leave out much of what was seen."""
+    cut = {name: share for name, share in seen.clipped.items() if share > _MUCH}
+    if not cut:
+        return []
+    worst = max(cut, key=lambda name: cut[name])
+    return [
+        f"{variant}: calibration cuts off {cut[worst]:.0%} of the values at {worst}, and over {_MUCH:.0%} at {len(cut)} "
+        f"of {len(seen.amax)} quantizers; if accuracy is lost, compare quantization.activations.calibrator=mse and max"
+    ]
 
 
 def _write_quantization(run: Run, qmodel: fx.GraphModule, seen: CalibrationReport) -> None:

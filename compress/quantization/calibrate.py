@@ -43,6 +43,18 @@ class CalibrationReport:
     amax: dict[str, Tensor]
     histograms: dict[str, tuple[Tensor, Tensor]]
 
+    @property
+    def clipped(self) -> dict[str, float]:
+        """Share of the values, zeros apart, beyond the range, by quantizer path; of those that have a histogram."""
+        return {name: _share_beyond(*self.histograms[name], self.amax[name]) for name in self.histograms}
+
+
+def _share_beyond(counts: Tensor, edges: Tensor, amax: Tensor) -> float:
+    """Share of a histogram's counts, its first bin apart, in bins that begin at `amax` or above."""
+    seen = counts[1:].double().cpu()
+    beyond = seen[edges[1:-1].double().cpu() >= amax.max().double().cpu()].sum()
+    return float(beyond / seen.sum().clamp_min(1))
+
 
 def quantize(
     model: nn.Module,

@@ -44,13 +44,15 @@ class ActivationSpec:
     Attributes:
         num_bits: 2 to 8; fewer than 8 are written as 8-bit integers behind a Clip.
         calibrator: how `amax` is chosen; the network's input, which is bounded, always keeps its whole range (`max`).
+            `entropy` is the best by a little on natural images, and the worst by far where values crowd at a few
+            places (drawings, ReLU6): 98.4 to 21 % on MobileNetV2 of digits. `mse` is safe on both.
         percentile: share of magnitudes kept, in percent, for calibrator `percentile`.
         kind: `int`, or `e4m3` for FP8 (with num_bits 8, calibrator `max` or `percentile`, weights and activations
             alike).
     """
 
     num_bits: int = 8
-    calibrator: CalibratorName = "entropy"
+    calibrator: CalibratorName = "mse"
     percentile: float = 99.99
     kind: Kind = "int"
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from compress.errors import CalibrationError, QuantizationError
-from compress.quantization.calibrate import calibrate, calibrate_weights, quantize
+from compress.quantization.calibrate import CalibrationReport, calibrate, calibrate_weights, quantize
 from compress.quantization.compare import output_sqnr, sqnr, weight_sqnr
 from compress.quantization.insert import insert_quantizers, quantizers
 from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
@@ -150,3 +151,24 @@ def test_weights_recalibrate_after_training(qmodel):
         qmodel.fc.weight.mul_(3)
     calibrate_weights(qmodel)
     torch.testing.assert_close(qmodel.fc.weight_quantizer.amax, qmodel.fc.weight.detach().abs().amax(1))
+
+
+def test_what_the_ranges_cut_off_is_told():
+    """Half of the values at 1, half at 100: a range of 10 cuts off half."""
+    counts, edges = torch.zeros(100), torch.arange(101.0)
+    counts[1], counts[99], counts[0] = 50, 50, 1000  # zeros lose nothing
+    told = CalibrationReport(images=1, amax={"q": torch.tensor(10.0)}, histograms={"q": (counts, edges)})
+    assert told.clipped == {"q": 0.5}
+    assert replace(told, amax={"q": torch.tensor(100.0)}).clipped == {"q": 0.0}
+
+
+def test_the_default_keeps_values_that_crowd_at_two_places():
+    """As in drawings, or behind a ReLU6."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[0].bias.copy_(torch.tensor([0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05, 6.0]))
+    x = torch.rand(4, 3, 8, 8)
+    qmodel = quantize(model, x, [x])
+    error = (qmodel(x) - model(x)).norm() / model(x).norm()
+    assert error < 0.05
