@@ -172,7 +172,7 @@ def _clipping_note(variant: str, seen: CalibrationReport) -> list[str]:
         return []
     worst = max(cut, key=lambda name: cut[name])
     return [
-        f"{variant}: calibration cuts off {cut[worst]:.0%} of the values at {worst}, and over {_MUCH:.0%} at {len(cut)} "
+        f"{variant}: calibration cuts off {cut[worst]:.0%} of the values at {worst}, over {_MUCH:.0%} at {len(cut)} "
         f"of {len(seen.amax)} quantizers; if accuracy is lost, compare quantization.activations.calibrator=mse and max"
     ]
 
