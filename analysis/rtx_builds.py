@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import compress
 from compress.data import BatchPlan, DataSpec, load_data
 from compress.engines.engine_audit import audit_engine
+from compress.engines.engine_findings import unknown_part
 from compress.engines.nvidia_log import parse_build_log
 from compress.engines.tensorrt_build import build_tensorrt
 from compress.engines.tensorrt_options import TensorRTOptions
@@ -123,7 +124,7 @@ def row(name: str, kind: str, sm: int, made: Path | str, batch: int) -> Row:
         built = build_tensorrt(made, "tensorrt-rtx", options=options, reuse=False)
     except CompressError as error:
         return {**known, "reason": str(error)}
-    audit = audit_engine(parse_build_log(built.log))
+    audit = audit_engine(parse_build_log(built.log), onnx=made)
     return {
         **known,
         "seconds": time.perf_counter() - start,
@@ -131,7 +132,7 @@ def row(name: str, kind: str, sm: int, made: Path | str, batch: int) -> Row:
         "types": dict(Counter(layer.precision for layer in audit.weighted)),
         "activation_bytes": audit.activation_bytes,
         "kernels": audit.kernels,
-        "untold": sum(layer.untold for layer in audit.layers),
+        "untold": audit.untold,
     }
 
 
@@ -175,8 +176,7 @@ def table_line(row: Row) -> str:
     if "reason" in row:
         return f"{head} not built, see below | | | | |"
     types = ", ".join(f"{count} {kind}" for kind, count in sorted(row["types"].items(), key=lambda item: -item[1]))
-    untold = f" and {row['untold']} tensors of untold type" if row["untold"] else ""
-    megabytes = f"{row['activation_bytes'] / 1e6:.1f}{untold}"
+    megabytes = f"{row['activation_bytes'] / 1e6:.1f}{unknown_part(row['untold'])}"
     return f"{head} {types} | {megabytes} | {row['kernels']} | {row['engine_bytes'] / 1e6:.1f} | {row['seconds']:.1f} |"
 
 

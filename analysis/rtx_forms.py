@@ -136,7 +136,7 @@ def _row(result: FormResult) -> str:
     if result.error:
         return f"| {result.form} | not built: {' '.join(result.error.split())[:140].replace('|', '/')} | | | | | | |"
     cells = (
-        f"{result.activation_bytes / 1e6:.1f}",
+        f"{result.activation_bytes / 1e6:.1f}{unknown_part(result.untold)}",
         str(result.kernels),
         f"{result.weight_bytes / 1e6:.1f}",
         f"{result.int8_share:.0%}",
