@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from compress.data import BatchPlan, DataSpec, load_data
+from compress.engines.engine_findings import unknown_part
 from compress.engines.tensorrt_options import TensorRTOptions
 from compress.files import write_json, write_text
 from compress.measure import describe_machine

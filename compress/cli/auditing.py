@@ -8,8 +8,8 @@ from typing import Any
 
 from compress.cli.console import OUT, print_json, print_table
 from compress.engines.engine_audit import EngineAudit, audit_engine
-from compress.engines.engine_files import read_engine_layers
-from compress.engines.engine_findings import megabytes
+from compress.engines.engine_files import onnx_beside, read_engine_layers
+from compress.engines.engine_findings import megabytes, unknown_part
 from compress.engines.engine_roofline import choices_text, engine_roofline, int8_choices
 from compress.export.audit import audit_sparsity
 
@@ -21,13 +21,14 @@ def show_engine(path: Path, onnx: Path | None, device: str | None, batch_size: i
 
     Args:
         path: engine, build log or inspector JSON.
-        onnx: the file that it was built from, for what only that tells (2:4 weights).
+        onnx: the file that it was built from, for what only that tells (2:4 weights, rows of flattened tensors); for
+            the rows, None = the one that stands beside it.
         device: puts the layers under its roofs.
         batch_size: of that.
         as_json: one JSON document instead.
     """
     sparse = () if onnx is None else tuple(r.name for r in audit_sparsity(onnx) if r.violations == 0 and r.zeros >= 0.5)
-    audit = audit_engine(read_engine_layers(path), sparse_nodes=sparse)
+    audit = audit_engine(read_engine_layers(path), onnx=onnx or onnx_beside(path), sparse_nodes=sparse)
     if as_json:
         print_json(_document(audit, device, batch_size))
         return
@@ -55,7 +56,7 @@ def summary_line(audit: EngineAudit) -> str:
     shares = {name: audit.share(name) for name in dict.fromkeys(layer.precision for layer in audit.weighted)}
     told = ", ".join(f"{share:.0%} {name.upper()}" for name, share in shares.items()) or "none"
     return (
-        f"{audit.kernels} kernels; {megabytes(audit.activation_bytes)} of activations an image, "
+        f"{audit.kernels} kernels; {megabytes(audit.activation_bytes, untold=audit.untold)} of activations an image, "
         f"{megabytes(audit.weight_bytes)} of weights; macs: {told}"
     )
 
@@ -69,7 +70,7 @@ def _rows(audit: EngineAudit) -> list[tuple[str, ...]]:
             " ".join(layer.input_types),
             " ".join(layer.output_types),
             layer.precision,
-            f"{layer.activation_bytes / 1e6:.2f}",
+            f"{layer.activation_bytes / 1e6:.2f}{unknown_part(layer.untold)}",
             "unknown" if layer.macs is None else f"{layer.macs:,}" if layer.macs else "",
             _kernel(layer.sparse, layer.tactic),
         )
@@ -87,6 +88,7 @@ def _document(audit: EngineAudit, device: str | None, batch_size: int) -> dict[s
     document["totals"] = {
         "kernels": audit.kernels,
         "activation_bytes": audit.activation_bytes,
+        "untold": audit.untold,
         "weight_bytes": audit.weight_bytes,
         "fp16_bytes": audit.fp16_bytes,
         "int8_share": audit.share("int8", "uint8"),

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 from compress.cli.console import OUT, print_json, print_table, progress
+from compress.engines.engine_findings import unknown_part
 from compress.engines.tensorrt_options import TensorRTOptions
 from compress.pipeline.again import finished_run, network
 from compress.pipeline.explore import Explorer, FormResult, best
@@ -72,7 +73,7 @@ def _cells(row: FormResult) -> tuple[str, ...]:
     return (
         row.form,
         str(row.sm),
-        f"{row.activation_bytes / 1e6:.2f}",
+        f"{row.activation_bytes / 1e6:.2f}{unknown_part(row.untold)}",
         str(row.kernels),
         f"{row.int8_share:.0%}",
         "" if row.least_ms is None else f"{row.least_ms:.3f}",

@@ -37,7 +37,7 @@ class AuditedLayer:
         weight_bytes: constants, read once for a run of any batch size.
         macs: None = unknown.
         sparse: whether its kernel skips the zeros of a 2:4 weight; None = not told.
-        untold: activations whose type the engine did not tell; they are not in the bytes.
+        untold: activations whose type or size the engine did not tell; they are not in the bytes.
         reads, writes: names of the activations.
         fp16_bytes: estimate of the activation bytes that a pure fp16 engine moves in its place; 0 where such an engine
             fuses it away.
@@ -141,9 +141,9 @@ def _role(layer: EngineLayer, kind: Operation, from_weighted: Collection[str]) -
 def _sums(layer: EngineLayer) -> bool:
     """Whether a kernel without weights adds two activations of one shape."""
     read, _ = activations(layer)
-    most = max((t.elements() for t in read), default=0)
+    most = max((t.elements() or 0 for t in read), default=0)
     branches = sum(t.elements() == most for t in read)
-    return branches > 1 and any("add" in name.lower() for name in (layer.name, *layer.onnx_nodes))
+    return most > 0 and branches > 1 and any("add" in name.lower() for name in (layer.name, *layer.onnx_nodes))
 
 
 def _fp16_bytes(layer: EngineLayer, role: Role, border: Collection[str]) -> float:
@@ -151,13 +151,15 @@ def _fp16_bytes(layer: EngineLayer, role: Role, border: Collection[str]) -> floa
     read, written = activations(layer)
 
     def half(tensors: Iterable[EngineTensor]) -> float:
-        return sum(t.bytes() or 0 if t.name in border else 2 * t.elements() for t in tensors)
+        return sum(t.bytes() or 0 if t.name in border else 2 * (t.elements() or 0) for t in tensors)
 
     if role == "host":
         return 0.0
     if role in {"requantize", "add"}:
-        largest = max(t.elements() for t in read)
-        shrinks = max(t.elements() for t in written) < largest  # a mean in the same kernel: it stays, and reads its sum
+        largest = max(t.elements() or 0 for t in read)
+        shrinks = (
+            max(t.elements() or 0 for t in written) < largest
+        )  # a mean in the same kernel: it stays, and reads its sum
         residual = 2.0 * largest * (sum(t.elements() == largest for t in read) - 1)
         leaves = any(t.name in border and t.dtype != "fp16" for t in written)  # a kernel of its own turns it into that
         return residual + (2.0 * largest + half(written[:1]) if shrinks or leaves else 0.0)

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from compress.engines.audited_layer import AuditedLayer, judge_layer
 from compress.engines.engine_findings import Finding, find, megabytes
-from compress.engines.engine_layers import (
-    EIGHT_BITS,
-    EngineListing,
-    activations,
-    operation,
-)
+from compress.engines.engine_layers import EIGHT_BITS, EngineListing, activations, operation
+from compress.engines.engine_rows import with_rows
+from compress.engines.onnx_shapes import onnx_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +52,11 @@ class EngineAudit:
         return sum(layer.weight_bytes for layer in self.layers)
 
     @property
+    def untold(self) -> int:
+        """Activations whose bytes are unknown, so that all sums of bytes are without them."""
+        return sum(layer.untold for layer in self.layers if layer.role != "host")
+
+    @property
     def kernels(self) -> int:
         """Layers that run on the GPU."""
         return sum(layer.role != "host" for layer in self.layers)
@@ -69,13 +72,17 @@ class EngineAudit:
         return sum(layer.macs or 0 for layer in self.weighted if layer.precision in types) / total if total else 0.0
 
 
-def audit_engine(listing: EngineListing, *, sparse_nodes: Collection[str] = ()) -> EngineAudit:
+def audit_engine(
+    listing: EngineListing, *, onnx: Path | str | None = None, sparse_nodes: Collection[str] = ()
+) -> EngineAudit:
     """Judge an engine.
 
     Args:
         listing: its layers, from `parse_build_log` or `parse_inspector`.
+        onnx: the file that it was built from, which tells how many rows of a flattened tensor belong to one image.
         sparse_nodes: ONNX nodes whose weights are 2:4 (`audit_sparsity`), for engines that do not tell.
     """
+    listing = with_rows(listing, None if onnx is None else onnx_shapes(onnx))
     batch = _fixed_batch(listing)
     per = batch or 1
     from_weighted = {
@@ -106,8 +113,10 @@ def _advice(audit: EngineAudit) -> str:
     if not audit.share(*EIGHT_BITS):
         if audit.share("fp32", "tf32") <= 0.5:
             return ""
+        if audit.untold:
+            return "The engine computes in FP32; fp16 would move about half of its bytes."
         return f"The engine computes in FP32; fp16 would move {megabytes(half)} an image instead of {megabytes(moved)}."
-    if moved <= 1.02 * half:
+    if moved <= 1.02 * half or audit.untold:
         return ""
     text = (
         f"INT8 moves {megabytes(moved)} of activations an image here, and the same network in fp16 would move about "

@@ -7,7 +7,8 @@ from pathlib import Path
 from compress.engines.engine_layers import EngineListing
 from compress.engines.nvidia_inspector import parse_inspector
 from compress.engines.nvidia_log import parse_build_log
-from compress.errors import AuditError
+from compress.engines.tensorrt_metadata import check_fresh, read_metadata
+from compress.errors import AuditError, EngineError
 
 LOG, LAYERS = ".log", ".layers.json"
 """Endings of the verbose build log and of the inspector's JSON that stand beside `<engine>`."""
@@ -39,6 +40,20 @@ def read_engine_layers(path: Path | str) -> EngineListing:
         f"`python -m compress build`, which keeps the log; or write {tried[0].name} with trtexec --loadEngine={path} "
         f"--profilingVerbosity=detailed --exportLayerInfo={tried[0].name}"
     )
+
+
+def onnx_beside(path: Path | str) -> Path | None:
+    """The ONNX file that an engine was built from, if its metadata names one that stands beside it unchanged."""
+    path = Path(path)
+    for engine in (path, path.with_suffix("")):  # the second where `path` is the engine's log
+        try:
+            told = read_metadata(engine)
+            onnx = engine.with_name(told.onnx)
+            check_fresh(engine, told, onnx)
+        except (EngineError, OSError):
+            continue
+        return onnx
+    return None
 
 
 def _text(path: Path) -> str:

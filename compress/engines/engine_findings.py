@@ -69,9 +69,9 @@ def find(
     found += _sparsity(layers, listing, sparse_nodes)
     untold = [layer for layer in layers if layer.untold]
     text = (
-        "layers with activations of a type that is not told, whose bytes are not counted: {n}. Set a context's shapes "
+        "layers with activations of a type or size that is not told, whose bytes are not counted: {n}. Give the ONNX "
     )
-    _add(found, "untold", untold, text + "and ask the inspector again")
+    _add(found, "untold", untold, text + "file, or set a context's shapes and ask the inspector again")
     return found
 
 
@@ -99,13 +99,18 @@ def _listed(types: Iterable[str]) -> str:
     return " or ".join(sorted({name.upper() for name in types})) or "another type"
 
 
-def megabytes(count: float) -> str:
-    """Bytes as people read them.
+def megabytes(count: float, *, untold: int = 0) -> str:
+    """Bytes as people read them; `untold` is the number of tensors whose bytes are not among them.
 
-    >>> megabytes(114_965_312), megabytes(4000)
-    ('115.0 MB', '0.0 MB')
+    >>> megabytes(114_965_312), megabytes(4000), megabytes(4_600_000, untold=12)
+    ('115.0 MB', '0.0 MB', '4.6 MB and 12 tensors of unknown size')
     """
-    return f"{count / 1e6:.1f} MB"
+    return f"{count / 1e6:.1f} MB{unknown_part(untold)}"
+
+
+def unknown_part(untold: int) -> str:
+    """What to say after a sum of bytes that is without `untold` tensors; "" where it is whole."""
+    return f" and {untold} tensor{'s' * (untold > 1)} of unknown size" if untold else ""
 
 
 def _fp32(layers: Sequence[AuditedLayer], listing: EngineListing, per: int) -> list[Finding]:

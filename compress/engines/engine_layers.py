@@ -53,25 +53,32 @@ class EngineTensor:
         dtype: key of `TYPE_BYTES`, or "unknown".
         shape: as the engine holds it; -1 is a dimension that is known only when it runs.
         format: how it lies in memory, in TensorRT's words.
+        rows: how much of the open dimension belongs to one image, such as its tokens (`engine_rows`); None = unknown.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     format: str = ""
+    rows: int | None = 1
 
-    def elements(self, batch: int = 1) -> int:
-        """Elements in memory, with the channels that a vectorized format pads, for `batch` images where it is open."""
-        shape = [batch if size < 0 else size for size in self.shape]
+    def elements(self, batch: int = 1) -> int | None:
+        """Elements in memory for `batch` images where it is open, with the channels that a vectorized format pads.
+
+        None where the open dimension is not known to be made of images.
+        """
+        if -1 in self.shape and self.rows is None:
+            return None
+        shape = [batch * (self.rows or 1) if size < 0 else size for size in self.shape]
         if len(shape) >= 3:
             step = _channel_step(self.format)
             shape[1] = -(-shape[1] // step) * step
         return math.prod(shape)
 
     def bytes(self, batch: int = 1) -> float | None:
-        """Bytes in memory; None where the type is unknown."""
-        size = TYPE_BYTES.get(self.dtype)
-        return None if size is None else self.elements(batch) * size
+        """Bytes in memory; None where the type or the number of elements is unknown."""
+        size, elements = TYPE_BYTES.get(self.dtype), self.elements(batch)
+        return None if size is None or elements is None else elements * size
 
 
 _WIDE = {"two": 2, "four": 4, "eight": 8, "sixteen": 16, "thirty-two": 32}
@@ -167,7 +174,7 @@ def fused_steps(name: str) -> tuple[str, ...]:
 def weight_of(layer: EngineLayer) -> EngineTensor | None:
     """The constant that is a layer's weight: the largest with two dimensions that are more than one."""
     found = [c for c in layer.constants if sum(size > 1 for size in c.shape) > 1]
-    return max(found, key=lambda c: c.elements(), default=None)
+    return max(found, key=lambda c: c.elements() or 0, default=None)
 
 
 def macs(layer: EngineLayer, batch: int = 1) -> int | None:
@@ -181,7 +188,9 @@ def macs(layer: EngineLayer, batch: int = 1) -> int | None:
     if not layer.outputs:
         return None
     out = layer.outputs[0]
-    elements = math.prod(batch if size < 0 else size for size in out.shape)
+    if -1 in out.shape and out.rows is None:
+        return None
+    elements = math.prod(batch * (out.rows or 1) if size < 0 else size for size in out.shape)
     weight = weight_of(layer) or _weight_input(layer)
     count = layer.weight_elements or (weight.elements() if weight else None)
     if count is None:

@@ -117,7 +117,7 @@ def int8_choices(audit: EngineAudit, *, device: str | Device, batch_size: int = 
             before = {writers[name].name for name in layer.reads if name in writers}
             for name in before:
                 followers.setdefault(name, []).append((layer, len(before)))
-    eight = [layer for layer in audit.weighted if layer.precision in EIGHT_BITS and layer.macs]
+    eight = [layer for layer in audit.weighted if layer.precision in EIGHT_BITS and layer.macs and not layer.untold]
     return tuple(_choice(layer, followers.get(layer.name, []), found, batch_size) for layer in eight)
 
 

@@ -61,7 +61,7 @@ def _file_rows(run: Run) -> list[dict[str, Any]]:
         variant, onnx = str(row["variant"]), run.path(f"{row['variant']}.onnx")
         sparse = [r.name for r in audit_sparsity(onnx) if r.violations == 0 and r.zeros >= 0.5]
         try:
-            audit = audit_engine(read_engine_layers(run.path(str(row["file"]))), sparse_nodes=sparse)
+            audit = audit_engine(read_engine_layers(run.path(str(row["file"]))), onnx=onnx, sparse_nodes=sparse)
         except AuditError as error:
             run.notes.append(f"{variant}, {row['engine']}: the engine is not audited: {error}")
             continue
@@ -78,6 +78,7 @@ def engine_row(audit: EngineAudit, variant: str, engine: str) -> dict[str, Any]:
         "source": audit.source,
         "kernels": audit.kernels,
         "activation_bytes": audit.activation_bytes,
+        "untold": audit.untold,
         "weight_bytes": audit.weight_bytes,
         "fp16_bytes": audit.fp16_bytes,
         "int8_share": audit.share("int8", "uint8"),

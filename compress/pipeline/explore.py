@@ -86,6 +86,7 @@ class FormResult:
         sm: compute capability.
         kernels: that run on the GPU.
         activation_bytes: moved for one image.
+        untold: activations whose bytes are unknown and not among these.
         weight_bytes: of all constants.
         int8_share: of the macs.
         least_ms: under the roofs of the device, for the batch; None without a device.
@@ -98,6 +99,7 @@ class FormResult:
     sm: int
     kernels: int = 0
     activation_bytes: float = 0.0
+    untold: int = 0
     weight_bytes: float = 0.0
     int8_share: float = 0.0
     least_ms: float | None = None
@@ -183,6 +185,7 @@ class Explorer:
             result,
             kernels=audit.kernels,
             activation_bytes=audit.activation_bytes,
+            untold=audit.untold,
             weight_bytes=audit.weight_bytes,
             int8_share=audit.share("int8", "fp8"),
             least_ms=self.least_ms(audit),
@@ -212,7 +215,7 @@ class Explorer:
         out = path.with_suffix(f".sm{sm}.engine")
         built = build_tensorrt(path, self.engine, options=replace(self.options, sms=(sm,)), out=out)
         try:
-            return audit_engine(parse_build_log(built.log))
+            return audit_engine(parse_build_log(built.log), onnx=path)
         finally:
             out.unlink(missing_ok=True)  # tens of megabytes each; the log beside it tells all
 
@@ -297,8 +300,8 @@ def best(
     return {sm: min((r for r in fit if r.sm == sm), key=_cost) for sm in dict.fromkeys(r.sm for r in fit)}
 
 
-def _cost(result: FormResult) -> tuple[float, int]:
-    return result.activation_bytes, result.kernels
+def _cost(result: FormResult) -> tuple[bool, float, int]:
+    return result.untold > 0, result.activation_bytes, result.kernels
 
 
 def _file_name(text: str) -> str:

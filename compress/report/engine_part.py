@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from compress.engines.engine_findings import unknown_part
 from compress.report.blocks import Block, Bullets, Details, Table, Text, code, number, table
 from compress.report.style import LIGHT, Format, bare, display, label, new_figure, plain
 from compress.report.tables import in_bytes
@@ -31,6 +32,7 @@ class EngineLayerRow:
     written_bytes: float = 0.0
     tactic: str = ""
     sparse: bool | None = None
+    untold: int = 0
     onnx_nodes: tuple[str, ...] = ()
 
 
@@ -50,6 +52,7 @@ class EngineRow:
     source: str = ""
     kernels: int = 0
     activation_bytes: float = 0.0
+    untold: int = 0
     weight_bytes: float = 0.0
     fp16_bytes: float = 0.0
     int8_share: float = 0.0
@@ -96,7 +99,9 @@ def draw_engines(engines: Sequence[EngineRow], form: Format) -> Figure:
             axes.barh(y, moved, left=left, height=0.55, color=LIGHT[colour], label=None if role in seen else title)
             seen.add(role)
             left += moved
-        axes.text(left + longest * 0.015, y, in_bytes(left), va="center", fontsize=8)
+        axes.text(
+            left + longest * 0.015, y, in_bytes(left) + (" and more" if engine.untold else ""), va="center", fontsize=8
+        )
         axes.plot(
             [engine.fp16_bytes] * 2,
             [y - 0.36, y + 0.36],
@@ -119,8 +124,7 @@ def draw_engines(engines: Sequence[EngineRow], form: Format) -> Figure:
 def engines_told(engines: Sequence[EngineRow]) -> str:
     """The figure in words."""
     return "; ".join(
-        f"{plain(display(e.variant))} on {plain(display(e.engine))} {in_bytes(e.activation_bytes)}, {e.kernels} kernels"
-        for e in engines
+        f"{plain(display(e.variant))} on {plain(display(e.engine))} {_moved(e)}, {e.kernels} kernels" for e in engines
     )
 
 
@@ -152,12 +156,16 @@ def engine_blocks(engines: Sequence[EngineRow]) -> Iterator[Block]:
         yield Details(title, (_layers(engine),))
 
 
+def _moved(engine: EngineRow) -> str:
+    return in_bytes(engine.activation_bytes) + unknown_part(engine.untold)
+
+
 def _summary(engine: EngineRow) -> tuple[str, ...]:
     return (
         display(engine.variant),
         display(engine.engine),
         str(engine.kernels),
-        in_bytes(engine.activation_bytes),
+        _moved(engine),
         in_bytes(engine.fp16_bytes),
         in_bytes(engine.weight_bytes),
         f"{100 * engine.int8_share:.1f}",
@@ -182,7 +190,7 @@ def _layers(engine: EngineRow) -> Table:
                 " ".join(layer.input_types) or "none",
                 " ".join(layer.output_types) or "none",
                 layer.precision or "no product",
-                f"{layer.read_bytes + layer.written_bytes:,.0f}",
+                f"{layer.read_bytes + layer.written_bytes:,.0f}{unknown_part(layer.untold)}",
                 "sparse" if layer.sparse else layer.tactic or "chosen when it runs",
             )
             for layer in engine.layers

@@ -183,6 +183,7 @@ def test_roofline_of_engine_layers():
 def test_where_int8_pays():
     audit = audit_engine(
         listing(
+            kernel("q", [("x", "fp32")], ("x8", "int8")),
             conv("a", ("x8", "int8"), ("a32", "fp32")),
             kernel("r", [("a32", "fp32")], ("y8", "int8")),
         )

@@ -1,0 +1,147 @@
+"""Rows of flattened tensors: real TensorRT-RTX builds with an open batch against builds that fix it, and by hand."""
+
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torchvision.models import VisionTransformer
+from typer.testing import CliRunner
+
+import compress
+from compress.cli.app import app
+from compress.engines.engine_audit import audit_engine
+from compress.engines.engine_files import onnx_beside, read_engine_layers
+from compress.engines.engine_layers import EngineLayer, EngineListing, EngineTensor
+from compress.engines.engine_rows import with_rows
+from compress.engines.onnx_shapes import NodeOutput, onnx_shapes
+from compress.pipeline.audit import engine_row
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    """A small INT8 vision transformer: its ONNX file, its engine for 1 to 8 images, and its engine for 8 alone."""
+    pytest.importorskip("tensorrt_rtx")
+    from compress.engines.tensorrt_build import build_tensorrt
+    from compress.engines.tensorrt_options import TensorRTOptions
+
+    folder = tmp_path_factory.mktemp("vit")
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        image_size=64, patch_size=16, num_layers=1, num_heads=2, hidden_dim=64, mlp_dim=128, num_classes=10
+    ).eval()
+    x = torch.randn(2, 3, 64, 64)
+    path = compress.export_onnx(compress.quantize(model, x, [x]), x, folder / "vit.onnx", precision="fp16")
+    built = [
+        build_tensorrt(path, "tensorrt-rtx", options=TensorRTOptions(sms=(89,), batch=batch)).path
+        for batch in ((1, 8, 8), (8, 8, 8))
+    ]
+    return path, *built
+
+
+def test_bytes_of_an_open_batch_are_those_of_a_fixed_one(engines):
+    path, dynamic, fixed = engines
+    told, oracle = audit_engine(read_engine_layers(dynamic), onnx=path), audit_engine(read_engine_layers(fixed))
+    assert told.fixed_batch is None and oracle.fixed_batch == 8
+    assert told.kernels == oracle.kernels and told.untold == 0
+    assert told.activation_bytes == oracle.activation_bytes
+    assert [layer.macs for layer in told.weighted] == [layer.macs for layer in oracle.weighted]
+
+
+def test_without_the_file_the_rest_is_said_to_be_unknown(engines):
+    path, dynamic, _ = engines
+    silent, told = (audit_engine(read_engine_layers(dynamic), onnx=onnx) for onnx in (None, path))
+    assert silent.untold > 0 and silent.activation_bytes < told.activation_bytes
+    assert any(finding.kind == "untold" and "size" in finding.text for finding in silent.findings)
+    assert any(layer.macs is None for layer in silent.weighted)
+    assert engine_row(silent, "ptq", "rtx")["untold"] == silent.untold
+
+
+def test_the_command_finds_the_file_beside_the_engine(engines, tmp_path):
+    path, dynamic, _ = engines
+    assert onnx_beside(dynamic) == path and onnx_beside(dynamic.with_name(dynamic.name + ".log")) == path
+    assert "unknown size" not in CliRunner().invoke(app, ["inspect", "--engine", str(dynamic)]).output
+    alone = tmp_path / "alone.log"
+    alone.write_text(dynamic.with_name(dynamic.name + ".log").read_text(encoding="utf-8"), encoding="utf-8")
+    assert onnx_beside(alone) is None
+    assert "unknown size" in " ".join(CliRunner().invoke(app, ["inspect", "--engine", str(alone)]).output.split())
+
+
+def layer(name, sources, targets, nodes=(), kind="kgen"):
+    inputs, outputs = ([EngineTensor(name=n, dtype="fp16", shape=s) for n, s in side] for side in (sources, targets))
+    return EngineLayer(
+        name=name, kind=kind, onnx_nodes=tuple(nodes), inputs=tuple(inputs), outputs=tuple(outputs), constants=()
+    )
+
+
+def rows(listing, shapes=None):
+    found = with_rows(listing, shapes)
+    return {(t.name, t.shape): t.rows for x in found.layers for t in (*x.inputs, *x.outputs)}
+
+
+def test_two_answers_are_no_answer():
+    shapes = {
+        "all": (NodeOutput(dims=(17, 64), users=frozenset({"far"}), result=False),),
+        "one": (NodeOutput(dims=(64,), users=frozenset({"far"}), result=False),),
+    }
+    for nodes, expected in ((("all",), 17), (("one",), 1), (("all", "one"), None)):
+        listing = EngineListing(source="by hand", layers=(layer("k", [], [("t", (-1, 64))], nodes),))
+        assert rows(listing, shapes) == {("t", (-1, 64)): expected}
+
+
+def test_what_a_kernel_keeps_to_itself_does_not_count():
+    shapes = {
+        "split": (NodeOutput(dims=(17, 3, 2, 32), users=frozenset({"gather"}), result=False),),
+        "gather": (NodeOutput(dims=(2, 17, 32), users=frozenset({"matmul"}), result=False),),
+    }
+    listing = EngineListing(source="by hand", layers=(layer("k", [], [("q", (-1, 17, 32))], ("split", "gather")),))
+    assert rows(listing, shapes) == {("q", (-1, 17, 32)): 2}
+
+
+def test_views_and_products_keep_rows_and_reshapes_do_not():
+    shapes = {"norm": (NodeOutput(dims=(17, 64), users=frozenset({"fc"}), result=False),)}
+    listing = EngineListing(
+        source="by hand",
+        inputs=("x",),
+        layers=(
+            layer("__myl_AddMul_myl0_0", [("x", (-1, 17, 64))], [("n", (-1, 17, 64))], ("norm",)),
+            layer("fc", [("n", (-1, 64))], [("f", (-1, 192))], kind="gemm"),
+            layer("__myl_ReshTran_myl0_2", [("f", (-1, 192))], [("h", (-1, 96))]),
+            layer("k", [("z", (-1, 3, -1))], []),
+        ),
+    )
+    found = rows(listing, shapes)
+    assert found["n", (-1, 64)] == found["f", (-1, 192)] == 17
+    assert found["h", (-1, 96)] is None and found["z", (-1, 3, -1)] is None
+
+
+def test_reading_more_than_was_written_is_a_contradiction():
+    shapes = {"a": (NodeOutput(dims=(8,), users=frozenset({"b"}), result=False),)}
+    layers = (
+        layer("k", [], [("t", (-1, 8))], ("a",)),
+        layer("p", [("t", (-1, 64)), ("x", (-1, 64))], [("y", (-1, 64))], kind="gemm"),
+    )
+    found = rows(EngineListing(source="by hand", layers=layers, inputs=("x",)), shapes)
+    assert found["t", (-1, 8)] is None and found["t", (-1, 64)] is None and found["x", (-1, 64)] == 1
+
+
+def test_shapes_of_a_file_with_a_reshape(tmp_path):
+    graph = helper.make_graph(
+        [
+            helper.make_node("Reshape", ["x", "flat"], ["rows"], name="reshape"),
+            helper.make_node("MatMul", ["rows", "w"], ["y"], name="matmul"),
+        ],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 17, 64])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [
+            helper.make_tensor("flat", TensorProto.INT64, [2], [-1, 64]),
+            helper.make_tensor("w", TensorProto.FLOAT, [64, 32], bytes(64 * 32 * 4), raw=True),
+        ],
+    )
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph), path)
+    found = onnx_shapes(path)
+    assert [out.dims for out in found["reshape"]] == [(17, 64)] and found["reshape"][0].users == {"matmul"}
+    assert [(out.dims, out.result) for out in found["matmul"]] == [((17, 32), True)]
+    path.write_bytes(b"no model")
+    assert onnx_shapes(path) == {}
