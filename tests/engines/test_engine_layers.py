@@ -70,6 +70,20 @@ def test_inspector_of_10():
     assert dense.layers == ("/conv3/Conv",) and "1 of 2" in dense.text
 
 
+def test_inspector_of_8():
+    audit = audit_engine(read_engine_layers(RECORDED / "inspector_8.json"))
+    assert audit.fixed_batch == 2 and audit.untold == 0
+    roles = ["quantize", "weighted", "weighted", "weighted", "requantize", "weighted", "reformat", "pool", "quantize"]
+    assert [layer.role for layer in audit.layers] == [*roles, "weighted", "host"]
+    stem, depthwise, point, joined, classifier = audit.weighted
+    assert [layer.macs for layer in audit.weighted] == [64 * 32 * 27, 64 * 32 * 9, 64 * 8 * 32, 64 * 8 * 8, 10 * 8]
+    assert stem.read_bytes == 4 * 256 and stem.written_bytes == depthwise.written_bytes == 32 * 64
+    assert point.written_bytes == 2 * 32 * 64  # 8 channels padded to 32
+    assert joined.input_types == ("int8", "fp16") and classifier.output_types == ("fp32",)
+    assert {layer.precision for layer in audit.weighted} == {"int8"}
+    assert next(f for f in audit.findings if f.kind == "requantize").layers == ("QuantizeLinear_17",)
+
+
 def test_inspector_of_11():
     listing = read_engine_layers(RECORDED / "inspector_11.json")
     assert "11.x" in listing.source and (listing.inputs, listing.outputs) == (("data",), ("out",))
