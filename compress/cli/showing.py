@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 
 from compress.cli.console import OUT, print_json, print_table, progress
+from compress.cli.end_to_end import show_end_to_end
 from compress.cli.options import JsonOption
 from compress.cli.running import show_run
-from compress.measure import BenchSpec
+from compress.errors import RunError
+from compress.measure import BenchSpec, check_bench_spec
 from compress.pipeline.again import bench_again, export_again
 from compress.report import write_report
 
@@ -50,12 +52,28 @@ def bench(
     engine: Annotated[list[str] | None, typer.Option("--engine", help="Repeat for several.")] = None,
     batch_size: Annotated[list[int] | None, typer.Option("--batch-size", help="Repeat for several.")] = None,
     seconds: Annotated[float, typer.Option(help="At most this long for each variant and batch size.")] = 3.0,
+    end_to_end: Annotated[
+        bool, typer.Option("--end-to-end", help="From pictures to classes: decoding, preprocessing, engine, top 5.")
+    ] = False,
+    images: Annotated[
+        Path | None, typer.Option(help="With --end-to-end: a folder of JPEG or PNG files; default: the run's own data.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="With --end-to-end: where pixels are resized, cpu or cuda.")] = "cpu",
+    figure: Annotated[
+        Path | None, typer.Option(help="With --end-to-end: PNG to draw; default end_to_end.png in a run folder.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Latency of ONNX files on engines, all in turn; of a run folder, its report is brought up to date too."""
     spec = BenchSpec(
         engines=tuple(engine or ("openvino", "onnxruntime")), batch_sizes=tuple(batch_size or (1, 32)), seconds=seconds
     )
+    check_bench_spec(spec)
+    if end_to_end:
+        show_end_to_end(files, spec, images=images, device=device, figure=figure, as_json=as_json)
+        return
+    if images is not None or figure is not None or device != "cpu":
+        raise RunError("--images, --device and --figure go with --end-to-end")
     with progress() as bars:
         metrics = bench_again(files, spec, progress=bars)
     if len(files) == 1 and files[0].is_dir():

@@ -113,6 +113,11 @@ class FolderSplit(Split):
         """Number of images."""
         return len(self.targets)
 
+    @property
+    def files(self) -> list[Path]:
+        """The image files, in the stored order."""
+        return [self._folder / os.fsdecode(bytes(name)) for name in self._files]
+
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
         """Images (n, 3, S, S) and targets (n,) at `indices`, decoded in this process; see `Split.load`.
 

@@ -12,16 +12,20 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from compress.engines.base import Arrays, Engine, TensorInfo
+from compress.engines.base import Engine, TensorInfo
 from compress.errors import EngineError
 from compress.progress import NoProgress, Progress
+
+T = TypeVar("T")
 
 RUNS_PER_TURN = 5
 _QUIET = NoProgress()
@@ -94,7 +98,8 @@ def measure_latency(
     for label, engine in named.items():
         for _ in range(warmup):
             engine.run(arrays[label])
-    turns = _rounds(named, arrays, runs=runs, seconds=seconds * len(named), progress=progress)
+    timed = {label: partial(_timed_run, engine, arrays[label]) for label, engine in named.items()}
+    turns = take_turns(timed, runs=runs, seconds=seconds * len(named), progress=progress)
     return tuple(_latency(label, engine, turns[label], batch_size) for label, engine in named.items())
 
 
@@ -152,17 +157,22 @@ def _random(tensor: TensorInfo, label: str, batch_size: int) -> NDArray[np.gener
     return array
 
 
-def _rounds(
-    engines: Mapping[str, Engine],
-    arrays: Mapping[str, Mapping[str, NDArray[np.generic]]],
-    *,
-    runs: int,
-    seconds: float,
-    progress: Progress,
-) -> dict[str, list[list[float]]]:
-    """Milliseconds of every run: for each label a list of turns."""
-    labels = list(engines)
-    turns: dict[str, list[list[float]]] = {label: [] for label in labels}
+def take_turns(
+    timed: Mapping[str, Callable[[], T]], *, runs: int, seconds: float, progress: Progress = _QUIET
+) -> dict[str, list[list[T]]]:
+    """Call each in turn, as the module tells; the first call of a turn is not counted.
+
+    Args:
+        timed: by label, what runs once and returns what it took.
+        runs: counted calls of each, at most.
+        seconds: of all together, at most; the round under way is finished, and the first always is.
+        progress: hears of every round.
+
+    Returns:
+        For each label a list of turns, each a list of what the calls returned.
+    """
+    labels = list(timed)
+    turns: dict[str, list[list[T]]] = {label: [] for label in labels}
     left, start, task = runs, time.perf_counter(), "latency"
     progress.start(task, -(-runs // RUNS_PER_TURN))
     with _no_garbage_collection():
@@ -170,23 +180,20 @@ def _rounds(
             count = min(left, RUNS_PER_TURN)
             shift = len(turns[labels[0]]) % len(labels)
             for label in labels[shift:] + labels[:shift]:
-                turns[label].append(_turn(engines[label], arrays[label], count))
+                turns[label].append([timed[label]() for _ in range(1 + count)][1:])
             left -= count
             progress.advance(task)
     progress.finish(task)
     return turns
 
 
-def _turn(engine: Engine, inputs: Mapping[str, NDArray[np.generic]], count: int) -> list[float]:
-    """Milliseconds of `count` runs, after one that is not timed."""
-    times = []
-    result: Arrays = engine.run(inputs)
-    for _ in range(count):
-        begin = time.perf_counter_ns()
-        result = engine.run(inputs)
-        times.append((time.perf_counter_ns() - begin) / 1e6)
-    del result  # kept until here, so that freeing it is not timed
-    return times
+def _timed_run(engine: Engine, inputs: Mapping[str, NDArray[np.generic]]) -> float:
+    """Milliseconds of a run; its result is freed after the clock is read."""
+    begin = time.perf_counter_ns()
+    result = engine.run(inputs)
+    elapsed = (time.perf_counter_ns() - begin) / 1e6
+    del result
+    return elapsed
 
 
 @contextmanager

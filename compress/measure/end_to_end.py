@@ -1,0 +1,302 @@
+"""From a picture to its classes: how long decoding, preprocessing, the engine and postprocessing take.
+
+A network made three times as fast helps little where the picture's own preparation takes as long as the network did.
+So one run here is all of it, and its time is cut where one stage hands on to the next: nothing lies between two stages,
+and the stages of a run add up to the run. Pictures are decoded and prepared one after another in this process, as
+evaluation prepares them (Pillow, antialiased); a server spreads that over processes, which hides it behind the engine
+but takes it from the same cores. Variants run in turn, as in `latency`.
+
+With `device` a GPU, the decoded pixels go there first, and are resized and normalized there; TensorRT then reads them
+where they are, other engines get a copy on the host, whose time is preprocessing's. That path has not yet been run on a
+GPU.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms.v2 import functional as F
+
+from compress.data.decode import centre_crop
+from compress.data.preprocessing import METADATA_KEY, Preprocessing
+from compress.engines.base import Engine, TensorInfo
+from compress.engines.tensorrt_engine import TensorRTEngine
+from compress.errors import DataError, EngineError
+from compress.measure.latency import take_turns
+from compress.progress import NoProgress, Progress
+
+Stage = Literal["decode", "preprocess", "engine", "postprocess"]
+STAGES: tuple[Stage, ...] = ("decode", "preprocess", "engine", "postprocess")
+TOP = 5
+_QUIET = NoProgress()
+
+Picture = bytes | NDArray[np.uint8]
+"""A JPEG or PNG file's content, or pixels (H, W, 3) that need no decoding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndToEnd:
+    """Time of one run of one variant, from pictures to classes.
+
+    Attributes:
+        label: of the variant.
+        batch_size: pictures of one run.
+        device: where pixels are resized and normalized.
+        stage_ms: median of each stage over all runs, in order; `decode` is not there where no picture is encoded.
+        p50_ms: median of whole runs. It is near `total_ms`, and not equal to it: the median of sums is not the sum
+            of medians.
+        runs: how many were timed.
+        method: how, in words.
+    """
+
+    label: str
+    batch_size: int
+    device: str
+    stage_ms: Mapping[Stage, float]
+    p50_ms: float
+    runs: int
+    method: str
+
+    @property
+    def total_ms(self) -> float:
+        """Sum of the stages."""
+        return sum(self.stage_ms.values())
+
+    def share(self, stage: Stage) -> float:
+        """Share of a stage in the sum, 0 to 1; 0 for one that is not there."""
+        return self.stage_ms.get(stage, 0.0) / self.total_ms if self.total_ms else 0.0
+
+
+def measure_end_to_end(
+    engines: Mapping[str, Engine],
+    pictures: Sequence[Picture],
+    *,
+    batch_size: int = 1,
+    preprocessing: Preprocessing | None = None,
+    device: str = "cpu",
+    warmup: int = 2,
+    runs: int = 50,
+    seconds: float = 3.0,
+    progress: Progress = _QUIET,
+) -> tuple[EndToEnd, ...]:
+    """Time engines with all that stands around them, in turn, on the same pictures in every run.
+
+    Args:
+        engines: by label; each takes one input, (N, 3, S, S), and gives logits (N, classes) first.
+        pictures: all encoded, or none; the first `batch_size` are used, from the start again where there are fewer.
+        batch_size: pictures of one run.
+        preprocessing: None = what each engine's own file names.
+        device: where pixels are resized and normalized, `cpu` or a GPU such as `cuda`.
+        warmup: runs of each that are not timed, before the first round.
+        runs: timed runs of each, at most.
+        seconds: time for each, at most, on average over all; the first round is always finished.
+        progress: hears of every round.
+
+    Returns:
+        One result for each engine, in their order.
+
+    Raises:
+        DataError: no pictures, one that cannot be read, or encoded and decoded ones mixed.
+        EngineError: no engine, one that does not take such a batch, one whose preprocessing nobody knows, a number out
+            of range, or a device that is not here.
+    """
+    _check(engines, pictures, batch_size=batch_size, runs=runs, seconds=seconds, warmup=warmup, device=device)
+    encoded = isinstance(pictures[0], bytes)
+    chosen = [pictures[i % len(pictures)] for i in range(batch_size)]
+    batch = [picture if isinstance(picture, bytes) else Image.fromarray(picture) for picture in chosen]
+    where = torch.device(device)
+    timed = {
+        label: partial(_stamps, engine, batch, _prepared(engine, label, batch_size, preprocessing), where)
+        for label, engine in engines.items()
+    }
+    for run in timed.values():
+        for _ in range(warmup):
+            run()
+    turns = take_turns(timed, runs=runs, seconds=seconds * len(engines), progress=progress)
+    shown = STAGES if encoded else STAGES[1:]
+    return tuple(
+        _result(label, [run for turn in turns[label] for run in turn], batch_size, device, shown, len(engines))
+        for label in engines
+    )
+
+
+def _check(
+    engines: Mapping[str, Engine],
+    pictures: Sequence[Picture],
+    *,
+    batch_size: int,
+    runs: int,
+    seconds: float,
+    warmup: int,
+    device: str,
+) -> None:
+    if not engines:
+        raise EngineError("measure_end_to_end: there is no engine to measure")
+    for name, value, least in (("batch_size", batch_size, 1), ("runs", runs, 1), ("warmup", warmup, 0)):
+        if value < least:
+            raise EngineError(f"measure_end_to_end: {name} is {value}: it must be {least} or more")
+    if not seconds > 0:
+        raise EngineError(f"measure_end_to_end: seconds is {seconds}: it must be above 0")
+    if device != "cpu" and not (device.split(":")[0] == "cuda" and torch.cuda.is_available()):
+        raise EngineError(f"measure_end_to_end: device is {device!r}, and torch sees no such GPU here; give 'cpu'")
+    if not pictures:
+        raise DataError("measure_end_to_end: there are no pictures; give JPEG or PNG files, or arrays of pixels")
+    if len({isinstance(picture, bytes) for picture in pictures}) > 1:
+        raise DataError("measure_end_to_end: some pictures are encoded and some are pixels; give one kind")
+    for index, picture in enumerate(pictures):
+        if isinstance(picture, bytes):
+            decode([picture], first=index)
+        elif picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
+            raise DataError(
+                f"picture {index} is {picture.dtype} of shape {picture.shape}; allowed are uint8 of (H, W, 3)"
+            )
+
+
+def _prepared(
+    engine: Engine, label: str, batch_size: int, given: Preprocessing | None
+) -> tuple[Preprocessing, TensorInfo]:
+    """The preprocessing of an engine and its input, checked against each other."""
+    if len(engine.inputs) != 1:
+        raise EngineError(f"{label} takes {len(engine.inputs)} inputs; pictures are made for one")
+    text = engine.metadata.get(METADATA_KEY)
+    if given is None and text is None:
+        raise EngineError(
+            f"{label}: its file does not say how its input is made (no {METADATA_KEY} in its metadata); export it with "
+            "compress, or give preprocessing="
+        )
+    preprocessing = given if given is not None else Preprocessing.from_json(str(text))
+    tensor, size = engine.inputs[0], preprocessing.image_size
+    wanted = (batch_size, 3, size, size)
+    fits = len(tensor.shape) == 4 and all(a in (-1, b) for a, b in zip(tensor.shape, wanted, strict=True))
+    if not fits or not tensor.dtype.startswith("float"):
+        raise EngineError(f"{label} takes {tensor.dtype} of {tensor.shape}, and preprocessing makes floats of {wanted}")
+    return preprocessing, tensor
+
+
+def _stamps(
+    engine: Engine,
+    batch: Sequence[bytes | Image.Image],
+    prepared: tuple[Preprocessing, TensorInfo],
+    device: torch.device,
+) -> tuple[int, ...]:
+    """Nanoseconds of each of `STAGES` in one run; one clock reading ends a stage and begins the next."""
+    preprocessing, tensor = prepared
+    begin = time.perf_counter_ns()
+    images = [picture if isinstance(picture, Image.Image) else decode([picture])[0] for picture in batch]
+    decoded = time.perf_counter_ns()
+    answer = _engine_call(engine, tensor, images, preprocessing, device)
+    ready = time.perf_counter_ns()
+    logits = answer()
+    answered = time.perf_counter_ns()
+    top = classes(logits)
+    end = time.perf_counter_ns()
+    del top
+    return decoded - begin, ready - decoded, answered - ready, end - answered
+
+
+def _engine_call(
+    engine: Engine,
+    tensor: TensorInfo,
+    images: Sequence[Image.Image],
+    preprocessing: Preprocessing,
+    device: torch.device,
+) -> Callable[[], NDArray[np.generic]]:
+    """Preprocess, and return what runs the engine on the result and gives its logits on the host."""
+    pixels = preprocess(images, preprocessing, device).to(getattr(torch, tensor.dtype)).contiguous()
+    name = engine.outputs[0].name
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
+        if isinstance(engine, TensorRTEngine):
+            return lambda: engine.run_tensors({tensor.name: pixels})[name].cpu().numpy()
+    array = pixels.cpu().numpy()
+    return lambda: engine.run({tensor.name: array})[name]
+
+
+def decode(pictures: Sequence[bytes], *, first: int = 0) -> list[Image.Image]:
+    """JPEG or PNG files as RGB images.
+
+    Args:
+        pictures: contents of files.
+        first: number of the first, for messages.
+
+    Raises:
+        DataError: one that Pillow cannot read.
+    """
+    images = []
+    for index, content in enumerate(pictures, start=first):
+        try:
+            with Image.open(io.BytesIO(content)) as file:
+                images.append(file.convert("RGB"))
+        except Exception as error:  # a damaged file can make its decoder fail in any way
+            raise DataError(f"picture {index} is not a readable image ({type(error).__name__}: {error})") from None
+    return images
+
+
+def preprocess(images: Sequence[Image.Image], preprocessing: Preprocessing, device: torch.device | str) -> Tensor:
+    """What a network takes: (N, 3, S, S) float32 on `device`, resized, cropped and normalized.
+
+    On the CPU Pillow resizes, as in evaluation; elsewhere torchvision does on the device, which differs by rounding.
+    """
+    size, device = preprocessing.image_size, torch.device(device)
+    if device.type == "cpu":
+        squares = [centre_crop(image, size, crop_ratio=preprocessing.crop_ratio) for image in images]
+    else:
+        squares = [
+            resize_tensor(F.pil_to_tensor(image).to(device), size, crop_ratio=preprocessing.crop_ratio)
+            for image in images
+        ]
+    return preprocessing.normalize(torch.stack(squares).float().div_(255))
+
+
+def resize_tensor(pixels: Tensor, size: int, *, crop_ratio: float) -> Tensor:
+    """`centre_crop` of a (3, H, W) uint8 tensor, on its own device."""
+    return F.center_crop(F.resize(pixels, [round(size / crop_ratio)], antialias=True), [size, size])
+
+
+def classes(logits: NDArray[np.generic], top: int = TOP) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The likeliest classes with their probabilities, the likeliest first.
+
+    Args:
+        logits: (N, classes).
+        top: how many; all where there are fewer classes.
+
+    Returns:
+        Indices and probabilities (softmax), both (N, top).
+    """
+    values = np.asarray(logits, dtype=np.float32)
+    exponents = np.exp(values - values.max(axis=1, keepdims=True))
+    probabilities = exponents / exponents.sum(axis=1, keepdims=True)
+    best = np.argsort(-probabilities, axis=1, kind="stable")[:, :top]
+    return best.astype(np.int64), np.take_along_axis(probabilities, best, axis=1)
+
+
+def _result(
+    label: str, runs: list[tuple[int, ...]], batch_size: int, device: str, shown: Sequence[Stage], among: int
+) -> EndToEnd:
+    times = np.asarray(runs, dtype=np.float64) / 1e6
+    medians = dict(zip(STAGES, np.median(times, axis=0), strict=True))
+    kept = [STAGES.index(stage) for stage in shown]
+    source = "from JPEG or PNG bytes in memory" if "decode" in shown else "from pixels in memory"
+    place = "by Pillow on the CPU" if device == "cpu" else f"by torch on {device}"
+    return EndToEnd(
+        label=label,
+        batch_size=batch_size,
+        device=device,
+        stage_ms={stage: float(medians[stage]) for stage in shown},
+        p50_ms=float(np.median(times[:, kept].sum(axis=1))),
+        runs=len(runs),
+        method=(
+            f"medians of {len(runs)} runs, {among} variants in turn, the same {batch_size} pictures in each; {source} "
+            f"to softmax and top {TOP}; pictures one after another, resized and normalized {place}"
+        ),
+    )
