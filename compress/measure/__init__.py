@@ -1,6 +1,7 @@
-"""Latency, accuracy, parity and sizes, measured on engines, and the machine that they were measured on."""
+"""Latency, also end to end, accuracy, parity and sizes, measured on engines, and the machine they were measured on."""
 
 from compress.measure.accuracy import EngineAccuracy, measure_accuracy
+from compress.measure.end_to_end import EndToEnd, measure_end_to_end
 from compress.measure.first_difference import LayerDifference, first_difference
 from compress.measure.latency import Latency, latency_ratio, measure_latency
 from compress.measure.machine import Gpu, Machine, describe_machine
@@ -12,6 +13,7 @@ from compress.measure.spec import BenchSpec, check_bench_spec
 __all__ = [
     "METRIC_NAMES",
     "BenchSpec",
+    "EndToEnd",
     "EngineAccuracy",
     "Gpu",
     "Latency",
@@ -27,6 +29,7 @@ __all__ = [
     "first_difference",
     "latency_ratio",
     "measure_accuracy",
+    "measure_end_to_end",
     "measure_latency",
     "model_sizes",
     "sqnr_db",

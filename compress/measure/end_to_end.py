@@ -296,7 +296,7 @@ def _result(
         p50_ms=float(np.median(times[:, kept].sum(axis=1))),
         runs=len(runs),
         method=(
-            f"medians of {len(runs)} runs, {among} variants in turn, the same {batch_size} pictures in each; {source} "
+            f"medians of {len(runs)} runs, {among} variants in turn, the same pictures in each; {source} "
             f"to softmax and top {TOP}; pictures one after another, resized and normalized {place}"
         ),
     )

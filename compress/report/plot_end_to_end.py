@@ -16,12 +16,12 @@ _SHOWN: dict[Stage, tuple[str, str]] = {
     "engine": ("the engine", "blue"),
     "postprocess": ("softmax and top 5", "green"),
 }
-_READABLE = 0.12
+_READABLE = 0.08
 """Share of the longest bar from which a stage has room for its share in words."""
 
 
 def draw_end_to_end(results: Sequence[EndToEnd], form: Format) -> Figure:
-    """Stacked bars of milliseconds a batch, one for each variant and batch size.
+    """Stacked bars of milliseconds for one picture, one for each variant and batch size, so that batches compare.
 
     Args:
         results: not empty.
@@ -29,13 +29,13 @@ def draw_end_to_end(results: Sequence[EndToEnd], form: Format) -> Figure:
     """
     figure = new_figure(form, 0.5 * len(results) + (2.1 if form.narrow else 1.5))
     axes = figure.subplots()
-    longest = max(result.total_ms for result in results)
+    longest = max(result.total_ms / result.batch_size for result in results)
     drawn: set[Stage] = set()
     for y, result in enumerate(results):
         left = 0.0
         for stage in (stage for stage in STAGES if stage in result.stage_ms):
             title, colour = _SHOWN[stage]
-            width = result.stage_ms[stage]
+            width = result.stage_ms[stage] / result.batch_size
             axes.barh(y, width, left=left, height=0.6, color=LIGHT[colour], label=None if stage in drawn else title)
             if width >= _READABLE * longest * (2 if form.narrow else 1):
                 shade = LIGHT["ink"] if stage == "preprocess" else LIGHT["paper"]
@@ -46,9 +46,9 @@ def draw_end_to_end(results: Sequence[EndToEnd], form: Format) -> Figure:
         axes.text(left + 0.015 * longest, y, f"{left:.3g} ms", va="center", fontsize=8)
     axes.set_yticks(range(len(results)), [_name(result, form) for result in results])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.2 * longest or 1)
+    axes.set_xlim(0, (1.35 if form.narrow else 1.15) * longest or 1)
     axes.xaxis.set_major_locator(MaxNLocator(5))
-    axes.set_xlabel("ms from pictures to classes, median of each stage")
+    axes.set_xlabel("ms a picture" if form.narrow else "ms a picture, to its classes; median of each stage")
     axes.tick_params(axis="y", length=0)
     bare(axes, grid="x")
     figure.legend(loc="outside lower left", ncols=2 if form.narrow else 4, handlelength=1.0)

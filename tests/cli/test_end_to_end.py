@@ -108,12 +108,12 @@ def test_pixels_of_built_in_data_are_what_evaluation_reads(name):
 def test_bars_are_as_long_as_the_stages():
     stages = [{"decode": 3.0, "preprocess": 2.0, "engine": 4.0, "postprocess": 0.5}, {"preprocess": 1.0, "engine": 9.0}]
     results = [
-        EndToEnd(label=f"ptq: given {i}", batch_size=1, device="cpu", stage_ms=ms, p50_ms=9.0, runs=1, method="")
+        EndToEnd(label=f"ptq: given {i}", batch_size=1 + i, device="cpu", stage_ms=ms, p50_ms=9.0, runs=1, method="")
         for i, ms in enumerate(stages)
     ]
     with styled():
         for form in (WIDE, NARROW):
             axes = draw_end_to_end(results, form).axes[0]
-            assert [patch.get_width() for patch in axes.patches] == [3.0, 2.0, 4.0, 0.5, 1.0, 9.0]
-            assert [patch.get_x() for patch in axes.patches] == [0.0, 3.0, 5.0, 9.0, 0.0, 1.0]
+            assert [patch.get_width() for patch in axes.patches] == [3.0, 2.0, 4.0, 0.5, 0.5, 4.5]  # a picture
+            assert [patch.get_x() for patch in axes.patches] == [0.0, 3.0, 5.0, 9.0, 0.0, 0.5]
     assert end_to_end_png(results).startswith(b"\x89PNG")
