@@ -53,6 +53,7 @@ class EngineTensor:
         dtype: key of `TYPE_BYTES`, or "unknown".
         shape: as the engine holds it; -1 is a dimension that is known only when it runs.
         format: how it lies in memory, in TensorRT's words.
+        strides: elements from one index to the next of each dimension, where told; a part of a larger tensor keeps its.
         rows: how much of the open dimension belongs to one image, such as its tokens (`engine_rows`); None = unknown.
     """
 
@@ -60,6 +61,7 @@ class EngineTensor:
     dtype: str
     shape: tuple[int, ...]
     format: str = ""
+    strides: tuple[int, ...] = ()
     rows: int | None = 1
 
     def elements(self, batch: int = 1) -> int | None:

@@ -4,8 +4,8 @@ TensorRT flattens: in a transformer `[-1, 768]` holds batch times tokens, and `[
 for the batch alone, such a tensor counts a two-hundredth of its bytes. Told are the network's own inputs and outputs
 (one row an image), and what the ONNX nodes of the layer that writes a tensor leave to others: known dimensions of the
 tensor that all stand in the shape of such a result leave the rest of it to the open one. From there it spreads: to
-other views of the same tensor, which have as many elements, and through kernels that keep their rows. What nothing
-tells stays unknown, and is reported so.
+other views of the same tensor, which have as many elements or are parts of it, and through kernels that keep their rows
+or their elements. What nothing tells stays unknown, and is reported so.
 """
 
 from __future__ import annotations
@@ -28,6 +28,26 @@ _View = tuple[str, tuple[int, ...]]
 _Rows = dict[_View, int]
 _MIXES = {"Resh", "Tran", "Slic", "Gath", "Repl", "Squ", "Perm"}
 """Steps after which the open dimension may hold something else."""
+_GROWS = {"Repl", "Conc", "Iota", "Gath"}
+"""Steps that may write more than was read."""
+_KEEPS = {
+    "Add",
+    "Sub",
+    "Mul",
+    "Div",
+    "Cast",
+    "Relu",
+    "Erf",
+    "Exp",
+    "Sqrt",
+    "Min",
+    "Max",
+    "Roun",
+    "Resh",
+    "Tran",
+    "Move",
+}
+"""Steps that write one element for each that they read."""
 
 
 def with_rows(listing: EngineListing, shapes: OnnxShapes | None = None) -> EngineListing:
@@ -37,8 +57,8 @@ def with_rows(listing: EngineListing, shapes: OnnxShapes | None = None) -> Engin
         listing: as a parser read it.
         shapes: of the ONNX file that the engine was built from, where that is at hand.
     """
-    known = _borders(listing) | _from_onnx(listing, shapes or {})
-    _spread(listing, known)
+    known = _borders(listing)
+    _spread(listing, shapes or {}, known)
     _drop_contradictions(listing, known)
 
     def told(tensors: Sequence[EngineTensor]) -> tuple[EngineTensor, ...]:
@@ -69,16 +89,27 @@ def _borders(listing: EngineListing) -> _Rows:
     return {_view(t): 1 for t in every if t.shape[0] == -1 and len(t.shape) == ranks[t.name]}
 
 
-def _from_onnx(listing: EngineListing, shapes: OnnxShapes) -> _Rows:
+def _from_onnx(layer: EngineLayer, shapes: OnnxShapes, known: _Rows) -> None:
     """Of tensors whose layer leaves a result of their dimensions, and none of the same dimensions with other rows."""
-    found: _Rows = {}
-    for layer in listing.layers:
-        leaving = [out for node in layer.onnx_nodes for out in shapes.get(node, ()) if _leaves(out, layer)]
-        for tensor in _open(layer.outputs):
-            rows = {n for out in leaving if (n := _rows_left(tensor.shape, out.dims)) is not None}
-            if len(rows) == 1:
-                found[_view(tensor)] = rows.pop()
-    return found
+    leaving = [out for node in layer.onnx_nodes for out in shapes.get(node, ()) if _leaves(out, layer)]
+    most = _most_written(layer, known)
+    for tensor in _open(layer.outputs):
+        rows = {n for out in leaving if (n := _rows_left(tensor.shape, out.dims)) is not None}
+        rows = {n for n in rows if n * _known_size(tensor.shape) <= most}
+        if len(rows) == 1:
+            known.setdefault(_view(tensor), rows.pop())
+
+
+def _most_written(layer: EngineLayer, known: _Rows) -> float:
+    """Elements that a tensor of a layer can have at most: a kernel that repeats and joins nothing writes what it read.
+
+    It can have read a part of what the ONNX node leaves, which the node's shape would count whole.
+    """
+    steps, read = fused_steps(layer.name), list(_open(layer.inputs))
+    if not steps or set(steps) & _GROWS or not read or operation(layer) == "product":
+        return math.inf
+    sizes = [known[_view(t)] * _known_size(t.shape) for t in read if _view(t) in known]
+    return max(sizes) if len(sizes) == len(read) else math.inf
 
 
 def _leaves(out: NodeOutput, layer: EngineLayer) -> bool:
@@ -98,24 +129,50 @@ def _rows_left(shape: tuple[int, ...], dims: tuple[int, ...]) -> int | None:
     return math.prod((whole - own).elements())
 
 
-def _spread(listing: EngineListing, known: _Rows) -> None:
-    """Add to `known` what follows from it, until nothing more does."""
-    views: dict[str, set[_View]] = {}
+def _spread(listing: EngineListing, shapes: OnnxShapes, known: _Rows) -> None:
+    """Add to `known` what follows from it, layer after layer, until nothing more does."""
+    views: dict[str, dict[_View, EngineTensor]] = {}
     for layer in listing.layers:
         for tensor in (*_open(layer.inputs), *_open(layer.outputs)):
-            views.setdefault(tensor.name, set()).add(_view(tensor))
+            views.setdefault(tensor.name, {})[_view(tensor)] = tensor
     before = -1
     while len(known) > before:
         before = len(known)
-        for same in views.values():
-            sizes = {known[v] * _known_size(v[1]) for v in same if v in known}
-            if len(sizes) == 1:
-                size = sizes.pop()
-                for view in same:
-                    if view not in known and size % _known_size(view[1]) == 0:
-                        known[view] = size // _known_size(view[1])
         for layer in listing.layers:
+            for tensor in (*_open(layer.inputs), *_open(layer.outputs)):
+                _from_other_views(tensor, views[tensor.name], known)
+            _conserve(layer, known)
+            _from_onnx(layer, shapes, known)
             _through(layer, known)
+
+
+def _from_other_views(tensor: EngineTensor, views: dict[_View, EngineTensor], known: _Rows) -> None:
+    """From other views of the same tensor: a part of it has its strides and rows, any other all of its elements."""
+    if _view(tensor) in known:
+        return
+    found = set()
+    for view, other in views.items():
+        if view not in known:
+            continue
+        part = tensor.strides and tensor.strides == other.strides and tensor.shape.index(-1) == other.shape.index(-1)
+        size, own = known[view] * _known_size(other.shape), _known_size(tensor.shape)
+        if part:
+            found.add(known[view])
+        elif size % own == 0:
+            found.add(size // own)
+    if len(found) == 1:
+        known[_view(tensor)] = found.pop()
+
+
+def _conserve(layer: EngineLayer, known: _Rows) -> None:
+    """Through a kernel that only moves and computes element by element: it writes as many elements as it read."""
+    read, written = list(_open(layer.inputs)), list(_open(layer.outputs))
+    steps = set(fused_steps(layer.name))
+    if not steps or steps - _KEEPS or len(read) != 1 or len(written) != 1 or _view(read[0]) not in known:
+        return
+    size = known[_view(read[0])] * _known_size(read[0].shape)
+    if size % _known_size(written[0].shape) == 0:
+        known.setdefault(_view(written[0]), size // _known_size(written[0].shape))
 
 
 def _through(layer: EngineLayer, known: _Rows) -> None:

@@ -101,4 +101,5 @@ def _tensor(item: Mapping[str, Any]) -> EngineTensor:
         dtype=type_name(str(dtype)),
         shape=tuple(int(size) for size in item.get("Dimensions", ())),
         format=str(layout),
+        strides=tuple(int(size) for size in item.get("Strides", ())),
     )

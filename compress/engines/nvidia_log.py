@@ -23,7 +23,8 @@ _LAYER = re.compile(
     r"StreamId: -?\d+, Metadata: ?(?P<metadata>.*)$"
 )
 _TENSOR = re.compile(
-    r"\{ Name: (?P<name>.*?), Dimensions: \[(?P<shape>[-\d,]*)\].*?Datatype: (?P<type>\w+), Format: (?P<format>.*?) ?\}"
+    r"\{ Name: (?P<name>.*?), Dimensions: \[(?P<shape>[-\d,]*)\](?:, Strides: \[(?P<strides>[-\d,]*)\])?.*?"
+    r"Datatype: (?P<type>\w+), Format: (?P<format>.*?) ?\}"
 )
 _IO = re.compile(r"Name: (?P<name>.*?), IOMode: (?P<mode>Input|Output), DataType: ")
 _STUB = "__myelin_CASK_STUB"
@@ -82,8 +83,13 @@ def _tensors(text: str) -> tuple[EngineTensor, ...]:
         EngineTensor(
             name=match["name"],
             dtype=type_name(match["type"]),
-            shape=tuple(int(size) for size in match["shape"].split(",") if size),
+            shape=_numbers(match["shape"]),
+            strides=_numbers(match["strides"] or ""),
             format=match["format"],
         )
         for match in _TENSOR.finditer(text)
     )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(",") if size)

@@ -1,10 +1,12 @@
 """Rows of flattened tensors: real TensorRT-RTX builds with an open batch against builds that fix it, and by hand."""
 
+from dataclasses import replace
+
 import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper
-from torchvision.models import VisionTransformer
+from torchvision.models import SwinTransformer, VisionTransformer
 from typer.testing import CliRunner
 
 import compress
@@ -17,20 +19,24 @@ from compress.engines.onnx_shapes import NodeOutput, onnx_shapes
 from compress.pipeline.audit import engine_row
 
 
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory):
-    """A small INT8 vision transformer: its ONNX file, its engine for 1 to 8 images, and its engine for 8 alone."""
+@pytest.fixture(scope="module", params=["INT8 ViT", "fp16 Swin"])
+def engines(request, tmp_path_factory):
+    """A small network: its ONNX file, its engine for 1 to 8 images, and its engine for 8 alone."""
     pytest.importorskip("tensorrt_rtx")
     from compress.engines.tensorrt_build import build_tensorrt
     from compress.engines.tensorrt_options import TensorRTOptions
 
     folder = tmp_path_factory.mktemp("vit")
     torch.manual_seed(0)
-    model = VisionTransformer(
-        image_size=64, patch_size=16, num_layers=1, num_heads=2, hidden_dim=64, mlp_dim=128, num_classes=10
-    ).eval()
     x = torch.randn(2, 3, 64, 64)
-    path = compress.export_onnx(compress.quantize(model, x, [x]), x, folder / "vit.onnx", precision="fp16")
+    if request.param == "fp16 Swin":
+        model = SwinTransformer([4, 4], 32, [1, 1], [2, 4], [4, 4], num_classes=10).eval()
+    else:
+        vit = VisionTransformer(
+            image_size=64, patch_size=16, num_layers=1, num_heads=2, hidden_dim=64, mlp_dim=128, num_classes=10
+        )
+        model = compress.quantize(vit.eval(), x, [x])
+    path = compress.export_onnx(model, x, folder / "network.onnx", precision="fp16")
     built = [
         build_tensorrt(path, "tensorrt-rtx", options=TensorRTOptions(sms=(89,), batch=batch)).path
         for batch in ((1, 8, 8), (8, 8, 8))
@@ -97,7 +103,7 @@ def test_what_a_kernel_keeps_to_itself_does_not_count():
     assert rows(listing, shapes) == {("q", (-1, 17, 32)): 2}
 
 
-def test_views_and_products_keep_rows_and_reshapes_do_not():
+def test_views_and_products_keep_rows_and_moves_keep_elements():
     shapes = {"norm": (NodeOutput(dims=(17, 64), users=frozenset({"fc"}), result=False),)}
     listing = EngineListing(
         source="by hand",
@@ -106,12 +112,31 @@ def test_views_and_products_keep_rows_and_reshapes_do_not():
             layer("__myl_AddMul_myl0_0", [("x", (-1, 17, 64))], [("n", (-1, 17, 64))], ("norm",)),
             layer("fc", [("n", (-1, 64))], [("f", (-1, 192))], kind="gemm"),
             layer("__myl_ReshTran_myl0_2", [("f", (-1, 192))], [("h", (-1, 96))]),
+            layer("__myl_ReshMean_myl0_3", [("h", (-1, 96))], [("m", (-1, 32))]),
             layer("k", [("z", (-1, 3, -1))], []),
         ),
     )
     found = rows(listing, shapes)
     assert found["n", (-1, 64)] == found["f", (-1, 192)] == 17
-    assert found["h", (-1, 96)] is None and found["z", (-1, 3, -1)] is None
+    assert found["h", (-1, 96)] == 2 * 17
+    assert found["m", (-1, 32)] is None and found["z", (-1, 3, -1)] is None
+
+
+def test_a_part_of_a_tensor_has_its_rows_and_no_more_is_written_than_read():
+    """Queries, cut out of (windows, tokens, 3 * 32): the node that the kernel names leaves all three."""
+    shapes = {"qkv": (NodeOutput(dims=(16, 16, 96), users=frozenset({"split"}), result=False),)}
+    whole = layer("fc", [("x", (-1, 256, 8))], [("f", (-1, 96))], ("qkv",), kind="gemm")
+    cut = layer("__myl_AddReshTranMaxr_myl0_1", [("f", (-1, 32))], [("q", (-1, 16, 16))], ("qkv",))
+    for strides, part, queries in (((96, 1), 256, None), ((32, 1), 768, 96)):
+        written, read = (replace(t, strides=s) for t, s in ((whole.outputs[0], (96, 1)), (cut.inputs[0], strides)))
+        listing = EngineListing(
+            source="by hand",
+            inputs=("x",),
+            layers=(replace(whole, outputs=(written,)), replace(cut, inputs=(read,))),
+        )
+        found = rows(listing, shapes)
+        assert found["f", (-1, 96)] == 256 and found["f", (-1, 32)] == part
+        assert found["q", (-1, 16, 16)] == queries
 
 
 def test_reading_more_than_was_written_is_a_contradiction():
