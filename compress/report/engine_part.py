@@ -109,7 +109,10 @@ def draw_engines(engines: Sequence[EngineRow], form: Format) -> Figure:
             linewidth=1.6,
             label=None if y else "the same network in fp16 (estimate)",
         )
-    axes.set_yticks(range(len(engines)), [label(f"{display(e.variant)}, {display(e.engine)}", 30) for e in engines])
+    axes.set_yticks(
+        range(len(engines)),
+        ["\n".join(label(part, 34) for part in (display(e.variant), display(e.engine))) for e in engines],
+    )
     axes.invert_yaxis()
     axes.set_xlim(0, longest * 1.2)
     axes.xaxis.set_major_locator(MaxNLocator(4))
