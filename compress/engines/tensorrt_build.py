@@ -247,13 +247,14 @@ def _interruptible(work: Callable[[], Any], stop: threading.Event) -> Any:
             done["error"] = error
 
     thread = threading.Thread(target=run, name="tensorrt-build", daemon=True)
-    thread.start()
     try:
+        thread.start()
         while thread.is_alive():
             thread.join(0.1)
     except KeyboardInterrupt:
         stop.set()
-        thread.join()
+        if thread.is_alive():
+            thread.join()
         raise
     if "error" in done:
         raise done["error"]

@@ -115,8 +115,12 @@ from compress.engines.tensorrt_build import build_tensorrt
 from compress.progress import NoProgress
 
 class Interrupts(NoProgress):
+    sent = False
+
     def advance(self, task, amount=1, **fields):
-        os.kill(os.getpid(), signal.SIGINT)
+        if not self.sent:
+            self.sent = True
+            os.kill(os.getpid(), signal.SIGINT)
 
 source, target = sys.argv[1:]
 try:
