@@ -15,7 +15,7 @@ from compress.engines.audited_layer import AuditedLayer
 from compress.engines.engine_audit import EngineAudit
 from compress.engines.engine_layers import EIGHT_BITS
 from compress.roofline import Device, Roofline, Row, find_device
-from compress.roofline.model import Bound
+from compress.roofline.model import row_under_roof
 
 _SHOWN = 6
 
@@ -75,31 +75,19 @@ def _device_precision(name: str) -> str:
 
 
 def _row(layer: AuditedLayer, device: Device, batch_size: int) -> Row:
-    base = _device_precision(layer.precision) + ("-2:4" if layer.sparse else "")
-    peak, bandwidth = device.peak_flops_per_s(base), device.bandwidth_bytes_per_s
-    macs = None if layer.macs is None else layer.macs * batch_size
-    flops = None if macs is None else 2 * macs
-    activation_bytes = layer.activation_bytes * batch_size
-    moved = layer.weight_bytes + activation_bytes
-    intensity = None if flops is None else flops / moved if moved else 0.0
-    bound: Bound = "unknown" if intensity is None else "compute" if intensity >= peak / bandwidth else "memory"
-    return Row(
+    precision = _device_precision(layer.precision) + ("-2:4" if layer.sparse else "")
+    return row_under_roof(
         name=layer.name,
         kind=layer.operation,
         type=layer.kind,
         detail=f"{'/'.join(layer.input_types)} -> {'/'.join(layer.output_types)}",
         members=layer.onnx_nodes,
         paths=(),
-        macs=macs,
-        flops=flops,
+        macs=None if layer.macs is None else layer.macs * batch_size,
         weight_bytes=layer.weight_bytes,
-        activation_bytes=activation_bytes,
-        arithmetic_intensity=intensity,
-        peak_flops_per_s=peak,
-        ridge_point=peak / bandwidth,
-        attainable_flops_per_s=None if intensity is None else min(peak, intensity * bandwidth),
-        bound=bound,
-        least_time_ms=None if flops is None else max(flops / peak, moved / bandwidth) * 1e3,
+        activation_bytes=layer.activation_bytes * batch_size,
+        peak=device.peak_flops_per_s(precision),
+        bandwidth=device.bandwidth_bytes_per_s,
     )
 
 

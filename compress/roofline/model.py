@@ -261,12 +261,7 @@ def place(work: Workload, *, device: str | Device, precision: str) -> Roofline:
 
 def _row(op: Operation, device: Device, precision: Precision) -> Row:
     weights, activations = operation_bytes(op, precision)
-    moved, bandwidth = weights + activations, device.bandwidth_bytes_per_s
-    flops = None if op.macs is None else 2 * op.macs
-    peak = _peak(op, device, precision)
-    intensity = None if flops is None else flops / moved if moved else 0.0
-    bound: Bound = "unknown" if intensity is None else "compute" if intensity >= peak / bandwidth else "memory"
-    return Row(
+    return row_under_roof(
         name=op.name,
         kind=op.kind,
         type=op.type,
@@ -274,9 +269,43 @@ def _row(op: Operation, device: Device, precision: Precision) -> Row:
         members=op.members,
         paths=op.paths,
         macs=op.macs,
-        flops=flops,
         weight_bytes=weights,
         activation_bytes=activations,
+        peak=_peak(op, device, precision),
+        bandwidth=device.bandwidth_bytes_per_s,
+    )
+
+
+def row_under_roof(
+    *,
+    name: str,
+    kind: str,
+    type: str,
+    detail: str,
+    members: tuple[str, ...],
+    paths: tuple[str, ...],
+    macs: int | None,
+    weight_bytes: float,
+    activation_bytes: float,
+    peak: float,
+    bandwidth: float,
+) -> Row:
+    """A layer's bounds, by the formulas at the top, from its macs and bytes and the two roofs (flop/s, bytes/s)."""
+    moved = weight_bytes + activation_bytes
+    flops = None if macs is None else 2 * macs
+    intensity = None if flops is None else flops / moved if moved else 0.0
+    bound: Bound = "unknown" if intensity is None else "compute" if intensity >= peak / bandwidth else "memory"
+    return Row(
+        name=name,
+        kind=kind,
+        type=type,
+        detail=detail,
+        members=members,
+        paths=paths,
+        macs=macs,
+        flops=flops,
+        weight_bytes=weight_bytes,
+        activation_bytes=activation_bytes,
         arithmetic_intensity=intensity,
         peak_flops_per_s=peak,
         ridge_point=peak / bandwidth,
