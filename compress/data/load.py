@@ -71,6 +71,8 @@ def check_data_spec(spec: DataSpec) -> None:
             raise DataError(f"data.{key} is {value}; it must be at least {least}")
     if spec.on_error not in ("raise", "skip"):
         raise DataError(f"data.on_error is {spec.on_error!r}; allowed: raise, skip")
+    if not 0 <= spec.clutter <= 1:
+        raise DataError(f"data.clutter is {spec.clutter}; it must be from 0 (the object alone) to 1")
     if not 0 < spec.crop_ratio <= 1:
         raise DataError(f"data.crop_ratio is {spec.crop_ratio}; it must be above 0 and at most 1")
     for key in ("mean", "std"):

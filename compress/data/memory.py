@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compress.data.augment import DRAWS, Movement, move
-from compress.data.base import Batch, Split, hash_seed
+from compress.data.base import Batch, BatchPlan, Split, hash_seed
 from compress.data.counter import uniform
 from compress.data.preprocessing import Preprocessing
 
@@ -16,7 +16,7 @@ class MemorySplit(Split):
     """Images that were read once.
 
     Args:
-        images: (N, 1 or 3, H, H) uint8.
+        images: (N, 1 or 3, H, H) uint8, on the CPU or on the device that trains.
         targets: (N,) int64.
         labels: name of each class.
         preprocessing: how images become a model's input.
@@ -45,11 +45,39 @@ class MemorySplit(Split):
         """Images (n, 3, S, S) and targets (n,) at `indices`; see `Split.load`."""
         chosen = torch.tensor(indices, dtype=torch.int64)
         size = self.preprocessing.image_size
-        images = resize(to_device(self.images[chosen], device).float().div_(255), size)
+        images = self.images[to_device(chosen, self.images.device)]
+        images = resize(to_device(images, device).float().div_(255), size)
         if epoch is not None and self.movement is not None:
             draws = uniform(hash_seed(self.seed, epoch), chosen, DRAWS)
             images = move(images, to_device(self.movement.matrices(draws, size).float(), device))
         return self.preprocessing.normalize(images), to_device(self.targets[chosen], device)
+
+
+def in_memory(
+    split: Split, device: torch.device | str, *, movement: Movement | None = None, batch_size: int = 256
+) -> MemorySplit:
+    """Read or draw every image of `split` once, without augmentation, and keep them as 8-bit numbers.
+
+    Training that goes through the images many times then waits for no disk and no drawing: at 224 pixels an image takes
+    150 kB of the device's memory.
+
+    Args:
+        split: of RGB images.
+        device: where they are kept.
+        movement: augmentation of training images, which moves pixels; None = none.
+        batch_size: images read at once.
+    """
+    device = torch.device(device)
+    size, prepared = split.preprocessing.image_size, split.preprocessing
+    images = torch.empty(len(split), len(prepared.mean), size, size, dtype=torch.uint8, device=device)
+    targets, done = [], 0
+    for batch, labels in split.batches(BatchPlan(batch_size=batch_size), device=device):
+        images[done : done + len(batch)] = prepared.pixels(batch)
+        targets.append(labels.cpu())
+        done += len(batch)
+    return MemorySplit(
+        images, torch.cat(targets), labels=split.labels, preprocessing=prepared, seed=split.seed, movement=movement
+    )
 
 
 def resize(images: Tensor, size: int) -> Tensor:

@@ -67,6 +67,11 @@ class Preprocessing:
         mean, std = _constant(self.mean, images.device), _constant(self.std, images.device)
         return images.sub(mean).div_(std)
 
+    def pixels(self, images: Tensor) -> Tensor:
+        """What `normalize` made of 8-bit pixels, as these pixels again: (N, channels, H, W) uint8."""
+        mean, std = _constant(self.mean, images.device), _constant(self.std, images.device)
+        return images.mul(std).add_(mean).mul_(255).round_().clamp_(0, 255).to(torch.uint8)
+
     def to_json(self) -> str:
         """One JSON object, keys sorted: the form in the ONNX metadata."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)

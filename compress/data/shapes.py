@@ -25,7 +25,7 @@ from compress.data.memory import to_device
 from compress.data.preprocessing import Preprocessing
 from compress.data.shapes_outlines import outline_bank
 from compress.data.shapes_patterns import pattern_bank
-from compress.data.shapes_scene import LAYERS, Scenes, class_names, make_scenes
+from compress.data.shapes_scene import LAYERS, Scenes, class_names, make_scenes, with_clutter
 from compress.data.spec import DataSpec
 from compress.errors import DataError
 
@@ -62,7 +62,7 @@ class ShapesSplit(Split):
     """`count` pictures whose numbers start at `first`; the class is the number modulo `num_classes`.
 
     Args:
-        spec: image size, normalization and seed.
+        spec: image size, normalization, clutter and seed.
         num_classes: 2 to 100.
         count: pictures.
         first: number of the first picture.
@@ -73,7 +73,7 @@ class ShapesSplit(Split):
         super().__init__(
             labels=class_names(num_classes), preprocessing=Preprocessing.of(spec, mean=MEAN, std=STD), seed=spec.seed
         )
-        self._count, self._first, self._movement = count, first, movement
+        self._count, self._first, self._movement, self._clutter = count, first, movement, spec.clutter
 
     def __len__(self) -> int:
         """Number of pictures."""
@@ -87,7 +87,8 @@ class ShapesSplit(Split):
         if epoch is not None and self._movement is not None:
             noise_seed = hash_seed(self.seed, epoch)
             camera = self._movement.matrices(uniform(noise_seed, numbers, DRAWS), size)
-        scenes = make_scenes(self.seed, numbers, targets, num_classes=self.num_classes, camera=camera).to(device)
+        scenes = make_scenes(self.seed, numbers, targets, num_classes=self.num_classes, camera=camera)
+        scenes = with_clutter(scenes, self._clutter).to(device)
         images = paint(scenes, size)
         strength = scenes.noise[:, None, None, None] * min(1.0, size / _FULL_NOISE_SIZE)
         images += noise(noise_seed, to_device(numbers, device), size) * strength

@@ -10,7 +10,7 @@ The numbers are made on the CPU in float64 and depend on (seed, index) alone; on
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -130,6 +130,15 @@ def make_scenes(
         base=_base(rest[:, 1:]).float(),
         noise=_between(_NOISE, rest[:, 0]).float(),
     )
+
+
+def with_clutter(scenes: Scenes, share: float) -> Scenes:
+    """The same pictures with everything but the object as opaque as `share` (0 to 1) of what it was."""
+    if share == 1:
+        return scenes
+    shares = torch.full((LAYERS,), share, dtype=scenes.opacity.dtype, device=scenes.opacity.device)
+    shares[OBJECT] = 1
+    return replace(scenes, opacity=scenes.opacity * shares)
 
 
 def _between(limits: tuple[float, float], draws: Tensor) -> Tensor:

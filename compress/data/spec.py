@@ -22,6 +22,7 @@ class DataSpec:
         augment: random shifts, crops and flips of training images, as suits the data set.
         num_classes: classes of `shapes` (2 to 100); None = 20. For other data sets None = as the data say, and
             a number must agree with them.
+        clutter: how opaque the clutter of `shapes` is, as a share of the usual, 0 to 1; 0 leaves the object alone.
         train_images, val_images: images of `shapes` (None = 20,000 and 2,000); of the others an upper bound, every
             class in proportion (None = all).
         seed: seed of everything random in the data: shuffling, augmentation, drawing.
@@ -37,6 +38,7 @@ class DataSpec:
     on_error: Literal["raise", "skip"] = "raise"
     augment: bool = True
     num_classes: int | None = None
+    clutter: float = 1.0
     train_images: int | None = None
     val_images: int | None = None
     seed: int = 0

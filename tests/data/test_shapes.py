@@ -7,12 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.path import Path as Outline
+from torch.nn import functional as F
 
 from compress.data import BatchPlan, DataSpec, load_data
 from compress.data.shapes import noise, paint
 from compress.data.shapes_outlines import EXTENT, OUTLINES, outline_bank, polygon
 from compress.data.shapes_patterns import PATTERNS, VARIANTS, pattern_bank
-from compress.data.shapes_scene import LAYERS, OBJECT, TONES, Scenes, class_names, make_scenes
+from compress.data.shapes_scene import LAYERS, OBJECT, TONES, Scenes, class_names, make_scenes, with_clutter
 from compress.errors import DataError
 
 CPU = torch.device("cpu")
@@ -230,3 +231,28 @@ def test_batches_partition_over_ranks():
     for step, (images, _) in enumerate(whole):
         for rank in (0, 1):
             torch.testing.assert_close(halves[rank][step][0], images[rank::2], atol=1e-5, rtol=0)
+
+
+def test_without_clutter_the_object_stands_alone():
+    numbers = torch.arange(12)
+    scenes = make_scenes(0, numbers, numbers, num_classes=20)
+    light = F.interpolate(scenes.base, size=(64, 64), mode="bilinear", align_corners=True)
+    alone, half, whole = (paint(with_clutter(scenes, share), 64) for share in (0.0, 0.5, 1.0))
+    at = (torch.arange(64) * 2 + 1) / 64 - 1
+    grid = torch.stack(torch.meshgrid(at, at, indexing="xy"), dim=-1)
+    rows = scenes.matrices[:, OBJECT]
+    reach = (torch.einsum("nij,yxj->nyxi", rows[..., :2], grid) + rows[:, None, None, :, 2]).abs().amax(-1)
+    outside = (reach > 1)[:, None].expand_as(alone)
+    assert 0.1 < outside.float().mean() < 0.9
+    torch.testing.assert_close(alone[outside], light[outside], atol=1e-5, rtol=0)
+    assert ((alone - light).abs().amax((1, 2, 3)) > 0.1).all()
+    far = [(picture - alone).abs().mean() for picture in (half, whole)]
+    assert 0 < far[0] < far[1]
+    assert torch.equal(whole, paint(scenes, 64))
+
+
+def test_clutter_of_the_recipe():
+    few, usual = (next(shapes(clutter=c).val.batches(BatchPlan(batch_size=8)))[0] for c in (0.0, 1.0))
+    assert not torch.allclose(few, usual, atol=0.1)
+    with pytest.raises(DataError, match=r"data.clutter is 1.5.*0 .* to 1"):
+        shapes(clutter=1.5)
