@@ -1,0 +1,244 @@
+"""One model of analysis/sweep.py: quantized for each target, exported, its engine compared with fake quantization.
+
+    python analysis/sweep_model.py timm:deit_tiny_patch16_224     # prints its row, a line of JSON
+
+An error is written down with the stage that it happened in. `cpu_s` in the row says where the seconds go: most of them
+go to torch's ONNX exporter, which runs three times a model (float, and once a target).
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+TARGETS = ("openvino", "onnxruntime")
+
+
+def study(name: str) -> dict[str, Any]:
+    """Everything about one model; an error is written down with the stage that it happened in."""
+    row: dict[str, Any] = {"status": "ok", "cpu_s": {}}
+    try:
+        _study(name, row)
+        _stage(row, None)
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        row |= {
+            "status": "failed",
+            "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            "at": f"{Path(where.filename).name}:{where.lineno}",
+        }
+    return row
+
+
+def _stage(row: dict[str, Any], name: str | None) -> None:
+    """Begin a stage, None for none; the processor time of the one before is written down (under its last word)."""
+    now = time.process_time()
+    before, since = row.pop("stage", None), row.pop("since", 0.0)
+    if before is not None:
+        what = before.rpartition(": ")[2]
+        row["cpu_s"][what] = round(row["cpu_s"].get(what, 0.0) + now - since, 1)
+    if name is not None:
+        row |= {"stage": name, "since": now}
+
+
+def _study(name: str, row: dict[str, Any]) -> None:
+    _stage(row, "import")
+    import torch
+
+    import compress
+
+    _stage(row, "build")
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model, size = build(name)
+    images = pictures(32, size)
+    settle(model, images)
+    row |= {"image": size, "parameters": sum(p.numel() for p in model.parameters())}
+    with torch.no_grad():
+        reference = first(model(images[16:]))
+    _stage(row, "tensorrt: place")
+    placed = compress.insert_quantizers(model, images[:2], compress.QuantSpec(target="tensorrt"))
+    row["tensorrt"] = described(placed)
+    with tempfile.TemporaryDirectory() as folder:
+        for target in TARGETS:
+            _stage(row, f"{target}: quantize")
+            spec = compress.QuantSpec(target=target)  # type: ignore[arg-type]
+            qmodel = compress.quantize(model, images[:2], [images[:8], images[8:16]], spec=spec)
+            row[target] = described(qmodel)
+            with torch.no_grad():
+                expected = first(qmodel(images[16:]))
+            row[target]["sqnr_float_db"] = decibel(reference, expected)
+            _stage(row, f"{target}: export")
+            file = compress.export_onnx(qmodel, images[:1], Path(folder) / f"{target}.onnx")
+            _stage(row, f"{target}: engine")
+            row[target] |= parity(file, target, images[16:], expected)
+            _stage(row, f"{target}: latency")
+            row[target] |= speed(model, images[:1], Path(folder), target)
+            file.unlink()
+
+
+def build(name: str) -> tuple[Any, int]:
+    """The model in evaluation mode and the smallest image that it was found to run on."""
+    import torch
+
+    error: Exception | None = None
+    for options, size in choices(name):
+        try:
+            model = make(name, options).eval()
+            with torch.no_grad():
+                model(torch.zeros(2, 3, size, size))
+            return model, size
+        except Exception as problem:
+            error = problem
+    raise RuntimeError(f"runs on no image size that was tried: {error}")
+
+
+def choices(name: str) -> list[tuple[dict[str, Any], int]]:
+    """(options, image size) pairs to try."""
+    if name.startswith("timm:"):
+        small: list[tuple[dict[str, Any], int]] = [({"img_size": 64}, 64), ({"img_size": 128}, 128)]
+        return [*small, *(({}, size) for size in (64, 96, 128, 224, 240, 256))]
+    if name.startswith("vit_"):
+        size = 56 if name.endswith("14") else 64
+        return [({"image_size": size}, size)]
+    auxiliary = {"aux_logits": False, "init_weights": False} if name in {"inception_v3", "googlenet"} else {}
+    return [(auxiliary, size) for size in (64, 96, 224)]
+
+
+def make(name: str, options: dict[str, Any]) -> Any:
+    """A network with random weights."""
+    source, _, rest = name.rpartition(":")
+    if source == "timm":
+        import timm
+
+        return timm.create_model(rest, num_classes=100, **options)
+    import torchvision
+
+    if source == "segmentation":
+        return torchvision.models.get_model_builder(rest)(weights=None, weights_backbone=None, num_classes=21)
+    return torchvision.models.get_model_builder(rest)(num_classes=100, **options)
+
+
+def pictures(count: int, size: int) -> Any:
+    """Seeded images with large and small structure, (count, 3, size, size), mean 0 and deviation about 1."""
+    import torch
+    import torch.nn.functional as F
+
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.randn(count, 3, 6, 6, generator=generator)
+    fine = torch.randn(count, 3, size, size, generator=generator)
+    return F.interpolate(coarse, size=(size, size), mode="bilinear") + 0.3 * fine
+
+
+def settle(model: Any, images: Any) -> None:
+    """BatchNorm statistics of these images; no parameter that training begins at nought or next to it.
+
+    A classifier or residual branch that begins at zero (ViT's head, layer scale, the last BatchNorm of a block) would
+    leave nothing to compare.
+    """
+    import torch
+    from torch import nn
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.abs().max() < 1e-3:
+                parameter.copy_(
+                    torch.randn_like(parameter) * 0.02 if parameter.dim() > 1 else torch.ones_like(parameter)
+                )
+        for module in model.modules():
+            biased = isinstance(module, (nn.Conv2d, nn.Linear, nn.LayerNorm)) or hasattr(module, "running_mean")
+            if biased and getattr(module, "bias", None) is not None:
+                module.bias.normal_(std=0.02)
+        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        for norm in norms:
+            norm.momentum = None  # the mean of all batches
+            norm.train()
+        for batch in images.split(16):
+            model(batch)
+    model.eval()
+
+
+def first(output: Any) -> Any:
+    """The first tensor of an output, (images, classes); of a map, its pixels are images."""
+    import torch
+
+    while not isinstance(output, torch.Tensor):
+        output = next(iter(output.values() if isinstance(output, dict) else output))
+    return output.movedim(1, -1).flatten(0, -2) if output.dim() > 2 else output
+
+
+def decibel(reference: Any, value: Any) -> float:
+    """SQNR, rounded for the table."""
+    from compress.measure.parity import sqnr_db
+
+    return round(sqnr_db(reference.numpy(), value.numpy()), 1)
+
+
+def described(qmodel: Any) -> dict[str, Any]:
+    """Quantizers placed, and what stays float with its reasons (how many, and one of them)."""
+    from compress.graph.trace import leaves_of
+
+    left: dict[str, dict[str, Any]] = {}
+    for row in qmodel.placement.decisions:
+        if row.decision == "float":
+            entry = left.setdefault(row.rule, {"count": 0, "example": row.layer, "reason": row.reason})
+            entry["count"] += 1
+    return {
+        "weights": len(qmodel.placement.weights),
+        "activations": len(qmodel.placement.activations),
+        "float": left,
+        "leaves": [f"{leaf.path} ({leaf.kind}): {leaf.reason}" for leaf in leaves_of(qmodel)],
+    }
+
+
+def parity(file: Path, engine: str, images: Any, expected: Any) -> dict[str, float]:
+    """The engine against fake quantization on the same images; the remainder in float32."""
+    import torch
+
+    import compress
+    from compress.measure.parity import agreement, sqnr_db
+
+    precision = "f32" if engine == "openvino" else None
+    with compress.build_engine(file, engine, threads=1, precision=precision) as built:
+        result = next(iter(built.run({built.inputs[0].name: images.numpy()}).values()))
+    got = first(torch.from_numpy(result))
+    return {
+        "top1_agreement": round(agreement(expected.numpy(), got.numpy()), 4),
+        "sqnr_engine_db": round(sqnr_db(expected.numpy(), got.numpy()), 1),
+    }
+
+
+def speed(model: Any, image: Any, folder: Path, engine: str) -> dict[str, Any]:
+    """Latency of the INT8 file over that of the float file, in turn, batch 1, one thread; the engine's own defaults."""
+    import compress
+    from compress.measure import latency_ratio, measure_latency
+
+    reference = folder / "float.onnx"
+    if not reference.is_file():
+        if sum(p.numel() * p.element_size() for p in model.parameters()) >= 2**31:
+            return {"latency_ratio": None, "latency_note": "a float file of 2 GiB and more is not ONNX of one piece"}
+        compress.export_onnx(model, image, reference)
+    with (
+        compress.build_engine(reference, engine, batch_size=1, threads=1) as plain,
+        compress.build_engine(folder / f"{engine}.onnx", engine, batch_size=1, threads=1) as quantized,
+    ):
+        timed = measure_latency({"float": plain, "int8": quantized}, runs=25, seconds=1)
+    return {"latency_ratio": round(latency_ratio(timed[1], timed[0]), 3), "int8_ms": round(timed[1].p50_ms, 3)}
+
+
+def main() -> None:
+    """Study the model that the command names."""
+    row = study(sys.argv[1])
+    row.pop("since", None)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
+    print("\n" + json.dumps(row | {"peak_memory_bytes": peak}))
+
+
+if __name__ == "__main__":
+    main()
