@@ -243,12 +243,13 @@ def _conv_kernel(
             )
         total = tl.dot(pixels, filters, total, out_dtype=tl.int32)
         channel += DEPTH
-        if channel >= channels:
-            channel = 0
-            tap_x += 1
-            if tap_x == TAPS_X:
-                tap_x = 0
-                tap_y += 1
+        if TAPS_Y * TAPS_X > 1:  # by selection, not by branches: loads behind a branch would not be made ahead of time
+            done = channel >= channels
+            channel = tl.where(done, 0, channel)
+            tap_x = tl.where(done, tap_x + 1, tap_x)
+            done = tap_x == TAPS_X
+            tap_x = tl.where(done, 0, tap_x)
+            tap_y = tl.where(done, tap_y + 1, tap_y)
     _epilogue(
         total, first_row, first_column,
         bias_ptr, residual_ptr, x_amax_ptr, weight_amax_ptr, residual_amax_ptr, amax_ptr,
