@@ -5,6 +5,8 @@ what lies between, and returns a second graph in which each chain is one module 
 modules, and with them parameters and ranges, are those of the first graph, by reference: train by calling the second,
 and all else (state_dict, checkpoints, evaluation, deep copies, export) goes on with the first, which is untouched.
 
+All weights are quantized in a few launches (`fused_weights`).
+
 The result is that of the plain path: the same numbers in the same order in float32 and float64. In half precision
 the plain path rounds after the bias and after the add, and the fused one only at its end.
 
@@ -27,6 +29,7 @@ from torch import Tensor, fx, nn
 from compress.errors import QuantizationError
 from compress.graph.ops import node_kind, node_module
 from compress.quantization.fused_ops import HAS_TRITON, Kernels, epilogue_of, fused_quantize
+from compress.quantization.fused_weights import group_weights, is_live, is_plain
 from compress.quantization.modules import QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear
 from compress.quantization.quantizer import Quantizer
 
@@ -34,6 +37,7 @@ _BOUNDS = {"relu": (0.0, math.inf), "relu6": (0.0, 6.0)}
 _PLAIN: tuple[float, float] = (-math.inf, math.inf)
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear)
 _FORWARDS = {layer.forward for layer in _LAYERS}
+_QUANTIZED_FORWARDS = {layer.forward for layer in _LAYERS if hasattr(layer, "quantized_weight")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +60,7 @@ def fuse_for_training(qmodel: nn.Module, *, kernels: Kernels | None = None) -> f
 
     Args:
         qmodel: from `quantize` or `insert_quantizers`; not changed.
-        kernels: `triton` or `torch` for all; None = Triton on a GPU where it fits.
+        kernels: `triton` or `torch` for all; None = Triton on a GPU where it fits. Under torch.compile always torch.
 
     Returns:
         A module to call in place of `qmodel` in training steps. Its `chains` tell what was fused. It shares every
@@ -73,6 +77,8 @@ def fuse_for_training(qmodel: nn.Module, *, kernels: Kernels | None = None) -> f
     graph.output(graph.graph_copy(cast(fx.GraphModule, qmodel).graph, {}))
     fused = fx.GraphModule(qmodel, graph)
     chains = [_fuse(fused, node, kernels) for node in list(graph.nodes) if node_kind(node) == "quantizer"]
+    if kernels != "torch":
+        _share_weights(fused, kernels)
     graph.eliminate_dead_code()
     graph.lint()
     fused.delete_all_unused_submodules()
@@ -113,21 +119,22 @@ class FusedChainModule(nn.Module):
         bias_dim = -1 if isinstance(layer, nn.Linear) else 1
         self.epilogue = epilogue_of(quantizer.format, lower=lower, upper=upper, bias_dim=bias_dim)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
         """The quantized result.
 
         Args:
             x: the layer's input; without a layer, what is activated and quantized.
             residual: shape of the layer's result, added to it.
+            weight: the layer's quantized weight; None = the layer has it.
         """
-        if not _is_live(self.quantizer):
+        quantizer = self.quantizer
+        if not is_live(quantizer):
             return self._plain(x, residual)
-        layer, bias, amax = cast(Any, self.layer), None, self.quantizer.amax
+        layer, bias = cast(Any, self.layer), None
         if layer is not None:
-            bias, weight = layer.bias, _weight(layer, self.kernels)
-            matmul: Callable[..., Tensor] = F.linear if isinstance(layer, nn.Linear) else layer._conv_forward
-            x = matmul(x, weight, None)
-        return fused_quantize(x, amax, self.epilogue, bias=bias, residual=residual, kernels=self.kernels)
+            bias = layer.bias
+            x = _product(layer, x, weight, None)
+        return fused_quantize(x, quantizer.amax, self.epilogue, bias=bias, residual=residual, kernels=self.kernels)
 
     def _plain(self, x: Tensor, residual: Tensor | None) -> Tensor:
         y = x if self.layer is None else self.layer(x)
@@ -136,33 +143,56 @@ class FusedChainModule(nn.Module):
         return cast(Tensor, self.quantizer(y))
 
 
-def _weight(layer: nn.Module, kernels: Kernels | None) -> Tensor:
-    """The layer's weight, quantized if it is a quantized layer, in the type that autocast would turn it into."""
-    weight = cast(Tensor, layer.weight)
-    quantizer = getattr(layer, "weight_quantizer", None)
-    if quantizer is None:
-        return weight
-    by_hand = kernels == "triton" or (kernels is None and weight.is_cuda and HAS_TRITON)
-    if not by_hand or not _is_plain(quantizer) or not _is_live(quantizer):
-        return cast(Tensor, quantizer(weight))
-    device = weight.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    return fused_quantize(weight, quantizer.amax, epilogue_of(quantizer.format), dtype=dtype, kernels=kernels)
+class FusedLayerModule(nn.Module):
+    """A quantized layer without a chain, whose weight is quantized with others; the layer is the model's own."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The layer's result.
+
+        Args:
+            x: the layer's input.
+            weight: quantized.
+        """
+        layer = cast(Any, self.layer)
+        return _product(layer, x, weight, layer.bias)
 
 
-def _is_plain(quantizer: nn.Module) -> bool:
-    """Whether a quantizer rounds to integers by fixed ranges, as `fake_quantize` does."""
-    return type(quantizer) is Quantizer and quantizer.format.kind == "int" and not quantizer.amax.requires_grad
+def _product(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """What a convolution or linear layer computes with another weight and bias."""
+    if weight is None:
+        weight = layer.quantized_weight if hasattr(layer, "weight_quantizer") else layer.weight
+    matmul: Callable[..., Tensor] = F.linear if isinstance(layer, nn.Linear) else layer._conv_forward
+    return matmul(x, weight, bias)
 
 
-def _is_live(quantizer: Quantizer) -> bool:
-    return quantizer.enabled and quantizer.ready and quantizer.calibrator is None
+def _share_weights(graph_module: fx.GraphModule, kernels: Kernels | None) -> None:
+    """Quantize the weights of all layers in groups."""
+    readers: dict[fx.Node, nn.Module] = {}
+    for node in list(graph_module.graph.nodes):
+        if node.op != "call_module":
+            continue
+        module = graph_module.get_submodule(str(node.target))
+        layer = module.layer if isinstance(module, FusedChainModule) else module
+        if layer is None or type(layer).forward not in _QUANTIZED_FORWARDS:
+            continue
+        if not isinstance(module, FusedChainModule):
+            if layer._forward_hooks or layer._forward_pre_hooks:
+                continue
+            name = f"fused_layers.{node.name}"
+            graph_module.add_submodule(name, FusedLayerModule(layer))
+            node.target = name
+        readers[node] = layer
+    group_weights(graph_module, readers, kernels)
 
 
 def _fuse(graph_module: fx.GraphModule, node: fx.Node, kernels: Kernels | None) -> FusedChain:
     """Put one module in the place of a quantizer and of the chain that ends in it."""
     quantizer, path = node_module(node), str(node.target)
-    if not _is_plain(quantizer):
+    if not is_plain(quantizer):
         kind = "FP8" if type(quantizer) is Quantizer else type(quantizer).__name__
         return FusedChain(quantizer=path, nodes=(), reason=f"{kind} is trained on the plain path")
     chain = _Chain(node)

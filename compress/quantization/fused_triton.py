@@ -14,12 +14,16 @@ is not), because a value that lies on a tie must round as in the engine.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.quantization.fused_ops import Epilogue, inner_size
+from compress.errors import QuantizationError
+from compress.quantization.fused_ops import BITS, Epilogue, inner_size, is_channels_last, like
+from compress.quantization.launch import Kept, Launch, aligned
 
 _GROUPS = 256  # of eight elements, in a tile of the flat kernels
 _TILE = 2048  # elements of a tile of the strip kernel
@@ -102,112 +106,149 @@ def _backward_bias_kernel(
     tl.store(sums_ptr + tl.program_id(1) * columns + column, tl.sum(total, axis=0), mask=inside)
 
 
-def forward(
-    y: Tensor, bias: Tensor | None, residual: Tensor | None, amax: Tensor, epilogue: Epilogue, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """As `fused_ops.forward_torch`; a bias must belong to the innermost axis, whose size divides by 8."""
-    e = epilogue
-    axis = -1 if e.axis is None else e.axis % y.dim()
-    numbers = (e.low, e.high, e.lower, e.upper, axis, dtype)
-    if torch.compiler.is_compiling():
-        result: tuple[Tensor, Tensor] = _forward_op(y, bias, residual, amax, *numbers)
-        return result
-    return _forward(y, bias, residual, amax, *numbers)
+def plan_of(
+    y: Tensor, bias: Tensor | None, residual: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
+) -> Plan | None:
+    """The plan for a dense `y` like this one; None where the bias does not lie along the innermost axis in eights."""
+    bias_dtype = None if bias is None else bias.dtype
+    residual_dtype = None if residual is None else residual.dtype
+    key = (y.shape, y.stride(), y.dtype, y.get_device(), bias_dtype, residual_dtype, epilogue, dtype)
+    if key not in _PLANS:
+        _PLANS[key] = Plan(y, bias_dtype, residual_dtype, epilogue, dtype) if _fits(y, epilogue, bias) else None
+    return cast("Plan | None", _PLANS[key])
 
 
-def backward(grad: Tensor, bits: Tensor, dtype: torch.dtype, bias_dim: int, wants_bias: bool) -> tuple[Tensor, Tensor]:
-    """As `fused_ops.backward_torch`."""
-    columns = grad.shape[bias_dim] if wants_bias else 0
-    if torch.compiler.is_compiling():
-        result: tuple[Tensor, Tensor] = _backward_op(grad, bits, dtype, columns)
-        return result
-    return _backward(grad, bits, dtype, columns)
+_PLANS = Kept()
 
 
-def _forward(
-    y: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    amax: Tensor,
-    low: int,
-    high: int,
-    lower: float,
-    upper: float,
-    axis: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    n = y.numel()
-    out = torch.empty_like(y, dtype=dtype)
-    bits = torch.empty(-(-n // 8), dtype=torch.uint8, device=y.device)
-    bias_groups = 1 if bias is None else bias.numel() // 8
-    inner, size = (1, 1) if axis < 0 else (inner_size(y, axis), y.shape[axis])
-    if n:
-        _forward_kernel[(triton.cdiv(n, 8 * _GROUPS),)](
-            y, y if bias is None else bias, y if residual is None else residual, amax, out, bits,
-            n, bias_groups, inner, size, lower, upper, float(low), float(high),
-            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, PER_CHANNEL=axis >= 0,
-            EVEN=n % 8 == 0, GROUPS=_GROUPS,
+def _fits(y: Tensor, epilogue: Epilogue, bias: Tensor | None) -> bool:
+    if y.dtype == torch.float64:
+        return False
+    return bias is None or (bias.numel() % BITS == 0 and inner_size(y, epilogue.bias_dim) == 1)
+
+
+class Plan:
+    """What can be known of a chain's launches from types and shapes alone.
+
+    Args:
+        y: dense: shape, layout, type and device count.
+        bias_dtype, residual_dtype: None = there is none.
+        epilogue, dtype: as of `fused_ops.fused_quantize`.
+    """
+
+    def __init__(
+        self,
+        y: Tensor,
+        bias_dtype: torch.dtype | None,
+        residual_dtype: torch.dtype | None,
+        epilogue: Epilogue,
+        dtype: torch.dtype,
+    ) -> None:
+        e = epilogue
+        self.device, self.count = y.get_device(), y.numel()
+        self.stride, self.dtype, self.y_dtype = y.stride(), dtype, y.dtype
+        self.memory_format = torch.channels_last if is_channels_last(y) else torch.contiguous_format
+        self.bias_dtype, self.residual_dtype = bias_dtype, residual_dtype
+        self.bytes = -(-self.count // BITS)
+        self.columns = y.shape[e.bias_dim] if bias_dtype is not None else 0
+        axis = -1 if e.axis is None else e.axis % y.dim()
+        inner, size = (1, 1) if axis < 0 else (inner_size(y, axis), y.shape[axis])
+        even = self.count % BITS == 0
+        self._forward = Launch(
+            _forward_kernel, (triton.cdiv(self.count, BITS * _GROUPS),),
+            self.count, max(1, self.columns // BITS), inner, size, e.lower, e.upper, float(e.low), float(e.high),
+            bias_dtype is not None, residual_dtype is not None, axis >= 0, even, _GROUPS,
         )  # fmt: skip
-    return out, bits
+        self._backward = Launch(
+            _backward_kernel, (triton.cdiv(self.count, BITS * _GROUPS),), self.count, even, _GROUPS
+        )  # fmt: skip
+        if self.columns and self.count:
+            self._plan_strips()
+
+    def _plan_strips(self) -> None:
+        rows = self.count // self.columns
+        strip = min(128, triton.next_power_of_2(self.columns))
+        tile = _TILE // strip
+        strips = triton.cdiv(self.columns, strip)
+        steps = triton.cdiv(rows, max(1, _PROGRAMS // strips) * tile)
+        self.programs = triton.cdiv(rows, steps * tile)
+        self._backward_bias = Launch(
+            _backward_bias_kernel, (strips, self.programs), rows, self.columns // BITS, steps, tile, strip
+        )
+
+    def forward(self, y: Tensor, bias: Tensor | None, residual: Tensor | None, amax: Tensor) -> tuple[Tensor, Tensor]:
+        """As `fused_ops.forward_torch`; `residual` is laid out as `y`."""
+        out = torch.empty_like(y, dtype=self.dtype)
+        bits = torch.empty(self.bytes, dtype=torch.uint8, device=y.device)
+        if self.count:
+            tensors = (y, y if bias is None else bias, y if residual is None else residual, amax, out, bits)
+            if aligned(*tensors):
+                self._forward(self.device, *tensors)
+            else:
+                self._forward.unaligned(*tensors)
+        return out, bits
+
+    def backward(self, grad: Tensor, bits: Tensor, wants_bias: bool) -> tuple[Tensor, Tensor | None]:
+        """(`grad` where the bits are set, its sum for each column, float32, if wanted); `grad` is laid out as `y`."""
+        out = torch.empty_like(grad, dtype=self.y_dtype)
+        if not self.count:
+            return out, torch.zeros(self.columns, device=grad.device) if wants_bias else None
+        if not wants_bias:
+            tensors: tuple[Tensor, ...] = (grad, bits, out)
+            launch, sums = self._backward, None
+        else:
+            sums = torch.empty((self.programs, self.columns), dtype=torch.float32, device=grad.device)
+            tensors = (grad, bits, out, sums)
+            launch = self._backward_bias
+        if aligned(*tensors):
+            launch(self.device, *tensors)
+        else:
+            launch.unaligned(*tensors)
+        return out, None if sums is None else sums.sum(0)
 
 
-def _backward(grad: Tensor, bits: Tensor, dtype: torch.dtype, columns: int) -> tuple[Tensor, Tensor]:
-    n = grad.numel()
-    out = torch.empty_like(grad, dtype=dtype)
-    if not columns or not n:
-        if n:
-            _backward_kernel[(triton.cdiv(n, 8 * _GROUPS),)](grad, bits, out, n, EVEN=n % 8 == 0, GROUPS=_GROUPS)
-        return out, torch.zeros(columns, dtype=torch.float32, device=grad.device)
-    rows = n // columns
-    strip = min(128, triton.next_power_of_2(columns))
-    tile = _TILE // strip
-    strips = triton.cdiv(columns, strip)
-    steps = triton.cdiv(rows, max(1, _PROGRAMS // strips) * tile)
-    programs = triton.cdiv(rows, steps * tile)
-    sums = torch.empty((programs, columns), dtype=torch.float32, device=grad.device)
-    _backward_bias_kernel[(strips, programs)](
-        grad, bits, out, sums, rows, columns // 8, steps, ROWS=tile, COLUMNS=strip
-    )  # fmt: skip
-    return out, sums.sum(0)
-
-
-@torch.library.custom_op("compress::fused_quantize", mutates_args=())
-def _forward_op(
+def fused_quantize(
     y: Tensor,
+    amax: Tensor,
+    epilogue: Epilogue,
     bias: Tensor | None,
     residual: Tensor | None,
-    amax: Tensor,
-    low: int,
-    high: int,
-    lower: float,
-    upper: float,
-    axis: int,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    return _forward(y, bias, residual, amax, low, high, lower, upper, axis, dtype)
+) -> Tensor | None:
+    """As `fused_ops.fused_quantize`; None where the kernels do not fit."""
+    plan = plan_of(y, bias, residual, epilogue, dtype)
+    if plan is None:
+        return None
+    return cast(Tensor, _Launched.apply(y, bias, residual, amax, plan))
 
 
-@_forward_op.register_fake
-def _(
-    y: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    amax: Tensor,
-    low: int,
-    high: int,
-    lower: float,
-    upper: float,
-    axis: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(y, dtype=dtype), y.new_empty((y.numel() + 7) // 8, dtype=torch.uint8)
+class _Launched(torch.autograd.Function):
+    """Keeps the packed bits only; the result is kept by whichever layer reads it."""
 
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor | None, residual: Tensor | None, amax: Tensor, plan: Plan) -> Tensor:
+        if residual is not None and residual.stride() != plan.stride:
+            residual = like(residual, y)
+        result, bits = plan.forward(y, bias, residual, amax)
+        ctx.save_for_backward(bits)
+        ctx.plan = plan
+        return result
 
-@torch.library.custom_op("compress::fused_quantize_backward", mutates_args=())
-def _backward_op(grad: Tensor, bits: Tensor, dtype: torch.dtype, columns: int) -> tuple[Tensor, Tensor]:
-    return _backward(grad, bits, dtype, columns)
-
-
-@_backward_op.register_fake
-def _(grad: Tensor, bits: Tensor, dtype: torch.dtype, columns: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(grad, dtype=dtype), grad.new_empty(columns, dtype=torch.float32)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (bits,) = ctx.saved_tensors
+        plan: Plan = ctx.plan
+        if grad.requires_grad:
+            raise QuantizationError(
+                "our Triton kernels have no second derivative; for one, fuse with kernels='torch' (fuse_for_training)"
+            )
+        if grad.stride() != plan.stride:
+            grad = grad.contiguous(memory_format=plan.memory_format)
+        _, wants_bias, wants_residual, _, _ = ctx.needs_input_grad
+        passed, bias_grad = plan.backward(grad, bits, wants_bias)
+        if bias_grad is not None and bias_grad.dtype != plan.bias_dtype:
+            bias_grad = bias_grad.to(plan.bias_dtype)
+        if not wants_residual:
+            return passed, bias_grad, None, None, None
+        same = plan.residual_dtype == plan.y_dtype
+        return passed, bias_grad, passed if same else passed.to(plan.residual_dtype), None, None

@@ -9,10 +9,13 @@ import math
 import os
 
 import torch
+from torch import nn
 
 import compress
-from compress.quantization import fused_ops, fused_triton
+from compress.quantization import fused_ops, fused_triton, fused_weights_triton
 from compress.quantization.fused_ops import Epilogue
+from compress.quantization.numerics import QuantFormat
+from compress.quantization.quantizer import Quantizer
 from tests.quantization.test_fused import assert_same, gradients, quantized
 
 
@@ -31,32 +34,56 @@ def check_activation(layout, dtype, bounds, has_bias, has_residual, integers):
     residual = torch.randn_like(y) if has_residual else None
     epilogue = Epilogue(*integers, *bounds, None, bias_dim)
     amax, out = torch.tensor(5.3), torch.float32 if dtype == torch.bfloat16 else dtype
-    result, bits = fused_triton.forward(y, bias, residual, amax, epilogue, out)
+    plan = fused_triton.plan_of(y, bias, residual, epilogue, out)
+    result, bits = plan.forward(y, bias, residual, amax)
     expected, expected_bits = fused_ops.forward_torch(y, bias, residual, amax, epilogue, out)
     same(result, expected)
     same(bits, expected_bits)
     grad = torch.randn_like(y, dtype=out)
-    passed, sums = fused_triton.backward(grad, bits, out, bias_dim, has_bias)
+    plan.y_dtype = out
+    passed, sums = plan.backward(grad, bits, has_bias)
     expected, expected_sums = fused_ops.backward_torch(grad, bits, out, bias_dim, has_bias)
     same(passed, expected)
-    torch.testing.assert_close(
-        sums, expected_sums.to(sums.dtype), rtol=1e-4, atol=1e-2 if out == torch.float16 else 1e-4
-    )
+    assert (sums is not None) == has_bias
+    if has_bias:
+        torch.testing.assert_close(sums, expected_sums, rtol=1e-4, atol=1e-2 if out == torch.float16 else 1e-4)
 
 
-def check_weight(shape, axis, last):
-    """A range for each output channel."""
-    weight = torch.randn(shape)
-    if last:
-        weight = weight.contiguous(memory_format=torch.channels_last)
-    amax = 0.8 * weight.abs().amax([d for d in range(weight.dim()) if d != axis])
-    epilogue = Epilogue(-127, 127, -math.inf, math.inf, axis, 1)
-    results = [
-        f(weight, None, None, amax, epilogue, torch.float16) for f in (fused_triton.forward, fused_ops.forward_torch)
-    ]
-    for one, other in zip(*results, strict=True):
-        same(one, other)
-    assert int(results[0][1].count_nonzero()) > 0
+def check_weights(dtype, out, even):
+    """A group of weights of several formats and layouts, one of them frozen and one unused, in one launch each way."""
+    shapes = ((6, 5, 3, 3), (10, 7), (9, 1, 3, 3), (4, 4, 1, 1), (70, 64), (3, 2, 5), (5, 5))
+    weights, found = [], []
+    for i, shape in enumerate(shapes):
+        shape = (8 * shape[0], *shape[1:]) if even else shape
+        weight = torch.randn(shape).to(dtype)
+        weight = weight.contiguous(memory_format=torch.channels_last) if len(shape) == 4 and i % 4 == 0 else weight
+        weights.append(weight.requires_grad_(i != 3))
+        axis = None if i == 1 else 0
+        quantizer = Quantizer(QuantFormat(num_bits=4 if i == 2 else 8, axis=axis, narrow=True), channels=shape[0])
+        quantizer.set_amax(0.8 * (weight.abs().amax() if axis is None else weight.flatten(1).abs().amax(1)).float())
+        found.append(quantizer)
+    owner = nn.Module()
+    for _ in range(2):  # the second time everything is known
+        results = fused_weights_triton.quantize_weights(owner, weights, found, out)
+        expected = [q(w).to(out) for w, q in zip(weights, found, strict=True)]
+        factors = [torch.randn_like(weight, dtype=out) for weight in weights]
+        grads = []
+        for outputs in (results, expected):
+            for weight in weights:
+                weight.grad = None
+            sum((f * o).sum() for i, (f, o) in enumerate(zip(factors, outputs, strict=True)) if i != 4).backward()
+            grads.append([weight.grad for weight in weights])
+        for one, other, weight in zip(results, expected, weights, strict=True):
+            same(one.detach(), other.detach())
+            assert one.requires_grad == weight.requires_grad
+        for one, other, weight in zip(*grads, weights, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                torch.testing.assert_close(one, other, rtol=0, atol=0)
+                assert one.stride() == weight.stride() and one.dtype == dtype
+        stored = {grad.untyped_storage().data_ptr() for grad in grads[0] if grad is not None}
+        assert len(stored) == 1  # parameters hold parts of one buffer, not copies
+        grads[0][0].add_(1)
 
 
 def check_network():
@@ -77,10 +104,9 @@ def main():
         ("conv", "linear"), dtypes, bounds, ((False, True), (True, False)), ((-128, 127), (0, 255))
     )
     activations = [check_activation(*c[:3], *c[3], c[4]) for c in choices]
-    shapes = (((6, 5, 3, 3), 0), ((5, 6, 3, 3), 1), ((10, 7), 0), ((10, 7), 1), ((9, 1, 3, 3), 0), ((4, 4, 1, 1), 0))
-    weights = [check_weight(s, a, last) for s, a in shapes for last in (False, True) if len(s) == 4 or not last]
+    weights = [check_weights(torch.float32, out, even) for out, even in ((torch.float32, True), (torch.float16, False))]
     check_network()
-    print(f"{len(activations)} activations, {len(weights)} weights, 1 network")
+    print(f"{len(activations)} activations, {len(weights)} groups of weights, 1 network")
 
 
 if __name__ == "__main__":

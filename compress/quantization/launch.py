@@ -1,0 +1,77 @@
+"""Launches of Triton kernels that ask Triton only once how to run.
+
+Triton's own `kernel[grid](...)` looks at every argument of every call, joins what it saw into a key and looks the
+compiled kernel up: 30 to 60 us of Python a launch, which a training step with two hundred launches cannot hide behind a
+fast GPU. A `Launch` belongs to one kind of arguments (types, sizes and constants); it goes that way once and calls the
+compiled kernel from then on. What Triton would have seen in the arguments must therefore be part of the key under
+which the caller keeps its launches; pointers are taken to lie at multiples of 16 bytes, which `aligned` tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MOST = 4096  # launches, or plans of them, that are kept under one name
+
+
+class Launch:
+    """One kernel, one grid, one kind of arguments.
+
+    Args:
+        kernel: a function under `triton.jit`.
+        grid: programs, (x,) or (x, y).
+        constants: the last arguments: numbers and constexprs, the same in every call.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], *constants: Any) -> None:
+        self._kernel = kernel
+        self._grid = grid
+        self._constants = constants
+        self._head: tuple[Any, ...] = ()
+        self._tail: tuple[Any, ...] = ()
+        self._run: Any = None
+
+    def __call__(self, device: int, *tensors: Any) -> None:
+        """Run on the current stream of `device`, which is the current one.
+
+        Args:
+            device: index, of all tensors.
+            tensors: the first arguments, at multiples of 16 bytes.
+        """
+        if self._run is None:
+            self._first(tensors)
+            return
+        self._run(*self._head, torch._C._cuda_getCurrentRawStream(device), *self._tail, *tensors, *self._constants)
+
+    def unaligned(self, *tensors: Any) -> None:
+        """Run with tensors that lie anywhere: through Triton."""
+        self._kernel[self._grid](*tensors, *self._constants)
+
+    def _first(self, tensors: tuple[Any, ...]) -> None:
+        compiled = self._kernel[self._grid](*tensors, *self._constants)
+        if compiled is None:  # the interpreter compiles nothing
+            return
+        self._head = (*self._grid, 1, 1)[:3]
+        self._tail = (compiled.function, compiled.packed_metadata, None, None, None)  # no hooks of profilers
+        self._run = compiled.run
+
+
+def aligned(*tensors: Tensor | None) -> bool:
+    """Whether all tensors begin at a multiple of 16 bytes."""
+    joined = 0
+    for tensor in tensors:
+        if tensor is not None:
+            joined |= tensor.data_ptr()
+    return joined & 15 == 0
+
+
+class Kept(dict[Any, Any]):
+    """A dictionary that forgets all before it grows without end, as it would with ever new shapes."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if len(self) >= _MOST:
+            self.clear()
+        super().__setitem__(key, value)
