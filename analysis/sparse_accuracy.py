@@ -1,17 +1,19 @@
 """What taking weights away costs and brings: accuracy, kept magnitude, size and engine latency of one network.
 
-    python analysis/sparse_accuracy.py --data digits              about ten minutes on two quiet cores
+    python analysis/sparse_accuracy.py --data digits [--set model.name=resnet18]
     python analysis/sparse_accuracy.py --data shapes [--device cuda]
 
-Variants start from the same trained float network and train on for the same epochs, taught by it: 2:4 masks by
-magnitude, the same after a channel permutation search, whole channels removed until as many multiply-accumulates are
-gone as 2:4 saves, INT8 with QAT, and INT8 QAT of the permuted 2:4 network with its zeros held. "One shot" is the
-accuracy before that training. Accuracies are OpenVINO's on the whole evaluation split, means over seeds; latencies are
-OpenVINO's on this machine's CPU, batch 1, all variants in turn. OpenVINO has no kernels for 2:4 convolutions, so the
-2:4 rows show what such an engine makes of them; "packed" is what the weights take up in the format of 2:4 kernels.
+Everything that a recipe says is taken from one, recipes/resnet50-sparse.yaml unless told otherwise; --set changes it.
+Variants start from the same trained float network and train on for the same epochs, taught by it: 2:4 masks, the same
+after a channel permutation search, whole channels removed until as many multiply-accumulates are gone as 2:4 saves,
+the dense network trained on likewise, INT8 with QAT of the float network, and INT8 QAT of the permuted 2:4 network
+with its zeros held. "One shot" is the accuracy before that training. Accuracies are OpenVINO's on the whole evaluation
+split, means over seeds; latencies are OpenVINO's on this machine's CPU, batch 1, all variants in turn. OpenVINO has no
+kernels for 2:4 convolutions, so the 2:4 rows show what such an engine makes of them; "packed" is what the weights take
+up in the format of 2:4 kernels.
 
-A variant that is finished is kept under --work and not made again; the tables of both data sets are written from one
-JSON file, so each may be run on its own.
+A variant that is finished is kept under --work, by the recipe's digest, and not made again; the tables of both data
+sets are written from one JSON file, so each may be run on its own.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from sparse_accuracy_report import draw, table
 from torch import Tensor, fx, nn
 
 import compress
-from compress import QATSpec, QuantSpec, SparsitySpec, TrainSpec, build_engine, export_onnx
-from compress.data import BatchPlan, DataSpec
+from compress import QATSpec, QuantSpec, Recipe, SparsitySpec, TrainSpec, build_engine, export_onnx
+from compress.data import BatchPlan
 from compress.data.base import DataSet
 from compress.export.audit import audit_sparsity
 from compress.files import write_json, write_text
@@ -42,48 +44,47 @@ from compress.measure import describe_machine, latency_ratio, measure_accuracy, 
 from compress.measure.sizes import model_sizes
 from compress.quantization.calibrate import quantize
 from compress.sparsity.channel import prune_channels
-from compress.sparsity.parametrization import apply_masks, masked_layers, squash_masks
+from compress.sparsity.parametrization import apply_masks, squash_masks
+from compress.sparsity.schedule import MaskSchedule
 from compress.sparsity.sparsifier import sparsify
-from compress.training import FinetuneSpec, evaluate, fit, load_model, save_model
+from compress.training import evaluate, fit, load_model, save_model
+from compress.training.loop import AfterStep
 
 Row = dict[str, Any]
-VARIANTS = ("float", "2:4", "2:4 permuted", "channels", "int8", "2:4 permuted, int8")
+VARIANTS = ("float", "float, trained on", "2:4", "2:4 permuted", "channels", "int8", "2:4 permuted, int8")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Study:
-    """A network on a data set, and how it is trained."""
-
-    data: DataSpec
-    train: TrainSpec
-    finetune: FinetuneSpec
-    qat: QATSpec
-    permute_seconds: float = 20.0
-    network: str = "resnet18"
-
-
-GENTLE: dict[str, Any] = {"optimizer": "adamw", "distill": True}
-DIGITS = Study(
-    data=DataSpec(name="digits", image_size=64, batch_size=32),
-    train=TrainSpec(epochs=6, optimizer="adamw", lr=1e-3, weight_decay=0.01, evaluate_every=6),
-    finetune=FinetuneSpec(epochs=2, lr=2e-4, weight_decay=0.01, evaluate_every=2, **GENTLE),
-    qat=QATSpec(epochs=1, lr=2e-5, weight_decay=0.0, **GENTLE),
-)
-STUDIES = {
-    "digits": DIGITS,
-    "shapes": replace(
-        DIGITS,
-        data=DataSpec(name="shapes", image_size=48, batch_size=64, num_classes=20, train_images=6000, val_images=2000),
-        train=replace(DIGITS.train, epochs=10, evaluate_every=10),
+STUDIES: dict[str, tuple[str, ...]] = {
+    "digits": (),
+    "shapes": (
+        "data.name=shapes",
+        "data.image_size=48",
+        "data.batch_size=64",
+        "data.num_classes=20",
+        "data.train_images=6000",
+        "data.val_images=2000",
+        "train.epochs=10",
     ),
 }
+"""What a study changes in the recipe."""
+QUICK = (
+    "model.name=resnet18",
+    "data.image_size=32",
+    "data.train_images=192",
+    "data.val_images=100",
+    "train.epochs=1",
+    "finetune.epochs=1",
+    "qat.epochs=1",
+    "sparsity.permute_seconds=2",
+    "sparsity.calibration_images=32",
+)
 
 
 @dataclass(frozen=True)
 class Seed:
     """One training of a study with all that follows from it."""
 
-    study: Study
+    recipe: Recipe
     data: DataSet
     folder: Path
     number: int
@@ -97,9 +98,17 @@ class Seed:
     def network(self) -> nn.Module:
         """The float network, untrained."""
         torch.manual_seed(self.number)
-        return compress.build_model(
-            compress.ModelSpec(name=self.study.network), num_classes=self.data.train.num_classes
-        ).to(self.device)
+        return compress.build_model(self.recipe.model, num_classes=self.data.train.num_classes).to(self.device)
+
+    @property
+    def sparsity(self) -> SparsitySpec:
+        """How the recipe masks, with this seed for the permutation search."""
+        return replace(cast(SparsitySpec, self.recipe.sparsity), seed=self.number)
+
+    def images(self, limit: int) -> list[Tensor]:
+        """Training images in their stored order, in batches on the device."""
+        plan = BatchPlan(batch_size=32, limit=limit)
+        return [images for images, _ in self.data.train.batches(plan, device=self.device)]
 
     def trained(self, variant: str) -> nn.Module:
         """A finished network without quantizers, from its file."""
@@ -115,33 +124,56 @@ class Seed:
         """Percent, in torch."""
         return 100 * evaluate(model, self.data.val, batch_size=64, device=self.device).top1
 
-    def train_on(self, model: nn.Module, spec: TrainSpec, teacher: nn.Module | None = None) -> None:
-        """Train in place; the seed also shuffles."""
-        spec = replace(spec, seed=self.number)
-        size = self.study.data.batch_size
-        fit(model, self.data, spec, batch_size=size, folder=None, teacher=teacher, device=self.device)
+    def train_on(
+        self,
+        model: nn.Module,
+        spec: TrainSpec,
+        teacher: nn.Module | None = None,
+        after_step: AfterStep | None = None,
+    ) -> None:
+        """Train in place, evaluate at the end; the seed is that of everything random in training."""
+        spec = replace(spec, seed=self.number, evaluate_every=max(1, spec.epochs))
+        fit(
+            model.train(),
+            self.data,
+            spec,
+            batch_size=self.recipe.data.batch_size,
+            folder=None,
+            teacher=teacher if spec.distill else None,
+            device=self.device,
+            after_step=after_step,
+        )
 
 
 def make_float(seed: Seed) -> tuple[nn.Module, Row]:
     """The dense network."""
     model = seed.network()
-    seed.train_on(model, seed.study.train)
+    seed.train_on(model, seed.recipe.train)
     return model, {}
 
 
-def make_masked(seed: Seed, *, permute: bool) -> tuple[nn.Module, Row]:
-    """2:4 by magnitude, in the given order of channels or a better one."""
+def make_trained_on(seed: Seed) -> tuple[nn.Module, Row]:
+    """The dense network, trained on as the sparse ones are: what those epochs bring by themselves."""
     teacher, model = seed.trained("float"), seed.trained("float")
-    spec = SparsitySpec(permute=permute, permute_seconds=seed.study.permute_seconds, seed=seed.number)
-    report = sparsify(model, spec, example_inputs=seed.example)
-    masked = masked_layers(model)
-    kept = sum((layer.original.abs() * layer.mask).sum().item() for layer in masked.values())
+    facts: Row = {"one_shot": seed.top1(model)}
+    seed.train_on(model, seed.recipe.finetune, teacher)
+    return model, facts
+
+
+def make_masked(seed: Seed, *, permute: bool) -> tuple[nn.Module, Row]:
+    """2:4 as the recipe says, in the given order of channels or a better one."""
+    teacher, model = seed.trained("float"), seed.trained("float")
+    spec = replace(seed.sparsity, permute=permute)
+    report = sparsify(model, spec, example_inputs=seed.example, batches=seed.images(spec.calibration_images))
+    weights = {path: cast(Tensor, teacher.get_submodule(path).weight).detach() for path in report.masked}
+    norms = {path: weight.abs().sum().item() for path, weight in weights.items()}
     facts: Row = {
-        "kept_magnitude": kept / sum(layer.original.abs().sum().item() for layer in masked.values()),
+        "kept_magnitude": sum(norms[row.layer] * (row.kept_magnitude or 0.0) for row in report.rows if row.eligible)
+        / sum(norms.values()),
         "masked": list(report.masked),
         "one_shot": seed.top1(model),
     }
-    seed.train_on(model.train(), seed.study.finetune, teacher)
+    seed.train_on(model, seed.recipe.finetune, teacher, MaskSchedule(model, spec).after_step)
     squash_masks(model)
     return model, facts
 
@@ -153,21 +185,21 @@ def make_channels(seed: Seed) -> tuple[nn.Module, Row]:
     share = (macs(model, seed.example, masked) / macs(model, seed.example)) / 2
     report = prune_channels(model, SparsitySpec(pattern=f"channel:{share:.4f}"), example_inputs=seed.example)
     facts: Row = {"one_shot": seed.top1(model), "removed": report.removed}
-    seed.train_on(model.train(), seed.study.finetune, teacher)
+    seed.train_on(model, seed.recipe.finetune, teacher)
     return model, facts
 
 
 def make_int8(seed: Seed, variant: str) -> tuple[nn.Module, Row]:
     """INT8 of a finished network, with QAT; zeros of a masked one are held."""
     teacher, start = seed.trained("float"), seed.trained(variant)
-    calibration = seed.data.train.batches(BatchPlan(batch_size=32, limit=512), device=torch.device(seed.device))
-    qmodel = quantize(start, seed.example, calibration, spec=QuantSpec(target="openvino"))
+    spec = replace(cast(QuantSpec, seed.recipe.quantization), target="openvino", rules=())
+    qmodel = quantize(start, seed.example, seed.images(spec.calibration_images), spec=spec)
     names = read(seed, variant).get("masked", [])
     zeros = {name: cast(Any, qmodel.get_submodule(name)).weight.detach() != 0 for name in names}
     if zeros:
         apply_masks(qmodel, zeros)
     facts = {"one_shot": seed.top1(qmodel), "kept_magnitude": read(seed, variant).get("kept_magnitude")}
-    seed.train_on(qmodel.train(), seed.study.qat, teacher)
+    seed.train_on(qmodel, cast(QATSpec, seed.recipe.qat), teacher)
     if zeros:
         squash_masks(qmodel)
     return qmodel, facts | {"masked": names}
@@ -175,6 +207,7 @@ def make_int8(seed: Seed, variant: str) -> tuple[nn.Module, Row]:
 
 MAKERS: dict[str, Callable[[Seed], tuple[nn.Module, Row]]] = {
     "float": make_float,
+    "float, trained on": make_trained_on,
     "2:4": lambda seed: make_masked(seed, permute=False),
     "2:4 permuted": lambda seed: make_masked(seed, permute=True),
     "channels": make_channels,
@@ -261,24 +294,25 @@ def latencies(seed: Seed, *, threads: int, seconds: float) -> dict[str, Row]:
     return rows
 
 
-def run(name: str, study: Study, *, work: Path, seeds: int, device: str, threads: int, seconds: float) -> Row:
+def run(name: str, recipe: Recipe, *, work: Path, seeds: int, device: str, threads: int, seconds: float) -> Row:
     """All variants of a study, those that are finished taken from their files, then the latencies of seed 0."""
-    data = compress.load_data(study.data)
+    data = compress.load_data(recipe.data)
+    work = work / f"{name}-{recipe.digest()}"
     began, found = time.perf_counter(), []
     for number in range(seeds):
-        seed = Seed(study, data, work / name / f"seed{number}", number, device)
+        seed = Seed(recipe, data, work / f"seed{number}", number, device)
         seed.folder.mkdir(parents=True, exist_ok=True)
         for variant in VARIANTS:
             if not seed.path(variant, "json").is_file():
                 make(seed, variant)
                 print(f"{name}, seed {number}, {variant}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
         found.append({variant: read(seed, variant) for variant in VARIANTS})
-    timed = latencies(Seed(study, data, work / name / "seed0", 0, device), threads=threads, seconds=seconds)
-    size = study.data.image_size
+    timed = latencies(Seed(recipe, data, work / "seed0", 0, device), threads=threads, seconds=seconds)
+    size, sparsity, qat = recipe.data.image_size, cast(SparsitySpec, recipe.sparsity), cast(QATSpec, recipe.qat)
     return {
-        "about": f"{study.network}, {name} at {size} px, {seeds} seed(s); {study.train.epochs} epochs of float, "
-        f"{study.finetune.epochs} of fine-tuning, {study.qat.epochs} of QAT, {study.permute_seconds:.0f} s of "
-        "permutation search",
+        "about": f"{recipe.model.name}, {name} at {size} px, {seeds} seed(s); {recipe.train.epochs} epochs of float, "
+        f"{recipe.finetune.epochs} of fine-tuning at lr {recipe.finetune.lr:g}, {qat.epochs} of QAT; masks by "
+        f"{sparsity.saliency}, {sparsity.schedule}; {sparsity.permute_seconds:g} s of permutation search",
         "command": " ".join(["python", *sys.argv]),
         "machine": describe_machine().to_dict(),
         "device": device,
@@ -303,22 +337,12 @@ def write(out: Path, name: str, study: Row) -> str:
     return "\n".join(table(name, study))
 
 
-def quick(study: Study) -> Study:
-    """The same on few small pictures, to see that it runs."""
-    return replace(
-        study,
-        data=replace(study.data, image_size=32, train_images=192, val_images=100),
-        train=replace(study.train, epochs=1, warmup_epochs=0.0),
-        finetune=replace(study.finetune, epochs=1),
-        qat=replace(study.qat, epochs=1),
-        permute_seconds=2.0,
-    )
-
-
 def main() -> None:
     """Make what is missing, measure, write; the table comes last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", choices=list(STUDIES), default="digits")
+    parser.add_argument("--recipe", default="resnet50-sparse")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the recipe")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--device", default="cpu", help="where to train: cpu or cuda")
     parser.add_argument("--threads", type=int, default=2)
@@ -327,9 +351,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results"))
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
-    study, seconds = (quick(STUDIES[a.data]), 0.3) if a.quick else (STUDIES[a.data], 4.0)
-    work = a.work / ("quick" if a.quick else "")
-    found = run(a.data, study, work=work, seeds=a.seeds, device=a.device, threads=a.threads, seconds=seconds)
+    recipe = compress.load_recipe(a.recipe, [*STUDIES[a.data], *(QUICK if a.quick else ()), *a.set])
+    seconds = 0.3 if a.quick else 4.0
+    found = run(a.data, recipe, work=a.work, seeds=a.seeds, device=a.device, threads=a.threads, seconds=seconds)
     print(write(a.out, a.data, found))
 
 
