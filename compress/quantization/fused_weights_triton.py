@@ -31,7 +31,7 @@ _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 
 @triton.jit
-def _forward_kernel(
+def _weights_kernel(
     pointers_ptr, about_ptr, tiles_ptr, out_ptr, bits_ptr, TYPE: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr
 ):
     weight = tl.load(tiles_ptr + tl.program_id(0) * 2).to(tl.int64)
@@ -64,7 +64,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _weight_gradients_kernel(
     pointers_ptr, about_ptr, tiles_ptr, out_ptr, bits_ptr, TYPE: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr
 ):
     weight = tl.load(tiles_ptr + tl.program_id(0) * 2).to(tl.int64)
@@ -180,7 +180,7 @@ class _Group:
 
     def launch(self, kernel: Any, read: torch.dtype, written: torch.dtype, *tensors: Tensor) -> None:
         """Run a kernel over all tiles."""
-        key = (kernel is _forward_kernel, read, written, self.even, len(self.tiles), self.device_index)
+        key = (kernel is _weights_kernel, read, written, self.even, len(self.tiles), self.device_index)
         if key not in _LAUNCHES:
             _LAUNCHES[key] = Launch(kernel, (len(self.tiles),), _TYPES[read], self.even, _GROUPS)
         _LAUNCHES[key](self.device_index, *tensors)
@@ -190,7 +190,7 @@ class _Group:
         out = torch.empty(self.size, dtype=self.dtype, device=self.device)
         bits = torch.empty(self.size // BITS, dtype=torch.uint8, device=self.device)
         tensors = (self.ranges.table, self.about, self.tiles, out, bits)
-        self.launch(_forward_kernel, self.weight_dtype, self.dtype, *tensors)
+        self.launch(_weights_kernel, self.weight_dtype, self.dtype, *tensors)
         return out, bits
 
     def backward(self, grads: list[Tensor | None], bits: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class _Group:
         self.gradients.fill(addresses)
         out = torch.empty(self.size, dtype=self.weight_dtype, device=self.device)
         tensors = (self.gradients.table, self.about, self.tiles, out, bits)
-        self.launch(_backward_kernel, self.dtype, self.weight_dtype, *tensors)
+        self.launch(_weight_gradients_kernel, self.dtype, self.weight_dtype, *tensors)
         return out
 
     def views(self, buffer: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
