@@ -27,6 +27,7 @@ class OnnxFile:
         output_batch_names: symbol of the first dimension of each output, "" where it has none.
         float_types: types in which floating-point weights and activations are kept: `f32`, `f16`, `bf16`, `f64`.
         metadata: `metadata_props`.
+        weight_files: files beside it that hold its weights (external data), sorted; () where it holds them itself.
     """
 
     path: Path
@@ -36,6 +37,7 @@ class OnnxFile:
     output_batch_names: tuple[str, ...]
     float_types: frozenset[str]
     metadata: Mapping[str, str]
+    weight_files: tuple[Path, ...] = ()
 
 
 def existing_file(path: Path | str) -> Path:
@@ -79,7 +81,15 @@ def read_onnx(path: Path | str) -> OnnxFile:
         output_batch_names=tuple(map(_batch_name, graph.output)),
         float_types=frozenset(_float_types(graph)),
         metadata={entry.key: entry.value for entry in model.metadata_props},
+        weight_files=tuple(sorted({path.parent / name for name in _locations(graph)})),
     )
+
+
+def _locations(graph: Any) -> Iterator[str]:
+    """Names of the files of external data, of initializers and of constants."""
+    constants = [a.t for node in graph.node for a in node.attribute if a.HasField("t")]
+    for tensor in (*graph.initializer, *constants):
+        yield from (entry.value for entry in tensor.external_data if entry.key == "location")
 
 
 def _tensor(value: Any) -> TensorInfo:

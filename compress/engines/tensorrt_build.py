@@ -25,6 +25,7 @@ from compress.engines.tensorrt_metadata import (
     check_whole,
     log_path,
     metadata_path,
+    model_sha256,
     read_metadata,
     sha256,
 )
@@ -101,7 +102,7 @@ def build_tensorrt(
     """
     request = _request(read_onnx(onnx), tensorrt_library(engine), options)
     path = Path(out) if out is not None else default_engine_path(request.file.path, engine, request.sms, options)
-    digest = sha256(request.file.path)
+    digest = model_sha256(request.file.path)
     if reuse and (found := _reusable(path, request, digest)):
         return found
     bar = BuildProgress(progress, f"build {path.name}")

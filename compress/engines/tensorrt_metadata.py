@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.engines.base import TensorInfo
+from compress.engines.onnx_file import read_onnx
 from compress.engines.tensorrt_library import FLAVOURS
 from compress.engines.tensorrt_options import Profile
 from compress.errors import EngineError
@@ -31,7 +32,7 @@ class EngineMetadata:
         gpu: name of the GPU that it was built on; "" for one built without.
         sms: compute capabilities that it was built for.
         recipe, variant: digest of the recipe and name of the network, as the ONNX file tells; "" where it does not.
-        onnx, onnx_sha256: name and hash of the file that it was built from.
+        onnx, onnx_sha256: name and hash (`model_sha256`) of the file that it was built from.
         engine_bytes, engine_sha256: size and hash of the engine file.
         options: as in `TensorRTOptions`.
         profiles: shapes that it admits, by input.
@@ -106,6 +107,20 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def model_sha256(onnx: Path) -> str:
+    """Hash of an ONNX model, in hex: of its file, and of the files of its weights where these stand apart.
+
+    Raises:
+        EngineError: no ONNX model, or a file of its weights is missing.
+    """
+    apart = read_onnx(onnx).weight_files
+    for path in apart:
+        if not path.is_file():
+            raise EngineError(f"{onnx}: {path.name}, which holds its weights, is missing beside it; copy that file too")
+    hashes = [sha256(path) for path in (onnx, *apart)]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest() if apart else hashes[0]
+
+
 def metadata_path(engine: Path) -> Path:
     """`<engine>.json`."""
     return engine.with_name(engine.name + ".json")
@@ -154,13 +169,13 @@ def check_whole(engine: Path, told: EngineMetadata) -> None:
 
 
 def check_fresh(engine: Path, told: EngineMetadata, onnx: Path) -> None:
-    """Refuse an engine whose ONNX file has changed since.
+    """Refuse an engine whose ONNX file, or a file of its weights, has changed since.
 
     Raises:
-        EngineError: `onnx` is another file than it was built from.
+        EngineError: `onnx` is another model than it was built from.
     """
-    if sha256(onnx) != told.onnx_sha256:
-        raise EngineError(f"{engine} is stale: {onnx} has changed since it was built; build it again")
+    if model_sha256(onnx) != told.onnx_sha256:
+        raise EngineError(f"{engine} is stale: {onnx} or its weights have changed since it was built; build it again")
 
 
 def check_runnable(engine: Path, told: EngineMetadata, *, version: str, gpu: str, sm: int) -> None:

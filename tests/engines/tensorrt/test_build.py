@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import onnx
 import pytest
 import torch
 
@@ -95,6 +96,23 @@ def test_an_engine_is_built_again_only_when_something_differs(files, tmp_path):
     assert not build_tensorrt(source, options=level, out=first.path).reused
     source.write_bytes(files["fp16"].read_bytes())
     assert not build_tensorrt(source, options=level, out=first.path).reused
+
+
+def test_weights_in_a_file_apart_are_part_of_the_model(files, tmp_path):
+    path = tmp_path / "apart.onnx"
+    onnx.save_model(onnx.load(files["float"]), path, save_as_external_data=True, location="apart.bin", size_threshold=0)
+    options = TensorRTOptions(sms=(89,), optimization_level=0)
+    made = build_tensorrt(path, options=options)
+    assert build_tensorrt(path, options=options).reused
+    weights = tmp_path / "apart.bin"
+    content = weights.read_bytes()
+    weights.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(EngineError, match="stale"):
+        checked_metadata(made.path, "tensorrt-rtx")
+    assert not build_tensorrt(path, options=options).reused
+    weights.unlink()
+    with pytest.raises(EngineError, match=r"apart\.bin, which holds its weights, is missing"):
+        build_tensorrt(path, options=options)
 
 
 def test_progress_goes_to_the_end(files, tmp_path):
