@@ -1,0 +1,156 @@
+"""Table and figure of analysis/study_h200.py."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from study_unit import METHODS
+
+from compress.files import replacing, write_text
+from compress.report.style import LIGHT, styled, to_png
+
+Row = dict[str, Any]
+_HEAD = (
+    "| network | method | seeds | top-1 torch % | top-1 file % | of float, points | ORT agrees % | one shot % |"
+    " L1 kept | file MB | weights MB, packed | images/s |"
+)
+
+
+def groups(rows: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:
+    """Network -> method -> rows of its seeds, in the order of the study."""
+    found: dict[str, dict[str, list[Row]]] = {}
+    for row in sorted(rows, key=lambda r: (list(METHODS).index(r["method"]), r["seed"])):
+        found.setdefault(row["network"], {}).setdefault(row["method"], []).append(row)
+    return found
+
+
+def table(report: Row) -> str:
+    """The rows as Markdown: means over seeds, with the lowest and the highest of several."""
+    lines = [_HEAD, "|---|---|" + "---:|" * 10]
+    for network, methods in groups(report["rows"]).items():
+        for method, rows in methods.items():
+            cells = [
+                str(len(rows)),
+                spread(rows, "top1_torch"),
+                spread(rows, "top1"),
+                _signed(differences(methods, method)),
+                _agreement(rows),
+                spread(rows, "one_shot"),
+                spread(rows, "kept_magnitude", 4),
+                _megabytes(rows, "file_bytes"),
+                _megabytes(rows, "packed_bytes"),
+                "-" if not values(rows, "images_per_s") else f"{statistics.mean(values(rows, 'images_per_s')):.0f}",
+            ]
+            lines.append(f"| {network} | {method} | " + " | ".join(cells) + " |")
+    missing = report.get("missing", [])
+    return "\n".join([*lines, "", *(f"- Not measured: {text}" for text in missing)])
+
+
+def values(rows: list[Row], key: str) -> list[float]:
+    """A figure of every row that has it."""
+    return [row[key] for row in rows if row.get(key) is not None]
+
+
+def differences(methods: dict[str, list[Row]], method: str) -> list[float]:
+    """Points of top-1 (of the file) above the float network of the same seed."""
+    base = {row["seed"]: row["top1"] for row in methods.get("float", [])}
+    return [row["top1"] - base[row["seed"]] for row in methods[method] if row["seed"] in base and method != "float"]
+
+
+def spread(rows: list[Row], key: str, digits: int = 2) -> str:
+    """Mean, with the lowest and highest of several."""
+    found = values(rows, key)
+    if not found:
+        return "-"
+    several = f" ({min(found):.{digits}f} to {max(found):.{digits}f})" if len(found) > 1 else ""
+    return f"{statistics.mean(found):.{digits}f}{several}"
+
+
+def _signed(found: list[float]) -> str:
+    return f"{statistics.mean(found):+.2f}" if found else "-"
+
+
+def _agreement(rows: list[Row]) -> str:
+    found = values(rows, "ort_agreement")
+    images = sum(row["ort_images"] for row in rows if row.get("ort_agreement") is not None)
+    return f"{statistics.mean(found):.1f} of {images}" if found else "-"
+
+
+def _megabytes(rows: list[Row], key: str) -> str:
+    found = values(rows, key)
+    return f"{found[0] / 1e6:.1f}" if found else "-"
+
+
+def about(report: Row) -> str:
+    """Commands, machines and versions of every call that gave rows, one line each."""
+    lines = []
+    for call in report["calls"]:
+        machine, rows = call["machine"], [r for r in report["rows"] if report["calls"][r["call"]] is call]
+        if not rows:
+            continue
+        gpus = ", ".join(gpu["name"] for gpu in machine["gpus"]) or machine["cpu"]
+        kept = ("torch", "torchvision", "onnx", "onnxruntime")
+        versions = ", ".join(f"{name} {v}" for name, v in machine["versions"].items() if name in kept)
+        units = ", ".join(dict.fromkeys(f"{r['network']}/{r['seed']}" for r in rows))
+        seconds = f"{call['seconds']:.0f} s" if "seconds" in call else "stopped"
+        lines.append(
+            f"- `{call['command']}`: {units}; {gpus}, Python {machine['python']}, {versions}; {seconds} by the clock"
+        )
+    return "\n".join(lines)
+
+
+def draw(file: Path, text: str) -> None:
+    """Write study.md and study.png beside a JSON file; `text` says how it was measured."""
+    report = json.loads(file.read_text())
+    paragraphs = text.split("\n\n")
+    data = report["setting"]["data"]
+    facts = f"{data['name']} at {data['image_size']} px, {data['num_classes']} classes, clutter {data['clutter']:g}, "
+    facts += f"{data['train_images']:,} training and {data['val_images']:,} evaluation images."
+    lines = [
+        "# Accuracy of compressed networks",
+        *("", paragraphs[0], "", about(report), "", facts, "", paragraphs[2], "", table(report)),
+    ]
+    if report["rows"]:
+        lines += ["", "![top-1 of each method, network by network](study.png)"]
+        _figure(report, file.with_suffix(".png"))
+    write_text(file.with_suffix(".md"), "\n".join(lines) + "\n")
+
+
+def _figure(report: Row, path: Path) -> None:
+    """A panel a network: top-1 of the exported file, a dot a seed and their mean; the float network is a line."""
+    found = groups(report["rows"])
+    methods = [m for m in METHODS if m != "float" and any(m in of for of in found.values())][::-1]
+    with styled():
+        figure = Figure(figsize=(1.6 + 1.9 * len(found), 0.9 + 0.24 * max(4, len(methods))), layout="constrained")
+        panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+        for axis, (network, rows) in zip(panels, found.items(), strict=True):
+            _panel(axis, rows, methods)
+            base = statistics.mean(values(rows["float"], "top1")) if "float" in rows else None
+            axis.set_title(network if base is None else f"{network}\nfloat {base:.1f} %", fontsize=9)
+            axis.set_xlabel("top-1, %")
+        panels[0].set_yticks(range(len(methods)), methods)
+        panels[0].set_ylim(-0.6, len(methods) - 0.4)
+        image = to_png(figure)
+    with replacing(path) as temporary:
+        temporary.write_bytes(image)
+
+
+def _panel(axis: Any, rows: dict[str, list[Row]], methods: list[str]) -> None:
+    """Dots of one network."""
+    floats = values(rows.get("float", []), "top1")
+    if floats:
+        axis.axvspan(min(floats), max(floats), color=LIGHT["grid"], zorder=0)
+        axis.axvline(statistics.mean(floats), color=LIGHT["ink"], linewidth=1, zorder=1)
+    for place, method in enumerate(methods):
+        seen = values(rows.get(method, []), "top1")
+        if not seen:
+            continue
+        colour = LIGHT["green" if "2:4" in method or method == "channels" else "blue" if "QAT" in method else "amber"]
+        colour = LIGHT["grey"] if method.startswith("float") else colour
+        axis.scatter(seen, [place] * len(seen), s=14, color=colour, alpha=0.55, linewidths=0, zorder=2)
+        axis.scatter([statistics.mean(seen)], [place], s=34, facecolors="none", edgecolors=colour, zorder=3)
