@@ -9,7 +9,7 @@ from compress.cli.console import OUT, print_json, print_table, progress
 from compress.files import replacing, write_json
 from compress.measure import BenchSpec
 from compress.measure.end_to_end import STAGES, EndToEnd
-from compress.pipeline.end_to_end import bench_end_to_end
+from compress.pipeline.end_to_end import END_TO_END_FILE, bench_end_to_end
 from compress.report.plot_end_to_end import end_to_end_png
 
 _FIGURES = tuple(f"{stage} ms" for stage in STAGES)
@@ -29,7 +29,7 @@ def show_end_to_end(
         found = bench_end_to_end(files, spec, images=images, device=device, progress=bars)
     folder = files[0] if files[0].is_dir() else None
     if folder is not None:
-        write_json(folder / "end_to_end.json", found.to_dict())
+        write_json(folder / END_TO_END_FILE, found.to_dict())
     drawn = figure or (folder / "end_to_end.png" if folder is not None else None)
     if drawn is not None:
         with replacing(drawn) as temporary:

@@ -22,6 +22,7 @@ class BenchSpec:
         threads: CPU threads of one run; None = each engine's own choice.
         sm: compute capabilities that TensorRT-RTX engines are built for, 89 for 8.9; () = that of the GPU here, or
             Ampere and later (80, 86, 89, 120) without one.
+        end_to_end: time evaluation images from decoding to classes too, stage by stage; drawn in the report.
     """
 
     engines: tuple[str, ...] = ("openvino", "onnxruntime")
@@ -31,6 +32,7 @@ class BenchSpec:
     seconds: float = 3.0
     threads: int | None = None
     sm: tuple[int, ...] = ()
+    end_to_end: bool = False
 
 
 def check_bench_spec(spec: BenchSpec) -> None:

@@ -12,6 +12,7 @@ from compress.data.load import load_data
 from compress.errors import RecipeError
 from compress.files import write_json
 from compress.pipeline.audit import audit_step, check_required
+from compress.pipeline.end_to_end import end_to_end_step
 from compress.pipeline.engines import build_step
 from compress.pipeline.export import export_step
 from compress.pipeline.folder import RunFolder, free_folder, latest_folder, open_run
@@ -102,6 +103,7 @@ def _measure(this: Run, models: dict[str, nn.Module]) -> None:
     audit_step(this, list(models))
     evaluate_step(this, models)
     bench_step(this, list(models))
+    end_to_end_step(this)
     if this.notes:
         write_json(this.path("notes.json"), this.notes)
     write_report(this.folder.path)

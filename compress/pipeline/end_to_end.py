@@ -16,12 +16,15 @@ from compress.data.folder import FolderSplit
 from compress.data.memory import MemorySplit
 from compress.engines import Engine, build_engine
 from compress.errors import DataError, EngineError, EngineUnavailableError, RunError
+from compress.files import write_json
 from compress.measure import BenchSpec
 from compress.measure.end_to_end import EndToEnd, Picture, measure_end_to_end
 from compress.pipeline.again import finished_run
 from compress.pipeline.measure import VARIANTS
+from compress.pipeline.run import Run
 from compress.progress import NoProgress, Progress
 
+END_TO_END_FILE = "end_to_end.json"
 _QUIET = NoProgress()
 _ENDINGS = frozenset({".jpg", ".jpeg", ".png"})
 
@@ -49,6 +52,7 @@ def bench_end_to_end(
     spec: BenchSpec,
     *,
     images: Path | None = None,
+    split: Split | None = None,
     device: str = "cpu",
     progress: Progress = _QUIET,
 ) -> Breakdown:
@@ -60,6 +64,7 @@ def bench_end_to_end(
         images: folder with JPEG or PNG files, searched to any depth; None = a run's evaluation images: the files of an
             image folder, or pixels, which need no decoding, of a built-in data set (those of `shapes` have the
             network's size already).
+        split: the run's evaluation images, where they are loaded already.
         device: where pixels are resized and normalized.
         progress: hears of every round.
 
@@ -70,7 +75,10 @@ def bench_end_to_end(
     """
     networks = _networks(files)
     most = max(spec.batch_sizes, default=1)
-    pictures = _pictures(files[0] if files[0].is_dir() else None, images, most)
+    if split is not None and images is None:
+        pictures = _evaluation_pictures(split, most)
+    else:
+        pictures = _pictures(files[0] if files[0].is_dir() else None, images, most)
     results: list[EndToEnd] = []
     unavailable: dict[str, str] = {}
     for batch_size in spec.batch_sizes:
@@ -98,6 +106,20 @@ def bench_end_to_end(
                 progress=progress,
             )
     return Breakdown(results=tuple(results), unavailable=unavailable)
+
+
+def end_to_end_step(run: Run) -> None:
+    """Write end_to_end.json, which the report draws, where `bench.end_to_end` asks for it."""
+    spec = run.recipe.bench
+    if not spec.end_to_end or run.folder.done("end_to_end"):
+        return
+    try:
+        found = bench_end_to_end([run.folder.path], spec, split=run.data.val, progress=run.progress)
+    except (DataError, EngineError) as error:
+        run.notes.append(f"end to end: not measured: {error}")
+    else:
+        write_json(run.path(END_TO_END_FILE), found.to_dict())
+    run.folder.finish("end_to_end")
 
 
 def _networks(files: Sequence[Path]) -> dict[str, Path]:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from compress.errors import RunError
+from compress.measure.end_to_end import EndToEnd
 from compress.measure.metric import Metric
 from compress.report.engine_part import EngineRow
 
@@ -131,6 +132,7 @@ class RunData:
     histograms: tuple[Histogram, ...] = ()
     audit: tuple[AuditRow, ...] = ()
     engines: tuple[EngineRow, ...] = ()
+    end_to_end: tuple[EndToEnd, ...] = ()
     notes: tuple[str, ...] = ()
     absent: Mapping[str, str] = field(default_factory=dict)
 
@@ -221,6 +223,13 @@ def _notes(path: Path, text: str) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _end_to_end(path: Path, text: str) -> tuple[EndToEnd, ...]:
+    value = _json(path, text)
+    if not isinstance(value, dict) or not isinstance(value.get("results"), list):
+        raise RunError(f"{path} must hold an object with a list `results`")
+    return _typed(path, value["results"], EndToEnd)
+
+
 def _histograms(path: Path, text: str) -> tuple[Histogram, ...]:
     items = _typed(path, _json_rows(path, text), Histogram)
     for item in items:
@@ -251,8 +260,9 @@ _READERS: dict[str, tuple[str, Callable[[Path, str], Any]]] = {
     "histograms.json": ("histograms", _histograms),
     "audit.json": ("audit", _json_reader(AuditRow)),
     "engine_audit.json": ("engines", _json_reader(EngineRow)),
+    "end_to_end.json": ("end_to_end", _end_to_end),
     "notes.json": ("notes", _notes),
 }
 
-_ONLY_WHERE_ASKED = frozenset({"engine_audit.json"})
+_ONLY_WHERE_ASKED = frozenset({"engine_audit.json", "end_to_end.json"})
 """Files that only some recipes ask for: it is no news that they are not there."""

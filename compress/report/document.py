@@ -61,6 +61,11 @@ def build_document(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Docum
     title, subtitle = _titles(run)
     sections = (
         Section("results", "Results", tuple(_results(run, drawn))),
+        *(
+            [Section("end-to-end", "From pictures to classes", tuple(_figure(drawn, "end_to_end")))]
+            if run.end_to_end
+            else []
+        ),
         Section("parity", "Does the engine compute what was trained?", tuple(_parity(run))),
         Section("training", "Training", tuple(_figure(drawn, "training"))),
         Section("noise", "Where accuracy goes", tuple(_noise(run, drawn))),

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from compress.report.blocks import Picture
 from compress.report.data import RunData
 from compress.report.engine_part import draw_engines, engines_told
+from compress.report.plot_end_to_end import draw_end_to_end
 from compress.report.plot_histograms import clipped_share, draw_histograms, interesting
 from compress.report.plot_layers import draw_bytes, draw_sqnr, sqnr_series, weight_groups, worst
 from compress.report.plot_tradeoff import Point, draw_latency, draw_tradeoff, tradeoff_points
@@ -48,7 +49,8 @@ class _Plan:
 def draw_figures(run: RunData) -> dict[str, Picture | Absent]:
     """Name -> figure, in the order of the report.
 
-    Names: `accuracy_latency`, `latency`, `training`, `sqnr`, `histograms`, `bytes`; `engines` where any was audited.
+    Names: `accuracy_latency`, `latency`, `training`, `sqnr`, `histograms`, `bytes`; `end_to_end` and `engines` where
+    that was measured, and any was audited.
     """
     drawn: dict[str, Picture | Absent] = {}
     with styled():
@@ -58,6 +60,8 @@ def draw_figures(run: RunData) -> dict[str, Picture | Absent]:
                 drawn[name] = Absent(name=name, title=title, reason=made)
             else:
                 drawn[name] = _picture(name, title, made)
+        if run.end_to_end:
+            drawn["end_to_end"] = _picture("end_to_end", "Where the time of a picture goes", _end_to_end(run))
         if any(engine.layers for engine in run.engines):
             drawn["engines"] = _picture("engines", "What the engines move", _engines(run))
     return drawn
@@ -208,6 +212,24 @@ def _bytes(run: RunData) -> _Plan | str:
         caption=f"{'; '.join(told)}. Layers left float count alike on both sides.",
         alt=f"Bars of bytes. {'; '.join(told)}.",
         draw=lambda form: draw_bytes(groups, files, form),
+    )
+
+
+def _end_to_end(run: RunData) -> _Plan:
+    rows = run.end_to_end
+    told = "; ".join(
+        f"{plain(row.label)}, batch {row.batch_size}: "
+        + ", ".join(f"{stage} {significant(ms)} ms" for stage, ms in row.stage_ms.items())
+        for row in rows
+    )
+    shares = sorted(row.share("engine") for row in rows)
+    methods = dict.fromkeys(plain(row.method) for row in rows)
+    told_share = " to ".join(dict.fromkeys(f"{100 * share:.0f}" for share in (shares[0], shares[-1])))
+    return _Plan(
+        caption=f"The engine, with its copies to and from a GPU, takes {told_share} % of the time; a faster engine can "
+        "save no more than its part of a bar. " + " ".join(f"{text[:1].upper()}{text[1:]}." for text in methods),
+        alt=f"Stacked bars of milliseconds by stage: {told}.",
+        draw=lambda form: draw_end_to_end(rows, form),
     )
 
 

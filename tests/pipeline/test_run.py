@@ -26,7 +26,13 @@ TREE = {
     "train": {"epochs": 4, "lr": 0.05},
     "quantization": {"target": "openvino", "calibration_images": 128},
     "qat": {"epochs": 1},
-    "bench": {"engines": ["openvino", "onnxruntime", "tensorrt"], "batch_sizes": [1], "runs": 3, "seconds": 0.2},
+    "bench": {
+        "engines": ["openvino", "onnxruntime", "tensorrt"],
+        "batch_sizes": [1],
+        "runs": 3,
+        "seconds": 0.2,
+        "end_to_end": True,
+    },
 }
 RECIPE = parse_recipe(TREE)
 
@@ -64,6 +70,16 @@ def test_numbers_are_the_engines(finished):
     missing = found["top1", "qat", "tensorrt", None]
     assert missing.status == "unavailable" and missing.value is None and "tensorrt" in missing.reason.lower()
     assert found["file_bytes", "qat", "", None].value == (finished / "qat.onnx").stat().st_size
+
+
+def test_the_report_says_where_the_time_goes_from_pictures_to_classes(finished):
+    told = json.loads((finished / "end_to_end.json").read_text())
+    assert [row["label"].split(": ")[0] for row in told["results"]] == ["float", "float", "ptq", "ptq", "qat", "qat"]
+    assert all(tuple(row["stage_ms"]) == ("preprocess", "engine", "postprocess") for row in told["results"])
+    assert "tensorrt" in told["unavailable"]
+    report = (finished / "report.md").read_text()
+    assert "## From pictures to classes" in report and "The engine, with its copies" in report
+    assert (finished / "figures" / "end_to_end.png").is_file()
 
 
 def test_calibration_never_sees_the_evaluation_split():
