@@ -9,8 +9,8 @@ A step is forward and backward of torchvision's network (random weights, BatchNo
 cross entropy, and SGD with momentum; channels_last, cuDNN's search on, TF32 in fp32. Variants:
 
 - float: the network as it is; folded: BatchNorm folded into the convolutions, the floor of what QAT can cost;
-- fused: `compress.quantize`, trained through `compress.fuse_for_training`, its Triton kernels; fused-torch: the same in
-  torch operations, for the compiler; plain: the quantized network itself;
+- fused: `compress.quantize`, trained through `compress.fuse_for_training`: Triton kernels, compiled torch operations;
+  fused-triton: the Triton kernels, also compiled; plain: the quantized network itself;
 - torch-ops: BatchNorm kept, torch's fake-quantize operations on inputs and weights; modelopt, pytorch-quantization:
   where they are installed.
 
@@ -87,7 +87,7 @@ CASES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("resnet50", "bf16", "eager", ("float", "fused", "plain")),
     ("resnet50", "bf16", "compiled", PAIR),
     ("resnet50", "bf16", "calibration", ("max", "entropy")),
-    ("resnet50", "bf16", "compiled", ("float", "plain", "folded", "fused-torch")),
+    ("resnet50", "bf16", "compiled", ("float", "fused-triton", "folded", "plain")),
     ("resnet50", "bf16", "eager", ("float", "torch-ops", "modelopt", "pytorch-quantization")),
     ("resnet50", "fp32", "eager", ("float", "fused", "torch-ops")),
     ("resnet50", "bf16", "compiled", ("float", "torch-ops")),
@@ -141,13 +141,13 @@ def trained(variant: str, model: nn.Module, network: Network) -> tuple[nn.Module
         graph = compress.trace(model.eval(), x[:2])
         fold_batchnorm(graph)
         return graph, graph
-    if variant in {"plain", "fused", "fused-torch"}:
+    if variant in {"plain", "fused", "fused-triton"}:
         spec = compress.QuantSpec(activations=compress.ActivationSpec(calibrator="max"))
         qmodel = compress.quantize(model.eval(), x[:2], [x], spec=spec)
         qmodel.to(memory_format=torch.channels_last)
         if variant == "plain":
             return qmodel, qmodel
-        return compress.fuse_for_training(qmodel, kernels="torch" if variant == "fused-torch" else None), qmodel
+        return compress.fuse_for_training(qmodel, kernels="triton" if variant == "fused-triton" else None), qmodel
     made = pytorch_quantization(network) if variant == "pytorch-quantization" else _OTHERS[variant](model, x)
     return made, made
 

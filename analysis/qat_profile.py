@@ -1,7 +1,7 @@
 """Where the time of a training step goes: the kernels of float, folded and quantized training, in groups.
 
     python analysis/qat_profile.py --out results/h200                     ResNet-50, compiled: about 100 s on a GPU
-    python analysis/qat_profile.py --variants fused-torch --budget-s 60   one of them
+    python analysis/qat_profile.py --variants fused-triton                 another
     python analysis/qat_profile.py --mode eager --variants float fused    about 20 s
     python analysis/qat_profile.py --read results/h200                    the table again, from the files
 
@@ -260,7 +260,7 @@ def main() -> None:
     """Measure variants until the time is spent; or read files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", default="resnet50", choices=list(qat_cost.NETWORKS))
-    parser.add_argument("--variants", nargs="+", default=["fused-torch", "folded", "float"])
+    parser.add_argument("--variants", nargs="+", default=["fused", "folded", "float"])
     parser.add_argument("--mode", default="compiled", choices=["compiled", "eager"])
     parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--steps", type=int, default=5, help="that are profiled")

@@ -60,7 +60,8 @@ def fuse_for_training(qmodel: nn.Module, *, kernels: Kernels | None = None) -> f
 
     Args:
         qmodel: from `quantize` or `insert_quantizers`; not changed.
-        kernels: `triton` or `torch` for all; None = Triton on a GPU where it fits. Under torch.compile always torch.
+        kernels: `triton` or `torch` for all; None = Triton on a GPU where it fits, and under
+            torch.compile torch.
 
     Returns:
         A module to call in place of `qmodel` in training steps. Its `chains` tell what was fused. It shares every

@@ -12,8 +12,7 @@ backward would first have to write it out in half precision: three bytes an elem
 
 `fused_quantize` is computed by Triton kernels on a GPU (`fused_triton`), where layout and type fit, and by the torch
 operations below everywhere else; both compute the same numbers, those of `fake_quantize`. Under torch.compile it is
-always the torch operations, which the compiler fuses with their neighbours: kernels of our own would stand in its way
-(ResNet-50, H200: 0.79 of the float step against 1.42, results/h200/qat_cost.md).
+the torch operations, which the compiler fuses with their neighbours, unless `triton` is asked for (`fused_traced`).
 """
 
 from __future__ import annotations
@@ -88,7 +87,13 @@ def fused_quantize(
         Shape and memory format of `y`.
     """
     dtype = dtype or y.dtype
-    if by_hand(y, kernels):
+    if kernels == "triton" and torch.compiler.is_compiling():
+        from compress.quantization import fused_traced  # Triton is not installed everywhere
+
+        traced = fused_traced.fused_quantize(y, amax, epilogue, bias, residual, dtype)
+        if traced is not None:
+            return traced
+    elif by_hand(y, kernels):
         result = _triton().fused_quantize(dense(y), amax, epilogue, bias, residual, dtype)
         if result is not None:
             return cast(Tensor, result)

@@ -14,7 +14,7 @@ is not), because a value that lies on a tie must round as in the engine.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -25,13 +25,13 @@ from compress.errors import QuantizationError
 from compress.quantization.fused_ops import BITS, Epilogue, inner_size, is_channels_last, like
 from compress.quantization.launch import Kept, Launch, aligned
 
-_GROUPS = 256  # of eight elements, in a tile of the flat kernels
+GROUPS = 256  # of eight elements, in a tile of the flat kernels
 _TILE = 2048  # elements of a tile of the strip kernel
 _PROGRAMS = 1056  # of the strip kernel: 8 on each of 132 multiprocessors
 
 
 @triton.jit
-def _forward_kernel(
+def forward_kernel(
     y_ptr, bias_ptr, residual_ptr, amax_ptr, out_ptr, bits_ptr,
     n, bias_groups, axis_inner, axis_size,
     lower, upper, low, high,
@@ -72,7 +72,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(grad_ptr, bits_ptr, out_ptr, n, EVEN: tl.constexpr, GROUPS: tl.constexpr):
+def backward_kernel(grad_ptr, bits_ptr, out_ptr, n, EVEN: tl.constexpr, GROUPS: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * GROUPS
     group = tl.arange(0, GROUPS)
     lane = tl.arange(0, 8)
@@ -86,7 +86,7 @@ def _backward_kernel(grad_ptr, bits_ptr, out_ptr, n, EVEN: tl.constexpr, GROUPS:
 
 
 @triton.jit
-def _backward_bias_kernel(
+def backward_bias_kernel(
     grad_ptr, bits_ptr, out_ptr, sums_ptr, rows, groups, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     columns = groups * 8
@@ -107,24 +107,51 @@ def _backward_bias_kernel(
 
 
 def plan_of(
-    y: Tensor, bias: Tensor | None, residual: Tensor | None, epilogue: Epilogue, dtype: torch.dtype
+    y: Tensor, bias: Tensor | None, residual: Tensor | None, amax: Tensor, epilogue: Epilogue, dtype: torch.dtype
 ) -> Plan | None:
     """The plan for a dense `y` like this one; None where the bias does not lie along the innermost axis in eights."""
     bias_dtype = None if bias is None else bias.dtype
     residual_dtype = None if residual is None else residual.dtype
-    key = (y.shape, y.stride(), y.dtype, y.get_device(), bias_dtype, residual_dtype, epilogue, dtype)
+    key = (y.shape, y.stride(), y.dtype, y.get_device(), bias_dtype, residual_dtype, amax.dtype, epilogue, dtype)
     if key not in _PLANS:
-        _PLANS[key] = Plan(y, bias_dtype, residual_dtype, epilogue, dtype) if _fits(y, epilogue, bias) else None
+        _PLANS[key] = Plan(y, bias_dtype, residual_dtype, epilogue, dtype) if fits(y, epilogue, bias) else None
     return cast("Plan | None", _PLANS[key])
 
 
 _PLANS = Kept()
 
 
-def _fits(y: Tensor, epilogue: Epilogue, bias: Tensor | None) -> bool:
+def fits(y: Tensor, epilogue: Epilogue, bias: Tensor | None) -> bool:
+    """Whether type and layout of a dense `y` are those of the kernels: the bias along the innermost axis, in eights."""
     if y.dtype == torch.float64:
         return False
     return bias is None or (bias.numel() % BITS == 0 and inner_size(y, epilogue.bias_dim) == 1)
+
+
+class Strips(NamedTuple):
+    """How the strip kernel divides a matrix.
+
+    Attributes:
+        strip, strips: columns of one, and how many.
+        tile, steps: rows that a program takes at once, and how often.
+        programs: for each strip.
+    """
+
+    strip: int
+    strips: int
+    tile: int
+    steps: int
+    programs: int
+
+    @classmethod
+    def of(cls, count: int, columns: int) -> Strips:
+        """For `count` elements in rows of `columns`."""
+        rows = count // columns
+        strip = min(128, 1 << (columns - 1).bit_length())
+        tile = _TILE // strip
+        strips = -(-columns // strip)
+        steps = -(-rows // (max(1, _PROGRAMS // strips) * tile))
+        return cls(strip, strips, tile, steps, -(-rows // (steps * tile)))
 
 
 class Plan:
@@ -155,26 +182,20 @@ class Plan:
         inner, size = (1, 1) if axis < 0 else (inner_size(y, axis), y.shape[axis])
         even = self.count % BITS == 0
         self._forward = Launch(
-            _forward_kernel, (triton.cdiv(self.count, BITS * _GROUPS),),
+            forward_kernel, (triton.cdiv(self.count, BITS * GROUPS),),
             self.count, max(1, self.columns // BITS), inner, size, e.lower, e.upper, float(e.low), float(e.high),
-            bias_dtype is not None, residual_dtype is not None, axis >= 0, even, _GROUPS,
+            bias_dtype is not None, residual_dtype is not None, axis >= 0, even, GROUPS,
         )  # fmt: skip
         self._backward = Launch(
-            _backward_kernel, (triton.cdiv(self.count, BITS * _GROUPS),), self.count, even, _GROUPS
+            backward_kernel, (triton.cdiv(self.count, BITS * GROUPS),), self.count, even, GROUPS
         )  # fmt: skip
         if self.columns and self.count:
-            self._plan_strips()
-
-    def _plan_strips(self) -> None:
-        rows = self.count // self.columns
-        strip = min(128, triton.next_power_of_2(self.columns))
-        tile = _TILE // strip
-        strips = triton.cdiv(self.columns, strip)
-        steps = triton.cdiv(rows, max(1, _PROGRAMS // strips) * tile)
-        self.programs = triton.cdiv(rows, steps * tile)
-        self._backward_bias = Launch(
-            _backward_bias_kernel, (strips, self.programs), rows, self.columns // BITS, steps, tile, strip
-        )
+            s = Strips.of(self.count, self.columns)
+            self.programs = s.programs
+            rows, groups = self.count // self.columns, self.columns // BITS
+            self._backward_bias = Launch(
+                backward_bias_kernel, (s.strips, s.programs), rows, groups, s.steps, s.tile, s.strip
+            )
 
     def forward(self, y: Tensor, bias: Tensor | None, residual: Tensor | None, amax: Tensor) -> tuple[Tensor, Tensor]:
         """As `fused_ops.forward_torch`; `residual` is laid out as `y`."""
@@ -216,7 +237,7 @@ def fused_quantize(
     dtype: torch.dtype,
 ) -> Tensor | None:
     """As `fused_ops.fused_quantize`; None where the kernels do not fit."""
-    plan = plan_of(y, bias, residual, epilogue, dtype)
+    plan = plan_of(y, bias, residual, amax, epilogue, dtype)
     if plan is None:
         return None
     return cast(Tensor, _Launched.apply(y, bias, residual, amax, plan))

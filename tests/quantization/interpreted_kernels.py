@@ -34,7 +34,7 @@ def check_activation(layout, dtype, bounds, has_bias, has_residual, integers):
     residual = torch.randn_like(y) if has_residual else None
     epilogue = Epilogue(*integers, *bounds, None, bias_dim)
     amax, out = torch.tensor(5.3), torch.float32 if dtype == torch.bfloat16 else dtype
-    plan = fused_triton.plan_of(y, bias, residual, epilogue, out)
+    plan = fused_triton.plan_of(y, bias, residual, amax, epilogue, out)
     result, bits = plan.forward(y, bias, residual, amax)
     expected, expected_bits = fused_ops.forward_torch(y, bias, residual, amax, epilogue, out)
     same(result, expected)

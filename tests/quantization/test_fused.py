@@ -339,16 +339,16 @@ def test_triton_kernels_compute_the_same_in_the_interpreter():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("kernels", "compiled"), [(None, False), (None, True), ("triton", True)])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
-def test_on_a_gpu_the_kernels_compute_what_torch_does(dtype, compiled):
+def test_on_a_gpu_the_kernels_compute_what_torch_does(dtype, kernels, compiled):
     qmodel, x = quantized(mixed)
     qmodel = qmodel.cuda().to(memory_format=torch.channels_last)
     x = x.cuda().contiguous(memory_format=torch.channels_last)
     results = []
-    for kernels in ("torch", None):
-        run = compress.fuse_for_training(qmodel, kernels=kernels)
-        run = torch.compile(run) if compiled and kernels is None else run
+    for which in ("torch", kernels):
+        run = compress.fuse_for_training(qmodel, kernels=which)
+        run = torch.compile(run) if compiled and which == kernels else run
         qmodel.zero_grad()
         with torch.autocast("cuda", dtype, enabled=dtype is not None):
             loss = run(x).float().square().sum()
