@@ -156,11 +156,18 @@ def operation(layer: EngineLayer) -> Operation:
     """What a layer does, from the engine's name of its kind; `other` where that says nothing."""
     if layer.kind.lower() == "runtime_fusion":  # products and small convolutions that RTX compiles when it runs
         return "product" if weight_of(layer) is not None or re.search("Fc|Gemm|Mha|Mat", layer.name) else "pointwise"
+    if is_attention(layer):
+        return "product"
     for name, pattern in _KINDS:
         if re.search(pattern, layer.kind, re.IGNORECASE):
             moves = name == "pointwise" and fused_steps(layer.name) and set(fused_steps(layer.name)) <= _MOVES
             return "reformat" if moves else name
     return "other"
+
+
+def is_attention(layer: EngineLayer) -> bool:
+    """Whether a layer is both products of an attention and the softmax between them, in one generated kernel."""
+    return layer.kind.lower() == "kgen" and re.match(r"_gemm_mha", layer.name) is not None
 
 
 def fused_steps(name: str) -> tuple[str, ...]:
@@ -193,12 +200,25 @@ def macs(layer: EngineLayer, batch: int = 1) -> int | None:
     if -1 in out.shape and out.rows is None:
         return None
     elements = math.prod(batch * (out.rows or 1) if size < 0 else size for size in out.shape)
+    if is_attention(layer):
+        return _attention_macs(layer, elements)
     weight = weight_of(layer) or _weight_input(layer)
     count = layer.weight_elements or (weight.elements() if weight else None)
     if count is None:
         return None
     channels = layer.out_channels or _out_channels(kind, weight, out.shape)
     return elements * count // channels if channels else None
+
+
+def _attention_macs(layer: EngineLayer, elements: int) -> int | None:
+    """Of queries (..., T, d), keys (..., d, S) in either order and values: T * S * (d + width of a value) a head."""
+    if len(layer.inputs) < 3 or any(len(t.shape) < 2 for t in (*layer.inputs[:2], layer.outputs[0])):
+        return None
+    depth, width, keys = layer.inputs[0].shape[-1], layer.outputs[0].shape[-1], list(layer.inputs[1].shape[-2:])
+    if depth not in keys or min(depth, width, *keys) < 1:
+        return None
+    keys.remove(depth)
+    return elements // width * keys[0] * (depth + width)
 
 
 def _out_channels(kind: Operation, weight: EngineTensor | None, out: Sequence[int]) -> int | None:

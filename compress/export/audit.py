@@ -141,8 +141,10 @@ def audit_sparsity(path: Path | str, n: int = 2, m: int = 4) -> tuple[SparsityAu
         weight = graph.array(node.input[1] if source is None else source.input[0])
         if weight is None or weight.ndim < 2:
             continue
-        transposed = next((a.i for a in node.attribute if a.name == "transB"), 0)
-        axis = 0 if node.op_type == "MatMul" or (node.op_type == "Gemm" and not transposed) else 1
+        axis = 1
+        if node.op_type in {"MatMul", "Gemm"}:
+            turned = next((a.i for a in node.attribute if a.name == "transB"), 0) + graph.transposes(node.input[1])
+            axis = turned % 2
         fits = weight.shape[axis] % m == 0
         rows.append(
             SparsityAuditRow(
@@ -206,6 +208,14 @@ class _Graph:
         while producer is not None and through and producer.op_type in _PASSES:
             producer = self.producers.get(producer.input[0])
         return producer if producer is not None and producer.op_type == "DequantizeLinear" else None
+
+    def transposes(self, name: str) -> int:
+        """Transpose nodes between a tensor and the constant that it comes from."""
+        producer, count = self.producers.get(name), 0
+        while producer is not None and producer.op_type in _PASSES | {"DequantizeLinear"}:
+            count += producer.op_type == "Transpose"
+            producer = self.producers.get(producer.input[0])
+        return count
 
     def integer_type(self, node: onnx.NodeProto) -> str:
         """Type of the integers that a DequantizeLinear reads."""

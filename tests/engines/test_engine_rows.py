@@ -51,6 +51,10 @@ def test_bytes_of_an_open_batch_are_those_of_a_fixed_one(engines):
     assert told.kernels == oracle.kernels and told.untold == 0
     assert told.activation_bytes == oracle.activation_bytes
     assert [layer.macs for layer in told.weighted] == [layer.macs for layer in oracle.weighted]
+    # tokens x tokens that each sees x width, once for the scores and once for the values
+    tokens = {"int8": [17 * 17 * 64], "fp16": [16 * 16 * 16 * 32, 8 * 8 * 16 * 64]}
+    found = [layer for layer in told.weighted if "mha" in layer.name]
+    assert [layer.macs for layer in found] == [2 * count for count in tokens[found[0].precision]]
 
 
 def test_without_the_file_the_rest_is_said_to_be_unknown(engines):
