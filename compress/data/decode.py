@@ -54,7 +54,7 @@ class Decoder(Dataset[Item]):
         size = self.preprocessing.image_size
         try:
             with Image.open(path) as file:
-                image = file.convert("RGB")
+                image = rgb(file)
             if self.crop_seed is None:
                 pixels = centre_crop(image, size, crop_ratio=self.preprocessing.crop_ratio)
             else:
@@ -63,6 +63,13 @@ class Decoder(Dataset[Item]):
         except Exception as error:  # a damaged file can make its decoder fail in any way
             return index, None, str(path), f"{type(error).__name__}: {error}"
         return index, pixels, str(path), ""
+
+
+def rgb(image: Image.Image) -> Image.Image:
+    """An image in 8-bit RGB. Pillow clips 16-bit values at 255, which leaves them white; here 65,535 becomes 255."""
+    if image.mode.startswith("I"):
+        image = Image.fromarray((np.asarray(image).astype(np.float64) / 257).round().clip(0, 255).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def collate(items: list[Item]) -> Decoded:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from compress.export.int4 import pack_int4
 from compress.export.prepare import prepare
 from compress.export.spec import ExportSpec
 from compress.files import replacing
-from compress.graph.trace import Inputs, as_inputs, flat_tensors
+from compress.graph.trace import Inputs, as_inputs, flat_tensors, named_tensors
 
 _LARGEST = 2**31 - 1
 
@@ -47,6 +48,9 @@ def export_onnx(
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Write `model` as ONNX: weights INT8, activations as Q/DQ pairs, bias float, BatchNorm folded.
+
+    The file's input is called `input` (several: `input_0`, ...), its output `logits`; several outputs have the names of
+    the keys or fields of what the model returns, or `output_0`, ... in a tuple.
 
     Weights of up to 4 bits are INT4 from opset 21 on and INT8 of a narrower range before; other widths below 8 are INT8
     of a narrower range, and activations below 8 bits are Q/DQ behind a Clip. E4M3 is FLOAT8E4M3FN throughout.
@@ -108,13 +112,15 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
     if spec.dynamic_batch:  # torch.export takes a batch of one for a constant
         inputs = tuple(x.repeat(2, *[1] * (x.dim() - 1)) if len(x) == 1 else x for x in inputs)
     batch = torch.export.Dim("batch", min=1)
+    names = ["input"] if len(inputs) == 1 else [f"input_{i}" for i in range(len(inputs))]
+    with torch.no_grad():
+        output = model(*inputs)
+    results = _output_names(output, taken=names)
+    if not isinstance(output, (Tensor, tuple, list, dict)):
+        model = _TensorsOf(model)  # torch.export knows no other containers
     shapes: Any = tuple({0: batch} for _ in inputs) if spec.dynamic_batch else None
     if shapes is not None and not _named_arguments(model):
         shapes = (shapes,)  # torch.export sees *args as one argument that is a tuple
-    names = ["input"] if len(inputs) == 1 else [f"input_{i}" for i in range(len(inputs))]
-    with torch.no_grad():
-        count = len(flat_tensors(model(*inputs)))
-    results = ["logits"] if count == 1 else [f"output_{i}" for i in range(count)]
     try:
         with _quiet(), torch.no_grad():
             program = torch.onnx.export(
@@ -128,11 +134,44 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
                 verbose=False,
             )
     except Exception as error:
-        reason = " ".join(str(error).split())[:500]
-        raise ExportError(f"torch.onnx cannot export the model: {reason}") from error
+        raise ExportError(f"torch.onnx cannot export the model: {_cause(error)}") from error
     if program is None:
         raise ExportError("torch.onnx returned no model")
     return program.model_proto
+
+
+class _TensorsOf(nn.Module):
+    """A model whose results stand in a dataclass, returning its tensors in order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(flat_tensors(self.model(*inputs)))
+
+
+def _output_names(output: Any, *, taken: Sequence[str]) -> list[str]:
+    """`logits` for one tensor; else the keys or fields that lead to each, or `output_0`, ... where there are none.
+
+    Raises:
+        ExportError: the model returned no tensor.
+    """
+    keys = [key for key, _ in named_tensors(output)]
+    if not keys:
+        raise ExportError(f"the model returned {type(output).__name__}, which holds no tensor that a file could return")
+    if len(keys) == 1:
+        return ["logits"]
+    named = [key if key[0].isalpha() else f"output_{key}" for key in keys]
+    return named if len({*named, *taken}) == len(named) + len(taken) else [f"output_{i}" for i in range(len(keys))]
+
+
+def _cause(error: BaseException) -> str:
+    """What stopped the exporter, without its own advice: the innermost error, as one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    return f"{type(error).__name__}: {' '.join(text.split())[:500]}"
 
 
 def _named_arguments(model: nn.Module) -> bool:

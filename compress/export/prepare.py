@@ -8,6 +8,7 @@ the file holds exactly what fake quantization computed. FP8 values are float8e4m
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any, cast
 
 import torch
@@ -163,6 +164,10 @@ def _floats(value: Any) -> Any:
         return value.float() if value.is_floating_point() else value
     if isinstance(value, dict):
         return {k: _floats(v) for k, v in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(
+            value, **{f.name: _floats(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        )
     return type(value)(_floats(v) for v in value) if isinstance(value, (tuple, list)) else value
 
 

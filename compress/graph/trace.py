@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -271,12 +272,22 @@ def _shapes_text(inputs: tuple[Tensor, ...]) -> str:
 
 
 def flat_tensors(value: Any) -> list[Tensor]:
-    """The tensors in a tensor, tuple, list or dict (model outputs), in order."""
+    """The tensors in a tensor, tuple, list, mapping or dataclass (model outputs), in order."""
+    return [tensor for _, tensor in named_tensors(value)]
+
+
+def named_tensors(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
+    """`flat_tensors`, each with the keys, fields and indices that lead to it, joined by "_" ("" for a lone tensor)."""
+    items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for item in value for t in flat_tensors(item)] if isinstance(value, (tuple, list)) else []
+        return [(name, value)]
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (tuple, list)):
+        items = zip(getattr(value, "_fields", None) or range(len(value)), value, strict=True)
+    elif dataclasses.is_dataclass(value):
+        items = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+    return [found for key, item in items for found in named_tensors(item, f"{name}_{key}" if name else str(key))]
 
 
 def _check_equal(reference: Any, result: Any, name: str) -> None:

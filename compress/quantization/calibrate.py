@@ -7,7 +7,7 @@ NaN, is an error that names it: a silent scale would be worse.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import CalibrationError
+from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.trace import Inputs
 from compress.progress import NoProgress, Progress
 from compress.quantization.calibrators import Calibrator, make_calibrator
@@ -24,9 +25,6 @@ from compress.quantization.improve import improve, needs_data_twice, smoothed
 from compress.quantization.insert import insert_quantizers, placement_of, quantizers
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec, check_quant_spec
-
-Batches = Iterable[Any]
-"""Tensors, or (tensor, target) pairs whose target is not used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +67,8 @@ def quantize(
     Args:
         model: any float32 module; it is not changed.
         example_inputs: what it is called with, to trace it.
-        batches: calibration data, tensors or (tensor, target); all of it is used.
+        batches: calibration data, all of it is used: tensors, or (tensor, target); for a model of several inputs
+            tuples that begin with all of them.
         spec: target and rules; None = `QuantSpec()`, target TensorRT.
         progress: hears of each batch.
 
@@ -81,6 +80,7 @@ def quantize(
         ModelError: the model cannot be traced.
         QuantizationError: nothing can be quantized, or a rule matches nothing.
         CalibrationError: no batches, NaN, or a tensor that is constant zero.
+        DataError: a batch does not hold the model's inputs.
     """
     spec = spec or QuantSpec()
     check_quant_spec(spec)
@@ -100,7 +100,7 @@ def calibrate(
 
     Args:
         qmodel: from `insert_quantizers`; on any device, batches are moved to it.
-        batches: tensors or (tensor, target); all of it is used.
+        batches: as for `quantize`; all of it is used.
         all_reduce: merge statistics over the processes of torch.distributed's default group.
         progress: hears of each batch.
 
@@ -110,6 +110,7 @@ def calibrate(
     Raises:
         QuantizationError: the model was not made by compress.
         CalibrationError: no batches, NaN, a constant zero tensor, or a quantizer that never ran.
+        DataError: a batch does not hold the model's inputs.
     """
     placement = placement_of(qmodel)
     listener = progress or NoProgress()
@@ -118,7 +119,7 @@ def calibrate(
     watching = {site.name: _calibrator(activations[site.name], site.spec) for site in placement.activations}
     images = _watch(qmodel, activations, watching, batches, listener)
     if all_reduce:
-        total = torch.tensor([images], device=_device(qmodel))
+        total = torch.tensor([images], device=device_of(qmodel))
         torch.distributed.all_reduce(total)
         images = int(total.item())
     if images == 0:
@@ -173,7 +174,7 @@ def _watch(
     progress: Progress,
 ) -> int:
     """Run all batches with calibrators attached and weights unquantized; returns the number of images."""
-    images, device, task = 0, _device(qmodel), "calibrate"
+    images, task = 0, "calibrate"
     iterator = iter(batches)
     first = next(iterator, None)
     if first is None:
@@ -182,11 +183,9 @@ def _watch(
     progress.start(task, total)
     with torch.no_grad(), _calibrating(qmodel, activations, watching):
         for batch in chain([first], iterator):
-            x = batch[0] if isinstance(batch, (tuple, list)) else batch
-            if not isinstance(x, Tensor):
-                raise CalibrationError(f"a calibration batch is a {type(x).__name__}; give tensors or (tensor, target)")
-            qmodel(x.to(device))
-            images += len(x)
+            inputs = model_inputs(qmodel, batch)
+            qmodel(*inputs)
+            images += len(inputs[0])
             progress.advance(task, 1, images=images)
     progress.finish(task)
     return images
@@ -210,8 +209,3 @@ def _calibrating(
             quantizer.enabled = states[name]
             quantizer.calibrator = None
         qmodel.train(training)
-
-
-def _device(module: nn.Module) -> torch.device:
-    first = next(chain(module.parameters(), module.buffers()), None)
-    return first.device if first is not None else torch.device("cpu")

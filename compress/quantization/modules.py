@@ -150,9 +150,14 @@ def quantized_layer(module: nn.Module, quant_format: QuantFormat, *, name: str) 
 
 
 def _move_parametrizations(source: nn.Module, target: Any) -> None:
-    """Give `target` the parametrizations of `source`, masks and original weights being the same objects."""
+    """Give `target` the parametrizations of `source`, masks and original weights being the same objects.
+
+    A tensor that is computed of several (weight_norm) is computed once, here, and trained directly from then on.
+    """
     for key, chain in cast(Any, source).parametrizations.items():
         target.register_parameter(key, nn.Parameter(getattr(source, key).detach().clone()))
+        if not chain.is_tensor:
+            continue
         for item in chain:
             parametrize.register_parametrization(target, key, item, unsafe=True)
         target.parametrizations[key].original = chain.original

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
+from compress.graph.batches import Batches
 from compress.graph.canonical import canonical_graph
 from compress.graph.layers import layers
 from compress.graph.ops import layer_name
 from compress.graph.trace import Inputs, flat_tensors
 from compress.progress import NoProgress, Progress
-from compress.quantization.calibrate import Batches, quantize
+from compress.quantization.calibrate import quantize
 from compress.quantization.compare import sqnr
 from compress.quantization.decisions import Placement
 from compress.quantization.placement import place

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import CalibrationError, QuantizationError
+from compress.graph.batches import model_inputs
 from compress.graph.ops import layer_name, node_kind, node_module
 from compress.progress import NoProgress, Progress
 from compress.quantization.ranges import input_ranges, scale_inputs
@@ -216,12 +216,10 @@ def _largest(
     graph_module: fx.GraphModule, names: list[str], batches: Iterable[Any], progress: Progress
 ) -> dict[str, Tensor]:
     """(C,) by node name, over all batches."""
-    first = next(chain(graph_module.parameters(), graph_module.buffers()), None)
-    device = first.device if first is not None else torch.device("cpu")
     watch, task = _Watch(graph_module.eval(), names), "smooth"
     progress.start(task, len(batches) if isinstance(batches, Sized) else 0)
     for batch in batches:
-        watch.run((batch[0] if isinstance(batch, (tuple, list)) else batch).to(device))
+        watch.run(*model_inputs(graph_module, batch))
         progress.advance(task)
     progress.finish(task)
     if not watch.amax:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import CalibrationError
+from compress.graph.batches import model_inputs
 from compress.graph.ops import node_module
 from compress.quantization.quantizer import Quantizer
 
@@ -47,24 +47,26 @@ def walk(qmodel: fx.GraphModule, batches: Iterable[Any], visit: Callable[[Visit]
 
     Args:
         qmodel: calibrated; it is put in evaluation mode.
-        batches: tensors or (tensor, target).
+        batches: as for `compress.quantize`.
         visit: may change the layer; layers behind it see the change.
         images: use at most so many.
 
     Raises:
         CalibrationError: no images.
+        DataError: a batch does not hold the model's inputs.
     """
     qmodel.eval()
     values = _images(qmodel, batches, images)
     interpreter = fx.Interpreter(qmodel)
     exact: dict[fx.Node, list[Any]] = {}
     rounded: dict[fx.Node, list[Any]] = {}
-    fed = False
+    fed = 0
     for node in qmodel.graph.nodes:
         if node.op == "output":
             break
-        if node.op == "placeholder" and not fed:
-            exact[node], rounded[node], fed = values, list(values), True
+        if node.op == "placeholder" and fed < len(values[0]):
+            column = [inputs[fed] for inputs in values]
+            exact[node], rounded[node], fed = column, list(column), fed + 1
         else:
             _step(interpreter, node, exact, rounded, visit, len(values))
         for dead in interpreter.user_to_last_uses.get(node, []):
@@ -119,16 +121,16 @@ def _in_place(node: fx.Node) -> bool:
     return bool(node.kwargs.get("inplace")) or name.endswith("_") or name in {"iadd", "isub", "imul", "itruediv"}
 
 
-def _images(qmodel: nn.Module, batches: Iterable[Any], limit: int) -> list[Any]:
-    first = next(chain(qmodel.parameters(), qmodel.buffers()), None)
-    device = first.device if first is not None else torch.device("cpu")
-    values: list[Any] = []
+def _images(qmodel: nn.Module, batches: Iterable[Any], limit: int) -> list[tuple[Tensor, ...]]:
+    """Inputs of each batch, in the order of the graph's placeholders."""
+    values: list[tuple[Tensor, ...]] = []
+    left = limit
     for batch in batches:
-        x = batch[0] if isinstance(batch, (tuple, list)) else batch
-        x = x[: limit - sum(len(v) for v in values)].to(device)
-        if len(x) == 0:
+        inputs = tuple(x[:left] for x in model_inputs(qmodel, batch))
+        left -= len(inputs[0])
+        if len(inputs[0]) == 0:
             break
-        values.append(x)
+        values.append(inputs)
     if not values:
         raise CalibrationError("the walk got no images: `batches` was empty; give at least one batch")
     return values

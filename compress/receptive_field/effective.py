@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import ReceptiveFieldError
+from compress.graph.batches import batch_inputs
 from compress.progress import NoProgress, Progress
 from compress.receptive_field.metrics import ErfMetrics, erf_metrics
 from compress.receptive_field.probe import Point, Probe, make_probe
@@ -174,10 +175,7 @@ def _prepare(
 def _batches(images: Tensor | Iterable[Any], size: int) -> Iterator[Tensor]:
     """Batches of at most `size` images; targets are dropped."""
     for item in [images] if isinstance(images, Tensor) else images:
-        batch = item[0] if isinstance(item, (tuple, list)) else item
-        if not isinstance(batch, Tensor):
-            raise ReceptiveFieldError(f"images must be tensors or (tensor, target) pairs, got {type(batch).__name__}")
-        yield from (part for part in batch.split(size) if len(part))
+        yield from (part for part in batch_inputs(item)[0].split(size) if len(part))
 
 
 def _chain(first: Tensor, rest: Iterator[Tensor]) -> Iterator[Tensor]:

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.errors import SparsityError
+from compress.graph.batches import model_inputs
 from compress.progress import NoProgress, Progress
 from compress.sparsity.masks import nm_mask, unstructured_mask
 from compress.sparsity.spec import Pattern
@@ -93,7 +94,7 @@ def prune_layers(
     Args:
         model: whose layers these are; not changed.
         layers: path -> convolution or linear layer, each without parametrization.
-        batches: tensors (N, ...) or (tensor, target), on the model's device.
+        batches: as for `compress.quantize`.
         pattern: n:m or unstructured.
         images: how many images to use at most.
         damping: as `prune_by_hessian`.
@@ -103,10 +104,11 @@ def prune_layers(
         path -> (updated weight, mask).
 
     Raises:
-        SparsityError: no batches, a batch that is no tensor, or layers that never ran; they are named.
+        SparsityError: no batches, or layers that never ran; they are named.
+        DataError: a batch does not hold the model's inputs.
     """
     progress = progress or NoProgress()
-    inputs = calibration_inputs(batches, images)
+    inputs = calibration_inputs(model, batches, images)
     work = copy.deepcopy(model).eval()
     results: dict[str, tuple[Tensor, Tensor]] = {}
     rounds = list(_rounds(layers))
@@ -133,20 +135,18 @@ def prune_layers(
     return results
 
 
-def calibration_inputs(batches: Iterable[Any], images: int) -> list[Tensor]:
-    """The first `images` images of batches that are tensors or (tensor, target).
+def calibration_inputs(model: nn.Module, batches: Iterable[Any], images: int) -> list[tuple[Tensor, ...]]:
+    """What `model` is called with, the first `images` images, batch by batch.
 
     Raises:
-        SparsityError: nothing came, or something that is no tensor.
+        SparsityError: nothing came.
+        DataError: a batch does not hold the model's inputs.
     """
-    inputs: list[Tensor] = []
+    inputs: list[tuple[Tensor, ...]] = []
     count = 0
     for batch in batches:
-        tensor = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-        if not isinstance(tensor, Tensor):
-            raise SparsityError(f"batches must hold tensors or (tensor, target), got {type(tensor).__name__}")
-        inputs.append(tensor[: images - count])
-        count += len(inputs[-1])
+        inputs.append(tuple(x[: images - count] for x in model_inputs(model, batch)))
+        count += len(inputs[-1][0])
         if count >= images:
             break
     if not count:
@@ -216,7 +216,7 @@ def _rounds(layers: Mapping[str, nn.Module]) -> Iterator[list[str]]:
 
 
 def _measure(
-    model: nn.Module, layers: dict[str, nn.Module], inputs: list[Tensor], progress: Progress
+    model: nn.Module, layers: dict[str, nn.Module], inputs: list[tuple[Tensor, ...]], progress: Progress
 ) -> dict[str, Tensor]:
     """Path -> (groups, d, d) mean of x x^T over every vector x that the layer met."""
     sums: dict[str, Tensor] = {}
@@ -236,7 +236,7 @@ def _measure(
     try:
         with torch.no_grad():
             for batch in inputs:
-                model(batch)
+                model(*batch)
                 progress.advance("hessian")
     finally:
         for handle in handles:

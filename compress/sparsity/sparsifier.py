@@ -88,7 +88,7 @@ def sparsify(
         spec: what to do.
         example_inputs: a small batch on the model's device: needed by `permute`; also shows which layer is first and
             last, and which do not run.
-        batches: calibration batches, tensors or (tensor, target) on the model's device: needed by saliency `hessian`.
+        batches: calibration batches, as for `compress.quantize`: needed by saliency `hessian`.
         progress: hears of the permutation and the Hessians.
 
     Returns:

@@ -14,7 +14,7 @@ from compress.data.base import BatchPlan, Split
 from compress.errors import DataError, RecipeError
 from compress.progress import NoProgress, Progress
 from compress.training.distributed import SINGLE, Processes
-from compress.training.outputs import LogitsOf, check_logits
+from compress.training.outputs import LogitsOf, check_logits, logits_of
 from compress.training.spec import Precision
 
 QUIET = NoProgress()
@@ -64,7 +64,7 @@ def evaluate(
 
     Raises:
         DataError: no image to evaluate on, or fewer images a batch than processes.
-        ModelError: an output that is not one row of logits an image.
+        ModelError: the model fails on the images, or its output is not one row of logits an image.
         RecipeError: fp16 on the CPU.
     """
     device = processes.on(device)
@@ -76,7 +76,7 @@ def evaluate(
     with modes_kept(model), torch.no_grad(), autocast(device, precision):
         model.eval()
         for images, targets in split.batches(plan, device=device):
-            logits = forward(images)
+            logits = logits_of(forward, images)
             check_logits(logits, images=len(targets), num_classes=split.num_classes)
             sums += _sums(logits.float(), targets)
             progress.advance(name)

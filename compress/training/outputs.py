@@ -23,7 +23,7 @@ class LogitsOf(nn.Module):
 
 
 def first_tensor(output: Any) -> Tensor:
-    """The logits in `output`: itself, its "logits" or "out", or its first element.
+    """The logits in `output`: itself, its "logits" or "out" (a key or an attribute), or its first element.
 
     Raises:
         ModelError: it holds no tensor in these places.
@@ -35,12 +35,32 @@ def first_tensor(output: Any) -> Tensor:
         value = next((output[key] for key in ("logits", "out", *output) if output.get(key) is not None), None)
     elif isinstance(output, (tuple, list)) and output:
         value = output[0]
+    else:
+        value = getattr(output, "logits", getattr(output, "out", None))
     if isinstance(value, Tensor):
         return value
     raise ModelError(
         f"the model returned {type(output).__name__}: it must return logits (N, classes), alone, first in a tuple, "
-        'or as "logits" or "out" of a dict'
+        'or as "logits" or "out" of a dict or an object'
     )
+
+
+def logits_of(forward: LogitsOf, images: Tensor) -> Tensor:
+    """Logits of images that `forward` may fail on.
+
+    Raises:
+        ModelError: the model fails on them, or returns no logits.
+    """
+    try:
+        logits: Tensor = forward(images)
+    except ModelError:
+        raise
+    except Exception as error:  # the model is its user's and can fail in any way
+        raise ModelError(
+            f"{type(forward.model).__name__} fails on images of shape {tuple(images.shape)}, which is what the data "
+            f"holds ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+        ) from error
+    return logits
 
 
 def check_logits(logits: Tensor, *, images: int, num_classes: int) -> None:

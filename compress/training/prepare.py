@@ -22,7 +22,7 @@ from compress.quantization.fused import fuse_for_training, is_fusible, pays_off
 from compress.quantization.fused_ops import Kernels
 from compress.training.distributed import Processes
 from compress.training.evaluate import modes_kept
-from compress.training.outputs import LogitsOf, check_logits
+from compress.training.outputs import LogitsOf, check_logits, logits_of
 from compress.training.spec import QATSpec, TrainSpec
 
 _BROADCAST_OPTIONS = ("forward_sync_buffers", "broadcast_buffers")  # the newer name first (torch 2.15)
@@ -151,7 +151,7 @@ def _is_fused(model: nn.Module, spec: TrainSpec, device: torch.device) -> bool:
 
 def _evaluation_logits(model: nn.Module, images: Tensor) -> Tensor:
     with modes_kept(model), torch.no_grad():
-        return LogitsOf(model.eval())(images)
+        return logits_of(LogitsOf(model.eval()), images)
 
 
 def _has_unused_parameters(model: nn.Module, images: Tensor) -> bool:

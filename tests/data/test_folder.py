@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision import transforms
 
 from compress.data import BatchPlan, DataSpec, load_data
-from compress.data.decode import random_box
+from compress.data.decode import random_box, rgb
 from compress.errors import DataError
 
 CPU = torch.device("cpu")
@@ -225,3 +225,11 @@ def test_a_number_of_classes_that_the_data_do_not_have(made):
     with pytest.raises(DataError, match="num_classes is 2, but folder has 3"):
         load_data(spec(made, num_classes=2))
     assert load_data(spec(made, num_classes=3)).train.num_classes == 3
+
+
+def test_sixteen_bit_images_keep_their_greys(tmp_path):
+    greys = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)  # 257 i of 65,535 is i of 255
+    Image.fromarray(greys).save(tmp_path / "deep.png")
+    with Image.open(tmp_path / "deep.png") as file:
+        pixels = np.asarray(rgb(file))
+    np.testing.assert_array_equal(pixels, np.repeat(np.arange(256, dtype=np.uint8).reshape(16, 16, 1), 3, axis=2))

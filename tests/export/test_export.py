@@ -1,6 +1,7 @@
 """The file computes what fake quantization does: ONNX's reference evaluator and ONNX Runtime, unoptimized, say so."""
 
 import json
+from dataclasses import dataclass
 
 import numpy as np
 import onnx
@@ -11,11 +12,13 @@ import torchvision
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from compress.data.preprocessing import Preprocessing
 from compress.errors import AuditError, ExportError
 from compress.export.audit import audit_onnx
 from compress.export.onnx import export_onnx
+from compress.graph.trace import flat_tensors
 from compress.quantization.calibrate import quantize
 from compress.quantization.insert import insert_quantizers
 from compress.quantization.spec import TARGETS, ActivationSpec, QuantSpec, Rule, WeightSpec
@@ -177,3 +180,64 @@ def test_audit_refuses_what_is_no_model(tmp_path):
     (tmp_path / "text.onnx").write_text("hello")
     with pytest.raises(AuditError, match="not a valid ONNX file"):
         audit_onnx(tmp_path / "text.onnx")
+
+
+@dataclass
+class Boxes:
+    logits: torch.Tensor
+    boxes: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+class Detector(nn.Module):
+    """Returns what it is told to: a dict, a dataclass or a tuple."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form, self.conv, self.fc, self.box = form, nn.Conv2d(3, 8, 3), nn.Linear(8, 5), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.conv(x).relu().mean((2, 3))
+        return self.form(logits=self.fc(x), boxes=self.box(x))
+
+
+def pair(logits, boxes):
+    return logits, boxes
+
+
+@pytest.mark.parametrize(
+    ("form", "precision", "names"),
+    [
+        (dict, "fp32", ["logits", "boxes"]),
+        (Boxes, "fp16", ["logits", "boxes"]),
+        (pair, "fp32", ["output_0", "output_1"]),
+    ],
+)
+def test_several_outputs_have_the_names_of_their_keys(form, precision, names, tmp_path):
+    qmodel = quantize(Detector(form).eval(), X[:2], [X], spec=QuantSpec(activations=MAX))
+    path = export_onnx(qmodel, X[:1], tmp_path / "m.onnx", precision=precision)
+    assert [output.name for output in onnx.load(path).graph.output] == names
+    found = onnxruntime.InferenceSession(str(path)).run(None, {"input": X.numpy()})
+    for got, expected in zip(found, flat_tensors(qmodel(X)), strict=True):
+        np.testing.assert_allclose(got, expected.detach().numpy(), atol=0.02)
+
+
+def test_weights_computed_by_weight_norm_are_quantized_as_they_are(tmp_path):
+    model = nn.Sequential(weight_norm(nn.Conv2d(3, 8, 3)), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 5)).eval()
+    qmodel = quantize(model, X[:2], [X], spec=QuantSpec(activations=MAX))
+    step = model[0].weight.abs().amax((1, 2, 3)) / 127
+    worst = ((qmodel.get_submodule("0").quantized_weight - model[0].weight).abs().amax((1, 2, 3)) / step).max()
+    assert float(worst) <= 0.5 + 1e-4
+    assert {name for name, _ in qmodel.named_parameters()} == {"0.weight", "0.bias", "3.weight", "3.bias"}
+    assert audit_onnx(export_onnx(qmodel, X[:1], tmp_path / "m.onnx")).rows[0].int8
+
+
+def test_what_stops_the_exporter_is_told_in_one_line(tmp_path):
+    class Stops(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(ExportError, match="cannot export the model") as caught:
+        export_onnx(Stops(), X[:1], tmp_path / "m.onnx")
+    text = str(caught.value)
+    assert "\x1b" not in text and "\n" not in text and "Next steps" not in text

@@ -351,7 +351,7 @@ def test_a_unit_outside_and_images_of_two_sizes_are_refused():
         effective_receptive_field(model, torch.rand(1, 3, 8, 8), options=ErfOptions(unit=(6, 0)))
     with pytest.raises(ReceptiveFieldError, match="differ in size"):
         effective_receptive_field(model, [torch.rand(1, 3, 8, 8), torch.rand(1, 3, 9, 8)])
-    with pytest.raises(ReceptiveFieldError, match="got str"):
+    with pytest.raises(DataError, match="holds str"):
         effective_receptive_field(model, [["no tensor", 0]])
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from compress.errors import SparsityError
+from compress.errors import DataError, SparsityError
 from compress.sparsity import saliency
 from compress.sparsity.masks import nm_mask, verify_nm
 from compress.sparsity.saliency import (
@@ -172,12 +172,13 @@ def test_pruned_network_stays_closer_than_by_magnitude():
 
 
 def test_calibration_takes_no_more_images_than_asked():
-    taken = calibration_inputs(iter([(batch(4), 0), batch(4), [batch(4)]]), 6)
-    assert [len(x) for x in taken] == [4, 2]
+    model = small()
+    taken = calibration_inputs(model, iter([(batch(4), 0), batch(4), [batch(4)]]), 6)
+    assert [len(x) for (x,) in taken] == [4, 2]
     with pytest.raises(SparsityError, match="no calibration batch"):
-        calibration_inputs([], 4)
-    with pytest.raises(SparsityError, match="got str"):
-        calibration_inputs(["image.png"], 4)
+        calibration_inputs(model, [], 4)
+    with pytest.raises(DataError, match="holds str"):
+        calibration_inputs(model, ["image.png"], 4)
 
 
 def test_layer_with_useless_inputs_is_named():
