@@ -28,6 +28,7 @@ from compress.quantization.placement import place
 from compress.quantization.spec import QuantSpec
 from compress.recipe import Recipe, find_recipe, load_recipe, parse_recipe, recipe_names
 from compress.report.graph_figure import block_png
+from compress.report.recipe_keys import recipe_keys, recipe_keys_markdown
 from compress.roofline import SparseLayer, sparse_bound
 from compress.sparsity.eligibility import NOTEWORTHY_CHANNELS, Eligibility, eligibility, large_enough
 from compress.sparsity.spec import SparsitySpec
@@ -253,9 +254,17 @@ def _text(value: Any) -> str:
 
 
 def recipes(
-    name: Annotated[str | None, typer.Argument(help="Show this recipe, resolved.")] = None, as_json: JsonOption = False
+    name: Annotated[str | None, typer.Argument(help="Show this recipe, resolved.")] = None,
+    keys: Annotated[bool, typer.Option("--keys", help="Every key: what it holds, its default, what it does.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """List the recipes that can be named, or show one with all its defaults."""
+    """List the recipes that can be named, show one with all its defaults, or explain every key."""
+    if keys:
+        if as_json:
+            print_json([asdict(key) for key in recipe_keys()])
+        else:
+            OUT.print(recipe_keys_markdown(), end="", markup=False, highlight=False, soft_wrap=True)
+        return
     if name is not None:
         recipe = load_recipe(name)
         if as_json:
