@@ -10,7 +10,7 @@ NaN passes through as in torch: a training that diverges must be seen to. Divisi
 is not), because a value that lies on a tie must round as in the engine.
 """
 
-# ruff: noqa: ANN001, ANN202, N803  (kernels: Triton gives their parameters types, and constants stand in capitals)
+# ruff: noqa: ANN001, ANN201, N803  (kernels: Triton gives their parameters types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def forward_kernel(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PER_CHANNEL: tl.constexpr, EVEN: tl.constexpr,
     GROUPS: tl.constexpr,
 ):  # fmt: skip
+    """A tile: y + bias + residual, activated, rounded to the grid, and its bits."""
     first = tl.program_id(0).to(tl.int64) * GROUPS  # 64 bits for what all share, 32 for what each thread computes
     group = tl.arange(0, GROUPS)
     lane = tl.arange(0, 8)
@@ -73,6 +74,7 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(grad_ptr, bits_ptr, out_ptr, n, EVEN: tl.constexpr, GROUPS: tl.constexpr):
+    """A tile of the gradient, masked."""
     first = tl.program_id(0).to(tl.int64) * GROUPS
     group = tl.arange(0, GROUPS)
     lane = tl.arange(0, 8)
@@ -89,6 +91,7 @@ def backward_kernel(grad_ptr, bits_ptr, out_ptr, n, EVEN: tl.constexpr, GROUPS: 
 def backward_bias_kernel(
     grad_ptr, bits_ptr, out_ptr, sums_ptr, rows, groups, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
+    """Tiles of a strip of columns, masked, and their sums over the rows."""
     columns = groups * 8
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
