@@ -27,7 +27,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
-from compress.data.decode import centre_crop
+from compress.data.decode import centre_crop, rgb
 from compress.data.preprocessing import METADATA_KEY, Preprocessing
 from compress.engines.base import Engine, TensorInfo
 from compress.engines.tensorrt_engine import TensorRTEngine
@@ -236,7 +236,7 @@ def decode(pictures: Sequence[bytes], *, first: int = 0) -> list[Image.Image]:
     for index, content in enumerate(pictures, start=first):
         try:
             with Image.open(io.BytesIO(content)) as file:
-                images.append(file.convert("RGB"))
+                images.append(rgb(file))
         except Exception as error:  # a damaged file can make its decoder fail in any way
             raise DataError(f"picture {index} is not a readable image ({type(error).__name__}: {error})") from None
     return images

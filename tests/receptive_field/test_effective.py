@@ -8,7 +8,7 @@ import torch
 import torchvision
 from torch import nn
 
-from compress.errors import ModelError, ReceptiveFieldError
+from compress.errors import DataError, ModelError, ReceptiveFieldError
 from compress.receptive_field import (
     ErfOptions,
     effective_receptive_field,
