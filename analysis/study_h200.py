@@ -8,15 +8,15 @@
 The data are `shapes` at 224 px with 100 classes, its clutter faded so that a short training gets far. A unit is a
 network and a seed: the float network is trained (bf16 autocast, AdamW, first at 128 px), then quantized by every
 calibrator (W8A8 and W4A8, target TensorRT), trained with quantizers (QAT), made 2:4 sparse, fine-tuned, and both.
-Everything that trains on does so for one epoch of 25,600 images, taught by the float network; "float, trained on" is
-what that alone brings. Two top-1 stand in each row, both on the whole evaluation split (5,000 images): `torch` is the
+Everything that trains on does so for one epoch of 19,200 images, taught by the float network; "float, trained on" is
+what that alone brings. Two top-1 stand in each row, both on the whole evaluation split (4,000 images): `torch` is the
 network in torch (fake quantization, float32 with TF32), `file` is the exported ONNX file, run node by node on the GPU
 in integer arithmetic (analysis/onnx_on_torch.py). `ORT` is the share of some images on which ONNX Runtime's CPU kernels
 name the same class.
 
 Units run side by side, each in a process of its own; other processes export and evaluate what they hand on. Rows are
 written as they come. When the time of --budget-s is over, the script says what is missing; the next call goes on with
-units that are not in the file, and then makes those anew that are there in part.
+units of which the file holds no row. A unit that is there in part is made anew where --units names it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ import tempfile
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -47,7 +46,6 @@ from compress.measure import describe_machine
 
 Key = tuple[str, int]
 DRAIN_S = 25.0  # before the end no method is begun, so that the files that were handed on can be finished
-LEAST_S = 70.0  # a unit that begins later would hardly get past its float training
 SEEDS = 3
 
 
@@ -67,12 +65,14 @@ class Study:
         self.missing: list[str] = []
         self.call: Row = {"command": " ".join(["python", *sys.argv]), "machine": describe_machine().to_dict()}
 
-    def left(self, wanted: Iterable[str]) -> deque[Key]:
-        """Units to run: those without a row, then those without all."""
-        keys = [(name, seed) for name, seed in order(self.networks) if not wanted or f"{name}/{seed}" in wanted]
-        lacking = {key: self.lacks(key) for key in keys}
-        keys = [key for key in keys if lacking[key]]
-        return deque(sorted(keys, key=lambda key: len(lacking[key]) < len(methods_of(self.networks[key[0]]))))
+    def left(self, wanted: list[str]) -> deque[Key]:
+        """Units to run, in order: those without a row, or, of the wanted ones, those without all."""
+        every = {f"{name}/{seed}": (name, seed) for name, seed in order(self.networks)}
+        if unknown := [name for name in wanted if name not in every]:
+            raise SystemExit(f"no unit {', '.join(unknown)}; there are {', '.join(every)}")
+        if wanted:
+            return deque(every[name] for name in wanted if self.lacks(every[name]))
+        return deque(key for key in every.values() if len(self.lacks(key)) == len(methods_of(self.networks[key[0]])))
 
     def lacks(self, key: Key) -> list[str]:
         """Methods of a unit without a row."""
@@ -147,8 +147,8 @@ def run(study: Study, units: deque[Key], setting: Setting, arguments: argparse.N
             if study.hopeless(arguments.least_top1):
                 units.clear()
                 break
-            while units and len(running) < arguments.workers and end - time.time() > arguments.least_s:
-                key = units.popleft()
+            while len(running) < arguments.workers and (key := fitting(study, units, end)):
+                units.remove(key)
                 study.forget(key)
                 network, deadline = study.networks[key[0]], end - DRAIN_S
                 args = (key, network, setting, arguments.device, folder, deadline, jobs, results)
@@ -157,7 +157,7 @@ def run(study: Study, units: deque[Key], setting: Setting, arguments: argparse.N
                 say(f"{key[0]}/{key[1]} begins")
             listen(study, results, handed_on)
             running = {key: process for key, process in running.items() if process.is_alive()}
-            if units and not running and not handed_on and end - time.time() <= arguments.least_s:
+            if not running and not handed_on and not fitting(study, units, end):
                 break
         while not results.empty():
             listen(study, results, handed_on)
@@ -169,6 +169,11 @@ def run(study: Study, units: deque[Key], setting: Setting, arguments: argparse.N
     study.missing += [f"{name}: its file was not evaluated in time" for name in sorted(handed_on)]
     study.missing += [f"{name}/{seed}: not begun, the time was over" for name, seed in units]
     study.missing += [f"{name}/{seed}: stopped, the time was over" for name, seed in running]
+
+
+def fitting(study: Study, units: deque[Key], end: float) -> Key | None:
+    """The first unit that there is time for."""
+    return next((key for key in units if end - time.time() > study.networks[key[0]].least_s), None)
 
 
 def listen(study: Study, results: Any, handed_on: set[str]) -> None:
@@ -209,9 +214,8 @@ def main() -> None:
     parser.add_argument("--units", nargs="+", default=[], metavar="NETWORK/SEED", help="only these")
     parser.add_argument("--clutter", type=float, help="how opaque the clutter is, 0 to 1; see DataSpec.clutter")
     parser.add_argument("--workers", type=int, default=2, help="units side by side")
-    parser.add_argument("--finishers", type=int, default=4, help="processes that export and evaluate files")
-    parser.add_argument("--threads", type=int, default=3, help="CPU threads of each of them")
-    parser.add_argument("--least-s", type=float, default=LEAST_S, help="begin no unit when less time is left")
+    parser.add_argument("--finishers", type=int, default=5, help="processes that export and evaluate files")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads of each of them")
     parser.add_argument("--least-top1", type=float, default=30.0, help="stop where a float network stays below")
     parser.add_argument("--device", default="cuda" if gpu else "cpu")
     parser.add_argument("--quick", action="store_true", help="narrow networks on few small pictures, one seed")
