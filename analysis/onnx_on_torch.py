@@ -164,6 +164,13 @@ def _max_pool(attributes: Attributes, inputs: list[Value]) -> Tensor:
     return F.max_pool2d(_real(inputs[0]), kernel, strides, pads, attributes.get("dilations", 1), ceil)
 
 
+def _average_pool(attributes: Attributes, inputs: list[Value]) -> Tensor:
+    if any(_symmetric(attributes)) or set(attributes.get("dilations", [1])) != {1}:
+        raise NotImplementedError("AveragePool with padding or dilation")
+    kernel, strides = attributes["kernel_shape"], attributes.get("strides")
+    return F.avg_pool2d(_real(inputs[0]), kernel, strides, 0, bool(attributes.get("ceil_mode", 0)))
+
+
 def _reshape(_: Attributes, inputs: list[Value]) -> Tensor:
     x, shape = _real(inputs[0]), inputs[1].tolist()
     return x.reshape([x.shape[i] if size == 0 else size for i, size in enumerate(shape)])
@@ -176,6 +183,7 @@ def _clip(_: Attributes, inputs: list[Value]) -> Tensor:
 
 _OPERATIONS: dict[str, Callable[[Attributes, list[Value]], Value]] = {
     "Add": lambda _, x: _real(x[0]) + _real(x[1]),
+    "AveragePool": _average_pool,
     "Clip": _clip,
     "Conv": _conv,
     "DequantizeLinear": _dequantize,
