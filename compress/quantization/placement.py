@@ -26,7 +26,9 @@ from compress.quantization.residual import depths, fused_branch, is_residual_add
 from compress.quantization.rules import LayerSettings, resolve_rules
 from compress.quantization.signs import never_negative
 from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
-from compress.quantization.targets import TABLES, TargetTable
+from compress.quantization.targets import TABLES, TAKES_APART, TargetTable
+
+_OWN_SCALE = "; a scale of its own, apart from the other parts of the tensor (such as query, key and value)"
 
 
 @dataclass
@@ -245,7 +247,8 @@ def _carry_back(
 ) -> None:
     """Find the origins of a wished tensor and note the wish at each; origins behind one concat share a scale."""
     layer = wanted.layer
-    origins = _origins(wanted.tensor, wanted.reader, table)
+    commutes = table.commutes - TAKES_APART if node_kind(layer) in table.apart else table.commutes
+    origins = _origins(wanted.tensor, wanted.reader, commutes)
     floats = [(o, r) for o, r in origins if node_kind(o) != "constant" and _is_float(o)]
     for origin, _ in origins:
         if node_kind(origin) == "constant":
@@ -260,16 +263,17 @@ def _carry_back(
     wishes.unite([origin.name for origin, _ in floats])
     shared = f"; shares one scale with {len(floats) - 1} more inputs of a concat" if len(floats) > 1 else ""
     for origin, reader in floats:
-        wishes.items.append(_Wish(origin, reader, layer, wanted.rule, wanted.reason + shared, spec))
+        own = _OWN_SCALE if node_kind(origin) in TAKES_APART and commutes != table.commutes else ""
+        wishes.items.append(_Wish(origin, reader, layer, wanted.rule, wanted.reason + shared + own, spec))
 
 
-def _origins(tensor: fx.Node, reader: fx.Node, table: TargetTable) -> list[tuple[fx.Node, fx.Node]]:
+def _origins(tensor: fx.Node, reader: fx.Node, commutes: frozenset[str]) -> list[tuple[fx.Node, fx.Node]]:
     """(origin, its reader on the way) pairs of a tensor, back through commuting operations and concats."""
     kind = node_kind(tensor)
     if kind == "concat":
-        return [pair for source in tensor_args(tensor) for pair in _origins(source, tensor, table)]
-    if kind in table.commutes and tensor_args(tensor):
-        return _origins(tensor_args(tensor)[0], tensor, table)
+        return [pair for source in tensor_args(tensor) for pair in _origins(source, tensor, commutes)]
+    if kind in commutes and tensor_args(tensor):
+        return _origins(tensor_args(tensor)[0], tensor, commutes)
     return [(tensor, reader)]
 
 

@@ -17,6 +17,8 @@ _KEEPS_VALUES = frozenset(
     {"flatten", "reshape", "transpose", "squeeze", "split", "getitem", "identity", "dropout", "roll", "repeat"}
     | {"pixel_shuffle", "pixel_unshuffle", "channel_shuffle"}
 )
+TAKES_APART = frozenset({"split", "getitem"})
+"""What makes parts of a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,9 @@ class TargetTable:
         residual: which inputs of a residual add are quantized: the `identity` branch, `both`, or `none`.
         residual_after: kinds of layer that an add fuses with.
         commutes: kinds that Q/DQ pass through unchanged, so that the tensor before them is the one quantized.
+        apart: kinds whose inputs are quantized where they stand, also where they are parts of one tensor: Q/DQ do not
+            pass back through what takes a tensor apart (query, key and value come from one product, with ranges of
+            their own).
         fuses: activations that an engine computes in the epilogue of the layer before.
         unsigned: tensors that are never negative are quantized unsigned: twice the resolution, and the x86 kernels
             absorb a ReLU only into a quantizer that cannot hold negatives.
@@ -42,6 +47,7 @@ class TargetTable:
     residual: Residual = "identity"
     residual_after: frozenset[str] = frozenset({"conv", "conv_transpose"})
     commutes: frozenset[str] = _KEEPS_VALUES | {"max_pool", "adaptive_max_pool"}
+    apart: frozenset[str] = frozenset({"matmul"})
     fuses: frozenset[str] = frozenset({"relu", "relu6", "clamp"})
     unsigned: bool = False
     offset: bool = False

@@ -8,6 +8,7 @@ from torch import nn
 from compress.errors import QuantizationError
 from compress.graph.fold import fold_batchnorm
 from compress.graph.trace import trace
+from compress.quantization.calibrate import quantize
 from compress.quantization.placement import place
 from compress.quantization.spec import ActivationSpec, QuantSpec, Rule, WeightSpec
 from tests.networks import TinyResNet
@@ -109,6 +110,40 @@ def test_what_stays_float_says_why():
     assert "mul stays float" in reasons
     attention = placement(torchvision.models.vit_b_32(image_size=64), shape=(2, 3, 64, 64))
     assert any(d.rule == "attention stays float" for d in attention.decisions)
+
+
+class Attention(nn.Module):
+    """Two heads of width 4 whose query, key and value are parts of one product, taken in one of the usual ways."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.qkv = way, nn.Linear(8, 24)
+
+    def forward(self, x):
+        y = self.qkv(x)
+        if self.way == "chunk":
+            parts = y.chunk(3, -1)
+        elif self.way == "slice":
+            parts = y[..., :8], y[..., 8:16], y[..., 16:]
+        else:
+            y = y.reshape(x.shape[0], -1, 3, 8).permute(2, 0, 1, 3)
+            parts = y.unbind(0) if self.way == "unbind" else (y[0], y[1], y[2])
+        q, k, v = (part.reshape(x.shape[0], -1, 2, 4).transpose(1, 2) for part in parts)
+        return (q @ k.transpose(-2, -1)).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
+@pytest.mark.parametrize("way", ["chunk", "slice", "unbind", "index"])
+def test_query_key_and_value_have_scales_of_their_own(way, target):
+    model, x = Attention(way), torch.randn(2, 5, 8)
+    with torch.no_grad():
+        model.qkv.weight[:8] *= 8  # what a shared scale would show
+    qmodel = quantize(model, x, [x], spec=QuantSpec(target=target, activations=ActivationSpec(calibrator="max")))
+    rows = [d for d in qmodel.placement.decisions if "query, key and value" in d.reason]
+    assert len({d.quantizer for d in rows}) == 3
+    q, k, v = (y.detach().abs().max() for y in model.qkv(x).chunk(3, -1))
+    kept = sorted(float(qmodel.get_submodule(d.quantizer).amax) for d in rows)
+    assert kept == pytest.approx(sorted([float(q), float(k), float(v)]))
 
 
 def test_a_model_with_nothing_to_quantize_is_refused():
