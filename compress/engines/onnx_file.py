@@ -26,6 +26,8 @@ class OnnxFile:
         batch_names: symbols of the first dimension of the inputs, such as {"batch"}.
         output_batch_names: symbol of the first dimension of each output, "" where it has none.
         float_types: types in which floating-point weights and activations are kept: `f32`, `f16`, `bf16`, `f64`.
+        opset: of the standard operators; 0 where the file names none.
+        quantized_types: types that its QuantizeLinear nodes write: `i8`, `u8`, `fp8`.
         metadata: `metadata_props`.
         weight_files: files beside it that hold its weights (external data), sorted; () where it holds them itself.
     """
@@ -36,6 +38,8 @@ class OnnxFile:
     batch_names: frozenset[str]
     output_batch_names: tuple[str, ...]
     float_types: frozenset[str]
+    opset: int
+    quantized_types: frozenset[str]
     metadata: Mapping[str, str]
     weight_files: tuple[Path, ...] = ()
 
@@ -80,6 +84,8 @@ def read_onnx(path: Path | str) -> OnnxFile:
         batch_names=frozenset(name for name in map(_batch_name, inputs) if name),
         output_batch_names=tuple(map(_batch_name, graph.output)),
         float_types=frozenset(_float_types(graph)),
+        opset=max((entry.version for entry in model.opset_import if entry.domain in {"", "ai.onnx"}), default=0),
+        quantized_types=frozenset(_quantized_types(graph)),
         metadata={entry.key: entry.value for entry in model.metadata_props},
         weight_files=tuple(sorted({path.parent / name for name in _locations(graph)})),
     )
@@ -119,3 +125,17 @@ def _float_types(graph: Any) -> Iterator[str]:
         numbers += [a.i for a in node.attribute if node.op_type == "Cast" and a.name == "to"]
         numbers += [a.t.data_type for a in node.attribute if node.op_type == "Constant" and a.name == "value"]
     return (_FLOATS[number] for number in numbers if number in _FLOATS)
+
+
+_QUANTIZED = {2: "u8", 3: "i8", 17: "fp8", 18: "fp8", 19: "fp8", 20: "fp8"}
+"""onnx.TensorProto.DataType of what QuantizeLinear writes; the four FP8 types are one."""
+
+
+def _quantized_types(graph: Any) -> Iterator[str]:
+    """Types of the zero points of QuantizeLinear, which are those that it writes."""
+    kinds = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type == "Constant":
+            kinds[node.output[0]] = next((a.t.data_type for a in node.attribute if a.name == "value"), 0)
+    points = [node.input[2] for node in graph.node if node.op_type == "QuantizeLinear" and len(node.input) > 2]
+    return (_QUANTIZED[kinds[name]] for name in points if kinds.get(name) in _QUANTIZED)

@@ -1,5 +1,8 @@
 """ONNX Runtime: runs ONNX as it stands, in the types that the file says, on the CPU or another execution provider.
 
+It has no FP8 kernels: where its optimizations would fuse FP8 pairs, it fails to load the file. Such a file is run with
+its Q/DQ pairs as they stand, which gives the right results at the speed of float, and its label says so.
+
 Its threads spin for tens of milliseconds after a run, waiting for the next. In a comparison that would slow down
 whoever is measured after it, so spinning ends with the run (`session.force_spinning_stop`).
 """
@@ -22,7 +25,8 @@ NAME = "onnxruntime"
 CPU = "CPUExecutionProvider"
 OPTIONS = {
     "provider": f"execution provider; {CPU} by default",
-    "fuse": "no: every node as the file has it, Q/DQ pairs included; by default all optimizations",
+    "fuse": "no: every node as the file has it, Q/DQ pairs included; by default all optimizations (of files with FP8, "
+    "those that leave Q/DQ pairs alone)",
 }
 _INSTALL = "pip install onnxruntime"
 _REMOTE = "AzureExecutionProvider"  # calls a service elsewhere: nothing of this machine
@@ -30,6 +34,11 @@ _ERRORS_ONLY = 3
 _HARMFUL_IN_HALF = ["WeightBiasQuantization"]
 """It quantizes biases with the product of two scales, which may underflow in float16. Seen on one ResNet-50: 6 dB of
 signal to noise with it, 29 without; the underflow is a reading of that, not a proof."""
+
+
+_TYPED_OPSET = 21
+"""From here on QuantizeLinear may say what it writes. ONNX Runtime 1.31 makes INT8 activations UINT8 and forgets what
+its own nodes then say (`output_dtype INT8 does not match y_zero_point type UINT8`), unless told to leave INT8 alone."""
 
 
 def availability() -> Availability:
@@ -91,7 +100,7 @@ class ONNXRuntimeEngine(Engine):
         device = provider.removesuffix("ExecutionProvider")
         self.info = EngineInfo(
             engine=NAME,
-            label=NAME if provider == CPU else f"{NAME} ({device})",
+            label=_label(device if provider != CPU else "", file),
             version=ort.__version__,
             device=device,
             float_precision=precision,
@@ -121,12 +130,21 @@ def _session_options(ort: Any, file: OnnxFile, build: BuildOptions) -> tuple[Any
     fuse = build.options.get("fuse", "yes")
     if fuse not in {"yes", "no"}:
         raise EngineError(f"onnxruntime: fuse is {fuse!r}: it must be yes or no")
+    level = "none" if fuse == "no" else "basic" if "fp8" in file.quantized_types else "all"
     levels = ort.GraphOptimizationLevel
-    options.graph_optimization_level = levels.ORT_ENABLE_ALL if fuse == "yes" else levels.ORT_DISABLE_ALL
+    options.graph_optimization_level = {
+        "none": levels.ORT_DISABLE_ALL,
+        "basic": levels.ORT_ENABLE_BASIC,
+        "all": levels.ORT_ENABLE_ALL,
+    }[level]
     options.log_severity_level = _ERRORS_ONLY
     options.inter_op_num_threads = 1
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    told = {"graph_optimization_level": "all" if fuse == "yes" else "none", "session.force_spinning_stop": "1"}
+    entries = {"session.force_spinning_stop": "1"}
+    if file.opset >= _TYPED_OPSET and "i8" in file.quantized_types:
+        entries["session.qdqisint8allowed"] = "1"
+    for name, value in entries.items():
+        options.add_session_config_entry(name, value)
+    told = {"graph_optimization_level": level, **entries}
     if build.threads is not None:
         options.intra_op_num_threads = build.threads
         told["intra_op_num_threads"] = str(build.threads)
@@ -134,6 +152,14 @@ def _session_options(ort: Any, file: OnnxFile, build: BuildOptions) -> tuple[Any
         for name in file.batch_names:
             options.add_free_dimension_override_by_name(name, build.batch_size)
     return options, told
+
+
+def _label(device: str, file: OnnxFile) -> str:
+    """Name of the row. FP8 has no kernels here: its values are exact and its products computed in float."""
+    words = [device] if device else []
+    if "fp8" in file.quantized_types:
+        words.append("FP8 computed in float")
+    return f"{NAME} ({', '.join(words)})" if words else NAME
 
 
 def _outputs(file: OnnxFile, batch_size: int | None) -> tuple[TensorInfo, ...]:

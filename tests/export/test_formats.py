@@ -105,11 +105,20 @@ def test_int4_file_is_smaller_and_holds_the_same_integers(made):
     assert arrays[0] == arrays[1]
 
 
-@pytest.mark.parametrize(("name", "engine"), [("w4", "openvino"), ("w6a6", "openvino"), ("w6a6", "onnxruntime")])
+_READ = [(name, "openvino") for name in ("w4", "w6a6", "fp8")]
+_READ += [(name, "onnxruntime") for name in ("w4", "w6a6", "fp8", "fp8, unsigned target")]
+
+
+@pytest.mark.parametrize(("name", "engine"), _READ)
 def test_engines_that_read_it_agree(name, engine, made):
     expected, path = made(name)
     (found,) = build_engine(path, engine).run({"input": X.numpy()}).values()
     assert sqnr(expected, torch.from_numpy(np.asarray(found))) > 25
+
+
+def test_onnxruntime_says_that_it_computes_fp8_in_float(made):
+    label = "onnxruntime (FP8 computed in float)"
+    assert [build_engine(made(name)[1], "onnxruntime").info.label for name in ("fp8", "w4")] == [label, "onnxruntime"]
 
 
 @pytest.mark.parametrize(
