@@ -159,7 +159,7 @@ def _symmetric(attributes: Attributes) -> list[int]:
 
 
 def _max_pool(attributes: Attributes, inputs: list[Value]) -> Tensor:
-    strides, ceil = attributes.get("strides"), bool(attributes.get("ceil_mode", 0))
+    strides, ceil = attributes.get("strides", [1, 1]), bool(attributes.get("ceil_mode", 0))
     kernel, pads = attributes["kernel_shape"], _symmetric(attributes)
     return F.max_pool2d(_real(inputs[0]), kernel, strides, pads, attributes.get("dilations", 1), ceil)
 
@@ -167,7 +167,7 @@ def _max_pool(attributes: Attributes, inputs: list[Value]) -> Tensor:
 def _average_pool(attributes: Attributes, inputs: list[Value]) -> Tensor:
     if any(_symmetric(attributes)) or set(attributes.get("dilations", [1])) != {1}:
         raise NotImplementedError("AveragePool with padding or dilation")
-    kernel, strides = attributes["kernel_shape"], attributes.get("strides")
+    kernel, strides = attributes["kernel_shape"], attributes.get("strides", [1, 1])
     return F.avg_pool2d(_real(inputs[0]), kernel, strides, 0, bool(attributes.get("ceil_mode", 0)))
 
 
