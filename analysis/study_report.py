@@ -47,8 +47,21 @@ def table(report: Row) -> str:
                 "-" if not values(rows, "images_per_s") else f"{statistics.mean(values(rows, 'images_per_s')):.0f}",
             ]
             lines.append(f"| {network} | {method} | " + " | ".join(cells) + " |")
-    missing = report.get("missing", [])
-    return "\n".join([*lines, "", *(f"- Not measured: {text}" for text in missing)])
+    return "\n".join([*lines, "", *not_measured(report)])
+
+
+def not_measured(report: Row) -> list[str]:
+    """What there is no row of, reasons first; units of which nothing was measured by their name alone."""
+    reasons: dict[str, list[str]] = {}
+    known = {name.rpartition("/")[0] for name in report["not_measured"]}
+    begun = {f"{row['network']}/{row['seed']}" for row in report["rows"]}
+    for text in report["missing"]:
+        name, _, reason = text.partition(": ")
+        if name in report["not_measured"]:
+            reasons.setdefault(reason, []).append(name)
+    lines = [f"- Not measured ({reason}): {'; '.join(names)}." for reason, names in reasons.items()]
+    untouched = sorted(known - begun)
+    return [*lines, f"- Not begun: {', '.join(untouched)}."] if untouched else lines
 
 
 def values(rows: list[Row], key: str) -> list[float]:
