@@ -39,12 +39,10 @@ class Finisher:
         model: nn.Module = torch.load(file, weights_only=False)
         row = {key: value for key, value in job.items() if key not in ("file", "masked")}
         example = self._images(2).cpu()
-        int4 = "W4A8" in job["method"]
+        opset = 21 if "W4A8" in job["method"] else 19  # the first that has INT4
         onnx = self.folder / f"{file.stem}.onnx"
         split = self.split
-        compress.export_onnx(
-            model, example, onnx, opset=21 if int4 else 19, preprocessing=split.preprocessing, labels=split.labels
-        )
+        compress.export_onnx(model, example, onnx, opset=opset, preprocessing=split.preprocessing, labels=split.labels)
         row |= sizes(onnx, model, job["masked"])
         logits = self._logits(onnx)
         targets = self.split.targets.to(self.device)  # type: ignore[attr-defined]
@@ -52,8 +50,6 @@ class Finisher:
             "top1": 100 * (logits.argmax(1) == targets).float().mean().item(),
             "images": len(targets),
         }
-        if int4:  # ONNX Runtime does not load target tensorrt's files of opset 21: the same numbers, kept in 8 bits
-            compress.export_onnx(model, example, onnx, preprocessing=split.preprocessing, labels=split.labels)
         row |= self._onnxruntime(onnx, logits, job)
         for path in (file, onnx):
             path.unlink(missing_ok=True)

@@ -9,12 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from study_unit import METHODS
 
 from compress.files import replacing, write_text
-from compress.report.style import LIGHT, styled, to_png
+from compress.report.style import LIGHT, nice_limits, styled, to_png
 
 Row = dict[str, Any]
+ORDER = (
+    *(
+        "float",
+        "float, trained on",
+        "PTQ W8A8 max",
+        "PTQ W8A8 percentile",
+        "PTQ W8A8 entropy",
+        "PTQ W8A8 mse",
+        "QAT W8A8",
+    ),
+    *("PTQ W4A8 max", "PTQ W4A8 mse", "PTQ W4A8 AdaRound", "QAT W4A8"),
+    *("2:4", "2:4 permuted", "channels", "2:4 permuted, PTQ W8A8", "2:4 permuted, QAT W8A8"),
+)
+"""In which methods are shown."""
 _HEAD = (
     "| network | method | seeds | top-1 torch % | top-1 file % | of float, points | ORT agrees % | one shot % |"
     " L1 kept | file MB | weights MB, packed | images/s |"
@@ -22,9 +35,9 @@ _HEAD = (
 
 
 def groups(rows: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:
-    """Network -> method -> rows of its seeds, in the order of the study."""
+    """Network -> method -> rows of its seeds, in the order in which they are shown."""
     found: dict[str, dict[str, list[Row]]] = {}
-    for row in sorted(rows, key=lambda r: (list(METHODS).index(r["method"]), r["seed"])):
+    for row in sorted(rows, key=lambda r: (ORDER.index(r["method"]), r["seed"])):
         found.setdefault(row["network"], {}).setdefault(row["method"], []).append(row)
     return found
 
@@ -137,12 +150,13 @@ def draw(file: Path, text: str) -> None:
 def _figure(report: Row, path: Path) -> None:
     """A panel a network: top-1 of the exported file, a dot a seed and their mean; the float network is a line."""
     found = groups(report["rows"])
-    methods = [m for m in METHODS if m != "float" and any(m in of for of in found.values())][::-1]
+    methods = [m for m in ORDER if m != "float" and any(m in of for of in found.values())][::-1]
     with styled():
         figure = Figure(figsize=(1.6 + 1.9 * len(found), 0.9 + 0.24 * max(4, len(methods))), layout="constrained")
         panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
         for axis, (network, rows) in zip(panels, found.items(), strict=True):
             _panel(axis, rows, methods)
+            axis.set_xlim(*nice_limits([row["top1"] for of in rows.values() for row in of], least_span=4.0))
             base = statistics.mean(values(rows["float"], "top1")) if "float" in rows else None
             axis.set_title(network if base is None else f"{network}\nfloat {base:.1f} %", fontsize=9)
             axis.set_xlabel("top-1, %")
