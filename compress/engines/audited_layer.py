@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from compress.engines.engine_layers import (
     EIGHT_BITS,
@@ -41,6 +41,7 @@ class AuditedLayer:
         reads, writes: names of the activations.
         fp16_bytes: estimate of the activation bytes that a pure fp16 engine moves in its place; 0 where such an engine
             fuses it away.
+        more: what else the engine tells of it, as it tells it.
     """
 
     name: str
@@ -62,6 +63,7 @@ class AuditedLayer:
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     fp16_bytes: float = 0.0
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def activation_bytes(self) -> float:
@@ -104,6 +106,7 @@ def judge_layer(
         reads=tuple(t.name for t in read),
         writes=tuple(t.name for t in written),
         fp16_bytes=_fp16_bytes(layer, role, border) / per,
+        more=layer.more,
     )
 
 

@@ -72,6 +72,7 @@ def find(
         "layers with activations of a type or size that is not told, whose bytes are not counted: {n}. Give the ONNX "
     )
     _add(found, "untold", untold, text + "file, or set a context's shapes and ask the inspector again")
+    found += [Finding(kind="untold", text=note, layers=()) for note in listing.notes]
     return found
 
 

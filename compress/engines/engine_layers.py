@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 Operation = Literal["conv", "product", "pool", "pointwise", "reformat", "host", "other"]
 
@@ -54,7 +54,8 @@ class EngineTensor:
         shape: as the engine holds it; -1 is a dimension that is known only when it runs.
         format: how it lies in memory, in TensorRT's words.
         strides: elements from one index to the next of each dimension, where told; a part of a larger tensor keeps its.
-        rows: how much of the open dimension belongs to one image, such as its tokens (`engine_rows`); None = unknown.
+        rows: how much of the open dimension belongs to one image, such as its tokens (`engine_rows`); None = unknown,
+            or, without a shape, of a tensor whose shape is not told.
     """
 
     name: str
@@ -69,7 +70,7 @@ class EngineTensor:
 
         None where the open dimension is not known to be made of images.
         """
-        if -1 in self.shape and self.rows is None:
+        if self.rows is None and (-1 in self.shape or not self.shape):
             return None
         shape = [batch * (self.rows or 1) if size < 0 else size for size in self.shape]
         if len(shape) >= 3:
@@ -110,6 +111,7 @@ class EngineLayer:
         weight_type: their type; "" where it is not told apart.
         out_channels: of a convolution, where told.
         sparse_weights: whether the builder saw a 2:4 weight; None when it does not tell.
+        more: what else the engine tells of it, such as `Kernel` or `TacticValue`.
     """
 
     name: str
@@ -123,6 +125,7 @@ class EngineLayer:
     weight_type: str = ""
     out_channels: int | None = None
     sparse_weights: bool | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +136,14 @@ class EngineListing:
         source: such as `TensorRT-RTX build log`.
         layers: in the order in which they run.
         inputs, outputs: names of the network's own tensors, where told; () when not.
+        notes: what the source did not tell, in words.
     """
 
     source: str
     layers: tuple[EngineLayer, ...]
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 _KINDS: tuple[tuple[Operation, str], ...] = (
@@ -149,13 +154,14 @@ _KINDS: tuple[tuple[Operation, str], ...] = (
     ("reformat", r"reformat|shuffle|copy|^move|^slice|concat|^cast|^transpose"),
     ("pointwise", r"^kgen|pointwise|elementwise|activation|^scale|quantize|reduce|unary|softmax|^foreignnode|^pwn"),
 )
-_MOVES = {"Tran", "Cast", "Move", "Repl", "Conc", "Resh", "Slic", "Squ", "Copy", "Perm"}
+_MOVES = {"Tran", "Cast", "Move", "Repl", "Conc", "Resh", "Res", "Slic", "Squ", "Copy", "Perm"}
 
 
 def operation(layer: EngineLayer) -> Operation:
     """What a layer does, from the engine's name of its kind; `other` where that says nothing."""
-    if layer.kind.lower() == "runtime_fusion":  # products and small convolutions that RTX compiles when it runs
-        return "product" if weight_of(layer) is not None or re.search("Fc|Gemm|Mha|Mat", layer.name) else "pointwise"
+    if layer.kind.lower() in {"runtime_fusion", "fusion"}:  # products and small convolutions with what follows them
+        named = re.search("Fc|Gemm|Mha|Mat", layer.name) or "gemm" in layer.tactic
+        return "product" if weight_of(layer) is not None or named else "pointwise"
     if is_attention(layer):
         return "product"
     for name, pattern in _KINDS:

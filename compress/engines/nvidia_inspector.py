@@ -4,17 +4,17 @@ Two forms are read. Up to 10.x a tensor's layout and type are one sentence, `For
 tensors are names under `Bindings`. From 11.0 on `Format` and `Datatype` stand apart and `I/O Tensors` holds objects
 (TensorRT documentation, "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x"). Both need an engine built with
 profiling verbosity DETAILED; for one with dynamic shapes, 10.x tells types only through an execution context whose
-shapes are set.
+shapes are set. What a layer does not tell is unknown, and said (`nvidia_layer`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from compress.engines.engine_layers import EngineLayer, EngineListing, EngineTensor, type_name
-from compress.engines.nvidia_log import onnx_nodes
+from compress.engines.engine_layers import EngineListing
+from compress.engines.nvidia_layer import engine_layer, first_profile, omissions, without_constants
 from compress.errors import AuditError
 
 _AGAIN = "build the engine with profiling verbosity DETAILED (trtexec --profilingVerbosity=detailed) and export again"
@@ -30,76 +30,44 @@ def parse_inspector(text: str) -> EngineListing:
         document = json.loads(text)
     except json.JSONDecodeError as error:
         raise AuditError(f"the layer information is not JSON ({error}); give what --exportLayerInfo wrote") from None
-    layers = document.get("Layers") if isinstance(document, dict) else None
-    if not isinstance(layers, list) or not layers:
+    told = document.get("Layers") if isinstance(document, dict) else None
+    if not isinstance(told, list) or not told:
         raise AuditError("the JSON has no list `Layers`; give what EngineInspector or trtexec --exportLayerInfo wrote")
-    if any(isinstance(layer, str) for layer in layers):
-        raise AuditError(f"the JSON holds the names of {len(layers)} layers and no more; {_AGAIN}")
-    if any(not isinstance(layer, dict) or "Name" not in layer for layer in layers):
-        raise AuditError(f"the JSON has a layer without a `Name`; {_AGAIN}")
-    new_form = "I/O Tensors" in document or any("Format/Datatype" not in t for t in _all_tensors(layers))
-    inputs, outputs = _io_names(document)
+    if any(not isinstance(layer, dict) for layer in told):
+        raise AuditError(f"the JSON holds the names of {len(told)} layers and no more; {_AGAIN}")
+    if not any("Inputs" in layer or "Outputs" in layer for layer in told):
+        raise AuditError(f"none of the {len(told)} layers in the JSON tells of its inputs or outputs; {_AGAIN}")
+    chosen, others = first_profile(told)
+    notes = omissions(chosen)
+    if others:
+        notes += (f"the engine has several optimization profiles: {others} layers of the later ones are left out",)
+    inputs, outputs = _io_names(document, chosen)
+    new_form = "I/O Tensors" in document or any("Datatype" in t or "DataType" in t for t in _all_tensors(chosen))
     return EngineListing(
         source=f"inspector JSON ({'11.x' if new_form else '10.x'} form)",
-        layers=tuple(_layer(layer) for layer in layers),
+        layers=without_constants([engine_layer(layer) for layer in chosen], {*inputs, *outputs}),
         inputs=inputs,
         outputs=outputs,
+        notes=notes,
     )
 
 
-def _all_tensors(layers: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
-    return [t for layer in layers for key in ("Inputs", "Outputs") for t in layer.get(key, ()) if isinstance(t, dict)]
+def _all_tensors(layers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    found = [t for layer in layers for key in ("Inputs", "Outputs") for t in layer.get(key) or ()]
+    return [tensor for tensor in found if isinstance(tensor, dict)]
 
 
-def _io_names(document: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _io_names(
+    document: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The network's inputs and outputs. `Bindings` does not say which is which: what a layer writes is an output."""
-    named = [t for t in document.get("I/O Tensors", ()) if isinstance(t, dict)]
+    named = [t for t in document.get("I/O Tensors") or () if isinstance(t, dict) and "Name" in t]
     if named:
         by_mode = {
-            mode: tuple(str(t["Name"]) for t in named if t.get("IOMode") == mode) for mode in ("Input", "Output")
+            mode: tuple(str(t["Name"]) for t in named if str(t.get("IOMode")).lower() == mode)
+            for mode in ("input", "output")
         }
-        return by_mode["Input"], by_mode["Output"]
-    bindings = [str(name) for name in document.get("Bindings", ())]
-    written = {t.get("Name") for layer in document["Layers"] for t in layer.get("Outputs", ()) if isinstance(t, dict)}
+        return by_mode["input"], by_mode["output"]
+    bindings = [str(name) for name in document.get("Bindings") or ()]
+    written = {t.get("Name") for layer in layers for t in layer.get("Outputs") or () if isinstance(t, dict)}
     return tuple(b for b in bindings if b not in written), tuple(b for b in bindings if b in written)
-
-
-def _layer(layer: Mapping[str, Any]) -> EngineLayer:
-    weights = layer.get("Weights")
-    told = weights if isinstance(weights, Mapping) else {}
-    sparse = layer.get("HasSparseWeights", layer.get("AllowSparse"))
-    kind = str(layer.get("LayerType", ""))
-    return EngineLayer(
-        name=str(layer["Name"]),
-        kind=kind or str(layer.get("ParameterType", "")),
-        onnx_nodes=onnx_nodes(str(layer.get("Metadata", ""))),
-        inputs=_tensors(layer.get("Inputs")),
-        outputs=_tensors(layer.get("Outputs")),
-        constants=_tensors(layer.get("Constants")),
-        tactic=str(layer.get("TacticName") or ""),
-        weight_elements=_count(told.get("Count")),
-        weight_type=type_name(str(told["Type"])) if "Type" in told else "",
-        out_channels=_count(layer.get("OutMaps")),
-        sparse_weights=None if sparse is None else bool(sparse),
-    )
-
-
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-
-def _tensors(items: Any) -> tuple[EngineTensor, ...]:
-    return tuple(_tensor(item) for item in items or () if isinstance(item, Mapping))
-
-
-def _tensor(item: Mapping[str, Any]) -> EngineTensor:
-    together = item.get("Format/Datatype")
-    dtype = together if together is not None else item.get("Datatype", item.get("DataType", ""))
-    layout = together if together is not None else item.get("Format", "")
-    return EngineTensor(
-        name=str(item.get("Name", "")),
-        dtype=type_name(str(dtype)),
-        shape=tuple(int(size) for size in item.get("Dimensions", ())),
-        format=str(layout),
-        strides=tuple(int(size) for size in item.get("Strides", ())),
-    )

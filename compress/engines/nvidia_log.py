@@ -1,33 +1,37 @@
-r"""The layers of an engine from TensorRT-RTX's verbose build log, which needs no GPU.
+r"""The layers of an engine from a verbose build log: TensorRT-RTX's, which needs no GPU, or TensorRT's.
 
 With profiling verbosity DETAILED the builder ends its log with the inspector's text form of the engine, a line a layer:
 
     Layers:
     Name: N, LayerType: K, Inputs: [ {...}, {...}], Constants: [...], Outputs: [...], TacticName: T, ..., Metadata: M
 
-where each {...} is `Name, Dimensions, Strides, StrideOrder, Datatype, Format`, and M names the ONNX nodes as
-`[ONNX Layer: node]`. `I/O Tensors:` follows. The kernel itself is chosen when the engine first runs, so tactics of
-convolutions are stubs. Recorded from TensorRT-RTX 1.7.1.
+where each {...} is `Name, Dimensions, Strides, StrideOrder, Datatype, Format` (TensorRT-RTX, recorded from 1.7.1) or
+`Name, Location, Dimensions, Format/Datatype` (TensorRT 10, as people show it in issues), and M names the ONNX nodes as
+`[ONNX Layer: node]`. `I/O Tensors:` or `Bindings:` follows. TensorRT-RTX chooses kernels when the engine first runs, so
+its tactics of convolutions are stubs.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
+from typing import Any
 
-from compress.engines.engine_layers import EngineLayer, EngineListing, EngineTensor, type_name
+from compress.engines.engine_layers import EngineLayer, EngineListing
+from compress.engines.nvidia_layer import engine_layer, without_constants
 from compress.errors import AuditError
 
 _LAYER = re.compile(
-    r"Name: (?P<name>.*?), LayerType: (?P<kind>\w+), Inputs: \[(?P<inputs>.*?)\], "
-    r"(?:Constants: \[(?P<constants>.*?)\], )?Outputs: \[(?P<outputs>.*?)\], TacticName: (?P<tactic>.*?), "
-    r"StreamId: -?\d+, Metadata: ?(?P<metadata>.*)$"
+    r"Name: (?P<Name>.*?), LayerType: (?P<LayerType>\w+), Inputs: \[(?P<Inputs>.*?)\], "
+    r"(?:Constants: \[(?P<Constants>.*?)\], )?Outputs: \[(?P<Outputs>(?:.*? ?\})?)\](?:, (?P<rest>.*?))??"
+    r"(?:, Metadata: ?(?P<Metadata>.*))?$"
 )
-_TENSOR = re.compile(
-    r"\{ Name: (?P<name>.*?), Dimensions: \[(?P<shape>[-\d,]*)\](?:, Strides: \[(?P<strides>[-\d,]*)\])?.*?"
-    r"Datatype: (?P<type>\w+), Format: (?P<format>.*?) ?\}"
-)
+_TENSOR = re.compile(r"\{ (Name: .*?) ?\}(?=, \{|$)")
+_TENSOR_KEY = r"(?:Name|Location|Dimensions|Strides|StrideOrder|Datatype|Format/Datatype|Format)"
+_TENSOR_ITEM = re.compile(rf"({_TENSOR_KEY}): (.*?)(?=, {_TENSOR_KEY}: |$)")
+_ITEM = re.compile(r"(\w+): (\{.*?\}|\[.*?\]|.*?)(?=, \w+: |$)")
 _IO = re.compile(r"Name: (?P<name>.*?), IOMode: (?P<mode>Input|Output), DataType: ")
-_STUB = "__myelin_CASK_STUB"
 
 
 def parse_build_log(text: str) -> EngineListing:
@@ -39,57 +43,51 @@ def parse_build_log(text: str) -> EngineListing:
     lines = text.splitlines()
     starts = [i for i, line in enumerate(lines) if re.search(r"(^|\s)Layers:\s*$", line)]
     block = lines[starts[-1] + 1 :] if starts else []
-    layers = [_layer(match) for match in map(_LAYER.search, block) if match is not None]
+    layers = [engine_layer(_keys(match)) for match in map(_LAYER.search, block) if match is not None]
     if not layers:
         told = sum("LayerType: " in line for line in lines)
         raise AuditError(
             f"the build log lists no engine layer ({len(lines)} lines, {told} of them with a layer in another form); "
             "it must be verbose, of a build with profiling verbosity DETAILED; `python -m compress build` keeps one"
         )
-    io = [match for match in map(_IO.search, block) if match is not None]
+    inputs, outputs = _io_names(block, layers)
     return EngineListing(
-        source="TensorRT-RTX build log",
-        layers=tuple(layers),
-        inputs=tuple(m["name"] for m in io if m["mode"] == "Input"),
-        outputs=tuple(m["name"] for m in io if m["mode"] == "Output"),
+        source="build log",
+        layers=without_constants(layers, {*inputs, *outputs}),
+        inputs=inputs,
+        outputs=outputs,
     )
 
 
-def onnx_nodes(metadata: str) -> tuple[str, ...]:
-    r"""The ONNX nodes that a layer's metadata names, each once.
-
-    >>> onnx_nodes("[ONNX Layer: /conv1/Conv]\x1e[ONNX Layer: a [b]]__gemm_from_conv1x1")
-    ('/conv1/Conv', 'a [b]')
-    """
-    parts = metadata.split("[ONNX Layer: ")[1:]
-    return tuple(dict.fromkeys(part.rpartition("]")[0] for part in parts))
-
-
-def _layer(match: re.Match[str]) -> EngineLayer:
-    tactic = match["tactic"].strip()
-    return EngineLayer(
-        name=match["name"],
-        kind=match["kind"],
-        onnx_nodes=onnx_nodes(match["metadata"]),
-        inputs=_tensors(match["inputs"]),
-        outputs=_tensors(match["outputs"]),
-        constants=_tensors(match["constants"] or ""),
-        tactic="" if tactic == _STUB else tactic,
-    )
+def _keys(match: re.Match[str]) -> dict[str, Any]:
+    """The keys of a layer's line, as the inspector's JSON has them."""
+    found = match.groupdict()
+    told: dict[str, Any] = {key: _value(value) for key, value in _ITEM.findall(found.pop("rest") or "")}
+    for key in ("Inputs", "Constants", "Outputs"):
+        blocks = _TENSOR.findall((found.pop(key) or "").strip())
+        told[key] = [{name: _value(value) for name, value in _TENSOR_ITEM.findall(block)} for block in blocks]
+    return told | found
 
 
-def _tensors(text: str) -> tuple[EngineTensor, ...]:
-    return tuple(
-        EngineTensor(
-            name=match["name"],
-            dtype=type_name(match["type"]),
-            shape=_numbers(match["shape"]),
-            strides=_numbers(match["strides"] or ""),
-            format=match["format"],
+def _value(text: str) -> Any:
+    """A number, a list or an object where the text is one; else the text."""
+    if not re.match(r"[\[{\d-]", text):
+        return text
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _io_names(block: Sequence[str], layers: Sequence[EngineLayer]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The network's inputs and outputs: from `I/O Tensors`, or from the names that follow `Bindings:`."""
+    io = [match for match in map(_IO.search, block) if match is not None]
+    if io:
+        return tuple(m["name"] for m in io if m["mode"] == "Input"), tuple(
+            m["name"] for m in io if m["mode"] == "Output"
         )
-        for match in _TENSOR.finditer(text)
-    )
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in text.split(",") if size)
+    at = next((i for i, line in enumerate(block) if line.rstrip().endswith("Bindings:")), len(block))
+    written = {tensor.name for layer in layers for tensor in layer.outputs}
+    read = {tensor.name for layer in layers for tensor in layer.inputs}
+    named = [line.strip() for line in block[at + 1 :] if line.strip() in written | read]
+    return tuple(n for n in named if n not in written), tuple(n for n in named if n in written)

@@ -117,12 +117,102 @@ def test_types_that_10_does_not_tell_are_not_zero():
         ("[]", "no list"),
         ('{"Layers": []}', "no list"),
         ('{"Layers": ["conv1", "conv2"], "Bindings": ["data"]}', "names of 2 layers"),
-        ('{"Layers": [{"LayerType": "Reformat"}]}', "without a `Name`"),
+        ('{"Layers": [{"LayerType": "Reformat"}]}', "tells of its inputs or outputs"),
     ],
 )
 def test_other_json_is_refused(text, message):
     with pytest.raises(AuditError, match=message):
         parse_inspector(text)
+
+
+def convolution(name="/conv/Conv", **more):
+    """A layer as 10.x tells it: 8 channels to 16 on 6 x 6, in fp16."""
+    wide = "Channel major FP16 format where channel % 8 == 0"
+    source, target = (
+        {"Name": n, "Location": "Device", "Dimensions": [1, c, 6, 6], "Format/Datatype": wide}
+        for n, c in (("data", 8), ("a", 16))
+    )
+    return {
+        "Name": name, "LayerType": "CaskConvolution", "Inputs": [source], "Outputs": [target],
+        "ParameterType": "Convolution", "Kernel": [3, 3], "OutMaps": 16, "Weights": {"Type": "Half", "Count": 1152},
+        "HasSparseWeights": 0, "TacticName": "sm80_xmma_fprop", "TacticValue": "0x28", "StreamId": 0,
+        "Metadata": "[ONNX Layer: /conv/Conv]\x1e[ONNX Layer: /relu/Relu]", **more,
+    }  # fmt: skip
+
+
+def product(**more):
+    """A layer of 10.x that TensorRT's second compiler made: weight, factors and bias stand among the inputs."""
+    shapes = {"a": [1, 576], "__mye1_dconst": [576, 10], "__mye2alpha": [1], "bias": [1, 10]}
+    read = [{"Name": n, "Dimensions": d, "Format/Datatype": "Half"} for n, d in shapes.items()]
+    return {
+        "Name": "/fc/Gemm_myl0_1", "LayerType": "gemm", "Inputs": read,
+        "Outputs": [{"Name": "out", "Dimensions": [1, 10], "Format/Datatype": "Half"}],
+        "TacticName": "sm50_xmma_cublas_gemvx", "StreamId": 0,
+        "Metadata": "[ONNX Layer: /fc/Gemm]\x1f[ONNX Layer: /relu_1/Relu]", **more,
+    }  # fmt: skip
+
+
+def parsed(*layers, **more):
+    return parse_inspector(json.dumps({"Layers": layers, "Bindings": ["data", "out"], **more}))
+
+
+def as_text(*layers):
+    """The same layers as a verbose log of TensorRT 10 has them."""
+
+    def told(value):
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            rows = (", ".join(f"{key}: {told(item)}" for key, item in row.items()) for row in value)
+            return "[" + ",".join(f" {{ {row} }}" for row in rows) + "]"
+        if isinstance(value, list):
+            return "[" + ",".join(map(str, value)) + "]"
+        return json.dumps(value) if isinstance(value, dict) else str(value).replace("\x1e", "").replace("\x1f", "")
+
+    lines = (", ".join(f"{key}: {told(value)}" for key, value in layer.items()) for layer in layers)
+    return "\n".join(["[01/01/2026-00:00:00] [V] [TRT] Layers:", *lines, "", "Bindings:", "data", "out", "[I] Built"])
+
+
+def test_weights_among_the_inputs_of_a_product_of_10_are_no_activations():
+    listing = parsed(convolution(), product())
+    audit = audit_engine(listing)
+    assert [t.name for t in listing.layers[1].inputs] == ["a"] and len(listing.layers[1].constants) == 3
+    assert [layer.macs for layer in audit.weighted] == [36 * 1152, 576 * 10]
+    assert audit.layers[1].read_bytes == 2 * 576 and audit.layers[1].weight_bytes == 2 * (5760 + 1 + 10)
+    assert listing.layers[1].onnx_nodes == ("/fc/Gemm", "/relu_1/Relu")
+
+
+def test_the_log_of_10_is_read_as_its_json():
+    listing, text = parsed(convolution(), product()), parse_build_log(as_text(convolution(), product()))
+    assert text.layers == listing.layers and (text.inputs, text.outputs) == (("data",), ("out",))
+
+
+def test_further_keys_are_kept():
+    audit = audit_engine(parsed(convolution(SomethingNew={"Of": "12.x"}), product(), AlsoNew=1))
+    assert audit.layers[0].more == {"Kernel": [3, 3], "TacticValue": "0x28", "SomethingNew": {"Of": "12.x"}}
+
+
+def test_what_is_missing_is_unknown_and_said():
+    nameless, kindless, silent = convolution(), product(), product(Name="/z")
+    del nameless["Name"], kindless["LayerType"], silent["Inputs"], silent["Outputs"]
+    del nameless["Inputs"][0]["Dimensions"], nameless["Outputs"][0]["Format/Datatype"]
+    listing = parsed(nameless, kindless, silent)
+    assert listing.layers[0].name == "?" and listing.layers[1].kind == "?"
+    assert len(listing.notes) == 4 and all("1 of 3 layers are told without" in note for note in listing.notes)
+    audit = audit_engine(listing)
+    assert audit.layers[0].untold == 2 and audit.layers[0].activation_bytes == 0
+    assert audit.layers[1].macs is None
+    assert {f.text for f in audit.findings if not f.layers} == set(listing.notes)
+
+
+def test_the_first_of_several_profiles():
+    listing = parsed(convolution(), product(), convolution("/conv/Conv [profile 1]"))
+    assert len(listing.layers) == 2 and "1 layers of the later ones are left out" in listing.notes[0]
+
+
+def test_a_fused_product_of_10():
+    layer = product(LayerType="fusion", Name="__myl_FcCastAddErf", Inputs=product()["Inputs"][:1])
+    assert operation(parsed(convolution(), layer).layers[1]) == "product"
+    layer = product(LayerType="fusion", Name="__myl_AddRelu", TacticName="", Inputs=product()["Inputs"][:1])
+    assert operation(parsed(convolution(), layer).layers[1]) == "pointwise"
 
 
 @pytest.mark.parametrize(
