@@ -156,6 +156,9 @@ def run(study: Study, units: deque[Key], setting: Setting, arguments: argparse.N
                 running[key].start()
                 say(f"{key[0]}/{key[1]} begins")
             listen(study, results, handed_on)
+            for key, process in running.items():
+                if process.exitcode:
+                    say(f"{key[0]}/{key[1]} ended with status {process.exitcode}")
             running = {key: process for key, process in running.items() if process.is_alive()}
             if not running and not handed_on and not fitting(study, units, end):
                 break

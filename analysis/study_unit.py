@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -211,6 +212,17 @@ class Unit:
         return {"images_per_s": done.images_per_s}
 
 
+@contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """Convolutions in float32, not TF32."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
 def first(split: Split, count: int) -> Split:
     """The first images of a split that is in memory; the memory is shared."""
     part: Any = copy.copy(split)
@@ -285,7 +297,7 @@ def two_of_four(unit: Unit, *, permute: bool) -> Made:
     model = unit.start()
     spec = SparsitySpec(permute=permute, permute_seconds=unit.setting.permute_seconds, seed=unit.seed)
     began = time.perf_counter()
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # the permuted outputs are compared to 1e-4
+    with exact_convolutions():  # the permuted network's outputs are compared to 1e-4
         report = sparsify(model, spec, example_inputs=unit.example)
     if report.permutation is not None and report.permutation.refused:
         raise RuntimeError(f"channels were not permuted: {report.permutation.refused}")
