@@ -156,8 +156,8 @@ def write(arguments: argparse.Namespace, rows: list[Row]) -> None:
         "products multiply in, by the build log; MB are activations that kernels read and write for one image. Nothing "
         "here was run: times on a GPU are not known.",
         "",
-        "| network | kind | SM | convolutions and products | MB an image | kernels | engine MB | build s |",
-        "|---|---|---|---|---|---|---|---|",
+        "| network | kind | SM | convolutions and products | MB an image | kernels | engine MB |",
+        "|---|---|---|---|---:|---:|---:|",
         *map(table_line, rows),
     ]
     if failed:
@@ -174,10 +174,10 @@ def table_line(row: Row) -> str:
     """One row of the table."""
     head = f"| {row['network']} | {row['kind']} | {row['sm']} |"
     if "reason" in row:
-        return f"{head} not built, see below | | | | |"
+        return f"{head} not built, see below | | | |"
     types = ", ".join(f"{count} {kind}" for kind, count in sorted(row["types"].items(), key=lambda item: -item[1]))
     megabytes = f"{row['activation_bytes'] / 1e6:.1f}{unknown_part(row['untold'])}"
-    return f"{head} {types} | {megabytes} | {row['kernels']} | {row['engine_bytes'] / 1e6:.1f} | {row['seconds']:.1f} |"
+    return f"{head} {types} | {megabytes} | {row['kernels']} | {row['engine_bytes'] / 1e6:.1f} |"
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -135,7 +136,8 @@ def _about(command: str, explorer: Explorer) -> str:
 
 def _row(result: FormResult) -> str:
     if result.error:
-        return f"| {result.form} | not built: {' '.join(result.error.split())[:140].replace('|', '/')} | | | | | | |"
+        why = re.sub(r"^.*?Error Code \d+: ", "", " ".join(result.error.split())).replace("|", "/")
+        return f"| {result.form} | not built: {why.partition('. In ')[0][:140]} | | | | | | |"
     cells = (
         f"{result.activation_bytes / 1e6:.1f}{unknown_part(result.untold)}",
         str(result.kernels),
