@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from compress.engines.arrays import check_inputs, reason
 from compress.engines.base import Arrays, Availability, Engine, EngineInfo, TensorInfo
 from compress.errors import EngineError, EngineUnavailableError, near_misses
+from compress.graph.trace import named_outputs
 
 NAME = "torch"
 PRECISIONS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -35,7 +36,8 @@ class TorchEngine(Engine):
     """Runs a copy of `module` in evaluation and inference mode.
 
     Args:
-        module: takes one tensor, returns a tensor (named `logits`), or a dict, or a sequence (`output_0`, ...) of them.
+        module: takes one tensor, returns a tensor (named `logits`), or a dict, a dataclass or a sequence (`output_0`,
+            ...) of them.
         image_shape: of one input without the batch dimension, such as (3, 224, 224).
         dtype: of the input.
         device: `cpu`, `cuda`, `cuda:1`, ...
@@ -122,14 +124,7 @@ def _float_precision(module: nn.Module, device: torch.device, precision: str | N
 
 
 def _named(output: Any) -> list[tuple[str, Tensor]]:
-    if isinstance(output, Tensor):
-        return [("logits", output)]
-    if isinstance(output, Mapping):
-        found = [(str(name), tensor) for name, tensor in output.items() if isinstance(tensor, Tensor)]
-    elif isinstance(output, (tuple, list)):
-        found = [(f"output_{i}", tensor) for i, tensor in enumerate(output) if isinstance(tensor, Tensor)]
-    else:
-        found = []
+    found = named_outputs(output)
     if not found:
         raise EngineError(f"torch: the module returned {type(output).__name__}; it must return tensors")
     return found

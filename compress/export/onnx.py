@@ -29,7 +29,7 @@ from compress.export.int4 import pack_int4
 from compress.export.prepare import prepare
 from compress.export.spec import ExportSpec
 from compress.files import replacing
-from compress.graph.trace import Inputs, as_inputs, flat_tensors, named_tensors
+from compress.graph.trace import Inputs, as_inputs, flat_tensors, named_outputs
 
 _LARGEST = 2**31 - 1
 
@@ -115,7 +115,9 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
     names = ["input"] if len(inputs) == 1 else [f"input_{i}" for i in range(len(inputs))]
     with torch.no_grad():
         output = model(*inputs)
-    results = _output_names(output, taken=names)
+    results = [name for name, _ in named_outputs(output, taken=names)]
+    if not results:
+        raise ExportError(f"the model returned {type(output).__name__}, which holds no tensor that a file could return")
     if not isinstance(output, (Tensor, tuple, list, dict)):
         model = _TensorsOf(model)  # torch.export knows no other containers
     shapes: Any = tuple({0: batch} for _ in inputs) if spec.dynamic_batch else None
@@ -149,21 +151,6 @@ class _TensorsOf(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         return tuple(flat_tensors(self.model(*inputs)))
-
-
-def _output_names(output: Any, *, taken: Sequence[str]) -> list[str]:
-    """`logits` for one tensor; else the keys or fields that lead to each, or `output_0`, ... where there are none.
-
-    Raises:
-        ExportError: the model returned no tensor.
-    """
-    keys = [key for key, _ in named_tensors(output)]
-    if not keys:
-        raise ExportError(f"the model returned {type(output).__name__}, which holds no tensor that a file could return")
-    if len(keys) == 1:
-        return ["logits"]
-    named = [key if key[0].isalpha() else f"output_{key}" for key in keys]
-    return named if len({*named, *taken}) == len(named) + len(taken) else [f"output_{i}" for i in range(len(keys))]
 
 
 def _cause(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from compress.errors import ExportError, ModelError
 from compress.export.int4 import INT4_MARK
 from compress.graph.fold import fold_batchnorm, foldable_pair
 from compress.graph.ops import node_module
+from compress.graph.parametrized import bake
 from compress.graph.trace import Inputs, trace
 from compress.quantization.insert import quantizers
 from compress.quantization.modules import can_quantize
@@ -52,7 +53,7 @@ def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32"
     half = precision == "fp16"
     for layer in [m for m in model.modules() if parametrize.is_parametrized(m)]:
         for key in list(cast(Any, layer).parametrizations):
-            parametrize.remove_parametrizations(layer, key, leave_parametrized=True)
+            bake(layer, key)
     for name, quantizer in list(quantizers(model)):
         parent = model.get_submodule(name.rpartition(".")[0])
         written = _written(parent, name, quantizer, half)

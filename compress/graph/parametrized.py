@@ -2,14 +2,14 @@
 
 torch makes a class on the fly for every parametrized module and refuses to pickle it. A module registered here pickles
 as its own class with the plain parameters, beside the parametrizations to put on again; `copy.deepcopy` works as
-torch made it.
+torch made it: the copy shares that class, so a parametrization must be taken off without touching it (`bake`).
 """
 
 from __future__ import annotations
 
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 
@@ -23,6 +23,33 @@ def register_picklable(module: nn.Module, name: str, part: nn.Module) -> None:
     """
     parametrize.register_parametrization(module, name, part, unsafe=True)
     type(module).__reduce_ex__ = _reduce  # type: ignore[assignment,method-assign]
+
+
+def bake(module: nn.Module, name: str) -> None:
+    """Make the tensor `module.name` plain again, with the value that its parametrizations give it; in place.
+
+    `torch.nn.utils.parametrize.remove_parametrizations` takes the property off the class, and thereby off every deep
+    copy of the module, which then has no such tensor at all.
+
+    Args:
+        module: with a parametrized tensor.
+        name: of that. Its `original` stays the same object; a tensor computed of several becomes a new parameter.
+    """
+    chains, cls = cast(Any, module).parametrizations, type(module)
+    value: Tensor = getattr(module, name).detach()
+    plain = chains[name].original if chains[name].is_tensor else nn.Parameter(value.clone())
+    plain.data = value.clone()
+    del chains[name]
+    if len(chains):
+        own = {key: part for key, part in vars(cls).items() if key not in {name, "__dict__", "__weakref__"}}
+        module.__class__ = type(cls.__name__, cls.__bases__, own)
+    else:
+        del module._modules["parametrizations"]
+        module.__class__ = cls.__bases__[0]
+    if isinstance(plain, nn.Parameter):
+        module.register_parameter(name, plain)
+    else:
+        module.register_buffer(name, plain)
 
 
 def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:

@@ -290,6 +290,21 @@ def named_tensors(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
     return [found for key, item in items for found in named_tensors(item, f"{name}_{key}" if name else str(key))]
 
 
+def named_outputs(output: Any, *, taken: Sequence[str] = ()) -> list[tuple[str, Tensor]]:
+    """The tensors that a model returned, under the names that files and engines give them.
+
+    A lone tensor is `logits`. Several have the keys or fields that lead to them, or `output_0`, ... where there are
+    none (or where those are not names, or among `taken`).
+    """
+    found = named_tensors(output)
+    if len(found) == 1:
+        return [("logits", found[0][1])]
+    names = [name if name[0].isalpha() else f"output_{name}" for name, _ in found]
+    if len({*names, *taken}) < len(names) + len(taken):
+        names = [f"output_{i}" for i in range(len(found))]
+    return [(name, tensor) for name, (_, tensor) in zip(names, found, strict=True)]
+
+
 def _check_equal(reference: Any, result: Any, name: str) -> None:
     left, right = flat_tensors(reference), flat_tensors(result)
     same = len(left) == len(right) and all(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import SparsityError, near_misses
-from compress.graph.parametrized import register_picklable
+from compress.graph.parametrized import bake, register_picklable
 
 _PREFIX = "parametrizations.weight."
 
@@ -134,8 +134,8 @@ def masks_of(model: nn.Module) -> dict[str, Tensor]:
 def squash_masks(model: nn.Module) -> dict[str, Tensor]:
     """Bake the masks in: weights become plain parameters again, zero where masked; in place.
 
-    The parameters stay the same objects. Further training would fill the zeros: hold them with
-    `apply_masks(model, masks)`, as when quantizers are put in between.
+    The parameters stay the same objects, and deep copies of the model keep their masks. Further training would fill the
+    zeros: hold them with `apply_masks(model, masks)`, as when quantizers are put in between.
 
     Returns:
         The masks, by layer path.
@@ -147,7 +147,7 @@ def squash_masks(model: nn.Module) -> dict[str, Tensor]:
     if not masks:
         raise SparsityError("no layer of the model is masked: call sparsify first, or leave squash_masks out")
     for path in masks:
-        parametrize.remove_parametrizations(model.get_submodule(path), "weight", leave_parametrized=True)
+        bake(model.get_submodule(path), "weight")
     return masks
 
 

@@ -12,7 +12,7 @@ import torchvision
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from compress.data.preprocessing import Preprocessing
 from compress.errors import AuditError, ExportError
@@ -230,6 +230,14 @@ def test_weights_computed_by_weight_norm_are_quantized_as_they_are(tmp_path):
     assert float(worst) <= 0.5 + 1e-4
     assert {name for name, _ in qmodel.named_parameters()} == {"0.weight", "0.bias", "3.weight", "3.bias"}
     assert audit_onnx(export_onnx(qmodel, X[:1], tmp_path / "m.onnx")).rows[0].int8
+
+
+def test_a_parametrized_model_is_left_as_it_was_by_its_export(tmp_path):
+    model = nn.Sequential(weight_norm(nn.Conv2d(3, 8, 3)), spectral_norm(nn.Conv2d(8, 4, 3)), nn.Flatten()).eval()
+    expected, names = model(X), set(model.state_dict())
+    path = export_onnx(model, X[:1], tmp_path / "m.onnx")
+    np.testing.assert_allclose(run(path), expected.detach().numpy(), atol=1e-5)
+    assert torch.equal(model(X), expected) and set(model.state_dict()) == names
 
 
 def test_what_stops_the_exporter_is_told_in_one_line(tmp_path):

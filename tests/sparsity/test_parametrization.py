@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from compress.errors import SparsityError
+from compress.graph.parametrized import bake
 from compress.graph.trace import trace
 from compress.sparsity.masks import nm_mask, verify_nm
 from compress.sparsity.parametrization import (
@@ -94,6 +95,37 @@ def test_deepcopy_is_independent():
         masked_layers(model)["3"].original.fill_(0)
         masked_layers(model)["3"].mask.fill_(False)
     assert torch.equal(twin(batch()), expected)
+
+
+def test_squashing_a_copy_leaves_the_other_masked():
+    model = small()
+    sparsify(model, SparsitySpec(kernels="any"))
+    twin, images = copy.deepcopy(model), batch()
+    expected = model(images)
+    squash_masks(twin)
+    torch.testing.assert_close(model(images), expected, rtol=0, atol=0)
+    torch.testing.assert_close(twin(images), expected, rtol=0, atol=0)
+    assert masked_layers(model) and not masked_layers(twin)
+
+
+def test_one_of_two_parametrizations_is_baked_and_copies_keep_both():
+    class Double(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    layer = nn.Linear(3, 2)
+    weight = layer.weight
+    for name in ("weight", "bias"):
+        parametrize.register_parametrization(layer, name, Double())
+    twin = copy.deepcopy(layer)
+    expected = layer(torch.ones(1, 3))
+    bake(layer, "weight")
+    assert layer.weight is weight and not parametrize.is_parametrized(layer, "weight")
+    assert parametrize.is_parametrized(layer, "bias") and parametrize.is_parametrized(twin, "weight")
+    for one in (layer, twin):
+        torch.testing.assert_close(one(torch.ones(1, 3)), expected)
+    bake(layer, "bias")
+    assert type(layer) is nn.Linear and set(layer.state_dict()) == {"weight", "bias"}
 
 
 @pytest.mark.parametrize("how", ["pickle", "torch.save", "traced"])
