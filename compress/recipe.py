@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -138,12 +139,11 @@ def parse_recipe(tree: Any, overrides: Iterable[str] = (), *, source: str = "rec
         )
     for override in overrides:
         tree = _with_override(tree, override)
+    odd = list(_odd_values(tree))
+    if odd:
+        raise RecipeError(f"{source} is refused:\n" + "\n".join(f"  {line}" for line in odd))
     try:
-        text = json.dumps({"recipe": tree}, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"{source}: a value is no plain text, number, list or mapping ({error})") from None
-    try:
-        recipe = _Document.model_validate_json(text).recipe
+        recipe = _Document.model_validate_json(json.dumps({"recipe": tree})).recipe
     except ValidationError as error:
         lines = [_explain(item) for item in error.errors()]
         raise RecipeError(f"{source} is refused:\n" + "\n".join(f"  {line}" for line in dict.fromkeys(lines))) from None
@@ -151,6 +151,17 @@ def parse_recipe(tree: Any, overrides: Iterable[str] = (), *, source: str = "rec
     if problems:
         raise RecipeError(f"{source} is refused:\n" + "\n".join(f"  {line}" for line in problems))
     return recipe
+
+
+def _odd_values(value: Any, where: str = "") -> Iterator[str]:
+    """Where a tree holds what is no plain text, finite number, list or mapping (YAML has dates, .nan and .inf too)."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from _odd_values(inner, f"{where}.{key}" if where else str(key))
+    if isinstance(value, float) and not math.isfinite(value):
+        yield f"{where}: got {value}; it must be a finite number"
+    elif value is not None and not isinstance(value, (str, int, float, list, dict)):
+        yield f"{where}: got a {type(value).__name__}, {value}; put text in quotes"
 
 
 def find_recipe(recipe: Path | str) -> Path:

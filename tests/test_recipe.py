@@ -114,3 +114,19 @@ def test_two_of_four_needs_no_quotes(tmp_path):
 )
 def test_numbers_as_people_write_them(text, value):
     assert load_recipe("resnet50", [f"train.lr={text}"]).train.lr == value
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("train: {lr: .nan}", "train.lr: got nan; it must be a finite number"),
+        ("model: {name: 2020-01-01}", "model.name: got a date, 2020-01-01; put text in quotes"),
+        ("quantization: {rules: [{match: 2020-01-01}]}", "quantization.rules.0.match: got a date"),
+        ("data: {mean: [.inf, 0, 0]}", "data.mean.0: got inf"),
+    ],
+)
+def test_values_that_only_yaml_knows_are_named(text, line, tmp_path):
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(tmp_path / "r.yaml")
+    assert line in str(caught.value)

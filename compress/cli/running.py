@@ -59,11 +59,11 @@ def show_run(folder: Path, *, as_json: bool) -> None:
         print_json({"folder": str(folder), "report": str(folder / "report.html"), "metrics": metrics})
         return
     agreement = {(m.variant, m.engine): m.value for m in data.metrics if m.name == "agreement"}
+    found = summary_table(data.metrics)
     rows = []
-    for row in summary_table(data.metrics):
-        if row.batch_size is not None:  # torch, which is not timed, is the reference and has no row of its own
-            agrees = agreement.get((row.variant, row.engine))
-            rows.append((*row.cells(), "n/a" if agrees is None else f"{agrees:.2f}"))
+    for row in [row for row in found if row.batch_size is not None] or found:  # torch is not timed: shown if alone
+        agrees = agreement.get((row.variant, row.engine))
+        rows.append((*row.cells(), "n/a" if agrees is None else f"{agrees:.2f}"))
     columns = (*SUMMARY_COLUMNS, "agrees %")
     print_table(str(folder), columns, rows, numbers=columns[3:])
     OUT.print("agrees %: share of evaluation images that the engine puts in the same class as torch, fake quantization")

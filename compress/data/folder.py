@@ -42,7 +42,7 @@ def folder_data(spec: DataSpec) -> DataSet:
     for folder in (root, root / "train", root / "val"):
         if not folder.is_dir():
             raise DataError(
-                f"data.root: there is no folder {folder} (expected {root}/train/CLASS and {root}/val/CLASS)"
+                f"data.root: there is no folder {folder.absolute()} (expected {root}/train/CLASS and {root}/val/CLASS)"
             )
     labels, val_labels = _classes(root / "train"), _classes(root / "val")
     if labels != val_labels:
