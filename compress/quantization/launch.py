@@ -24,12 +24,14 @@ class Launch:
         kernel: a function under `triton.jit`.
         grid: programs, (x,) or (x, y).
         constants: the last arguments: numbers and constexprs, the same in every call.
+        options: of Triton's compiler: `num_warps`, `num_stages`, `maxnreg`.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], *constants: Any) -> None:
+    def __init__(self, kernel: Any, grid: tuple[int, ...], *constants: Any, **options: int | None) -> None:
         self._kernel = kernel
         self._grid = grid
         self._constants = constants
+        self._options = options
         self._head: tuple[Any, ...] = ()
         self._tail: tuple[Any, ...] = ()
         self._run: Any = None
@@ -48,10 +50,10 @@ class Launch:
 
     def unaligned(self, *tensors: Any) -> None:
         """Run with tensors that lie anywhere: through Triton."""
-        self._kernel[self._grid](*tensors, *self._constants)
+        self._kernel[self._grid](*tensors, *self._constants, **self._options)
 
     def _first(self, tensors: tuple[Any, ...]) -> None:
-        compiled = self._kernel[self._grid](*tensors, *self._constants)
+        compiled = self._kernel[self._grid](*tensors, *self._constants, **self._options)
         if compiled is None:  # the interpreter compiles nothing
             return
         self._head = (*self._grid, 1, 1)[:3]
