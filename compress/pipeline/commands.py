@@ -70,15 +70,18 @@ def run(
         progress=progress or NoProgress(),
         resume=resume,
     )
-    models: dict[str, nn.Module] = {"float": float_step(this, built)}
-    if command in {"ptq", "qat"}:
-        models["ptq"] = ptq_step(this, models["float"])
-    if command == "prune":
-        _prune(this, models)
-    if command == "qat":
-        models["qat"] = qat_step(this, models["float"], cast(fx.GraphModule, models["ptq"]))
-    if processes.is_main:
-        _measure(this, models)
+    try:
+        models: dict[str, nn.Module] = {"float": float_step(this, built)}
+        if command in {"ptq", "qat"}:
+            models["ptq"] = ptq_step(this, models["float"])
+        if command == "prune":
+            _prune(this, models)
+        if command == "qat":
+            models["qat"] = qat_step(this, models["float"], cast(fx.GraphModule, models["ptq"]))
+        if processes.is_main:
+            _measure(this, models)
+    finally:
+        folder.release()
     return folder
 
 

@@ -1,14 +1,15 @@
 """The run folder: what a run is, which of its steps are behind it, and the refusal of another run's folder.
 
 A step first writes its files, each whole or absent, and then its line in `state.json`. A run that is stopped at any
-moment therefore finds, on `--resume`, either the line and the files or neither.
+moment therefore finds, on `--resume`, either the line and the files or neither. A lock on `recipe.yaml`, which the
+system lets go of when a process ends in whatever way, keeps two runs out of one folder.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from compress.errors import RunError
 from compress.files import write_json, write_text
@@ -22,9 +23,19 @@ _FORMAT = 1
 class RunFolder:
     """A folder that holds one run of one recipe; see `open_run`."""
 
-    def __init__(self, path: Path, state: dict[str, Any]) -> None:
+    def __init__(self, path: Path, state: dict[str, Any], *, lock: IO[bytes] | None = None) -> None:
         self.path = path
         self._state = state
+        self._lock = lock
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What other processes of the run are sent; the lock stays with the one that writes."""
+        return {**self.__dict__, "_lock": None}
+
+    def release(self) -> None:
+        """Let other runs into the folder."""
+        if self._lock is not None:
+            self._lock.close()
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
@@ -73,7 +84,8 @@ def open_run(path: Path, recipe: Recipe, command: str, *, resume: bool) -> RunFo
         resume: go on with a run of the same recipe; without it a folder that holds anything is refused.
 
     Raises:
-        RunError: the folder holds something else, another recipe, or a run and `resume` was not asked for.
+        RunError: the folder holds something else, another recipe, or a run and `resume` was not asked for; or another
+            process is at work in it.
     """
     state_file = path / _STATE
     if path.exists() and not path.is_dir():
@@ -85,9 +97,34 @@ def open_run(path: Path, recipe: Recipe, command: str, *, resume: bool) -> RunFo
         raise RunError(f"{path} holds {left[0].name} and is no run folder; name an empty or a new one with --out")
     path.mkdir(parents=True, exist_ok=True)
     write_text(path / "recipe.yaml", recipe.to_yaml())
+    lock = _locked(path)
     state = {"format": _FORMAT, "command": command, "recipe": recipe.digest(), "steps": {}}
     write_json(state_file, state)
-    return RunFolder(path, state)
+    return RunFolder(path, state, lock=lock)
+
+
+def _locked(path: Path) -> IO[bytes] | None:
+    """The recipe file of a folder, open and locked; None where the system or the file system has no such locks.
+
+    Raises:
+        RunError: another process holds the lock.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    file = (path / "recipe.yaml").open("rb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise RunError(
+            f"another process is at work in {path}: wait until it has ended, or name another folder with --out"
+        ) from None
+    except OSError:
+        file.close()
+        return None
+    return file
 
 
 def read_state(path: Path) -> RunFolder:
@@ -129,9 +166,10 @@ def _reopen(path: Path, recipe: Recipe, resume: bool) -> RunFolder:
         )
     if not resume:
         raise RunError(f"{path} holds a run of this recipe already; --resume goes on with it, --out names a new folder")
+    lock = _locked(path)
     for left_over in path.glob(".*.part"):  # of a process that was killed while it was writing
         left_over.unlink(missing_ok=True)
-    return folder
+    return RunFolder(path, folder._state, lock=lock)
 
 
 def _differences(path: Path, recipe: Recipe) -> list[str]:

@@ -104,17 +104,20 @@ def sensitivity_run(
         progress=progress or NoProgress(),
         resume=resume,
     )
-    model = float_step(run, built)
-    reports = {name: _measure(run, model, name, spec, images) for name, spec in specs.items()}
-    graph = float_graph(model, run.example.to(run.device), next(iter(specs.values())))
-    return Measured(
-        run=run,
-        model=model,
-        specs=specs,
-        reports=reports,
-        settings={name: layer_settings(graph, spec) for name, spec in specs.items()},
-        files=_write(run, reports),
-    )
+    try:
+        model = float_step(run, built)
+        reports = {name: _measure(run, model, name, spec, images) for name, spec in specs.items()}
+        graph = float_graph(model, run.example.to(run.device), next(iter(specs.values())))
+        return Measured(
+            run=run,
+            model=model,
+            specs=specs,
+            reports=reports,
+            settings={name: layer_settings(graph, spec) for name, spec in specs.items()},
+            files=_write(run, reports),
+        )
+    finally:
+        run.folder.release()
 
 
 def formats_of(recipe: Recipe, weight_bits: Sequence[int]) -> dict[str, QuantSpec]:

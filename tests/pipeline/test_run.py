@@ -120,6 +120,14 @@ def test_foreign_folders_are_refused(tmp_path):
         open_run(tmp_path, RECIPE, "qat", resume=True)
 
 
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    folder = open_run(tmp_path / "run", RECIPE, "qat", resume=False)
+    with pytest.raises(RunError, match="another process is at work"):  # a lock is of a file that was opened, not of us
+        open_run(tmp_path / "run", RECIPE, "qat", resume=True)
+    folder.release()
+    assert open_run(tmp_path / "run", RECIPE, "qat", resume=True).recipe == RECIPE.digest()
+
+
 def test_what_is_missing_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(RecipeError, match="needs a `qat` section"):
         run(dataclasses.replace(RECIPE, qat=None), "qat", tmp_path / "a")
