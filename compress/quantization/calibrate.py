@@ -7,7 +7,7 @@ NaN, is an error that names it: a silent scale would be worse.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -16,11 +16,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from compress.errors import CalibrationError
+from compress.errors import CalibrationError, CompressError
 from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.trace import Inputs
 from compress.progress import NoProgress, Progress
 from compress.quantization.calibrators import Calibrator, make_calibrator
+from compress.quantization.float_model import check_float_model
 from compress.quantization.improve import improve, needs_data_twice, smoothed
 from compress.quantization.insert import insert_quantizers, placement_of, quantizers
 from compress.quantization.quantizer import Quantizer
@@ -78,12 +79,15 @@ def quantize(
 
     Raises:
         ModelError: the model cannot be traced.
-        QuantizationError: nothing can be quantized, or a rule matches nothing.
-        CalibrationError: no batches, NaN, or a tensor that is constant zero.
+        QuantizationError: nothing can be quantized, a rule matches nothing, the model is quantized already or is not
+            in float32.
+        CalibrationError: no batches, batches that the model fails on, NaN, or a tensor that is constant zero.
         DataError: a batch does not hold the model's inputs.
     """
     spec = spec or QuantSpec()
     check_quant_spec(spec)
+    check_float_model(model)
+    _check_batches(batches)
     if needs_data_twice(spec) and iter(batches) is batches:
         batches = list(batches)  # a generator runs once
     ready = smoothed(model, example_inputs, batches, spec, progress=progress)
@@ -109,10 +113,12 @@ def calibrate(
 
     Raises:
         QuantizationError: the model was not made by compress.
-        CalibrationError: no batches, NaN, a constant zero tensor, or a quantizer that never ran.
+        CalibrationError: no batches, batches that the model fails on, NaN, a constant zero tensor, or a quantizer that
+            never ran.
         DataError: a batch does not hold the model's inputs.
     """
     placement = placement_of(qmodel)
+    _check_batches(batches)
     listener = progress or NoProgress()
     calibrate_weights(qmodel)
     activations = {site.name: cast(Quantizer, qmodel.get_submodule(site.name)) for site in placement.activations}
@@ -184,11 +190,32 @@ def _watch(
     with torch.no_grad(), _calibrating(qmodel, activations, watching):
         for batch in chain([first], iterator):
             inputs = model_inputs(qmodel, batch)
-            qmodel(*inputs)
+            _run(qmodel, inputs)
             images += len(inputs[0])
             progress.advance(task, 1, images=images)
     progress.finish(task)
     return images
+
+
+def _check_batches(batches: Batches) -> None:
+    if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
+        raise CalibrationError(
+            f"batches is a {type(batches).__name__}: give an iterable of batches, such as a DataLoader or [batch]"
+        )
+
+
+def _run(qmodel: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    try:
+        qmodel(*inputs)
+    except CompressError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in inputs)
+        reason = str(error).strip().partition("\n")[0]
+        raise CalibrationError(
+            f"the model fails on a calibration batch of {shapes} ({reason}); give batches of the type and the channels "
+            "of example_inputs"
+        ) from error
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from compress.errors import QuantizationError
 from compress.graph.canonical import canonical_graph
 from compress.graph.trace import Inputs, preserve
 from compress.quantization.decisions import ActivationSite, Placement
+from compress.quantization.float_model import check_float_model
 from compress.quantization.modules import quantized_layer
 from compress.quantization.placement import place
 from compress.quantization.prepare import prepare_float
@@ -32,11 +33,12 @@ def insert_quantizers(model: nn.Module, example_inputs: Inputs, spec: QuantSpec 
 
     Raises:
         ModelError: the model cannot be traced.
-        QuantizationError: nothing can be quantized, or a rule matches nothing.
+        QuantizationError: nothing can be quantized, a rule matches nothing, the model is quantized already or is not
+            in float32.
     """
     spec = spec or QuantSpec()
     check_quant_spec(spec)
-    _check_float32(model)
+    check_float_model(model)
     graph_module = canonical_graph(model, example_inputs, fold=False)
     prepared = prepare_float(graph_module, spec)
     placement = place(graph_module, spec)
@@ -94,19 +96,3 @@ def placement_of(qmodel: nn.Module) -> Placement:
             "compress.quantize or compress.insert_quantizers first"
         )
     return placement
-
-
-def _check_float32(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if ".quantized" in type(module).__module__:  # torch.ao.nn.quantized and its kin
-            raise QuantizationError(
-                f"{name or 'the model'} is a {type(module).__module__}.{type(module).__name__}: the model is quantized "
-                "already; quantize the float model"
-            )
-    half = [name for name, p in model.named_parameters() if p.is_floating_point() and p.dtype.itemsize < 4]
-    if half:
-        kind = dict(model.named_parameters())[half[0]].dtype
-        raise QuantizationError(
-            f"the model's parameters are {kind} ({half[0]} and {len(half) - 1} more); quantize it in float32 "
-            "(model.float()) and write the remainder in half precision at export (precision='fp16')"
-        )

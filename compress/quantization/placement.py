@@ -28,6 +28,7 @@ from compress.quantization.signs import never_negative
 from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
 from compress.quantization.targets import TABLES, TAKES_APART, TargetTable
 
+_PRODUCTS = WEIGHTED | {"matmul"}
 _OWN_SCALE = "; a scale of its own, apart from the other parts of the tensor (such as query, key and value)"
 
 
@@ -95,7 +96,7 @@ def place(graph_module: fx.GraphModule, spec: QuantSpec) -> Placement:
             wishes.rows.append((order[node], row))
         for wanted_tensor in wanted.tensors:
             _carry_back(wishes, table, wanted_tensor, settings[wanted_tensor.layer].activations, order)
-    if not weights and not wishes.items:
+    if not weights and not any(node_kind(wish.layer) in _PRODUCTS for wish in wishes.items):
         raise QuantizationError(
             "the model has no layer that can be quantized (convolution, linear or matmul); see the rows of "
             "`python -m compress inspect` for what stands in it"

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compress.errors import CalibrationError, QuantizationError
+from compress.errors import CalibrationError, ModelError, QuantizationError
 from compress.quantization.calibrate import calibrate, quantize
 from compress.quantization.compare import sqnr
 from compress.quantization.insert import insert_quantizers
@@ -154,3 +154,68 @@ def test_a_weight_of_the_model_itself_stays_float_and_says_why():
     placement = insert_quantizers(Root(), X[:2], MAX).placement
     (row,) = [row for row in placement.decisions if row.decision == "float"]
     assert "kernel, belongs to the model itself" in row.reason
+
+
+def test_double_precision_says_what_to_do():
+    with pytest.raises(QuantizationError, match=r"torch\.float64 .*model\.float\(\)"):
+        quantize(Net().double(), X.double(), [X.double()], spec=MAX)
+
+
+def test_models_with_another_librarys_quantizers():
+    prepared = Net().train()
+    prepared.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    torch.ao.quantization.prepare_qat(prepared, inplace=True)
+    with pytest.raises(QuantizationError, match="torch.ao.*quantized already"):
+        quantize(prepared.eval(), X[:2], [X], spec=MAX)
+    pytest.importorskip("pytorch_quantization", reason="the peer is not installed")
+    from pytorch_quantization.nn import QuantConv2d
+
+    theirs = Net()
+    theirs.a = QuantConv2d(3, 8, 3, padding=1)
+    with pytest.raises(QuantizationError, match="from_pytorch_quantization takes it over"):
+        quantize(theirs, X[:2], [X], spec=MAX)
+
+
+class PackedWeight(torch.Tensor):
+    """A tensor of another class, such as torchao keeps packed weights in."""
+
+
+def test_weights_that_are_no_plain_tensors():
+    model = Net()
+    model.fc.weight = nn.Parameter(torch.randn(5, 8).as_subclass(PackedWeight))
+    with pytest.raises(QuantizationError, match=r"fc\.weight is a .*PackedWeight"):
+        quantize(model, X[:2], [X], spec=MAX)
+    model.fc = nn.LazyLinear(5)
+    with pytest.raises(ModelError, match=r"fc\.weight has no shape yet"):
+        quantize(model, X[:2], [X], spec=MAX)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "advice"),
+    [
+        (lambda model: model.forward, "must be a torch.nn.Module"),
+        (nn.DataParallel, r"its \.module"),
+        (torch.compile, r"its \._orig_mod"),
+        (lambda model: torch.jit.trace(model, X), "scripted or traced from"),
+    ],
+)
+def test_wrappers_say_what_to_give(wrap, advice):
+    with pytest.raises(ModelError, match=advice):
+        quantize(wrap(Net()), X[:2], [X], spec=MAX)
+
+
+@pytest.mark.parametrize("batches", [None, 3, X])
+def test_batches_that_are_none(batches):
+    with pytest.raises(CalibrationError, match="give an iterable of batches"):
+        quantize(Net(), X[:2], batches, spec=MAX)
+
+
+@pytest.mark.parametrize("batch", [X[:, :1], X.double(), X.to(torch.uint8)], ids=["channels", "double", "uint8"])
+def test_a_batch_that_the_model_fails_on_is_described(batch):
+    with pytest.raises(CalibrationError, match=r"fails on a calibration batch of \(4, [13], 16, 16\)"):
+        quantize(Net(), X[:2], [X, batch], spec=MAX)
+
+
+def test_an_average_alone_is_nothing_to_quantize():
+    with pytest.raises(QuantizationError, match="no layer that can be quantized"):
+        quantize(nn.Sequential(nn.AvgPool2d(2), nn.ReLU()), X[:2], [X], spec=MAX)

@@ -1,0 +1,85 @@
+"""What can be quantized: a plain module in float32. Anything else is refused before it is traced, with what to do.
+
+Some of it would trace and quantize without a word: a network that already holds another library's quantizers comes out
+quantized twice.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from compress.errors import ModelError, QuantizationError
+
+_OTHERS = {
+    "pytorch_quantization": "compress.from_pytorch_quantization takes it over with its ranges",
+    "modelopt.torch.quantization": "quantize the float model",
+    "torchao.quantization": "quantize the float model",
+    "torch.ao.quantization": "quantize the float model",
+    "torch.ao.nn.qat": "quantize the float model",
+    "torch.ao.nn.intrinsic.qat": "quantize the float model",
+    "bitsandbytes": "quantize the float model",
+    "brevitas": "quantize the float model",
+    "optimum.quanto": "quantize the float model",
+}
+"""Packages whose modules quantize, and what to do with such a model."""
+
+_STUBS = frozenset({"QuantStub", "DeQuantStub", "QuantWrapper"})
+"""Modules of torch.ao.quantization that do nothing in a float model."""
+
+
+def check_float_model(model: nn.Module) -> None:
+    """Refuse what is not a plain float32 module.
+
+    Raises:
+        ModelError: no module at all, or a wrapper that cannot be traced.
+        QuantizationError: the model is quantized already, or not in float32.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the model is a {type(model).__name__}: it must be a torch.nn.Module")
+    wrapped = _unwrapped(model)
+    if wrapped:
+        raise ModelError(f"the model is a {type(model).__name__}, which cannot be traced: give {wrapped}")
+    for name, module in model.named_modules():
+        advice = _quantizes(type(module))
+        if advice:
+            kind = f"{type(module).__module__}.{type(module).__name__}"
+            raise QuantizationError(f"{name or 'the model'} is a {kind}: the model is quantized already; {advice}")
+    _check_parameters(dict(model.named_parameters()))
+
+
+def _unwrapped(model: nn.Module) -> str:
+    """What to give in place of a wrapper; "" for a plain module."""
+    if isinstance(model, torch.jit.ScriptModule):
+        return "the module that it was scripted or traced from"
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return "its .module, and wrap the quantized model"
+    return "its ._orig_mod, and compile the quantized model" if hasattr(model, "_orig_mod") else ""
+
+
+def _quantizes(kind: type) -> str:
+    """What to do with a model that holds a module of this class; "" where the class does not quantize."""
+    path = kind.__module__
+    if ".quantized" in path:  # torch.ao.nn.quantized and its kin
+        return "quantize the float model"
+    if kind.__name__ in _STUBS:
+        return ""
+    return next((advice for own, advice in _OTHERS.items() if path == own or path.startswith(f"{own}.")), "")
+
+
+def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        if nn.parameter.is_lazy(parameter):
+            raise ModelError(f"{name} has no shape yet (a lazy module): run the model once, then quantize it")
+        if type(parameter) is not nn.Parameter:
+            kind = f"{type(parameter).__module__}.{type(parameter).__name__}"
+            raise QuantizationError(
+                f"{name} is a {kind}, not a plain tensor: quantize the model before its weights are packed or spread"
+            )
+    other = [n for n, p in parameters.items() if p.is_floating_point() and p.dtype != torch.float32]
+    if other:
+        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+        raise QuantizationError(
+            f"the model's parameters are {parameters[other[0]].dtype} ({other[0]}{more}); quantize it in float32 "
+            "(model.float()); the remainder can be written in half precision at export (precision='fp16')"
+        )
