@@ -21,14 +21,15 @@ def show_engine(path: Path, onnx: Path | None, device: str | None, batch_size: i
 
     Args:
         path: engine, build log or inspector JSON.
-        onnx: the file that it was built from, for what only that tells (2:4 weights, rows of flattened tensors); for
-            the rows, None = the one that stands beside it.
+        onnx: the file that it was built from, for what only that tells (2:4 weights, rows of flattened tensors); None =
+            the one that stands beside it.
         device: puts the layers under its roofs.
         batch_size: of that.
         as_json: one JSON document instead.
     """
+    listing, onnx = read_engine_layers(path), onnx or onnx_beside(path)
     sparse = () if onnx is None else tuple(r.name for r in audit_sparsity(onnx) if r.violations == 0 and r.zeros >= 0.5)
-    audit = audit_engine(read_engine_layers(path), onnx=onnx or onnx_beside(path), sparse_nodes=sparse)
+    audit = audit_engine(listing, onnx=onnx, sparse_nodes=sparse)
     if as_json:
         print_json(_document(audit, device, batch_size))
         return
@@ -55,9 +56,10 @@ def summary_line(audit: EngineAudit) -> str:
     """The engine in one line."""
     shares = {name: audit.share(name) for name in dict.fromkeys(layer.precision for layer in audit.weighted)}
     told = ", ".join(f"{share:.0%} {name.upper()}" for name, share in shares.items()) or "none"
+    masked = f"; layers with 2:4 weights: {audit.sparse_kernels()}" if audit.masked else ""
     return (
         f"{audit.kernels} kernels; {megabytes(audit.activation_bytes, untold=audit.untold)} of activations an image, "
-        f"{megabytes(audit.weight_bytes)} of weights; macs: {told}"
+        f"{megabytes(audit.weight_bytes)} of weights; macs: {told}{masked}"
     )
 
 
@@ -85,6 +87,7 @@ def _kernel(sparse: bool | None, tactic: str) -> str:
 
 def _document(audit: EngineAudit, device: str | None, batch_size: int) -> dict[str, Any]:
     document = asdict(audit)
+    document["masked"] = [layer.name for layer in audit.masked]
     document["totals"] = {
         "kernels": audit.kernels,
         "activation_bytes": audit.activation_bytes,
@@ -92,6 +95,7 @@ def _document(audit: EngineAudit, device: str | None, batch_size: int) -> dict[s
         "weight_bytes": audit.weight_bytes,
         "fp16_bytes": audit.fp16_bytes,
         "int8_share": audit.share("int8", "uint8"),
+        "sparse_kernels": audit.sparse_kernels(),
     }
     if device is not None:
         document["roofline"] = engine_roofline(audit, device=device, batch_size=batch_size).as_dict()

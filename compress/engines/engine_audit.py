@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compress.engines.audited_layer import AuditedLayer, judge_layer
-from compress.engines.engine_findings import Finding, find, megabytes
+from compress.engines.engine_findings import Finding, find, masked_layers, megabytes, sparse_kernels_text
 from compress.engines.engine_layers import EIGHT_BITS, EngineListing, activations, operation
 from compress.engines.engine_rows import with_rows
 from compress.engines.onnx_shapes import onnx_shapes
@@ -28,6 +28,7 @@ class EngineAudit:
         layers: in the order in which they run.
         findings: what to know, the weightiest first.
         advice: what to do about the bytes; "" where there is nothing to say.
+        masked: layers with 2:4 weights.
     """
 
     source: str
@@ -35,6 +36,7 @@ class EngineAudit:
     layers: tuple[AuditedLayer, ...]
     findings: tuple[Finding, ...]
     advice: str = ""
+    masked: tuple[AuditedLayer, ...] = ()
 
     @property
     def activation_bytes(self) -> float:
@@ -66,6 +68,11 @@ class EngineAudit:
         """Convolutions and products."""
         return tuple(layer for layer in self.layers if layer.role == "weighted")
 
+    def sparse_kernels(self) -> str:
+        """How many of `masked` run a sparse kernel, in words."""
+        told = [layer.sparse for layer in self.masked]
+        return sparse_kernels_text(len(told), told.count(True), told.count(None))
+
     def share(self, *types: str) -> float:
         """Share of the known macs that are computed in one of `types`, 0 to 1."""
         total = sum(layer.macs or 0 for layer in self.weighted)
@@ -94,7 +101,8 @@ def audit_engine(
     border = {*listing.inputs, *listing.outputs}
     layers = tuple(judge_layer(layer, from_weighted, per, border) for layer in listing.layers)
     findings = tuple(find(layers, listing, per=per, sparse_nodes=sparse_nodes))
-    audit = EngineAudit(source=listing.source, fixed_batch=batch, layers=layers, findings=findings)
+    masked = tuple(masked_layers(layers, listing, sparse_nodes))
+    audit = EngineAudit(source=listing.source, fixed_batch=batch, layers=layers, findings=findings, masked=masked)
     return replace(audit, advice=_advice(audit))
 
 

@@ -133,13 +133,33 @@ def _fp32(layers: Sequence[AuditedLayer], listing: EngineListing, per: int) -> l
     return [Finding(kind="fp32", text=text, layers=tuple(wide), bytes=total)]
 
 
-def _sparsity(layers: Sequence[AuditedLayer], listing: EngineListing, sparse_nodes: Collection[str]) -> list[Finding]:
-    """2:4 weights whose kernel is dense, and those of which nothing tells."""
-    asked = [
+def masked_layers(
+    layers: Sequence[AuditedLayer], listing: EngineListing, sparse_nodes: Collection[str]
+) -> list[AuditedLayer]:
+    """Convolutions and products with 2:4 weights, as the engine or the ONNX file tells."""
+    return [
         audited
         for layer, audited in zip(listing.layers, layers, strict=True)
         if audited.role == "weighted" and (layer.sparse_weights or set(layer.onnx_nodes) & set(sparse_nodes))
     ]
+
+
+def sparse_kernels_text(masked: int, sparse: int, untold: int) -> str:
+    """How many layers with 2:4 weights run a sparse kernel, in words.
+
+    >>> sparse_kernels_text(19, 0, 19), sparse_kernels_text(19, 12, 0), sparse_kernels_text(0, 0, 0)
+    ('19, kernels chosen when it runs', '12 of 19 sparse', 'none')
+    """
+    if not masked:
+        return "none"
+    if untold == masked:
+        return f"{masked}, kernels chosen when it runs"
+    return f"{sparse} of {masked} sparse" + (f", {untold} not told" if untold else "")
+
+
+def _sparsity(layers: Sequence[AuditedLayer], listing: EngineListing, sparse_nodes: Collection[str]) -> list[Finding]:
+    """2:4 weights whose kernel is dense, and those of which nothing tells."""
+    asked = masked_layers(layers, listing, sparse_nodes)
     found: list[Finding] = []
     dense = [layer for layer in asked if layer.sparse is False]
     _add(found, "dense tactic", dense, "layers with 2:4 weights that run a dense kernel: {n} of {all}", asked)

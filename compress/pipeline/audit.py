@@ -82,6 +82,7 @@ def engine_row(audit: EngineAudit, variant: str, engine: str) -> dict[str, Any]:
         "weight_bytes": audit.weight_bytes,
         "fp16_bytes": audit.fp16_bytes,
         "int8_share": audit.share("int8", "uint8"),
+        "sparse_kernels": audit.sparse_kernels() if audit.masked else "",
         "advice": audit.advice,
         "findings": [asdict(finding) for finding in audit.findings],
         "layers": [asdict(layer) for layer in audit.layers if layer.role != "host"],

@@ -56,6 +56,7 @@ class EngineRow:
     weight_bytes: float = 0.0
     fp16_bytes: float = 0.0
     int8_share: float = 0.0
+    sparse_kernels: str = ""
     advice: str = ""
     findings: tuple[EngineFinding, ...] = ()
     layers: tuple[EngineLayerRow, ...] = ()
@@ -139,6 +140,7 @@ def engine_blocks(engines: Sequence[EngineRow]) -> Iterator[Block]:
         yield Bullets(tuple(unmet))
     audited = [e for e in engines if e.layers]
     if audited:
+        masked = any(e.sparse_kernels for e in audited)
         yield table(
             "variant",
             "engine",
@@ -147,7 +149,8 @@ def engine_blocks(engines: Sequence[EngineRow]) -> Iterator[Block]:
             number("in fp16 (estimate)"),
             number("weights"),
             number("macs in INT8 %"),
-            rows=[_summary(e) for e in audited],
+            *(["layers with 2:4 weights"] if masked else []),
+            rows=[(*_summary(e), *([e.sparse_kernels or "none"] if masked else [])) for e in audited],
         )
     for engine in audited:
         lines = tuple(f.text for f in engine.findings) + ((engine.advice,) if engine.advice else ())

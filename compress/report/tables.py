@@ -164,10 +164,19 @@ def unavailable_engines(metrics: Iterable[Metric]) -> dict[str, str]:
         if m.engine:
             by_engine.setdefault(m.engine, []).append(m)
     return {
-        engine: "; ".join(dict.fromkeys(m.reason for m in items))
+        engine: _merged(dict.fromkeys(m.reason for m in items))
         for engine, items in by_engine.items()
         if all(m.status == "unavailable" for m in items)
     }
+
+
+def _merged(reasons: Iterable[str]) -> str:
+    """Reasons in one line; what several say alike after their ", but " is said once."""
+    starts: dict[str, list[str]] = {}
+    for reason in reasons:
+        start, but, rest = reason.partition(", but ")
+        starts.setdefault(but + rest if but else reason, []).append(start if but else "")
+    return "; ".join(", ".join(filter(None, told)) + rest for rest, told in starts.items())
 
 
 def engines_of(metrics: Iterable[Metric]) -> tuple[str, ...]:

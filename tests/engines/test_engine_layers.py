@@ -65,6 +65,7 @@ def test_inspector_of_10():
     audit = audit_engine(listing)
     assert audit.fixed_batch == 2
     assert [layer.sparse for layer in audit.weighted] == [False, True, False]
+    assert audit.sparse_kernels() == "1 of 2 sparse"
     assert audit.layers[3].read_bytes == audit.layers[3].written_bytes == 64 * 64  # one tensor read for two purposes
     dense = next(f for f in audit.findings if f.kind == "dense tactic")
     assert dense.layers == ("/conv3/Conv",) and "1 of 2" in dense.text

@@ -22,7 +22,7 @@ RECORDED = Path(__file__).parent.parent / "engines" / "nvidia"
 def reported(run_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("engines") / "run"
     shutil.copytree(run_folder, folder)
-    audits = {"ptq": "rtx_1_7_int8.log", "qat": "rtx_1_7_int8_fp16.log"}
+    audits = {"ptq": "rtx_1_7_int8.log", "qat": "rtx_1_7_int8_fp16.log", "sparse-qat": "inspector_10.json"}
     rows = [
         engine_row(audit_engine(read_engine_layers(RECORDED / file)), variant, "tensorrt-rtx SM 89") | {"unmet": []}
         for variant, file in audits.items()
@@ -34,18 +34,19 @@ def reported(run_folder, tmp_path_factory):
 
 
 def test_read_back(reported):
-    first, second, third = read_run(reported).engines
+    first, second, sparse, last = read_run(reported).engines
     audit = audit_engine(read_engine_layers(RECORDED / "rtx_1_7_int8.log"))
     assert first.kernels == audit.kernels and len(first.layers) == audit.kernels
     assert sum(role_bytes(first).values()) == first.activation_bytes == audit.activation_bytes
     assert role_bytes(first)["requantize"] == sum(x.activation_bytes for x in audit.layers if x.role == "requantize")
     assert second.activation_bytes < first.activation_bytes
-    assert third.layers == () and third.unmet
+    assert (first.sparse_kernels, sparse.sparse_kernels) == ("", "1 of 2 sparse")
+    assert last.layers == () and last.unmet
 
 
 def test_page_and_markdown_tell_it(reported):
     page, text = ((reported / f"report.{end}").read_text(encoding="utf-8") for end in ("html", "md"))
-    for told in ("What the engines made of it", "conv0", "correlation", "requantize"):
+    for told in ("What the engines made of it", "conv0", "correlation", "requantize", "1 of 2 sparse"):
         assert told in page and told in text
     assert "1 of 3 &lt;INT8&gt; operations" in page
     assert "What the engines move" in page
@@ -58,7 +59,7 @@ def test_figure_has_a_bar_piece_for_each_role(reported):
             axes = draw_engines(engines, form).axes[0]
             assert len(axes.patches) == sum(len(role_bytes(engine)) for engine in engines)
             ends = [
-                sum(p.get_width() for p in axes.patches if round(p.get_y() + p.get_height() / 2) == y) for y in (0, 1)
+                sum(p.get_width() for p in axes.patches if round(p.get_y() + p.get_height() / 2) == y) for y in range(3)
             ]
             assert ends == pytest.approx([engine.activation_bytes for engine in engines])
 

@@ -88,6 +88,16 @@ def test_an_engines_own_file_counts_before_the_onnx_file():
 
 def test_unavailable_engines_are_listed_with_their_reason_and_have_no_row():
     assert unavailable_engines(SAMPLE) == {"tensorrt": "the tensorrt package is not installed"}
+
+
+def test_what_several_reasons_share_is_said_once():
+    rows = [
+        metric("top1", variant, "tensorrt-rtx", None, "%", status="unavailable", reason=f"built {variant}, but no GPU")
+        for variant in ("float", "ptq")
+    ]
+    rows.append(metric("p50_ms", "qat", "tensorrt-rtx", None, "ms", status="unavailable", reason="too large"))
+    told = unavailable_engines(map(Metric.from_dict, rows))
+    assert told == {"tensorrt-rtx": "built float, built ptq, but no GPU; too large"}
     assert "tensorrt" not in {row.engine for row in summary_table(SAMPLE)}
     assert not any("tensorrt package" in note for note in summary_notes(SAMPLE))
 
