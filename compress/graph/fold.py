@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import cast
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
 from compress.graph.ops import WEIGHTED, module_kind, node_kind, node_module
+from compress.graph.parametrized import bake
 
 
 def fold_batchnorm(graph_module: fx.GraphModule) -> tuple[str, ...]:
@@ -50,6 +54,17 @@ def foldable_pair(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return (layer, norm) if getattr(module, "running_mean", None) is not None else None
 
 
+def _set_weight(layer: nn.Module, weight: nn.Parameter) -> None:
+    """Give a layer another weight; a mask stays on it, as zeros stay zero; what would change it (a norm) is baked."""
+    if parametrize.is_parametrized(layer, "weight"):
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # no inverse
+            layer.weight = weight.detach()
+        if torch.allclose(cast(Tensor, layer.weight), weight):
+            return
+        bake(layer, "weight")
+    layer.weight = weight
+
+
 def _fold_into(layer: nn.Module, norm: nn.Module, *, transposed: bool) -> None:
     weight, bias = cast(nn.Parameter, layer.weight), cast("nn.Parameter | None", layer.bias)
     statistics = (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
@@ -63,5 +78,5 @@ def _fold_into(layer: nn.Module, norm: nn.Module, *, transposed: bool) -> None:
         fused, shift = fuse_conv_bn_weights(wide, bias, *statistics, transpose=transposed)  # type: ignore[arg-type]
         if transposed:
             fused = nn.Parameter(fused.detach().unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1).contiguous())
-    layer.weight = fused.requires_grad_(trained)
+    _set_weight(layer, fused.requires_grad_(trained))
     layer.bias = shift.requires_grad_(trained)  # torch freezes a bias that the layer did not have

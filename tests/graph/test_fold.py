@@ -2,9 +2,13 @@ import pytest
 import torch
 import torchvision
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from compress.graph.fold import fold_batchnorm
 from compress.graph.trace import trace
+from compress.quantization.calibrate import quantize
+from compress.sparsity.masks import nm_mask
+from compress.sparsity.parametrization import apply_masks, masks_of
 from tests.networks import TinyResNet, with_statistics
 
 
@@ -62,3 +66,23 @@ def test_preactivation_networks_keep_what_has_no_layer_before_it():
     graph, paths = folded(model, x)
     torch.testing.assert_close(graph(x), model(x), rtol=1e-3, atol=1e-3)
     assert "features.norm0" in paths and "features.denseblock1.denselayer1.norm1" not in paths
+
+
+@pytest.mark.parametrize("how", [weight_norm, spectral_norm])
+def test_parametrized_weights_fold(how):
+    model = nn.Sequential(how(nn.Conv2d(3, 6, 3)), nn.BatchNorm2d(6), nn.ReLU())
+    model, x = with_statistics(model).double().eval(), torch.randn(2, 3, 7, 7, dtype=torch.float64)
+    graph, paths = folded(model, x)
+    assert paths == ("1",)
+    torch.testing.assert_close(graph(x), model(x), rtol=1e-9, atol=1e-9)
+
+
+def test_a_mask_stays_on_the_weight_that_it_is_folded_into():
+    model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
+    model, x = with_statistics(model).eval(), torch.randn(2, 4, 7, 7)
+    apply_masks(model, {"0": nm_mask(model[0].weight.flatten(1), 2, 4).view_as(model[0].weight)})
+    graph, _ = folded(model, x)
+    torch.testing.assert_close(graph(x), model(x), rtol=1e-5, atol=1e-6)
+    assert torch.equal(masks_of(graph)["0"], masks_of(model)["0"])
+    qmodel = quantize(model, x, [x])  # its zeros are held through quantization, and while it trains
+    assert not masks_of(qmodel)["0"].all() and torch.equal(masks_of(qmodel)["0"], masks_of(model)["0"])
