@@ -8,11 +8,11 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-import torchvision
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torchvision.models import DenseNet, MobileNetV2, ShuffleNetV2
 
 from compress.data.preprocessing import Preprocessing
 from compress.errors import AuditError, ExportError
@@ -141,9 +141,16 @@ def test_metadata(tmp_path):
     assert json.loads(found["compress.labels"]) == ["a", "b", "c"] and found["k"] == "v"
 
 
-@pytest.mark.parametrize("name", ["mobilenet_v2", "densenet121", "shufflenet_v2_x0_5"])
+ARCHITECTURES = {  # every kind of block of the network, few of each
+    "mobilenet_v2": lambda: MobileNetV2(inverted_residual_setting=[[1, 16, 1, 1], [6, 24, 2, 2], [6, 32, 1, 2]]),
+    "densenet": lambda: DenseNet(growth_rate=8, block_config=(2, 3), num_init_features=16),
+    "shufflenet_v2": lambda: ShuffleNetV2([2, 2, 2], [24, 48, 96, 192, 256]),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_other_architectures(name, tmp_path):
-    model, x = torchvision.models.get_model(name, weights=None).eval(), torch.randn(2, 3, 32, 32)
+    model, x = ARCHITECTURES[name]().eval(), torch.randn(2, 3, 32, 32)
     qmodel = quantize(model, x, [x], spec=QuantSpec(activations=MAX))
     path = export_onnx(qmodel, x, tmp_path / "m.onnx")
     expected = qmodel(x).detach().numpy()
