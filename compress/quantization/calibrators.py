@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from compress.errors import CalibrationError, near_misses
-from compress.quantization.amax import as_rows, check_percentile, mse_amax, percentile_amax, row_amax
+from compress.quantization.amax import as_rows, check_percentile, mse_amax, percentile_amax
 from compress.quantization.entropy import entropy_amax
-from compress.quantization.histogram import BINS, MAX_BINS, Histogram
+from compress.quantization.histogram import BINS, MAX_BINS, Histogram, raise_amax
 from compress.quantization.spec import CalibratorName
 
 SMALLEST_AMAX = 2.0**-118
@@ -166,8 +166,9 @@ class MaxCalibrator(Calibrator):
     _amax: Tensor | None
 
     def _observe(self, rows: Tensor) -> None:
-        amax = row_amax(rows)
-        self._amax = amax if self._amax is None else torch.maximum(self._amax, amax)
+        if self._amax is None:
+            self._amax = torch.zeros(len(rows), device=rows.device)
+        raise_amax(rows, self._amax)
 
     def _largest(self) -> Tensor | None:
         return self._amax

@@ -18,18 +18,16 @@ the torch operations, which the compiler fuses with their neighbours, unless `tr
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from compress.quantization.launch import HAS_TRITON as HAS_TRITON
 from compress.quantization.numerics import QuantFormat, along_axis
 
 Kernels = Literal["triton", "torch"]
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 BITS = 8
 """In a byte."""

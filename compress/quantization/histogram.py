@@ -11,7 +11,8 @@ The trade-off: up to 4 times growth costs nothing in resolution and 64 KiB a ten
 between range / 8192 and range / 4096, still finer than at the start. Per-channel rows merge pairs at once.
 
 Widening follows values. Reading a value from a GPU would stop the queue at every layer, so there width and range
-stay tensors and every step, merging included, is computed whether needed or not. Processors have nothing to wait
+stay tensors and every step, merging included, is computed whether needed or not; a whole tensor by Triton kernels that
+read it once (`histogram_triton`). Processors have nothing to wait
 for and count in blocks that fit the cache, on all threads (`torch.histc` takes 4 times as long).
 """
 
@@ -19,11 +20,13 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.quantization.amax import live_bins, row_amax
+from compress.quantization.launch import HAS_TRITON
 
 BINS = 2048
 """Bins that the first batch is spread over."""
@@ -50,6 +53,7 @@ class Histogram:
     counts: Tensor
     width: Tensor
     amax: Tensor
+    _watch: Any = None  # what Triton kernels keep between batches
 
     @classmethod
     def empty(cls, rows: int, max_bins: int, device: torch.device) -> Histogram:
@@ -62,6 +66,12 @@ class Histogram:
 
     def add(self, values: Tensor) -> None:
         """Count `values`, (rows, n) of any floating type, on the device of the histogram; n > 0."""
+        if by_kernels(values):
+            if self._watch is None:
+                self._watch = _triton().Watch(self.amax, self.width, self.counts, BINS)
+            self._watch.collect(values)
+            return
+        self._watch = None
         batch_amax = row_amax(values)
         self.amax = torch.maximum(self.amax, batch_amax)
         self.width = torch.where(self.width > 0, self.width, batch_amax / BINS)
@@ -94,6 +104,27 @@ class Histogram:
             return
         self.counts = merge_neighbours(self.counts, doublings.long())
         self.width = self.width * doublings.exp2()
+
+
+def by_kernels(values: Tensor) -> bool:
+    """Whether Triton kernels take (rows, n) values: one row without gaps in at most 32 bits, on a GPU."""
+    if not (HAS_TRITON and values.is_cuda and len(values) == 1 and values.is_contiguous()):
+        return False
+    return values.dtype in {torch.float32, torch.float16, torch.bfloat16}
+
+
+def raise_amax(values: Tensor, amax: Tensor) -> None:
+    """Raise `amax`, (rows,), to the largest magnitude of (rows, n) values, in place; NaN where there is one."""
+    if by_kernels(values):
+        _triton().collect_amax(values, amax)
+    else:
+        amax.copy_(torch.maximum(amax, row_amax(values)))
+
+
+def _triton() -> Any:
+    from compress.quantization import histogram_triton  # Triton is not installed everywhere
+
+    return histogram_triton
 
 
 def merge_neighbours(counts: Tensor, doublings: Tensor) -> Tensor:

@@ -9,10 +9,13 @@ which the caller keeps its launches; pointers are taken to lie at multiples of 1
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 _MOST = 4096  # launches, or plans of them, that are kept under one name
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import compress
-from compress.quantization import fused_ops, fused_triton, fused_weights_triton
+from compress.quantization import fused_ops, fused_triton, fused_weights_triton, histogram, histogram_triton
+from compress.quantization.amax import row_amax
 from compress.quantization.fused_ops import Epilogue
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.quantizer import Quantizer
@@ -95,6 +96,31 @@ def check_network():
     assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-4, atol=1e-3)
 
 
+def check_histograms():
+    """Bin for bin those of the CPU: widths set late, values at upper ends, growth within and beyond the bins, NaN."""
+    histogram.BINS, bins = 64, 300
+    growing = [torch.zeros(9), torch.randn(3000).relu(), 2 * torch.randn(700), 40 * torch.randn(900), torch.randn(50)]
+    sequences = [
+        growing,
+        [x.half() for x in growing[1:]],
+        [torch.tensor([64.0, 63.0, 1.0]), torch.tensor([64.0, 128.0]), torch.tensor([-300.0]), torch.tensor([301.0])],
+    ]
+    for batches in sequences:
+        cpu, gpu = (histogram.Histogram.empty(1, bins, torch.device("cpu")) for _ in range(2))
+        watch = histogram_triton.Watch(gpu.amax, gpu.width, gpu.counts, 64)
+        for x in batches:
+            cpu.add(x[None])
+            watch.collect(x[None])
+            for one, other in ((cpu.counts, gpu.counts), (cpu.width, gpu.width), (cpu.amax, gpu.amax)):
+                assert torch.equal(one, other)
+        assert int(gpu.counts.sum()) == sum(x.numel() for x in batches)
+    for x in (torch.randn(5000), torch.tensor([math.nan, 3.0]), torch.tensor([-math.inf, 1.0])):
+        amax = torch.zeros(1)
+        histogram_triton.collect_amax(x[None], amax)
+        same(amax, row_amax(x[None]))
+    return len(sequences)
+
+
 def main():
     assert os.environ.get("TRITON_INTERPRET") == "1"
     torch.manual_seed(0)
@@ -106,7 +132,8 @@ def main():
     activations = [check_activation(*c[:3], *c[3], c[4]) for c in choices]
     weights = [check_weights(torch.float32, out, even) for out, even in ((torch.float32, True), (torch.float16, False))]
     check_network()
-    print(f"{len(activations)} activations, {len(weights)} groups of weights, 1 network")
+    assert check_histograms() == 3
+    print(f"{len(activations)} activations, {len(weights)} groups of weights, 1 network, 3 histograms")
 
 
 if __name__ == "__main__":

@@ -335,7 +335,7 @@ def test_triton_kernels_compute_the_same_in_the_interpreter():
         env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "72 activations, 2 groups of weights, 1 network" in done.stdout
+    assert "72 activations, 2 groups of weights, 1 network, 3 histograms" in done.stdout
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
