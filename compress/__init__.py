@@ -33,7 +33,7 @@ from compress.sparsity.parametrization import squash_masks
 from compress.sparsity.schedule import MaskSchedule
 from compress.sparsity.sparsifier import sparsify
 from compress.sparsity.spec import SparsitySpec
-from compress.training import QATSpec, TrainSpec, evaluate, fit
+from compress.training import QATSpec, TrainSpec, evaluate, fit, recalibrate_batchnorm
 from compress.version import __version__
 
 __all__ = [
@@ -78,6 +78,7 @@ __all__ = [
     "measure_accuracy",
     "measure_latency",
     "quantize",
+    "recalibrate_batchnorm",
     "receptive_field",
     "roofline",
     "run",

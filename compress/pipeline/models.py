@@ -94,7 +94,8 @@ def qat_step(
         apply_masks(qmodel, masks)
     if spec.scales == "learned":
         learn_scales(qmodel)
-    report = train(run, qmodel.train(), spec, variant, teacher=float_model)
+    behind = run.recipe.train.epochs + (run.recipe.finetune.epochs if variant.startswith("sparse") else 0)
+    report = train(run, qmodel.train(), spec, variant, teacher=float_model, first_epoch=behind)
     freeze_scales(qmodel)
     if masks:
         squash_masks(qmodel)
@@ -109,9 +110,14 @@ def train(
     variant: str,
     *,
     teacher: nn.Module | None = None,
+    first_epoch: int = 0,
     after_step: AfterStep | None = None,
 ) -> TrainReport:
-    """Train `model` in place as the run says; `variant` names its files and its bar."""
+    """Train `model` in place as the run says; `variant` names its files and its bar.
+
+    `first_epoch` counts the epochs behind it: a phase that went on with those of the phase before would show the
+    network the same images in the same order, augmented alike, as it has seen.
+    """
     return fit(
         model,
         run.data,
@@ -123,6 +129,7 @@ def train(
         processes=run.processes,
         resume=run.resume,
         name=variant,
+        first_epoch=first_epoch,
         after_step=after_step,
         progress=run.progress,
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, cast
 
 from torch import Tensor, nn
 
+from compress.data.base import BatchPlan
 from compress.errors import AuditError, ModelError, RooflineError
 from compress.export.audit import audit_sparsity
 from compress.files import write_json
@@ -22,32 +23,42 @@ from compress.sparsity.parametrization import apply_masks, masked_layers, squash
 from compress.sparsity.schedule import MaskSchedule
 from compress.sparsity.sparsifier import sparsify
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
-from compress.training import load_model, save_model
+from compress.training import load_model, recalibrate_batchnorm, save_model
 from compress.weights import read_state_dict
 
 GPU = "a100"
 """The device that a run's report names a bound for: the first kind that has 2:4 tensor cores."""
 
+RECALIBRATION_IMAGES = 1024
+"""Images of the training split that BatchNorm is recalibrated from where nothing is trained behind the sparsity."""
+
 _MASK = ".parametrizations.weight.0.mask"
 
 
 def sparse_step(run: Run, float_model: nn.Module) -> nn.Module:
-    """The float network with weights or channels taken away, fine-tuned; a plain module again."""
+    """The float network with weights or channels taken away, fine-tuned; a plain module again.
+
+    Without fine-tuning, BatchNorm is recalibrated: by the dense network's statistics it would be at chance.
+    """
     spec = cast(SparsitySpec, run.recipe.sparsity)
     pattern = check_sparsity_spec(spec)
     model = copy.deepcopy(float_model)
     if pattern.kind == "channel":
         report = prune_channels(model, spec, example_inputs=run.example.to(run.device), progress=run.progress)
         write_json(run.path("sparsity.json"), asdict(report))
-    if run.folder.done("sparse"):
+    finished, tuning = run.folder.done("sparse"), run.recipe.finetune
+    if pattern.kind != "channel" and not finished:
+        _mask(run, model, float_model, spec, pattern)
+    _note(run)
+    if finished:
         load_model(model, run.path("sparse.safetensors"))
         return model.eval()
-    if pattern.kind != "channel":
-        _mask(run, model, float_model, spec, pattern)
-        _note(run)
+    if tuning.epochs == 0:
+        recalibrate_batchnorm(model.to(run.device), _recalibration_images(run))
     schedule = MaskSchedule(model, spec) if masked_layers(model) else None
     after_step = schedule.after_step if schedule is not None else None
-    done = train(run, model.train(), run.recipe.finetune, "sparse", teacher=float_model, after_step=after_step)
+    first = run.recipe.train.epochs
+    done = train(run, model.train(), tuning, "sparse", teacher=float_model, first_epoch=first, after_step=after_step)
     if schedule is not None:
         squash_masks(model)
     keep(run, "sparse", model, top1=done.final.top1, images_per_s=done.images_per_s, seconds=done.seconds)
@@ -109,7 +120,20 @@ def _note(run: Run) -> None:
     known = json.loads(run.path("sparsity.json").read_text(encoding="utf-8"))
     refused = (known.get("permutation") or {}).get("refused")
     notes = [known.get("at_most"), f"channels were not permuted: {refused}" if refused else None]
+    if run.recipe.finetune.epochs == 0:
+        notes.append(
+            "finetune.epochs is 0: the sparse network was not trained on, only its BatchNorm statistics were measured "
+            "again on images of the training split; a few epochs bring back most of what is lost"
+        )
     run.notes += [note for note in notes if note]
+
+
+def _recalibration_images(run: Run) -> Iterator[Tensor]:
+    """A sample of the training split, the same on every process; each batch is spread over it, and so over classes."""
+    split = run.data.train
+    sample = split.order(BatchPlan(batch_size=1, limit=min(RECALIBRATION_IMAGES, len(split))))
+    count = max(1, len(sample) // 32)
+    return (split.load(sample[i::count], epoch=None, device=run.device)[0] for i in range(count))
 
 
 def zeros_of(run: Run, model: nn.Module) -> Mapping[str, Tensor]:

@@ -5,6 +5,7 @@ from compress.training.distributed import SINGLE, Processes, init_processes
 from compress.training.evaluate import Accuracy, evaluate
 from compress.training.log import EpochRow, TrainReport
 from compress.training.loop import fit
+from compress.training.recalibrate import recalibrate_batchnorm
 from compress.training.spec import FinetuneSpec, QATSpec, TrainSpec, check_train_spec
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "init_processes",
     "load_checkpoint",
     "load_model",
+    "recalibrate_batchnorm",
     "save_checkpoint",
     "save_model",
 ]

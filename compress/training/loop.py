@@ -60,6 +60,7 @@ def fit(
     processes: Processes = SINGLE,
     resume: bool = False,
     name: str = "train",
+    first_epoch: int = 0,
     after_step: AfterStep | None = None,
     progress: Progress = QUIET,
 ) -> TrainReport:
@@ -79,6 +80,8 @@ def fit(
         processes: every one of them must call, and gets the same report; rank 0 writes the files.
         resume: go on from the folder's checkpoint where there is one.
         name: of the files and the progress bar.
+        first_epoch: number of the first epoch, for all that is random in it: a training that goes on where one of n
+            epochs ended gives n, and sees its images in another order and otherwise augmented than that one did.
         after_step: called behind every optimizer step with (steps done, all steps, the optimizer); what it does must
             follow from the model and the step alone, so that a resumed training does the same.
         progress: hears of every optimizer step, and of evaluations.
@@ -98,7 +101,7 @@ def fit(
     progress = progress if processes.is_main else QUIET
     with surroundings(model, teacher, device):
         training = _Training(model, data, spec, batch_size, folder, teacher, device, processes, name, progress)
-        training.after_step = after_step
+        training.after_step, training.first_epoch = after_step, first_epoch
         try:
             return training.run(resume)
         finally:
@@ -143,6 +146,7 @@ class _Training:
         self.model, self.data, self.spec, self.device, self.processes = model.to(device), data, spec, device, processes
         self.name, self.progress, self.folder = name, progress, folder
         self.after_step: AfterStep | None = None
+        self.first_epoch = 0
         self.position = _Position()
         self.unread: list[Tensor] = []
         self.plan = BatchPlan(
@@ -201,7 +205,7 @@ class _Training:
     def _epoch(self) -> None:
         freeze_batchnorm(self.model.train(), self.spec, self.position.epoch)
         first = self.position.step * self.spec.grad_accumulation
-        plan = replace(self.plan, epoch=self.position.epoch, first=first)
+        plan = replace(self.plan, epoch=self.first_epoch + self.position.epoch, first=first)
         batches = self.data.train.batches(plan, device=self.device)
         self.mark = time.perf_counter()
         while self.position.step < self.steps_per_epoch:
@@ -222,7 +226,8 @@ class _Training:
         spec, lr = self.spec, self._learning_rate(self.step)
         left = self.batches_per_epoch - self.position.step * spec.grad_accumulation
         group = min(spec.grad_accumulation, left)
-        torch.manual_seed(hash_seed(spec.seed, self.step, self.processes.rank))
+        behind = self.first_epoch * self.steps_per_epoch
+        torch.manual_seed(hash_seed(spec.seed, behind + self.step, self.processes.rank))
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = lr
         sums = [self._backward(*self._next(batches), group=group, last=i == group - 1) for i in range(group)]
@@ -348,7 +353,7 @@ class _Training:
     def _identity(self) -> dict[str, Any]:
         train = self.data.train
         data = {"batch_size": self.plan.batch_size, "train_images": len(train), "data_seed": train.seed}
-        return {**asdict(self.spec), **data}
+        return {**asdict(self.spec), **data, "first_epoch": self.first_epoch}
 
     def _learning_rate(self, step: int) -> float:
         return learning_rate(

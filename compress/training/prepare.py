@@ -89,7 +89,7 @@ def to_channels_last(model: nn.Module, images: Tensor, wanted: bool | None) -> b
     if wanted is None:
         try:
             _evaluation_logits(model, images.contiguous(memory_format=torch.channels_last))
-        except RuntimeError:
+        except ModelError:
             model.to(memory_format=torch.contiguous_format)
             return False
     return True

@@ -7,8 +7,12 @@ import shutil
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import numpy_helper
+from safetensors.torch import load_file
 
+from compress import build_model, evaluate, load_data
+from compress.data.memory import MemorySplit
 from compress.errors import AuditError, RecipeError
 from compress.export.audit import audit_sparsity
 from compress.pipeline import run
@@ -23,17 +27,37 @@ TREE = {
     "finetune": {"epochs": 1, "lr": 0.02},
     "quantization": {"target": "openvino", "calibration_images": 128},
     "qat": {"epochs": 1, "lr": 0.01},
-    "bench": {"engines": ["onnxruntime"], "batch_sizes": [1], "runs": 3, "seconds": 0.2},
+    "bench": {
+        "engines": ["onnxruntime", "tensorrt-rtx"],
+        "batch_sizes": [1],
+        "runs": 3,
+        "seconds": 0.2,
+        "sm": [89, 120],
+    },
 }
 RECIPE = parse_recipe(TREE)
 MASKED = ("block1.conv1", "block1.conv2", "block2.conv1", "block2.conv2")
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    out = tmp_path_factory.mktemp("prune") / "run"
-    run(RECIPE, "prune", out, device="cpu")
-    return out
+def finished_run(tmp_path_factory):
+    """A run's folder, and the numbers of the epochs that its training images were loaded for, in order."""
+    out, epochs, load = tmp_path_factory.mktemp("prune") / "run", [], MemorySplit.load
+
+    def watched(self, indices, *, epoch, device):
+        if epoch is not None and epochs[-1:] != [epoch]:
+            epochs.append(epoch)
+        return load(self, indices, epoch=epoch, device=device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemorySplit, "load", watched)
+        run(RECIPE, "prune", out, device="cpu")
+    return out, epochs
+
+
+@pytest.fixture(scope="module")
+def finished(finished_run):
+    return finished_run[0]
 
 
 def constant(path, layer):
@@ -54,6 +78,11 @@ def test_two_of_four_in_the_files(variant, layer, finished):
     groups = np.moveaxis(weight, 1, -1).reshape(-1, 4)
     assert (np.count_nonzero(groups, axis=1) <= 2).all()
     assert np.count_nonzero(weight) > 0.35 * weight.size
+
+
+def test_no_phase_sees_images_in_an_order_that_another_has_seen(finished_run):
+    """Two epochs of the baseline, one of fine-tuning, one of QAT: each shuffles and augments by a number of its own."""
+    assert finished_run[1] == [0, 1, 2, 3]
 
 
 def test_the_rest_stays_dense(finished):
@@ -97,6 +126,22 @@ def test_a_sparse_network_is_written_again_as_it_was(variant, finished, tmp_path
         np.testing.assert_array_equal(constant(path, layer), constant(finished / f"{variant}.onnx", layer))
 
 
+def test_engines_for_gpus_that_are_not_here_and_what_is_known_of_their_zeros(finished):
+    built = {row["variant"]: row for row in json.loads((finished / "engines.json").read_text())}
+    assert {(row["status"], *row["sms"]) for row in built.values()} == {("built", 89, 120)} and len(built) == 5
+    audits = {row["variant"]: row for row in json.loads((finished / "engine_audit.json").read_text())}
+    assert all((finished / built[variant]["file"]).is_file() for variant in audits)
+    for variant in ("sparse-ptq", "sparse-qat"):
+        row = audits[variant]
+        assert row["int8_share"] == 1.0
+        masked = {node for layer in row["layers"] if layer["role"] == "weighted" for node in layer["onnx_nodes"]}
+        assert {f"/{layer.replace('.', '/')}/Conv" for layer in MASKED} <= masked
+        count = len([r for r in audit_sparsity(finished / f"{variant}.onnx") if r.violations == 0 and r.zeros >= 0.5])
+        assert row["sparse_kernels"] == f"{count}, kernels chosen when it runs" and count >= len(MASKED)
+    assert audits["float"]["sparse_kernels"] == ""
+    assert "layers with 2:4 weights" in (finished / "report.md").read_text()
+
+
 def test_audit_finds_a_broken_pattern(finished, tmp_path):
     rows = {row.name: row for row in audit_sparsity(finished / "sparse-qat.onnx")}
     assert rows["/block1/conv1/Conv"].violations == 0 and rows["/block1/conv1/Conv"].dtype == "int8"
@@ -113,8 +158,34 @@ def test_audit_finds_a_broken_pattern(finished, tmp_path):
         audit_sparsity(tmp_path / "none.onnx")
 
 
+def test_without_fine_tuning_batchnorm_is_recalibrated(finished, tmp_path):
+    """From the same float network: masks alone, and masks with the statistics measured again."""
+    out = tmp_path / "r"
+    tree = {**TREE, "train": {"epochs": 0}, "finetune": {"epochs": 0}, "quantization": None, "qat": None}
+    tree["sparsity"] = {"pattern": "2:4", "kernels": "any"}
+    tree["model"] = {**TREE["model"], "weights": str(finished / "float.safetensors")}
+    done = parse_recipe(tree)
+    run(done, "prune", out, device="cpu")
+    before, after = (load_file(out / name) for name in ("float.safetensors", "sparse.safetensors"))
+    assert all((before[k] != after[k]).any() for k in before if k.endswith("running_mean"))
+    assert torch.equal(before["block1.bn1.weight"], after["block1.bn1.weight"])
+    notes = json.loads((out / "notes.json").read_text())
+    assert sum("finetune.epochs is 0" in note for note in notes) == 1
+
+    model = build_model(done.model, num_classes=10)
+    data = load_data(done.data)
+    model.load_state_dict(after)
+    again = evaluate(model, data.val, batch_size=64)
+    model.load_state_dict({**after, **{k: v for k, v in before.items() if "running" in k}})
+    assert again.loss < evaluate(model, data.val, batch_size=64).loss
+
+    run(done, "prune", out, resume=True, device="cpu")
+    assert json.loads((out / "notes.json").read_text()) == notes
+
+
 def test_channels_go_through_the_same_command(tmp_path):
     tree = {**TREE, "sparsity": {"pattern": "channel:0.4", "kernels": "any"}, "quantization": None, "qat": None}
+    tree["bench"] = {**TREE["bench"], "engines": ["onnxruntime"]}
     run(parse_recipe(tree), "prune", tmp_path / "c", device="cpu")
     report = json.loads((tmp_path / "c" / "sparsity.json").read_text())
     assert report["macs_after"] < 0.75 * report["macs_before"]

@@ -1,5 +1,6 @@
 import copy
 import csv
+import dataclasses
 import json
 import math
 
@@ -14,7 +15,7 @@ from compress.data.base import BatchPlan
 from compress.errors import CheckpointError, CompressError, DataError, ModelError, RecipeError
 from compress.progress import NoProgress
 from compress.training import Processes, QATSpec, TrainSpec, evaluate, fit
-from tests.training.toy import WithAuxiliary, convnet, linear, smooth, toy_data
+from tests.training.toy import ToySplit, WithAuxiliary, convnet, linear, smooth, toy_data
 
 
 def train(model, folder=None, *, batch_size=8, data=None, teacher=None, resume=False, progress=None, **spec):
@@ -72,6 +73,26 @@ def test_is_the_loop_that_one_would_write_by_hand():
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     assert [row.train_loss for row in report.history] == pytest.approx([sum(losses[:5]) / 5, sum(losses[5:]) / 5])
     assert report.steps == 6
+
+
+class Epochs(ToySplit):
+    """Remembers which epoch each batch was loaded for."""
+
+    def load(self, indices, *, epoch, device):
+        self.__dict__.setdefault("seen", []).append((epoch, tuple(indices)))
+        return super().load(indices, epoch=epoch, device=device)
+
+
+def test_a_later_phase_has_epochs_of_its_own(tmp_path):
+    """Epoch 0 of a training that begins at epoch 2 is what epoch 2 of a longer training is: images and dropout."""
+    data = dataclasses.replace(toy_data(), train=Epochs(48))
+    spec = TrainSpec(epochs=2, warmup_epochs=0, schedule="constant", lr=0.1)
+    fit(linear(), data, spec, batch_size=8, folder=tmp_path, first_epoch=2)
+    plans = [BatchPlan(batch_size=8, epoch=epoch, drop_last=True) for epoch in (2, 3)]
+    expected = [(p.epoch, tuple(batch)) for p in plans for batch in data.train.batch_indices(p)]
+    assert [row for row in data.train.seen if row[0] is not None] == expected
+    with pytest.raises(CheckpointError, match="first_epoch"):
+        fit(linear(), data, spec, batch_size=8, folder=tmp_path, first_epoch=0, resume=True)
 
 
 def test_learns_and_reports(tmp_path):

@@ -1,0 +1,64 @@
+"""BatchNorm's statistics measured anew, after weights were taken away and nothing was trained.
+
+A mask changes the mean and the variance of every layer's output, and BatchNorm goes on normalizing by those of the
+dense network: layer by layer the error grows, and a network whose weights would still do ends at chance. Gathering the
+statistics again from a few hundred images needs no labels and no gradient (adaptive BatchNorm, Li et al., arXiv
+2007.02491, section 3.2). Training does the same by the way, so a network that is fine-tuned needs none of this.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from compress.errors import DataError
+from compress.graph.batches import model_inputs
+
+
+def recalibrate_batchnorm(model: nn.Module, batches: Iterable[Any]) -> int:
+    """Replace the running statistics of every BatchNorm by their means over `batches`, in place.
+
+    Args:
+        model: a network with BatchNorm layers of its own (not folded ones); its modes are afterwards as they were.
+        batches: images of the training split, as evaluation sees them, many of all classes in each batch: tensors, or
+            whatever else `compress.calibrate` takes.
+
+    Returns:
+        Number of layers whose statistics were replaced; 0 = the model has none, and the batches were not read.
+
+    Raises:
+        DataError: there is no batch, or one does not fit the model; the statistics are as they were.
+    """
+    layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    if not layers:
+        return 0
+    before = [(layer, layer.momentum, copy.deepcopy(layer.state_dict())) for layer in layers]
+    modes = [(module, module.training) for module in model.modules()]
+    count = 0
+    try:
+        model.eval()
+        for layer in layers:
+            layer.reset_running_stats()
+            layer.momentum = None  # the plain mean of all batches
+            layer.train()
+        with torch.no_grad():
+            for batch in batches:
+                model(*model_inputs(model, batch))
+                count += 1
+        if not count:
+            raise DataError("BatchNorm cannot be recalibrated from no batches: give images of the training split")
+    except BaseException:
+        for layer, _, state in before:
+            layer.load_state_dict(state)
+        raise
+    finally:
+        for layer, momentum, _ in before:
+            layer.momentum = momentum
+        for module, training in modes:
+            module.training = training
+    return len(layers)
