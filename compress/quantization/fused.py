@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
 from compress.graph.ops import node_kind, node_module
+from compress.quantization.fused_codes import WHERE_IT_APPLIES, Forward, carry_codes
 from compress.quantization.fused_ops import HAS_TRITON, Kernels, epilogue_of, fused_quantize
 from compress.quantization.fused_weights import group_weights, is_live, is_plain
 from compress.quantization.modules import QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear
@@ -48,20 +49,27 @@ class FusedChain:
         quantizer: module path.
         nodes: names of the nodes that became one module with it, in order.
         reason: why it is not fused, or why its chain does not begin at a layer; "" when it does.
+        int8: its layer is computed on INT8 tensor cores where they are.
     """
 
     quantizer: str
     nodes: tuple[str, ...]
     reason: str
+    int8: bool = False
 
 
-def fuse_for_training(qmodel: nn.Module, *, kernels: Kernels | None = None) -> fx.GraphModule:
+def fuse_for_training(
+    qmodel: nn.Module, *, kernels: Kernels | None = None, forward: Forward | None = None
+) -> fx.GraphModule:
     """A second graph over the same modules, cheaper to train; the same function, with the same gradients.
 
     Args:
         qmodel: from `quantize` or `insert_quantizers`; not changed.
         kernels: `triton` or `torch` for all; None = Triton on a GPU where it fits, and under
             torch.compile torch.
+        forward: `int8` = convolutions between quantizers are computed on INT8 tensor cores where Triton runs
+            (`fused_codes`): equal but for values within float32's precision of a tie; `float` = as the plain path does;
+            None = `fused_codes.WHERE_IT_APPLIES`.
 
     Returns:
         A module to call in place of `qmodel` in training steps. Its `chains` tell what was fused. It shares every
@@ -80,6 +88,9 @@ def fuse_for_training(qmodel: nn.Module, *, kernels: Kernels | None = None) -> f
     chains = [_fuse(fused, node, kernels) for node in list(graph.nodes) if node_kind(node) == "quantizer"]
     if kernels != "torch":
         _share_weights(fused, kernels)
+    if (forward or WHERE_IT_APPLIES) == "int8":
+        coded = carry_codes(fused, _fused_chains(fused))
+        chains = [replace(chain, int8=qmodel.get_submodule(chain.quantizer) in coded) for chain in chains]
     graph.eliminate_dead_code()
     graph.lint()
     fused.delete_all_unused_submodules()
@@ -168,6 +179,13 @@ def _product(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) 
         weight = layer.quantized_weight if hasattr(layer, "weight_quantizer") else layer.weight
     matmul: Callable[..., Tensor] = F.linear if isinstance(layer, nn.Linear) else layer._conv_forward
     return matmul(x, weight, bias)
+
+
+def _fused_chains(graph_module: fx.GraphModule) -> dict[fx.Node, FusedChainModule]:
+    """Nodes of fused chains, each with its module."""
+    called = [node for node in graph_module.graph.nodes if node.op == "call_module"]
+    modules = {node: graph_module.get_submodule(str(node.target)) for node in called}
+    return {node: module for node, module in modules.items() if isinstance(module, FusedChainModule)}
 
 
 def _share_weights(graph_module: fx.GraphModule, kernels: Kernels | None) -> None:

@@ -19,6 +19,7 @@ each weight passes its own quantizer.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -37,22 +38,30 @@ class QuantizedWeights(nn.Module):
     Args:
         layers: each with `weight` and `weight_quantizer`. They are not registered: other modules of the graph own them.
         kernels: as of `fuse_for_training`.
+
+    Attributes:
+        coded: of which layers the weights are wanted as integers too.
     """
 
     def __init__(self, layers: Sequence[nn.Module], kernels: Kernels | None) -> None:
         super().__init__()
         self.layers: tuple[Any, ...] = tuple(layers)
         self.kernels: Kernels | None = kernels
+        self.coded = [False] * len(self.layers)
 
-    def forward(self) -> tuple[Tensor, ...]:
-        """The weights, shaped and laid out as they are; in autocast's type where Triton kernels compute them."""
+    def forward(self) -> tuple[Tensor | None, ...]:
+        """The weights, shaped and laid out as they are; in autocast's type where Triton kernels compute them.
+
+        As many again follow: the integers, int8, None where they are not wanted or Triton kernels do not compute them.
+        """
         weights = [layer.weight for layer in self.layers]
         found = [layer.weight_quantizer for layer in self.layers]
         if by_hand(weights[0], self.kernels) and all(map(is_plain, found)) and all(map(is_live, found)):
-            result = _triton().quantize_weights(self, weights, found, weight_dtype(weights[0]))
+            result = _triton().quantize_weights(self, weights, found, weight_dtype(weights[0]), self.coded)
             if result is not None:
-                return cast(tuple[Tensor, ...], result)
-        return tuple(quantizer(weight) for quantizer, weight in zip(found, weights, strict=True))
+                return cast("tuple[Tensor | None, ...]", result)
+        values = [quantizer(weight) for quantizer, weight in zip(found, weights, strict=True)]
+        return (*values, *(None for _ in values))
 
 
 def weight_dtype(weight: Tensor) -> torch.dtype:
@@ -100,13 +109,26 @@ def group_weights(graph_module: fx.GraphModule, readers: dict[fx.Node, nn.Module
             weights = graph_module.graph.call_module(name)
         for j, nodes in enumerate(group.values()):
             with graph_module.graph.inserting_before(nodes[0]):
-                weight = graph_module.graph.call_function(_item, (weights, j))
+                weight = graph_module.graph.call_function(operator.getitem, (weights, j))
             for node in nodes:
                 node.update_kwarg("weight", weight)
 
 
-def _item(weights: tuple[Tensor, ...], index: int) -> Tensor:
-    return weights[index]
+def codes_of_weight(graph_module: fx.GraphModule, reader: fx.Node) -> fx.Node | None:
+    """The node of the integers of the weight that a node reads; None where it reads none of `group_weights`.
+
+    Args:
+        graph_module: changed in place: the integers are computed from now on.
+        reader: has the keyword argument `weight`.
+    """
+    weight = reader.kwargs.get("weight")
+    if not isinstance(weight, fx.Node):
+        return None
+    group, index = cast("tuple[fx.Node, int]", weight.args)
+    owner = cast(QuantizedWeights, graph_module.get_submodule(str(group.target)))
+    owner.coded[index] = True
+    with graph_module.graph.inserting_after(weight):
+        return graph_module.graph.call_function(operator.getitem, (group, len(owner.layers) + index))
 
 
 def _triton() -> Any:

@@ -32,8 +32,9 @@ _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 @triton.jit
 def _weights_kernel(
-    pointers_ptr, about_ptr, tiles_ptr, out_ptr, bits_ptr, TYPE: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr
-):
+    pointers_ptr, about_ptr, tiles_ptr, out_ptr, bits_ptr, codes_ptr,
+    TYPE: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     weight = tl.load(tiles_ptr + tl.program_id(0) * 2).to(tl.int64)
     first = tl.load(tiles_ptr + tl.program_id(0) * 2 + 1) * GROUPS  # of a weight, which has fewer than 2^31 elements
     x_ptr = tl.load(pointers_ptr + weight * 2).to(tl.pointer_type(TYPE))
@@ -59,6 +60,8 @@ def _weights_kernel(
     rounded = tl.where(rounded > high, high, rounded)
     rounded = tl.where(rounded < low, low, rounded)
     tl.store(out_ptr + base + at, (rounded * scale).to(out_ptr.dtype.element_ty), mask=there)
+    if codes_ptr is not None:
+        tl.store(codes_ptr + base + at, rounded.to(tl.int8), mask=there)
     bits = tl.sum((passes & there).to(tl.int32) << lane[None, :], axis=1)
     tl.store(bits_ptr + base // 8 + group, bits.to(tl.uint8), mask=whole)
 
@@ -85,8 +88,8 @@ def _weight_gradients_kernel(
 
 
 def quantize_weights(
-    owner: Any, weights: list[Tensor], quantizers: list[Quantizer], dtype: torch.dtype
-) -> tuple[Tensor, ...] | None:
+    owner: Any, weights: list[Tensor], quantizers: list[Quantizer], dtype: torch.dtype, coded: Sequence[bool] = ()
+) -> tuple[Tensor | None, ...] | None:
     """The weights quantized, with straight-through gradients; None where the kernels do not fit.
 
     Args:
@@ -94,6 +97,7 @@ def quantize_weights(
         weights: on one device.
         quantizers: of integers, with ranges.
         dtype: of the results.
+        coded: of which weights the integers are wanted too; they follow, int8, None where they are not.
     """
     shapes = [(w.shape, w.stride(), w.dtype, q.format) for w, q in zip(weights, quantizers, strict=True)]
     key = (shapes, dtype, weights[0].get_device())
@@ -110,8 +114,8 @@ def quantize_weights(
     if joined & 15:
         return None
     group.ranges.fill(pointers)
-    result: tuple[Tensor, ...] = _QuantizeWeights.apply(group, *weights)
-    return result
+    *results, codes = _QuantizeWeights.apply(group, any(coded), *weights)
+    return (*results, *group.views(codes, coded))
 
 
 _KEPT: WeakKeyDictionary[Any, _Group] = WeakKeyDictionary()
@@ -178,20 +182,22 @@ class _Group:
         self.about = torch.tensor(about, device=self.device)
         self.tiles = torch.tensor(tiles, dtype=torch.int32, device=self.device)
 
-    def launch(self, kernel: Any, read: torch.dtype, written: torch.dtype, *tensors: Tensor) -> None:
+    def launch(self, kernel: Any, read: torch.dtype, written: torch.dtype, *tensors: Tensor | None) -> None:
         """Run a kernel over all tiles."""
-        key = (kernel is _weights_kernel, read, written, self.even, len(self.tiles), self.device_index)
+        wanted = tensors[-1] is not None
+        key = (kernel is _weights_kernel, wanted, read, written, self.even, len(self.tiles), self.device_index)
         if key not in _LAUNCHES:
             _LAUNCHES[key] = Launch(kernel, (len(self.tiles),), _TYPES[read], self.even, _GROUPS)
         _LAUNCHES[key](self.device_index, *tensors)
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """(the buffer of quantized weights, the packed bits)."""
+    def forward(self, coded: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(the buffer of quantized weights, the packed bits, the buffer of integers if wanted)."""
         out = torch.empty(self.size, dtype=self.dtype, device=self.device)
         bits = torch.empty(self.size // BITS, dtype=torch.uint8, device=self.device)
-        tensors = (self.ranges.table, self.about, self.tiles, out, bits)
+        codes = torch.empty(self.size, dtype=torch.int8, device=self.device) if coded else None
+        tensors = (self.ranges.table, self.about, self.tiles, out, bits, codes)
         self.launch(_weights_kernel, self.weight_dtype, self.dtype, *tensors)
-        return out, bits
+        return out, bits, codes
 
     def backward(self, grads: list[Tensor | None], bits: Tensor) -> Tensor:
         """The buffer of masked gradients; undefined where there is none."""
@@ -211,11 +217,11 @@ class _Group:
         self.launch(_weight_gradients_kernel, self.dtype, self.weight_dtype, *tensors)
         return out
 
-    def views(self, buffer: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
-        """Each weight's part of a buffer, shaped and laid out as the weight."""
+    def views(self, buffer: Tensor | None, wanted: Sequence[bool]) -> list[Tensor | None]:
+        """Each weight's part of a buffer, shaped and laid out as the weight; `wanted` may be empty."""
         return [
-            buffer.as_strided(shape, stride, begin) if asked else None
-            for asked, (shape, stride, begin, _) in zip(wanted, self.places, strict=True)
+            buffer.as_strided(shape, stride, begin) if buffer is not None and asked else None
+            for asked, (shape, stride, begin, _) in zip(wanted, self.places, strict=False)
         ]
 
 
@@ -223,16 +229,17 @@ class _QuantizeWeights(torch.autograd.Function):
     """Keeps the packed bits; the results are kept by the layers that read them."""
 
     @staticmethod
-    def forward(ctx: Any, group: _Group, *weights: Tensor) -> tuple[Tensor | None, ...]:
-        buffer, bits = group.forward()
+    def forward(ctx: Any, group: _Group, coded: bool, *weights: Tensor) -> tuple[Tensor | None, ...]:
+        buffer, bits, codes = group.forward(coded)
         ctx.save_for_backward(bits)
         ctx.group = group
         ctx.set_materialize_grads(False)
         results = group.views(buffer, [True] * len(weights))
-        frozen = [result for result, needed in zip(results, ctx.needs_input_grad[1:], strict=True) if not needed]
+        frozen = [result for result, needed in zip(results, ctx.needs_input_grad[2:], strict=True) if not needed]
+        frozen += [] if codes is None else [codes]
         if frozen:
             ctx.mark_non_differentiable(*frozen)
-        return tuple(results)
+        return (*results, codes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -241,5 +248,6 @@ class _QuantizeWeights(torch.autograd.Function):
             raise QuantizationError(
                 "our Triton kernels have no second derivative; for one, fuse with kernels='torch' (fuse_for_training)"
             )
+        grads = grads[:-1]  # integers have none
         buffer = ctx.group.backward(list(grads), bits)
-        return None, *ctx.group.views(buffer, [grad is not None for grad in grads])
+        return None, None, *ctx.group.views(buffer, [grad is not None for grad in grads])
