@@ -33,14 +33,14 @@ def show_engine(path: Path, onnx: Path | None, device: str | None, batch_size: i
     if as_json:
         print_json(_document(audit, device, batch_size))
         return
+    bound = engine_roofline(audit, device=device, batch_size=batch_size) if device is not None else None
     print_table(f"{path}: {audit.source}", _COLUMNS, _rows(audit), numbers=("MB an image", "macs"))
     OUT.print(summary_line(audit), highlight=False)
     for finding in audit.findings:
         OUT.print(f"- {finding.text}", markup=False, highlight=False)
     if audit.advice:
         OUT.print(f"advice: {audit.advice}", markup=False, highlight=False)
-    if device is not None:
-        bound = engine_roofline(audit, device=device, batch_size=batch_size)
+    if bound is not None and device is not None:
         OUT.print(
             f"{bound.device.title}, batch {batch_size}: at least {bound.least_time_ms:.3f} ms "
             f"({bound.images_per_s:,.0f} images/s), {bound.memory_bound_share:.0%} of it bound by memory. "

@@ -7,7 +7,7 @@ from pathlib import Path
 from compress.engines.engine_layers import EngineListing
 from compress.engines.nvidia_inspector import parse_inspector
 from compress.engines.nvidia_log import parse_build_log
-from compress.engines.tensorrt_metadata import check_fresh, read_metadata
+from compress.engines.tensorrt_metadata import check_fresh, check_whole, metadata_path, read_metadata
 from compress.errors import AuditError, EngineError
 
 LOG, LAYERS = ".log", ".layers.json"
@@ -23,14 +23,19 @@ def read_engine_layers(path: Path | str) -> EngineListing:
 
     Raises:
         AuditError: no such file, nothing beside the engine, or a file that tells of no layer.
+        EngineError: the engine is truncated, or another than was built.
     """
     path = Path(path)
     if not path.is_file():
         raise AuditError(f"{path} does not exist; give an engine, its build log or the inspector's JSON")
+    if path.suffix == ".onnx":
+        raise AuditError(f"{path} is a model, not an engine of it: --onnx shows what is in it, build makes an engine")
     if path.suffix == ".json":
         return parse_inspector(_text(path))
     if path.suffix in {".log", ".txt"}:
         return parse_build_log(_text(path))
+    if metadata_path(path).is_file():
+        check_whole(path, read_metadata(path))
     tried = [beside for end in (LAYERS, LOG) for beside in (Path(f"{path}{end}"), path.with_suffix(end))]
     for beside in tried:
         if beside.is_file():

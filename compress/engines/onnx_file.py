@@ -44,6 +44,10 @@ class OnnxFile:
     weight_files: tuple[Path, ...] = ()
 
 
+ENGINE_SUFFIXES = (".engine", ".plan")
+"""Endings of files that TensorRT and TensorRT-RTX have built."""
+
+
 def existing_file(path: Path | str) -> Path:
     """`path`, if it is a file.
 
@@ -65,6 +69,8 @@ def read_onnx(path: Path | str) -> OnnxFile:
     import onnx
 
     path = existing_file(path)
+    if path.suffix in ENGINE_SUFFIXES:
+        raise EngineError(f"{path} is a built TensorRT engine; give the ONNX file that it was built from")
     try:
         model = onnx.load(str(path), load_external_data=False)
     except Exception as error:

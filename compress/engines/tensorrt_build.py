@@ -29,7 +29,7 @@ from compress.engines.tensorrt_metadata import (
     read_metadata,
     sha256,
 )
-from compress.engines.tensorrt_options import Profile, TensorRTOptions, choose_sms, profiles_of
+from compress.engines.tensorrt_options import DEFAULT_BATCH, Profile, TensorRTOptions, choose_sms, profiles_of
 from compress.engines.tensorrt_progress import BuildProgress
 from compress.engines.tensorrt_timing_cache import keep_timing_cache, use_timing_cache
 from compress.errors import EngineError, EngineUnavailableError
@@ -96,12 +96,15 @@ def build_tensorrt(
         progress: hears how far the build is.
 
     Raises:
-        EngineError: a file, node, shape or option that the library does not take, too little memory, or no engine.
+        EngineError: a file, node, shape or option that the library does not take, too little memory, or no engine; an
+            `out` that is the model itself.
         EngineUnavailableError: the library, or a GPU that it needs, is not here.
         KeyboardInterrupt: Ctrl-C; no file is left behind.
     """
     request = _request(read_onnx(onnx), tensorrt_library(engine), options)
     path = Path(out) if out is not None else default_engine_path(request.file.path, engine, request.sms, options)
+    if path.resolve() in {file.resolve() for file in (request.file.path, *request.file.weight_files)}:
+        raise EngineError(f"{path} is the model itself: the engine would be written over it; name another file")
     digest = model_sha256(request.file.path)
     if reuse and (found := _reusable(path, request, digest)):
         return found
@@ -112,7 +115,7 @@ def build_tensorrt(
     seconds = time.perf_counter() - begin
     with replacing(path) as temporary:
         temporary.write_bytes(blob)
-    metadata = _metadata(request, path, digest, seconds, notes)
+    metadata = _metadata(request, path, digest, seconds, notes + _unused(request))
     write_text(log_path(path), log.text())
     write_json(metadata_path(path), metadata.to_dict())
     return BuiltEngine(path=path, metadata=metadata, log=log.text())
@@ -361,6 +364,15 @@ def _failure(request: _Request, log: Log) -> str:
         advice = "; the driver is too old for this library: update it"
     library = request.library
     return f"{library.flavour.title} {library.version} built no engine of {request.file.path}: {said}{advice}"
+
+
+def _unused(request: _Request) -> tuple[str, ...]:
+    """What was asked and had no effect, in words."""
+    batches = {tensor.shape[0] for tensor in request.file.inputs if tensor.shape}
+    if request.options.batch == DEFAULT_BATCH or -1 in batches:
+        return ()
+    fixed, asked = (", ".join(map(str, sizes)) for sizes in (sorted(batches), dict.fromkeys(request.options.batch)))
+    return (f"the model's batch is fixed at {fixed}: batch {asked} was not used; export it with an open one",)
 
 
 def _metadata(request: _Request, path: Path, digest: str, seconds: float, notes: tuple[str, ...]) -> EngineMetadata:

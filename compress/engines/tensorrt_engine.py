@@ -21,7 +21,7 @@ from torch import Tensor
 
 from compress.engines.arrays import check_inputs, reason
 from compress.engines.base import Arrays, BuildOptions, Engine, EngineInfo, TensorInfo
-from compress.engines.onnx_file import existing_file, read_onnx
+from compress.engines.onnx_file import ENGINE_SUFFIXES, existing_file, read_onnx
 from compress.engines.tensorrt_build import build_tensorrt
 from compress.engines.tensorrt_lane import Lane
 from compress.engines.tensorrt_library import FLAVOURS, Library, gpu, gpu_problem, sm_problem, tensorrt_library
@@ -37,8 +37,6 @@ from compress.engines.tensorrt_metadata import (
 from compress.engines.tensorrt_options import TensorRTOptions, check_admitted, parse_options, yes_or_no
 from compress.errors import EngineError, EngineUnavailableError
 from compress.files import replacing, write_text
-
-ENGINE_SUFFIXES = (".engine", ".plan")
 
 
 def load(path: Path | str, build: BuildOptions, *, engine: str) -> TensorRTEngine:

@@ -174,7 +174,11 @@ def check_fresh(engine: Path, told: EngineMetadata, onnx: Path) -> None:
     Raises:
         EngineError: `onnx` is another model than it was built from.
     """
-    if model_sha256(onnx) != told.onnx_sha256:
+    try:
+        same = model_sha256(onnx) == told.onnx_sha256
+    except EngineError as error:
+        raise EngineError(f"{engine}: nobody can say whether it is stale: {error}") from None
+    if not same:
         raise EngineError(f"{engine} is stale: {onnx} or its weights have changed since it was built; build it again")
 
 

@@ -31,6 +31,11 @@ def test_table(name, capsys):
 
 
 def test_refusals(tmp_path):
+    unknown = runner.invoke(app, ["inspect", "--engine", str(RECORDED / "inspector_10.json"), "--device", "rtx4091"])
+    assert "rtx4090" in str(unknown.exception) and unknown.output == ""
+    (tmp_path / "m.onnx").write_bytes(b"")
+    model = runner.invoke(app, ["inspect", "--engine", str(tmp_path / "m.onnx")])
+    assert isinstance(model.exception, AuditError) and "is a model, not an engine" in str(model.exception)
     assert isinstance(runner.invoke(app, ["inspect", "--engine", str(tmp_path / "no.engine")]).exception, AuditError)
     both = runner.invoke(app, ["inspect", "--engine", str(RECORDED / "inspector_10.json"), "--recipe", "resnet18"])
     assert isinstance(both.exception, RecipeError)

@@ -10,7 +10,9 @@ import onnx
 import pytest
 import torch
 
+import compress
 from compress import build_engine
+from compress.engines.engine_files import read_engine_layers
 from compress.engines.tensorrt_build import build_tensorrt
 from compress.engines.tensorrt_engine import checked_metadata
 from compress.engines.tensorrt_library import Library, tensorrt_library
@@ -26,7 +28,7 @@ from compress.engines.tensorrt_options import TensorRTOptions, parse_options
 from compress.engines.tensorrt_timing_cache import keep_timing_cache, use_timing_cache
 from compress.errors import EngineError, EngineUnavailableError
 from compress.progress import NoProgress
-from tests.engines.tensorrt.files import KINDS, unsupported, write_all
+from tests.engines.tensorrt.files import KINDS, network, unsupported, write_all
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU cannot do")
 
@@ -113,6 +115,25 @@ def test_weights_in_a_file_apart_are_part_of_the_model(files, tmp_path):
     weights.unlink()
     with pytest.raises(EngineError, match=r"apart\.bin, which holds its weights, is missing"):
         build_tensorrt(path, options=options)
+
+
+def test_the_model_is_not_written_over(files, tmp_path):
+    path = tmp_path / "m.onnx"
+    path.write_bytes(files["float"].read_bytes())
+    (tmp_path / "same.onnx").symlink_to(path)
+    for out in (path, tmp_path / "same.onnx"):
+        with pytest.raises(EngineError, match="is the model itself"):
+            build_tensorrt(path, out=out)
+    assert path.read_bytes() == files["float"].read_bytes()
+
+
+def test_a_batch_that_the_model_does_not_leave_open_is_said(tmp_path):
+    path = compress.export_onnx(network(), torch.randn(4, 3, 16, 16), tmp_path / "m.onnx", dynamic_batch=False)
+    made = build_tensorrt(path, options=TensorRTOptions(sms=(89,), batch=(1, 2, 8), optimization_level=0))
+    (note,) = made.metadata.notes
+    assert "fixed at 4: batch 1, 2, 8 was not used" in note
+    assert made.metadata.profiles["input"].max == (4, 3, 16, 16)
+    assert build_tensorrt(path, options=TensorRTOptions(sms=(89,), optimization_level=0)).metadata.notes == ()
 
 
 def test_progress_goes_to_the_end(files, tmp_path):
@@ -209,6 +230,8 @@ def test_engine_files_that_are_not_what_they_were_are_refused(built, files, tmp_
     whole.write_bytes(content[: len(content) // 2])
     with pytest.raises(EngineError, match="truncated"):
         build_engine(whole, "tensorrt-rtx")
+    with pytest.raises(EngineError, match="truncated"):
+        read_engine_layers(whole)
     whole.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(EngineError, match="sha256 differs"):
         build_engine(whole, "tensorrt-rtx")
@@ -216,6 +239,11 @@ def test_engine_files_that_are_not_what_they_were_are_refused(built, files, tmp_
     (tmp_path / built["float"].metadata.onnx).write_bytes(files["fp16"].read_bytes())
     with pytest.raises(EngineError, match="stale"):
         build_engine(whole, "tensorrt-rtx")
+    (tmp_path / built["float"].metadata.onnx).write_bytes(b"no model")
+    with pytest.raises(EngineError, match="whether it is stale: .*not an ONNX model"):
+        build_engine(whole, "tensorrt-rtx")
+    with pytest.raises(EngineError, match="is a built TensorRT engine"):
+        build_engine(whole, "openvino")
     metadata_path(whole).write_text("{}")
     with pytest.raises(EngineError, match="cannot be read"):
         build_engine(whole, "tensorrt-rtx")
