@@ -20,7 +20,7 @@ from compress.errors import CalibrationError, CompressError
 from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.trace import Inputs
 from compress.progress import NoProgress, Progress
-from compress.quantization.calibrators import Calibrator, make_calibrator
+from compress.quantization.calibrators import Calibrator, choose_together, make_calibrator
 from compress.quantization.float_model import check_float_model
 from compress.quantization.improve import improve, needs_data_twice, smoothed
 from compress.quantization.insert import insert_quantizers, placement_of, quantizers
@@ -130,9 +130,11 @@ def calibrate(
         images = int(total.item())
     if images == 0:
         raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
-    for name, calibrator in watching.items():
-        if all_reduce:
+    if all_reduce:
+        for calibrator in watching.values():
             calibrator.all_reduce()
+    choose_together(watching.values())
+    for name, calibrator in watching.items():
         _set(activations[name], calibrator)
     amax = {name: quantizer.amax.detach().cpu().clone() for name, quantizer in quantizers(qmodel)}
     histograms = {name: h for name, c in watching.items() if (h := c.histogram) is not None}

@@ -15,7 +15,8 @@ gets the largest amax of the tensor's channels, whose scale is sure to be a usab
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import get_args
+from collections.abc import Iterable, Sequence
+from typing import Any, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -188,8 +189,10 @@ class HistogramCalibrator(Calibrator):
     """Counts magnitudes; subclasses choose from the counts."""
 
     _counted: Histogram | None
+    _chosen: Tensor | None  # by `choose_together`
 
     def _observe(self, rows: Tensor) -> None:
+        self._chosen = None
         self._counted = self._counted or self._empty(len(rows), rows.device)
         self._counted.add(rows)
 
@@ -200,15 +203,21 @@ class HistogramCalibrator(Calibrator):
         return None if self._counted is None else self._counted.amax
 
     def _choose(self, largest: Tensor) -> Tensor:
+        if self._chosen is not None:
+            return self._chosen
         counted = self._counted or self._empty(len(largest), largest.device)
         return self._choose_bin(*counted.live())
 
     @abstractmethod
+    def _options(self) -> tuple[float, ...]:
+        """What `_choose_bin` depends on besides its arguments."""
+
+    @abstractmethod
     def _choose_bin(self, counts: Tensor, width: Tensor) -> Tensor:
-        """The amax of each row: (rows,) from counts (rows, bins) and the bins' width (rows,), on the CPU."""
+        """The amax of each row: (rows,) from counts (rows, bins) and the bins' width (rows,)."""
 
     def _forget(self) -> None:
-        self._counted = None
+        self._counted = self._chosen = None
 
     @property
     def histogram(self) -> tuple[Tensor, Tensor] | None:
@@ -220,12 +229,37 @@ class HistogramCalibrator(Calibrator):
         return (counts[0], edges[0]) if self.axis is None else (counts, edges)
 
     def _reduce(self, group: ProcessGroup | None, device: torch.device) -> None:
+        self._chosen = None
         mine = self._counted or self._empty(self._channels, device)
         amax = _largest_of_all(mine.amax, group)
         width = mine.width.nan_to_num()
         dist.all_reduce(width, op=dist.ReduceOp.MAX, group=group)
         self._counted = mine.rescaled(width, amax)
         dist.all_reduce(self._counted.counts, group=group)
+
+
+def choose_together(calibrators: Iterable[Calibrator]) -> None:
+    """Let calibrators of one kind, whose histograms lie on one GPU, choose their ranges in one go.
+
+    Processors choose one by one, in `compute_amax`: their time is that of the arithmetic, not of starting it.
+    """
+    alike: dict[Any, list[HistogramCalibrator]] = {}
+    for calibrator in calibrators:
+        if isinstance(calibrator, HistogramCalibrator) and calibrator.axis is None:
+            counted = calibrator._counted
+            if counted is not None and counted.counts.device.type != "cpu":
+                key = (type(calibrator), counted.counts.device, calibrator._options())
+                alike.setdefault(key, []).append(calibrator)
+    for group in alike.values():
+        together([cast(Histogram, calibrator._counted) for calibrator in group], group)
+
+
+def together(histograms: Sequence[Histogram], group: Sequence[HistogramCalibrator]) -> None:
+    """Give each of a `group` of one kind and options what it would choose from its histogram."""
+    counts = torch.cat([h.counts for h in histograms])
+    chosen = group[0]._choose_bin(counts, torch.cat([h.width for h in histograms]).nan_to_num())
+    for calibrator, own in zip(group, chosen.split(1), strict=True):
+        calibrator._chosen = own
 
 
 def _largest_of_all(amax: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -243,6 +277,9 @@ class PercentileCalibrator(HistogramCalibrator):
         super().__init__(axis=axis)
         self.percentile = percentile
 
+    def _options(self) -> tuple[float, ...]:
+        return (self.percentile,)
+
     def _choose_bin(self, counts: Tensor, width: Tensor) -> Tensor:
         return percentile_amax(counts, width, self.percentile)
 
@@ -255,6 +292,9 @@ class EntropyCalibrator(HistogramCalibrator):
         self.num_bits = num_bits
         self.signed = signed
 
+    def _options(self) -> tuple[float, ...]:
+        return (self.num_bits, self.signed)
+
     def _choose_bin(self, counts: Tensor, width: Tensor) -> Tensor:
         return entropy_amax(counts, width, num_bits=self.num_bits, unsigned=not self.signed)
 
@@ -266,6 +306,9 @@ class MSECalibrator(HistogramCalibrator):
         super().__init__(axis=axis)
         self.num_bits = num_bits
         self.signed = signed
+
+    def _options(self) -> tuple[float, ...]:
+        return (self.num_bits, self.signed)
 
     def _choose_bin(self, counts: Tensor, width: Tensor) -> Tensor:
         return mse_amax(counts, width, num_bits=self.num_bits, unsigned=not self.signed)

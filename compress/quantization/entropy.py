@@ -32,6 +32,7 @@ from compress.quantization.amax import START_BIN, live_bins
 
 _TIE = 1e-12  # divergences closer than this differ by rounding alone
 _PAIRS = 1 << 10  # (row, threshold) pairs weighed at a time: 1 MiB for each of their (pairs, levels) tables
+_GPU_PAIRS = 1 << 16
 
 
 def entropy_amax(
@@ -88,7 +89,8 @@ def kl_divergences(histogram: Tensor, thresholds: Tensor, *, levels: int) -> Ten
     beyond = sums.mass[:, -1:] - below
     divergence = torch.full_like(below, torch.inf)
     rows, columns = ((below > 0) & ((at_edge > 0) | (beyond == 0))).nonzero(as_tuple=True)
-    for r, c in zip(rows.split(_PAIRS), columns.split(_PAIRS), strict=True):
+    pairs = _PAIRS if h.device.type == "cpu" else _GPU_PAIRS
+    for r, c in zip(rows.split(pairs), columns.split(pairs), strict=True):
         divergence[r, c] = _divergence(sums, r, thresholds[c], at_edge[r, c], beyond[r, c], levels)
     return divergence
 

@@ -11,6 +11,7 @@ from scipy.stats import entropy as scipy_entropy
 
 from compress.errors import CalibrationError
 from compress.quantization.amax import max_amax, mse_amax, percentile_amax
+from compress.quantization.calibrators import choose_together, make_calibrator, together
 from compress.quantization.entropy import entropy_amax, kl_divergences
 
 FAST = settings(max_examples=40, deadline=None)
@@ -169,3 +170,35 @@ def test_max_amax_keeps_nan():
     x = torch.tensor([[1.0, float("nan")], [2.0, 3.0]])
     assert max_amax(x).isnan()
     assert max_amax(x, 0).isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("kind", ["entropy", "mse", "percentile"])
+@pytest.mark.parametrize("signed", [True, False])
+def test_many_choose_together_what_each_chooses_alone(kind, signed):
+    torch.manual_seed(0)
+    group = [make_calibrator(kind, signed=signed) for _ in range(4)]
+    for i, calibrator in enumerate(group):
+        for _ in range(2):
+            calibrator.collect((i + 1) * torch.randn(4000).relu() ** (1 + i / 3))
+    alone = [calibrator.compute_amax() for calibrator in group]
+    together([calibrator._counted for calibrator in group], group)
+    assert [calibrator._chosen.item() for calibrator in group] == [amax.item() for amax in alone]
+    assert len({amax.item() for amax in alone}) == 4
+    group[0].collect(torch.full((1,), 50.0))  # more data undoes the choice
+    assert group[0]._chosen is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("kind", ["max", "entropy", "mse", "percentile"])
+def test_a_gpu_counts_and_chooses_what_the_processor_does(kind):
+    torch.manual_seed(0)
+    batches = [torch.randn(8, 16, 33, 31).relu(), 2 * torch.randn(8, 16, 33, 31), 40 * torch.randn(8, 16, 33, 31)]
+    cpu, gpu = make_calibrator(kind), make_calibrator(kind)
+    for batch in batches:
+        cpu.collect(batch)
+        gpu.collect(batch.cuda().contiguous(memory_format=torch.channels_last))
+    choose_together([gpu])
+    torch.testing.assert_close(gpu.compute_amax().cpu(), cpu.compute_amax(), rtol=0, atol=0)
+    if cpu.histogram is not None:
+        for one, other in zip(gpu.histogram, cpu.histogram, strict=True):
+            assert torch.equal(one, other)
