@@ -24,6 +24,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Make PyTorch vision models small and fast, and measure them on the engine.",
 )
+_STOPPED = 130
+"""Exit status after Ctrl-C."""
+
 for module in (running, building, inspecting, showing, sensing, fields):
     module.register(app)
 
@@ -34,9 +37,11 @@ def main() -> None:
         app()
     except CompressError as error:
         _fail(f"{type(error).__name__}: {error}")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as ended:  # typer ends with 130 in the place of KeyboardInterrupt
+        if isinstance(ended, SystemExit) and ended.code != _STOPPED:
+            raise
         ERRORS.print("stopped; what was finished is kept, and --resume goes on with it")
-        sys.exit(130)
+        sys.exit(_STOPPED)
     except OSError as error:
         full = error.errno in {errno.ENOSPC, errno.EDQUOT}
         advice = "; make room and go on with --resume: no file is half-written" if full else ""

@@ -111,3 +111,13 @@ def test_doctor_says_why_not():
 def test_recipes_lists_those_that_ship(tmp_path):
     done = process("recipes", "--json", cwd=tmp_path)
     assert {"resnet50", "resnet50-cpu", "mobilenet_v2"} <= {row["name"] for row in json.loads(done.stdout)}
+
+
+def test_ctrl_c_says_what_is_left(compress, monkeypatch, tmp_path):
+    def stop(folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("compress.cli.showing.write_report", stop)
+    done = compress("report", str(tmp_path))
+    assert done.returncode == 130 and done.stdout == ""
+    assert "stopped; what was finished is kept, and --resume goes on with it" in done.stderr
