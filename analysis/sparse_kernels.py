@@ -7,8 +7,10 @@ Each convolution is measured as the matrix product that it contains: positions (
 in channels * kernel; unfolding is not measured, for either side, as engines do it inside their kernels. Inputs are
 positions by channels (NHWC) and so are outputs, as in a network. Dense products are torch's (cuBLAS), the better of
 two layouts; 2:4 products are cuSPARSELt's through torch, with the algorithm, split and mode that its own search finds
-and with its default, the better of both. INT8 is measured with INT32 results on both sides, which is all that torch
-offers for dense, and for 2:4 also with FP16 results, as a network would write them.
+and with its default, the better of both; in FP16 with its default alone, since the search ends with an internal error
+there (cuSPARSELt 0.8, H200), so FP16's rows are no verdict on what the hardware could do. INT8 is measured with INT32
+results on both sides, which is all that torch offers for dense, and for 2:4 also with FP16 results, as a network would
+write them.
 
 Calls run under a CUDA graph of many; variants are replayed in turn and the median round counts. Results of each
 variant are compared with the dense product of the masked weight before anything is timed. Operands stay where the last
@@ -50,7 +52,7 @@ ATTEMPTS = {
 }
 """How calls are timed, and whether algorithms are searched: the next one is tried where one fails.
 
-In FP16 the search ends with an internal error that the process does not outlive (cuSPARSELt 0.8, H200)."""
+In FP16 the process does not outlive the search (cuSPARSELt 0.8, H200)."""
 LIMIT_S = 12.0  # of one attempt
 MULTIPLE = {"fp16": 16, "int8": 32}  # of outputs and inputs that cuSPARSELt takes
 PRECISIONS = ("fp16", "int8")
@@ -374,32 +376,51 @@ def draw(report: Row, folder: Path) -> None:
 
     about = ", ".join(f"{name} {value}" for name, value in report["machine"].items() if value)
     command = f"Measured with `{report['command']}`; {about}."
+    command += f" {report['note']}." if report.get("note") else ""
     head = ["# Dense against 2:4 matrix products", "", "\n\n".join((__doc__ or "").split("\n\n")[2:5]), "", command, ""]
-    body = [*summary(report["rows"]), "", *details(report["rows"])]
+    body = [*summary(report["rows"]), "", *details(report["rows"]), "", "![gain by shape](sparse_kernels.png)"]
     write_text(folder / "sparse_kernels.md", "\n".join([*head, *body]) + "\n")
-    looks = dict(zip(NETWORKS, (("o", "blue"), ("s", "amber"), ("^", "green")), strict=True))
-    shown = [p for p in PRECISIONS if any(r["precision"] == p and speedup(r) for r in report["rows"])]
+    measured = [r for r in report["rows"] if speedup(r)]
+    shown = [p for p in PRECISIONS if any(r["precision"] == p for r in measured)]
     if not shown:
         raise SystemExit("sparse_kernels: no product was measured, so there is nothing to draw")
     with styled():
-        figure = Figure(figsize=(1.2 + 3.9 * len(shown), 3.8), layout="constrained")
+        figure = Figure(figsize=(1.2 + 3.9 * len(shown), 4.0), layout="constrained")
         panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
         for axis, precision in zip(panels, shown, strict=True):
-            for network, (mark, colour) in looks.items():
-                own = [
-                    r for r in report["rows"] if (r["network"], r["precision"]) == (network, precision) and speedup(r)
-                ]
-                macs = [r["outputs"] * r["inputs"] * r["positions"] for r in own]
-                axis.scatter(macs, [speedup(r) for r in own], marker=mark, s=22, label=network, color=LIGHT[colour])
+            own = [r for r in measured if r["precision"] == precision]
+            scatter(axis, own)
+            searched = any(r["2:4"]["how"] == "searched" for r in own)
+            how = "algorithm searched" if searched else "default algorithm: the search fails"
             axis.axhline(1.0, color=LIGHT["ink"], linewidth=0.8)
-            axis.axhline(2.0, color=LIGHT["muted"], linewidth=0.8, linestyle=":")
-            axis.set(xscale="log", title=precision.upper(), xlabel="multiply-accumulates of the dense product")
+            axis.set(xscale="log", ylim=(0, 2.5), title=f"{precision.upper()}, {how}")
+            axis.set_xlabel("multiply-accumulates of the dense product")
             axis.xaxis.set_major_formatter(compact)
-        figure.axes[0].set_ylabel("dense time / 2:4 time")
-        figure.axes[0].legend()
+        figure.axes[0].set_ylabel("dense time / 2:4 time (above 1: 2:4 is faster)")
+        figure.axes[0].legend(loc="upper left", ncols=2)
         image = to_png(figure)
     with replacing(folder / "sparse_kernels.png") as temporary:
         temporary.write_bytes(image)
+
+
+def scatter(axis: Any, rows: list[Row]) -> None:
+    """A mark for each product: shape and colour for its network, filled for the largest batch, hollow for others."""
+    from compress.report.style import LIGHT
+
+    largest = max(r["batch"] for r in rows)
+    looks = dict(zip(NETWORKS, (("o", "blue"), ("s", "amber"), ("^", "green")), strict=True))
+    for network, batch in dict.fromkeys((r["network"], r["batch"]) for r in rows):
+        own = [r for r in rows if (r["network"], r["batch"]) == (network, batch)]
+        mark, colour = looks[network][0], LIGHT[looks[network][1]]
+        axis.scatter(
+            [r["outputs"] * r["inputs"] * r["positions"] for r in own],
+            [speedup(r) for r in own],
+            marker=mark,
+            s=22,
+            label=f"{network}, batch {batch}",
+            edgecolors=colour,
+            facecolors=colour if batch == largest else "none",
+        )
 
 
 def main() -> None:
@@ -410,15 +431,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=85.0, help="of all; what is left then is not measured")
     parser.add_argument("--workers", type=int, default=6, help="processes that start at once; one at a time measures")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "results/sparsity")))
+    parser.add_argument("--note", help="what a reader should know of this measurement; stands in the table's file")
     parser.add_argument("--draw", type=Path, help="do not measure: table and figure from this JSON file, beside it")
     a = parser.parse_args()
+    path = a.draw or a.out / "sparse_kernels.json"
     if a.draw is not None:
         report = json.loads(a.draw.read_text())
-        draw(report, a.draw.parent)
     else:
         a.out.mkdir(parents=True, exist_ok=True)
-        path = a.out / "sparse_kernels.json"
         report = run(a.batches, a.networks, seconds=a.seconds, workers=a.workers, path=path)
+    if a.note is not None:
+        report["note"] = a.note
+        write(report, path)
+    if a.draw is not None:
+        draw(report, path.parent)
     rows = report["rows"]
     print("\n".join(summary(rows)))
     measured = [r for r in rows if speedup(r)]
