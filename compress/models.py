@@ -54,7 +54,19 @@ class BuiltModel(NamedTuple):
 
 
 def build_model(spec: ModelSpec, *, num_classes: int) -> nn.Module:
-    """`build_model_with_notes`, without the notes."""
+    """Make the model that `spec` names, on the CPU, in float32 and training mode.
+
+    Args:
+        spec: name, weights and options.
+        num_classes: classes of the data.
+
+    Returns:
+        The model; `build_model_with_notes` also tells what was done on the way, such as a new classifier.
+
+    Raises:
+        ModelError: the model or the named weights do not exist or cannot be had, or the options do not fit.
+        CheckpointError: the weights file is missing, damaged or of another model.
+    """
     return build_model_with_notes(spec, num_classes=num_classes).model
 
 

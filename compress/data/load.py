@@ -34,6 +34,12 @@ _MAKERS: dict[str, Callable[[DataSpec], DataSet]] = {
 def load_data(spec: DataSpec) -> DataSet:
     """The training and the evaluation split of what `spec` names; nothing is ever downloaded.
 
+    Args:
+        spec: a recipe's `data` section.
+
+    Returns:
+        Splits whose batches are images (N, C, H, W) float32, normalized, and targets (N,) int64.
+
     Raises:
         DataError: a value out of range, missing or unreadable files, or classes that are not as many as `spec` says.
     """

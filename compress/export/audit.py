@@ -80,6 +80,12 @@ class OnnxAudit:
 def audit_onnx(path: Path | str) -> OnnxAudit:
     """Read a file and say what is in it.
 
+    Args:
+        path: of an ONNX file, with its external weights beside it where it has any.
+
+    Returns:
+        A row for each weighted operation (is it INT8, and why not), operators counted, metadata.
+
     Raises:
         AuditError: not an ONNX file, or a scale that is zero, NaN, infinite or negative; names the node.
     """

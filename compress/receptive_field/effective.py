@@ -111,7 +111,23 @@ def effective_receptive_field(
     options: ErfOptions | None = None,
     progress: Progress | None = None,
 ) -> EffectiveReceptiveField:
-    """Effective receptive field of the central unit of one layer; see `effective_receptive_fields`."""
+    """Effective receptive field of the central unit of one layer: which pixels move it (arXiv 1701.04128).
+
+    Args:
+        model: any module whose first input is an image; it is not changed.
+        images: (N, C, height, width), or an iterable of such batches or of (batch, target) pairs, of one size.
+        layer: path of a module or block, or name of an fx node; None = the last layer whose units lie on a grid.
+        options: which unit, how images are averaged, precision, device; None = `ErfOptions()`.
+        progress: hears of images.
+
+    Returns:
+        The map (height, width) of influence, and its sizes in pixels (`.metrics`).
+
+    Raises:
+        ReceptiveFieldError: as `effective_receptive_fields`, which does several layers in one pass.
+        ModelError: the model fails on the images.
+        DataError: a batch holds no tensor.
+    """
     return effective_receptive_fields(model, images, layers=[layer], options=options, progress=progress)[0]
 
 
@@ -137,6 +153,7 @@ def effective_receptive_fields(
         ReceptiveFieldError: no images, a layer that does not exist or whose units have no place, one that the image
             does not reach by a gradient, a gradient that is zero for every image or not finite.
         ModelError: the model fails on the images.
+        DataError: a batch holds no tensor.
     """
     options, progress = options or ErfOptions(), progress or NoProgress()
     batches = _batches(images, options.batch_size)
