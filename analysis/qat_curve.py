@@ -167,13 +167,14 @@ def draw(file: Path) -> None:
     head = ["# Fused and plain training", "", f"Measured with `{report['command']}`; {about}.", ""]
     body = [*head, *(__doc__ or "").split("\n\n")[2:], "", f"Curves are means over {WINDOW} steps.", "", table(report)]
     write_text(file.with_suffix(".md"), "\n".join(body) + "\n")
-    colours = dict(zip(RUNS, (LIGHT["grey"], LIGHT["amber"], LIGHT["blue"]), strict=True))
+    looks = (("grey", 3.0, "-"), ("amber", 1.4, "-"), ("blue", 1.2, "--"))  # curves that lie on each other stay visible
     with styled():
         figure = Figure(figsize=(3.4 * len(report["seeds"]), 3.2), layout="constrained")
         panels = figure.subplots(1, len(report["seeds"]), sharey=True, squeeze=False)[0]
         for axis, row in zip(panels, report["seeds"], strict=True):
-            for run in RUNS:
-                axis.plot(smoothed(row["losses"][run]), color=colours[run], label=run, linewidth=1.2)
+            for run, (colour, width, style) in zip(RUNS, looks, strict=True):
+                curve = smoothed(row["losses"][run])
+                axis.plot(curve, color=LIGHT[colour], label=run, linewidth=width, linestyle=style)
             axis.set(title=f"seed {row['seed']}", xlabel="step")
         panels[0].set_ylabel(f"training loss, mean of {WINDOW} steps")
         panels[-1].legend()
