@@ -3,7 +3,8 @@
     python analysis/roofline_layers.py --device h200 --precision int8
 
 Writes convolutions_DEVICE.png (1x1, 3x3, 5x5 and depthwise by channels under the roof), shares_DEVICE.png (share of the
-peak by channels and map size, batch 1 and 32) and blocks_DEVICE.png (receptive field against work and against time).
+peak by channels and map size, batch 1 and 32) and blocks_DEVICE.png (effective and theoretical receptive field against
+work and against time).
 """
 
 from __future__ import annotations
@@ -11,15 +12,21 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torchvision
+from torch import Tensor, nn
 
 from compress.graph.trace import trace
 from compress.receptive_field import receptive_field
+from compress.receptive_field.effective import effective_receptive_fields
+from compress.receptive_field.images import photograph_crops
+from compress.receptive_field.probe import grids
 from compress.report.roofline_figures import save_figure
 from compress.report.roofline_teaching import (
     Block,
+    block_of,
     draw_blocks,
     draw_convolution_shares,
     draw_convolutions,
@@ -32,12 +39,27 @@ NETWORKS = {"resnet50": 2, "vgg16": 2, "mobilenet_v2": 2, "convnext_tiny": 3, "v
 """torchvision name -> parts of a module's path that name a block."""
 
 
-def blocks(network: str, depth: int, device: str, precision: str, batch_size: int, image: int) -> tuple[Block, ...]:
-    """A network's blocks: bounds at a batch, receptive fields at an image size."""
+def blocks(
+    network: str, depth: int, *, device: str, precision: str, batch_size: int, image: int, images: int
+) -> tuple[Block, ...]:
+    """Blocks of a network: bounds at a batch, receptive fields at an image size, effective ones of fresh weights."""
+    torch.manual_seed(0)
     model, x = getattr(torchvision.models, network)(weights=None).eval(), torch.randn(1, 3, image, image)
+    effective = effective_fields(model, photograph_crops(images, (image, image)), depth)
     fields = {row.name: float(row.size[0]) for row in receptive_field(model, x) if row.size and row.size[0] is not None}
     work = replace(count(trace(model, x), x, fused=True).with_batch(batch_size), model=network)
-    return network_blocks(place(work, device=device, precision=precision), fields, depth=depth)
+    return network_blocks(place(work, device=device, precision=precision), fields, effective, depth=depth)
+
+
+def effective_fields(model: nn.Module, images: Tensor, depth: int) -> dict[str, float]:
+    """Side of the effective receptive field, pixels, at the last tensor of each block whose units have a place."""
+    last = {}
+    for row in grids(receptive_field(model, images[:1]), images[:1]):
+        scope = max(row.scopes, key=len, default="")
+        if scope:
+            last[block_of(scope, depth)] = row.name
+    found = effective_receptive_fields(model, images, layers=list(last.values()))
+    return {block: field.metrics.size for block, field in zip(last, found, strict=True)}
 
 
 def main() -> None:
@@ -47,14 +69,20 @@ def main() -> None:
     parser.add_argument("--precision", default="int8")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--image", type=int, default=224)
+    parser.add_argument("--images", type=int, default=2, help="of the effective fields")
     parser.add_argument("--out", type=Path, default=Path("results/roofline"))
     a = parser.parse_args()
     device = find_device(a.device)
     figure = draw_convolutions(device, precision=a.precision, batch_size=a.batch)
     save_figure(figure, a.out / f"convolutions_{a.device}.png")
     save_figure(draw_convolution_shares(device, precision=a.precision), a.out / f"shares_{a.device}.png")
-    networks = {name: blocks(name, depth, a.device, a.precision, a.batch, a.image) for name, depth in NETWORKS.items()}
-    figure = draw_blocks(networks, input_size=a.image, device_title=device.title, precision=a.precision)
+    told: dict[str, Any] = {"device": a.device, "precision": a.precision, "batch_size": a.batch, "image": a.image}
+    networks = {name: blocks(name, depth, **told, images=a.images) for name, depth in NETWORKS.items()}
+    note = (
+        f"Effective fields are of fresh weights, on {a.images} crops of photographs: blocks of ConvNeXt and ViT begin "
+        "near the identity and see their own patch until they are trained."
+    )
+    figure = draw_blocks(networks, input_size=a.image, device_title=device.title, precision=a.precision, note=note)
     save_figure(figure, a.out / f"blocks_{a.device}.png")
 
 

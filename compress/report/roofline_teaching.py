@@ -6,6 +6,7 @@ roof. The second puts what a network costs beside what it sees, block by block.
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,33 +43,44 @@ class Block:
         flops: of the block.
         least_time_ms: bound of the block on a device.
         receptive_field: how many pixels wide a unit at its end can see; infinite for global.
+        effective_field: how many pixels wide it does see (`ErfMetrics.size`); NaN where its units have no place.
     """
 
     name: str
     flops: float
     least_time_ms: float
     receptive_field: float
+    effective_field: float = math.nan
 
 
-def network_blocks(roofline: Roofline, fields: Mapping[str, float], *, depth: int = 2) -> tuple[Block, ...]:
+def network_blocks(
+    roofline: Roofline, fields: Mapping[str, float], effective: Mapping[str, float], *, depth: int = 2
+) -> tuple[Block, ...]:
     """Gather the rows of a network into blocks by the first parts of their paths.
 
     Args:
         roofline: whose rows are gathered; costs are for one image of its batch.
         fields: receptive field, in pixels, by node name or module path; infinite for global. What is missing takes the
             field of what came before it.
+        effective: effective receptive field, in pixels, by the name of a block.
         depth: how many parts of a path name a block: 2 makes `layer2.0` of `layer2.0.conv1`.
     """
     blocks: list[Block] = []
     field = 1.0
     for row in roofline.rows:
-        name = ".".join(row.paths[0].split(".")[:depth]) if row.paths else blocks[-1].name if blocks else row.name
+        name = block_of(row.paths[0], depth) if row.paths else blocks[-1].name if blocks else row.name
         field = next((fields[key] for key in (*reversed(row.members), *reversed(row.paths)) if key in fields), field)
         flops, time_ms = (row.flops or 0) / roofline.batch_size, (row.least_time_ms or 0.0) / roofline.batch_size
         if blocks and blocks[-1].name == name:
             flops, time_ms = flops + blocks[-1].flops, time_ms + blocks.pop().least_time_ms
-        blocks.append(Block(name=name, flops=flops, least_time_ms=time_ms, receptive_field=field))
+        sees = effective.get(name, math.nan)
+        blocks.append(Block(name=name, flops=flops, least_time_ms=time_ms, receptive_field=field, effective_field=sees))
     return tuple(blocks)
+
+
+def block_of(path: str, depth: int) -> str:
+    """Name of the block that a module is in: `layer2.0` of `layer2.0.conv1` at depth 2."""
+    return ".".join(path.split(".")[:depth])
 
 
 def convolution_rows(
@@ -177,26 +189,29 @@ def draw_convolution_shares(device: Device, *, precision: str = "int8", batch_si
 
 
 def draw_blocks(
-    networks: Mapping[str, Sequence[Block]], *, input_size: int, device_title: str, precision: str
+    networks: Mapping[str, Sequence[Block]], *, input_size: int, device_title: str, precision: str, note: str = ""
 ) -> Figure:
-    """Receptive field against what it has cost so far, block by block, one line a network.
+    """Receptive field, effective and theoretical, against what it has cost so far, block by block, a colour a network.
 
     Args:
         networks: name -> blocks in order.
         input_size: width of the image; fields are cut there.
         device_title: whose bound the times are.
         precision: likewise.
+        note: on what the effective fields were measured; ends the caption.
     """
     with styled():
-        figure = Figure(figsize=(10.4, 4.6), layout="constrained")
+        figure = Figure(figsize=(10.4, 4.9), layout="constrained")
         panels = figure.subplots(ncols=2, sharey=True)
         for colour, (name, blocks) in zip(_SERIES, networks.items(), strict=False):
-            widths = [min(b.receptive_field, float(input_size)) for b in blocks]
+            can_see = [min(b.receptive_field, float(input_size)) for b in blocks]
+            sees = [b.effective_field for b in blocks]
             for axes, costs in zip(
                 panels, ([b.flops / 1e9 for b in blocks], [b.least_time_ms * 1e3 for b in blocks]), strict=True
             ):
                 spent = [sum(costs[: i + 1]) for i in range(len(costs))]
-                axes.plot(spent, widths, color=LIGHT[colour], marker="o", markersize=4.5, linewidth=1.3, label=name)
+                axes.plot(spent, can_see, color=LIGHT[colour], linewidth=1.0, linestyle=(0, (4, 3)), alpha=0.75)
+                axes.plot(spent, sees, color=LIGHT[colour], marker="o", markersize=4.5, linewidth=1.3, label=name)
         for axes in panels:
             axes.axhline(input_size, color=LIGHT["muted"], linestyle=":", linewidth=1.0)
             axes.set_xscale("log")
@@ -214,7 +229,7 @@ def draw_blocks(
             fontsize=8,
             color=LIGHT["muted"],
         )
-        panels[0].set_ylabel("theoretical receptive field within the image, px")
+        panels[0].set_ylabel("receptive field within the image, px")
         panels[0].set_xlabel("work so far, Gflop an image")
         panels[1].set_xlabel(f"least time so far, µs an image ({device_title}, {precision})")
         figure.legend(
@@ -222,10 +237,11 @@ def draw_blocks(
         )
         _caption(
             figure,
-            "A dot is the end of a block: how much of the image it can see, and what has been spent by then. Up and to "
-            "the left is better: far sight for little. A network that stands further right in the right panel than in "
-            "the left one, among the others, uses the machine badly. What is spent along the dotted line buys no wider "
-            "sight: candidates for thinning out.",
+            "A dot is the end of a block: how much of the image a unit does see (the side of the square that holds its "
+            "effective field), and what has been spent by then; dashed, what it could see at most. Up and to the left "
+            "is better: far sight for little. Where the line of a trained network runs flat, blocks buy no wider "
+            "sight: candidates for thinning out. A network that stands further right in the right panel than in the "
+            f"left one, among the others, uses the machine badly.{f' {note}' if note else ''}",
         )
     return figure
 

@@ -1,6 +1,7 @@
 """Roofline figures: images that open, and text in them that does not lie on other text."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -177,9 +178,12 @@ def test_convolutions_by_closed_form():
 
 def test_blocks_gather_costs_and_fields(work):
     result = place(work, device="h200", precision="int8")
-    blocks = network_blocks(result, {"stem": 3.0, "depthwise": 5.0, "pool": float("inf")}, depth=1)
+    fields = {"stem": 3.0, "depthwise": 5.0, "pool": float("inf")}
+    blocks = network_blocks(result, fields, {"stem": 2.5, "depthwise": 3.5}, depth=1)
     assert [b.name for b in blocks] == ["stem", "depthwise", "point", "pool", "attention", "head"]
     assert [b.receptive_field for b in blocks] == [3, 5, 5, float("inf"), float("inf"), float("inf")]
+    assert [b.effective_field for b in blocks[:2]] == [2.5, 3.5]
+    assert all(math.isnan(b.effective_field) for b in blocks[2:])
     assert sum(b.flops for b in blocks) == result.flops / 2
     assert sum(b.least_time_ms for b in blocks) == pytest.approx(result.least_time_ms / 2)
     other = [Block(name="a", flops=1e8, least_time_ms=0.1, receptive_field=7)]
