@@ -29,8 +29,9 @@ from torch import Tensor, fx, nn
 from compress.errors import QuantizationError
 from compress.graph.ops import node_kind, node_module
 from compress.quantization.fused_codes import WHERE_IT_APPLIES, Forward, carry_codes
-from compress.quantization.fused_ops import HAS_TRITON, Kernels, epilogue_of, fused_quantize
+from compress.quantization.fused_ops import Kernels, epilogue_of, fused_quantize
 from compress.quantization.fused_weights import group_weights, is_live, is_plain
+from compress.quantization.launch import HAS_TRITON
 from compress.quantization.modules import QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear
 from compress.quantization.quantizer import Quantizer
 

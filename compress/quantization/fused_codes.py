@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.graph.ops import node_kind
-from compress.quantization.fused_ops import HAS_TRITON
 from compress.quantization.fused_weights import codes_of_weight, is_live, is_plain, weight_dtype
+from compress.quantization.launch import HAS_TRITON
 from compress.quantization.modules import QuantConv2d
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.quantizer import Quantizer

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from compress.quantization.launch import HAS_TRITON as HAS_TRITON
+from compress.quantization.launch import HAS_TRITON
 from compress.quantization.numerics import QuantFormat, along_axis
 
 Kernels = Literal["triton", "torch"]
