@@ -244,7 +244,6 @@ def test_files_beside_an_engine(tmp_path):
 
 def test_a_real_build(tmp_path):
     """Shapes, types and macs of a network that TensorRT-RTX builds here: what the log says is what was exported."""
-    pytest.importorskip("tensorrt_rtx")
     from compress.engines.tensorrt_build import build_tensorrt
     from compress.engines.tensorrt_options import TensorRTOptions
 

@@ -22,7 +22,6 @@ from compress.pipeline.audit import engine_row
 @pytest.fixture(scope="module", params=["INT8 ViT", "fp16 Swin"])
 def engines(request, tmp_path_factory):
     """A small network: its ONNX file, its engine for 1 to 8 images, and its engine for 8 alone."""
-    pytest.importorskip("tensorrt_rtx")
     from compress.engines.tensorrt_build import build_tensorrt
     from compress.engines.tensorrt_options import TensorRTOptions
 

@@ -38,7 +38,6 @@ def test_openvino_meets_int8(tmp_path):
 
 
 def test_rtx_is_audited_and_required(tmp_path):
-    pytest.importorskip("tensorrt_rtx")
     asked = recipe(
         "bench.engines=[tensorrt-rtx]",
         "bench.sm=[89]",
@@ -108,7 +107,6 @@ def test_the_best_form():
 
 
 def test_exploring_a_small_network(tmp_path):
-    pytest.importorskip("tensorrt_rtx")
     import torch
     from torch import nn
 
