@@ -282,6 +282,11 @@ def _range_problems(recipe: Recipe) -> Iterator[str]:
             check()
         except CompressError as error:
             yield str(error)
+    if recipe.sparsity is not None and recipe.sparsity.schedule == "gradual" and recipe.finetune.epochs == 0:
+        yield (
+            "sparsity.schedule 'gradual' closes its masks while finetune trains, and finetune.epochs is 0: give it "
+            "epochs, or choose schedule one-shot"
+        )
     folds = recipe.quantization is not None and recipe.quantization.batchnorm == "fold"
     if folds and recipe.qat is not None and recipe.qat.freeze_batchnorm_epoch is not None:
         yield (

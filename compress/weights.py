@@ -158,7 +158,26 @@ def _misfit(source: str, missing: list[str], unexpected: list[str], shapes: Shap
         f"{len(unexpected)} unexpected ({_some(unexpected)})" if unexpected else "",
         f"{len(reshaped)} of another shape ({_some(reshaped)})" if reshaped else "",
     )
-    return f"{source} belongs to another model; nothing was loaded: {'; '.join(part for part in parts if part)}"
+    hint = mask_hint(missing, unexpected)
+    return f"{source} belongs to another model; nothing was loaded{hint}: {'; '.join(part for part in parts if part)}"
+
+
+def mask_hint(missing: Iterable[str], unexpected: Iterable[str]) -> str:
+    """What to do where a file and a model differ by 2:4 masks (or others); empty where they do not.
+
+    Args:
+        missing: names, as in a `state_dict`, that the file lacks.
+        unexpected: those that the model lacks.
+
+    >>> mask_hint(["fc.parametrizations.weight.0.mask"], ["fc.weight"])
+    ' (the file is of a dense network and the model is masked: load it before sparsify)'
+    """
+    mask = ".parametrizations.weight.0.mask"
+    if any(name.endswith(mask) for name in unexpected):
+        return " (the file is of a masked network: call sparsify before loading it, or save it after squash_masks)"
+    if any(name.endswith(mask) for name in missing):
+        return " (the file is of a dense network and the model is masked: load it before sparsify)"
+    return ""
 
 
 def _some(names: Iterable[str], limit: int = 4) -> str:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from compress.errors import CheckpointError
 from compress.files import replacing
 from compress.training.average import WeightAverage
+from compress.weights import mask_hint
 
 VERSION = 1
 HEADER = "compress"  # the key of our JSON among the file's metadata
@@ -259,6 +260,7 @@ def _check_model(path: str, got: Mapping[str, Tensor], model: nn.Module) -> None
         raise CheckpointError(
             f"{path} is of another model ({'; '.join(parts)}). Nothing was loaded; build the model as it was "
             "when the file was written (name, number of classes, quantization, sparsity)"
+            f"{mask_hint(complaints['missing'], complaints['unexpected'])}"
         )
 
 

@@ -192,6 +192,12 @@ def test_channels_go_through_the_same_command(tmp_path):
     assert (tmp_path / "c" / "sparse.onnx").stat().st_size < (tmp_path / "c" / "float.onnx").stat().st_size
 
 
+def test_masks_that_nothing_would_close_are_refused():
+    tree = {**TREE, "sparsity": {"pattern": "2:4", "schedule": "gradual"}, "finetune": {"epochs": 0}}
+    with pytest.raises(RecipeError, match=r"gradual.*finetune\.epochs is 0"):
+        parse_recipe(tree)
+
+
 def test_prune_needs_its_section(tmp_path):
     with pytest.raises(RecipeError, match="needs a `sparsity` section"):
         run(dataclasses.replace(RECIPE, sparsity=None), "prune", tmp_path / "x")

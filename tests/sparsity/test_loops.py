@@ -14,6 +14,7 @@ from compress.sparsity.schedule import MaskSchedule
 from compress.sparsity.sparsifier import sparsify
 from compress.sparsity.spec import SparsitySpec
 from compress.training import FinetuneSpec, fit, load_model, save_model
+from compress.weights import load_state
 from tests.sparsity.nets import small
 from tests.training.toy import toy_data
 
@@ -119,11 +120,13 @@ def test_files_of_sparse_and_dense_models_are_not_taken_for_each_other(tmp_path)
     dense = small()
     masked_file, dense_file = (save_model(m, tmp_path / n) for m, n in ((model, "masked"), (dense, "dense")))
     state = copy.deepcopy(dense.state_dict())
-    with pytest.raises(CheckpointError, match=r"unexpected: .*parametrizations.*sparsity"):
+    with pytest.raises(CheckpointError, match=r"unexpected: .*parametrizations.*of a masked network: call sparsify"):
         load_model(dense, masked_file)
-    with pytest.raises(CheckpointError, match=r"missing: .*parametrizations.*sparsity"):
+    with pytest.raises(CheckpointError, match=r"missing: .*parametrizations.*of a dense network"):
         load_model(model, dense_file)
     assert all(torch.equal(dense.state_dict()[key], value) for key, value in state.items())
+    with pytest.raises(CheckpointError, match="of a masked network: call sparsify before loading it"):
+        load_state(dense, model.state_dict(), source="masked.pt")
     squash_masks(model)
     load_model(dense, save_model(model, tmp_path / "squashed"))
     assert torch.equal(dense[3].weight, model[3].weight)
