@@ -52,6 +52,11 @@ def tiny(num_classes: int = 10, width: int = 8) -> nn.Module:
     return TinyResNet(num_classes, width)
 
 
+def halved(num_classes: int = 10) -> nn.Module:
+    """The same in float16, which cannot be quantized."""
+    return tiny(num_classes).half()
+
+
 def network() -> nn.Module:
     """The same small residual network on every call."""
     torch.manual_seed(0)

@@ -23,6 +23,7 @@ from compress.graph.layers import layers, total_macs
 from compress.graph.trace import leaves_of
 from compress.measure import describe_machine
 from compress.models import ModelSpec, build_model
+from compress.quantization.float_model import check_float_model
 from compress.quantization.insert import insert_quantizers
 from compress.quantization.placement import place
 from compress.quantization.spec import QuantSpec
@@ -175,6 +176,7 @@ def _why(row: SparseLayer, check: Eligibility | None) -> str:
 
 def _show_model(recipe: Recipe, as_json: bool) -> None:
     spec, network, size = recipe.model, _network(recipe), recipe.data.image_size
+    check_float_model(network)
     graph = canonical_graph(network, torch.randn(2, 3, size, size))
     items = [layer for layer in layers(graph) if layer.weight_elements or layer.macs]
     placement = place(graph, recipe.quantization or QuantSpec())

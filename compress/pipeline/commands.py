@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import fx, nn
 
+from compress.data.base import BatchPlan
 from compress.data.load import load_data
 from compress.errors import RecipeError
 from compress.files import write_json
@@ -21,6 +22,7 @@ from compress.pipeline.models import build_float, float_step, ptq_step, qat_step
 from compress.pipeline.run import Run
 from compress.pipeline.sparse import check_pattern, sparse_step, zeros_of
 from compress.progress import NoProgress, Progress
+from compress.quantization.insert import insert_quantizers
 from compress.recipe import Recipe
 from compress.report import write_report
 from compress.training import SINGLE, Processes
@@ -54,12 +56,16 @@ def run(
         The folder, with metrics.json, report.md and report.html.
 
     Raises:
-        CompressError: of the kind that names what is wrong; what was finished stays, and can be resumed.
+        CompressError: of the kind that names what is wrong; what was finished stays, and can be resumed. A model or a
+            rule that quantization refuses leaves nothing behind.
     """
     _check(recipe, command)
     out = Path(out)
     data = load_data(recipe.data)
     built = build_float(recipe, data)  # before the folder: what cannot be had leaves nothing behind
+    if command != "train" and recipe.quantization is not None:
+        example = next(iter(data.train.batches(BatchPlan(batch_size=2, limit=2))))[0]
+        insert_quantizers(built.model, example, recipe.quantization)  # refused now and not after an hour of training
     folder = processes.on_main(lambda: open_run(out, recipe, command, resume=resume))
     this = Run(
         recipe=recipe,

@@ -19,6 +19,7 @@ from torch import fx
 from compress.errors import QuantizationError
 from compress.graph.layers import tensor_args
 from compress.graph.ops import WEIGHTED, layer_name, node_kind, node_module
+from compress.graph.trace import leaves_of
 from compress.quantization.decisions import ActivationSite, Decision, Placement, WeightSite
 from compress.quantization.modules import can_quantize, weight_axis
 from compress.quantization.numerics import QuantFormat
@@ -144,8 +145,7 @@ def _visit(
     residual = is_residual_add(node, table.residual_after)
     if kind not in table.inputs and kind not in table.outputs and not residual:
         if kind in table.stays_float and (node.meta.get("shape") is not None or node.op == "call_module"):
-            whole = f" ({node.meta['whole']})" if "whole" in node.meta else ""
-            wanted.refuse(node, f"{kind} stays float", table.stays_float[kind] + whole)
+            wanted.refuse(node, f"{kind} stays float", _why_float(node, table.stays_float[kind]))
         return wanted, None
     if kind == "mean" and not _is_spatial_mean(node):
         return wanted, None
@@ -168,6 +168,16 @@ def _visit(
     if kind in table.outputs and (kind != "add" or residual):
         _ask_output(wanted, node, table)
     return wanted, site
+
+
+def _why_float(node: fx.Node, reason: str) -> str:
+    """Why an operation stays float; of a module that the trace kept whole, what stopped the trace."""
+    graph_module = node.graph.owning_module
+    leaves = leaves_of(graph_module) if node.op == "call_module" and graph_module is not None else ()
+    for leaf in leaves:
+        if leaf.path == node.target:
+            return f"{leaf.kind} is kept whole, with all that is in it: torch.fx cannot trace it ({leaf.reason})"
+    return reason + (f" ({node.meta['whole']})" if "whole" in node.meta else "")
 
 
 def _ask_residual(

@@ -9,6 +9,7 @@ from torch import fx
 
 from compress.errors import QuantizationError, near_misses
 from compress.graph.ops import layer_name, node_kind
+from compress.graph.trace import leaves_of
 from compress.quantization.spec import ActivationSpec, QuantSpec, Rule, WeightSpec
 
 _SILENT = frozenset({"input", "output", "constant", "shape", "assert", "compare", "floordiv"})
@@ -40,8 +41,9 @@ def resolve_rules(nodes: list[fx.Node], spec: QuantSpec) -> dict[fx.Node, LayerS
     for rule in spec.rules:
         if not any(_matches(rule, own) for own in names.values()):
             known = sorted(set().union(*names.values()))
+            kept = _kept_whole(rule.match, nodes)
             raise QuantizationError(
-                f"quantization.rules: match {rule.match!r} matches no layer{_hint(rule.match, known)}; "
+                f"quantization.rules: match {rule.match!r} matches no layer{kept or _hint(rule.match, known)}; "
                 "`python -m compress inspect` lists the names, and globs such as 'layer1.*' are allowed"
             )
     return {node: _settings(names.get(node, set()), spec) for node in nodes}
@@ -69,3 +71,11 @@ def _matches(rule: Rule, names: set[str]) -> bool:
 def _hint(match: str, known: list[str]) -> str:
     inside = [name for name in known if name.startswith(f"{match}.")]
     return f", did you mean '{match}.*' ({len(inside)} layers)?" if inside else near_misses(match, known)
+
+
+def _kept_whole(match: str, nodes: list[fx.Node]) -> str:
+    """That the rule is for something inside a module that the trace kept whole."""
+    graph_module = nodes[0].graph.owning_module if nodes else None
+    leaves = leaves_of(graph_module) if graph_module is not None else ()
+    inside = next((leaf for leaf in leaves if match.startswith(f"{leaf.path}.")), None)
+    return f" ({inside.path} is kept whole and stays float: {inside.reason})" if inside else ""

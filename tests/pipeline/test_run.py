@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.errors import DataError, RecipeError, RunError
+from compress.errors import DataError, QuantizationError, RecipeError, RunError
 from compress.measure.metric import Metric
 from compress.pipeline import default_folder, run
-from compress.pipeline.again import bench_again, export_again, variants_in
+from compress.pipeline.again import bench_again, export_again, networks_of, variants_in
 from compress.pipeline.folder import open_run, recipe_of
 from compress.recipe import parse_recipe
 
@@ -110,6 +110,14 @@ def test_another_recipe_or_no_resume_is_refused(finished):
         run(RECIPE, "qat", finished)
 
 
+def test_files_of_one_name_are_told_apart(tmp_path):
+    files = [tmp_path / name for name in ("a/m.onnx", "b/m.onnx", "n.onnx")]
+    for path in files:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    assert networks_of(files) == {str(files[0]): files[0], str(files[1]): files[1], "n": files[2]}
+
+
 def test_foreign_folders_are_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(RunError, match=r"thesis\.tex"):
@@ -134,6 +142,12 @@ def test_what_is_missing_is_refused_before_anything_is_written(tmp_path):
     data = dataclasses.replace(RECIPE.data, name="folder", root=str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match="nowhere"):
         run(dataclasses.replace(RECIPE, data=data), "qat", tmp_path / "a")
+    for overrides, words in (
+        ({"model": {"name": "tests.networks:halved"}}, "torch.float16"),
+        ({"quantization": {**TREE["quantization"], "rules": [{"match": "layr"}]}}, "matches no layer"),
+    ):
+        with pytest.raises(QuantizationError, match=words):
+            run(parse_recipe({**TREE, **overrides}), "ptq", tmp_path / "a", device="cpu")
     assert not (tmp_path / "a").exists()
 
 

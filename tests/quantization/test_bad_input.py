@@ -9,7 +9,7 @@ from compress.errors import CalibrationError, ModelError, QuantizationError
 from compress.quantization.calibrate import calibrate, quantize
 from compress.quantization.compare import sqnr
 from compress.quantization.insert import insert_quantizers
-from compress.quantization.spec import ActivationSpec, QuantSpec
+from compress.quantization.spec import ActivationSpec, QuantSpec, Rule
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 MAX = QuantSpec(activations=ActivationSpec(calibrator="max"))
@@ -219,3 +219,27 @@ def test_a_batch_that_the_model_fails_on_is_described(batch):
 def test_an_average_alone_is_nothing_to_quantize():
     with pytest.raises(QuantizationError, match="no layer that can be quantized"):
         quantize(nn.Sequential(nn.AvgPool2d(2), nn.ReLU()), X[:2], [X], spec=MAX)
+
+
+def test_a_module_that_cannot_be_traced_stays_float_and_says_why():
+    class OnValues(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Conv2d(8, 8, 1)
+
+        def forward(self, x):
+            return self.inner(x) if x.sum() > 1e9 else x
+
+    class Outer(Net):
+        def __init__(self):
+            super().__init__()
+            self.part = OnValues()
+
+        def forward(self, x):
+            return self.fc(self.part(self.a(x)).mean((2, 3)))
+
+    (row,) = [row for row in insert_quantizers(Outer(), X[:2], MAX).placement.decisions if row.layer == "part"]
+    assert row.decision == "float" and "OnValues is kept whole" in row.reason
+    spec = QuantSpec(rules=(Rule(match="part.inner", enable=False),))
+    with pytest.raises(QuantizationError, match="part is kept whole and stays float"):
+        insert_quantizers(Outer(), X[:2], spec)
