@@ -78,5 +78,5 @@ def _fold_into(layer: nn.Module, norm: nn.Module, *, transposed: bool) -> None:
         fused, shift = fuse_conv_bn_weights(wide, bias, *statistics, transpose=transposed)  # type: ignore[arg-type]
         if transposed:
             fused = nn.Parameter(fused.detach().unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1).contiguous())
-    _set_weight(layer, fused.requires_grad_(trained))
+    _set_weight(layer, cast(nn.Parameter, fused.requires_grad_(trained)))
     layer.bias = shift.requires_grad_(trained)  # torch freezes a bias that the layer did not have

@@ -92,22 +92,38 @@ def network(run: Run, variant: str) -> nn.Module:
     return quantized if variant.endswith("ptq") else qat_step(run, float_model, quantized, variant)
 
 
+def networks_of(files: Sequence[Path]) -> dict[str, Path]:
+    """ONNX files by what stands for them in a table.
+
+    Args:
+        files: one run folder, whose files have the names of its variants; or any number of ONNX files, which have their
+            stems, or whole paths where two have the same stem.
+
+    Raises:
+        RunError: a folder without ONNX files, a file that does not exist, or files and folders mixed.
+    """
+    if any(path.is_dir() for path in files):
+        if len(files) > 1:
+            raise RunError("bench takes one run folder or any number of ONNX files, not both")
+        found = {v: files[0] / f"{v}.onnx" for v in VARIANTS if (files[0] / f"{v}.onnx").is_file()}
+        if not found:
+            raise RunError(f"{files[0]} holds no ONNX files of a run yet; let it finish with --resume first")
+        return found
+    missing = [str(path) for path in files if not path.is_file()]
+    if missing:
+        raise RunError(f"there is no file {', '.join(missing)}; give ONNX files, or one run folder")
+    stems = [path.stem for path in files]
+    return {path.stem if stems.count(path.stem) == 1 else str(path): path for path in files}
+
+
 def bench_again(files: Sequence[Path], spec: BenchSpec, *, progress: Progress | None = None) -> list[Metric]:
     """Latency of ONNX files, or of those of one run folder, which then keeps the figures.
 
     Raises:
-        RunError: a folder without ONNX files, or files and folders mixed.
+        RunError: as `networks_of`, or a folder that is of no run.
     """
-    progress = progress or NoProgress()
-    folders = [path for path in files if path.is_dir()]
-    if folders and len(files) > 1:
-        raise RunError("bench takes one run folder or any number of ONNX files, not both")
-    if not folders:
-        return bench({path.stem: path for path in files}, spec, progress=progress)
-    folder = read_state(folders[0])
-    found = {v: folder / f"{v}.onnx" for v in VARIANTS if (folder / f"{v}.onnx").is_file()}
-    if not found:
-        raise RunError(f"{folders[0]} holds no ONNX files of a run yet; let it finish with --resume first")
-    metrics = bench(found, spec, progress=progress)
-    folder.add_metrics(metrics)
+    folder = read_state(files[0]) if len(files) == 1 and files[0].is_dir() else None
+    metrics = bench(networks_of(files), spec, progress=progress or NoProgress())
+    if folder is not None:
+        folder.add_metrics(metrics)
     return metrics

@@ -15,12 +15,11 @@ from compress.data.base import Split
 from compress.data.folder import FolderSplit
 from compress.data.memory import MemorySplit
 from compress.engines import Engine, build_engine
-from compress.errors import DataError, EngineError, EngineUnavailableError, RunError
+from compress.errors import DataError, EngineError, EngineUnavailableError
 from compress.files import write_json
 from compress.measure import BenchSpec
 from compress.measure.end_to_end import EndToEnd, Picture, measure_end_to_end
-from compress.pipeline.again import finished_run
-from compress.pipeline.measure import VARIANTS
+from compress.pipeline.again import finished_run, networks_of
 from compress.pipeline.run import Run
 from compress.progress import NoProgress, Progress
 
@@ -73,7 +72,7 @@ def bench_end_to_end(
         DataError: no pictures.
         EngineError: as `measure_end_to_end`, or none of the engines can run here.
     """
-    networks = _networks(files)
+    networks = networks_of(files)
     most = max(spec.batch_sizes, default=1)
     if split is not None and images is None:
         pictures = _evaluation_pictures(split, most)
@@ -120,17 +119,6 @@ def end_to_end_step(run: Run) -> None:
     else:
         write_json(run.path(END_TO_END_FILE), found.to_dict())
     run.folder.finish("end_to_end")
-
-
-def _networks(files: Sequence[Path]) -> dict[str, Path]:
-    if not any(path.is_dir() for path in files):
-        return {path.stem: path for path in files}
-    if len(files) > 1:
-        raise RunError("bench takes one run folder or any number of ONNX files, not both")
-    found = {v: files[0] / f"{v}.onnx" for v in VARIANTS if (files[0] / f"{v}.onnx").is_file()}
-    if not found:
-        raise RunError(f"{files[0]} holds no ONNX files of a run yet; let it finish with --resume first")
-    return found
 
 
 def _pictures(run: Path | None, images: Path | None, count: int) -> list[Picture]:

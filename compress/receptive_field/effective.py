@@ -163,7 +163,8 @@ def effective_receptive_fields(
     probe, place = _prepare(model, first, layers, options)
     sums = [_Sum(point, options) for point in probe.points]
     generator = torch.Generator().manual_seed(options.seed)
-    total = len(images) if isinstance(images, Tensor) else 0
+    total = sum(len(batch_inputs(one)[0]) for one in images) if isinstance(images, (list, tuple)) else 0
+    total = len(images) if isinstance(images, Tensor) else total
     progress.start("receptive field", total)
     for batch in _chain(first, batches):
         if batch.shape[1:] != first.shape[1:]:

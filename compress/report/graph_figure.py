@@ -83,7 +83,9 @@ def block_graph(graph: fx.Graph, block: str) -> tuple[dict[str, Box], list[tuple
     inside = {node for node in graph.nodes if _belongs(node, block)}
     if not inside:
         paths = sorted({path.rpartition(".")[0] for node in graph.nodes for path in _paths(node)} - {""})
-        raise QuantizationError(f"the network has no block {block!r}{near_misses(block, paths)}")
+        raise QuantizationError(
+            f"the network has no block {block!r}{near_misses(block, paths)} (its blocks: {', '.join(paths) or 'none'})"
+        )
     inside |= {n for n in graph.nodes if node_kind(n) == "quantizer" and inside & {*n.all_input_nodes, *n.users}}
     shown = {n for n in inside if node_kind(n) not in _MOVES}
     edges = []

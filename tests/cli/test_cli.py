@@ -6,14 +6,17 @@ seconds that a process takes to import torch.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from typer.main import get_command
 
 from compress.cli import main
+from compress.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,6 +60,7 @@ REFUSALS_OF_A_PROCESS = [
 REFUSALS = [
     (("qat", "--recipe", "resnet50", "--set", "qat.epoch=1"), "did you mean 'epochs'"),
     (("ptq", "--recipe", "resnet50", "--set", "model.weights=/none.pt"), "/none.pt"),
+    (("bench", "none.onnx", "--engine", "openvino"), "there is no file none.onnx"),
     (("inspect",), "give --recipe, --model, --onnx or --engine"),
     (("inspect", "--model", "resnet18", "--sparsity", "--device", "t4"), "has no peak for int8-2:4"),
     (("inspect", "--recipe", "resnet50-sparse", "--sparsity", "-s", "sparsity.pattern='1:4'"), "for 2:4 only"),
@@ -121,3 +125,21 @@ def test_ctrl_c_says_what_is_left(compress, monkeypatch, tmp_path):
     done = compress("report", str(tmp_path))
     assert done.returncode == 130 and done.stdout == ""
     assert "stopped; what was finished is kept, and --resume goes on with it" in done.stderr
+
+
+def commands_in(text):
+    """(command, its arguments) of each `python -m compress` line; words behind two spaces explain it."""
+    for line in re.findall(r"^python -m compress +(.*)$", text, flags=re.MULTILINE):
+        for one in line.split(" | "):
+            name, _, rest = one.partition(" ")
+            yield name, tuple(re.split(r"\s{2,}", rest.strip())[0].split())
+
+
+@pytest.mark.parametrize(("name", "arguments"), sorted(set(commands_in((ROOT / "README.md").read_text("utf-8")))))
+def test_commands_of_the_readme_are_taken(name, arguments):
+    get_command(app).commands[name].make_context(name, list(arguments))  # parses, and runs nothing
+
+
+def test_every_command_is_in_the_readme():
+    told = {name for name, _ in commands_in((ROOT / "README.md").read_text("utf-8"))}
+    assert told == set(get_command(app).commands)
