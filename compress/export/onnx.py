@@ -18,7 +18,7 @@ from typing import Any
 
 import onnx
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from compress.data.preprocessing import LABELS_KEY, METADATA_KEY, Preprocessing
 from compress.errors import ExportError
@@ -29,9 +29,10 @@ from compress.export.int4 import pack_int4
 from compress.export.prepare import prepare
 from compress.export.spec import ExportSpec
 from compress.files import replacing
-from compress.graph.trace import Inputs, as_inputs, flat_tensors, named_outputs
+from compress.graph.trace import Inputs, as_inputs, flat_tensors, leaves_of, named_outputs
 
 _LARGEST = 2**31 - 1
+_LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir", "torch.fx.experimental.symbolic_shapes")
 
 
 def export_onnx(
@@ -136,7 +137,7 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
                 verbose=False,
             )
     except Exception as error:
-        raise ExportError(f"torch.onnx cannot export the model: {_cause(error)}") from error
+        raise ExportError(f"torch.onnx cannot export the model: {_cause(error)}{_suspects(model)}") from error
     if program is None:
         raise ExportError("torch.onnx returned no model")
     return program.model_proto
@@ -161,6 +162,13 @@ def _cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(text.split())[:500]}"
 
 
+def _suspects(model: nn.Module) -> str:
+    """Modules that torch.fx could not trace either: what stops one tracer often stops the other."""
+    leaves = [leaf for m in model.modules() if isinstance(m, fx.GraphModule) for leaf in leaves_of(m)]
+    named = ", ".join(f"{leaf.path} ({leaf.kind}: {leaf.reason})" for leaf in leaves[:3])
+    return f"; look first at what torch.fx kept whole: {named}" if leaves else ""
+
+
 def _named_arguments(model: nn.Module) -> bool:
     return model.forward.__code__.co_flags & 0x04 == 0  # CO_VARARGS
 
@@ -168,7 +176,7 @@ def _named_arguments(model: nn.Module) -> bool:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """The exporter's own warnings are about its insides, not about the caller's model."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
