@@ -32,7 +32,7 @@ _COPIES = 8
 _SLICE = 256  # bins of a program of `_settle_kernel`
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])  # or it is compiled again where a tensor needs one step
 def _amax_kernel(x_ptr, amax_ptr, n, steps, BLOCK: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * steps * BLOCK
     largest = tl.zeros([BLOCK], dtype=tl.int32)
@@ -46,7 +46,7 @@ def _amax_kernel(x_ptr, amax_ptr, n, steps, BLOCK: tl.constexpr):
         tl.atomic_max(amax_ptr, top)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])
 def _count_kernel(
     x_ptr, amax_ptr, width_ptr, again_ptr, fresh_ptr, n, steps,
     SECOND: tl.constexpr, BINS: tl.constexpr, STRIDE: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
