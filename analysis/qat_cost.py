@@ -10,7 +10,8 @@ cross entropy, and SGD with momentum; channels_last, cuDNN's search on, TF32 in 
 
 - float: the network as it is; folded: BatchNorm folded into the convolutions, the floor of what QAT can cost;
 - fused: `compress.quantize`, trained through `compress.fuse_for_training`: Triton kernels, compiled torch operations;
-  fused-triton: the Triton kernels, also compiled; plain: the quantized network itself;
+  fused-triton: the Triton kernels, also compiled; fused-int8: convolutions forward on INT8 tensor cores; plain: the
+  quantized network itself;
 - torch-ops: BatchNorm kept, torch's fake-quantize operations on inputs and weights; modelopt, pytorch-quantization:
   where they are installed.
 
@@ -86,6 +87,8 @@ PAIR = ("float", "fused")
 CASES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("resnet50", "bf16", "eager", ("float", "fused", "plain")),
     ("resnet50", "bf16", "compiled", PAIR),
+    ("resnet50", "bf16", "eager", ("float", "fused-int8")),
+    ("resnet50", "bf16", "compiled", ("float", "fused-int8")),
     ("resnet50", "bf16", "calibration", ("max", "entropy")),
     ("resnet50", "bf16", "compiled", ("float", "fused-triton", "folded", "plain")),
     ("resnet50", "bf16", "eager", ("float", "torch-ops", "modelopt", "pytorch-quantization")),
@@ -141,13 +144,15 @@ def trained(variant: str, model: nn.Module, network: Network) -> tuple[nn.Module
         graph = compress.trace(model.eval(), x[:2])
         fold_batchnorm(graph)
         return graph, graph
-    if variant in {"plain", "fused", "fused-triton"}:
+    if variant in {"plain", "fused", "fused-triton", "fused-int8"}:
         spec = compress.QuantSpec(activations=compress.ActivationSpec(calibrator="max"))
         qmodel = compress.quantize(model.eval(), x[:2], [x], spec=spec)
         qmodel.to(memory_format=torch.channels_last)
         if variant == "plain":
             return qmodel, qmodel
-        return compress.fuse_for_training(qmodel, kernels="triton" if variant == "fused-triton" else None), qmodel
+        kernels: Any = "triton" if variant == "fused-triton" else None
+        forward: Any = "int8" if variant == "fused-int8" else "float"
+        return compress.fuse_for_training(qmodel, kernels=kernels, forward=forward), qmodel
     made = pytorch_quantization(network) if variant == "pytorch-quantization" else _OTHERS[variant](model, x)
     return made, made
 
