@@ -12,7 +12,7 @@ from compress.cli.console import OUT, print_json, print_table, progress
 from compress.cli.options import DeviceOption, JsonOption, RecipeOption, ResumeOption, SetOption
 from compress.errors import RecipeError
 from compress.pipeline import default_folder
-from compress.pipeline.mixed import Point, mixed_front, pick, write_recipe
+from compress.pipeline.mixed import Point, check_costs, mixed_front, pick, write_recipe
 from compress.pipeline.sensitivity import Measured, plain, sensitivity_run
 from compress.recipe import load_recipe
 
@@ -55,6 +55,8 @@ def sensitivity(
     mixed = budget_ms is not None or max_drop is not None
     if write is not None and not mixed:
         raise RecipeError("--write names the recipe of a choice: add --budget-ms or --max-drop")
+    if mixed:
+        check_costs(costs)
     parsed = load_recipe(recipe, set_ or ())
     folder = out or default_folder(recipe, "sensitivity", resume=resume)
     points: tuple[Point, ...] = ()

@@ -44,12 +44,20 @@ class BatchPlan:
 
 
 class Split(ABC):
-    """A fixed, ordered set of labelled images: the training or the evaluation part of a data set."""
+    """A fixed, ordered set of labelled images: the training or the evaluation part of a data set.
+
+    Attributes:
+        labels: names of the classes.
+        preprocessing: how images become a model's input.
+        seed: of everything random.
+        skipped: files that could not be read and were left out so far (`data.on_error: skip`).
+    """
 
     def __init__(self, *, labels: tuple[str, ...], preprocessing: Preprocessing, seed: int) -> None:
         self.labels = labels
         self.preprocessing = preprocessing
         self.seed = seed
+        self.skipped: list[str] = []
 
     @property
     def num_classes(self) -> int:

@@ -106,7 +106,6 @@ class FolderSplit(Split):
         chosen = bounded(targets, limit)
         self.targets = targets[chosen]
         self.augment, self.workers, self.on_error = augment, workers, on_error
-        self.skipped: list[str] = []
         self._folder, self._files = folder, files[chosen.numpy()]
 
     def __len__(self) -> int:

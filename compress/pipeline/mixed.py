@@ -24,7 +24,7 @@ from compress.pipeline.sensitivity import Measured, calibration_batches, evaluat
 from compress.quantization.calibrate import quantize
 from compress.quantization.mixed import FLOAT, front, mixed_spec
 from compress.quantization.spec import QuantSpec
-from compress.roofline.model import roofline
+from compress.roofline.model import find_device, roofline
 
 ENGINE = "openvino"
 """What candidates are evaluated on; it tells the time of each layer, too."""
@@ -78,6 +78,16 @@ class Point:
     def ms(self) -> float:
         """The measured time where there is one."""
         return self.predicted_ms if self.latency_ms is None else self.latency_ms
+
+
+def check_costs(costs: str) -> None:
+    """Refuse a source of times that `mixed_front` does not know, before hours are spent on what it needs.
+
+    Raises:
+        RooflineError: neither `openvino` nor a device of the roofline's table.
+    """
+    if costs != ENGINE:
+        find_device(costs)
 
 
 def mixed_front(

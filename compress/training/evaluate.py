@@ -83,7 +83,8 @@ def evaluate(
     progress.finish(name)
     top1, top5, loss, count = processes.all_reduce_sum(sums).tolist()
     if not count:
-        raise DataError("there is no image to evaluate on: the split is empty, or the limit is 0")
+        unread = f", or none of {len(split.skipped)} files could be read" if split.skipped else ""
+        raise DataError(f"there is no image to evaluate on: the split is empty, or the limit is 0{unread}")
     return Accuracy(top1=top1 / count, top5=top5 / count, loss=loss / count, images=int(count))
 
 

@@ -60,6 +60,7 @@ REFUSALS_OF_A_PROCESS = [
 REFUSALS = [
     (("qat", "--recipe", "resnet50", "--set", "qat.epoch=1"), "did you mean 'epochs'"),
     (("ptq", "--recipe", "resnet50", "--set", "model.weights=/none.pt"), "/none.pt"),
+    (("sensitivity", "--recipe", "resnet50", "--max-drop", "1", "--costs", "h2000"), "did you mean 'h200'"),
     (("bench", "none.onnx", "--engine", "openvino"), "there is no file none.onnx"),
     (("inspect",), "give --recipe, --model, --onnx or --engine"),
     (("inspect", "--model", "resnet18", "--sparsity", "--device", "t4"), "has no peak for int8-2:4"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from compress.errors import DataError, QuantizationError, RecipeError, RunError
 from compress.measure.metric import Metric
@@ -108,6 +109,20 @@ def test_another_recipe_or_no_resume_is_refused(finished):
         run(other, "qat", finished, resume=True)
     with pytest.raises(RunError, match="--resume"):
         run(RECIPE, "qat", finished)
+
+
+def test_files_that_cannot_be_read_are_counted_in_the_run(tmp_path):
+    for part in ("train", "val"):
+        for label in ("a", "b"):
+            (tmp_path / part / label).mkdir(parents=True)
+            for i in range(2):
+                Image.new("RGB", (20, 20), (90 * i, 0, 0)).save(tmp_path / part / label / f"{i}.png")
+    (tmp_path / "val" / "a" / "bad.png").write_bytes(b"no picture")
+    data = {"name": "folder", "root": str(tmp_path), "image_size": 16, "workers": 0, "on_error": "skip"}
+    recipe = parse_recipe({**TREE, "data": data, "train": {"epochs": 0}, "bench": {"engines": []}})
+    run(recipe, "train", tmp_path / "run", device="cpu")
+    (note,) = [n for n in json.loads((tmp_path / "run" / "notes.json").read_text()) if n.startswith("data: ")]
+    assert "1 of the 5 files of val could not be read" in note and "bad.png" in note
 
 
 def test_files_of_one_name_are_told_apart(tmp_path):
