@@ -4,9 +4,9 @@
     python analysis/int8_training_check.py --modes eager   about 20 s
 
 ResNet-50, random weights, 16 images of 128 x 128, channels_last; one forward and backward pass of each path from the
-same weights. A line shows the greatest difference of the logits over the greatest logit, and the mean and smallest cosine similarity
-of the parameters' gradients; beside them, in bf16, the same between the fused float path and the plain one, which
-differ by rounding only. With TRITON_INTERPRET=1, on a CPU, a tiny network proves the script.
+same weights. A line shows the greatest difference of the logits over the greatest logit, and the mean and smallest
+cosine similarity of the parameters' gradients; beside them, in bf16, the same between the fused float path and the
+plain one, which differ by rounding only. With TRITON_INTERPRET=1, on a CPU, a tiny network proves the script.
 """
 
 from __future__ import annotations

@@ -97,7 +97,12 @@ CASES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     *((name, "bf16", mode, PAIR) for name in list(NETWORKS)[1:5] for mode in ("eager", "compiled")),
     ("resnet50", "fp32", "compiled", PAIR),
     *((name, "fp32", "eager", PAIR) for name in list(NETWORKS)[1:5]),
-    ("tiny", "bf16", "eager", ("float", "fused", "plain", "torch-ops", "modelopt", "pytorch-quantization")),
+    (
+        "tiny",
+        "bf16",
+        "eager",
+        ("float", "fused", "fused-int8", "plain", "torch-ops", "modelopt", "pytorch-quantization"),
+    ),
     ("tiny", "fp32", "compiled", PAIR),
     ("tiny", "fp32", "calibration", ("max", "entropy")),
 )
