@@ -3,7 +3,8 @@
 Where Python depends on sizes (`if x.shape[2] % 7`), the example inputs decide (`concrete`). A submodule whose Python
 depends on values (`if x.sum() > 0`) stops fx. It is then made a leaf, that is one opaque node, and tracing starts
 again; every leaf stands with its reason in `leaves_of(graph_module)`. The result is run once against the model: a
-graph that computes something else is refused.
+graph that computes something else is refused. An autocast inside `forward` is not part of a graph, which computes in
+the types of its tensors; put it around the calls.
 """
 
 from __future__ import annotations
@@ -202,9 +203,11 @@ def _with_leaves(
         except Exception as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             if not tracer.failed or tracer.failed in leaves:
+                advice = "move the part that depends on values into a submodule, which will then be kept whole"
+                if "device_type" in reason:
+                    advice = "it opens an autocast for the device of its input: put autocast around its calls instead"
                 raise ModelError(
-                    f"torch.fx cannot trace {type(model).__name__}.forward itself ({reason}); move the part that "
-                    "depends on values into a submodule, which will then be kept whole"
+                    f"torch.fx cannot trace {type(model).__name__}.forward itself ({reason}); {advice}"
                 ) from error
             leaves[tracer.failed] = reason
         else:

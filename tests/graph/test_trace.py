@@ -73,3 +73,13 @@ def test_the_model_is_left_as_it_was():
     before = copy.deepcopy(model.state_dict())
     trace(model, torch.randn(2, 3, 16, 16))
     assert model.training and all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_an_autocast_for_the_inputs_device_is_told_of():
+    class Casts(nn.Module):
+        def forward(self, x):
+            with torch.autocast(x.device.type, dtype=torch.bfloat16):
+                return x @ x
+
+    with pytest.raises(ModelError, match="put autocast around its calls instead"):
+        trace(Casts(), torch.randn(2, 3, 3))
