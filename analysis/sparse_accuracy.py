@@ -7,10 +7,11 @@ Everything that a recipe says is taken from one, recipes/resnet50-sparse.yaml un
 Variants start from the same trained float network and train on for the same epochs, taught by it: 2:4 masks, the same
 after a channel permutation search, whole channels removed until as many multiply-accumulates are gone as 2:4 saves,
 the dense network trained on likewise, INT8 with QAT of the float network, and INT8 QAT of the permuted 2:4 network
-with its zeros held. "One shot" is the accuracy before that training. Accuracies are OpenVINO's on the whole evaluation
-split, means over seeds; latencies are OpenVINO's on this machine's CPU, batch 1, all variants in turn. OpenVINO has no
-kernels for 2:4 convolutions, so the 2:4 rows show what such an engine makes of them; "packed" is what the weights take
-up in the format of 2:4 kernels.
+with its zeros held. "One shot" is the accuracy before that training. Accuracies are the engine's on the whole
+evaluation split, means over seeds; latencies are the engine's on this machine's CPU, batch 1, all variants in turn. The
+engine is OpenVINO, and where that is not installed, ONNX Runtime, for which INT8 is then placed; the table names it.
+Neither has kernels for 2:4 convolutions, so the 2:4 rows show what such an engine makes of them; "packed" is what the
+weights take up in the format of 2:4 kernels.
 
 A variant that is finished is kept under --work, by the recipe's digest, and not made again; the tables of both data
 sets are written from one JSON file, so each may be run on its own.
@@ -43,6 +44,7 @@ from compress.graph.trace import trace
 from compress.measure import describe_machine, latency_ratio, measure_accuracy, measure_latency
 from compress.measure.sizes import model_sizes
 from compress.quantization.calibrate import quantize
+from compress.quantization.spec import Target
 from compress.sparsity.channel import prune_channels
 from compress.sparsity.parametrization import apply_masks, squash_masks
 from compress.sparsity.schedule import MaskSchedule
@@ -51,6 +53,8 @@ from compress.training import evaluate, fit, load_model, save_model
 from compress.training.loop import AfterStep
 
 Row = dict[str, Any]
+PRECISIONS: dict[str, tuple[str | None, ...]] = {"openvino": ("f32", None), "onnxruntime": ("f32",)}
+"""Engines, of which the first that is here is taken, and the precisions of float to time; None = its own choice."""
 VARIANTS = ("float", "float, trained on", "2:4", "2:4 permuted", "channels", "int8", "2:4 permuted, int8")
 
 
@@ -89,6 +93,7 @@ class Seed:
     folder: Path
     number: int
     device: str
+    engine: str
 
     @property
     def example(self) -> Tensor:
@@ -130,8 +135,9 @@ class Seed:
         spec: TrainSpec,
         teacher: nn.Module | None = None,
         after_step: AfterStep | None = None,
+        behind: int = 0,
     ) -> None:
-        """Train in place, evaluate at the end; the seed is that of everything random in training."""
+        """Train in place, evaluate at the end; the seed is that of everything random, `behind` the epochs so far."""
         spec = replace(spec, seed=self.number, evaluate_every=max(1, spec.epochs))
         fit(
             model.train(),
@@ -142,6 +148,7 @@ class Seed:
             teacher=teacher if spec.distill else None,
             device=self.device,
             after_step=after_step,
+            first_epoch=behind,
         )
 
 
@@ -156,7 +163,7 @@ def make_trained_on(seed: Seed) -> tuple[nn.Module, Row]:
     """The dense network, trained on as the sparse ones are: what those epochs bring by themselves."""
     teacher, model = seed.trained("float"), seed.trained("float")
     facts: Row = {"one_shot": seed.top1(model)}
-    seed.train_on(model, seed.recipe.finetune, teacher)
+    seed.train_on(model, seed.recipe.finetune, teacher, behind=seed.recipe.train.epochs)
     return model, facts
 
 
@@ -173,7 +180,8 @@ def make_masked(seed: Seed, *, permute: bool) -> tuple[nn.Module, Row]:
         "masked": list(report.masked),
         "one_shot": seed.top1(model),
     }
-    seed.train_on(model, seed.recipe.finetune, teacher, MaskSchedule(model, spec).after_step)
+    after_step = MaskSchedule(model, spec).after_step
+    seed.train_on(model, seed.recipe.finetune, teacher, after_step, behind=seed.recipe.train.epochs)
     squash_masks(model)
     return model, facts
 
@@ -185,21 +193,23 @@ def make_channels(seed: Seed) -> tuple[nn.Module, Row]:
     share = (macs(model, seed.example, masked) / macs(model, seed.example)) / 2
     report = prune_channels(model, SparsitySpec(pattern=f"channel:{share:.4f}"), example_inputs=seed.example)
     facts: Row = {"one_shot": seed.top1(model), "removed": report.removed}
-    seed.train_on(model, seed.recipe.finetune, teacher)
+    seed.train_on(model, seed.recipe.finetune, teacher, behind=seed.recipe.train.epochs)
     return model, facts
 
 
 def make_int8(seed: Seed, variant: str) -> tuple[nn.Module, Row]:
     """INT8 of a finished network, with QAT; zeros of a masked one are held."""
     teacher, start = seed.trained("float"), seed.trained(variant)
-    spec = replace(cast(QuantSpec, seed.recipe.quantization), target="openvino", rules=())
+    target = cast(Target, seed.engine)
+    spec = replace(cast(QuantSpec, seed.recipe.quantization), target=target, rules=())
     qmodel = quantize(start, seed.example, seed.images(spec.calibration_images), spec=spec)
     names = read(seed, variant).get("masked", [])
     zeros = {name: cast(Any, qmodel.get_submodule(name)).weight.detach() != 0 for name in names}
     if zeros:
         apply_masks(qmodel, zeros)
     facts = {"one_shot": seed.top1(qmodel), "kept_magnitude": read(seed, variant).get("kept_magnitude")}
-    seed.train_on(qmodel, cast(QATSpec, seed.recipe.qat), teacher)
+    behind = seed.recipe.train.epochs + (seed.recipe.finetune.epochs if zeros else 0)
+    seed.train_on(qmodel, cast(QATSpec, seed.recipe.qat), teacher, behind=behind)
     if zeros:
         squash_masks(qmodel)
     return qmodel, facts | {"masked": names}
@@ -235,7 +245,7 @@ def make(seed: Seed, variant: str) -> None:
     if not isinstance(model, fx.GraphModule):
         save_model(model, seed.path(variant, "safetensors"), {"variant": variant})
     onnx = export_onnx(model, seed.example.cpu(), seed.path(variant, "onnx"), preprocessing=seed.data.val.preprocessing)
-    with build_engine(onnx, "openvino", batch_size=32, precision="f32") as engine:
+    with build_engine(onnx, seed.engine, batch_size=32, precision="f32") as engine:
         batches = seed.data.val.batches(BatchPlan(batch_size=32))
         seen = measure_accuracy(engine, batches, preprocessing=seed.data.val.preprocessing)
     masked = facts.get("masked", [])
@@ -269,14 +279,16 @@ def sizes(onnx: Path, model: nn.Module, masked: list[str]) -> Row:
 
 
 def latencies(seed: Seed, *, threads: int, seconds: float) -> dict[str, Row]:
-    """Median milliseconds of every variant at float32 and at OpenVINO's own choice, all in turn."""
+    """Median milliseconds of every variant, at float32 and at the engine's own choice if it has one, all in turn."""
     with ExitStack() as stack:
         engines = {
             (variant, precision): stack.enter_context(
-                build_engine(seed.path(variant, "onnx"), "openvino", batch_size=1, threads=threads, precision=precision)
+                build_engine(
+                    seed.path(variant, "onnx"), seed.engine, batch_size=1, threads=threads, precision=precision
+                )
             )
             for variant in VARIANTS
-            for precision in ("f32", None)
+            for precision in PRECISIONS[seed.engine]
         }
         labels = {f"{variant}, {precision or 'default'}": (variant, precision) for variant, precision in engines}
         timed = measure_latency(
@@ -294,20 +306,30 @@ def latencies(seed: Seed, *, threads: int, seconds: float) -> dict[str, Row]:
     return rows
 
 
+def engine_here() -> str:
+    """The engine of this machine that the study runs on."""
+    here = {row.name for row in compress.engine_availability() if row.available}
+    found = next((name for name in PRECISIONS if name in here), None)
+    if found is None:
+        raise SystemExit(f"sparse_accuracy: none of {', '.join(PRECISIONS)} is installed, and accuracy is an engine's")
+    return found
+
+
 def run(name: str, recipe: Recipe, *, work: Path, seeds: int, device: str, threads: int, seconds: float) -> Row:
     """All variants of a study, those that are finished taken from their files, then the latencies of seed 0."""
     data = compress.load_data(recipe.data)
-    work = work / f"{name}-{recipe.digest()}"
+    engine = engine_here()
+    work = work / f"{name}-{engine}-{recipe.digest()}"
     began, found = time.perf_counter(), []
     for number in range(seeds):
-        seed = Seed(recipe, data, work / f"seed{number}", number, device)
+        seed = Seed(recipe, data, work / f"seed{number}", number, device, engine)
         seed.folder.mkdir(parents=True, exist_ok=True)
         for variant in VARIANTS:
             if not seed.path(variant, "json").is_file():
                 make(seed, variant)
                 print(f"{name}, seed {number}, {variant}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
         found.append({variant: read(seed, variant) for variant in VARIANTS})
-    timed = latencies(Seed(recipe, data, work / "seed0", 0, device), threads=threads, seconds=seconds)
+    timed = latencies(Seed(recipe, data, work / "seed0", 0, device, engine), threads=threads, seconds=seconds)
     size, sparsity, qat = recipe.data.image_size, cast(SparsitySpec, recipe.sparsity), cast(QATSpec, recipe.qat)
     return {
         "about": f"{recipe.model.name}, {name} at {size} px, {seeds} seed(s); {recipe.train.epochs} epochs of float, "
@@ -316,6 +338,7 @@ def run(name: str, recipe: Recipe, *, work: Path, seeds: int, device: str, threa
         "command": " ".join(["python", *sys.argv]),
         "machine": describe_machine().to_dict(),
         "device": device,
+        "engine": engine,
         "seconds": sum(row["seconds"] for seed_rows in found for row in seed_rows.values()),
         "rows": [
             {"variant": variant, **timed[variant], "seeds": [rows[variant] for rows in found]} for variant in VARIANTS
@@ -348,7 +371,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="few small pictures, to see that it runs")
     parser.add_argument("--work", type=Path, default=Path("runs/sparse_accuracy"))
-    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--out", type=Path, default=Path("results/sparsity"))
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
     recipe = compress.load_recipe(a.recipe, [*STUDIES[a.data], *(QUICK if a.quick else ()), *a.set])

@@ -16,17 +16,20 @@ Row = dict[str, Any]
 
 def table(name: str, study: Row) -> list[str]:
     """A study as Markdown."""
-    machine = study["machine"]
-    own_bf16 = study["rows"][0]["computes_in_default"]
+    machine, engine = study["machine"], study["engine"]
+    kinds = [kind for kind in ("f32", "default") if f"p50_ms_{kind}" in study["rows"][0]]
+    own = study["rows"][0].get("computes_in_default")
+    choice = f" {engine}'s own choice for float is {own}." if own else ""
     lines = [
         f"## {name.capitalize()}",
         "",
         f"{study['about']}. `{study['command']}`; trained on {study['device']}, {study['seconds']:.0f} s in all; "
-        f"engine on {machine['cpu']}, {machine['cores']} cores. OpenVINO's own choice for float is {own_bf16}.",
+        f"{engine} on {machine['cpu']}, {machine['cores']} cores.{choice}",
         "",
-        "| variant | one shot % | top-1 % | L1 kept | macs M | file MB | weights MB, packed | p50 ms f32 | ratio |"
-        " p50 ms default | ratio | 2:4 violations |",
-        "|---|" + "---:|" * 11,
+        "| variant | one shot % | top-1 % | L1 kept | macs M | file MB | weights MB, packed | "
+        + "".join(f"p50 ms {kind} | ratio | " for kind in kinds)
+        + "2:4 violations |",
+        "|---|" + "---:|" * (7 + 2 * len(kinds)),
     ]
     for row in study["rows"]:
         first = row["seeds"][0]
@@ -38,10 +41,7 @@ def table(name: str, study: Row) -> list[str]:
             f"{first['macs'] / 1e6:.0f}",
             f"{first['file_bytes'] / 1e6:.1f}",
             f"{first['packed_bytes'] / 1e6:.1f}",
-            f"{row['p50_ms_f32']:.2f}",
-            f"{row['ratio_f32']:.2f}",
-            f"{row['p50_ms_default']:.2f}",
-            f"{row['ratio_default']:.2f}",
+            *(f"{row[f'{key}_{kind}']:.2f}" for kind in kinds for key in ("p50_ms", "ratio")),
             "-" if first["violations"] is None else str(first["violations"]),
         ]
         lines.append(f"| {row['variant']} | " + " | ".join(cells) + " |")
@@ -84,11 +84,12 @@ def draw(report: Row, path: Path) -> None:
             left.set_yticks(places, [row["variant"] for row in rows])
             left.set(title=f"{name}: top-1, %")
             left.legend(loc="lower left")
-            for key, colour, offset in (("f32", "grey", 0.18), ("default", "amber", -0.18)):
+            bars = (("f32", "grey", 0.18), ("default", "amber", -0.18))
+            for key, colour, offset in (bar for bar in bars if f"ratio_{bar[0]}" in rows[0]):
                 widths = [row[f"ratio_{key}"] for row in rows]
                 right.barh([p + offset for p in places], widths, height=0.32, color=LIGHT[colour], label=key)
             right.set_yticks(places, [])
-            right.set(title="latency over float's, OpenVINO", xlim=(0, None))
+            right.set(title=f"latency over float's, {study['engine']}", xlim=(0, None))
             right.legend(title="float precision", loc="lower right")
         image = to_png(figure)
     with replacing(path) as temporary:
