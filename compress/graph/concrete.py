@@ -45,7 +45,9 @@ class _KnownProxy(_Known, fx.Proxy):
 
 
 class _KnownAttribute(_Known, Attribute):
-    def __getattr__(self, k: str) -> _KnownAttribute:
+    def __getattr__(self, k: str) -> Any:
+        if (self.attr, k) == ("device", "type"):  # what an autocast is opened for; devices themselves stay symbolic
+            return self.tracer.sized(self.root).device.type
         return _KnownAttribute(self, k)
 
 

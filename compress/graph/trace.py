@@ -203,11 +203,9 @@ def _with_leaves(
         except Exception as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             if not tracer.failed or tracer.failed in leaves:
-                advice = "move the part that depends on values into a submodule, which will then be kept whole"
-                if "device_type" in reason:
-                    advice = "it opens an autocast for the device of its input: put autocast around its calls instead"
                 raise ModelError(
-                    f"torch.fx cannot trace {type(model).__name__}.forward itself ({reason}); {advice}"
+                    f"torch.fx cannot trace {type(model).__name__}.forward itself ({reason}); move the part that "
+                    "depends on values into a submodule, which will then be kept whole"
                 ) from error
             leaves[tracer.failed] = reason
         else:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -195,9 +195,10 @@ def _note(module: nn.Module, pattern: Pattern) -> str:
 
 
 def _weight(module: nn.Module) -> Tensor:
-    """The weight, without computing a parametrized one."""
+    """The weight, without computing a parametrized one, unless it is made of several tensors as weight_norm does."""
     if parametrize.is_parametrized(module, "weight"):
-        return cast(Tensor, cast(nn.ModuleDict, module.parametrizations)["weight"].original)
+        chain = cast(Any, module.parametrizations)["weight"]
+        return cast(Tensor, chain.original if chain.is_tensor else module.weight)
     return cast(Tensor, module.weight)
 
 

@@ -75,11 +75,18 @@ def test_the_model_is_left_as_it_was():
     assert model.training and all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
-def test_an_autocast_for_the_inputs_device_is_told_of():
+def test_an_autocast_for_the_inputs_device_is_passed_through():
     class Casts(nn.Module):
-        def forward(self, x):
-            with torch.autocast(x.device.type, dtype=torch.bfloat16):
-                return x @ x
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
 
-    with pytest.raises(ModelError, match="put autocast around its calls instead"):
-        trace(Casts(), torch.randn(2, 3, 3))
+        def forward(self, x):
+            with torch.autocast(device_type=x.device.type, enabled=False):
+                x = self.conv(x)
+            return x + torch.ones(4, 1, 1, device=x.device)
+
+    model, x = nn.Sequential(Casts(), nn.ReLU()), torch.randn(2, 3, 8, 8)
+    graph = trace(model, x)
+    torch.testing.assert_close(graph(x), model(x))
+    assert not leaves_of(graph) and "0.conv" in {node.target for node in graph.graph.nodes}

@@ -1,9 +1,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from compress.errors import SparsityError
 from compress.sparsity.eligibility import eligibility
+from compress.sparsity.sparsifier import sparsify
 from compress.sparsity.spec import SparsityRule, SparsitySpec
 from tests.sparsity.nets import batch, small
 
@@ -107,3 +109,10 @@ def test_the_model_is_left_as_it_was():
 def test_inputs_that_do_not_fit_are_refused():
     with pytest.raises(SparsityError, match="fails on the example inputs"):
         eligibility(small(), SparsitySpec(), example_inputs=batch()[:, :2])
+
+
+def test_a_layer_under_weight_norm_is_told_of():
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), weight_norm(nn.Conv2d(16, 16, 3)), nn.Conv2d(16, 16, 3), nn.Flatten())
+    assert len(rows(model=model, inputs=torch.zeros(1, 3, 12, 12))) == 3
+    with pytest.raises(SparsityError, match="layer 1 is parametrized by something else"):
+        sparsify(model, SparsitySpec(), example_inputs=torch.zeros(1, 3, 12, 12))
