@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import fx, nn
 
 from compress.errors import QuantizationError
+from compress.graph.batches import device_of
 from compress.graph.canonical import canonical_graph
 from compress.graph.trace import Inputs, preserve
 from compress.quantization.decisions import ActivationSite, Placement
@@ -55,8 +56,9 @@ def apply_placement(graph_module: fx.GraphModule, placement: Placement) -> None:
         layer = quantized_layer(graph_module.get_submodule(weight.path), weight.format, name=weight.path)
         graph_module.set_submodule(weight.path, layer)
     nodes = {node.name: node for node in graph_module.graph.nodes}
+    device = device_of(graph_module)
     for site in placement.activations:
-        graph_module.add_submodule(site.name, Quantizer(site.format, name=site.name))
+        graph_module.add_submodule(site.name, Quantizer(site.format, name=site.name).to(device))
         _insert_site(graph_module.graph, site, nodes)
     graph_module.graph.lint()
     graph_module.recompile()

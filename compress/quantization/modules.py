@@ -145,7 +145,7 @@ def quantized_layer(module: nn.Module, quant_format: QuantFormat, *, name: str) 
             layer.add_module(key, child)
     weight = cast(Tensor, module.weight)
     channels = None if quant_format.axis is None else weight.shape[quant_format.axis]
-    layer.weight_quantizer = Quantizer(quant_format, channels=channels, name=f"{name}.weight")
+    layer.weight_quantizer = Quantizer(quant_format, channels=channels, name=f"{name}.weight").to(weight.device)
     return cast(nn.Module, layer)
 
 
