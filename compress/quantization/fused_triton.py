@@ -39,6 +39,10 @@ def forward_kernel(
     GROUPS: tl.constexpr,
 ):  # fmt: skip
     """A tile: y + bias + residual, activated, rounded to the grid, and its bits."""
+    lower = tl.cast(lower, tl.float32)  # the compiler of torch.compile hands Python's numbers over in float64
+    upper = tl.cast(upper, tl.float32)
+    low = tl.cast(low, tl.float32)
+    high = tl.cast(high, tl.float32)
     first = tl.program_id(0).to(tl.int64) * GROUPS  # 64 bits for what all share, 32 for what each thread computes
     group = tl.arange(0, GROUPS)
     lane = tl.arange(0, 8)
