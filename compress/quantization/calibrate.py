@@ -20,7 +20,7 @@ from compress.errors import CalibrationError, CompressError
 from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.trace import Inputs
 from compress.progress import NoProgress, Progress
-from compress.quantization.calibrators import Calibrator, choose_together, make_calibrator
+from compress.quantization.calibrators import Calibrator, choose_together, make_calibrator, on_host
 from compress.quantization.float_model import check_float_model
 from compress.quantization.improve import improve, needs_data_twice, smoothed
 from compress.quantization.insert import insert_quantizers, placement_of, quantizers
@@ -136,7 +136,8 @@ def calibrate(
     choose_together(watching.values())
     for name, calibrator in watching.items():
         _set(activations[name], calibrator)
-    amax = {name: quantizer.amax.detach().cpu().clone() for name, quantizer in quantizers(qmodel)}
+    found = dict(quantizers(qmodel))
+    amax = dict(zip(found, on_host([quantizer.amax for quantizer in found.values()]), strict=True))
     histograms = {name: h for name, c in watching.items() if (h := c.histogram) is not None}
     return CalibrationReport(images=images, amax=amax, histograms=histograms)
 
@@ -147,16 +148,25 @@ def calibrate_weights(qmodel: nn.Module) -> None:
     Raises:
         CalibrationError: a weight holds NaN.
     """
+    watching: dict[Quantizer, Calibrator] = {}
     for site in placement_of(qmodel).weights:
         layer = qmodel.get_submodule(site.path)
         quantizer = cast(Quantizer, layer.weight_quantizer)
-        weight = cast(Tensor, layer.weight).detach()
-        if not bool(weight.any()):
+        watching[quantizer] = _calibrator(quantizer, site.spec)
+        watching[quantizer].collect(cast(Tensor, layer.weight).detach())
+        if site.spec.calibrator != "max":  # histograms of all channels of all layers would be too much at a time
+            _set_weights(watching)
+            watching = {}
+    _set_weights(watching)
+
+
+def _set_weights(watching: dict[Quantizer, Calibrator]) -> None:
+    choose_together(watching.values())
+    for quantizer, calibrator in watching.items():
+        if calibrator.only_zeros:
             quantizer.set_amax(torch.ones_like(quantizer.amax))  # zeros are exact on any grid
-            continue
-        calibrator = _calibrator(quantizer, site.spec)
-        calibrator.collect(weight)
-        _set(quantizer, calibrator)
+        else:
+            _set(quantizer, calibrator)
 
 
 def _calibrator(quantizer: Quantizer, spec: WeightSpec | ActivationSpec) -> Calibrator:
@@ -168,7 +178,7 @@ def _calibrator(quantizer: Quantizer, spec: WeightSpec | ActivationSpec) -> Cali
 
 def _set(quantizer: Quantizer, calibrator: Calibrator) -> None:
     try:
-        quantizer.set_amax(calibrator.compute_amax().to(quantizer.amax))
+        quantizer.set_amax(calibrator.compute_amax().to(quantizer.amax.dtype))
     except CalibrationError as error:
         text = str(error)
         raise CalibrationError(text if quantizer.name in text else f"{quantizer.name}: {text}") from None

@@ -41,6 +41,7 @@ class Calibrator(ABC):
     """
 
     _channels: int  # of what was collected; 0 = nothing yet
+    _read: Tensor | None  # the largest magnitudes, on the CPU, by `choose_together`
 
     def __init__(self, *, axis: int | None = None) -> None:
         self.axis = axis
@@ -64,12 +65,14 @@ class Calibrator(ABC):
                 f"a tensor has {len(rows)} channels along axis {self.axis}, those before it {self._channels}: "
                 "per-channel ranges need the same number in every batch; use axis None"
             )
-        self._channels = len(rows)
+        self._channels, self._read = len(rows), None
         self._observe(rows if rows.is_floating_point() else rows.float())
 
     @torch.no_grad()
     def compute_amax(self) -> Tensor:
-        """Return the largest magnitude to keep, float32 on the device of the tensors: shape () or (C,), all > 0.
+        """Return the largest magnitude to keep, float32: shape () or (C,), all > 0.
+
+        It is on the device of the tensors; after `choose_together` on the CPU.
 
         Raises:
             CalibrationError: nothing was collected, or NaN or Inf, or nothing but zeros.
@@ -80,9 +83,18 @@ class Calibrator(ABC):
         chosen = torch.where(live, chosen, chosen[live].amax())
         return chosen.reshape(()) if self.axis is None else chosen
 
+    @property
+    def only_zeros(self) -> bool:
+        """Whether no value but zero was collected."""
+        amax = self._seen()
+        return amax is None or not bool(amax.any())
+
+    def _seen(self) -> Tensor | None:
+        return self._largest() if self._read is None else self._read
+
     def _checked_largest(self) -> Tensor:
         """The largest magnitude of each row, all finite and not all zero."""
-        amax = self._largest()
+        amax = self._seen()
         if amax is None:
             raise CalibrationError(
                 "nothing was collected: run calibration images through the model; a layer that they do not reach "
@@ -102,7 +114,7 @@ class Calibrator(ABC):
 
     def reset(self) -> None:
         """Forget everything collected, and free its memory."""
-        self._channels = 0
+        self._channels, self._read = 0, None
         self._forget()
 
     @property
@@ -129,7 +141,7 @@ class Calibrator(ABC):
             return
         if most != least:
             raise CalibrationError(f"the processes saw tensors of {least} to {most} channels along axis {self.axis}")
-        self._channels = most
+        self._channels, self._read = most, None
         self._reduce(group, device)
 
     def _device(self, group: ProcessGroup | None) -> torch.device:
@@ -239,25 +251,38 @@ class HistogramCalibrator(Calibrator):
 
 
 def choose_together(calibrators: Iterable[Calibrator]) -> None:
-    """Let calibrators of one kind, whose histograms lie on one GPU, choose their ranges in one go.
+    """Prepare `compute_amax` of many calibrators that watched GPUs, so that it asks the device nothing.
 
-    Processors choose one by one, in `compute_amax`: their time is that of the arithmetic, not of starting it.
+    What they saw is read in one go, and those of one kind choose their ranges in one go. Processors choose one by one:
+    their time is that of the arithmetic, not of starting it.
     """
+    watched = [(c, largest) for c in calibrators if (largest := c._largest()) is not None]
+    watched = [(calibrator, largest) for calibrator, largest in watched if largest.device.type != "cpu"]
     alike: dict[Any, list[HistogramCalibrator]] = {}
-    for calibrator in calibrators:
+    read = on_host([largest for _, largest in watched])
+    for (calibrator, largest), found in zip(watched, read, strict=True):
+        calibrator._read = found
         if isinstance(calibrator, HistogramCalibrator) and calibrator.axis is None:
-            counted = calibrator._counted
-            if counted is not None and counted.counts.device.type != "cpu":
-                key = (type(calibrator), counted.counts.device, calibrator._options())
-                alike.setdefault(key, []).append(calibrator)
+            alike.setdefault((type(calibrator), largest.device, calibrator._options()), []).append(calibrator)
     for group in alike.values():
         together([cast(Histogram, calibrator._counted) for calibrator in group], group)
+
+
+def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of small tensors of one type on the CPU; each device is waited for once."""
+    found: dict[int, Tensor] = {}
+    for device in {tensor.device for tensor in tensors}:
+        places = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+        flat = torch.cat([tensors[i].detach().reshape(-1) for i in places]).cpu()
+        parts = flat.split([tensors[i].numel() for i in places])
+        found.update({i: part.reshape(tensors[i].shape).clone() for i, part in zip(places, parts, strict=True)})
+    return [found[i] for i in range(len(tensors))]
 
 
 def together(histograms: Sequence[Histogram], group: Sequence[HistogramCalibrator]) -> None:
     """Give each of a `group` of one kind and options what it would choose from its histogram."""
     counts = torch.cat([h.counts for h in histograms])
-    chosen = group[0]._choose_bin(counts, torch.cat([h.width for h in histograms]).nan_to_num())
+    chosen = group[0]._choose_bin(counts, torch.cat([h.width for h in histograms]).nan_to_num()).cpu()
     for calibrator, own in zip(group, chosen.split(1), strict=True):
         calibrator._chosen = own
 

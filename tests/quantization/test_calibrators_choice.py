@@ -11,7 +11,7 @@ from scipy.stats import entropy as scipy_entropy
 
 from compress.errors import CalibrationError
 from compress.quantization.amax import max_amax, mse_amax, percentile_amax
-from compress.quantization.calibrators import choose_together, make_calibrator, together
+from compress.quantization.calibrators import choose_together, make_calibrator, on_host, together
 from compress.quantization.entropy import entropy_amax, kl_divergences
 
 FAST = settings(max_examples=40, deadline=None)
@@ -186,6 +186,16 @@ def test_many_choose_together_what_each_chooses_alone(kind, signed):
     assert len({amax.item() for amax in alone}) == 4
     group[0].collect(torch.full((1,), 50.0))  # more data undoes the choice
     assert group[0]._chosen is None
+
+
+def test_small_tensors_are_copied_to_the_processor_together():
+    tensors = [torch.tensor(2.0), torch.tensor([1.0, math.nan, 3.0]), torch.ones(2, 2)]
+    copies = on_host(tensors)
+    torch.testing.assert_close(copies, tensors, rtol=0, atol=0, equal_nan=True)
+    tensors[2].zero_()
+    copies[0].zero_()
+    assert copies[2].sum() == 4 and tensors[0] == 2 and torch.equal(copies[1][:1], torch.ones(1))
+    assert on_host([]) == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
