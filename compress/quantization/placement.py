@@ -97,7 +97,8 @@ def place(graph_module: fx.GraphModule, spec: QuantSpec) -> Placement:
             wishes.rows.append((order[node], row))
         for wanted_tensor in wanted.tensors:
             _carry_back(wishes, table, wanted_tensor, settings[wanted_tensor.layer].activations, order)
-    if not weights and not any(node_kind(wish.layer) in _PRODUCTS for wish in wishes.items):
+    gains = any(node_kind(node) in _PRODUCTS for node in nodes)
+    if not gains or not (weights or wishes.items):
         raise QuantizationError(
             "the model has no layer that can be quantized (convolution, linear or matmul); see the rows of "
             "`python -m compress inspect` for what stands in it"

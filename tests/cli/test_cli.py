@@ -10,12 +10,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from typer.main import get_command
 
-from compress.cli import main
 from compress.cli.app import app
 
 ROOT = Path(__file__).parents[2]
@@ -25,23 +23,6 @@ def process(*arguments, cwd=None):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "compress", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=cwd)
-
-
-@pytest.fixture
-def compress(monkeypatch, capsys):
-    """What `process` does, without one."""
-
-    def call(*arguments, cwd=None):
-        with monkeypatch.context() as patched:
-            patched.setattr(sys, "argv", ["compress", *arguments])
-            if cwd is not None:
-                patched.chdir(cwd)
-            with pytest.raises(SystemExit) as ended:
-                main()
-        told = capsys.readouterr()
-        return SimpleNamespace(returncode=ended.value.code or 0, stdout=told.out, stderr=told.err)
-
-    return call
 
 
 def test_help_names_the_commands():

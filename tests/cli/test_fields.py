@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-from tests.cli.test_cli import compress
 
-
-def test_receptive_field_of_a_name(tmp_path):
+def test_receptive_field_of_a_name(compress, tmp_path):
     done = compress("receptive-field", "--model", "resnet50", "--image-size", "64", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
@@ -16,7 +14,7 @@ def test_receptive_field_of_a_name(tmp_path):
     assert all((tmp_path / path).stat().st_size > 1000 for path in document["files"])
 
 
-def test_erf_of_a_recipe_at_two_layers(tmp_path):
+def test_erf_of_a_recipe_at_two_layers(compress, tmp_path):
     layers = ("--layer", "layer1.0", "--layer", "layer2.0")
     small = ("--set", "data.image_size=32", "--images", "4")
     done = compress("erf", "--recipe", "resnet18", *small, *layers, "--json", cwd=tmp_path)
@@ -29,7 +27,7 @@ def test_erf_of_a_recipe_at_two_layers(tmp_path):
     assert "layer1.0" in page and 'src="http' not in page
 
 
-def test_roofline_bounds_a_network(tmp_path):
+def test_roofline_bounds_a_network(compress, tmp_path):
     arguments = ("--model", "resnet18", "--image-size", "64", "--device", "a100", "--precision", "int8", "--json")
     done = compress("roofline", *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -50,7 +48,7 @@ def test_roofline_bounds_a_network(tmp_path):
         (("roofline", "--model", "resnet18", "--image-size", "32", "--device", "t4", "--precision", "fp8"), "fp8"),
     ],
 )
-def test_refusals(arguments, text, tmp_path):
+def test_refusals(compress, arguments, text, tmp_path):
     done = compress(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert text in " ".join(done.stderr.split())
