@@ -50,6 +50,7 @@ def main() -> None:
     """Print a line for each path and precision."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", default=["eager", "compiled"])
+    parser.add_argument("--types", nargs="+", default=["float32", "bfloat16"])
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     name, batch, pixels = ("resnet50", 16, 128) if qat_cost.DEVICE.type == "cuda" else ("tiny", 2, 16)
@@ -61,7 +62,7 @@ def main() -> None:
     fused = compress.fuse_for_training(qmodel, forward="float")
     coded = compress.fuse_for_training(qmodel, forward="int8")
     print(f"{sum(chain.int8 for chain in coded.chains)} of {len(coded.chains)} chains on codes", flush=True)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (getattr(torch, name) for name in arguments.types):
         plain = one_pass(qmodel, qmodel, x, dtype)
         if dtype != torch.float32:
             print(f"{dtype} float, fused: {differences(one_pass(fused, qmodel, x, dtype), plain)}", flush=True)

@@ -560,6 +560,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget-s", type=float, default=110.0, help="seconds, of all")
     parser.add_argument("--only", nargs="+", default=[], metavar="CASE", help="such as resnet50/bf16/compiled, tiny")
+    parser.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="only these, such as float fused")
     parser.add_argument("--rounds", type=int, default=5, help="of each variant, in turn")
     parser.add_argument("--repeats", type=int, default=10, help="steps of a round")
     parser.add_argument("--kept", metavar="NETWORK", help="count bytes kept for backward, measure nothing")
@@ -584,8 +585,10 @@ def main() -> None:
     asked = arguments.only or [name for name in NETWORKS if name != "tiny"]
     try:
         for case in CASES:
-            if "/".join(case[:3]).startswith(tuple(asked)):
-                run.measure(*case)
+            wanted = tuple(v for v in case[3] if not arguments.variants or v in arguments.variants)
+            alone = wanted == ("float",) and arguments.variants != ["float"]
+            if "/".join(case[:3]).startswith(tuple(asked)) and wanted and not alone:
+                run.measure(*case[:3], wanted)
         run.write([])
     except BudgetSpentError:
         run.miss("/".join(case[:3]), "the time was spent while it was measured")
