@@ -28,7 +28,7 @@ from compress.quantization.launch import Kept, Launch, aligned
 
 _BLOCK = 4096  # elements that a program reads at a time
 _PROGRAMS = 2112  # 16 on each of 132 multiprocessors
-_COPIES = 8
+_COPIES = 64  # of 8 and 64, on an H200: 603 and 292 us for 25.7 million values
 _SLICE = 256  # bins of a program of `_settle_kernel`
 
 
@@ -110,7 +110,7 @@ def _settle_kernel(
     live = tl.where(fits, tl.where(live < BINS, live, BINS), 0.0).to(tl.int32)
     inside = position < live
     last = position == live - 1  # closed above: it has what lies at its upper end, too
-    for copy in range(0, COPIES):
+    for copy in tl.static_range(0, COPIES):  # unrolled, so that the loads do not wait for each other
         at = fresh_ptr + copy * STRIDE + position
         total += tl.load(at, mask=inside, other=0) + tl.load(at + 1, mask=last, other=0)
         tl.store(other_ptr + copy * STRIDE + position, tl.zeros([SLICE], dtype=tl.int32))

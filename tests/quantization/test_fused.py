@@ -80,7 +80,8 @@ def gradients(run, qmodel, x, **autocast):
     qmodel.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast)):
         result = run(x)
-    (result.float() if autocast else result).mul(torch.linspace(-1, 2, result.shape[-1])).square().sum().backward()
+    weights = torch.linspace(-1, 2, result.shape[-1], device=result.device)
+    (result.float() if autocast else result).mul(weights).square().sum().backward()
     return result.detach(), x.grad, {name: p.grad.clone() for name, p in qmodel.named_parameters()}
 
 
