@@ -5,10 +5,11 @@
     python analysis/qat_curve.py --draw results/h200/qat_curve.json                     table and figure from a file
 
 For each seed a network (ResNet-18 for 64 px, `shapes`) is trained in float for some steps, then quantized. From that
-state quantization-aware training runs three times over the same batches, in bf16 autocast on a GPU: on the plain path,
-on the plain path again, and fused. On a GPU the two plain runs differ too, because sums of gradients end in another
-order each time, and rounding turns that into other integers: their distance is the noise that the fused path is
-measured against. In half precision the fused path also rounds less often (compress.quantization.fused).
+state quantization-aware training runs four times over the same batches, in bf16 autocast on a GPU: on the plain path,
+on the plain path again, fused, and fused with convolutions on INT8 tensor cores (on a CPU these fall back). On a GPU
+the two plain runs differ too, because sums of gradients end in another order each time, and rounding turns that into
+other integers: their distance is the noise that the fused path is measured against. In half precision the fused path
+also rounds less often (compress.quantization.fused).
 
 The scales compared are those in the exported ONNX files: of activations fixed at calibration, and of weights.
 """
@@ -25,7 +26,7 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import onnx
 import qat_cost
@@ -40,7 +41,12 @@ from compress.data import BatchPlan, DataSpec, load_data
 from compress.files import replacing, write_json, write_text
 
 DEVICE = qat_cost.DEVICE
-RUNS = ("plain", "plain again", "fused")
+RUNS: dict[str, Literal["float", "int8"] | None] = {  # how its convolutions run forward where chains are fused
+    "plain": None,
+    "plain again": None,
+    "fused": "float",
+    "fused, INT8": "int8",
+}
 WINDOW = 20  # steps that a curve is smoothed over
 Row = dict[str, Any]
 
@@ -93,7 +99,7 @@ def exported_scales(qmodel: nn.Module, x: Tensor) -> dict[str, list[float]]:
 
 
 def measure(seed: int, arguments: argparse.Namespace) -> Row:
-    """The three runs of a seed."""
+    """The runs of a seed."""
     torch.manual_seed(seed)
     spec = DataSpec(name="shapes", image_size=arguments.pixels, num_classes=20, seed=seed, train_images=20_000)
     split = load_data(spec).train
@@ -115,16 +121,16 @@ def measure(seed: int, arguments: argparse.Namespace) -> Row:
     start.to(memory_format=torch.channels_last)
     row: Row = {"seed": seed, "float_losses": float_losses, "losses": {}, "seconds": {}}
     scales = {}
-    for run in RUNS:
+    for run, forward in RUNS.items():
         qmodel = copy.deepcopy(start)
-        call = compress.fuse_for_training(qmodel) if run == "fused" else qmodel
+        call = compress.fuse_for_training(qmodel, forward=forward) if forward else qmodel
         qat_cost.finish()
         began = time.perf_counter()
         row["losses"][run] = train(call, qmodel, batches[arguments.float_steps :], arguments.lr / 4)
         row["seconds"][run] = time.perf_counter() - began
         scales[run] = exported_scales(qmodel, x[:2])
     row["scales"] = sum(map(len, scales["plain"].values()))
-    row["same_scales"] = {run: scales[run] == scales["plain"] for run in RUNS[1:]}
+    row["same_scales"] = {run: scales[run] == scales["plain"] for run in list(RUNS)[1:]}
     return row
 
 
@@ -143,15 +149,16 @@ def distance(one: list[float], other: list[float]) -> float:
 
 def table(report: Row) -> str:
     """The seeds as Markdown."""
-    lines = ["| seed | first loss | last loss: plain | plain again | fused | distance plain, again | plain, fused | "]
-    lines[0] += "scales compared | same in fused |"
-    lines.append("|" + "---|" * 9)
+    others = list(RUNS)[1:]
+    titles = ["seed", "first loss", *(f"last loss: {run}" for run in RUNS), *(f"plain to {run}" for run in others)]
+    titles += ["scales compared", "the same"]
+    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
     for row in report["seeds"]:
         curves = row["losses"]
         last = [statistics.fmean(curves[run][-WINDOW:]) for run in RUNS]
         cells = [f"{curves['plain'][0]:.3f}", *(f"{value:.3f}" for value in last)]
-        cells += [f"{distance(curves['plain'], curves[run]):.4f}" for run in RUNS[1:]]
-        cells += [str(row["scales"]), "yes" if row["same_scales"]["fused"] else "no"]
+        cells += [f"{distance(curves['plain'], curves[run]):.4f}" for run in others]
+        cells += [str(row["scales"]), "yes" if all(row["same_scales"].values()) else "no"]
         lines.append(f"| {row['seed']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -165,9 +172,22 @@ def draw(file: Path) -> None:
     report = json.loads(file.read_text())
     about = ", ".join(f"{key} {value}" for key, value in report["machine"].items())
     head = ["# Fused and plain training", "", f"Measured with `{report['command']}`; {about}.", ""]
-    body = [*head, *(__doc__ or "").split("\n\n")[2:], "", f"Curves are means over {WINDOW} steps.", "", table(report)]
+    body = [
+        *head,
+        *(__doc__ or "").split("\n\n")[2:],
+        "",
+        f"Curves are means over {WINDOW} steps; distances are their mean absolute differences.",
+        "",
+        table(report),
+    ]
     write_text(file.with_suffix(".md"), "\n".join(body) + "\n")
-    looks = (("grey", 3.0, "-"), ("amber", 1.4, "-"), ("blue", 1.2, "--"))  # curves that lie on each other stay visible
+    # curves that lie on each other stay visible
+    looks = (("grey", 3.0, "-"), ("amber", 1.4, "-"), ("blue", 1.2, "--"), ("alarm", 1.0, ":"))
+        ("grey", 3.0, "-"),
+        ("amber", 1.4, "-"),
+        ("blue", 1.2, "--"),
+        ("red", 1.0, ":"),
+    )  # curves that lie on each other stay visible
     with styled():
         figure = Figure(figsize=(3.4 * len(report["seeds"]), 3.2), layout="constrained")
         panels = figure.subplots(1, len(report["seeds"]), sharey=True, squeeze=False)[0]
