@@ -183,11 +183,6 @@ def draw(file: Path) -> None:
     write_text(file.with_suffix(".md"), "\n".join(body) + "\n")
     # curves that lie on each other stay visible
     looks = (("grey", 3.0, "-"), ("amber", 1.4, "-"), ("blue", 1.2, "--"), ("alarm", 1.0, ":"))
-        ("grey", 3.0, "-"),
-        ("amber", 1.4, "-"),
-        ("blue", 1.2, "--"),
-        ("red", 1.0, ":"),
-    )  # curves that lie on each other stay visible
     with styled():
         figure = Figure(figsize=(3.4 * len(report["seeds"]), 3.2), layout="constrained")
         panels = figure.subplots(1, len(report["seeds"]), sharey=True, squeeze=False)[0]
