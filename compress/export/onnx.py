@@ -25,6 +25,7 @@ from compress.errors import ExportError
 from compress.export.bias import integer_biases
 from compress.export.channel_scales import scales_on_outputs
 from compress.export.cleanup import clean
+from compress.export.gathers import flat_gathers
 from compress.export.int4 import pack_int4
 from compress.export.prepare import prepare
 from compress.export.spec import ExportSpec
@@ -79,9 +80,12 @@ def export_onnx(
     inputs = as_inputs(example_inputs)
     ready = prepare(model, inputs, precision=spec.precision)
     proto = _export(ready, inputs, spec)
+    target = getattr(getattr(model, "placement", None), "target", "")
     pack_int4(proto)
+    if target == "openvino":
+        flat_gathers(proto)
     clean(proto)
-    if getattr(getattr(model, "placement", None), "target", "") == "onnxruntime":
+    if target == "onnxruntime":
         integer_biases(proto)
     if spec.channel_scales == "output":
         scales_on_outputs(proto)
