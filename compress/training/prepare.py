@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from compress.data.base import Split
 from compress.errors import DataError, ModelError, RecipeError
 from compress.quantization.fused import fuse_for_training, is_fusible, pays_off
+from compress.quantization.fused_codes import Forward
 from compress.quantization.fused_ops import Kernels
 from compress.training.distributed import Processes
 from compress.training.evaluate import modes_kept
@@ -114,8 +115,9 @@ def wrap(
     """
     # The compiler fuses torch's operations with their neighbours; our own kernels stand in its way (results/h200)
     kernels: Kernels | None = "torch" if spec.compile else None
+    forward: Forward = "int8" if isinstance(spec, QATSpec) and spec.fused == "int8" else "float"
     fused = _is_fused(model, spec, device)
-    module: nn.Module = LogitsOf(fuse_for_training(model, kernels=kernels) if fused else model)
+    module: nn.Module = LogitsOf(fuse_for_training(model, kernels=kernels, forward=forward) if fused else model)
     no_sync: NoSync = nullcontext
     if processes.world_size > 1:
         module = DistributedDataParallel(
@@ -146,7 +148,7 @@ def _is_fused(model: nn.Module, spec: TrainSpec, device: torch.device) -> bool:
     """Whether quantization-aware training goes through a second graph over the same parameters."""
     if not isinstance(spec, QATSpec) or spec.fused == "off":
         return False
-    return spec.fused == "on" or (pays_off(device) and is_fusible(model))
+    return spec.fused in {"on", "int8"} or (pays_off(device) and is_fusible(model))
 
 
 def _evaluation_logits(model: nn.Module, images: Tensor) -> Tensor:

@@ -51,6 +51,7 @@ QAT = {
     "plain": {},
     "adamw, bf16": {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.05, "precision": "bf16"},
     "fused": {"fused": "on"},
+    "fused, INT8 where it can": {"fused": "int8"},
     "mean of the weights": {"ema_decay": 0.9},
     "learned ranges": {"scales": "learned", "lr": 0.001},
 }
