@@ -2,7 +2,7 @@
 
 `Tensor.unfold` (HaloNet's windows) and indexing with a tensor of two axes are a Gather whose result has more axes than
 its input. OpenVINO carries the channel scales of the INT8 layer before such a Gather through it without giving them the
-new axes, and then refuses the file ("GatherTransformation ... CALLBACK HAS THROWN", 2026.4). A Reshape it carries right.
+new axes, and then refuses the file ("GatherTransformation ... CALLBACK HAS THROWN", 2026.4); not so a Reshape.
 """
 
 from __future__ import annotations
