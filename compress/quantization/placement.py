@@ -319,7 +319,7 @@ def _sites(
         quant_format = QuantFormat(
             num_bits=spec.num_bits,
             signed=signed or floating,
-            offset=table.offset and signed and not floating,
+            offset=(table.offset or (table.offset_concat and _meets_others(members))) and signed and not floating,
             kind=spec.kind,
         )
         edges = tuple(dict.fromkeys((w.origin.name, w.reader.name) for w in members))
@@ -328,6 +328,11 @@ def _sites(
             asked = [w for w in members if w.origin is origin]
             rows.append((order[origin], _activation_row(origin, asked, name, quant_format)))
     return sites, rows
+
+
+def _meets_others(members: list[_Wish]) -> bool:
+    """Whether the tensors of one quantizer stand beside others in a concat."""
+    return len({w.origin for w in members}) > 1 or any(node_kind(w.reader) == "concat" for w in members)
 
 
 def _activation_row(origin: fx.Node, asked: list[_Wish], name: str, quant_format: QuantFormat) -> Decision:
