@@ -307,7 +307,7 @@ def test_quantizers_that_do_not_round_leave_the_chain_plain():
 def test_refusals():
     with pytest.raises(QuantizationError, match=r"compress\.quantize"):
         compress.fuse_for_training(nn.Conv2d(3, 3, 1))
-    with pytest.raises(RecipeError, match=r"qat\.fused is 'always'.*auto, on, off"):
+    with pytest.raises(RecipeError, match=r"qat\.fused is 'always'.*auto, on, int8, off"):
         check_train_spec(QATSpec(fused="always"))
 
 

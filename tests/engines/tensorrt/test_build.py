@@ -149,7 +149,7 @@ def test_progress_goes_to_the_end(files, tmp_path):
 
 
 STOPPED = """
-import os, signal, sys
+import os, signal, sys, time
 from compress.engines.tensorrt_build import build_tensorrt
 from compress.progress import NoProgress
 
@@ -160,7 +160,9 @@ class Interrupts(NoProgress):
         if not self.sent:
             self.sent = True
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)  # on a busy machine the build would end before the main thread hears of it
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background hands down that it is ignored
 source, target = sys.argv[1:]
 try:
     build_tensorrt(source, out=target, progress=Interrupts())
