@@ -20,7 +20,7 @@ from compress.errors import QuantizationError
 from compress.quantization.fused_conv import Codes, Geometry, conv_codes, output_size
 from compress.quantization.fused_ops import Epilogue, backward_torch
 from compress.quantization.fused_triton import plan_of
-from compress.quantization.launch import Kept, Launch, aligned
+from compress.quantization.launch import Kept, Launch
 from compress.quantization.stem_codes import stem_filter, stem_image
 
 _TILE = 4096  # elements of a program that reads codes off values
@@ -74,9 +74,8 @@ def convolve(
         Quantized values in the type of `x`, and their codes, empty unless wanted; (N, O, OH, OW), channels_last.
     """
     added = residual_codes if residual_codes is not None else residual
-    if (
-        torch.compiler.is_compiling()
-    ):  # it takes no tensor twice: a residual may be the input too, and both its ranges one
+    # The compiler takes no tensor twice: a residual may be the input too, and both its ranges one
+    if torch.compiler.is_compiling():
         added = None if added is None else added.detach()
         residual = None if residual is None else residual.view_as(residual)
         residual_amax = residual_amax.detach()
@@ -246,10 +245,7 @@ def codes_of(value: Tensor, amax: Tensor, high: int) -> Tensor:
     launch = _LAUNCHES.get(key)
     if launch is None:
         launch = _LAUNCHES[key] = Launch(_codes_kernel, (triton.cdiv(n, _TILE),), n, float(high), _TILE)
-    if aligned(value, amax, codes):
-        launch(value.get_device(), value, amax, codes)
-    else:
-        launch.unaligned(value, amax, codes)
+    launch(value.get_device(), value, amax, codes)
     return codes
 
 

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.quantization.fused_ops import Epilogue
-from compress.quantization.launch import Kept, Launch, aligned
+from compress.quantization.launch import Kept, Launch
 
 _ALIGNED = 16  # bytes of one memory access; channels divide by it
 _LARGEST = 2**31  # elements that 32 bits count
@@ -159,10 +159,7 @@ def conv_codes(
     written = empty(plan.shape, plan.stride, dtype=torch.int8, device=q.device) if codes else None
     value = empty(plan.shape, plan.stride, dtype=dtype, device=q.device) if dtype else None
     tensors = (q, w, bias, added, x.amax, weight.amax, added_amax, amax, written, packed, value)
-    if aligned(*tensors):
-        plan.launch(plan.device, *tensors)
-    else:
-        plan.launch.unaligned(*tensors)
+    plan.launch(plan.device, *tensors)
     return ConvResult(written, packed, value)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from compress.errors import QuantizationError
 from compress.quantization.fused_ops import BITS, Epilogue, inner_size, is_channels_last, like
-from compress.quantization.launch import Kept, Launch, aligned
+from compress.quantization.launch import Kept, Launch
 
 GROUPS = 256  # of eight elements, in a tile of the flat kernels
 _TILE = 2048  # elements of a tile of the strip kernel
@@ -210,10 +210,7 @@ class Plan:
         bits = torch.empty(self.bytes, dtype=torch.uint8, device=y.device)
         if self.count:
             tensors = (y, y if bias is None else bias, y if residual is None else residual, amax, out, bits)
-            if aligned(*tensors):
-                self._forward(self.device, *tensors)
-            else:
-                self._forward.unaligned(*tensors)
+            self._forward(self.device, *tensors)
         return out, bits
 
     def backward(self, grad: Tensor, bits: Tensor, wants_bias: bool) -> tuple[Tensor, Tensor | None]:
@@ -228,10 +225,7 @@ class Plan:
             sums = torch.empty((self.programs, self.columns), dtype=torch.float32, device=grad.device)
             tensors = (grad, bits, out, sums)
             launch = self._backward_bias
-        if aligned(*tensors):
-            launch(self.device, *tensors)
-        else:
-            launch.unaligned(*tensors)
+        launch(self.device, *tensors)
         return out, None if sums is None else sums.sum(0)
 
 

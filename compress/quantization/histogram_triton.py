@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.quantization.launch import Kept, Launch, aligned
+from compress.quantization.launch import Kept, Launch
 
 _BLOCK = 4096  # elements that a program reads at a time
 _PROGRAMS = 2112  # 16 on each of 132 multiprocessors
@@ -181,7 +181,4 @@ def _run(kernel: Any, values: Tensor, *tables: Any) -> None:
     if key not in _LAUNCHES:
         steps = triton.cdiv(n, _PROGRAMS * _BLOCK)
         _LAUNCHES[key] = Launch(kernel, (triton.cdiv(n, steps * _BLOCK),), n, steps, *constants)
-    if aligned(values, *tensors):
-        _LAUNCHES[key](values.get_device(), values, *tensors)
-    else:
-        _LAUNCHES[key].unaligned(values, *tensors)
+    _LAUNCHES[key](values.get_device(), values, *tensors)

@@ -4,7 +4,8 @@ Triton's own `kernel[grid](...)` looks at every argument of every call, joins wh
 compiled kernel up: 30 to 60 us of Python a launch, which a training step with two hundred launches cannot hide behind a
 fast GPU. A `Launch` belongs to one kind of arguments (types, sizes and constants); it goes that way once and calls the
 compiled kernel from then on. What Triton would have seen in the arguments must therefore be part of the key under
-which the caller keeps its launches; pointers are taken to lie at multiples of 16 bytes, which `aligned` tests.
+which the caller keeps its launches. The compiled kernel takes pointers to lie at multiples of 16 bytes; a call in which
+one does not goes through Triton.
 """
 
 from __future__ import annotations
@@ -44,19 +45,20 @@ class Launch:
 
         Args:
             device: index, of all tensors.
-            tensors: the first arguments, at multiples of 16 bytes.
+            tensors: the first arguments; None for one that is missing.
         """
-        if self._run is None:
+        if not _aligned(tensors):
+            self._through_triton(tensors)
+        elif self._run is None:
             self._first(tensors)
-            return
-        self._run(*self._head, torch._C._cuda_getCurrentRawStream(device), *self._tail, *tensors, *self._constants)
+        else:
+            self._run(*self._head, torch._C._cuda_getCurrentRawStream(device), *self._tail, *tensors, *self._constants)
 
-    def unaligned(self, *tensors: Any) -> None:
-        """Run with tensors that lie anywhere: through Triton."""
-        self._kernel[self._grid](*tensors, *self._constants, **self._options)
+    def _through_triton(self, tensors: tuple[Any, ...]) -> Any:
+        return self._kernel[self._grid](*tensors, *self._constants, **self._options)
 
     def _first(self, tensors: tuple[Any, ...]) -> None:
-        compiled = self._kernel[self._grid](*tensors, *self._constants, **self._options)
+        compiled = self._through_triton(tensors)
         if compiled is None:  # the interpreter compiles nothing
             return
         self._head = (*self._grid, 1, 1)[:3]
@@ -64,7 +66,7 @@ class Launch:
         self._run = compiled.run
 
 
-def aligned(*tensors: Tensor | None) -> bool:
+def _aligned(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether all tensors begin at a multiple of 16 bytes."""
     joined = 0
     for tensor in tensors:
