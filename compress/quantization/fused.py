@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
 from compress.graph.ops import node_kind, node_module
-from compress.quantization.fused_codes import WHERE_IT_APPLIES, Forward, carry_codes
+from compress.quantization.fused_codes import Forward, carry_codes
 from compress.quantization.fused_ops import Kernels, epilogue_of, fused_quantize
 from compress.quantization.fused_weights import group_weights, is_live, is_plain
 from compress.quantization.launch import HAS_TRITON
@@ -60,7 +60,7 @@ class FusedChain:
 
 
 def fuse_for_training(
-    qmodel: nn.Module, *, kernels: Kernels | None = None, forward: Forward | None = None
+    qmodel: nn.Module, *, kernels: Kernels | None = None, forward: Forward = "float"
 ) -> fx.GraphModule:
     """A second graph over the same modules, cheaper to train; the same function, with the same gradients.
 
@@ -69,8 +69,7 @@ def fuse_for_training(
         kernels: `triton` or `torch` for all; None = Triton on a GPU where it fits, and under
             torch.compile torch.
         forward: `int8` = convolutions between quantizers are computed on INT8 tensor cores where Triton runs
-            (`fused_codes`): equal but for values within float32's precision of a tie; `float` = as the plain path does;
-            None = `fused_codes.WHERE_IT_APPLIES`.
+            (`fused_codes`): equal but for values within float32's precision of a tie; `float` = as the plain path does.
 
     Returns:
         A module to call in place of `qmodel` in training steps. Its `chains` tell what was fused. It shares every
@@ -89,7 +88,7 @@ def fuse_for_training(
     chains = [_fuse(fused, node, kernels) for node in list(graph.nodes) if node_kind(node) == "quantizer"]
     if kernels != "torch":
         _share_weights(fused, kernels)
-    if (forward or WHERE_IT_APPLIES) == "int8":
+    if forward == "int8":
         coded = carry_codes(fused, _fused_chains(fused))
         chains = [replace(chain, int8=qmodel.get_submodule(chain.quantizer) in coded) for chain in chains]
     graph.eliminate_dead_code()

@@ -37,9 +37,6 @@ from compress.quantization.stem_codes import stem_fits
 
 Forward = Literal["float", "int8"]
 
-WHERE_IT_APPLIES: Forward = "float"
-"""What `fuse_for_training` does unless told otherwise."""
-
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _CHANNELS = 16  # that the kernel's memory accesses divide
