@@ -160,9 +160,8 @@ def _fp16_bytes(layer: EngineLayer, role: Role, border: Collection[str]) -> floa
         return 0.0
     if role in {"requantize", "add"}:
         largest = max(t.elements() or 0 for t in read)
-        shrinks = (
-            max(t.elements() or 0 for t in written) < largest
-        )  # a mean in the same kernel: it stays, and reads its sum
+        # A mean in the same kernel: it stays, and reads its sum
+        shrinks = max(t.elements() or 0 for t in written) < largest
         residual = 2.0 * largest * (sum(t.elements() == largest for t in read) - 1)
         leaves = any(t.name in border and t.dtype != "fp16" for t in written)  # a kernel of its own turns it into that
         return residual + (2.0 * largest + half(written[:1]) if shrinks or leaves else 0.0)

@@ -83,9 +83,8 @@ def _io_names(block: Sequence[str], layers: Sequence[EngineLayer]) -> tuple[tupl
     """The network's inputs and outputs: from `I/O Tensors`, or from the names that follow `Bindings:`."""
     io = [match for match in map(_IO.search, block) if match is not None]
     if io:
-        return tuple(m["name"] for m in io if m["mode"] == "Input"), tuple(
-            m["name"] for m in io if m["mode"] == "Output"
-        )
+        inputs, outputs = ([m["name"] for m in io if m["mode"] == mode] for mode in ("Input", "Output"))
+        return tuple(inputs), tuple(outputs)
     at = next((i for i, line in enumerate(block) if line.rstrip().endswith("Bindings:")), len(block))
     written = {tensor.name for layer in layers for tensor in layer.outputs}
     read = {tensor.name for layer in layers for tensor in layer.inputs}

@@ -142,8 +142,4 @@ def _evaluation_pictures(split: Split, count: int) -> list[Picture]:
         rows = split.images[:count].permute(0, 2, 3, 1).numpy()
         return [np.repeat(row, 3, axis=2) if row.shape[2] == 1 else row.copy() for row in rows]
     images, _ = split.load(list(range(min(count, len(split)))), epoch=None, device=torch.device("cpu"))
-    mean, std = (
-        torch.tensor(values).view(1, -1, 1, 1) for values in (split.preprocessing.mean, split.preprocessing.std)
-    )
-    drawn = (images * std + mean).mul(255).round().clamp(0, 255).to(torch.uint8)
-    return list(drawn.permute(0, 2, 3, 1).contiguous().numpy())
+    return list(split.preprocessing.pixels(images).permute(0, 2, 3, 1).contiguous().numpy())

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from compress.errors import DataError
 from compress.graph.batches import model_inputs
+from compress.training.evaluate import modes_kept
 
 
 def recalibrate_batchnorm(model: nn.Module, batches: Iterable[Any]) -> int:
@@ -38,15 +39,14 @@ def recalibrate_batchnorm(model: nn.Module, batches: Iterable[Any]) -> int:
     if not layers:
         return 0
     before = [(layer, layer.momentum, copy.deepcopy(layer.state_dict())) for layer in layers]
-    modes = [(module, module.training) for module in model.modules()]
     count = 0
     try:
-        model.eval()
-        for layer in layers:
-            layer.reset_running_stats()
-            layer.momentum = None  # the plain mean of all batches
-            layer.train()
-        with torch.no_grad():
+        with modes_kept(model), torch.no_grad():
+            model.eval()
+            for layer in layers:
+                layer.reset_running_stats()
+                layer.momentum = None  # the plain mean of all batches
+                layer.train()
             for batch in batches:
                 model(*model_inputs(model, batch))
                 count += 1
@@ -59,6 +59,4 @@ def recalibrate_batchnorm(model: nn.Module, batches: Iterable[Any]) -> int:
     finally:
         for layer, momentum, _ in before:
             layer.momentum = momentum
-        for module, training in modes:
-            module.training = training
     return len(layers)
