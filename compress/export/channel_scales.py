@@ -21,6 +21,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
+from compress.export.cleanup import drop_unused
+
 _CHANNEL_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 0, "MatMul": 1}
 
 
@@ -55,7 +57,7 @@ def scales_on_outputs(proto: onnx.ModelProto) -> int:
         changed += 1
     del graph.node[:]
     graph.node.extend(nodes)
-    _drop_unused(graph)
+    drop_unused(graph)
     return changed
 
 
@@ -125,10 +127,3 @@ def _tail(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto], graph: o
 def _constant(graph: onnx.GraphProto, name: str, value: NDArray[np.generic]) -> str:
     graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name))
     return name
-
-
-def _drop_unused(graph: onnx.GraphProto) -> None:
-    used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
-    kept = [tensor for tensor in graph.initializer if tensor.name in used]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)

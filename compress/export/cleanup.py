@@ -24,7 +24,7 @@ def clean(proto: onnx.ModelProto) -> None:
         tensor.doc_string = ""
     del graph.metadata_props[:]
     del graph.value_info[:]  # engines infer shapes; stale symbolic ones only get in the way
-    _drop_unused(graph)
+    drop_unused(graph)
 
 
 def _rename_nodes(graph: onnx.GraphProto) -> None:
@@ -67,7 +67,8 @@ def _global_average_pools(graph: onnx.GraphProto) -> None:
             del node.attribute[:]
 
 
-def _drop_unused(graph: onnx.GraphProto) -> None:
+def drop_unused(graph: onnx.GraphProto) -> None:
+    """Remove constants that nothing reads; ONNX Runtime warns of each."""
     used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
     kept = [tensor for tensor in graph.initializer if tensor.name in used]
     del graph.initializer[:]

@@ -24,10 +24,11 @@ from compress.data.preprocessing import LABELS_KEY, METADATA_KEY, Preprocessing
 from compress.errors import ExportError
 from compress.export.bias import integer_biases
 from compress.export.channel_scales import scales_on_outputs
-from compress.export.cleanup import clean
+from compress.export.cleanup import clean, drop_unused
 from compress.export.gathers import flat_gathers
 from compress.export.int4 import pack_int4
 from compress.export.prepare import prepare
+from compress.export.shared_convolutions import bias_shared_convolutions
 from compress.export.spec import ExportSpec
 from compress.files import replacing
 from compress.graph.trace import Inputs, as_inputs, flat_tensors, leaves_of, named_outputs
@@ -84,9 +85,11 @@ def export_onnx(
     pack_int4(proto)
     if target == "openvino":
         flat_gathers(proto)
+        bias_shared_convolutions(proto)
     clean(proto)
     if target == "onnxruntime":
         integer_biases(proto)
+        drop_unused(proto.graph)  # the biases that it replaced
     if spec.channel_scales == "output":
         scales_on_outputs(proto)
     _describe(proto, preprocessing, labels, metadata or {})

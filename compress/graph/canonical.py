@@ -8,6 +8,7 @@ from compress.graph.attention import open_attention
 from compress.graph.einsum import open_einsums
 from compress.graph.fold import fold_batchnorm
 from compress.graph.functional import functions_to_modules
+from compress.graph.inplace import follow_changes
 from compress.graph.ops import node_kind
 from compress.graph.trace import Inputs, propagate_shapes, trace
 
@@ -24,10 +25,11 @@ def canonical_graph(model: nn.Module, example_inputs: Inputs, *, fold: bool = Tr
         A graph module in evaluation mode that computes what `model` does, with shapes on its nodes.
 
     Raises:
-        ModelError: the model cannot be traced.
+        ModelError: the model cannot be traced, or changes tensors in place through views that are read again.
     """
     graph_module = trace(model, example_inputs)
     _drop_assertions(graph_module)
+    follow_changes(graph_module, example_inputs)
     opened = open_attention(graph_module) + open_einsums(graph_module)
     made = functions_to_modules(graph_module)
     if fold:

@@ -5,17 +5,24 @@ that sizes are at hand: such a branch is taken as the example takes it, and the 
 size. What the network computes *from pixels* must not decide anything: a tensor in an `if`, or a number taken out of a
 tensor, stops the trace as before. Sizes that stay symbolic (a batch dimension passed to `view`) stay so; `trace` runs
 the graph with another batch size to be sure.
+
+Some of Python asks types and lengths of what it is given and takes nothing symbolic: `len(x)`, `isinstance(x, Tensor)`,
+`torch.zeros(n, ...)`, `x[:, 0] = y`. While this tracer works, they are answered for symbolic values too (`answered`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute, TraceError
+from torch.utils._pytree import tree_leaves
 
 from compress.graph.ops import METHODS_OF_SHAPE
 
@@ -40,6 +47,11 @@ class _Known:
 
 
 class _KnownProxy(_Known, fx.Proxy):
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.node = _call(
+            with_item, (self, key, value), {}
+        ).node  # whoever holds the proxy sees the change, as of a tensor
+
     def __getattr__(self, k: str) -> _KnownAttribute:
         return _KnownAttribute(self, k)
 
@@ -126,6 +138,13 @@ def _is_shape(node: fx.Node) -> bool:
     return node.target in {getattr, len}
 
 
+def with_item(tensor: Tensor, key: Any, value: Any) -> Tensor:
+    """A copy of `tensor` with `value` at `key`."""
+    result = tensor.clone()
+    result[key] = value
+    return result
+
+
 def known_proxy(node: fx.Node, tracer: Any) -> fx.Proxy:
     """A proxy whose sizes can be used in Python."""
     return _KnownProxy(node, tracer)
@@ -134,3 +153,72 @@ def known_proxy(node: fx.Node, tracer: Any) -> fx.Proxy:
 def unrolled(proxy: Any, value: Any) -> Iterator[Any]:
     """The items of a proxy whose length is known."""
     return iter([proxy[i] for i in range(len(value))])
+
+
+@contextmanager
+def answered(root: nn.Module) -> Iterator[None]:
+    """Builtins and functions that take nothing symbolic answer for proxies; all is as before afterwards.
+
+    Builtins are replaced in the Python modules that define the classes of `root`, torch's own apart; `torch.zeros` and
+    the like in torch.
+    """
+    modules = {type(module).__module__ for module in root.modules()}
+    places = [vars(sys.modules[name]) for name in modules if name in sys.modules and name.split(".")[0] != "torch"]
+    changed = [(place, name, function) for place in places for name, function in _BUILTINS.items() if name not in place]
+    tensors = {name: _recorded(name) for name in _MAKERS} | {"is_tensor": _is_tensor}
+    before = {name: getattr(torch, name) for name in tensors}
+    try:
+        for place, name, function in changed:
+            place[name] = function
+        vars(torch).update(tensors)
+        yield
+    finally:
+        vars(torch).update(before)
+        for place, name, _ in changed:
+            del place[name]
+
+
+def _recorded(name: str) -> Callable[..., Any]:
+    """The function of torch of that name, as a node of the graph where an argument is symbolic."""
+    function: Callable[..., Any] = getattr(torch, name)
+
+    @functools.wraps(function)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        symbolic = any(isinstance(value, fx.Proxy) for value in tree_leaves((args, kwargs)))
+        return _call(new_tensor, (name, *args), kwargs) if symbolic else function(*args, **kwargs)
+
+    return recorded
+
+
+def new_tensor(name: str, *args: Any, **kwargs: Any) -> Tensor:
+    """What torch makes by that name: pickle traces graphs again, and can call torch.zeros on nothing symbolic."""
+    made: Tensor = getattr(torch, name)(*args, **kwargs)
+    return made
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy:
+    """A node that calls `function`, also in what pickle traces again."""
+    tracer = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, fx.Proxy)).tracer
+    made: fx.Proxy = tracer.create_proxy("call_function", function, args, kwargs)
+    made.node.meta["is_wrapped"] = True
+    return made
+
+
+def _length(value: Any) -> Any:
+    """`len`; of a tensor its first size, which stays symbolic."""
+    return value.size(0) if isinstance(value, fx.Proxy) and _is_tensor(value) else len(value)
+
+
+def _is_instance(value: Any, kind: Any) -> bool:
+    """`isinstance`; a proxy is also what it stands for."""
+    if isinstance(value, kind):
+        return True
+    return isinstance(value, _Known) and isinstance(value.tracer.value_of(value), kind)
+
+
+def _is_tensor(value: Any) -> bool:
+    return _is_instance(value, Tensor)
+
+
+_BUILTINS: dict[str, Callable[..., Any]] = {"len": _length, "isinstance": _is_instance}
+_MAKERS = ("zeros", "ones", "full")

@@ -12,15 +12,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import ModelError
-from compress.graph.concrete import Values, known_proxy, unrolled
+from compress.graph.concrete import Values, answered, known_proxy, unrolled
 from compress.graph.ops import node_kind
 
 Inputs = Tensor | Sequence[Tensor]
@@ -91,6 +94,10 @@ class _Tracer(fx.Tracer):
         if self.values is None:
             raise fx.proxy.TraceError("no values are known")
         return self.values.sized(proxy.node)
+
+    def value_of(self, proxy: fx.Proxy) -> Any:
+        """What a proxy stands for; None where that is not known."""
+        return None if self.values is None else self.values.values.get(proxy.node)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         return super().to_bool(obj) if self.values is None else bool(self.known(obj))
@@ -172,7 +179,8 @@ def _with_shapes(model: nn.Module, inputs: tuple[Tensor, ...], asked: dict[str, 
     try:
         graph_module = _with_leaves(model, inputs, asked, concrete=True)
         with torch.no_grad():
-            _check_equal(model(*grown), graph_module(*grown), type(model).__name__)
+            result = graph_module.forward(*_copies(grown))  # the module's own call would print what fails
+            _check_equal(model(*_copies(grown)), result, type(model).__name__)
     except Exception:
         return None
     return graph_module
@@ -199,17 +207,25 @@ def _with_leaves(
     while True:
         tracer = _Tracer(leaves, len(inputs), Values(model, inputs) if concrete else None)
         try:
-            graph = tracer.trace(model)
+            with answered(model) if concrete else contextlib.nullcontext():
+                graph = tracer.trace(model)
         except Exception as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             if not tracer.failed or tracer.failed in leaves:
                 raise ModelError(
-                    f"torch.fx cannot trace {type(model).__name__}.forward itself ({reason}); move the part that "
-                    "depends on values into a submodule, which will then be kept whole"
+                    f"torch.fx cannot trace {type(model).__name__}.forward itself ({reason}{_line_of(error)}); move "
+                    "the part that depends on values into a submodule, which will then be kept whole"
                 ) from error
             leaves[tracer.failed] = reason
         else:
             return _graph_module(model, graph, leaves)
+
+
+def _line_of(error: Exception) -> str:
+    """Where in the model's own code an error arose; "" where that is nowhere."""
+    libraries = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["compress"]))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*libraries, "<"))]
+    return f", at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
 def leaves_of(graph_module: fx.GraphModule) -> tuple[Leaf, ...]:
@@ -250,7 +266,7 @@ def propagate_shapes(graph_module: fx.GraphModule, example_inputs: Inputs) -> An
     graph_module.eval()
     try:
         with torch.no_grad():
-            return _Shapes(graph_module).run(*as_inputs(example_inputs))
+            return _Shapes(graph_module).run(*_copies(as_inputs(example_inputs)))
     except Exception as error:
         raise ModelError(f"the model fails on inputs of {_shapes_text(as_inputs(example_inputs))}: {error}") from error
     finally:
@@ -260,12 +276,17 @@ def propagate_shapes(graph_module: fx.GraphModule, example_inputs: Inputs) -> An
 def _run(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
     try:
         with torch.no_grad():
-            return model(*inputs)
+            return model(*_copies(inputs))
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} fails on inputs of {_shapes_text(inputs)}: {error}; give example_inputs that the "
             "model accepts, on the model's device"
         ) from error
+
+
+def _copies(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Inputs that a model may change in place."""
+    return tuple(x.clone() for x in inputs)
 
 
 def _shapes_text(inputs: tuple[Tensor, ...]) -> str:
@@ -306,14 +327,18 @@ def named_outputs(output: Any, *, taken: Sequence[str] = ()) -> list[tuple[str, 
     return [(name, tensor) for name, (_, tensor) in zip(names, found, strict=True)]
 
 
-def _check_equal(reference: Any, result: Any, name: str) -> None:
+def same_results(reference: Any, result: Any) -> bool:
+    """Whether two results of a model hold equal tensors, to what the order of float32 sums changes."""
     left, right = flat_tensors(reference), flat_tensors(result)
-    same = len(left) == len(right) and all(
+    return len(left) == len(right) and all(
         a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True)
         for a, b in zip(left, right, strict=True)
     )
-    if not same:
+
+
+def _check_equal(reference: Any, result: Any, name: str) -> None:
+    if not same_results(reference, result):
         raise ModelError(
             f"the traced graph of {name} computes something else than the model: its forward depends on values or on "
-            "chance that a trace cannot hold; make that part a leaf"
+            "chance that a trace cannot hold, or reads by another name what += changed; make that part a leaf"
         )

@@ -99,9 +99,10 @@ def place(graph_module: fx.GraphModule, spec: QuantSpec) -> Placement:
             _carry_back(wishes, table, wanted_tensor, settings[wanted_tensor.layer].activations, order)
     gains = any(node_kind(node) in _PRODUCTS for node in nodes)
     if not gains or not (weights or wishes.items):
+        reasons = [f"{row.layer}: {row.reason}" for _, row in wishes.rows if row.rule == "cannot quantize"]
         raise QuantizationError(
-            "the model has no layer that can be quantized (convolution, linear or matmul); see the rows of "
-            "`python -m compress inspect` for what stands in it"
+            "the model has no layer that can be quantized (convolution, linear or matmul); "
+            + ("; ".join(reasons[:3]) or "see the rows of `python -m compress inspect` for what stands in it")
         )
     sites, rows = _sites(wishes, table, order)
     for site in weights:
@@ -319,7 +320,7 @@ def _sites(
         quant_format = QuantFormat(
             num_bits=spec.num_bits,
             signed=signed or floating,
-            offset=(table.offset or (table.offset_concat and _meets_others(members))) and signed and not floating,
+            offset=signed and not floating and any(node_kind(w.layer) in table.offset for w in members),
             kind=spec.kind,
         )
         edges = tuple(dict.fromkeys((w.origin.name, w.reader.name) for w in members))
@@ -328,11 +329,6 @@ def _sites(
             asked = [w for w in members if w.origin is origin]
             rows.append((order[origin], _activation_row(origin, asked, name, quant_format)))
     return sites, rows
-
-
-def _meets_others(members: list[_Wish]) -> bool:
-    """Whether the tensors of one quantizer stand beside others in a concat."""
-    return len({w.origin for w in members}) > 1 or any(node_kind(w.reader) == "concat" for w in members)
 
 
 def _activation_row(origin: fx.Node, asked: list[_Wish], name: str, quant_format: QuantFormat) -> Decision:

@@ -90,3 +90,52 @@ def test_an_autocast_for_the_inputs_device_is_passed_through():
     graph = trace(model, x)
     torch.testing.assert_close(graph(x), model(x))
     assert not leaves_of(graph) and "0.conv" in {node.target for node in graph.graph.nodes}
+
+
+def net_of(forward):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.token = nn.Conv2d(3, 8, 3, padding=1), nn.Parameter(torch.randn(1, 1, 8))
+
+    Net.forward = forward
+    return Net().eval()
+
+
+def made_of_sizes(self, x):
+    b, _, h, w = x.shape
+    return self.conv(x) + torch.ones(b, 1, h, w)
+
+
+def length_of_a_batch(self, x):
+    return torch.cat([self.token.expand(len(x), -1, -1), self.conv(x).flatten(2).transpose(1, 2)], 1)
+
+
+def asks_for_types(self, x):
+    if not isinstance(x, torch.Tensor) or not torch.is_tensor(x):
+        raise TypeError("not a tensor")
+    return self.conv(x)
+
+
+def shifts_channels(self, x):  # as a temporal shift module does
+    y = self.conv(x)
+    out = torch.zeros_like(y)
+    out[:, :2] = y[:, 6:]
+    out[1:, 2:] = y[:-1, 2:]
+    return out
+
+
+@pytest.mark.parametrize("forward", [made_of_sizes, length_of_a_batch, asks_for_types, shifts_channels])
+def test_what_python_asks_of_tensors_is_answered_and_holds_for_any_batch(forward, capfd):
+    model = net_of(forward)
+    graph = pickle.loads(pickle.dumps(trace(model, torch.randn(2, 3, 5, 7))))
+    assert leaves_of(graph) == () and torch.is_tensor(torch.zeros(1)) and "_" not in torch.zeros.__name__
+    for batch in (1, 2, 5):
+        x = torch.randn(batch, 3, 5, 7)
+        torch.testing.assert_close(graph(x), model(x))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_refusal_names_the_line():
+    with pytest.raises(ModelError, match=r"test_trace.py:\d+: return x \* 2 if x.sum\(\) > 0 else x"):
+        trace(DependsOnValues(), torch.randn(2, 3))

@@ -1,0 +1,116 @@
+"""What is changed in place is read from the operation that changed it, so that the graph says what depends on what.
+
+`relu_(y)`, or a ReLU with `inplace=True` at the head of a block whose input is also its skip connection, changes `y`
+for everybody who reads it later. A graph that runs line by line computes that too, but its edges do not tell: a
+quantizer put behind `y` would round the values from before the change. So later readers of `y` become readers of the
+operation. Which operations change their inputs is not looked up but watched: a tensor counts its own changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
+
+from compress.errors import ModelError
+from compress.graph.trace import Inputs, as_inputs, same_results
+
+
+def follow_changes(graph_module: fx.GraphModule, example_inputs: Inputs) -> None:
+    """Let every node read tensors from the last operation that changed them; in place.
+
+    Args:
+        graph_module: from `trace`.
+        example_inputs: what it is called with.
+
+    Raises:
+        ModelError: a tensor is changed through a view of it and read again, for which no edge can stand.
+    """
+    inputs = as_inputs(example_inputs)
+    watcher = _Watcher(graph_module)
+    expected = watcher.on(inputs)
+    for current, by in watcher.changes:
+        for reader in _readers_after(current, by):
+            reader.replace_input_with(current, by)
+    for placeholder in watcher.changed_inputs():  # the caller's own tensor
+        readers = list(placeholder.users)
+        with graph_module.graph.inserting_after(placeholder):
+            own = graph_module.graph.call_method("clone", (placeholder,))
+        own.meta.update(placeholder.meta)
+        for reader in readers:
+            reader.replace_input_with(placeholder, own)
+    graph_module.graph.lint()
+    graph_module.recompile()
+    if watcher.read_again and not same_results(expected, _Apart(graph_module).on(inputs)):
+        names = ", ".join(dict.fromkeys(f"{node.name} ({node.target})" for node in watcher.read_again))
+        raise ModelError(
+            f"{type(graph_module).__name__} changes a tensor in place through a view of it and reads it again: "
+            f"{names}; write y = f(y) in place of f_(y) there"
+        )
+
+
+def _readers_after(node: fx.Node, line: fx.Node) -> list[fx.Node]:
+    """Users of `node` that stand behind `line` in the graph."""
+    return [user for user in node.users if line < user]
+
+
+class _Runs(fx.Interpreter):
+    """Runs a graph on copies of the inputs, which a model may change too."""
+
+    def on(self, inputs: tuple[Tensor, ...]) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            self.copies = [x.clone() for x in inputs]
+            return self.run(*self.copies)
+
+
+class _Watcher(_Runs):
+    """Notes what changes its inputs.
+
+    Attributes:
+        changes: (the node that later nodes read a tensor from, the node that changed the tensor and returned it).
+        read_again: nodes that changed a tensor which is read afterwards, itself or through a view.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        super().__init__(graph_module)
+        self.changes: list[tuple[fx.Node, fx.Node]] = []
+        self.read_again: list[fx.Node] = []
+        self.first: dict[fx.Node, fx.Node] = {}  # of nodes that return the very tensor of an earlier one
+        self.latest: dict[fx.Node, fx.Node] = {}  # of such first nodes
+
+    def changed_inputs(self) -> list[fx.Node]:
+        """Placeholders whose tensors were changed."""
+        placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]  # type: ignore[union-attr]
+        return [node for node, copy in zip(placeholders, self.copies, strict=False) if _changes(copy)]
+
+    def run_node(self, n: fx.Node) -> Any:
+        before = {m: _changes(value) for m in n.all_input_nodes if isinstance(value := self.env[m], Tensor)}
+        result = super().run_node(n)
+        for node in (m for m, count in before.items() if _changes(self.env[m]) != count):
+            self._note(node, n, result)
+        return result
+
+    def _note(self, node: fx.Node, by: fx.Node, result: Any) -> None:
+        """`by` changed the tensor of `node`."""
+        memory = self.env[node].untyped_storage().data_ptr()
+        held = [m for m, v in self.env.items() if isinstance(v, Tensor) and v.untyped_storage().data_ptr() == memory]
+        if any(_readers_after(m, by) for m in held):
+            self.read_again.append(by)
+        if result is self.env[node]:
+            first = self.first.get(node, node)
+            self.changes.append((self.latest.get(first, first), by))
+            self.first[by], self.latest[first] = first, by
+
+
+class _Apart(_Runs):
+    """Runs a graph with every node on copies of its own: nothing changes what another node reads."""
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        return tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, super().fetch_args_kwargs_from_env(n))
+
+
+def _changes(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; 0 where it does not count (made in inference mode)."""
+    return 0 if tensor.is_inference() else tensor._version
