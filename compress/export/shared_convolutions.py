@@ -18,7 +18,7 @@ _SMALLEST = {np.dtype(np.float32): np.finfo(np.float32).tiny, np.dtype(np.float1
 
 
 def bias_shared_convolutions(proto: onnx.ModelProto) -> int:
-    """Give every convolution of an INT8 weight without a bias (or of zeros), with several readers, one; in place.
+    """Give every convolution of an INT8 weight that has no bias, and several readers, one; in place.
 
     Returns:
         How many were given one.
@@ -31,18 +31,13 @@ def bias_shared_convolutions(proto: onnx.ModelProto) -> int:
     )
     changed = 0
     for node in graph.node:
-        weight = made.get(node.input[1]) if node.op_type == "Conv" else None
+        weight = made.get(node.input[1]) if node.op_type == "Conv" and len(node.input) == 2 else None
         if weight is None or weight.op_type != "DequantizeLinear" or readers[node.output[0]] < 2:
-            continue
-        if len(node.input) == 3 and (
-            node.input[2] not in constants or numpy_helper.to_array(constants[node.input[2]]).any()
-        ):
             continue
         scale = numpy_helper.to_array(constants[weight.input[1]])
         bias = np.full(constants[weight.input[0]].dims[0], _SMALLEST[scale.dtype], scale.dtype)
         name = f"{node.output[0]}_bias"
         graph.initializer.append(numpy_helper.from_array(bias, name))
-        del node.input[2:]
         node.input.append(name)
         changed += 1
     return changed
