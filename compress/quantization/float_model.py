@@ -7,7 +7,7 @@ quantized twice.
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from compress.errors import ModelError, QuantizationError
 
@@ -45,6 +45,7 @@ def check_float_model(model: nn.Module) -> None:
         if advice:
             kind = f"{type(module).__module__}.{type(module).__name__}"
             raise QuantizationError(f"{name or 'the model'} is a {kind}: the model is quantized already; {advice}")
+        _check_hooks(name, module)
     _check_parameters(dict(model.named_parameters()))
 
 
@@ -54,6 +55,10 @@ def _unwrapped(model: nn.Module) -> str:
         return "the module that it was scripted or traced from"
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return "its .module, and wrap the quantized model"
+    if isinstance(model, fx.GraphModule) and any(
+        isinstance(n.target, torch._ops.OpOverload) for n in model.graph.nodes
+    ):
+        return "the module that torch.export exported: its layers are calls of aten here"
     return "its ._orig_mod, and compile the quantized model" if hasattr(model, "_orig_mod") else ""
 
 
@@ -65,6 +70,18 @@ def _quantizes(kind: type) -> str:
     if kind.__name__ in _STUBS:
         return ""
     return next((advice for own, advice in _OTHERS.items() if path == own or path.startswith(f"{own}.")), "")
+
+
+def _check_hooks(name: str, module: nn.Module) -> None:
+    """Refuse a weight that a hook computes before every call: no parameter holds it."""
+    for hook in module._forward_pre_hooks.values():
+        kind = type(hook).__module__
+        if kind in {"torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm"}:
+            made = kind.rpartition(".")[2]
+            raise ModelError(
+                f"the weight of {name or 'the model'} is computed by a hook of {kind}: take it off with "
+                f"torch.nn.utils.remove_{made}, or use torch.nn.utils.parametrizations.{made}, which is followed"
+            )
 
 
 def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:

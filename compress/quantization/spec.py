@@ -146,6 +146,10 @@ def check_quant_spec(spec: QuantSpec) -> None:
     Raises:
         QuantizationError: names the key, what was got and what is allowed.
     """
+    if not isinstance(spec, QuantSpec):
+        raise QuantizationError(
+            f"spec is {spec!r}: it must be a compress.QuantSpec, such as QuantSpec(target='tensorrt')"
+        )
     if spec.target not in TARGETS:
         hint = near_misses(str(spec.target), TARGETS)
         raise QuantizationError(f"quantization.target is {spec.target!r}{hint} (one of: {', '.join(TARGETS)})")

@@ -204,6 +204,27 @@ def test_wrappers_say_what_to_give(wrap, advice):
         quantize(wrap(Net()), X[:2], [X], spec=MAX)
 
 
+def test_what_torch_export_returned_is_named():
+    exported = torch.export.export(Net().eval(), (X[:2],)).module()
+    with pytest.raises(ModelError, match="the module that torch.export exported"):
+        quantize(exported, X[:2], [X])
+
+
+@pytest.mark.parametrize("made", ["weight_norm", "spectral_norm"])
+def test_weights_that_hooks_compute_say_what_to_do(made):
+    model = Net()
+    getattr(nn.utils, made)(model.b)
+    with pytest.raises(ModelError, match=rf"weight of b .*torch.nn.utils.remove_{made}"):
+        quantize(model, X[:2], [X])
+    getattr(nn.utils, f"remove_{made}")(model.b)
+    assert noise(model, quantize(model, X[:2], [X])) > 30
+
+
+def test_a_spec_that_is_none():
+    with pytest.raises(QuantizationError, match="'openvino'.*QuantSpec"):
+        quantize(Net(), X[:2], [X], spec="openvino")
+
+
 @pytest.mark.parametrize("batches", [None, 3, X])
 def test_batches_that_are_none(batches):
     with pytest.raises(CalibrationError, match="give an iterable of batches"):
