@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 
 from compress.errors import ExportError, ModelError
 from compress.export.int4 import INT4_MARK
+from compress.graph.attention import open_attention
 from compress.graph.fold import fold_batchnorm, foldable_pair
 from compress.graph.ops import node_module
 from compress.graph.parametrized import bake
@@ -48,6 +49,7 @@ def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32"
         try:
             model = trace(model, example_inputs)
             fold_batchnorm(model)
+            open_attention(model, exportable=False)
         except ModelError:
             model.eval()  # torch.export may manage what torch.fx cannot; BatchNorm is then the exporter's to fold
     half = precision == "fp16"
@@ -68,13 +70,19 @@ def _halved(model: nn.Module) -> nn.Module:
 
 def _written(parent: nn.Module, name: str, quantizer: Quantizer, half: bool) -> nn.Module:
     """What stands in the file for a quantizer."""
-    scale = quantizer.scale.detach()
+    scale, of_weight = quantizer.scale.detach(), name.endswith(".weight_quantizer")
     if half:
-        scale = _half_scale(scale, name)
-    if name.endswith(".weight_quantizer"):
+        scale = _half_scale(_half_or_more(scale) if of_weight else scale, name)
+    if of_weight:
         weight = cast(Tensor, parent.weight).detach()
         return _WeightDequantize(quantize(weight, scale.to(weight.dtype), quantizer.format), scale, quantizer.format)
     return _QuantizeDequantize(scale, quantizer.format)
+
+
+def _half_or_more(scale: Tensor) -> Tensor:
+    """Scales rounded up to float16 where it is coarse: one of a channel that is nearly zero must not become zero."""
+    step = 2.0**-24  # the smallest float16, and the distance of those below 2**-14
+    return torch.where(scale < 2.0**-14, (scale / step).ceil() * step, scale)
 
 
 def _half_scale(scale: Tensor, name: str) -> Tensor:

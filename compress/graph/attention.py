@@ -23,8 +23,12 @@ from torch import Tensor, fx, nn
 from compress.graph.ops import node_module
 
 
-def open_attention(graph_module: fx.GraphModule) -> tuple[str, ...]:
+def open_attention(graph_module: fx.GraphModule, *, exportable: bool = True) -> tuple[str, ...]:
     """Open every attention of a graph made by `trace` (shapes are needed); in place. Shapes are stale afterwards.
+
+    Args:
+        graph_module: to change.
+        exportable: also those that torch.onnx can write as they are; it refuses others than of four axes.
 
     Returns:
         Names of the nodes that were opened.
@@ -37,7 +41,7 @@ def open_attention(graph_module: fx.GraphModule) -> tuple[str, ...]:
 
     for node in list(graph_module.graph.nodes):
         opener = _opener(node)
-        if opener is None:
+        if opener is None or not (exportable or _refused(node)):
             continue
         last = node.prev
         with graph_module.graph.inserting_before(node):
@@ -67,6 +71,12 @@ def _opener(node: fx.Node) -> Callable[[fx.Node, Wrap], str] | None:
     if getattr(node.target, "__name__", "") == "shifted_window_attention":
         return _open_windows
     return None
+
+
+def _refused(node: fx.Node) -> bool:
+    """Whether torch.onnx refuses an attention ("only 4D query, key, and value are supported", torch 2.15)."""
+    query = node.args[0] if node.args else node.kwargs.get("query")
+    return node.target is F.scaled_dot_product_attention and len(getattr(query, "meta", {}).get("shape") or ()) != 4
 
 
 def _attend(query: Any, key: Any, value: Any, scale: float, finish: Callable[[Any], Any]) -> tuple[Any, Any]:

@@ -126,6 +126,19 @@ def test_float_models_export_folded(tmp_path):
     assert all(row.reason == "its input is not quantized; its weight is not quantized" for row in audit.rows)
 
 
+class Windows(nn.Module):
+    """Attention within windows, as an axis before the heads: torch.onnx takes four axes (Twins has five)."""
+
+    def forward(self, x):
+        x = x.unflatten(2, (4, 4)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(x, x.cos(), x.sin())
+
+
+def test_attention_of_five_axes_exports(tmp_path):
+    path = export_onnx(Windows(), X[:1], tmp_path / "m.onnx")
+    np.testing.assert_allclose(run(path), Windows()(X).numpy(), rtol=1e-4, atol=1e-5)
+
+
 def test_what_a_rule_left_float_is_told(tmp_path):
     path = export_onnx(quantized(rules=(Rule(match="fc", enable=False),)), X[:1], tmp_path / "m.onnx")
     assert [row.name for row in audit_onnx(path).rows if not row.int8] == ["/fc/Gemm"]
