@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from compress.data.preprocessing import LABELS_KEY, METADATA_KEY, Preprocessing
 from compress.errors import ExportError
-from compress.export.bias import integer_biases
+from compress.export.bias import integer_biases, room_for_biases
 from compress.export.channel_scales import scales_on_outputs
 from compress.export.cleanup import clean, drop_unused
 from compress.export.gathers import flat_gathers
@@ -82,6 +82,7 @@ def export_onnx(
     ready = prepare(model, inputs, precision=spec.precision)
     proto = _export(ready, inputs, spec)
     target = getattr(getattr(model, "placement", None), "target", "")
+    room_for_biases(proto)
     pack_int4(proto)
     if target == "openvino":
         flat_gathers(proto)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from compress.engines import build_engine
 from compress.export.onnx import export_onnx
 from compress.quantization.calibrate import quantize
 from compress.quantization.compare import sqnr
@@ -52,3 +53,22 @@ def test_other_targets_and_precisions_keep_their_biases(tmp_path, target, precis
     _, path = written(tmp_path, target, precision)
     types = {tensor.data_type for tensor in onnx.load(path).graph.initializer}
     assert onnx.TensorProto.INT32 not in types
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
+def test_biases_of_channels_that_are_nearly_zero_come_out(tmp_path, target, precision):
+    """ONNX Runtime adds biases as INT32; beside weights of 1e-8 a bias of 1 came out as another number (6 dB)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
+    with torch.no_grad():
+        for layer, channel in ((model[0], 2), (model[2], 5), (model[5], 1)):
+            layer.weight[channel] *= 1e-8
+            layer.bias[channel] = 1.0
+    x = torch.randn(8, 3, 8, 8)
+    qmodel = quantize(model.eval(), x, [x], spec=QuantSpec(target=target))
+    path = export_onnx(qmodel, x, tmp_path / "m.onnx", precision=precision)
+    with build_engine(path, "onnxruntime") as engine, torch.no_grad():
+        result = torch.from_numpy(engine.run({"input": x.numpy()})["logits"])
+        assert sqnr(qmodel(x), result) > 40
+        assert sqnr(model(x), result) > 30
