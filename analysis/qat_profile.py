@@ -1,7 +1,7 @@
 """Where the time of a training step goes: the kernels of float, folded and quantized training, in groups.
 
     python analysis/qat_profile.py --out results/h200                     ResNet-50, compiled: about 100 s on a GPU
-    python analysis/qat_profile.py --variants fused-triton                 another
+    python analysis/qat_profile.py --variants fused-int8                   another
     python analysis/qat_profile.py --mode eager --variants float fused    about 20 s
     python analysis/qat_profile.py --read results/h200                    the table again, from the files
 
@@ -64,7 +64,7 @@ def measure(variant: str, name: str, mode: str, precision: str, steps: int) -> E
     owner.to(device, memory_format=torch.channels_last).train()
     call.train()
     optimizer = torch.optim.SGD(owner.parameters(), lr=1e-5, momentum=0.9)
-    run = torch.compile(call) if mode == "compiled" else call
+    run = qat_cost.as_run(call, mode)
     x = qat_cost.images(network, network.batch)
     y = torch.randint(0, 10, (network.batch,), device=device)
 

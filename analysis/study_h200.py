@@ -5,7 +5,7 @@
     python analysis/study_h200.py --quick --out /tmp/quick            narrow networks, few small pictures, on a CPU
     python analysis/study_h200.py --draw results/h200/study.json      table and figure from a file
 
-The data are `shapes` at 224 px with 100 classes, its clutter faded so that a short training gets far. A unit is a
+The data are `shapes` at 224 px with 100 classes. A unit is a
 network and a seed: the float network is trained (bf16 autocast, AdamW, first at 128 px), then quantized by every
 calibrator (W8A8 and W4A8, target TensorRT), trained with quantizers (QAT), made 2:4 sparse, fine-tuned, and both.
 Everything that trains on does so for one epoch of 19,200 images, taught by the float network; "float, trained on" is
@@ -136,9 +136,17 @@ def run(study: Study, units: deque[Key], setting: Setting, arguments: argparse.N
     context = get_context("spawn")
     jobs, results = context.Queue(), context.Queue()
     folder = Path(tempfile.mkdtemp(prefix="study"))
-    common = (jobs, results, setting, arguments.device, folder, arguments.threads)
-    finishers = [context.Process(target=finish_all, args=common, daemon=True) for _ in range(arguments.finishers)]
+    devices = devices_of(arguments.device)
+    finishers = [
+        context.Process(
+            target=finish_all,
+            args=(jobs, results, setting, devices[i % len(devices)], folder, arguments.threads),
+            daemon=True,
+        )
+        for i in range(arguments.finishers)
+    ]
     running: dict[Key, Any] = {}
+    placed: dict[Key, str] = {}
     handed_on: set[str] = set()
     for process in finishers:
         process.start()
@@ -151,7 +159,9 @@ def run(study: Study, units: deque[Key], setting: Setting, arguments: argparse.N
                 units.remove(key)
                 study.forget(key)
                 network, deadline = study.networks[key[0]], end - DRAIN_S
-                args = (key, network, setting, arguments.device, folder, deadline, jobs, results)
+                taken = [placed[other] for other in running]
+                placed[key] = min(devices, key=taken.count)
+                args = (key, network, setting, placed[key], folder, deadline, jobs, results)
                 running[key] = context.Process(target=unit_process, args=args, daemon=True)
                 running[key].start()
                 say(f"{key[0]}/{key[1]} begins")
@@ -172,6 +182,11 @@ def run(study: Study, units: deque[Key], setting: Setting, arguments: argparse.N
     study.missing += [f"{name}: its file was not evaluated in time" for name in sorted(handed_on)]
     study.missing += [f"{name}/{seed}: not begun, the time was over" for name, seed in units]
     study.missing += [f"{name}/{seed}: stopped, the time was over" for name, seed in running]
+
+
+def devices_of(asked: str) -> list[str]:
+    """All GPUs for `cuda`, else the one that is asked for."""
+    return [f"cuda:{i}" for i in range(torch.cuda.device_count())] if asked == "cuda" else [asked]
 
 
 def fitting(study: Study, units: deque[Key], end: float) -> Key | None:

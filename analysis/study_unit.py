@@ -94,24 +94,23 @@ class Setting:
 
 
 NETWORKS = {
-    "resnet18": Network(name="resnet18", lr=2e-3, adaround_steps=300, least_s=40.0),
-    "mobilenet_v2": Network(name="mobilenet_v2", lr=3e-3, options={"dropout": 0.0}, least_s=50.0),
-    "resnet50": Network(name="resnet50", lr=1.5e-3, least_s=70.0),
-    "vgg16_bn": Network(name="vgg16_bn", lr=5e-4, options={"dropout": 0.0}, adaround_steps=0, least_s=80.0),
+    "resnet18": Network(name="resnet18", lr=2e-3, adaround_steps=300, least_s=60.0),
+    "mobilenet_v2": Network(name="mobilenet_v2", lr=3e-3, options={"dropout": 0.0}, least_s=80.0),
+    "resnet50": Network(name="resnet50", lr=1.5e-3, least_s=110.0),
+    "vgg16_bn": Network(name="vgg16_bn", lr=5e-4, options={"dropout": 0.0}, adaround_steps=0, least_s=150.0),
 }
 FULL = Setting(
     data=DataSpec(
         name="shapes",
         image_size=224,
         num_classes=100,
-        clutter=0.5,
-        train_images=25_600,
+        train_images=51_200,
         val_images=4_000,
         batch_size=256,
     ),
     small_size=128,
-    epochs_small=4,
-    epochs=2,
+    epochs_small=8,
+    epochs=4,
     batch_size=256,
     tune_images=19_200,
     tune_batch_size=128,

@@ -1,9 +1,10 @@
 """Quantization-aware training at the cost of ordinary training: chains of a quantized graph as one operation each.
 
-`fuse_for_training` finds every chain layer -> (residual add) -> (ReLU or ReLU6) -> quantizer in which nobody else reads
-what lies between, and returns a second graph in which each chain is one module around `fused_ops.fused_quantize`. The
-modules, and with them parameters and ranges, are those of the first graph, by reference: train by calling the second,
-and all else (state_dict, checkpoints, evaluation, deep copies, export) goes on with the first, which is untouched.
+`fuse_for_training` finds every chain layer -> (residual add) -> (ReLU or ReLU6) -> quantizer -> (max pool) in which
+nobody else reads what lies between, and returns a second graph in which each chain is one module around
+`fused_ops.fused_quantize`, or `pooled_quantize` where a pool follows. The modules, and with them parameters and ranges,
+are those of the first graph, by reference: train by calling the second, and all else (state_dict, checkpoints,
+evaluation, deep copies, export) goes on with the first, which is untouched.
 
 All weights are quantized in a few launches (`fused_weights`).
 
@@ -29,7 +30,15 @@ from torch import Tensor, fx, nn
 from compress.errors import QuantizationError
 from compress.graph.ops import node_kind, node_module
 from compress.quantization.fused_codes import Forward, carry_codes
-from compress.quantization.fused_ops import Kernels, epilogue_of, fused_quantize
+from compress.quantization.fused_ops import (
+    MOST_TAPS,
+    Kernels,
+    Window,
+    epilogue_of,
+    fused_quantize,
+    max_pool,
+    pooled_quantize,
+)
 from compress.quantization.fused_weights import group_weights, is_live, is_plain
 from compress.quantization.launch import HAS_TRITON
 from compress.quantization.modules import QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear
@@ -66,8 +75,7 @@ def fuse_for_training(
 
     Args:
         qmodel: from `quantize` or `insert_quantizers`; not changed.
-        kernels: `triton` or `torch` for all; None = Triton on a GPU where it fits, and under
-            torch.compile torch.
+        kernels: `triton` or `torch` for all; None = Triton on a GPU where it fits and pays off.
         forward: `int8` = convolutions between quantizers are computed on INT8 tensor cores where Triton runs
             (`fused_codes`): equal but for values within float32's precision of a tie; `float` = as the plain path does.
 
@@ -110,19 +118,28 @@ def pays_off(device: torch.device) -> bool:
 
 
 class FusedChainModule(nn.Module):
-    """layer -> (add) -> (activation) -> quantizer; the layer and the quantizer are the model's own.
+    """layer -> (add) -> (activation) -> quantizer -> (max pool); the layer and the quantizer are the model's own.
 
     Args:
         layer: convolution or linear layer; None = the chain begins behind something else.
         activation: `relu`, `relu6` or "".
-        quantizer: at the end.
+        quantizer: of the result.
         kernels: as of `fuse_for_training`.
+        window: of the pool; None = there is none.
     """
 
     is_quantizer = True
 
-    def __init__(self, layer: nn.Module | None, activation: str, quantizer: Quantizer, kernels: Kernels | None) -> None:
+    def __init__(
+        self,
+        layer: nn.Module | None,
+        activation: str,
+        quantizer: Quantizer,
+        kernels: Kernels | None,
+        window: Window | None = None,
+    ) -> None:
         super().__init__()
+        self.window = window
         self.layer = layer
         self.activation = activation
         self.quantizer = quantizer
@@ -132,7 +149,7 @@ class FusedChainModule(nn.Module):
         self.epilogue = epilogue_of(quantizer.format, lower=lower, upper=upper, bias_dim=bias_dim)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
-        """The quantized result.
+        """The quantized result, pooled.
 
         Args:
             x: the layer's input; without a layer, what is activated and quantized.
@@ -146,13 +163,19 @@ class FusedChainModule(nn.Module):
         if layer is not None:
             bias = layer.bias
             x = _product(layer, x, weight, None)
-        return fused_quantize(x, quantizer.amax, self.epilogue, bias=bias, residual=residual, kernels=self.kernels)
+        kernels = self.kernels
+        if kernels is None and layer is None and torch.compiler.is_compiling():
+            kernels = "torch"  # the compiler fuses the rounding with what it computed before
+        if self.window is None:
+            return fused_quantize(x, quantizer.amax, self.epilogue, bias=bias, residual=residual, kernels=kernels)
+        return pooled_quantize(x, quantizer.amax, self.epilogue, self.window, bias=bias, kernels=kernels)
 
     def _plain(self, x: Tensor, residual: Tensor | None) -> Tensor:
         y = x if self.layer is None else self.layer(x)
         y = y if residual is None else y + residual
         y = {"relu": F.relu, "relu6": F.relu6}[self.activation](y) if self.activation else y
-        return cast(Tensor, self.quantizer(y))
+        y = cast(Tensor, self.quantizer(y))
+        return y if self.window is None else max_pool(y, self.window)
 
 
 class FusedLayerModule(nn.Module):
@@ -215,21 +238,56 @@ def _fuse(graph_module: fx.GraphModule, node: fx.Node, kernels: Kernels | None) 
         kind = "FP8" if type(quantizer) is Quantizer else type(quantizer).__name__
         return FusedChain(quantizer=path, nodes=(), reason=f"{kind} is trained on the plain path")
     chain = _Chain(node)
+    pool, window = (None, None) if len(chain.inputs) > 1 else _pool_behind(node)
     module = FusedChainModule(
         None if chain.layer is None else node_module(chain.layer),
         "" if chain.activation is None else node_kind(chain.activation),
         cast(Quantizer, quantizer),
         kernels,
+        window,
     )
     name = f"fused_chains.{node.name}"
     graph_module.add_submodule(name, module)
     with graph_module.graph.inserting_before(node):
         fused = graph_module.graph.call_module(name, chain.inputs)
-    fused.meta.update(node.meta)
-    node.replace_all_uses_with(fused)
-    for old in chain.nodes:  # from the quantizer back: each has lost its only reader
+    last = pool or node
+    fused.meta.update(last.meta)
+    last.replace_all_uses_with(fused)
+    names = [old.name for old in chain.nodes[:0:-1]] + ([pool.name] if pool else [])
+    for old in [pool, *chain.nodes] if pool else chain.nodes:  # from the end back: each has lost its only reader
         graph_module.graph.erase_node(old)
-    return FusedChain(quantizer=path, nodes=tuple(old.name for old in chain.nodes[:0:-1]), reason=chain.reason)
+    return FusedChain(quantizer=path, nodes=tuple(names), reason=chain.reason)
+
+
+def _pool_behind(quantizer: fx.Node) -> tuple[fx.Node, Window] | tuple[None, None]:
+    """The max pool that alone reads a quantizer's result, if it is one that `pooled_quantize` computes."""
+    (pool, *others) = quantizer.users or [None]
+    if pool is None or others or node_kind(pool) != "max_pool":
+        return None, None
+    module = node_module(pool) if pool.op == "call_module" else None
+    if module is not None:
+        if type(module) is not nn.MaxPool2d or module._forward_hooks or module._forward_pre_hooks:
+            return None, None
+        found = {name: getattr(module, name) for name in _POOL_ARGUMENTS}
+    elif pool.target in (F.max_pool2d, torch.max_pool2d):
+        found = {**_POOL_ARGUMENTS, **dict(zip(_POOL_ARGUMENTS, pool.args[1:], strict=False)), **pool.kwargs}
+    else:
+        return None, None
+    kernel = _pair(found["kernel_size"])
+    if _pair(found["dilation"]) != (1, 1) or found["return_indices"] or math.prod(kernel) > MOST_TAPS:
+        return None, None
+    stride = _pair(found["stride"] or kernel)  # F.max_pool2d takes an empty one for none
+    return pool, Window(kernel, stride, _pair(found["padding"]), bool(found["ceil_mode"]))
+
+
+_POOL_ARGUMENTS: dict[str, Any] = {
+    "kernel_size": None, "stride": None, "padding": 0, "dilation": 1, "ceil_mode": False, "return_indices": False
+}  # fmt: skip
+
+
+def _pair(numbers: Any) -> tuple[int, int]:
+    one, other = (numbers, numbers) if isinstance(numbers, int) else numbers if len(numbers) > 1 else numbers * 2
+    return int(one), int(other)
 
 
 class _Chain:

@@ -13,8 +13,8 @@ writing them out for cuDNN costs more than all else here gains (5.0 ms against 4
 
 Every module decides in each call: while a quantizer is off or watched, in double precision, in another memory format
 than channels_last, and wherever Triton does not run, the chain is the fused one of floats, and what follows too.
-Under torch.compile the convolution is one operation of a library, `compress::conv_codes`; what stands around it
-(codes of weights and of pooled values, masks) are torch operations that the compiler fuses.
+Under torch.compile the same kernels are launched by the compiler's own code; what stands around them (codes of
+weights, masks) are torch operations that it fuses.
 """
 
 from __future__ import annotations
@@ -56,8 +56,6 @@ class CodesChain(nn.Module):
 
     def __init__(self, chain: nn.Module, x_quantizer: Quantizer, residual_quantizer: Quantizer | None) -> None:
         super().__init__()
-        if HAS_TRITON:
-            _triton()  # it registers an operation, which must not happen while a compiler reads `forward`
         self.chain = chain
         self.quantizers = (x_quantizer, residual_quantizer)  # not registered: other modules of the graph own them
         self.emits = False  # whether somebody reads the codes
@@ -93,12 +91,18 @@ class CodesChain(nn.Module):
         of_x, of_residual = self.quantizers
         of_added = quantizer if of_residual is None else of_residual
         dtype = weight_dtype(x)
-        value, found = _triton().convolve(
-            x.to(dtype), weight.to(dtype), layer.bias, residual, codes, weight_codes, residual_codes,
-            of_x.amax, by_weight.amax, of_added.amax, quantizer.amax,
-            stride=layer.stride, padding=layer.padding, dilation=layer.dilation, stem=weight.shape[1] < _CHANNELS,
+        triton = _triton()
+        of = triton.Layer(
+            geometry=triton.Geometry(layer.stride, layer.padding, layer.dilation),
+            stem=weight.shape[1] < _CHANNELS,
             highs=(of_x.format.high, by_weight.format.high, of_added.format.high),
-            epilogue=chain.epilogue, emits=self.emits,
+            epilogue=chain.epilogue,
+            window=chain.window,
+            emits=self.emits,
+        )
+        value, found = triton.convolve(
+            x.to(dtype), weight.to(dtype), layer.bias, residual, codes, weight_codes, residual_codes,
+            of_x.amax, by_weight.amax, of_added.amax, quantizer.amax, of,
         )  # fmt: skip
         return value, found if self.emits else None
 
@@ -228,7 +232,7 @@ def _reads_codes(layer: nn.Module | None) -> bool:
 
 def _runs_on(x: Tensor) -> bool:
     """Whether the kernel reads codes of such a tensor, where it is and as it lies."""
-    there = (x.is_cuda and HAS_TRITON) or _INTERPRETED
+    there = (x.is_cuda and HAS_TRITON) or (_INTERPRETED and not torch.compiler.is_compiling())
     laid_out = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     return there and laid_out and x.dtype in _FLOATS and 0 < x.numel() < _LARGEST
 

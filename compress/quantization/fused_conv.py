@@ -19,15 +19,14 @@ training that diverges shows it in `value`, in the gradients and in the layers t
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.quantization.fused_ops import Epilogue
+from compress.quantization.fused_ops import Epilogue, empty_last, least_kept
 from compress.quantization.launch import Kept, Launch
 
 _ALIGNED = 16  # bytes of one memory access; channels divide by it
@@ -99,19 +98,27 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     return whole and x.numel() < _LARGEST and min(x.shape) > 0
 
 
-def default_tile(pixels: int, channels: int, outputs: int) -> Tile:
+def default_tile(pixels: int, channels: int, outputs: int, taps: int = 1, *, limited: bool = True) -> Tile:
     """A tile for a convolution of `channels` to `outputs` channels at `pixels` output pixels.
 
     Within 5 % of the best of seven for most of ResNet-50's shapes at batch 128 on an H200, within 13 % for all
     (analysis/int8_forward.py).
+
+    Args:
+        pixels: of the result, of all images.
+        channels: of the input.
+        outputs: channels of the result.
+        taps: of the filter.
+        limited: a limit of registers can be set; without one, a large tile is as fast only where its sum is long.
     """
     depth = 64 if channels > 32 else 32
-    if min(channels, outputs) <= 64:
-        return Tile(128, 64, depth, 4, 4, 32, 168)
+    narrow = Tile(128, 64, depth, 4, 4, 32, 168)
+    if min(channels, outputs) <= 64 or (not limited and channels * taps < 512):
+        return narrow
     depth = 128 if channels % 128 == 0 else depth
     if pixels * outputs < 256 * 128 * 128:  # fewer programs than would fill the multiprocessors twice
         return Tile(64, 128, depth, 3, 4, 32, 168)
-    return Tile(128, 128, depth, 3, 8, 64, 128)
+    return Tile(128, 128, depth, 3, 8, 64 if limited else 32, 128)
 
 
 def conv_codes(
@@ -149,61 +156,88 @@ def conv_codes(
     q, w = x.integers, weight.integers
     added, added_amax, added_high = residual if isinstance(residual, Codes) else (residual, amax, 127)
     types = tuple(t if t is None else t.dtype for t in (bias, added, x.amax, weight.amax, added_amax, amax))
-    highs = (x.high, weight.high, added_high)
-    key = (q.shape, q.stride(), w.shape, q.get_device(), types, highs, epilogue, geometry, codes, bits, dtype, tile)
-    plan = _PLANS.get(key)
-    if plan is None:
-        plan = _PLANS[key] = _Plan(q, w, highs, epilogue, geometry, isinstance(residual, Codes), tile)
-    empty = torch.empty_strided
-    packed = torch.empty(plan.bytes, dtype=torch.uint8, device=q.device) if bits else None
-    written = empty(plan.shape, plan.stride, dtype=torch.int8, device=q.device) if codes else None
-    value = empty(plan.shape, plan.stride, dtype=dtype, device=q.device) if dtype else None
-    tensors = (q, w, bias, added, x.amax, weight.amax, added_amax, amax, written, packed, value)
-    plan.launch(plan.device, *tensors)
+    kind = ((x.high, weight.high, added_high), epilogue, geometry, isinstance(residual, Codes), tile)
+    compiling = torch.compiler.is_compiling()
+    plan: _Plan | None = None
+    if not compiling:
+        key = (q.shape, q.stride(), w.shape, q.get_device(), types, kind, codes, bits, dtype)
+        plan = _PLANS.get(key)
+        if plan is None:
+            plan = _PLANS[key] = _Plan(_call_of(q, w, *kind), q.get_device())
+    call = plan.call if plan is not None else _call_of(q, w, *kind)
+    packed = torch.empty(call.bytes, dtype=torch.uint8, device=q.device) if bits else None
+    to_codes, written = empty_last(call.shape, torch.int8, q.device) if codes else (None, None)
+    to_value, value = empty_last(call.shape, dtype, q.device) if dtype else (None, None)
+    tensors = (q, w, bias, added, x.amax, weight.amax, added_amax, amax, to_codes, packed, to_value)
+    if plan is not None:
+        plan.launch(plan.device, *tensors)
+    else:  # launched by the compiler's own code, which knows no limit of registers
+        t = call.tile
+        _conv_kernel[call.grid](*tensors, *call.constants, num_warps=t.warps, num_stages=t.stages)
     return ConvResult(written, packed, value)
 
 
-class _Plan:
-    """What can be known of a launch from shapes and types alone.
+class _Call(NamedTuple):
+    """What shapes alone tell of a launch.
 
     Attributes:
-        shape, stride: of the result.
+        shape: of the result.
         bytes: of its bits.
+        grid, constants, tile: of the kernel.
+    """
+
+    shape: tuple[int, int, int, int]
+    bytes: int
+    grid: tuple[int]
+    constants: tuple[Any, ...]
+    tile: Tile
+
+
+def _call_of(
+    q: Tensor,
+    w: Tensor,
+    highs: tuple[int, int, int],
+    epilogue: Epilogue,
+    geometry: Geometry,
+    added_codes: bool,
+    tile: Tile | None,
+) -> _Call:
+    images, channels, height, width = q.shape
+    outputs, _, taps_y, taps_x = w.shape
+    out_height, out_width = output_size((height, width), (taps_y, taps_x), geometry)
+    rows = images * out_height * out_width
+    limited = not torch.compiler.is_compiling()
+    t = tile or default_tile(rows, channels, outputs, taps_y * taps_x, limited=limited)
+    image_step, _, row_step, pixel_step = q.stride()
+    padded = geometry.padding != (0, 0)
+    dense = q.is_contiguous(memory_format=torch.channels_last)
+    flat = taps_y * taps_x == 1 and geometry.stride == (1, 1) and not padded and dense
+    e = epilogue
+    constants = (
+        rows, channels, outputs, image_step, row_step, channels if flat else pixel_step,
+        height, width, out_height, out_width, *geometry.stride, *geometry.padding, *geometry.dilation,
+        *map(float, highs), least_kept(e.low), float(e.low), float(e.high), e.lower, e.upper,
+        taps_y, taps_x, flat, padded, channels % t.depth == 0, added_codes, t.rows, t.columns, t.depth, t.part,
+    )  # fmt: skip
+    shape = (images, outputs, out_height, out_width)
+    grid = (-(-rows // t.rows) * -(-outputs // t.columns),)
+    return _Call(shape, rows * outputs // 8, grid, constants, t)
+
+
+class _Plan:
+    """A call that is made again and again.
+
+    Attributes:
+        call: what is launched.
         launch: of the kernel, on the GPU of index `device`.
     """
 
-    def __init__(
-        self,
-        q: Tensor,
-        w: Tensor,
-        highs: tuple[int, int, int],
-        epilogue: Epilogue,
-        geometry: Geometry,
-        added_codes: bool,
-        tile: Tile | None,
-    ) -> None:
-        images, channels, height, width = q.shape
-        outputs, _, taps_y, taps_x = w.shape
-        out_height, out_width = output_size((height, width), (taps_y, taps_x), geometry)
-        self.device = q.get_device()
-        self.shape = (images, outputs, out_height, out_width)
-        self.stride = (outputs * out_height * out_width, 1, outputs * out_width, outputs)
-        rows = images * out_height * out_width
-        self.bytes = rows * outputs // 8
-        t = tile or default_tile(rows, channels, outputs)
-        image_step, _, row_step, pixel_step = q.stride()
-        padded = geometry.padding != (0, 0)
-        dense = q.is_contiguous(memory_format=torch.channels_last)
-        flat = taps_y * taps_x == 1 and geometry.stride == (1, 1) and not padded and dense
-        e = epilogue
+    def __init__(self, call: _Call, device: int) -> None:
+        t = call.tile
+        self.call, self.device = call, device
         self.launch = Launch(
-            _conv_kernel, (triton.cdiv(rows, t.rows) * triton.cdiv(outputs, t.columns),),
-            rows, channels, outputs, image_step, row_step, channels if flat else pixel_step,
-            height, width, out_height, out_width, *geometry.stride, *geometry.padding, *geometry.dilation,
-            *map(float, highs), _above(e.low), float(e.low), float(e.high), e.lower, e.upper,
-            taps_y, taps_x, flat, padded, channels % t.depth == 0, added_codes, t.rows, t.columns, t.depth, t.part,
-            num_stages=t.stages, num_warps=t.warps, maxnreg=t.registers,
-        )  # fmt: skip
+            _conv_kernel, call.grid, *call.constants, num_stages=t.stages, num_warps=t.warps, maxnreg=t.registers
+        )
 
 
 _PLANS = Kept()
@@ -216,12 +250,6 @@ def output_size(size: tuple[int, int], taps: tuple[int, int], geometry: Geometry
         for n, k, s, p, d in zip(size, taps, geometry.stride, geometry.padding, geometry.dilation, strict=True)
     ]
     return sizes[0], sizes[1]
-
-
-def _above(low: int) -> float:
-    """Every float32 above this rounds, half to even, to `low` or more; no other does."""
-    tie = torch.tensor(low - 0.5)
-    return float(tie if low % 2 else torch.nextafter(tie, torch.tensor(-math.inf)))
 
 
 @triton.jit(do_not_specialize=["height", "width", "out_height", "out_width"])
@@ -265,8 +293,8 @@ def _conv_kernel(
         shift = tap_y * dilation_y * row_step + tap_x * dilation_x * pixel_step + channel
         weight_shift = (tap_y * TAPS_X + tap_x) * channels + channel
         if PADDED:
-            there = (y + tap_y * dilation_y).to(tl.uint32, bitcast=True) < height.to(tl.uint32)
-            there = there & ((x + tap_x * dilation_x).to(tl.uint32, bitcast=True) < width.to(tl.uint32))
+            there = (y + tap_y * dilation_y).to(tl.uint32, bitcast=True) < tl.cast(height, tl.uint32)
+            there = there & ((x + tap_x * dilation_x).to(tl.uint32, bitcast=True) < tl.cast(width, tl.uint32))
             if EVEN:
                 pixels = tl.load(x_ptr + x_at + shift, mask=there[:, None], other=0)
             else:
@@ -327,6 +355,14 @@ def _epilogue(
             ADDED_CODES, ROWS, COLUMNS // 2, PART,
         )  # fmt: skip
     else:
+        x_high = tl.cast(x_high, tl.float32)  # torch.compile hands Python's numbers over in float64
+        weight_high = tl.cast(weight_high, tl.float32)
+        residual_high = tl.cast(residual_high, tl.float32)
+        least = tl.cast(least, tl.float32)
+        low = tl.cast(low, tl.float32)
+        high = tl.cast(high, tl.float32)
+        lower = tl.cast(lower, tl.float32)
+        upper = tl.cast(upper, tl.float32)
         row = first_row + tl.arange(0, ROWS)
         column = first_column + tl.arange(0, COLUMNS)
         inside = column < columns

@@ -11,8 +11,8 @@ Storing the integer (one byte) in place of the quantized tensor would halve the 
 backward would first have to write it out in half precision: three bytes an element of traffic to save one of memory.
 
 `fused_quantize` is computed by Triton kernels on a GPU (`fused_triton`), where layout and type fit, and by the torch
-operations below everywhere else; both compute the same numbers, those of `fake_quantize`. Under torch.compile it is
-the torch operations, which the compiler fuses with their neighbours, unless `triton` is asked for (`fused_traced`).
+operations below everywhere else; both compute the same numbers, those of `fake_quantize`. Under torch.compile its
+forward pass is the same kernel, and its backward pass torch operations (`fused_traced`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ Kernels = Literal["triton", "torch"]
 
 BITS = 8
 """In a byte."""
+MOST_TAPS = 255
+"""Of a pool's window whose places a byte counts, with one number left."""
 
 
 class Epilogue(NamedTuple):
@@ -49,6 +51,36 @@ class Epilogue(NamedTuple):
     upper: float = math.inf
     axis: int | None = None
     bias_dim: int = 1
+
+
+class Window(NamedTuple):
+    """Of a max pool; each (vertical, horizontal), as in `torch.nn.MaxPool2d`."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int] = (0, 0)
+    ceil_mode: bool = False
+
+    def out_size(self, size: tuple[int, int]) -> tuple[int, int]:
+        """(OH, OW) of the pool of an image of (H, W)."""
+        found = []
+        for n, k, s, p in zip(size, self.kernel, self.stride, self.padding, strict=True):
+            windows = (n + 2 * p - k + (s - 1 if self.ceil_mode else 0)) // s + 1
+            found.append(windows - 1 if (windows - 1) * s >= n + p else windows)  # none begins behind the image
+        return found[0], found[1]
+
+    @property
+    def overlap(self) -> tuple[int, int]:
+        """How many windows the pixels of a cell of `stride` lie in, at most."""
+        ends = zip(self.kernel, self.stride, self.padding, strict=True)
+        found = [(s - 1 + p) // s + (k - 1 - p) // s + 1 for k, s, p in ends]
+        return found[0], found[1]
+
+
+def least_kept(low: int) -> float:
+    """Every float32 above this rounds, half to even, to `low` or more; no other does."""
+    tie = low - 0.5
+    return tie if low % 2 else tie - 2.0 ** (math.frexp(tie)[1] - 24)  # the next float32 below
 
 
 def epilogue_of(
@@ -85,22 +117,58 @@ def fused_quantize(
         Shape and memory format of `y`.
     """
     dtype = dtype or y.dtype
-    if kernels == "triton" and torch.compiler.is_compiling():
+    result: Tensor | None = None
+    if in_graph(y, kernels):
         from compress.quantization import fused_traced  # Triton is not installed everywhere
 
-        traced = fused_traced.fused_quantize(y, amax, epilogue, bias, residual, dtype)
-        if traced is not None:
-            return traced
+        result = fused_traced.fused_quantize(y, amax, epilogue, bias, residual, dtype)
     elif by_hand(y, kernels):
         result = _triton().fused_quantize(dense(y), amax, epilogue, bias, residual, dtype)
-        if result is not None:
-            return cast(Tensor, result)
+    if result is not None:
+        return result
     return cast(Tensor, _FusedQuantize.apply(y, bias, residual, amax, *epilogue, dtype))
+
+
+def pooled_quantize(
+    y: Tensor,
+    amax: Tensor,
+    epilogue: Epilogue,
+    window: Window,
+    *,
+    bias: Tensor | None = None,
+    kernels: Kernels | None = None,
+) -> Tensor:
+    """Max pooling of `fused_quantize`; one kernel, also in a compiled graph, on a GPU where layout and type fit.
+
+    Args:
+        y: (N, C, H, W), what a convolution computed without its bias.
+        amax: (), the largest magnitude kept.
+        epilogue: what is computed.
+        window: of the pool.
+        bias: (C,).
+        kernels: as of `fused_quantize`.
+    """
+    if in_graph(y, kernels) or by_hand(y, kernels):
+        from compress.quantization import fused_pool  # Triton is not installed everywhere
+
+        if fused_pool.fits(y) and epilogue.axis is None:
+            return fused_pool.pooled_quantize(y, amax, epilogue, window, bias, y.dtype)
+    return max_pool(fused_quantize(y, amax, epilogue, bias=bias, kernels=kernels), window)
+
+
+def max_pool(x: Tensor, window: Window) -> Tensor:
+    """Torch's own."""
+    return torch.nn.functional.max_pool2d(x, window.kernel, window.stride, window.padding, ceil_mode=window.ceil_mode)
 
 
 def by_hand(x: Tensor, kernels: Kernels | None) -> bool:
     """Whether Triton kernels are to be launched for `x`: asked for, or on a GPU; never while it is being compiled."""
     return (kernels == "triton" or (kernels is None and HAS_TRITON and x.is_cuda)) and not torch.compiler.is_compiling()
+
+
+def in_graph(x: Tensor, kernels: Kernels | None) -> bool:
+    """Whether Triton kernels are to stand in the graph that is being compiled: on a GPU, unless torch is asked for."""
+    return kernels != "torch" and HAS_TRITON and x.is_cuda and torch.compiler.is_compiling()
 
 
 class _FusedQuantize(torch.autograd.Function):
@@ -210,6 +278,20 @@ def inner_size(y: Tensor, axis: int) -> int:
         sizes = {0: y.shape[1] * y.shape[2] * y.shape[3], 1: 1, 2: y.shape[1] * y.shape[3], 3: y.shape[1]}
         return sizes[axis]
     return math.prod(y.shape[axis + 1 :])
+
+
+def empty_last(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(what a kernel writes to, the same memory as a channels_last tensor of `shape`).
+
+    Two views for torch's compiler: it takes two `empty_strided` that are alike for one, and copies it then; and a
+    channels_last `empty` it fills with zeros.
+    """
+    n, c, h, w = shape
+    if torch.compiler.is_compiling():
+        base = torch.empty((n, h, w, c), dtype=dtype, device=device)
+        return base, base.permute(0, 3, 1, 2)
+    view = torch.empty_strided(shape, (c * h * w, 1, c * w, c), dtype=dtype, device=device)
+    return view, view
 
 
 def is_channels_last(y: Tensor) -> bool:

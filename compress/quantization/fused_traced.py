@@ -1,9 +1,10 @@
-"""The kernels of `fused_triton` inside a graph that torch.compile makes, where they were asked for.
+"""The kernel of `fused_triton` inside a graph that torch.compile makes.
 
-The compiler's own kernels for a chain write the result, and read everything again to pack the bits; and sum the
-bias's gradient in a pass of its own. Ours do both on the way, at the price of a border that the compiler cannot fuse
-across: the sum of two gradients that meet behind a chain is written to memory first. Called here as they are (no
-operation of a library around them), they are launched by the compiler's own wrapper, at no cost to the processor.
+The compiler's own kernels for a chain write the result, and read everything again to pack the bits; and they divide
+with Triton's slow division. Ours does it in one pass. Backward is left to torch's operations: the compiler masks the
+gradient where it adds up two gradients that meet behind a chain, and a kernel of ours would be a border between them.
+Called here as it is (no operation of a library around it), it is launched by the compiler's own wrapper, at no cost to
+the processor.
 """
 
 from __future__ import annotations
@@ -13,15 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from compress.quantization.fused_ops import BITS, Epilogue, dense, is_channels_last, like
-from compress.quantization.fused_triton import (
-    GROUPS,
-    Strips,
-    backward_bias_kernel,
-    backward_kernel,
-    fits,
-    forward_kernel,
-)
+from compress.quantization.fused_ops import BITS, Epilogue, backward_torch, dense, empty_last, is_channels_last, like
+from compress.quantization.fused_triton import GROUPS, bounds_of, decisive, fits, forward_kernel
 
 
 def fused_quantize(
@@ -60,17 +54,19 @@ class _Traced(torch.autograd.Function):
     ) -> Tensor:
         n = y.numel()
         last = is_channels_last(y)
-        out = torch.empty_like(y, dtype=dtype)
+        to_out, out = _empty(y, last, dtype)
         bits = torch.empty((n + 7) // 8, dtype=torch.uint8, device=y.device)
         columns = 0 if bias is None else y.shape[bias_dim]
+        epilogue = Epilogue(low, high, lower, upper)
+        from_, up_to = decisive(epilogue)
         forward_kernel[((n + BITS * GROUPS - 1) // (BITS * GROUPS),)](
-            y, amax if bias is None else bias, amax if residual is None else like(residual, y), amax, out, bits,
-            n, max(1, columns // BITS), 1, 1, lower, upper, float(low), float(high),
+            y, amax if bias is None else bias, amax if residual is None else like(residual, y), amax, to_out, bits,
+            n, max(1, columns // BITS), 1, 1, *bounds_of(epilogue),
             HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, PER_CHANNEL=False,
-            EVEN=n % BITS == 0, GROUPS=GROUPS,
+            EVEN=n % BITS == 0, FROM=from_, UP_TO=up_to, GROUPS=GROUPS,
         )  # fmt: skip
         ctx.save_for_backward(bits)
-        ctx.last, ctx.columns, ctx.dtype = last, columns, y.dtype
+        ctx.last, ctx.bias_dim, ctx.dtype = last, bias_dim, y.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
         return out
@@ -79,21 +75,16 @@ class _Traced(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (bits,) = ctx.saved_tensors
         grad = grad.contiguous(memory_format=torch.channels_last if ctx.last else torch.contiguous_format)
-        n = grad.numel()
-        out = torch.empty_like(grad, dtype=ctx.dtype)
-        bias_grad = None
-        if ctx.bias_dtype is not None and ctx.needs_input_grad[1]:
-            s = Strips.of(n, ctx.columns)
-            sums = torch.empty((s.programs, ctx.columns), dtype=torch.float32, device=grad.device)
-            backward_bias_kernel[(s.strips, s.programs)](
-                grad, bits, out, sums, n // ctx.columns, ctx.columns // BITS, s.steps, ROWS=s.tile, COLUMNS=s.strip
-            )
-            bias_grad = sums.sum(0).to(ctx.bias_dtype)
-        else:
-            backward_kernel[((n + BITS * GROUPS - 1) // (BITS * GROUPS),)](
-                grad, bits, out, n, EVEN=n % BITS == 0, GROUPS=GROUPS
-            )
+        wants_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[1]
+        passed, bias_grad = backward_torch(grad, bits, ctx.dtype, ctx.bias_dim, wants_bias)
         residual_grad = None
         if ctx.residual_dtype is not None:
-            residual_grad = out if ctx.residual_dtype == out.dtype else out.to(ctx.residual_dtype)
-        return out, bias_grad, residual_grad, *(None,) * 7
+            residual_grad = passed if ctx.residual_dtype == passed.dtype else passed.to(ctx.residual_dtype)
+        return passed, bias_grad.to(ctx.bias_dtype) if wants_bias else None, residual_grad, *(None,) * 7
+
+
+def _empty(like: Tensor, last: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if last:
+        return empty_last(like.shape, dtype, like.device)
+    made = torch.empty(like.shape, dtype=dtype, device=like.device)
+    return made, made

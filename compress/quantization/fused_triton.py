@@ -7,13 +7,14 @@ that it sums the bias's gradient while it masks; each program writes its own par
 depend on the order in which programs run.
 
 NaN passes through as in torch: a training that diverges must be seen to. Division is rounded correctly (Triton's `/`
-is not), because a value that lies on a tie must round as in the engine.
+is not), because a value that lies on a tie must round as in the engine (`rounding_triton`).
 """
 
 # ruff: noqa: ANN001, ANN201, N803  (kernels: Triton gives their parameters types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,8 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.errors import QuantizationError
-from compress.quantization.fused_ops import BITS, Epilogue, inner_size, is_channels_last, like
+from compress.quantization.fused_ops import BITS, Epilogue, inner_size, is_channels_last, least_kept, like
 from compress.quantization.launch import Kept, Launch
+from compress.quantization.rounding_triton import on_grid, steps_of
 
 GROUPS = 256  # of eight elements, in a tile of the flat kernels
 _TILE = 2048  # elements of a tile of the strip kernel
@@ -34,13 +36,17 @@ _PROGRAMS = 1056  # of the strip kernel: 8 on each of 132 multiprocessors
 def forward_kernel(
     y_ptr, bias_ptr, residual_ptr, amax_ptr, out_ptr, bits_ptr,
     n, bias_groups, axis_inner, axis_size,
-    lower, upper, low, high,
+    lower, upper, least, low, high,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PER_CHANNEL: tl.constexpr, EVEN: tl.constexpr,
-    GROUPS: tl.constexpr,
+    FROM: tl.constexpr, UP_TO: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """A tile: y + bias + residual, activated, rounded to the grid, and its bits."""
+    """A tile: y + bias + residual, activated, rounded to the grid, and its bits.
+
+    FROM and UP_TO: the activation's bounds decide whether the gradient passes, below (in place of `least`) and above.
+    """
     lower = tl.cast(lower, tl.float32)  # the compiler of torch.compile hands Python's numbers over in float64
     upper = tl.cast(upper, tl.float32)
+    least = tl.cast(least, tl.float32)
     low = tl.cast(low, tl.float32)
     high = tl.cast(high, tl.float32)
     first = tl.program_id(0).to(tl.int64) * GROUPS  # 64 bits for what all share, 32 for what each thread computes
@@ -55,25 +61,34 @@ def forward_kernel(
         x += tl.load(bias_ptr + channel).to(tl.float32)
     if HAS_RESIDUAL:
         x += tl.load(residual_ptr + first * 8 + at, mask=there, other=0.0).to(tl.float32)
-    passes = (x > lower) & (x < upper)
-    x = tl.where(x < lower, lower, x)
-    x = tl.where(x > upper, upper, x)
     if PER_CHANNEL:  # weights: never 2^31 elements
         channel = (((first * 8).to(tl.int32) + at) // axis_inner) % axis_size
         amax = tl.load(amax_ptr + channel, mask=there, other=1.0).to(tl.float32)
         scale = tl.div_rn(amax, tl.full(at.shape, 0.0, tl.float32) + high)
+        reciprocal = tl.div_rn(tl.full(at.shape, 1.0, tl.float32), scale)
     else:
-        scale = tl.full(at.shape, 0.0, tl.float32) + tl.div_rn(tl.load(amax_ptr).to(tl.float32), high)
-    steps = tl.div_rn(x, scale)
-    steps = tl.where(steps > 4096.0, 4096.0, steps)
-    steps = tl.where(steps < -4096.0, -4096.0, steps)
-    rounded = (steps + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum has no fraction bits, so it rounds half to even
-    passes = passes & (rounded >= low) & (rounded <= high)
-    rounded = tl.where(rounded > high, high, rounded)
-    rounded = tl.where(rounded < low, low, rounded)
-    tl.store(out_ptr + first * 8 + at, (rounded * scale).to(out_ptr.dtype.element_ty), mask=there)
-    bits = tl.sum((passes & there).to(tl.int32) << lane[None, :], axis=1)
+        scale = tl.div_rn(tl.load(amax_ptr).to(tl.float32), high)
+        reciprocal = tl.div_rn(1.0, scale)
+    steps = steps_of(x, lower, upper, scale, reciprocal)
+    passes = (x > lower if FROM else steps > least) & (steps < high + 0.5)  # `high` is odd: halves round away from it
+    if UP_TO:
+        passes = passes & (x < upper)
+    if not EVEN:
+        passes = passes & there
+    tl.store(out_ptr + first * 8 + at, (on_grid(steps, low, high) * scale).to(out_ptr.dtype.element_ty), mask=there)
+    bits = tl.sum(tl.where(passes, (1 << lane)[None, :], 0), axis=1)
     tl.store(bits_ptr + first + group, bits.to(tl.uint8), mask=whole)
+
+
+def bounds_of(epilogue: Epilogue) -> tuple[float, float, float, float, float]:
+    """`lower` to `high` of `forward_kernel`."""
+    e = epilogue
+    return e.lower, e.upper, least_kept(e.low), float(e.low), float(e.high)
+
+
+def decisive(epilogue: Epilogue) -> tuple[bool, bool]:
+    """FROM and UP_TO of `forward_kernel`."""
+    return epilogue.lower >= 0, math.isfinite(epilogue.upper)
 
 
 @triton.jit
@@ -87,30 +102,33 @@ def backward_kernel(grad_ptr, bits_ptr, out_ptr, n, EVEN: tl.constexpr, GROUPS: 
     there = whole[:, None] if EVEN else at < n - first * 8
     grad = tl.load(grad_ptr + first * 8 + at, mask=there, other=0.0)
     bits = tl.load(bits_ptr + first + group, mask=whole, other=0).to(tl.int32)
-    passed = tl.where(((bits[:, None] >> lane[None, :]) & 1) != 0, grad.to(tl.float32), 0.0)
+    passed = tl.where((bits[:, None] & (1 << lane)[None, :]) != 0, grad.to(tl.float32), 0.0)
     tl.store(out_ptr + first * 8 + at, passed.to(out_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def backward_bias_kernel(
-    grad_ptr, bits_ptr, out_ptr, sums_ptr, rows, groups, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    grad_ptr, bits_ptr, out_ptr, sums_ptr, rows, groups, steps, ROWS: tl.constexpr, GROUPS: tl.constexpr
 ):
     """Tiles of a strip of columns, masked, and their sums over the rows."""
-    columns = groups * 8
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < columns
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    inside = group < groups
+    lane = tl.arange(0, 8)
     local = tl.arange(0, ROWS)
-    at = local[:, None] * columns + column[None, :]
-    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    bits_at = local[:, None] * groups + group[None, :]
+    at = bits_at[:, :, None] * 8 + lane[None, None, :]
+    total = tl.zeros([ROWS, GROUPS, 8], dtype=tl.float32)
     for step in range(0, steps):
         row = (tl.program_id(1).to(tl.int64) * steps + step) * ROWS
-        there = (local < rows - row)[:, None] & inside[None, :]
-        grad = tl.load(grad_ptr + row * columns + at, mask=there, other=0.0)
-        bits = tl.load(bits_ptr + row * groups + at // 8, mask=there, other=0).to(tl.int32)
-        passed = tl.where(((bits >> (column % 8)[None, :]) & 1) != 0, grad.to(tl.float32), 0.0)
-        tl.store(out_ptr + row * columns + at, passed.to(out_ptr.dtype.element_ty), mask=there)
+        whole = (local < rows - row)[:, None] & inside[None, :]
+        there = tl.broadcast_to(whole[:, :, None], (ROWS, GROUPS, 8))
+        grad = tl.load(grad_ptr + row * groups * 8 + at, mask=there, other=0.0)
+        bits = tl.load(bits_ptr + row * groups + bits_at, mask=whole, other=0).to(tl.int32)
+        passed = tl.where((bits[:, :, None] & (1 << lane)[None, None, :]) != 0, grad.to(tl.float32), 0.0)
+        tl.store(out_ptr + row * groups * 8 + at, passed.to(out_ptr.dtype.element_ty), mask=there)
         total += passed
-    tl.store(sums_ptr + tl.program_id(1) * columns + column, tl.sum(total, axis=0), mask=inside)
+    sums_at = (tl.program_id(1) * groups + group)[:, None] * 8 + lane[None, :]
+    tl.store(sums_ptr + sums_at, tl.sum(total, axis=0), mask=tl.broadcast_to(inside[:, None], (GROUPS, 8)))
 
 
 def plan_of(
@@ -154,7 +172,7 @@ class Strips(NamedTuple):
     def of(cls, count: int, columns: int) -> Strips:
         """For `count` elements in rows of `columns`."""
         rows = count // columns
-        strip = min(128, 1 << (columns - 1).bit_length())
+        strip = max(BITS, min(128, 1 << (columns - 1).bit_length()))
         tile = _TILE // strip
         strips = -(-columns // strip)
         steps = -(-rows // (max(1, _PROGRAMS // strips) * tile))
@@ -190,8 +208,8 @@ class Plan:
         even = self.count % BITS == 0
         self._forward = Launch(
             forward_kernel, (triton.cdiv(self.count, BITS * GROUPS),),
-            self.count, max(1, self.columns // BITS), inner, size, e.lower, e.upper, float(e.low), float(e.high),
-            bias_dtype is not None, residual_dtype is not None, axis >= 0, even, GROUPS,
+            self.count, max(1, self.columns // BITS), inner, size, *bounds_of(e),
+            bias_dtype is not None, residual_dtype is not None, axis >= 0, even, *decisive(e), GROUPS,
         )  # fmt: skip
         self._backward = Launch(
             backward_kernel, (triton.cdiv(self.count, BITS * GROUPS),), self.count, even, GROUPS
@@ -201,7 +219,7 @@ class Plan:
             self.programs = s.programs
             rows, groups = self.count // self.columns, self.columns // BITS
             self._backward_bias = Launch(
-                backward_bias_kernel, (s.strips, s.programs), rows, groups, s.steps, s.tile, s.strip
+                backward_bias_kernel, (s.strips, s.programs), rows, groups, s.steps, s.tile, s.strip // BITS
             )
 
     def forward(self, y: Tensor, bias: Tensor | None, residual: Tensor | None, amax: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,13 +41,16 @@ class Launch:
         self._run: Any = None
 
     def __call__(self, device: int, *tensors: Any) -> None:
-        """Run on the current stream of `device`, which is the current one.
+        """Run on the current stream of `device`.
 
         Args:
-            device: index, of all tensors.
+            device: index, of all tensors; -1 for the processor, where the interpreter runs.
             tensors: the first arguments; None for one that is missing.
         """
-        if not _aligned(tensors):
+        if device >= 0 and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(device, *tensors)
+        elif not _aligned(tensors):
             self._through_triton(tensors)
         elif self._run is None:
             self._first(tensors)
@@ -75,6 +78,26 @@ def _aligned(tensors: tuple[Tensor | None, ...]) -> bool:
     return joined & 15 == 0
 
 
+def launch(kernel: Any, grid: tuple[int, ...], tensors: tuple[Tensor, ...], constants: tuple[Any, ...]) -> None:
+    """Run a kernel; what it needs is looked up by the types of its tensors. Compiled, the compiler's code launches it.
+
+    Args:
+        kernel: a function under `triton.jit`.
+        grid: programs.
+        tensors: its first arguments, on one device.
+        constants: its last ones: numbers and constexprs.
+    """
+    if torch.compiler.is_compiling():
+        kernel[grid](*tensors, *constants)
+        return
+    device = tensors[0].get_device()
+    key = (kernel, grid, device, constants, *[tensor.dtype for tensor in tensors])
+    found = _LAUNCHES.get(key)
+    if found is None:
+        found = _LAUNCHES[key] = Launch(kernel, grid, *constants)
+    found(device, *tensors)
+
+
 class Kept(dict[Any, Any]):
     """A dictionary that forgets all before it grows without end, as it would with ever new shapes."""
 
@@ -82,3 +105,6 @@ class Kept(dict[Any, Any]):
         if len(self) >= _MOST:
             self.clear()
         super().__setitem__(key, value)
+
+
+_LAUNCHES = Kept()

@@ -85,7 +85,7 @@ def check_network():
 
 
 def check_compiled():
-    """One graph without breaks, the convolution an operation in it."""
+    """One graph without breaks; where no GPU is, that of floats."""
     qmodel, x = made()
     fused = compress.fuse_for_training(qmodel, kernels="torch", forward="int8")
     torch.compiler.reset()

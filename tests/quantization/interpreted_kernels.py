@@ -12,9 +12,13 @@ import torch
 from torch import nn
 
 import compress
-from compress.quantization import fused_ops, fused_triton, fused_weights_triton, histogram, histogram_triton
-from compress.quantization.amax import row_amax
-from compress.quantization.fused_ops import Epilogue
+from compress.quantization import (
+    fused_ops,
+    fused_pool,
+    fused_triton,
+    fused_weights_triton,
+)
+from compress.quantization.fused_ops import Epilogue, Window
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.quantizer import Quantizer
 from tests.quantization.test_fused import assert_same, gradients, quantized
@@ -48,6 +52,29 @@ def check_activation(layout, dtype, bounds, has_bias, has_residual, integers):
     assert (sums is not None) == has_bias
     if has_bias:
         torch.testing.assert_close(sums, expected_sums, rtol=1e-4, atol=1e-2 if out == torch.float16 else 1e-4)
+
+
+def check_pool(window, size, dtype, bounds, has_bias, integers):
+    """A pooled chain against the chain and torch's pool, NaN included: few steps, so that windows hold equals."""
+    y = 4 * torch.randn(2, 24, *size)
+    y.view(-1)[5] = math.nan
+    y = y.to(dtype).contiguous(memory_format=torch.channels_last)
+    bias = torch.randn(24) if has_bias else None
+    epilogue, amax = Epilogue(*integers, *bounds), torch.tensor(5.3)
+    grad, found = None, []
+    for run in (fused_pool.pooled_quantize, composed):
+        leaves = [t.detach().clone().requires_grad_() for t in (y, *([bias] if has_bias else []))]
+        result = run(leaves[0], amax, epilogue, window, leaves[1] if has_bias else None, dtype)
+        grad = torch.randn_like(result) if grad is None else grad
+        found.append((result.detach(), *torch.autograd.grad(result, leaves, grad)))
+    same(found[0][0], found[1][0])
+    for one, other in zip(found[0][1:], found[1][1:], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3 if dtype == torch.float16 else 1e-5, atol=1e-3)
+        assert one.stride() == other.stride()
+
+
+def composed(y, amax, epilogue, window, bias, dtype):
+    return fused_ops.max_pool(fused_ops.fused_quantize(y, amax, epilogue, bias=bias, kernels="torch"), window)
 
 
 def check_weights(dtype, out, even):
@@ -96,31 +123,6 @@ def check_network():
     assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-4, atol=1e-3)
 
 
-def check_histograms():
-    """Bin for bin those of the CPU: widths set late, values at upper ends, growth within and beyond the bins, NaN."""
-    histogram.BINS, bins = 64, 300
-    growing = [torch.zeros(9), torch.randn(3000).relu(), 2 * torch.randn(700), 40 * torch.randn(900), torch.randn(50)]
-    sequences = [
-        growing,
-        [x.half() for x in growing[1:]],
-        [torch.tensor([64.0, 63.0, 1.0]), torch.tensor([64.0, 128.0]), torch.tensor([-300.0]), torch.tensor([301.0])],
-    ]
-    for batches in sequences:
-        cpu, gpu = (histogram.Histogram.empty(1, bins, torch.device("cpu")) for _ in range(2))
-        watch = histogram_triton.Watch(gpu.amax, gpu.width, gpu.counts, 64)
-        for x in batches:
-            cpu.add(x[None])
-            watch.collect(x[None])
-            for one, other in ((cpu.counts, gpu.counts), (cpu.width, gpu.width), (cpu.amax, gpu.amax)):
-                assert torch.equal(one, other)
-        assert int(gpu.counts.sum()) == sum(x.numel() for x in batches)
-    for x in (torch.randn(5000), torch.tensor([math.nan, 3.0]), torch.tensor([-math.inf, 1.0])):
-        amax = torch.zeros(1)
-        histogram_triton.collect_amax(x[None], amax)
-        same(amax, row_amax(x[None]))
-    return len(sequences)
-
-
 def main():
     assert os.environ.get("TRITON_INTERPRET") == "1"
     torch.manual_seed(0)
@@ -131,9 +133,16 @@ def main():
     )
     activations = [check_activation(*c[:3], *c[3], c[4]) for c in choices]
     weights = [check_weights(torch.float32, out, even) for out, even in ((torch.float32, True), (torch.float16, False))]
+    windows = (
+        (Window((3, 3), (2, 2), (1, 1)), (7, 6)),
+        (Window((2, 2), (2, 2)), (6, 5)),
+        (Window((3, 2), (1, 3), (1, 0), True), (4, 9)),
+        (Window((3, 3), (2, 2), (0, 0), True), (6, 7)),
+    )
+    kinds = ((torch.float32, bounds[1], True, (-4, 3)), (torch.float16, bounds[2], False, (0, 255)))
+    pools = [check_pool(*window, *kind) for window in windows for kind in kinds]
     check_network()
-    assert check_histograms() == 3
-    print(f"{len(activations)} activations, {len(weights)} groups of weights, 1 network, 3 histograms")
+    print(f"{len(activations)} activations, {len(pools)} pools, {len(weights)} groups of weights, 1 network")
 
 
 if __name__ == "__main__":
