@@ -34,8 +34,24 @@ def fold_batchnorm(graph_module: fx.GraphModule) -> tuple[str, ...]:
         graph_module.graph.erase_node(node)
         folded.append(str(node.target))
     graph_module.delete_all_unused_submodules()
+    _only_children(graph_module, folded)
     graph_module.recompile()
     return tuple(folded)
+
+
+def _only_children(graph_module: fx.GraphModule, paths: list[str]) -> None:
+    """Of modules that stay for a child (timm's BatchNormAct2d, for its activation), drop parameters nothing reads.
+
+    DistributedDataParallel waits for the gradient of every parameter.
+    """
+    read = {str(node.target).rpartition(".")[0] for node in graph_module.graph.nodes if node.op == "get_attr"}
+    left = dict(graph_module.named_modules())
+    for path in paths:
+        if path in left and path not in read:
+            holder = nn.Module().train(left[path].training)
+            for name, child in left[path].named_children():
+                holder.add_module(name, child)
+            graph_module.set_submodule(path, holder)
 
 
 def foldable_pair(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:

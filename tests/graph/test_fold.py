@@ -86,3 +86,23 @@ def test_a_mask_stays_on_the_weight_that_it_is_folded_into():
     assert torch.equal(masks_of(graph)["0"], masks_of(model)["0"])
     qmodel = quantize(model, x, [x])  # its zeros are held through quantization, and while it trains
     assert not masks_of(qmodel)["0"].all() and torch.equal(masks_of(qmodel)["0"], masks_of(model)["0"])
+
+
+def test_no_parameter_is_left_without_a_reader():
+    """A BatchNorm that holds its activation, as timm's does: DistributedDataParallel waits for its gradients."""
+
+    class NormAct(nn.BatchNorm2d):
+        def __init__(self, channels):
+            super().__init__(channels)
+            self.act = nn.ReLU()
+
+        def forward(self, x):
+            x = nn.functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False)
+            return self.act(x)
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), NormAct(4), nn.Conv2d(4, 4, 3), NormAct(4), nn.Conv2d(4, 2, 1))
+    x = torch.randn(2, 3, 9, 9)
+    qmodel = quantize(with_statistics(model).eval(), x, [x])
+    qmodel.train()(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in qmodel.parameters())
+    assert not [name for name in qmodel.state_dict() if "running" in name]
