@@ -79,10 +79,17 @@ def _refused(node: fx.Node) -> bool:
     return node.target is F.scaled_dot_product_attention and len(getattr(query, "meta", {}).get("shape") or ()) != 4
 
 
-def _attend(query: Any, key: Any, value: Any, scale: float, finish: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """(softmax(finish(scale q k^T)) v, the softmax); (..., tokens, width of a head)."""
+def _attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    scale: float,
+    finish: Callable[[Any], Any],
+    drop: Callable[[Any], Any] = lambda weights: weights,
+) -> tuple[Any, Any]:
+    """(drop(softmax(finish(scale q k^T))) v, what v is multiplied by); (..., tokens, width of a head)."""
     scores = torch.matmul(query, key.transpose(-2, -1)) * scale
-    weights = F.softmax(finish(scores), dim=-1)
+    weights = drop(F.softmax(finish(scores), dim=-1))
     return torch.matmul(weights, value), weights
 
 
@@ -111,7 +118,15 @@ def _open_multihead(node: fx.Node, wrap: Wrap) -> str:
         mask = arguments["attn_mask"]
         return scores if mask is None else scores + wrap(mask)
 
-    y, weights = _attend(qkv[0], qkv[1], qkv[2], width**-0.5, masked)
+    def dropped(weights: Any) -> Any:
+        if not module.dropout:
+            return weights
+        name = f"dropouts.{node.name}"
+        owner: Any = node.graph.owning_module
+        owner.add_submodule(name, nn.Dropout(module.dropout).train(module.training))
+        return tracer.create_proxy("call_module", name, (weights,), {})
+
+    y, weights = _attend(qkv[0], qkv[1], qkv[2], width**-0.5, masked, dropped)
     y = y.transpose(1, 2).flatten(2)
     y = tracer.create_proxy("call_module", f"{path}.out_proj", (y,), {})
     if not module.batch_first:
@@ -130,8 +145,6 @@ def _why_whole(node: fx.Node, module: Any, arguments: dict[str, Any]) -> str:
         return "query, key and value are not one tensor"
     if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
         return "it has projections of several widths, or rows added to keys and values"
-    if module.dropout:
-        return f"it drops attention weights in training (dropout={module.dropout})"
     mask = arguments["attn_mask"]
     floating = not isinstance(mask, fx.Node) or (mask.meta.get("dtype") or torch.bool).is_floating_point
     if arguments["key_padding_mask"] is not None or arguments["is_causal"] or not floating:

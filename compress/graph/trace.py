@@ -44,6 +44,18 @@ class Leaf:
     reason: str
 
 
+_WHOLES = frozenset(
+    {
+        nn.Transformer,
+        nn.TransformerEncoder,
+        nn.TransformerEncoderLayer,
+        nn.TransformerDecoder,
+        nn.TransformerDecoderLayer,
+    }
+)
+"""Modules of torch.nn that are looked into: networks, not layers."""
+
+
 class _Tracer(fx.Tracer):
     """fx's tracer with leaves of our choice, which remembers where an error came from.
 
@@ -109,7 +121,7 @@ class _Tracer(fx.Tracer):
         return (
             module_qualified_name in self.leaves
             or getattr(m, "is_quantizer", False)
-            or super().is_leaf_module(m, module_qualified_name)
+            or (type(m) not in _WHOLES and super().is_leaf_module(m, module_qualified_name))
         )
 
     def call_module(

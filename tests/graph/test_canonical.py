@@ -167,3 +167,25 @@ def test_maxvit_has_no_einsum_left():
     model = torchvision.models.maxvit.MaxVit((64, 64), 8, 4, [8], [1], 8, 0.0, num_classes=4)
     graph = same(model.eval(), torch.randn(2, 3, 64, 64, generator=G))
     assert "einsum" not in kinds(graph) and kinds(graph).count("matmul") == 4
+
+
+def test_torchs_transformers_are_looked_into_and_their_dropout_stays():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.5, batch_first=True)
+            self.encoder, self.fc = nn.TransformerEncoder(layer, 2), nn.Linear(16, 3)
+
+        def forward(self, x):
+            return self.fc(self.encoder(x).mean(1))
+
+    model, x = Net(), torch.randn(2, 5, 16, generator=G)
+    graph = same(model, x)
+    assert leaves_of(graph) == () and "attention" not in kinds(graph)
+    assert kinds(graph).count("linear") == 2 * 4 + 1 and kinds(graph).count("matmul") == 2 * 2
+    assert graph.state_dict().keys() == model.state_dict().keys()
+    attended = next(node for node in graph.graph.nodes if str(node.target).startswith("dropouts."))
+    ones = torch.ones(4, 1000)
+    drop = graph.get_submodule(attended.target)
+    assert torch.equal(drop(ones), ones) and graph.train() and 0.4 < (drop(ones) == 0).float().mean() < 0.6
