@@ -56,7 +56,9 @@ def show_run(folder: Path, *, as_json: bool) -> None:
     data = read_run(folder)
     if as_json:
         metrics = [metric.to_dict() for metric in data.metrics]
-        print_json({"folder": str(folder), "report": str(folder / "report.html"), "metrics": metrics})
+        print_json(
+            {"folder": str(folder), "report": str(folder / "report.html"), "metrics": metrics, "notes": data.notes}
+        )
         return
     agreement = {(m.variant, m.engine): m.value for m in data.metrics if m.name == "agreement"}
     found = summary_table(data.metrics)
@@ -69,6 +71,8 @@ def show_run(folder: Path, *, as_json: bool) -> None:
     OUT.print("agrees %: share of evaluation images that the engine puts in the same class as torch, fake quantization")
     for note in summary_notes(data.metrics):
         OUT.print(escape(note))
+    for note in data.notes:
+        OUT.print(f"[yellow]note[/] {escape(note)}")
     for engine, reason in unavailable_engines(data.metrics).items():
         OUT.print(f"[yellow]unavailable[/] {escape(engine)}: {escape(reason)}")
     OUT.print(f"report: {folder / 'report.html'}\n        {folder / 'report.md'}", highlight=False, soft_wrap=True)

@@ -3,23 +3,28 @@
 The file itself is the reference: ONNX Runtime runs it node by node, nothing fused, quantizing and dequantizing as
 written, which is what fake quantization computes in torch. The tensors that go into quantizers become outputs of a copy
 of the file, and the copy runs on both. An engine of the copy may fuse less than the one that is deployed, since it must
-hand these tensors out in floating point; a difference that appears there is the engine's arithmetic, and where none
-appears, the fusion of the deployed engine is what differs.
+hand these tensors out in floating point; a difference that appears there is the engine's arithmetic. Where none does,
+the fusion of the deployed engine is what differs: then parts of the file that end at one tensor each are built, as many
+as it takes to halve the file again and again.
 """
 
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
 
 from compress.engines import Engine, build_engine
+from compress.engines.base import Arrays
 from compress.engines.onnx_file import existing_file
 from compress.errors import EngineError
+from compress.measure.cut import cut_file
 from compress.measure.parity import sqnr_db
 
 LEAST_DB = 25.0
@@ -37,12 +42,15 @@ class LayerDifference:
         op_type: of that node.
         tensor: its name.
         sqnr_db: signal to noise of the engine's, in dB; inf when they are equal, -inf when the engine's is not finite.
+        before_db: the least of those before it in the file: far above `sqnr_db` where this layer is at fault, next to
+            it where rounding adds up from layer to layer.
     """
 
     node: str
     op_type: str
     tensor: str
     sqnr_db: float
+    before_db: float = float("inf")
 
 
 def probe_file(onnx_path: Path | str, out: Path | str) -> tuple[LayerDifference, ...]:
@@ -56,8 +64,6 @@ def probe_file(onnx_path: Path | str, out: Path | str) -> tuple[LayerDifference,
         What the copy gives out, in the order of its nodes, without a difference yet (inf): the inputs of quantizers and
         the file's own outputs; for a file without quantizers, the outputs of its convolutions and products.
     """
-    import onnx
-
     model = onnx.load(str(existing_file(onnx_path)))
     graph = model.graph
     produced = {name: node for node in graph.node for name in node.output}
@@ -89,23 +95,19 @@ def layer_differences(
     Raises:
         EngineError: engines with several inputs, or that do not give the probes out.
     """
-    runs = []
-    for one in (reference, engine):
-        if len(one.inputs) != 1:
-            raise EngineError(f"{one.info.label} has {len(one.inputs)} inputs; layers are compared on images alone")
-        runs.append(one.run({one.inputs[0].name: images}))
-    expected, got = runs
-    return tuple(
-        LayerDifference(
-            node=probe.node,
-            op_type=probe.op_type,
-            tensor=probe.tensor,
-            sqnr_db=sqnr_db(expected[probe.tensor], got[probe.tensor])
-            if np.isfinite(got[probe.tensor]).all()
-            else float("-inf"),
-        )
-        for probe in probes
-    )
+    expected, got = _run(reference, images), _run(engine, images)
+    return tuple(_compared(probe, expected, got) for probe in probes)
+
+
+def _run(engine: Engine, images: NDArray[Any]) -> Arrays:
+    if len(engine.inputs) != 1:
+        raise EngineError(f"{engine.info.label} has {len(engine.inputs)} inputs; layers are compared on images alone")
+    return engine.run({engine.inputs[0].name: images})
+
+
+def _compared(probe: LayerDifference, expected: Arrays, got: Arrays) -> LayerDifference:
+    finite = np.isfinite(got[probe.tensor]).all()
+    return replace(probe, sqnr_db=sqnr_db(expected[probe.tensor], got[probe.tensor]) if finite else float("-inf"))
 
 
 def first_difference(
@@ -133,9 +135,38 @@ def first_difference(
     with tempfile.TemporaryDirectory() as folder:
         probed = Path(folder) / "probed.onnx"
         probes = probe_file(onnx_path, probed)
-        with (
-            build_engine(probed, "onnxruntime", fuse="no") as reference,
-            build_engine(probed, engine, batch_size=len(images), precision=precision, **options) as judged,
-        ):
-            found = layer_differences(reference, judged, images, probes)
-    return next((row for row in found if row.sqnr_db < least_db), None)
+
+        def build(path: Path | str) -> Engine:
+            return build_engine(path, engine, batch_size=len(images), precision=precision, **options)
+
+        with build_engine(probed, "onnxruntime", fuse="no") as reference, build(probed) as judged:
+            expected, got = _run(reference, images), _run(judged, images)
+        before = float("inf")
+        for row in (_compared(probe, expected, got) for probe in probes):
+            if row.sqnr_db < least_db:
+                return replace(row, before_db=before)
+            before = min(before, row.sqnr_db)
+
+        def alone(probe: LayerDifference) -> LayerDifference:
+            with build(cut_file(model, [probe.tensor], Path(folder) / "cut.onnx")) as judged:
+                return _compared(probe, expected, _run(judged, images))
+
+        model = onnx.load(str(onnx_path))
+        return _first_of_parts(probes, alone, least_db)
+
+
+def _first_of_parts(
+    probes: Sequence[LayerDifference], alone: Callable[[LayerDifference], LayerDifference], least_db: float
+) -> LayerDifference | None:
+    """Between the file's end, if it differs, and a layer whose part of the file does not: halved until they meet."""
+    bad, good, low, high = alone(probes[-1]), None, -1, len(probes) - 1
+    if bad.sqnr_db >= least_db:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        row = alone(probes[middle])
+        if row.sqnr_db < least_db:
+            bad, high = row, middle
+        else:
+            good, low = row, middle
+    return replace(bad, before_db=float("inf") if good is None else good.sqnr_db)

@@ -30,6 +30,7 @@ from compress.engines.onnx_file import read_onnx
 from compress.errors import EngineError
 from compress.graph.ops import layer_name, node_kind
 from compress.graph.trace import flat_tensors
+from compress.measure.cut import cut_file
 from compress.measure.parity import Parity, compare_logits, sqnr_db
 from compress.quantization.numerics import along_axis
 from compress.quantization.quantizer import Quantizer
@@ -215,35 +216,14 @@ def _watch(
     engine, precision, folder = where
     model = onnx.load(str(path))
     result = model.graph.output[0].name
-    _, values = _run(_cut(model, [result, *names], folder / "watched.onnx"), images, engine, precision)
+    _, values = _run(cut_file(model, [result, *names], folder / "watched.onnx"), images, engine, precision)
     if np.array_equal(values[result], plain[result]):
         return dict(values), "all tensors as outputs of one file, whose logits stay what they were"
     found = {}
     for name in names:
-        _, only = _run(_cut(model, [name], folder / "cut.onnx"), images, engine, precision)
+        _, only = _run(cut_file(model, [name], folder / "cut.onnx"), images, engine, precision)
         found[name] = only[name]
     return found, "each tensor from a file that ends there, because more outputs change what the engine fuses"
-
-
-def _cut(model: onnx.ModelProto, outputs: list[str], target: Path) -> Path:
-    """Write a model that computes `outputs` and nothing else."""
-    cut = onnx.ModelProto()
-    cut.CopyFrom(model)
-    known = {value.name: value for value in model.graph.output}
-    needed, kept = set(outputs), []
-    for node in reversed(model.graph.node):
-        if needed & set(node.output):
-            needed |= set(node.input)
-            kept.append(node)
-    del cut.graph.node[:], cut.graph.output[:], cut.graph.initializer[:]
-    cut.graph.node.extend(reversed(kept))
-    cut.graph.initializer.extend(t for t in model.graph.initializer if t.name in needed)
-    types = {v.name: v for v in onnx.shape_inference.infer_shapes(model).graph.value_info}
-    for name in outputs:
-        value = known.get(name) or types.get(name)
-        cut.graph.output.append(value or onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
-    onnx.save(cut, str(target))
-    return target
 
 
 def _run(path: Path, images: Floats, engine: str, precision: str | None) -> tuple[str, Mapping[str, Floats]]:

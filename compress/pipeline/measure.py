@@ -19,6 +19,7 @@ from compress.files import write_json
 from compress.measure import (
     BenchSpec,
     EngineAccuracy,
+    LayerDifference,
     compare_logits,
     describe_machine,
     first_difference,
@@ -28,11 +29,14 @@ from compress.measure import (
 from compress.measure.metric import Metric
 from compress.pipeline.run import Run
 from compress.progress import Progress
+from compress.quantization.spec import TARGETS
 
 EVALUATION_BATCH = 32
 PROBE_IMAGES = 8
-POOR_PARITY_DB = 15.0
+POOR_PARITY_DB = 20.0
 """Signal to noise of an engine's logits against torch's under which the first layer that differs is looked for."""
+ADDS_UP_DB = 10.0
+"""Loss within one layer that rounding explains."""
 VARIANTS = ("float", "ptq", "qat", "sparse", "sparse-ptq", "sparse-qat")
 """In the order in which a run makes and a table shows them."""
 
@@ -85,7 +89,8 @@ def _evaluate_engine(
         metrics.append(Metric(name=name, variant=variant, engine=label, value=value, unit=unit, method=method))
     if parity.sqnr_db < POOR_PARITY_DB:
         images = run.batches("val", PROBE_IMAGES, limit=PROBE_IMAGES)[0].numpy()
-        run.notes.append(f"{variant} on {label}: {where_it_differs(path, engine, images, precision)}")
+        where = where_it_differs(path, engine, images, precision)
+        run.notes.append(f"{variant} on {label}: {where}{_of_another_target(run, variant, engine)}")
     return metrics
 
 
@@ -96,11 +101,30 @@ def where_it_differs(path: Path, engine: str, images: NDArray[np.float32], preci
     except EngineError as error:
         return f"its logits are far from torch's, and its layers could not be compared ({error})"
     if found is None:
-        return "its logits are far from torch's, yet every layer alone computes what the file says: look at its fusions"
+        return "its logits are far from torch's, yet every layer computes what the file says: it is the file that differs"
     return (
         f"the first layer that differs from the file (fake quantization) is {found.node} ({found.op_type}), "
-        f"{found.sqnr_db:.1f} dB"
+        f"{found.sqnr_db:.1f} dB; {_of_those_before(found)}"
     )
+
+
+def _of_another_target(run: Run, variant: str, engine: str) -> str:
+    """A word on files that are written for one engine and measured on another."""
+    spec = run.recipe.quantization
+    if spec is None or variant in {"float", "sparse"} or spec.target == engine or engine not in TARGETS:
+        return ""
+    return (
+        f"; the file is for target {spec.target}, and quantization.target {engine} is the form that suits this engine"
+    )
+
+
+def _of_those_before(found: LayerDifference) -> str:
+    """Whether a layer is at fault, or rounding that adds up."""
+    if found.before_db == float("inf"):
+        return "nothing differs before it"
+    if found.before_db - found.sqnr_db < ADDS_UP_DB:
+        return f"{found.before_db:.1f} dB before it, so that rounding adds up and no layer is at fault"
+    return f"those before it are at {found.before_db:.1f} dB and more, so look there"
 
 
 class _Evaluation:

@@ -32,6 +32,11 @@ from compress.quantization.targets import TABLES, TAKES_APART, TargetTable
 _PRODUCTS = WEIGHTED | {"matmul"}
 _OWN_SCALE = "; a scale of its own, apart from the other parts of the tensor (such as query, key and value)"
 
+_FLOAT32_PRODUCT = (
+    "the model casts what it multiplies to float32 (`.float()`), as linear attention does where values and their "
+    "normalizers stand in one tensor; a rule that enables it quantizes it"
+)
+
 
 @dataclass
 class _Wish:
@@ -154,6 +159,9 @@ def _visit(
     if not own.enable:
         wanted.refuse(node, f"rule: {own.rule}", "left float by the recipe")
         return wanted, None
+    if kind == "matmul" and not own.rule and any(_cast_to_float32(a, table) for a in tensor_args(node)):
+        wanted.refuse(node, "float32 product", _FLOAT32_PRODUCT)
+        return wanted, None
     site = None
     if kind in WEIGHTED:
         function = f"is a function that cannot become a layer: {node.meta.get('whole', 'its weight is of no module')}"
@@ -241,6 +249,15 @@ def _is_model_output(node: fx.Node, table: TargetTable) -> bool:
         node_kind(user) == "output" or (node_kind(user) in table.commutes and _is_model_output(user, table))
         for user in node.users
     )
+
+
+def _cast_to_float32(tensor: fx.Node, table: TargetTable) -> bool:
+    """Whether the model says `.float()` of a tensor, or of one that only has its values moved."""
+    while (tensor.op, tensor.target) != ("call_method", "float"):
+        if node_kind(tensor) not in table.commutes or not tensor_args(tensor):
+            return False
+        tensor = tensor_args(tensor)[0]
+    return True
 
 
 def _is_spatial_mean(node: fx.Node) -> bool:

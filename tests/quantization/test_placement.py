@@ -146,6 +146,26 @@ def test_query_key_and_value_have_scales_of_their_own(way, target):
     assert kept == pytest.approx(sorted([float(q), float(k), float(v)]))
 
 
+class LinearAttention(nn.Module):
+    """Its author casts what is multiplied to float32, as EfficientViT's does."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = (part.float() for part in self.qkv(x).chunk(3, -1))
+        return (q @ (k.transpose(-1, -2) @ v)).to(x.dtype)
+
+
+@pytest.mark.parametrize("rules", [(), (Rule(match="matmul*"),)])
+def test_products_that_the_model_casts_to_float32_stay_float_unless_asked_for(rules):
+    result = placement(LinearAttention(), QuantSpec(rules=rules), (2, 5, 8))
+    left = {d.layer for d in result.decisions if d.rule == "float32 product"}
+    assert left == (set() if rules else {"matmul", "matmul_1"})
+    assert len(result.activations) == (5 if rules else 1)
+
+
 def test_a_model_with_nothing_to_quantize_is_refused():
     with pytest.raises(QuantizationError, match="no layer that can be quantized"):
         placement(nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)))
