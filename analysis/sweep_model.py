@@ -71,9 +71,11 @@ def _study(name: str, row: dict[str, Any]) -> None:
             spec = compress.QuantSpec(target=target)  # type: ignore[arg-type]
             qmodel = compress.quantize(model, images[:2], [images[:8], images[8:16]], spec=spec)
             row[target] = described(qmodel)
+            moved = images[16:] + 1e-5 * torch.randn(images[16:].shape, generator=torch.Generator().manual_seed(1))
             with torch.no_grad():
-                expected = first(qmodel(images[16:]))
+                expected, beside = first(qmodel(images[16:])), first(qmodel(moved))
             row[target]["sqnr_float_db"] = decibel(reference, expected)
+            row[target]["sqnr_moved_db"] = decibel(expected, beside)
             _stage(row, f"{target}: export")
             file = compress.export_onnx(qmodel, images[:1], Path(folder) / f"{target}.onnx")
             _stage(row, f"{target}: engine")

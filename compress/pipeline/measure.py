@@ -101,7 +101,9 @@ def where_it_differs(path: Path, engine: str, images: NDArray[np.float32], preci
     except EngineError as error:
         return f"its logits are far from torch's, and its layers could not be compared ({error})"
     if found is None:
-        return "its logits are far from torch's, yet every layer computes what the file says: it is the file that differs"
+        return (
+            "its logits are far from torch's, yet every layer computes what the file says: it is the file that differs"
+        )
     return (
         f"the first layer that differs from the file (fake quantization) is {found.node} ({found.op_type}), "
         f"{found.sqnr_db:.1f} dB; {_of_those_before(found)}"
