@@ -167,6 +167,8 @@ def settle(model: Any, images: Any) -> None:
             norm.train()
         for batch in images.split(16):
             model(batch)
+        for norm in norms:
+            norm.running_var.clamp_(min=1e-2)  # of a dead channel it is 0, and any other value of it overflows behind
     model.eval()
 
 
