@@ -15,7 +15,7 @@ import argparse
 import os
 from collections.abc import Callable
 
-import qat_cost
+import qat_variants
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -61,11 +61,11 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", default=["float32", "bfloat16"])
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    name, batch, pixels = ("resnet50", 16, 128) if qat_cost.DEVICE.type == "cuda" else ("tiny", 2, 16)
-    network = qat_cost.Network(lambda: steady(qat_cost.NETWORKS[name].make()), batch, pixels)
-    x = qat_cost.images(network, batch)
+    name, batch, pixels = ("resnet50", 16, 128) if qat_variants.DEVICE.type == "cuda" else ("tiny", 2, 16)
+    network = qat_variants.Network(lambda: steady(qat_variants.NETWORKS[name].make()), batch, pixels)
+    x = qat_variants.images(network, batch)
     spec = compress.QuantSpec(activations=compress.ActivationSpec(calibrator="max"))
-    qmodel = compress.quantize(qat_cost.pretrained(network).eval(), x[:2], [x], spec=spec)
+    qmodel = compress.quantize(qat_variants.pretrained(network).eval(), x[:2], [x], spec=spec)
     qmodel.to(memory_format=torch.channels_last)
     fused = compress.fuse_for_training(qmodel, forward="float")
     coded = compress.fuse_for_training(qmodel, forward="int8")

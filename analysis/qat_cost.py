@@ -1,9 +1,9 @@
 """What a step of quantization-aware training costs: time and peak memory, beside float training and other tools.
 
-    python analysis/qat_cost.py --budget-s 110 --out results/h200     measure on a GPU; JSON is written after each case
+    python analysis/qat_cost.py --budget-s 110 --out /tmp/cost        measure on a GPU; JSON is written after each case
     python analysis/qat_cost.py --only resnet50/bf16/compiled         only cases whose name begins so
     python analysis/qat_cost.py --kept resnet50                       bytes kept for backward, counted; needs no GPU
-    python analysis/qat_cost.py --draw results/h200/qat_cost.json     table and figure from a file
+    python analysis/qat_cost.py --draw results/h200/qat_cost/*.json   table and figure from the files of several runs
 
 A step is forward and backward of torchvision's network (random weights, BatchNorm statistics measured) at 224 px with
 cross entropy, and SGD with momentum; channels_last, cuDNN's search on, TF32 in fp32. Variants:
@@ -25,65 +25,32 @@ When the time of `--budget-s` is spent, the script stops where it is, writes wha
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 import gc
 import json
 import operator
 import os
-import platform
 import signal
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torchvision
+from qat_cost_report import draw, table
+from qat_variants import DEVICE, NETWORKS, Network, allocated, as_run, finish, images, machine, pretrained, trained
 from torch import Tensor, nn
 
 import compress
-from compress.files import replacing, write_json, write_text
+from compress.files import write_json, write_text
 from compress.graph.fold import fold_batchnorm
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Network:
-    """A network, its images and the batch of its cases."""
-
-    make: Callable[[], nn.Module]
-    batch: int = 128
-    pixels: int = 224
-
-
-def _vit_s() -> nn.Module:
-    sizes = {"patch_size": 16, "num_layers": 12, "num_heads": 6, "hidden_dim": 384, "mlp_dim": 1536}
-    return torchvision.models.VisionTransformer(image_size=224, **sizes)
-
-
-def _tiny() -> nn.Module:
-    """What proves the script on a CPU."""
-    layers = (nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.BatchNorm2d(16))
-    return nn.Sequential(*layers, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
-
-
-NETWORKS = {
-    "resnet50": Network(torchvision.models.resnet50),
-    "resnet18": Network(torchvision.models.resnet18),
-    "mobilenet_v2": Network(torchvision.models.mobilenet_v2),
-    "vgg16": Network(torchvision.models.vgg16, batch=64),
-    "vit_s": Network(_vit_s),
-    "tiny": Network(_tiny, batch=4, pixels=16),
-}
 
 PAIR = ("float", "fused")
 CASES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
@@ -92,7 +59,7 @@ CASES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("resnet50", "bf16", "eager", ("float", "fused-int8")),
     ("resnet50", "bf16", "compiled", ("float", "fused-int8")),
     ("resnet50", "bf16", "graphs", ("float", "fused", "fused-int8")),
-    ("resnet50", "bf16", "calibration", ("max", "entropy")),
+    ("resnet50", "fp32", "calibration", ("max", "entropy")),
     ("resnet50", "bf16", "compiled", ("float", "folded", "plain")),
     ("resnet50", "bf16", "eager", ("float", "torch-ops", "modelopt", "pytorch-quantization")),
     ("resnet50", "fp32", "eager", ("float", "fused", "torch-ops")),
@@ -122,125 +89,6 @@ class BudgetSpentError(BaseException):
 
 
 # What is measured ---------------------------------------------------------------------------------------------------
-
-
-def pretrained(network: Network) -> nn.Module:
-    """The network with BatchNorm statistics of its own activations, so that folding leaves their size as it is."""
-    torch.manual_seed(0)
-    model = network.make().to(DEVICE)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.momentum = None
-        weight = getattr(module, "weight", None)
-        if isinstance(module, nn.Linear) and not bool(weight.any()):
-            nn.init.normal_(weight, std=0.02)  # a classifier that begins at zero has no range
-    with torch.no_grad():
-        model.train()(images(network, min(32, network.batch)))
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.momentum = 0.1  # None would make the compiler break the graph
-    return model
-
-
-def images(network: Network, count: int) -> Tensor:
-    """Random images, (count, 3, pixels, pixels)."""
-    x = torch.randn(count, 3, network.pixels, network.pixels, device=DEVICE)
-    return x.contiguous(memory_format=torch.channels_last)
-
-
-def trained(variant: str, model: nn.Module, network: Network) -> tuple[nn.Module, nn.Module]:
-    """(what a step calls, what holds the parameters)."""
-    x = images(network, min(32, network.batch))
-    if variant == "float":
-        return model, model
-    if variant == "folded":
-        graph = compress.trace(model.eval(), x[:2])
-        fold_batchnorm(graph)
-        return graph, graph
-    if variant in {"plain", "fused", "fused-int8"}:
-        spec = compress.QuantSpec(activations=compress.ActivationSpec(calibrator="max"))
-        qmodel = compress.quantize(model.eval(), x[:2], [x], spec=spec)
-        qmodel.to(memory_format=torch.channels_last)
-        if variant == "plain":
-            return qmodel, qmodel
-        return compress.fuse_for_training(qmodel, forward="int8" if variant == "fused-int8" else "float"), qmodel
-    made = pytorch_quantization(network) if variant == "pytorch-quantization" else _OTHERS[variant](model, x)
-    return made, made
-
-
-class _Native:
-    """Torch's fake-quantize operations on the input and the weight of a layer."""
-
-    def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        layer: Any = self
-        weight = layer.weight.float()
-        scale = weight.detach().abs().amax(tuple(range(1, weight.dim()))) / 127
-        points = torch.zeros(len(scale), dtype=torch.int32, device=x.device)
-        weight = torch.fake_quantize_per_channel_affine(weight, scale, points, 0, -127, 127)
-        return torch.fake_quantize_per_tensor_affine(x, layer.step, points[0], -128, 127), weight
-
-
-class NativeConv(nn.Conv2d, _Native):
-    """A convolution with both."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """(N, C, H, W)."""
-        return self._conv_forward(*self.quantized(input), self.bias)
-
-
-class NativeLinear(nn.Linear, _Native):
-    """A linear layer with both."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """(..., C)."""
-        return F.linear(*self.quantized(input), self.bias)
-
-
-def torch_ops(model: nn.Module, x: Tensor) -> nn.Module:
-    """BatchNorm kept, every convolution and linear layer with torch's own operations."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            twin = {nn.Conv2d: NativeConv, nn.Linear: NativeLinear}.get(type(child))
-            if twin is None:
-                continue
-            layer: Any = twin.__new__(twin)
-            layer.__dict__.update(child.__dict__)
-            layer.register_buffer("step", torch.tensor(0.03, device=x.device))
-            setattr(module, name, layer)
-    return model
-
-
-def modelopt(model: nn.Module, x: Tensor) -> nn.Module:
-    """NVIDIA ModelOpt, its INT8 default."""
-    import modelopt.torch.quantization as mtq
-
-    return mtq.quantize(model.eval(), copy.deepcopy(mtq.INT8_DEFAULT_CFG), lambda m: m(x[:8]))
-
-
-def pytorch_quantization(network: Network) -> nn.Module:
-    """pytorch-quantization: the network made while its layers stand in the place of torch's."""
-    from pytorch_quantization import nn as qnn
-    from pytorch_quantization import quant_modules
-
-    quant_modules.initialize()
-    try:
-        model = network.make()
-    finally:
-        quant_modules.deactivate()
-    for module in model.modules():
-        if isinstance(module, qnn.TensorQuantizer):
-            module.amax = torch.tensor(3.0)
-    return model.to(DEVICE)
-
-
-_OTHERS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {"torch-ops": torch_ops, "modelopt": modelopt}
-
-
-def as_run(call: nn.Module, mode: str) -> Callable[[Tensor], Tensor]:
-    """What a step calls: the module, compiled, or compiled into CUDA graphs."""
-    if mode == "eager":
-        return call
-    return torch.compile(call, mode="reduce-overhead" if mode == "graphs" else None)
 
 
 @dataclass
@@ -297,17 +145,6 @@ def time_in_turn(steps: dict[str, Step], rounds: int, repeats: int) -> None:
             step.ms.append((time.perf_counter() - start) / repeats * 1e3)
             if DEVICE.type == "cuda":
                 step.peak_bytes = torch.cuda.max_memory_allocated() - resident + step.own_bytes
-
-
-def allocated() -> int:
-    """Bytes of tensors on the GPU."""
-    return torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
-
-
-def finish() -> None:
-    """Wait for the GPU."""
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def calibration(network: Network, calibrators: tuple[str, ...], rounds: int) -> list[Row]:
@@ -419,6 +256,9 @@ class Run:
         for step in steps.values():
             step.ms.clear()
         time_in_turn(steps, self.rounds, self.repeats)
+        if mode == "graphs":
+            for step in steps.values():
+                step.peak_bytes = None  # a replay asks the allocator for nothing
         case["rows"] = [row_of(key, item, steps) for key, item in steps.items()]
         self.keep(case)
 
@@ -480,81 +320,6 @@ def row_of(variant: str, step: Step, steps: dict[str, Step]) -> Row:
     return row
 
 
-def machine() -> Row:
-    """What it was measured on."""
-    found: Row = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
-    }
-    with suppress(ImportError):
-        import triton
-
-        found["triton"] = triton.__version__
-    if DEVICE.type == "cuda":
-        found |= {"gpu": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
-    return found
-
-
-# What is shown ------------------------------------------------------------------------------------------------------
-
-
-def table(report: Row) -> str:
-    """The cases as Markdown."""
-    lines = ["| case | variant | ms a step | time / float | peak GiB | memory / float |", "|---|---|---|---|---|---|"]
-    passes = ["| calibration | images/s | of plain inference | ms a pass | ms a call |", "|---|---|---|---|---|"]
-    for case in [*report["cases"], *report.get("unfinished", [])]:
-        title = f"{case['network']} b{case['batch']} {case['precision']} {case['mode']}"
-        for row in case["rows"]:
-            if case["mode"] == "calibration":
-                cells = (f"{title}: {row['variant']}", row["images_per_s"], row["throughput_ratio"])
-                times = f"{row['pass_ms']:.2f} | {row['fixed_ms']:.1f}"
-                passes.append(f"| {cells[0]} | {cells[1]:.0f} | {cells[2]:.2f} | {times} |")
-                continue
-            numbers = (row["ms"], row.get("time_ratio"), row.get("peak_gib"), row.get("memory_ratio"))
-            shown = ["" if n is None else f"{n:.1f}" if i in (0, 2) else f"{n:.2f}" for i, n in enumerate(numbers)]
-            lines.append(f"| {title} | {row['variant']} | {' | '.join(shown)} |")
-    lines += ["", *passes] if len(passes) > 2 else []
-    return "\n".join([*lines, "", *(f"Not measured: {m['case']} ({m['reason']})." for m in report["missing"])])
-
-
-def draw(file: Path) -> None:
-    """Write the table and the figure beside a JSON file: time and memory of each variant, float = 1."""
-    from matplotlib.figure import Figure
-
-    from compress.report.style import LIGHT, styled, to_png
-
-    report = json.loads(file.read_text())
-    about = ", ".join(f"{key} {value}" for key, value in report["machine"].items())
-    head = ["# The cost of quantization-aware training", "", f"Measured with `{report['command']}`; {about}.", ""]
-    body = [*head, *(__doc__ or "").split("\n\n")[2:5], "", table(report)]
-    write_text(file.with_suffix(".md"), "\n".join(body) + "\n")
-    best: dict[str, Row] = {}
-    for case in report["cases"]:
-        for row in case["rows"]:
-            if "time_ratio" in row and row["variant"] != "float":
-                name = f"{case['network']} {case['precision']} {case['mode']}: {row['variant']}"
-                best.setdefault(name, row)
-    if not best:
-        return
-    with styled():
-        figure = Figure(figsize=(9, 0.9 + 0.27 * len(best)), layout="constrained")
-        axes = figure.subplots(1, 2, sharey=True)
-        names = list(best)[::-1]
-        titles = (("time_ratio", "time of a step"), ("memory_ratio", "peak memory"))
-        for axis, (key, title) in zip(axes, titles, strict=True):
-            values = [best[name].get(key) or 0.0 for name in names]
-            colours = [LIGHT["blue" if "fused" in name else "grey"] for name in names]
-            axis.barh(names, values, color=colours, height=0.7)
-            axis.axvline(1.0, color=LIGHT["ink"], linewidth=0.8)
-            axis.set(title=f"{title}, float = 1")
-            for place, value in enumerate(values):
-                axis.text(value, place, f" {value:.2f}" if value else " not measured", va="center", fontsize=8)
-        image = to_png(figure)
-    with replacing(file.with_suffix(".png")) as temporary:
-        temporary.write_bytes(image)
-
-
 def kept_table(name: str, out: Path) -> str:
     """Bytes kept for backward by each variant of a network, as Markdown; also written to qat_kept.md."""
     rows = {v: kept_bytes(v, NETWORKS[name]) for v in ("float", "folded", "torch-ops", "plain", "fused")}
@@ -576,11 +341,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10, help="steps of a round")
     parser.add_argument("--kept", metavar="NETWORK", help="count bytes kept for backward, measure nothing")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "results/h200")))
-    parser.add_argument("--draw", type=Path, help="measure nothing: table and figure from this JSON file, beside it")
+    parser.add_argument("--draw", type=Path, nargs="+", help="measure nothing: table and figure from these JSON files")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     if arguments.draw:
-        draw(arguments.draw)
+        draw(arguments.draw, "\n\n".join((__doc__ or "").split("\n\n")[2:5]))
         return
     if arguments.kept:
         print(kept_table(arguments.kept, arguments.out))
@@ -607,7 +372,7 @@ def main() -> None:
         run.write(left)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    print(table(json.loads(run.out.read_text())), flush=True)
+    print(table([json.loads(run.out.read_text())]), flush=True)
     os._exit(0)  # threads of the compiler may still be at work
 
 

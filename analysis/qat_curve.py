@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import onnx
-import qat_cost
+import qat_variants
 import torch
 import torch.nn.functional as F
 import torchvision
@@ -40,7 +40,7 @@ import compress
 from compress.data import BatchPlan, DataSpec, load_data
 from compress.files import replacing, write_json, write_text
 
-DEVICE = qat_cost.DEVICE
+DEVICE = qat_variants.DEVICE
 RUNS: dict[str, Literal["float", "int8"] | None] = {  # how its convolutions run forward where chains are fused
     "plain": None,
     "plain again": None,
@@ -124,7 +124,7 @@ def measure(seed: int, arguments: argparse.Namespace) -> Row:
     for run, forward in RUNS.items():
         qmodel = copy.deepcopy(start)
         call = compress.fuse_for_training(qmodel, forward=forward) if forward else qmodel
-        qat_cost.finish()
+        qat_variants.finish()
         began = time.perf_counter()
         row["losses"][run] = train(call, qmodel, batches[arguments.float_steps :], arguments.lr / 4)
         row["seconds"][run] = time.perf_counter() - began
@@ -214,7 +214,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     file: Path = arguments.draw or arguments.out / "qat_curve.json"
     if not arguments.draw:
-        report: Row = {"command": " ".join(["python", *sys.argv]), "machine": qat_cost.machine(), "seeds": []}
+        report: Row = {"command": " ".join(["python", *sys.argv]), "machine": qat_variants.machine(), "seeds": []}
         for seed in range(arguments.seeds):
             report["seeds"].append(measure(seed, arguments))
             write_json(file, report)

@@ -5,7 +5,7 @@
     python analysis/qat_profile.py --mode eager --variants float fused    about 20 s
     python analysis/qat_profile.py --read results/h200                    the table again, from the files
 
-Variants are those of `qat_cost.py`. Each is warmed up, timed for 20 steps without the profiler, and then profiled for 5
+Variants are those of `qat_variants.py`. Each is warmed up, timed for 20 steps without the profiler, then profiled for 5
 with it; each kernel's time on the GPU is summed by group. `waiting` is the time of a step (without the profiler) in
 which no kernel runs. A kernel belongs to a group by the phase in which it was launched (forward, backward,
 optimizer), by the torch operation that launched it, and, for kernels that the compiler made, by the shapes of its
@@ -27,7 +27,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import qat_cost
+import qat_variants
 import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -58,14 +58,14 @@ Event = dict[str, Any]
 
 def measure(variant: str, name: str, mode: str, precision: str, steps: int) -> Event:
     """Time and profile one variant."""
-    network, device = qat_cost.NETWORKS[name], qat_cost.DEVICE
+    network, device = qat_variants.NETWORKS[name], qat_variants.DEVICE
     start = time.perf_counter()
-    call, owner = qat_cost.trained(variant, qat_cost.pretrained(network), network)
+    call, owner = qat_variants.trained(variant, qat_variants.pretrained(network), network)
     owner.to(device, memory_format=torch.channels_last).train()
     call.train()
     optimizer = torch.optim.SGD(owner.parameters(), lr=1e-5, momentum=0.9)
-    run = qat_cost.as_run(call, mode)
-    x = qat_cost.images(network, network.batch)
+    run = qat_variants.as_run(call, mode)
+    x = qat_variants.images(network, network.batch)
     y = torch.randint(0, 10, (network.batch,), device=device)
 
     def step() -> None:
@@ -79,17 +79,17 @@ def measure(variant: str, name: str, mode: str, precision: str, steps: int) -> E
 
     for _ in range(3):
         step()
-    qat_cost.finish()
+    qat_variants.finish()
     built_s = time.perf_counter() - start
     start = time.perf_counter()
     for _ in range(20):
         step()
-    qat_cost.finish()
+    qat_variants.finish()
     step_ms = (time.perf_counter() - start) / 20 * 1e3
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True) as recorded:
         for _ in range(steps):
             step()
-        qat_cost.finish()
+        qat_variants.finish()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(file))
@@ -107,7 +107,7 @@ def measure(variant: str, name: str, mode: str, precision: str, steps: int) -> E
         "groups_ms": {group: sum(k["ms"] for k in kernels if k["group"] == group) for group in GROUPS},
         "kernels": kernels,
         "command": " ".join(["python", *sys.argv]),
-        "machine": qat_cost.machine(),
+        "machine": qat_variants.machine(),
     }
 
 
@@ -259,7 +259,7 @@ def report(folder: Path) -> str:
 def main() -> None:
     """Measure variants until the time is spent; or read files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--network", default="resnet50", choices=list(qat_cost.NETWORKS))
+    parser.add_argument("--network", default="resnet50", choices=list(qat_variants.NETWORKS))
     parser.add_argument("--variants", nargs="+", default=["fused", "folded", "float"])
     parser.add_argument("--mode", default="compiled", choices=["compiled", "eager"])
     parser.add_argument("--precision", default="bf16", choices=["bf16", "fp32"])
@@ -282,7 +282,7 @@ def main() -> None:
         write_json(arguments.out / f"qat_profile_{arguments.mode}_{variant}.json", row)
         print(f"{variant}: {row['step_ms']:.2f} ms, built in {row['built_s']:.0f} s", flush=True)
         torch.compiler.reset()
-        if qat_cost.DEVICE.type == "cuda":
+        if qat_variants.DEVICE.type == "cuda":
             torch.cuda.empty_cache()
     print(report(arguments.out), flush=True)
     os._exit(0)  # threads of the compiler may still be at work

@@ -11,22 +11,21 @@ The trade-off: up to 4 times growth costs nothing in resolution and 64 KiB a ten
 between range / 8192 and range / 4096, still finer than at the start. Per-channel rows merge pairs at once.
 
 Widening follows values. Reading a value from a GPU would stop the queue at every layer, so there width and range
-stay tensors and every step, merging included, is computed whether needed or not; a whole tensor by Triton kernels that
-read it once (`histogram_triton`). Processors have nothing to wait
-for and count in blocks that fit the cache, on all threads (`torch.histc` takes 4 times as long).
+stay tensors and every step, merging included, is computed whether needed or not; a whole tensor by a CUDA kernel that
+reads it once (`histogram_cuda`). Processors have nothing to wait for and count in blocks that fit the cache, on all
+threads (`torch.histc` takes 4 times as long).
 """
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.quantization.amax import live_bins, row_amax
-from compress.quantization.launch import HAS_TRITON
+from compress.quantization.histogram_cuda import Watch, collect_amax, takes
 
 BINS = 2048
 """Bins that the first batch is spread over."""
@@ -53,7 +52,7 @@ class Histogram:
     counts: Tensor
     width: Tensor
     amax: Tensor
-    _watch: Any = None  # what Triton kernels keep between batches
+    _watch: Watch | None = None
 
     @classmethod
     def empty(cls, rows: int, max_bins: int, device: torch.device) -> Histogram:
@@ -66,9 +65,9 @@ class Histogram:
 
     def add(self, values: Tensor) -> None:
         """Count `values`, (rows, n) of any floating type, on the device of the histogram; n > 0."""
-        if by_kernels(values):
+        if takes(values, self.counts.shape[1]):
             if self._watch is None:
-                self._watch = _triton().Watch(self.amax, self.width, self.counts, BINS)
+                self._watch = Watch(self.amax, self.width, self.counts, BINS)
             self._watch.collect(values)
             return
         self._watch = None
@@ -106,25 +105,12 @@ class Histogram:
         self.width = self.width * doublings.exp2()
 
 
-def by_kernels(values: Tensor) -> bool:
-    """Whether Triton kernels take (rows, n) values: one row without gaps in at most 32 bits, on a GPU."""
-    if not (HAS_TRITON and values.is_cuda and len(values) == 1 and values.is_contiguous()):
-        return False
-    return values.dtype in {torch.float32, torch.float16, torch.bfloat16}
-
-
 def raise_amax(values: Tensor, amax: Tensor) -> None:
     """Raise `amax`, (rows,), to the largest magnitude of (rows, n) values, in place; NaN where there is one."""
-    if by_kernels(values):
-        _triton().collect_amax(values, amax)
+    if takes(values):
+        collect_amax(values, amax)
     else:
         amax.copy_(torch.maximum(amax, row_amax(values)))
-
-
-def _triton() -> Any:
-    from compress.quantization import histogram_triton  # Triton is not installed everywhere
-
-    return histogram_triton
 
 
 def merge_neighbours(counts: Tensor, doublings: Tensor) -> Tensor:

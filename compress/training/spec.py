@@ -73,7 +73,7 @@ class QATSpec(TrainSpec):
         epochs, lr, warmup_epochs, distill: other defaults than `TrainSpec`.
         fused: train through fused chains (`compress.fuse_for_training`): `on`, `off`, or `auto` = where it is faster,
             on GPUs with Triton. `int8`: and convolutions forward on INT8 tensor cores, where they can; faster again
-            unless compiled. What is trained is the same.
+            where `compile` is set. What is trained is the same.
         scales: `fixed` = ranges stay those of calibration; `learned` = they are trained too (LSQ, arXiv 1902.08153).
         freeze_ranges_epoch: learned ranges stay as they are from this epoch on, counted from 0; None = never.
         freeze_batchnorm_epoch: the same of BatchNorm's statistics, where quantization.batchnorm is `keep`.
