@@ -101,8 +101,9 @@ def fuse_for_training(
         chains = [replace(chain, int8=qmodel.get_submodule(chain.quantizer) in coded) for chain in chains]
     graph.eliminate_dead_code()
     graph.lint()
-    fused.delete_all_unused_submodules()
-    fused.recompile()
+    fused = fx.GraphModule(
+        fused, graph
+    )  # what is not called is left behind; taking it out would change the shared modules
     cast(Any, fused).chains = tuple(chains)
     return fused
 
