@@ -25,7 +25,7 @@ TREE = {
     "train": {"epochs": 2, "lr": 0.05},
     "sparsity": {"pattern": "2:4", "kernels": "any", "permute": True, "permute_seconds": 2},
     "finetune": {"epochs": 1, "lr": 0.02},
-    "quantization": {"target": "openvino", "calibration_images": 128},
+    "quantization": {"target": "tensorrt", "calibration_images": 128},
     "qat": {"epochs": 1, "lr": 0.01},
     "bench": {
         "engines": ["onnxruntime", "tensorrt-rtx"],
