@@ -183,7 +183,7 @@ def test_int8_and_two_of_four(network, tmp_path):
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_recipes(name, tmp_path):
-    """The Q/DQ of every shipped recipe, for TensorRT: its calibrators, its rules, its masks; another target is refused."""
+    """The Q/DQ of every shipped recipe, for TensorRT: its calibrators, rules and masks; another target is refused."""
     recipe = load_recipe(name)
     model, x = made(STAND_INS[recipe.model.name])
     if recipe.sparsity is not None:
