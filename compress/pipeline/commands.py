@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -114,20 +113,10 @@ def _measure(this: Run, models: dict[str, nn.Module]) -> None:
     evaluate_step(this, models)
     bench_step(this, list(models))
     end_to_end_step(this)
-    this.notes.extend(_left_out(this))
-    if this.notes:
-        write_json(this.path("notes.json"), this.notes)
+    if notes := this.all_notes():
+        write_json(this.path("notes.json"), notes)
     write_report(this.folder.path)
     check_required(this)
-
-
-def _left_out(this: Run) -> Iterator[str]:
-    """What `data.on_error: skip` left out, so far as this process has read the data."""
-    for name, split in (("train", this.data.train), ("val", this.data.val)):
-        if split.skipped:
-            more = ", ..." if len(split.skipped) > 3 else ""
-            files = f"{len(split.skipped)} of the {len(split)} files of {name}"
-            yield f"data: {files} could not be read and are left out: {', '.join(split.skipped[:3])}{more}"
 
 
 def _check(recipe: Recipe, command: str) -> None:

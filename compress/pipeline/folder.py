@@ -8,6 +8,7 @@ system lets go of when a process ends in whatever way, keeps two runs out of one
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import IO, Any
 
@@ -49,15 +50,21 @@ class RunFolder:
         """Whether a step has ended."""
         return step in self._state["steps"]
 
-    def facts(self, step: str) -> dict[str, Any]:
-        """What a step wrote down when it ended."""
-        facts: dict[str, Any] = self._state["steps"][step]
-        return facts
+    def facts(self) -> list[dict[str, Any]]:
+        """What each step wrote down, in the order in which they ended."""
+        return list(self._state["steps"].values())
 
     def finish(self, step: str, **facts: Any) -> None:
-        """Write down that a step has ended, with facts worth keeping."""
+        """Write down that a step has ended, with facts worth keeping: its line is written last, and in one piece."""
         self._state["steps"][step] = facts
         write_json(self.path / _STATE, self._state)
+
+    def without_path(self, text: str) -> str:
+        """`text` with the files of this folder named as they stand in it: a folder that is moved tells no old place."""
+        for path in dict.fromkeys((self.path.resolve(), self.path.absolute(), self.path)):
+            if path.name:
+                text = re.sub(rf"(?<![\w./\\-]){re.escape(str(path))}[/\\]", "", text)
+        return text
 
     def metrics(self) -> list[Metric]:
         """The numbers measured so far."""

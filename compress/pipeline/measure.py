@@ -52,7 +52,7 @@ def evaluate_step(run: Run, models: dict[str, nn.Module]) -> None:
         for engine, precision in _engines(run.recipe.bench):
             metrics += _evaluate_engine(run, variant, engine, precision, reference)
     run.folder.add_metrics(metrics)
-    run.folder.finish("evaluate")
+    run.finish("evaluate")
 
 
 def _evaluate_torch(run: Run, variant: str, model: nn.Module, metrics: list[Metric]) -> EngineAccuracy:
@@ -156,7 +156,7 @@ def bench_step(run: Run, variants: list[str]) -> None:
         return
     files = {variant: run.path(f"{variant}.onnx") for variant in variants}
     run.folder.add_metrics(bench(files, run.recipe.bench, progress=run.progress))
-    run.folder.finish("bench")
+    run.finish("bench")
 
 
 def bench(files: dict[str, Path], spec: BenchSpec, *, progress: Progress) -> list[Metric]:
