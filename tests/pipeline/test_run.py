@@ -84,6 +84,24 @@ def test_the_report_says_where_the_time_goes_from_pictures_to_classes(finished):
     assert (finished / "figures" / "end_to_end.png").is_file()
 
 
+def test_a_training_that_takes_accuracy_away_is_told(finished, tmp_path):
+    tree = {
+        **TREE,
+        "model": {"name": "tests.networks:tiny", "weights": str(finished / "float.safetensors")},
+        "train": {"epochs": 0},
+        "quantization": {"calibration_images": 64},
+        "qat": {"epochs": 1, "optimizer": "adamw", "lr": 0.5},
+        "bench": {"engines": [], "batch_sizes": []},
+    }
+    run(parse_recipe(tree), "qat", tmp_path / "run", device="cpu")
+    for folder, lost in ((tmp_path / "run", True), (finished, False)):
+        rows = metrics(folder)
+        before, after = (rows["top1", v, "torch (fake quantization)", None].value for v in ("ptq", "qat"))
+        report = (folder / "report.md").read_text()
+        assert (after < before - 20) == lost
+        assert ("qat.lr 0.5 with adamw is too high" in report and "batchnorm: keep" in report) == lost
+
+
 def test_calibration_never_sees_the_evaluation_split():
     from compress.data import load_data
 
