@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from compress.data.base import BatchPlan
 from compress.data.load import load_data
-from compress.errors import RecipeError
+from compress.errors import RecipeError, RunError
 from compress.files import write_json
 from compress.pipeline.audit import audit_step, check_required
 from compress.pipeline.end_to_end import end_to_end_step
@@ -66,7 +66,7 @@ def run(
     if command != "train" and recipe.quantization is not None:
         example = next(iter(data.train.batches(BatchPlan(batch_size=2, limit=2))))[0]
         insert_quantizers(built.model, example, recipe.quantization)  # refused now and not after an hour of training
-    folder = processes.on_main(lambda: open_run(out, recipe, command, resume=resume))
+    folder = processes.on_main(lambda: _open(out, recipe, command, resume))
     this = Run(
         recipe=recipe,
         folder=folder,
@@ -88,6 +88,22 @@ def run(
             _measure(this, models)
     finally:
         folder.release()
+    return folder
+
+
+def _open(out: Path, recipe: Recipe, command: str, resume: bool) -> RunFolder:
+    """The folder, unless another command's networks are exported and measured in it: those steps would not be repeated.
+
+    Raises:
+        RunError: as `open_run`, or another command.
+    """
+    folder = open_run(out, recipe, command, resume=resume)
+    if folder.command != command and folder.command in COMMANDS:
+        folder.release()
+        raise RunError(
+            f"{out} holds a run of `{folder.command}`, not of `{command}`: go on with that command, or name a new "
+            "folder with --out"
+        )
     return folder
 
 

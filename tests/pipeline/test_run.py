@@ -124,8 +124,14 @@ def test_a_finished_run_resumes_at_once_and_stays_the_same(finished):
 
 def test_another_recipe_or_no_resume_is_refused(finished):
     other = dataclasses.replace(RECIPE, train=dataclasses.replace(RECIPE.train, lr=0.01))
-    with pytest.raises(RunError, match="another recipe; it differs in train"):
+    with pytest.raises(RunError, match=r"another recipe; it differs in train\.lr \(0\.05 there, 0\.01 here\)\. Name"):
         run(other, "qat", finished, resume=True)
+    with pytest.raises(RunError, match=r"it differs in qat\. Name"):
+        run(dataclasses.replace(RECIPE, qat=None), "ptq", finished, resume=True)
+    before = (finished / "state.json").read_bytes()
+    with pytest.raises(RunError, match="a run of `qat`, not of `ptq`"):  # its export is done
+        run(RECIPE, "ptq", finished, resume=True)
+    assert (finished / "state.json").read_bytes() == before
     with pytest.raises(RunError, match="--resume"):
         run(RECIPE, "qat", finished)
 
@@ -168,6 +174,18 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
         open_run(tmp_path / "run", RECIPE, "qat", resume=True)
     folder.release()
     assert open_run(tmp_path / "run", RECIPE, "qat", resume=True).recipe == RECIPE.digest()
+
+
+def test_what_a_killed_process_left_is_swept_up(tmp_path):
+    open_run(tmp_path / "run", RECIPE, "qat", resume=False).release()
+    (tmp_path / "run" / "figures").mkdir()
+    left = [tmp_path / "run" / ".qat.onnx.x1.part", tmp_path / "run" / "figures" / ".latency.png.x2.part"]
+    for path in left:
+        path.touch()
+    (tmp_path / "run" / "recipe.yaml").unlink()
+    open_run(tmp_path / "run", RECIPE, "qat", resume=True).release()
+    assert not [path for path in left if path.exists()]
+    assert recipe_of(tmp_path / "run") == RECIPE
 
 
 def test_what_is_missing_is_refused_before_anything_is_written(tmp_path):
