@@ -32,7 +32,7 @@ from compress.export.prepare import prepare
 from compress.export.shared_convolutions import bias_shared_convolutions
 from compress.export.spec import ExportSpec
 from compress.files import replacing
-from compress.graph.trace import Inputs, as_inputs, flat_tensors, leaves_of, named_outputs
+from compress.graph.trace import Inputs, as_inputs, check_module, flat_tensors, leaves_of, named_outputs
 
 _LARGEST = 2**31 - 1
 _LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir", "torch.fx.experimental.symbolic_shapes")
@@ -75,10 +75,15 @@ def export_onnx(
         `path`.
 
     Raises:
-        ExportError: bad arguments, a quantizer without ranges, or an operation that cannot be exported.
+        ModelError: the model is no module.
+        ExportError: bad arguments, inputs that the model fails on, a quantizer without ranges, or an operation that
+            cannot be exported.
     """
     asked = {"opset": opset, "precision": precision, "dynamic_batch": dynamic_batch, "channel_scales": channel_scales}
     spec = _checked(ExportSpec(**asked))  # type: ignore[arg-type]
+    check_module(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ExportError(f"the model is a {type(model).__name__}: give the module that it was scripted or traced from")
     inputs = as_inputs(example_inputs)
     ready = prepare(model, inputs, precision=spec.precision)
     proto = _export(ready, inputs, spec)
@@ -124,8 +129,15 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
         inputs = tuple(x.repeat(2, *[1] * (x.dim() - 1)) if len(x) == 1 else x for x in inputs)
     batch = torch.export.Dim("batch", min=1)
     names = ["input"] if len(inputs) == 1 else [f"input_{i}" for i in range(len(inputs))]
-    with torch.no_grad():
-        output = model(*inputs)
+    try:
+        with torch.no_grad():
+            output = model(*inputs)
+    except Exception as error:
+        got = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in inputs)
+        raise ExportError(
+            f"the model fails on example_inputs of {got}: {_cause(error)}; export it in float32 (model.float(); "
+            "precision='fp16' writes the file in half) with inputs that it takes, on its device"
+        ) from error
     results = [name for name, _ in named_outputs(output, taken=names)]
     if not results:
         raise ExportError(f"the model returned {type(output).__name__}, which holds no tensor that a file could return")

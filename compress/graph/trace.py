@@ -58,6 +58,10 @@ _WHOLES = frozenset(
 """Modules of torch.nn that are looked into: networks, not layers."""
 
 
+_RESERVED = frozenset({"meta", "leaves", "placement", "prepared", "improvements", "smoothing"})
+"""Names of what `preserve` and torch.fx write on a graph module, beside its class's own."""
+
+
 class _Tracer(fx.Tracer):
     """fx's tracer with leaves of our choice, which remembers where an error came from.
 
@@ -174,6 +178,16 @@ def as_inputs(example_inputs: Inputs) -> tuple[Tensor, ...]:
     return given
 
 
+def check_module(model: object) -> None:
+    """Refuse what is no module, such as a function.
+
+    Raises:
+        ModelError: it is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the model is a {type(model).__name__}: it must be a torch.nn.Module")
+
+
 def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = ()) -> fx.GraphModule:
     """Trace `model` in evaluation mode into a graph whose nodes carry `meta["shape"]` and `meta["dtype"]`.
 
@@ -191,11 +205,17 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
         ModelError: the model fails on its inputs, fx cannot trace its own forward, or the graph computes
             something else.
     """
+    check_module(model)
     inputs = as_inputs(example_inputs)
     if isinstance(model, fx.GraphModule) and not tuple(leaves):
         graph_module = copy.deepcopy(model).eval()
         propagate_shapes(graph_module, inputs)
         return graph_module
+    kept = [name for name, _ in model.named_children() if name in _RESERVED or hasattr(fx.GraphModule, name)]
+    if kept:
+        raise ModelError(
+            f"{type(model).__name__} has a submodule {kept[0]!r}, a name that graphs keep: call it otherwise"
+        )
     model = copy.deepcopy(model).eval()
     reference = _run(model, inputs)
     asked = dict.fromkeys(leaves, "asked for")

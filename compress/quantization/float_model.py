@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from compress.errors import ModelError, QuantizationError
+from compress.graph.trace import check_module
 
 _TAKE_FLOAT = "quantize the float model"
 _TAKES_OVER = "compress.from_pytorch_quantization takes it over with its ranges"
@@ -25,6 +26,7 @@ _OTHERS = (
 )
 """Packages whose modules quantize, and from which nothing is taken over."""
 
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _STUBS = frozenset({"QuantStub", "DeQuantStub", "QuantWrapper"})
 """Modules of torch.ao.quantization that do nothing in a float model."""
 
@@ -36,8 +38,7 @@ def check_float_model(model: nn.Module) -> None:
         ModelError: no module at all, or a wrapper that cannot be traced.
         QuantizationError: the model is quantized already, or not in float32.
     """
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"the model is a {type(model).__name__}: it must be a torch.nn.Module")
+    check_module(model)
     wrapped = _unwrapped(model)
     if wrapped:
         raise ModelError(f"the model is a {type(model).__name__}, which cannot be traced: give {wrapped}")
@@ -46,6 +47,10 @@ def check_float_model(model: nn.Module) -> None:
         if advice:
             kind = f"{type(module).__module__}.{type(module).__name__}"
             raise QuantizationError(f"{name or 'the model'} is a {kind}: the model is quantized already; {advice}")
+        if isinstance(module, _PARALLEL):
+            raise ModelError(
+                f"{name} is a {type(module).__name__}, which cannot be traced: put its .module in its place"
+            )
         _check_hooks(name, module)
     _check_parameters(dict(model.named_parameters()))
 
@@ -54,7 +59,7 @@ def _unwrapped(model: nn.Module) -> str:
     """What to give in place of a wrapper; "" for a plain module."""
     if isinstance(model, torch.jit.ScriptModule):
         return "the module that it was scripted or traced from"
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+    if isinstance(model, _PARALLEL):
         return "its .module, and wrap the quantized model"
     if isinstance(model, fx.GraphModule) and any(
         isinstance(n.target, torch._ops.OpOverload) for n in model.graph.nodes

@@ -28,7 +28,7 @@ from compress.graph.trace import Inputs, leaves_of, preserve, trace
 from compress.quantization.decisions import ActivationSite, Decision, Placement, WeightSite
 from compress.quantization.modules import QuantConv2d, quantized_layer, weight_axis
 from compress.quantization.numerics import QuantFormat
-from compress.quantization.quantizer import Quantizer
+from compress.quantization.quantizer import Quantizer, quantizer_path
 from compress.quantization.spec import ActivationSpec, WeightSpec
 
 _PACKAGE = "pytorch_quantization"
@@ -181,7 +181,7 @@ def _quantizer_node(
         if known is not None and known[0].same(found):
             known[1].append((source.name, reader.name))
             return user
-    name = f"quantizers.{path.replace('.', '_')}"
+    name = quantizer_path(path.replace(".", "_"))
     while name in moved.activations:
         name += "_"
     channels = None if found.format.axis is None else found.amax.numel()

@@ -23,6 +23,7 @@ from compress.graph.trace import leaves_of
 from compress.quantization.decisions import ActivationSite, Decision, Placement, WeightSite
 from compress.quantization.modules import can_quantize, weight_axis
 from compress.quantization.numerics import QuantFormat
+from compress.quantization.quantizer import quantizer_path
 from compress.quantization.residual import depths, fused_branch, is_residual_add
 from compress.quantization.rules import LayerSettings, resolve_rules
 from compress.quantization.signs import never_negative
@@ -322,7 +323,7 @@ def _sites(
     sites, rows = [], []
     for members in groups.values():
         members.sort(key=lambda wish: order[wish.origin])
-        name = f"quantizers.{members[0].origin.name}"
+        name = quantizer_path(members[0].origin.name)
         signed = not (table.unsigned and all(never_negative(w.origin) for w in members))
         spec = max((w.spec for w in members), key=lambda s: s.num_bits)  # readers that ask for more bits are heard
         if any(node_kind(w.origin) == "input" for w in members):

@@ -18,6 +18,15 @@ if TYPE_CHECKING:
     from compress.quantization.calibrators import Calibrator
 
 
+def quantizer_path(name: str) -> str:
+    """Where the quantizer of a tensor of that name stands; with "_" behind what every module calls something else.
+
+    >>> quantizer_path("conv1"), quantizer_path("train")
+    ('quantizers.conv1', 'quantizers.train_')
+    """
+    return f"quantizers.{name}{'_' if hasattr(nn.Module(), name) else ''}"
+
+
 class Quantizer(nn.Module):
     """Fake quantization of one tensor.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import warnings
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -138,7 +139,8 @@ def _remove(model: nn.Module, inputs: tuple[Tensor, ...], ratio: float, spec: Sp
     with evaluating(model), torch.no_grad():
         shapes = [t.shape for t in flat_tensors(model(*inputs))]
         try:
-            with torch.enable_grad():  # torch-pruning reads the graph that autograd records
+            with warnings.catch_warnings(), torch.enable_grad():  # torch-pruning reads the graph that autograd records
+                warnings.filterwarnings("ignore", message="Unwrapped parameters", category=UserWarning)
                 library.pruner.BasePruner(
                     model,
                     inputs,

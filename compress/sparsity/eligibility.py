@@ -230,7 +230,7 @@ def run_order(model: nn.Module, layers: dict[str, nn.Module], example_inputs: In
     order: dict[str, None] = {}
     hooks = [m.register_forward_hook(lambda *_, path=path: order.setdefault(path)) for path, m in layers.items()]
     try:
-        with evaluating(model), torch.no_grad():
+        with evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):  # compiled calls skip hooks
             model(*as_inputs(example_inputs))
     except (RuntimeError, ValueError, TypeError) as error:
         raise SparsityError(f"the model fails on the example inputs: {error}") from error

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import SparsityError
-from compress.graph.trace import Inputs
+from compress.graph.trace import Inputs, check_module
 from compress.progress import NoProgress, Progress
 from compress.sparsity.eligibility import chosen_layers, eligibility
 from compress.sparsity.masks import kept_magnitude, pattern_mask
@@ -100,6 +100,7 @@ def sparsify(
             what the spec needs was not given.
     """
     progress = progress or NoProgress()
+    check_module(model)
     pattern = check_sparsity_spec(spec)
     _check_given(model, spec, pattern, example_inputs, batches)
     checks = eligibility(model, spec, example_inputs=example_inputs)

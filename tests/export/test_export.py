@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torchvision.models import DenseNet, MobileNetV2, ShuffleNetV2
 
 from compress.data.preprocessing import Preprocessing
-from compress.errors import AuditError, ExportError
+from compress.errors import AuditError, ExportError, ModelError
 from compress.export.audit import audit_onnx
 from compress.export.onnx import export_onnx
 from compress.graph.trace import flat_tensors
@@ -258,6 +258,20 @@ def test_a_parametrized_model_is_left_as_it_was_by_its_export(tmp_path):
     path = export_onnx(model, X[:1], tmp_path / "m.onnx")
     np.testing.assert_allclose(run(path), expected.detach().numpy(), atol=1e-5)
     assert torch.equal(model(X), expected) and set(model.state_dict()) == names
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "words"),
+    [
+        (lambda: nn.Conv2d(3, 8, 3).half(), ExportError, r"torch.float32: RuntimeError: .*model.float\(\)"),
+        (lambda: torch.jit.script(nn.Conv2d(3, 8, 3)), ExportError, "scripted or traced from"),
+        (lambda: torch.relu, ModelError, "must be a torch.nn.Module"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_in_words(model, error, words, tmp_path):
+    with pytest.raises(error, match=words):
+        export_onnx(model(), X[:1], tmp_path / "m.onnx")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_stops_the_exporter_is_told_in_one_line(tmp_path, capfd):

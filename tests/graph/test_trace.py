@@ -70,6 +70,16 @@ def test_wrong_inputs_are_named():
         trace(TinyResNet(), torch.randn(2, 3, 16, 16), leaves=["nowhere"])
 
 
+def test_what_is_no_module_and_names_that_graphs_keep_are_refused():
+    with pytest.raises(ModelError, match="is a function: it must be"):
+        trace(lambda x: x, torch.zeros(1))
+    for name in ("graph", "code", "meta", "placement"):
+        model = nn.Sequential()
+        model.add_module(name, nn.ReLU())
+        with pytest.raises(ModelError, match=f"'{name}', a name that graphs keep"):
+            trace(model, torch.zeros(1))
+
+
 def test_the_model_is_left_as_it_was():
     model = TinyResNet().train()
     before = copy.deepcopy(model.state_dict())

@@ -58,6 +58,21 @@ def test_a_module_used_twice_has_one_weight_quantizer_and_one_range_for_each_inp
     assert noise(model, qmodel) > 25
 
 
+def test_tensors_named_as_what_modules_have():
+    class Named(Net):
+        def forward(self, train):
+            return self.fc(self.b(self.a(train).cpu()).double().float().mean((2, 3)))
+
+    model = Named()
+    qmodel = quantize(model, X[:2], [X], spec=MAX)
+    assert "quantizers.train_" in dict(qmodel.named_modules()) and noise(model, qmodel) > 25
+
+
+def test_a_parallel_wrapper_inside_is_named():
+    with pytest.raises(ModelError, match="0 is a DataParallel.*put its .module in its place"):
+        quantize(nn.Sequential(nn.DataParallel(Net()), nn.ReLU()), X[:2], [X])
+
+
 def test_outputs_in_dicts_and_tuples():
     class Nested(Net):
         def forward(self, x):

@@ -97,6 +97,14 @@ def test_rules_that_cannot_hold_are_refused():
         rows(SparsitySpec(rules=(SparsityRule(match="stem"),)))
 
 
+def test_a_model_compiled_in_place_shows_its_order():
+    model, plain = Zoo(), Zoo()
+    model.compile(backend="eager")
+    model(torch.zeros(1, 3, 12, 12))
+    wanted = [row.eligible for row in rows(model=plain, inputs=torch.zeros(1, 3, 12, 12)).values()]
+    assert [row.eligible for row in rows(model=model, inputs=torch.zeros(1, 3, 12, 12)).values()] == wanted
+
+
 def test_tied_weights_stay_dense():
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
     model[2].weight, model[3].bias = model[1].weight, model[1].bias
