@@ -1,0 +1,208 @@
+"""Attention in quantization-aware training without its scores: softmax(s q k^T), rounded, times v, in one kernel.
+
+The placement quantizes q, k, v and the probabilities, so attention is opened into explicit products
+(`graph.attention`), and a training step writes and reads what flash attention never writes: scores, probabilities,
+rounded probabilities and three gradients, each of (heads, tokens, tokens). `fuse_attention` finds matmul -> (scale) ->
+softmax -> quantizer -> (dropout) -> matmul in which nobody else reads what lies between, and puts one module in their
+place: Triton kernels (`fused_attention_triton`) in half precision on a GPU, the operations one by one elsewhere.
+
+The result is that of the plain path up to rounding. The probabilities are rounded to the quantizer's grid by the same
+division; what differs is what is rounded: scores and probabilities stay float32, where autocast writes the scores in
+half precision, and exponentials and sums are those of the kernel. A probability within that precision of a tie may
+round to the other neighbour, also in the backward pass, which computes it again. The rounded probabilities enter the
+product as exact integers; the plain path writes them in half precision.
+
+Plain stays, with the reason: a mask that is added, scores multiplied by a tensor, and what is no such chain. While the
+quantizer is disabled or watched, and while dropout drops, the module computes the operations one by one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from compress.graph.ops import node_kind, node_module
+from compress.quantization.fused_ops import Kernels, by_hand, in_graph
+from compress.quantization.fused_weights import is_live, weight_dtype
+from compress.quantization.quantizer import Quantizer
+
+_MATMULS = (torch.matmul, torch.bmm, operator.matmul, "matmul", "bmm", "__matmul__")
+_SOFTMAXES = (F.softmax, torch.softmax, "softmax")
+
+
+class FusedAttentionModule(nn.Module):
+    """matmul -> (scale) -> softmax -> quantizer -> (dropout) -> matmul.
+
+    Args:
+        scaling: what the scores are multiplied by.
+        rounding: a module that rounds probabilities, and has the `quantizer`.
+        dropout: of the rounded probabilities; None = there is none.
+        kernels: as of `fuse_for_training`; None = Triton on a GPU in half precision.
+    """
+
+    def __init__(
+        self, scaling: float, rounding: nn.Module, dropout: nn.Dropout | None, kernels: Kernels | None
+    ) -> None:
+        super().__init__()
+        self.scaling = scaling
+        self.rounding = rounding
+        self.dropout = dropout
+        self.kernels: Kernels | None = kernels
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The attended values, (..., tokens, E).
+
+        Args:
+            query: (..., tokens, D).
+            key: (..., D, keys), transposed as the product takes it.
+            value: (..., keys, E).
+        """
+        quantizer = cast(Quantizer, self.rounding.quantizer)
+        dropping = self.dropout is not None and self.dropout.training and self.dropout.p > 0
+        if not dropping and is_live(quantizer) and self._takes(query):
+            from compress.quantization import fused_attention_triton  # Triton is not installed everywhere
+
+            dtype = weight_dtype(query)
+            q, k, v = (t if t.dtype == dtype else t.to(dtype) for t in (query, key.transpose(-2, -1), value))
+            if fused_attention_triton.fits(q, k, v):
+                low, high = quantizer.format.low, quantizer.format.high
+                return fused_attention_triton.attention(q, k, v, quantizer.amax, self.scaling, low, high)
+        weights = self.rounding(torch.softmax(torch.matmul(query, key) * self.scaling, dim=-1))
+        return torch.matmul(weights if self.dropout is None else self.dropout(weights), value)
+
+    def _takes(self, query: Tensor) -> bool:
+        """Whether Triton kernels run: where they are asked for, or on a GPU in half precision."""
+        if self.kernels is None and weight_dtype(query).itemsize != 2:
+            return False
+        return query.dtype != torch.float64 and (in_graph(query, self.kernels) or by_hand(query, self.kernels))
+
+
+def fuse_attention(
+    graph_module: fx.GraphModule, roundings: Mapping[fx.Node, nn.Module], kernels: Kernels | None
+) -> dict[nn.Module, tuple[tuple[str, ...], str]]:
+    """Put one module in the place of every attention whose probabilities are rounded.
+
+    Args:
+        graph_module: changed in place.
+        roundings: nodes that round what they read and do nothing else, each with its module (`quantizer`).
+        kernels: as of `fuse_for_training`.
+
+    Returns:
+        For each quantizer behind a softmax: the nodes that became one module with it, none where they did not; and why.
+    """
+    found: dict[nn.Module, tuple[tuple[str, ...], str]] = {}
+    for node, rounding in roundings.items():
+        if node_kind(node.all_input_nodes[0]) != "softmax":
+            continue
+        quantizer = cast(nn.Module, rounding.quantizer)
+        try:
+            found[quantizer] = (_fuse(graph_module, node, rounding, kernels), "")
+        except _RefusalError as refusal:
+            found[quantizer] = ((), f"attention stays open: {refusal}")
+    return found
+
+
+class _RefusalError(Exception):
+    """Why an attention is not fused."""
+
+
+def _fuse(graph_module: fx.GraphModule, node: fx.Node, rounding: nn.Module, kernels: Kernels | None) -> tuple[str, ...]:
+    """Replace the attention around a node that rounds.
+
+    Returns:
+        Names of the nodes that were replaced, in order.
+    """
+    if cast(Quantizer, rounding.quantizer).format.axis is not None:
+        raise _RefusalError("the probabilities have a range for every channel")
+    before, scaling = _before(node)
+    dropout, product = _behind(node)
+    for old in before:
+        if len(old.users) != 1:
+            raise _RefusalError(f"{old.name} has {len(old.users)} readers")
+    source = before[-1]
+    name = f"fused_attentions.{node.name}"
+    drop = None if dropout is None else cast(nn.Dropout, node_module(dropout))
+    graph_module.add_submodule(name, FusedAttentionModule(scaling, rounding, drop, kernels))
+    with graph_module.graph.inserting_before(product):
+        fused = graph_module.graph.call_module(name, (*source.args, product.args[1]))
+    fused.meta.update(product.meta)
+    product.replace_all_uses_with(fused)
+    behind = [product] if dropout is None else [product, dropout]
+    for old in (*behind, node, *before):  # from the end back: each has lost its only reader
+        graph_module.graph.erase_node(old)
+    return tuple(old.name for old in (*before[::-1], *behind[::-1]))
+
+
+def _before(node: fx.Node) -> tuple[list[fx.Node], float]:
+    """(the nodes from the softmax back to the product of queries and keys, what that is multiplied by)."""
+    softmax = node.all_input_nodes[0]
+    _check_softmax(softmax)
+    found, scaling = [softmax], 1.0
+    source = softmax.all_input_nodes[0]
+    if node_kind(source) in {"mul", "div"}:
+        scaling = _scaling(source)
+        found.append(source)
+        source = source.all_input_nodes[0]
+    if not _is_matmul(source):
+        raise _RefusalError(f"{node_kind(source)} {source.name} stands before the softmax in place of a scaled product")
+    return [*found, source], scaling
+
+
+def _behind(node: fx.Node) -> tuple[fx.Node | None, fx.Node]:
+    """(the dropout behind a node, the product that alone reads it)."""
+    dropout: fx.Node | None = None
+    last, readers = node, list(node.users)
+    if len(readers) == 1 and node_kind(readers[0]) == "dropout":
+        dropout = last = readers[0]
+        readers = list(dropout.users)
+        module = node_module(dropout) if dropout.op == "call_module" else None
+        if type(module) is not nn.Dropout or module.inplace or _hooked(module):
+            raise _RefusalError(f"{dropout.name} is no nn.Dropout")
+    if len(readers) != 1 or not _is_matmul(readers[0]) or readers[0].args[0] is not last:
+        raise _RefusalError("the probabilities are not read by one product alone, as its left factor")
+    if readers[0].args[1] is last:
+        raise _RefusalError("the probabilities are multiplied by themselves")
+    return dropout, readers[0]
+
+
+def _check_softmax(node: fx.Node) -> None:
+    """That it is the softmax over the last axis, in the type of its input."""
+    if node.op == "call_module":
+        module = node_module(node)
+        if type(module) is not nn.Softmax or _hooked(module):
+            raise _RefusalError(f"{node.name} is a {type(module).__name__} of its own")
+        dim, dtype = module.dim, None
+    elif node.target in _SOFTMAXES:
+        dim = cast(Any, node.args[1] if len(node.args) > 1 else node.kwargs.get("dim"))
+        dtype = node.kwargs.get("dtype")
+    else:
+        raise _RefusalError(f"{node.name} is no softmax")
+    rank = len(node.meta.get("shape") or ())
+    if not isinstance(dim, int) or dim not in {-1, rank - 1} or dtype is not None or len(node.args) > 2:
+        raise _RefusalError(f"{node.name} is not over the last axis, in the type of its input")
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _is_matmul(node: fx.Node) -> bool:
+    """Whether it is the product of two nodes."""
+    factors = len(node.args) == 2 and all(isinstance(arg, fx.Node) for arg in node.args)
+    return factors and node.op != "call_module" and node.target in _MATMULS and not node.kwargs
+
+
+def _scaling(node: fx.Node) -> float:
+    """The number by which a node multiplies."""
+    if node.op == "call_module" or node.kwargs or len(node.args) != 2 or len(node.all_input_nodes) != 1:
+        raise _RefusalError(f"{node.name} does not multiply by a number")
+    (number,) = [arg for arg in node.args if not isinstance(arg, fx.Node)] or (None,)
+    inverse = node_kind(node) == "div"
+    if not isinstance(number, (int, float)) or (inverse and (node.args[1] is not number or not number)):
+        raise _RefusalError(f"{node.name} does not multiply by a number")
+    return 1 / number if inverse else float(number)
