@@ -233,19 +233,21 @@ class Tiles(NamedTuple):
 
 
 def default_tiles(tokens: int, keys: int, width: int, dtype: torch.dtype) -> Tiles:
-    """Tiles for heads of `tokens` queries and `keys` keys, of at most `width` numbers each; chosen by arithmetic.
+    """Tiles for heads of `tokens` queries and `keys` keys, of at most `width` numbers each; not measured.
 
-    Half precision: 64 rows are what a warp group multiplies at once. All keys are one block where their scores fit
-    into the registers and k and v into shared memory. float32 has no tensor core for what is asked, and smaller tiles.
+    Chosen by what compiled kernels need on an H100's multiprocessor: none of them spills registers in half precision
+    at up to 64 numbers. 64 rows are what a warp group multiplies at once; float32 is not multiplied by tensor cores.
     """
-    most = 64 if dtype.itemsize == 2 and width <= 128 else 32
+    half = dtype.itemsize == 2
+    most = 64 if half and width <= 128 else 32 if half or width <= 64 else 16
     rows, columns = (max(16, min(most, _padded(count))) for count in (tokens, keys))
-    whole = keys <= (256 if most == 64 and width <= 64 else columns)
+    whole = keys <= (256 if half and width <= 64 else columns)
     if whole:
         columns = max(16, _padded(keys))
-    warps = 8 if whole and columns > 128 else 4
-    step = Tile(max(16, min(most, _padded(keys))), rows, False, 4, 2)
-    return Tiles(Tile(rows, columns, whole, 4, 2), Tile(rows, columns, whole, warps, 2), step)
+    forward = Tile(rows, columns, whole, 4, 2)
+    queries = forward if columns <= 128 else Tile(min(rows, 32), columns, True, 8, 2)
+    step = max(16, min(most, 32 if half else 16, _padded(tokens)))
+    return Tiles(forward, queries, Tile(max(16, min(most, _padded(keys))), step, False, 4, 2))
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
