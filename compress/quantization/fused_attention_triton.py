@@ -240,14 +240,14 @@ def default_tiles(tokens: int, keys: int, width: int, dtype: torch.dtype) -> Til
     """
     half = dtype.itemsize == 2
     most = 64 if half and width <= 128 else 32 if half or width <= 64 else 16
-    rows, columns = (max(16, min(most, _padded(count))) for count in (tokens, keys))
+    rows, columns = (min(most, _padded(count)) for count in (tokens, keys))
     whole = keys <= (256 if half and width <= 64 else columns)
     if whole:
-        columns = max(16, _padded(keys))
+        columns = _padded(keys)
     forward = Tile(rows, columns, whole, 4, 2)
     queries = forward if columns <= 128 else Tile(min(rows, 32), columns, True, 8, 2)
-    step = max(16, min(most, 32 if half else 16, _padded(tokens)))
-    return Tiles(forward, queries, Tile(max(16, min(most, _padded(keys))), step, False, 4, 2))
+    step = min(most, 32 if half else 16, _padded(tokens))
+    return Tiles(forward, queries, Tile(min(most, _padded(keys)), step, False, 4, 2))
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -343,7 +343,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _heads(q: Tensor) -> int:
-    return math.prod(q.shape[:-2])
+    return q.numel() // (q.shape[-2] * q.shape[-1])
 
 
 def _counts(q: Tensor, k: Tensor) -> tuple[int, int]:
@@ -354,9 +354,12 @@ def _counts(q: Tensor, k: Tensor) -> tuple[int, int]:
 def _sizes(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
     """DEEP, WIDE, DEPTH and WIDTH of the kernels."""
     deep, wide = q.shape[-1], v.shape[-1]
-    return deep, wide, max(16, _padded(deep)), max(16, _padded(wide))
+    return deep, wide, _padded(deep), _padded(wide)
 
 
 def _padded(count: int) -> int:
-    """The next power of two."""
-    return 1 << (count - 1).bit_length()
+    """The next power of two, 16 or more, as tensor cores want it; `count` may be the compiler's symbol of a size."""
+    size = 16
+    while size < count:
+        size *= 2
+    return size

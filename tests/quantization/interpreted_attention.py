@@ -6,6 +6,7 @@ Compared are norms: a probability within the kernel's precision of a tie may rou
 import os
 
 import torch
+import torch.nn.functional as F
 
 import compress
 from compress.quantization.fused_attention_triton import Tile, Tiles, attention, fits
@@ -58,6 +59,8 @@ def check(case, device, compiled=False):
     expected = plain(*leaves, amax.double(), scaling, quant_format)
     expected = (expected, *torch.autograd.grad(expected, leaves, grad.double()))
     precision = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    if device != "cpu":  # exponentials and logarithms of a GPU are good to 22 bits: some values are beyond a tie
+        precision = max(precision, 2e-3)
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == dtype
         assert one.is_contiguous()
@@ -67,10 +70,26 @@ def check(case, device, compiled=False):
 
 
 def check_network():
-    """A whole network in float32: but for values at ties, the plain path."""
+    """A whole network: but for values at ties, the plain path; in half precision, but for its rounding."""
     qmodel, x = quantized(vit())
     fused = compress.fuse_for_training(qmodel, kernels="triton")
     assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-3, atol=1e-3)
+    assert_near(in_half(fused, qmodel, x), in_half(qmodel, qmodel, x), 0.99)
+
+
+def in_half(run, qmodel, x, dtype=torch.float16):
+    """Gradients of the parameters under autocast; float16, as the interpreter multiplies the bits of bfloat16."""
+    qmodel.zero_grad()
+    with torch.autocast(x.device.type, dtype):
+        result = run(x)
+    result.float().square().sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in qmodel.named_parameters()}
+
+
+def assert_near(one, other, least):
+    """Every gradient points into the same direction."""
+    for name, grad in other.items():
+        assert F.cosine_similarity(one[name].flatten(), grad.flatten(), dim=0) > least, name
 
 
 def main():

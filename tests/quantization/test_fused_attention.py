@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torchvision.models.vision_transformer import VisionTransformer
 
@@ -127,25 +126,21 @@ def test_triton_kernels_compute_the_same_in_the_interpreter():
 def test_on_a_gpu_the_kernels_compute_what_torch_does(dtype, compiled):
     from tests.quantization.interpreted_attention import GPU_CASES, SIGNED, UNSIGNED, check
 
-    torch.compiler.reset()
     for sizes in GPU_CASES:
         for quant_format in (SIGNED, UNSIGNED):
+            torch.compiler.reset()
             check((*sizes, quant_format, dtype, None), "cuda", compiled)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_on_a_gpu_a_vision_transformer_has_the_gradients_of_the_plain_path(compiled):
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float16, 0.99), (torch.bfloat16, 0.85)])
+def test_on_a_gpu_a_vision_transformer_has_the_gradients_of_the_plain_path(dtype, least, compiled):
+    from tests.quantization.interpreted_attention import assert_near, in_half
+
     qmodel, x = quantized(vit(), clip=1.0)
     qmodel, x = qmodel.cuda(), x.cuda()
-    found = []
-    for kernels in ("torch", None):
-        run = compress.fuse_for_training(qmodel, kernels=kernels)
-        run = torch.compile(run) if compiled and kernels is None else run
-        qmodel.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = run(x).float().square().sum()
-        loss.backward()
-        found.append({name: p.grad.clone() for name, p in qmodel.named_parameters()})
-    for name, grad in found[0].items():
-        assert F.cosine_similarity(found[1][name].flatten(), grad.flatten(), dim=0) > 0.95, name
+    run = compress.fuse_for_training(qmodel)
+    assert_near(
+        in_half(torch.compile(run) if compiled else run, qmodel, x, dtype), in_half(qmodel, qmodel, x, dtype), least
+    )
