@@ -31,6 +31,9 @@ from compress.quantization.fused_ops import Kernels, by_hand, in_graph
 from compress.quantization.fused_weights import is_live, weight_dtype
 from compress.quantization.quantizer import Quantizer
 
+WIDEST = 256
+"""Numbers of a query or of a value, at most, that the kernels hold."""
+
 _MATMULS = (torch.matmul, torch.bmm, operator.matmul, "matmul", "bmm", "__matmul__")
 _SOFTMAXES = (F.softmax, torch.softmax, "softmax")
 
@@ -125,6 +128,7 @@ def _fuse(graph_module: fx.GraphModule, node: fx.Node, rounding: nn.Module, kern
         if len(old.users) != 1:
             raise _RefusalError(f"{old.name} has {len(old.users)} readers")
     source = before[-1]
+    _check_shapes(*(cast(fx.Node, factor) for factor in (*source.args, product.args[1])))
     name = f"fused_attentions.{node.name}"
     drop = None if dropout is None else cast(nn.Dropout, node_module(dropout))
     graph_module.add_submodule(name, FusedAttentionModule(scaling, rounding, drop, kernels))
@@ -185,6 +189,18 @@ def _check_softmax(node: fx.Node) -> None:
     rank = len(node.meta.get("shape") or ())
     if not isinstance(dim, int) or dim not in {-1, rank - 1} or dtype is not None or len(node.args) > 2:
         raise _RefusalError(f"{node.name} is not over the last axis, in the type of its input")
+
+
+def _check_shapes(query: fx.Node, key: fx.Node, value: fx.Node) -> None:
+    """That they are heads alike, no wider than the kernels take, as far as shapes are known."""
+    shapes = [tuple(node.meta.get("shape") or ()) for node in (query, key, value)]
+    if not all(shapes):
+        return
+    if len({shape[:-2] for shape in shapes}) > 1:
+        raise _RefusalError(f"query, key and value have the shapes {shapes}, not one batch")
+    widest = max(shapes[0][-1], shapes[2][-1])
+    if widest > WIDEST:
+        raise _RefusalError(f"a head is {widest} wide, and the kernels hold {WIDEST}")
 
 
 def _hooked(module: nn.Module) -> bool:

@@ -25,10 +25,10 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.errors import QuantizationError
+from compress.quantization.fused_attention import WIDEST
 from compress.quantization.launch import launch
 from compress.quantization.rounding_triton import divide, on_grid
 
-_WIDEST = 256  # numbers of a query, padded
 _LARGEST = 2**31  # numbers of a head that 32 bits count
 _LOG2_E = math.log2(math.e)
 
@@ -258,7 +258,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     widest = max(q.shape[-1], v.shape[-1])
     longest = max(q.shape[-2], k.shape[-2])
-    return widest <= _WIDEST and widest * longest < _LARGEST and min(q.numel(), k.numel(), v.numel()) > 0
+    return widest <= WIDEST and widest * longest < _LARGEST and min(q.numel(), k.numel(), v.numel()) > 0
 
 
 def attention(

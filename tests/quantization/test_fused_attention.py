@@ -108,6 +108,24 @@ def test_what_is_one_operation_and_what_is_not(score, twice, reason):
     assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-4, atol=1e-4)
 
 
+def test_heads_too_wide_for_the_kernels_stay_open():
+    model = Attention(lambda q, k: q @ k).eval()
+    model.qkv, model.head = nn.Linear(8, 3 * 264), nn.Linear(264, 5)
+    qmodel, _ = quantized(model, channels=8)
+    fused = compress.fuse_for_training(qmodel)
+    assert attentions(fused) == []
+    assert any("264 wide" in chain.reason for chain in fused.chains)
+
+
+def test_compiled():
+    qmodel, x = quantized(Attention(lambda q, k: q @ k / 3).eval(), channels=8)
+    fused = compress.fuse_for_training(qmodel)
+    expected = gradients(qmodel, qmodel, x)
+    torch.compiler.reset()
+    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
+    assert_same(gradients(compiled, qmodel, x), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_triton_kernels_compute_the_same_in_the_interpreter():
     """In a process of its own, because Triton decides at import whether it interprets."""
     pytest.importorskip("triton", minversion="3.7", reason="older interpreters cannot loop with NumPy 2.4")
