@@ -29,7 +29,6 @@ OPTIONS = {
     "those that leave Q/DQ pairs alone)",
 }
 _INSTALL = "pip install onnxruntime"
-_REMOTE = "AzureExecutionProvider"  # calls a service elsewhere: nothing of this machine
 _ERRORS_ONLY = 3
 _HARMFUL_IN_HALF = ["WeightBiasQuantization"]
 """It quantizes biases with the product of two scales, which may underflow in float16. Seen on one ResNet-50: 6 dB of

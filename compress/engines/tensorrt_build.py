@@ -299,7 +299,10 @@ def _parse(request: _Request, network: Any) -> None:
     problems = [parser.get_error(i) for i in range(parser.num_errors)]
     lines = list(dict.fromkeys(map(_parser_error, problems)))
     title = f"{request.library.flavour.title} {request.library.version}"
-    raise EngineError(f"{title} cannot take {path}: " + ("; ".join(lines) or "it gives no reason"))
+    text = "; ".join(lines) or "it gives no reason"
+    if "zero point" in text.lower():
+        text += "; files for the targets openvino and onnxruntime hold zero points: quantize with target: tensorrt"
+    raise EngineError(f"{title} cannot take {path}: {text}")
 
 
 def _parser_error(error: Any) -> str:

@@ -7,7 +7,7 @@ the precision flags. TensorRT-RTX brings a tool of its own, and Polygraphy drive
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,9 +92,7 @@ def _tool(
     rtx = target == "TensorRT-RTX"
     words = [_program(target), f"--onnx={file.path.name}", f"--saveEngine={engine}"]
     words += ["--stronglyTyped"] if target == "TensorRT 10" else []
-    for bound in ("min", "opt", "max"):
-        if dynamic:
-            words.append(f"--{bound}Shapes={_by_x((name, getattr(p, bound)) for name, p in dynamic.items())}")
+    words += [f"--{bound}Shapes={_by_x(shapes)}" for bound, shapes in _bounds(dynamic)]
     words += [f"--computeCapabilities={','.join(map(str, options.sms or PORTABLE_SMS))}"] if rtx else []
     words += [f"--memPoolSize=workspace:{options.workspace_mib}M"] if options.workspace_mib is not None else []
     words += ["--sparsity=enable"] if sparse else []
@@ -127,9 +125,8 @@ def _polygraphy(
     rtx = target == "TensorRT-RTX"
     words = [*_polygraphy_head(target), "convert", file.path.name, "--convert-to", "trt", "--output", engine]
     words += ["--strongly-typed"] if target == "TensorRT 10" else []
-    for bound in ("min", "opt", "max"):
-        if dynamic:
-            words += [f"--trt-{bound}-shapes", *_by_list((name, getattr(p, bound)) for name, p in dynamic.items())]
+    for bound, shapes in _bounds(dynamic):
+        words += [f"--trt-{bound}-shapes", *_by_list(shapes)]
     words += ["--compute-capabilities", *map(_dotted, options.sms or PORTABLE_SMS)] if rtx else []
     words += ["--pool-limit", f"workspace:{options.workspace_mib}M"] if options.workspace_mib is not None else []
     words += ["--sparse-weights"] if sparse else []
@@ -153,6 +150,12 @@ def _compare(target: str, file: OnnxFile, dynamic: Mapping[str, Profile]) -> tup
 
 def _polygraphy_head(target: str) -> tuple[str, ...]:
     return ("POLYGRAPHY_USE_TENSORRT_RTX=1", "polygraphy") if target == "TensorRT-RTX" else ("polygraphy",)
+
+
+def _bounds(dynamic: Mapping[str, Profile]) -> Iterator[tuple[str, list[tuple[str, Shape]]]]:
+    """`min`, `opt` and `max`, each with the shapes of all open inputs; nothing where no input is open."""
+    for bound in ("min", "opt", "max") if dynamic else ():
+        yield bound, [(name, getattr(profile, bound)) for name, profile in dynamic.items()]
 
 
 def _by_x(shapes: Iterable[tuple[str, Shape]]) -> str:

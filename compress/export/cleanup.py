@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections import Counter
 
-import numpy as np
 import onnx
 from onnx import numpy_helper
 
@@ -73,8 +72,3 @@ def drop_unused(graph: onnx.GraphProto) -> None:
     kept = [tensor for tensor in graph.initializer if tensor.name in used]
     del graph.initializer[:]
     graph.initializer.extend(kept)
-
-
-def initializer_arrays(proto: onnx.ModelProto) -> dict[str, np.ndarray]:
-    """All constants of a model by name."""
-    return {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}

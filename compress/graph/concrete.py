@@ -48,9 +48,8 @@ class _Known:
 
 class _KnownProxy(_Known, fx.Proxy):
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.node = _call(
-            with_item, (self, key, value), {}
-        ).node  # whoever holds the proxy sees the change, as of a tensor
+        # Whoever holds the proxy sees the change, as of a tensor
+        self.node = _call(with_item, (self, key, value), {}).node
 
     def __getattr__(self, k: str) -> _KnownAttribute:
         return _KnownAttribute(self, k)

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from compress.errors import ModelError
-from compress.graph.trace import Inputs, as_inputs, same_results
+from compress.graph.trace import Inputs, as_inputs, copies_of, same_results
 
 
 def follow_changes(graph_module: fx.GraphModule, example_inputs: Inputs) -> None:
@@ -61,7 +61,7 @@ class _Runs(fx.Interpreter):
 
     def on(self, inputs: tuple[Tensor, ...]) -> Any:
         with torch.inference_mode(False), torch.no_grad():
-            self.copies = [x.clone() for x in inputs]
+            self.copies = copies_of(inputs)
             return self.run(*self.copies)
 
 

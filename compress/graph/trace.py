@@ -191,8 +191,8 @@ def _with_shapes(model: nn.Module, inputs: tuple[Tensor, ...], asked: dict[str, 
     try:
         graph_module = _with_leaves(model, inputs, asked, concrete=True)
         with torch.no_grad():
-            result = graph_module.forward(*_copies(grown))  # the module's own call would print what fails
-            _check_equal(model(*_copies(grown)), result, type(model).__name__)
+            result = graph_module.forward(*copies_of(grown))  # the module's own call would print what fails
+            _check_equal(model(*copies_of(grown)), result, type(model).__name__)
     except Exception:
         return None
     return graph_module
@@ -278,7 +278,7 @@ def propagate_shapes(graph_module: fx.GraphModule, example_inputs: Inputs) -> An
     graph_module.eval()
     try:
         with torch.no_grad():
-            return _Shapes(graph_module).run(*_copies(as_inputs(example_inputs)))
+            return _Shapes(graph_module).run(*copies_of(as_inputs(example_inputs)))
     except Exception as error:
         raise ModelError(f"the model fails on inputs of {_shapes_text(as_inputs(example_inputs))}: {error}") from error
     finally:
@@ -288,7 +288,7 @@ def propagate_shapes(graph_module: fx.GraphModule, example_inputs: Inputs) -> An
 def _run(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
     try:
         with torch.no_grad():
-            return model(*_copies(inputs))
+            return model(*copies_of(inputs))
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} fails on inputs of {_shapes_text(inputs)}: {error}; give example_inputs that the "
@@ -296,7 +296,7 @@ def _run(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
         ) from error
 
 
-def _copies(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def copies_of(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Inputs that a model may change in place."""
     return tuple(x.clone() for x in inputs)
 

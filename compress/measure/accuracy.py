@@ -58,7 +58,8 @@ def measure_accuracy(
     """Top-1 and top-5 of `engine` over labelled images.
 
     Args:
-        engine: has one input of images, and one output of logits (or one named `logits`).
+        engine: has one input of images, and one output of logits (or one named `logits`, `out` or `output_0`, the
+            first of a tuple: what training takes for the logits).
         batches: pairs of images (N, C, H, W) and targets (N,), tensors or arrays. For an engine of a fixed batch size
             they are cut to it, and what is left over is padded with zeros whose results are dropped.
         preprocessing: of these images; compared with the one in the model's metadata.
@@ -141,13 +142,13 @@ def _image_input(engine: Engine) -> TensorInfo:
 
 def _logits_output(engine: Engine) -> str:
     names = [tensor.name for tensor in engine.outputs]
-    if "logits" in names:
-        return "logits"
-    if len(names) != 1:
+    known = [name for name in ("logits", "out", "output_0") if name in names] or names
+    if len(names) != 1 and known is names:
         raise EngineError(
-            f"{engine.info.label}: accuracy needs one output, or one named 'logits'; there is {', '.join(names)}"
+            f"{engine.info.label}: accuracy needs one output, or one named 'logits' or 'out'; there is "
+            f"{', '.join(names)}"
         )
-    return names[0]
+    return known[0]
 
 
 def _limited(batches: Iterable[Any], limit: int | None) -> Iterator[tuple[NDArray[np.generic], Ints]]:

@@ -147,11 +147,12 @@ def first_difference(
                 return replace(row, before_db=before)
             before = min(before, row.sqnr_db)
 
+        model = onnx.load(str(onnx_path))
+
         def alone(probe: LayerDifference) -> LayerDifference:
             with build(cut_file(model, [probe.tensor], Path(folder) / "cut.onnx")) as judged:
                 return _compared(probe, expected, _run(judged, images))
 
-        model = onnx.load(str(onnx_path))
         return _first_of_parts(probes, alone, least_db)
 
 

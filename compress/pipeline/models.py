@@ -58,7 +58,7 @@ def ptq_step(run: Run, float_model: nn.Module, variant: str = "ptq") -> fx.Graph
     ready = smoothed(float_model, example, images, spec, all_reduce=many, progress=run.progress)
     qmodel = insert_quantizers(ready, example, spec)
     seen = calibrate(qmodel, images, all_reduce=many, progress=run.progress)
-    run.notes += _clipping_note(variant, seen)
+    run.notes += _clipping_note(variant, seen) + _dead_note(variant, seen)
     run.processes.on_main(lambda: _write_quantization(run, qmodel, seen))
     rounded = run.path(f"{variant}.adaround")
     improved = improve(
@@ -181,6 +181,16 @@ def _clipping_note(variant: str, seen: CalibrationReport) -> list[str]:
     return [
         f"{variant}: calibration cuts off {cut[worst]:.0%} of the values at {worst}, over {_MUCH:.0%} at {len(cut)} "
         f"of {len(seen.amax)} quantizers; if accuracy is lost, compare quantization.activations.calibrator=mse and max"
+    ]
+
+
+def _dead_note(variant: str, seen: CalibrationReport) -> list[str]:
+    """A word of warning where tensors are zero whatever the image."""
+    if not seen.dead:
+        return []
+    return [
+        f"{variant}: {len(seen.dead)} of {len(seen.amax)} quantizers, {seen.dead[0]} among them, see zeros whatever "
+        "the image and have a range of 1; train the model, then quantize it"
     ]
 
 

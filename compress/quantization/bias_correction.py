@@ -12,7 +12,7 @@ most of the damage where a channel has few weights (depthwise convolutions) or a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from compress.graph.layers import tensor_args
 from compress.graph.ops import module_kind
 from compress.quantization.insert import placement_of
 from compress.quantization.moments import Moments, propagate_moments
-from compress.quantization.walk import Visit, walk
+from compress.quantization.walk import Visit
 
 IMAGES = 256
 """Images that the empirical correction takes, at most: a mean over their pixels needs no more."""
@@ -99,28 +99,6 @@ def correct_bias_analytic(
             "BatchNorm made; use bias_correction: empirical, which takes calibration images"
         )
     return tuple(rows)
-
-
-def correct_bias_empirical(
-    qmodel: fx.GraphModule, batches: Iterable[Any], *, images: int = IMAGES
-) -> tuple[Correction, ...]:
-    """Give every layer's output the mean that it has in the float network; in place.
-
-    Args:
-        qmodel: calibrated, each quantized layer with a bias (`insert_quantizers` sees to it).
-        batches: tensors or (tensor, target).
-        images: use at most so many.
-
-    Raises:
-        CalibrationError: no images.
-    """
-    rows: dict[str, Correction] = {}
-
-    def visit(this: Visit) -> None:
-        rows[this.path] = correct_to_targets(this, rows.get(this.path))
-
-    walk(qmodel, batches, visit, images=images)
-    return tuple(rows.values())
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """Calibration: run images through a model with quantizers and give every quantizer its range.
 
 Weights are read directly. Activation quantizers watch, each with the calibrator its placement names, while the model
-runs in float; nothing stays behind but `amax`. A quantizer that nothing flowed through, or whose tensor was zero or
-NaN, is an error that names it: a silent scale would be worse.
+runs in float; nothing stays behind but `amax`. A quantizer that nothing flowed through, or whose tensor was NaN, or
+zero for no reason that the weights tell (`dead`), is an error that names it: a silent scale would be worse.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from itertools import chain
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from compress.errors import CalibrationError, CompressError
 from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.trace import Inputs
 from compress.progress import NoProgress, Progress
 from compress.quantization.calibrators import Calibrator, choose_together, make_calibrator, on_host
+from compress.quantization.dead import always_zero
 from compress.quantization.float_model import check_float_model
 from compress.quantization.improve import improve, needs_data_twice, smoothed
 from compress.quantization.insert import insert_quantizers, placement_of, quantizers
@@ -36,11 +37,14 @@ class CalibrationReport:
         images: how many, over all processes.
         amax: range by quantizer path: a float, or one a channel.
         histograms: (counts, edges) of activation magnitudes, by quantizer path, where the calibrator keeps one.
+        dead: quantizers whose tensor is zero whatever the image (`dead`); they have a range of 1. Once training
+            has changed that, calibrate again.
     """
 
     images: int
     amax: dict[str, Tensor]
     histograms: dict[str, tuple[Tensor, Tensor]]
+    dead: tuple[str, ...] = ()
 
     @property
     def clipped(self) -> dict[str, float]:
@@ -113,8 +117,8 @@ def calibrate(
 
     Raises:
         QuantizationError: the model was not made by compress.
-        CalibrationError: no batches, batches that the model fails on, NaN, a constant zero tensor, or a quantizer that
-            never ran.
+        CalibrationError: no batches, batches that the model fails on, NaN, a tensor of zeros that the weights do not
+            explain, or a quantizer that never ran.
         DataError: a batch does not hold the model's inputs.
     """
     placement = placement_of(qmodel)
@@ -134,12 +138,25 @@ def calibrate(
         for calibrator in watching.values():
             calibrator.all_reduce()
     choose_together(watching.values())
+    dead = _dead(qmodel, watching)
     for name, calibrator in watching.items():
-        _set(activations[name], calibrator)
+        if name in dead:
+            activations[name].set_amax(torch.ones_like(activations[name].amax))  # zeros are exact on any grid
+        else:
+            _set(activations[name], calibrator)
     found = dict(quantizers(qmodel))
     amax = dict(zip(found, on_host([quantizer.amax for quantizer in found.values()]), strict=True))
     histograms = {name: h for name, c in watching.items() if (h := c.histogram) is not None}
-    return CalibrationReport(images=images, amax=amax, histograms=histograms)
+    return CalibrationReport(images=images, amax=amax, histograms=histograms, dead=dead)
+
+
+def _dead(qmodel: nn.Module, watching: dict[str, Calibrator]) -> tuple[str, ...]:
+    """Quantizers that saw zeros alone and will never see anything else, as long as the weights are what they are."""
+    zeros = {name for name, calibrator in watching.items() if calibrator.only_zeros}
+    if not zeros:
+        return ()
+    dead = always_zero(cast(fx.GraphModule, qmodel).graph)
+    return tuple(str(node.target) for node in dead if node.op == "call_module" and node.target in zeros)
 
 
 def calibrate_weights(qmodel: nn.Module) -> None:

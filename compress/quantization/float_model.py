@@ -11,18 +11,19 @@ from torch import fx, nn
 
 from compress.errors import ModelError, QuantizationError
 
-_OTHERS = {
-    "pytorch_quantization": "compress.from_pytorch_quantization takes it over with its ranges",
-    "modelopt.torch.quantization": "quantize the float model",
-    "torchao.quantization": "quantize the float model",
-    "torch.ao.quantization": "quantize the float model",
-    "torch.ao.nn.qat": "quantize the float model",
-    "torch.ao.nn.intrinsic.qat": "quantize the float model",
-    "bitsandbytes": "quantize the float model",
-    "brevitas": "quantize the float model",
-    "optimum.quanto": "quantize the float model",
-}
-"""Packages whose modules quantize, and what to do with such a model."""
+_TAKE_FLOAT = "quantize the float model"
+_TAKES_OVER = "compress.from_pytorch_quantization takes it over with its ranges"
+_OTHERS = (
+    "modelopt.torch.quantization",
+    "torchao.quantization",
+    "torch.ao.quantization",
+    "torch.ao.nn.qat",
+    "torch.ao.nn.intrinsic.qat",
+    "bitsandbytes",
+    "brevitas",
+    "optimum.quanto",
+)
+"""Packages whose modules quantize, and from which nothing is taken over."""
 
 _STUBS = frozenset({"QuantStub", "DeQuantStub", "QuantWrapper"})
 """Modules of torch.ao.quantization that do nothing in a float model."""
@@ -66,10 +67,16 @@ def _quantizes(kind: type) -> str:
     """What to do with a model that holds a module of this class; "" where the class does not quantize."""
     path = kind.__module__
     if ".quantized" in path:  # torch.ao.nn.quantized and its kin
-        return "quantize the float model"
+        return _TAKE_FLOAT
     if kind.__name__ in _STUBS:
         return ""
-    return next((advice for own, advice in _OTHERS.items() if path == own or path.startswith(f"{own}.")), "")
+    if _is_of(path, "pytorch_quantization"):
+        return _TAKES_OVER
+    return _TAKE_FLOAT if any(_is_of(path, package) for package in _OTHERS) else ""
+
+
+def _is_of(path: str, package: str) -> bool:
+    return path == package or path.startswith(f"{package}.")
 
 
 def _check_hooks(name: str, module: nn.Module) -> None:

@@ -105,8 +105,8 @@ def fuse_for_training(
         chains = [replace(chain, int8=qmodel.get_submodule(chain.quantizer) in coded) for chain in chains]
     graph.eliminate_dead_code()
     graph.lint()
-    fused.delete_all_unused_submodules()
-    fused.recompile()
+    # What is not called is left behind here: taking it out of its module would change what `qmodel` holds too
+    fused = fx.GraphModule(fused, graph)
     cast(Any, fused).chains = tuple(chains)
     return fused
 

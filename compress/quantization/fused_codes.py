@@ -19,6 +19,7 @@ weights, masks) are torch operations that it fuses.
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 from collections.abc import Mapping
@@ -82,7 +83,7 @@ class CodesChain(nn.Module):
         chain = cast(Any, self.chain)
         layer, quantizer = chain.layer, chain.quantizer
         by_weight = layer.weight_quantizer
-        if codes is None or not (_runs_on(x) and is_live(quantizer) and is_live(by_weight)):
+        if codes is None or not (_runs_on(x) and self._counts(x) and is_live(quantizer) and is_live(by_weight)):
             return chain(x, residual, weight), None
         if weight is None or weight_codes is None:
             raw = layer.weight
@@ -105,6 +106,12 @@ class CodesChain(nn.Module):
             of_x.amax, by_weight.amax, of_added.amax, quantizer.amax, of,
         )  # fmt: skip
         return value, found if self.emits else None
+
+    def _counts(self, x: Tensor) -> bool:
+        """Whether 32 bits count what is pooled."""
+        chain = cast(Any, self.chain)
+        pixels = x.numel() // x.shape[1] // math.prod(chain.layer.stride)
+        return chain.window is None or pixels * int(chain.layer.out_channels) < _LARGEST
 
 
 class CodesOf(nn.Module):

@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.errors import QuantizationError
 from compress.quantization.fused_conv import Codes, ConvResult, Geometry, conv_codes
-from compress.quantization.fused_ops import Epilogue, Window, backward_torch
+from compress.quantization.fused_ops import Epilogue, Window, backward_torch, refuse_second_derivative
 from compress.quantization.fused_pool import pool, unpool
 from compress.quantization.fused_triton import plan_of
 from compress.quantization.launch import launch
@@ -179,10 +178,7 @@ def _epilogue_gradient(
     grad = grad.contiguous(memory_format=_LAST)
     if torch.compiler.is_compiling():
         return backward_torch(grad, bits, dtype, 1, wants_bias)
-    if grad.requires_grad:
-        raise QuantizationError(
-            "our Triton kernels have no second derivative; for one, fuse with forward='float', kernels='torch'"
-        )
+    refuse_second_derivative(grad)
     return cast("tuple[Tensor, Any]", ctx.plan.backward(grad, bits, wants_bias))
 
 

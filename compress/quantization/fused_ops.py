@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from compress.errors import QuantizationError
 from compress.quantization.launch import HAS_TRITON
 from compress.quantization.numerics import QuantFormat, along_axis
 
@@ -164,6 +165,19 @@ def max_pool(x: Tensor, window: Window) -> Tensor:
 def by_hand(x: Tensor, kernels: Kernels | None) -> bool:
     """Whether Triton kernels are to be launched for `x`: asked for, or on a GPU; never while it is being compiled."""
     return (kernels == "triton" or (kernels is None and HAS_TRITON and x.is_cuda)) and not torch.compiler.is_compiling()
+
+
+def refuse_second_derivative(*grads: Tensor | None) -> None:
+    """Refuse a gradient of a gradient, which Triton kernels do not compute.
+
+    Raises:
+        QuantizationError: one is asked for.
+    """
+    if not torch.compiler.is_compiling() and any(grad is not None and grad.requires_grad for grad in grads):
+        raise QuantizationError(
+            "our Triton kernels have no second derivative; for one, fuse with forward='float', kernels='torch' "
+            "(fuse_for_training)"
+        )
 
 
 def in_graph(x: Tensor, kernels: Kernels | None) -> bool:

@@ -24,14 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.errors import QuantizationError
-from compress.quantization.fused_ops import Epilogue, Window, empty_last
-from compress.quantization.fused_triton import bounds_of, decisive
+from compress.quantization.fused_ops import Epilogue, Window, empty_last, refuse_second_derivative
+from compress.quantization.fused_triton import Strips, bounds_of, decisive
 from compress.quantization.launch import launch
 from compress.quantization.rounding_triton import on_grid, steps_of
 
 _LAST = torch.channels_last
-_TILE = 2048  # values of a program at a time
 _PROGRAMS = 2112  # of the backward kernel: 16 on each of 132 multiprocessors
 _LARGEST = 2**31  # elements that 32 bits count
 
@@ -245,15 +243,14 @@ def pool(
     to_places, places = empty_last(shape, torch.uint8, y.device)
     to_codes, codes = empty_last(shape, torch.int8, y.device) if emits else (to_out, None)
     rows, e = images * out_height * out_width, epilogue
-    columns = min(128, 1 << (channels - 1).bit_length())
-    tile = _TILE // columns
+    s = Strips.of(rows * channels, channels)
     launch(
         forward_kernel,
-        (-(-rows // tile), -(-channels // columns)),
+        (-(-rows // s.tile), s.strips),
         (y, *(amax if t is None else t for t in (bias, bits)), amax, to_out, to_places, to_codes),
         (rows, channels, height, width, out_height, out_width, *bounds_of(e),
          *window.kernel, *window.stride, *window.padding, bias is not None, bits is not None, emits,
-         *decisive(e), dtype != torch.bfloat16 or e.high < 128, tile, columns),
+         *decisive(e), dtype != torch.bfloat16 or e.high < 128, s.tile, s.strip),
     )  # fmt: skip
     return Pooled(out, places, codes)
 
@@ -274,26 +271,20 @@ def unpool(
     Raises:
         QuantizationError: a second derivative is asked for.
     """
-    if not torch.compiler.is_compiling() and grad.requires_grad:
-        raise QuantizationError(
-            "our Triton kernels have no second derivative; for one, fuse with kernels='torch' (fuse_for_training)"
-        )
+    refuse_second_derivative(grad)
     grad = grad.contiguous(memory_format=_LAST)
     images, channels, out_height, out_width = grad.shape
     (height, width), (stride_y, stride_x) = size, window.stride
     to_out, out = empty_last((images, channels, height, width), dtype, grad.device)
     cells_y, cells_x = -(-height // stride_y), -(-width // stride_x)
     cells = images * cells_y * cells_x
-    columns = min(128, 1 << (channels - 1).bit_length())
-    tile, strips = _TILE // columns, -(-channels // columns)
-    steps = -(-cells // (max(1, _PROGRAMS // strips) * tile))
-    programs = -(-cells // (steps * tile))
-    sums = torch.empty((programs, channels), dtype=torch.float32, device=grad.device) if wants_bias else None
+    s = Strips.of(cells * channels, channels, _PROGRAMS)
+    sums = torch.empty((s.programs, channels), dtype=torch.float32, device=grad.device) if wants_bias else None
     launch(
         backward_kernel,
-        (programs, strips),
+        (s.programs, s.strips),
         (grad, places, to_out, to_out if sums is None else sums),
-        (cells, channels, height, width, out_height, out_width, cells_y, cells_x, steps,
-         *window.kernel, *window.stride, *window.padding, *window.overlap, wants_bias, tile, columns),
+        (cells, channels, height, width, out_height, out_width, cells_y, cells_x, s.steps,
+         *window.kernel, *window.stride, *window.padding, *window.overlap, wants_bias, s.tile, s.strip),
     )  # fmt: skip
     return out, None if sums is None else sums.sum(0)

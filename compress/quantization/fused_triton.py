@@ -22,8 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.errors import QuantizationError
-from compress.quantization.fused_ops import BITS, Epilogue, inner_size, is_channels_last, least_kept, like
+from compress.quantization.fused_ops import (
+    BITS,
+    Epilogue,
+    inner_size,
+    is_channels_last,
+    least_kept,
+    like,
+    refuse_second_derivative,
+)
 from compress.quantization.launch import Kept, Launch
 from compress.quantization.rounding_triton import on_grid, steps_of
 
@@ -169,13 +176,13 @@ class Strips(NamedTuple):
     programs: int
 
     @classmethod
-    def of(cls, count: int, columns: int) -> Strips:
-        """For `count` elements in rows of `columns`."""
+    def of(cls, count: int, columns: int, programs: int = _PROGRAMS) -> Strips:
+        """For `count` elements in rows of `columns`, and so many programs in all, about."""
         rows = count // columns
         strip = max(BITS, min(128, 1 << (columns - 1).bit_length()))
         tile = _TILE // strip
         strips = -(-columns // strip)
-        steps = -(-rows // (max(1, _PROGRAMS // strips) * tile))
+        steps = -(-rows // (max(1, programs // strips) * tile))
         return cls(strip, strips, tile, steps, -(-rows // (steps * tile)))
 
 
@@ -278,10 +285,7 @@ class _Launched(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (bits,) = ctx.saved_tensors
         plan: Plan = ctx.plan
-        if grad.requires_grad:
-            raise QuantizationError(
-                "our Triton kernels have no second derivative; for one, fuse with kernels='torch' (fuse_for_training)"
-            )
+        refuse_second_derivative(grad)
         if grad.stride() != plan.stride:
             grad = grad.contiguous(memory_format=plan.memory_format)
         _, wants_bias, wants_residual, _, _ = ctx.needs_input_grad

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.errors import QuantizationError
-from compress.quantization.fused_ops import BITS, is_channels_last
+from compress.quantization.fused_ops import BITS, is_channels_last, refuse_second_derivative
 from compress.quantization.launch import Kept, Launch
 from compress.quantization.quantizer import Quantizer
 
@@ -244,10 +243,7 @@ class _QuantizeWeights(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         (bits,) = ctx.saved_tensors
-        if any(grad is not None and grad.requires_grad for grad in grads):
-            raise QuantizationError(
-                "our Triton kernels have no second derivative; for one, fuse with kernels='torch' (fuse_for_training)"
-            )
+        refuse_second_derivative(*grads)
         grads = grads[:-1]  # integers have none
         buffer = ctx.group.backward(list(grads), bits)
         return None, None, *ctx.group.views(buffer, [grad is not None for grad in grads])

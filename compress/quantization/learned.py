@@ -42,16 +42,6 @@ def learned_fake_quantize(x: Tensor, amax: Tensor, quant_format: QuantFormat, *,
     return cast(Tensor, _LearnedStep.apply(x, amax, quant_format, factor))
 
 
-def lsq_amax(x: Tensor, quant_format: QuantFormat) -> Tensor:
-    """LSQ's first range of a tensor: s = 2 mean|x| / sqrt(Qp) (section 2.1), times Qp. Shape () or (C,)."""
-    magnitudes = x.detach().abs().float()
-    if quant_format.axis is None:
-        mean = magnitudes.mean()
-    else:
-        mean = magnitudes.movedim(quant_format.axis, 0).flatten(1).mean(1)
-    return 2 * mean * math.sqrt(quant_format.high)
-
-
 class _LearnedStep(torch.autograd.Function):
     """Keeps the input and the scale for its backward pass; the integers are computed again there."""
 

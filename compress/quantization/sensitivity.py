@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
-from compress.graph.batches import Batches
+from compress.graph.batches import Batches, batch_inputs
 from compress.graph.canonical import canonical_graph
 from compress.graph.layers import layers
 from compress.graph.ops import layer_name
@@ -254,9 +254,8 @@ def _split(images: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]]:
     inputs: list[Tensor] = []
     targets: list[Tensor] = []
     for batch in images:
-        pair = isinstance(batch, (tuple, list))
-        inputs.append(batch[0] if pair else batch)
-        targets += [batch[1]] if pair else []
+        inputs.append(batch_inputs(batch)[0])
+        targets += batch[1:2] if isinstance(batch, (tuple, list)) else ()
     if not inputs:
         raise QuantizationError("sensitivity got no images to measure on; give at least one batch")
     return inputs, targets if len(targets) == len(inputs) else []

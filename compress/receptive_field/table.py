@@ -158,18 +158,6 @@ class ReceptiveFieldTable:
         )
 
     @property
-    def last_map(self) -> ReceptiveField:
-        """The last node whose units have a path to the image without a global operation (gates left aside).
-
-        Raises:
-            ReceptiveFieldError: there is none.
-        """
-        rows = [r for r in self.rows if r.located and None not in r.local_size and r.kind != "input"]
-        if not rows:
-            raise ReceptiveFieldError(f"{self.model} has no node with a local receptive field")
-        return rows[-1]
-
-    @property
     def unknown(self) -> ReceptiveField | None:
         """The first row whose field is unknown; None when all are known."""
         return next((r for r in self.rows if r.status == "unknown"), None)

@@ -68,11 +68,11 @@ class Processes:
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of `tensor` over all processes; every process must call, with the same shape and type."""
-        return self._all_reduce(tensor, torch.distributed.ReduceOp.SUM)
-
-    def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """Return the elementwise largest of `tensor` over all processes; every process must call."""
-        return self._all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+        if self.world_size == 1:
+            return tensor
+        reduced = tensor.detach().to(self.device, copy=True).contiguous()
+        torch.distributed.all_reduce(reduced)
+        return reduced.to(tensor.device)
 
     def barrier(self) -> None:
         """Wait until every process is here."""
@@ -110,13 +110,6 @@ class Processes:
         """Leave the group; the last call of a process."""
         if self.world_size > 1 and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-
-    def _all_reduce(self, tensor: Tensor, operation: torch.distributed.ReduceOp.RedOpType) -> Tensor:
-        if self.world_size == 1:
-            return tensor
-        reduced = tensor.detach().to(self.device, copy=True).contiguous()
-        torch.distributed.all_reduce(reduced, operation)
-        return reduced.to(tensor.device)
 
 
 SINGLE = Processes()

@@ -20,7 +20,6 @@ from compress.data.base import Split
 from compress.errors import DataError, ModelError, RecipeError
 from compress.quantization.fused import fuse_for_training, is_fusible, pays_off
 from compress.quantization.fused_codes import Forward
-from compress.quantization.fused_ops import Kernels
 from compress.training.distributed import Processes
 from compress.training.evaluate import modes_kept
 from compress.training.outputs import LogitsOf, check_logits, logits_of
@@ -113,11 +112,9 @@ def wrap(
     Raises:
         QuantizationError: fused training is asked for and the model has no quantizers.
     """
-    # The compiler fuses torch's operations with their neighbours; our own kernels stand in its way (results/h200)
-    kernels: Kernels | None = "torch" if spec.compile else None
     forward: Forward = "int8" if isinstance(spec, QATSpec) and spec.fused == "int8" else "float"
     fused = _is_fused(model, spec, device)
-    module: nn.Module = LogitsOf(fuse_for_training(model, kernels=kernels, forward=forward) if fused else model)
+    module: nn.Module = LogitsOf(fuse_for_training(model, forward=forward) if fused else model)
     no_sync: NoSync = nullcontext
     if processes.world_size > 1:
         module = DistributedDataParallel(

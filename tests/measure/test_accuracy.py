@@ -13,6 +13,7 @@ from sklearn.metrics import top_k_accuracy_score
 from compress.data.preprocessing import METADATA_KEY, Preprocessing
 from compress.engines import build_engine
 from compress.errors import DataError, EngineError
+from compress.export.onnx import export_onnx
 from compress.measure import measure_accuracy
 from compress.measure.accuracy import target_ranks
 from tests.engines.models import classifier, images
@@ -139,5 +140,22 @@ def test_outputs_that_are_not_logits_are_refused():
         measure_accuracy(two, data)
     two = GivenEngine(lambda x: x, shape=(-1, 5))
     two.outputs = tuple(dataclasses.replace(two.outputs[0], name=name) for name in "ab")
-    with pytest.raises(EngineError, match="one output"):
+    with pytest.raises(EngineError, match="one output.*'out'; there is a, b"):
         measure_accuracy(two, data)
+
+
+@pytest.mark.parametrize("make", [lambda y, x: (y, x), lambda y, x: {"features": x, "out": y}], ids=["tuple", "dict"])
+def test_the_logits_of_several_outputs_are_those_of_training(make, tmp_path):
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = torch.nn.Linear(12, 5)
+
+        def forward(self, x):
+            return make(self.fc(x.flatten(1)), x.flatten(1))
+
+    model, pictures, targets = Two().eval(), torch.randn(6, 3, 2, 2), torch.arange(6) % 5
+    path = export_onnx(model, pictures, tmp_path / "two.onnx")
+    with build_engine(path, "onnxruntime") as engine, torch.no_grad():
+        found = measure_accuracy(engine, [(pictures, targets)])
+        assert found.top1 == (model.fc(pictures.flatten(1)).argmax(1) == targets).float().mean()

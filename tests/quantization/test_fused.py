@@ -391,6 +391,28 @@ def test_on_a_gpu_the_kernels_compute_what_torch_does(dtype, kernels, compiled):
         assert F.cosine_similarity(results[1][name].flatten(), grad.flatten(), dim=0) > 0.98, name
 
 
+class Tied(nn.Module):
+    """A weight that is a layer's, and transposed another's: a module of the graph is part of another's path."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode, self.head = nn.Linear(8, 6), nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        return self.head(torch.relu(F.linear(torch.relu(self.encode(x)), self.encode.weight.t())))
+
+
+def test_a_tied_weight_is_fused_and_the_model_stays_whole():
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    qmodel = compress.quantize(Tied().eval(), x, [x])
+    expected, names = gradients(qmodel, qmodel, x), set(qmodel.state_dict())
+    fused = compress.fuse_for_training(qmodel)
+    assert_same(gradients(fused, qmodel, x), expected)
+    assert_same(gradients(qmodel, qmodel, x), expected)
+    assert set(qmodel.state_dict()) == names
+
+
 class Pools(nn.Module):
     """Pools that end a chain, as module and as function, and pools that cannot."""
 

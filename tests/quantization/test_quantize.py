@@ -172,3 +172,38 @@ def test_the_default_keeps_values_that_crowd_at_two_places():
     qmodel = quantize(model, x, [x])
     error = (qmodel(x) - model(x)).norm() / model(x).norm()
     assert error < 0.05
+
+
+class ZeroInit(nn.Module):
+    """A residual branch that begins at zero, squeezed and excited, as timm makes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.conv = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(8)
+        self.gate = nn.Conv2d(8, 8, 1)
+        self.head = nn.Linear(8, 5)
+        nn.init.zeros_(self.bn.weight)
+
+    def forward(self, x):
+        x = torch.relu(self.stem(x))
+        y = self.bn(self.conv(x))
+        y = y * torch.sigmoid(self.gate(y.mean((2, 3), keepdim=True)))
+        return self.head(torch.relu(x + y).mean((2, 3)))
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
+def test_a_branch_that_begins_at_zero_is_quantized_and_one_that_no_image_reaches_is_refused(target):
+    torch.manual_seed(0)
+    model, x = ZeroInit().eval(), torch.randn(4, 3, 8, 8)
+    spec = QuantSpec(target=target)
+    qmodel = quantize(model, x, [x], spec=spec)
+    torch.testing.assert_close(qmodel(x), model(x), rtol=0.1, atol=0.1)
+    report = calibrate(qmodel, [x])
+    assert report.dead and set(report.dead) <= set(report.amax)
+    assert all(report.amax[name] == 1 for name in report.dead)
+    with torch.no_grad():
+        model.stem.bias.fill_(-100)  # these images pass no ReLU, others would
+    with pytest.raises(CalibrationError, match="zero"):
+        quantize(model, x, [x], spec=spec)

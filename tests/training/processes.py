@@ -221,7 +221,6 @@ def exchange(processes):
     processes.barrier()
     return {
         "sum": processes.all_reduce_sum(rank).tolist(),
-        "max": processes.all_reduce_max(rank).tolist(),
         "object": processes.broadcast_object({"from": processes.rank}),
         "on_main": processes.on_main(lambda: processes.rank),
         "refused": refused,

@@ -22,6 +22,7 @@ from compress.engines.nvidia_log import parse_build_log
 from compress.engines.requirement import unmet_by_audit
 from compress.engines.tensorrt_build import build_tensorrt
 from compress.engines.tensorrt_options import TensorRTOptions
+from compress.errors import EngineError
 from compress.export.audit import audit_onnx, audit_sparsity
 from compress.recipe import load_recipe, recipe_names
 from compress.sparsity.masks import nm_mask
@@ -182,13 +183,18 @@ def test_int8_and_two_of_four(network, tmp_path):
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_recipes(name, tmp_path):
-    """The Q/DQ of every shipped recipe: its target, its calibrators, its rules, its masks."""
+    """The Q/DQ of every shipped recipe, for TensorRT: its calibrators, rules and masks; another target is refused."""
     recipe = load_recipe(name)
     model, x = made(STAND_INS[recipe.model.name])
     if recipe.sparsity is not None:
         compress.sparsify(model, dataclasses.replace(recipe.sparsity, permute=False, kernels="any"), example_inputs=x)
         compress.squash_masks(model)
-    qmodel = compress.quantize(model, x, [x], spec=recipe.quantization)
+    if recipe.quantization.target != "tensorrt":
+        other = compress.quantize(model, x, [x], spec=recipe.quantization)
+        with pytest.raises(EngineError, match=r"zero points: quantize with target: tensorrt"):
+            build(compress.export_onnx(other, x, tmp_path / "other.onnx"))
+    spec = dataclasses.replace(recipe.quantization, target="tensorrt")
+    qmodel = compress.quantize(model, x, [x], spec=spec)
     variant = "sparse-ptq" if recipe.sparsity else "ptq"
     path = compress.export_onnx(
         qmodel, x, tmp_path / "ptq.onnx", precision="fp16", metadata={"compress.variant": variant}
