@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.testing import do_bench
 
-from compress.quantization.fused_attention_triton import Tile, Tiles, attention, default_tiles
+from compress.quantization.fused_attention_launch import Tile, Tiles, attention, default_tiles
 from compress.quantization.fused_ops import Epilogue, fused_quantize
 
 FORWARD = (Tile(64, 256, True, 4, 2), Tile(64, 256, True, 8, 2), Tile(32, 256, True, 4, 2), Tile(64, 64, False, 4, 2),

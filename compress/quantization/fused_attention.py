@@ -19,8 +19,8 @@ quantizer is disabled or watched, and while dropout drops, the module computes t
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -66,23 +66,62 @@ class FusedAttentionModule(nn.Module):
             value: (..., keys, E).
         """
         quantizer = cast(Quantizer, self.rounding.quantizer)
-        dropping = self.dropout is not None and self.dropout.training and self.dropout.p > 0
-        if not dropping and is_live(quantizer) and self._takes(query):
-            from compress.quantization import fused_attention_triton  # Triton is not installed everywhere
+        if self.takes(query):
+            from compress.quantization import fused_attention_launch  # Triton is not installed everywhere
 
             dtype = weight_dtype(query)
             q, k, v = (t if t.dtype == dtype else t.to(dtype) for t in (query, key.transpose(-2, -1), value))
-            if fused_attention_triton.fits(q, k, v):
+            if fused_attention_launch.fits(q, k, v):
                 low, high = quantizer.format.low, quantizer.format.high
-                return fused_attention_triton.attention(q, k, v, quantizer.amax, self.scaling, low, high)
+                return fused_attention_launch.attention(q, k, v, quantizer.amax, self.scaling, low, high)
         weights = self.rounding(torch.softmax(torch.matmul(query, key) * self.scaling, dim=-1))
         return torch.matmul(weights if self.dropout is None else self.dropout(weights), value)
 
-    def _takes(self, query: Tensor) -> bool:
-        """Whether Triton kernels run: where they are asked for, or on a GPU in half precision."""
+    def takes(self, query: Tensor) -> bool:
+        """Whether Triton kernels run: where they are asked for, or on a GPU in half precision; never with dropout."""
+        dropping = self.dropout is not None and self.dropout.training and self.dropout.p > 0
+        if dropping or not is_live(cast(Quantizer, self.rounding.quantizer)):
+            return False
         if self.kernels is None and weight_dtype(query).itemsize != 2:
             return False
         return query.dtype != torch.float64 and (in_graph(query, self.kernels) or by_hand(query, self.kernels))
+
+
+class PackedAttentionModule(nn.Module):
+    """Attention of queries, keys and values that one linear layer computed, each rounded by its quantizer, or none.
+
+    Args:
+        attention: what it is but for the rounding.
+        roundings: of queries, keys and values, each with its `quantizer`, of one format; none = they are not rounded.
+    """
+
+    def __init__(self, attention: FusedAttentionModule, roundings: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.attention = attention
+        self.roundings = nn.ModuleList(roundings)
+
+    def forward(self, packed: Tensor) -> Tensor:
+        """The attended values, (B, tokens, heads, D).
+
+        Args:
+            packed: (3, B, heads, tokens, D).
+        """
+        attention, qkv = self.attention, packed.permute(1, 3, 0, 2, 4)
+        ours = [cast(Quantizer, rounding.quantizer) for rounding in self.roundings]
+        if attention.takes(packed) and packed.dtype == weight_dtype(packed) and all(map(is_live, ours)):
+            from compress.quantization import fused_attention_launch  # Triton is not installed everywhere
+
+            if fused_attention_launch.packed_fits(qkv):
+                quantizer = cast(Quantizer, attention.rounding.quantizer)
+                low, high = quantizer.format.low, quantizer.format.high
+                ranges = (ours[0].amax, ours[1].amax, ours[2].amax) if ours else None
+                bounds = (ours[0].format.low, ours[0].format.high) if ours else (0, 0)
+                return fused_attention_launch.packed_attention(
+                    qkv, quantizer.amax, attention.scaling, low, high, ranges, bounds
+                )
+        parts = list(packed.unbind(0))
+        q, k, v = [r(part) for r, part in zip(self.roundings, parts, strict=True)] if ours else parts
+        return cast(Tensor, attention(q, k.transpose(-2, -1), v)).transpose(1, 2)
 
 
 def fuse_attention(
@@ -96,7 +135,8 @@ def fuse_attention(
         kernels: as of `fuse_for_training`.
 
     Returns:
-        For each quantizer behind a softmax: the nodes that became one module with it, none where they did not; and why.
+        For each quantizer behind a softmax, and for those before it that became one module with it: the nodes that
+        became one module with it, none where they did not; and why.
     """
     found: dict[nn.Module, tuple[tuple[str, ...], str]] = {}
     for node, rounding in roundings.items():
@@ -104,7 +144,9 @@ def fuse_attention(
             continue
         quantizer = cast(nn.Module, rounding.quantizer)
         try:
-            found[quantizer] = (_fuse(graph_module, node, rounding, kernels), "")
+            names, fused = _fuse(graph_module, node, rounding, kernels)
+            found[quantizer] = (names, "")
+            found.update(_pack(graph_module, fused, roundings))
         except _RefusalError as refusal:
             found[quantizer] = ((), f"attention stays open: {refusal}")
     return found
@@ -114,11 +156,13 @@ class _RefusalError(Exception):
     """Why an attention is not fused."""
 
 
-def _fuse(graph_module: fx.GraphModule, node: fx.Node, rounding: nn.Module, kernels: Kernels | None) -> tuple[str, ...]:
+def _fuse(
+    graph_module: fx.GraphModule, node: fx.Node, rounding: nn.Module, kernels: Kernels | None
+) -> tuple[tuple[str, ...], fx.Node]:
     """Replace the attention around a node that rounds.
 
     Returns:
-        Names of the nodes that were replaced, in order.
+        (names of the nodes that were replaced, in order, the node in their place)
     """
     if cast(Quantizer, rounding.quantizer).format.axis is not None:
         raise _RefusalError("the probabilities have a range for every channel")
@@ -139,7 +183,115 @@ def _fuse(graph_module: fx.GraphModule, node: fx.Node, rounding: nn.Module, kern
     behind = [product] if dropout is None else [product, dropout]
     for old in (*behind, node, *before):  # from the end back: each has lost its only reader
         graph_module.graph.erase_node(old)
-    return tuple(old.name for old in (*before[::-1], *behind[::-1]))
+    return tuple(old.name for old in (*before[::-1], *behind[::-1])), fused
+
+
+def _pack(
+    graph_module: fx.GraphModule, fused: fx.Node, roundings: Mapping[fx.Node, nn.Module]
+) -> dict[nn.Module, tuple[tuple[str, ...], str]]:
+    """Let an attention read what a linear layer computed, if query, key and value are its parts; with their roundings.
+
+    What rounds the result is put before its transposition, so that it goes on as it lies.
+
+    Returns:
+        For each quantizer that became part of it: the nodes that did, and "".
+    """
+    parts = _parts_of(fused, roundings)
+    if parts is None:
+        return {}
+    rounded = [part.rounded for part in parts if part.rounded is not None]
+    modules = [roundings[node] for node in rounded]
+    name = str(fused.target).replace("fused", "packed", 1)
+    attention = cast(FusedAttentionModule, graph_module.get_submodule(str(fused.target)))
+    graph_module.add_submodule(name, PackedAttentionModule(attention, modules))
+    graph = graph_module.graph
+    with graph.inserting_before(fused):
+        packed = graph.call_module(name, (parts[0].source,))
+    packed.meta.update(fused.meta)
+    fused.replace_all_uses_with(packed)
+    readers = list(packed.users)
+    last = readers[0] if len(readers) == 1 and _rounds_all(readers[0], roundings) else packed
+    with graph.inserting_after(last):
+        back = graph.call_method("transpose", (last, 1, 2))
+    last.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
+    back.meta.update(last.meta)
+    for node in {packed, last}:
+        if "shape" in node.meta:
+            first, heads, tokens, width = node.meta["shape"]
+            node.meta["shape"] = (first, tokens, heads, width)
+    found: dict[nn.Module, tuple[tuple[str, ...], str]] = {}
+    for module, node in zip(modules, rounded, strict=True):
+        found[cast(nn.Module, module.quantizer)] = ((node.all_input_nodes[0].name,), "")
+    for old in (fused, *(node for part in parts for node in part.nodes)):  # from the end back
+        if not old.users:
+            graph.erase_node(old)
+    return found
+
+
+class _Part(NamedTuple):
+    """Of a tensor along its first axis, as an attention reads it.
+
+    Attributes:
+        source: the tensor.
+        place: which part.
+        rounded: what rounds it; None = nothing.
+        nodes: all from the attention to the tensor.
+    """
+
+    source: fx.Node
+    place: int
+    rounded: fx.Node | None
+    nodes: list[fx.Node]
+
+
+def _parts_of(fused: fx.Node, roundings: Mapping[fx.Node, nn.Module]) -> tuple[_Part, _Part, _Part] | None:
+    """What an attention reads, where it is the parts of a (3, B, heads, tokens, D), all rounded to one grid or none."""
+    query, key, value = cast("tuple[fx.Node, fx.Node, fx.Node]", fused.args)
+    if key.target != "transpose" or key.args[1:] not in {(-2, -1), (-1, -2), (2, 3), (3, 2)} or len(key.users) != 1:
+        return None
+    q, k, v = (_part_of(node, roundings) for node in (query, cast(fx.Node, key.args[0]), value))
+    if q is None or k is None or v is None or not q.source is k.source is v.source:
+        return None
+    shape: tuple[int, ...] = tuple(q.source.meta.get("shape") or ())
+    if (q.place, k.place, v.place) != (0, 1, 2) or len(shape) != 5 or shape[0] != 3:
+        return None
+    grids = {_grid(part, roundings) for part in (q, k, v)}
+    return (q, k._replace(nodes=[key, *k.nodes]), v) if len(grids) == 1 else None
+
+
+def _grid(part: _Part, roundings: Mapping[fx.Node, nn.Module]) -> tuple[int, int] | None:
+    """The smallest and largest integer to which a part is rounded; None if it is not."""
+    if part.rounded is None:
+        return None
+    quant_format = cast(Quantizer, roundings[part.rounded].quantizer).format
+    return quant_format.low, quant_format.high
+
+
+def _rounds_all(node: fx.Node, roundings: Mapping[fx.Node, nn.Module]) -> bool:
+    """Whether a node rounds a tensor by one range."""
+    return node in roundings and cast(Quantizer, roundings[node].quantizer).format.axis is None
+
+
+def _part_of(node: fx.Node, roundings: Mapping[fx.Node, nn.Module]) -> _Part | None:
+    """What a node that has one reader is a part of."""
+    rounded: fx.Node | None = None
+    nodes = [node]
+    while len(node.users) == 1 and node.op == "call_module":
+        if rounded is None and _rounds_all(node, roundings):
+            rounded = node
+        elif node_kind(node) != "identity" or _hooked(node_module(node)):
+            return None
+        node = node.all_input_nodes[0]
+        nodes.append(node)
+    if len(node.users) != 1 or node.target is not operator.getitem or not isinstance(node.args[1], int):
+        return None
+    source, place = cast(fx.Node, node.args[0]), node.args[1]
+    if source.target in {"unbind", torch.unbind}:
+        if (*source.args[1:], *source.kwargs.values()) not in {(), (0,)}:
+            return None
+        nodes.append(source)
+        source = source.all_input_nodes[0]
+    return _Part(source, place, rounded, nodes)
 
 
 def _before(node: fx.Node) -> tuple[list[fx.Node], float]:

@@ -9,6 +9,9 @@ and a number a row, the logarithm of its sum, and computes the probabilities aga
 The gradient of a row's softmax needs sum(dP * P) of the row. Flash attention takes it from the output, sum(dO * O).
 With rounding between P and O they are not the same, so the kernel of dq computes it, and that of dk and dv reads it.
 
+Heads lie one behind the other, or side by side in the rows of one matrix, as a linear layer writes them: row `token`
+of a batch begins at `token * row`, head h at column h * DEEP of it, and k and v `k_at` and `v_at` numbers behind q.
+
 The second product is one of integers, which half precision holds exactly up to 256; their step is applied to the sum.
 """
 
@@ -16,43 +19,76 @@ The second product is one of integers, which half precision holds exactly up to 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple, cast
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from compress.errors import QuantizationError
-from compress.quantization.fused_attention import WIDEST
-from compress.quantization.launch import launch
-from compress.quantization.rounding_triton import divide, on_grid
-
-_LARGEST = 2**31  # numbers of a head that 32 bits count
-_LOG2_E = math.log2(math.e)
+from compress.quantization.rounding_triton import divide, on_grid, steps_of
 
 
 @triton.jit
-def _rows(ptr, first, count, WIDE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr):
-    """Rows of a (count, WIDE) matrix from `first` on, zeros around them."""
+def _rows(ptr, first, count, stride, WIDE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr):
+    """Rows of a (count, WIDE) matrix from `first` on, `stride` apart, zeros around them."""
     row = first + tl.arange(0, ROWS)
     column = tl.arange(0, PADDED)
     there = (row < count)[:, None]
     if PADDED > WIDE:
         there = there & (column < WIDE)[None, :]
-    return tl.load(ptr + row[:, None] * WIDE + column[None, :], mask=there, other=0.0)
+    return tl.load(ptr + row[:, None] * stride + column[None, :], mask=there, other=0.0)
 
 
 @triton.jit
-def _put(ptr, value, first, count, WIDE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr):
+def _put(ptr, value, first, count, stride, WIDE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr):
     """The reverse of `_rows`."""
     row = first + tl.arange(0, ROWS)
     column = tl.arange(0, PADDED)
     there = (row < count)[:, None]
     if PADDED > WIDE:
         there = there & (column < WIDE)[None, :]
-    tl.store(ptr + row[:, None] * WIDE + column[None, :], value.to(ptr.dtype.element_ty), mask=there)
+    tl.store(ptr + row[:, None] * stride + column[None, :], value.to(ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _masked(value, bits_ptr, first, count, stride, WIDE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr):
+    """`value`, 0 where a bit says that rounding saturated. Row starts are multiples of eight numbers."""
+    row = first + tl.arange(0, ROWS)
+    column = tl.arange(0, PADDED)
+    there = (row < count)[:, None]
+    if PADDED > WIDE:
+        there = there & (column < WIDE)[None, :]
+    bits = tl.load(bits_ptr + row[:, None] * (stride // 8) + (column // 8)[None, :], mask=there, other=0).to(tl.int32)
+    return tl.where((bits >> (column % 8)[None, :]) & 1 != 0, value, 0.0)
+
+
+@triton.jit
+def round_kernel(
+    x_ptr, q_amax_ptr, k_amax_ptr, v_amax_ptr, out_ptr, bits_ptr,
+    rows, groups, strips, least, low, high,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """A tile of q, of k or of v, which lie side by side in each row, rounded; and its bits, 0 where it saturated.
+
+    groups: of eight numbers, in a part of a row; strips: of GROUPS of them.
+    """
+    least = tl.cast(least, tl.float32)
+    low = tl.cast(low, tl.float32)
+    high = tl.cast(high, tl.float32)
+    part = tl.program_id(1) // strips
+    group = tl.program_id(1) % strips * GROUPS + tl.arange(0, GROUPS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, 8)
+    whole = (row < rows)[:, None] & (group < groups)[None, :]
+    bits_at = row.to(tl.int64)[:, None] * (3 * groups) + (part * groups + group)[None, :]
+    at = bits_at[:, :, None] * 8 + lane[None, None, :]
+    there = tl.broadcast_to(whole[:, :, None], (ROWS, GROUPS, 8))
+    x = tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32)
+    k_or_v = tl.where(part == 1, tl.load(k_amax_ptr), tl.load(v_amax_ptr))
+    amax = tl.where(part == 0, tl.load(q_amax_ptr), k_or_v)
+    scale = tl.div_rn(amax.to(tl.float32), high)
+    steps = steps_of(x, float("-inf"), float("inf"), scale, tl.div_rn(1.0, scale))
+    passes = (steps > least) & (steps < high + 0.5)  # `high` is odd: halves round away from it
+    tl.store(out_ptr + at, (on_grid(steps, low, high) * scale).to(out_ptr.dtype.element_ty), mask=there)
+    bits = tl.sum(tl.where(passes, (1 << lane)[None, None, :], 0), axis=2)
+    tl.store(bits_ptr + bits_at, bits.to(tl.uint8), mask=whole)
 
 
 @triton.jit
@@ -66,7 +102,7 @@ def _scores(q, k, first, keys, factor, COLUMNS: tl.constexpr):
 @triton.jit
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, amax_ptr, out_ptr, sums_ptr,
-    tokens, keys, blocks, factor, low, high,
+    tokens, keys, blocks, heads, row, v_row, out_row, k_at, v_at, factor, low, high,
     DEEP: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -77,38 +113,43 @@ def forward_kernel(
     factor = tl.cast(factor, tl.float32)  # the compiler of torch.compile hands Python's numbers over in float64
     low = tl.cast(low, tl.float32)
     high = tl.cast(high, tl.float32)
-    head = (tl.program_id(0) // blocks).to(tl.int64)
+    index = tl.program_id(0) // blocks
     first_row = tl.program_id(0) % blocks * ROWS
-    k_ptr += head * keys * DEEP
-    v_ptr += head * keys * WIDE
+    batch = (index // heads).to(tl.int64)
+    head = index % heads
+    k_ptr += batch * keys * row + head * DEEP + k_at
+    v_ptr += batch * keys * v_row + head * WIDE + v_at
     scale = tl.div_rn(tl.load(amax_ptr).to(tl.float32), high)
     reciprocal = tl.div_rn(1.0, scale)
-    q = _rows(q_ptr + head * tokens * DEEP, first_row, tokens, DEEP, ROWS, DEPTH)
+    q = _rows(q_ptr + batch * tokens * row + head * DEEP, first_row, tokens, row, DEEP, ROWS, DEPTH)
     if WHOLE:
-        x = _scores(q, _rows(k_ptr, 0, keys, DEEP, COLUMNS, DEPTH), 0, keys, factor, COLUMNS)
+        x = _scores(q, _rows(k_ptr, 0, keys, row, DEEP, COLUMNS, DEPTH), 0, keys, factor, COLUMNS)
         most = tl.max(x, axis=1)
-        logs = most + tl.log2(tl.sum(tl.exp2(x - most[:, None]), axis=1))
-        steps = divide(tl.exp2(x - logs[:, None]), scale, reciprocal)
-        v = _rows(v_ptr, 0, keys, WIDE, COLUMNS, WIDTH)
+        p = tl.exp2(x - most[:, None])
+        sums = tl.sum(p, axis=1)
+        logs = most + tl.log2(sums)
+        steps = divide(p * tl.div_rn(1.0, sums)[:, None], scale, reciprocal)
+        v = _rows(v_ptr, 0, keys, v_row, WIDE, COLUMNS, WIDTH)
         total = tl.dot(on_grid(steps, low, high).to(v.dtype), v, input_precision="ieee")
     else:
         most = tl.full([ROWS], float("-inf"), tl.float32)
         sums = tl.zeros([ROWS], dtype=tl.float32)
         for first in range(0, keys, COLUMNS):
-            x = _scores(q, _rows(k_ptr, first, keys, DEEP, COLUMNS, DEPTH), first, keys, factor, COLUMNS)
+            x = _scores(q, _rows(k_ptr, first, keys, row, DEEP, COLUMNS, DEPTH), first, keys, factor, COLUMNS)
             higher = tl.maximum(most, tl.max(x, axis=1))
             sums = sums * tl.exp2(most - higher) + tl.sum(tl.exp2(x - higher[:, None]), axis=1)
             most = higher
         logs = most + tl.log2(sums)
         total = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
         for first in range(0, keys, COLUMNS):
-            x = _scores(q, _rows(k_ptr, first, keys, DEEP, COLUMNS, DEPTH), first, keys, factor, COLUMNS)
+            x = _scores(q, _rows(k_ptr, first, keys, row, DEEP, COLUMNS, DEPTH), first, keys, factor, COLUMNS)
             steps = divide(tl.exp2(x - logs[:, None]), scale, reciprocal)
-            v = _rows(v_ptr, first, keys, WIDE, COLUMNS, WIDTH)
+            v = _rows(v_ptr, first, keys, v_row, WIDE, COLUMNS, WIDTH)
             total = tl.dot(on_grid(steps, low, high).to(v.dtype), v, total, input_precision="ieee")
-    _put(out_ptr + head * tokens * WIDE, total * scale, first_row, tokens, WIDE, ROWS, WIDTH)
-    row = first_row + tl.arange(0, ROWS)
-    tl.store(sums_ptr + head * tokens + row, logs, mask=row < tokens)
+    out_ptr += batch * tokens * out_row + head * WIDE
+    _put(out_ptr, total * scale, first_row, tokens, out_row, WIDE, ROWS, WIDTH)
+    query = first_row + tl.arange(0, ROWS)
+    tl.store(sums_ptr + index.to(tl.int64) * tokens + query, logs, mask=query < tokens)
 
 
 @triton.jit
@@ -121,53 +162,61 @@ def _grads(q, grad, k, v, logs, first, keys, factor, scale, reciprocal, high, CO
 
 @triton.jit
 def queries_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, sums_ptr, amax_ptr, out_ptr, deltas_ptr,
-    tokens, keys, blocks, factor, scaling, high,
-    DEEP: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, sums_ptr, amax_ptr, bits_ptr, out_ptr, deltas_ptr,
+    tokens, keys, blocks, heads, row, v_row, out_row, k_at, v_at, factor, scaling, high,
+    DEEP: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A block of the gradient of q, and sum(dP * P) of its rows. WHOLE: as in `forward_kernel`."""
     factor = tl.cast(factor, tl.float32)
     scaling = tl.cast(scaling, tl.float32)
     high = tl.cast(high, tl.float32)
-    head = (tl.program_id(0) // blocks).to(tl.int64)
+    index = tl.program_id(0) // blocks
     first_row = tl.program_id(0) % blocks * ROWS
-    k_ptr += head * keys * DEEP
-    v_ptr += head * keys * WIDE
+    batch = (index // heads).to(tl.int64)
+    head = index % heads
+    k_ptr += batch * keys * row + head * DEEP + k_at
+    v_ptr += batch * keys * v_row + head * WIDE + v_at
     scale = tl.div_rn(tl.load(amax_ptr).to(tl.float32), high)
     reciprocal = tl.div_rn(1.0, scale)
-    q = _rows(q_ptr + head * tokens * DEEP, first_row, tokens, DEEP, ROWS, DEPTH)
-    grad = _rows(grad_ptr + head * tokens * WIDE, first_row, tokens, WIDE, ROWS, WIDTH)
-    row = first_row + tl.arange(0, ROWS)
-    logs = tl.load(sums_ptr + head * tokens + row, mask=row < tokens, other=0.0)
+    q = _rows(q_ptr + batch * tokens * row + head * DEEP, first_row, tokens, row, DEEP, ROWS, DEPTH)
+    grad_ptr += batch * tokens * out_row + head * WIDE
+    grad = _rows(grad_ptr, first_row, tokens, out_row, WIDE, ROWS, WIDTH)
+    query = first_row + tl.arange(0, ROWS)
+    sums_at = index.to(tl.int64) * tokens + query
+    logs = tl.load(sums_ptr + sums_at, mask=query < tokens, other=0.0)
     if WHOLE:
-        k = _rows(k_ptr, 0, keys, DEEP, COLUMNS, DEPTH)
-        v = _rows(v_ptr, 0, keys, WIDE, COLUMNS, WIDTH)
+        k = _rows(k_ptr, 0, keys, row, DEEP, COLUMNS, DEPTH)
+        v = _rows(v_ptr, 0, keys, v_row, WIDE, COLUMNS, WIDTH)
         p, passed = _grads(q, grad, k, v, logs, 0, keys, factor, scale, reciprocal, high, COLUMNS)
         deltas = tl.sum(p * passed, axis=1)
         total = tl.dot((p * (passed - deltas[:, None])).to(k.dtype), k, input_precision="ieee")
     else:
         deltas = tl.zeros([ROWS], dtype=tl.float32)
         for first in range(0, keys, COLUMNS):
-            k = _rows(k_ptr, first, keys, DEEP, COLUMNS, DEPTH)
-            v = _rows(v_ptr, first, keys, WIDE, COLUMNS, WIDTH)
+            k = _rows(k_ptr, first, keys, row, DEEP, COLUMNS, DEPTH)
+            v = _rows(v_ptr, first, keys, v_row, WIDE, COLUMNS, WIDTH)
             p, passed = _grads(q, grad, k, v, logs, first, keys, factor, scale, reciprocal, high, COLUMNS)
             deltas += tl.sum(p * passed, axis=1)
         total = tl.zeros([ROWS, DEPTH], dtype=tl.float32)
         for first in range(0, keys, COLUMNS):
-            k = _rows(k_ptr, first, keys, DEEP, COLUMNS, DEPTH)
-            v = _rows(v_ptr, first, keys, WIDE, COLUMNS, WIDTH)
+            k = _rows(k_ptr, first, keys, row, DEEP, COLUMNS, DEPTH)
+            v = _rows(v_ptr, first, keys, v_row, WIDE, COLUMNS, WIDTH)
             p, passed = _grads(q, grad, k, v, logs, first, keys, factor, scale, reciprocal, high, COLUMNS)
             total = tl.dot((p * (passed - deltas[:, None])).to(k.dtype), k, total, input_precision="ieee")
-    _put(out_ptr + head * tokens * DEEP, total * scaling, first_row, tokens, DEEP, ROWS, DEPTH)
-    tl.store(deltas_ptr + head * tokens + row, deltas, mask=row < tokens)
+    start = batch * tokens * row + head * DEEP
+    total *= scaling
+    if MASKED:
+        total = _masked(total, bits_ptr + start // 8, first_row, tokens, row, DEEP, ROWS, DEPTH)
+    _put(out_ptr + start, total, first_row, tokens, row, DEEP, ROWS, DEPTH)
+    tl.store(deltas_ptr + sums_at, deltas, mask=query < tokens)
 
 
 @triton.jit
 def keys_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, sums_ptr, deltas_ptr, amax_ptr, k_out_ptr, v_out_ptr,
-    tokens, keys, blocks, factor, scaling, low, high,
-    DEEP: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, sums_ptr, deltas_ptr, amax_ptr, bits_ptr, out_ptr,
+    tokens, keys, blocks, heads, row, v_row, out_row, k_at, v_at, k_to, v_to, factor, scaling, low, high,
+    DEEP: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A block of the gradients of k and of v. Rows are keys, so that no product needs what was computed, transposed.
@@ -178,21 +227,25 @@ def keys_kernel(
     scaling = tl.cast(scaling, tl.float32)
     low = tl.cast(low, tl.float32)
     high = tl.cast(high, tl.float32)
-    head = (tl.program_id(0) // blocks).to(tl.int64)
+    index = tl.program_id(0) // blocks
     first_key = tl.program_id(0) % blocks * ROWS
-    q_ptr += head * tokens * DEEP
-    grad_ptr += head * tokens * WIDE
-    sums_ptr += head * tokens
-    deltas_ptr += head * tokens
+    batch = (index // heads).to(tl.int64)
+    head = index % heads
+    q_ptr += batch * tokens * row + head * DEEP
+    grad_ptr += batch * tokens * out_row + head * WIDE
+    sums_ptr += index.to(tl.int64) * tokens
+    deltas_ptr += index.to(tl.int64) * tokens
+    k_start = batch * keys * row + head * DEEP
+    v_start = batch * keys * v_row + head * WIDE
     scale = tl.div_rn(tl.load(amax_ptr).to(tl.float32), high)
     reciprocal = tl.div_rn(1.0, scale)
-    k = _rows(k_ptr + head * keys * DEEP, first_key, keys, DEEP, ROWS, DEPTH)
-    v = _rows(v_ptr + head * keys * WIDE, first_key, keys, WIDE, ROWS, WIDTH)
+    k = _rows(k_ptr + k_at + k_start, first_key, keys, row, DEEP, ROWS, DEPTH)
+    v = _rows(v_ptr + v_at + v_start, first_key, keys, v_row, WIDE, ROWS, WIDTH)
     k_total = tl.zeros([ROWS, DEPTH], dtype=tl.float32)
     v_total = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
     for first in range(0, tokens, COLUMNS):
-        q = _rows(q_ptr, first, tokens, DEEP, COLUMNS, DEPTH)
-        grad = _rows(grad_ptr, first, tokens, WIDE, COLUMNS, WIDTH)
+        q = _rows(q_ptr, first, tokens, row, DEEP, COLUMNS, DEPTH)
+        grad = _rows(grad_ptr, first, tokens, out_row, WIDE, COLUMNS, WIDTH)
         query = first + tl.arange(0, COLUMNS)
         logs = tl.load(sums_ptr + query, mask=query < tokens, other=0.0)
         deltas = tl.load(deltas_ptr + query, mask=query < tokens, other=0.0)
@@ -202,164 +255,10 @@ def keys_kernel(
         passed = tl.dot(v, tl.trans(grad), input_precision="ieee")
         passed = tl.where(steps < high + 0.5, passed, 0.0)
         k_total = tl.dot((p * (passed - deltas[None, :])).to(q.dtype), q, k_total, input_precision="ieee")
-    _put(k_out_ptr + head * keys * DEEP, k_total * scaling, first_key, keys, DEEP, ROWS, DEPTH)
-    _put(v_out_ptr + head * keys * WIDE, v_total * scale, first_key, keys, WIDE, ROWS, WIDTH)
-
-
-class Tile(NamedTuple):
-    """What a program of a kernel holds at a time, and how it runs.
-
-    Attributes:
-        rows: of the result: queries, and keys in `keys_kernel`.
-        columns: of the scores: keys, and queries in `keys_kernel`.
-        whole: one block of columns holds all.
-        warps: of a program.
-        stages: blocks of columns whose loads are on their way at a time.
-    """
-
-    rows: int
-    columns: int
-    whole: bool
-    warps: int
-    stages: int
-
-
-class Tiles(NamedTuple):
-    """One for each kernel."""
-
-    forward: Tile
-    queries: Tile
-    keys: Tile
-
-
-def default_tiles(tokens: int, keys: int, width: int, dtype: torch.dtype) -> Tiles:
-    """Tiles for heads of `tokens` queries and `keys` keys, of at most `width` numbers each; not measured.
-
-    Chosen by what compiled kernels need on an H100's multiprocessor: none of them spills registers in half precision
-    at up to 64 numbers. 64 rows are what a warp group multiplies at once; float32 is not multiplied by tensor cores.
-    """
-    half = dtype.itemsize == 2
-    most = 64 if half and width <= 128 else 32 if half or width <= 64 else 16
-    rows, columns = (min(most, _padded(count)) for count in (tokens, keys))
-    whole = keys <= (256 if half and width <= 64 else columns)
-    if whole:
-        columns = _padded(keys)
-    forward = Tile(rows, columns, whole, 4, 2)
-    queries = forward if columns <= 128 else Tile(min(rows, 32), columns, True, 8, 2)
-    step = min(most, 32 if half else 16, _padded(tokens))
-    return Tiles(forward, queries, Tile(min(most, _padded(keys)), step, False, 4, 2))
-
-
-def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether types and shapes are those of the kernels: (..., T, D), (..., S, D), (..., S, E)."""
-    alike = q.dtype == k.dtype == v.dtype and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    shaped = q.dim() >= 2 and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]
-    if not alike or not shaped or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
-        return False
-    widest = max(q.shape[-1], v.shape[-1])
-    longest = max(q.shape[-2], k.shape[-2])
-    return widest <= WIDEST and widest * longest < _LARGEST and min(q.numel(), k.numel(), v.numel()) > 0
-
-
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, amax: Tensor, scaling: float, low: int, high: int, tiles: Tiles | None = None
-) -> Tensor:
-    """fake_quantize(softmax(scaling * q k^T)) v of what `fits`; (..., T, E), contiguous.
-
-    Args:
-        q: (..., T, D).
-        k: (..., S, D).
-        v: (..., S, E).
-        amax: (), the range of the probabilities; one step is amax / high.
-        scaling: what the scores are multiplied by.
-        low: smallest integer, 0 or less.
-        high: largest one: odd, at most 255.
-        tiles: None = `default_tiles`.
-    """
-    if tiles is None:
-        tiles = default_tiles(q.shape[-2], k.shape[-2], max(q.shape[-1], v.shape[-1]), q.dtype)
-    flat = tuple(number for tile in tiles for number in tile)
-    return cast(Tensor, _Attention.apply(q, k, v, amax, scaling, low, high, *flat))
-
-
-class _Attention(torch.autograd.Function):
-    """Keeps its inputs and a number a row."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, amax: Tensor, scaling: float, low: int, high: int, *tiles: Any
-    ) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        tile = Tile(*tiles[:5])
-        (tokens, keys), sizes = _counts(q, k), _sizes(q, v)
-        out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-        sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-        blocks = -(-tokens // tile.rows)
-        launch(
-            forward_kernel,
-            (blocks * _heads(q),),
-            (q, k, v, amax, out, sums),
-            (tokens, keys, blocks, scaling * _LOG2_E, float(low), float(high), *sizes,
-             tile.whole, tile.rows, tile.columns),
-            num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
-        ctx.save_for_backward(q, k, v, sums, amax)
-        ctx.numbers = (scaling, low, high)
-        ctx.tiles = tiles[5:]
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if not torch.compiler.is_compiling() and grad.requires_grad:
-            raise QuantizationError(
-                "our Triton kernels have no second derivative; for one, fuse with kernels='torch' (fuse_for_training)"
-            )
-        q, k, v, sums, amax = ctx.saved_tensors
-        scaling, low, high = ctx.numbers
-        by_queries, by_keys = Tile(*ctx.tiles[:5]), Tile(*ctx.tiles[5:])
-        grad = grad.contiguous()
-        (tokens, keys), sizes = _counts(q, k), _sizes(q, v)
-        q_grad, k_grad, v_grad = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-        deltas = torch.empty(sums.shape, dtype=torch.float32, device=q.device)
-        blocks = -(-tokens // by_queries.rows)
-        launch(
-            queries_kernel,
-            (blocks * _heads(q),),
-            (q, k, v, grad, sums, amax, q_grad, deltas),
-            (tokens, keys, blocks, scaling * _LOG2_E, scaling, float(high), *sizes,
-             by_queries.whole, by_queries.rows, by_queries.columns),
-            num_warps=by_queries.warps, num_stages=by_queries.stages,
-        )  # fmt: skip
-        blocks = -(-keys // by_keys.rows)
-        launch(
-            keys_kernel,
-            (blocks * _heads(q),),
-            (q, k, v, grad, sums, deltas, amax, k_grad, v_grad),
-            (tokens, keys, blocks, scaling * _LOG2_E, scaling, float(low), float(high), *sizes,
-             by_keys.rows, by_keys.columns),
-            num_warps=by_keys.warps, num_stages=by_keys.stages,
-        )  # fmt: skip
-        return q_grad, k_grad, v_grad, *(None,) * 19
-
-
-def _heads(q: Tensor) -> int:
-    return q.numel() // (q.shape[-2] * q.shape[-1])
-
-
-def _counts(q: Tensor, k: Tensor) -> tuple[int, int]:
-    """How many queries and keys a head has."""
-    return q.shape[-2], k.shape[-2]
-
-
-def _sizes(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
-    """DEEP, WIDE, DEPTH and WIDTH of the kernels."""
-    deep, wide = q.shape[-1], v.shape[-1]
-    return deep, wide, _padded(deep), _padded(wide)
-
-
-def _padded(count: int) -> int:
-    """The next power of two, 16 or more, as tensor cores want it; `count` may be the compiler's symbol of a size."""
-    size = 16
-    while size < count:
-        size *= 2
-    return size
+    k_total *= scaling
+    v_total *= scale
+    if MASKED:
+        k_total = _masked(k_total, bits_ptr + (k_to + k_start) // 8, first_key, keys, row, DEEP, ROWS, DEPTH)
+        v_total = _masked(v_total, bits_ptr + (v_to + v_start) // 8, first_key, keys, v_row, WIDE, ROWS, WIDTH)
+    _put(out_ptr + k_to + k_start, k_total, first_key, keys, row, DEEP, ROWS, DEPTH)
+    _put(out_ptr + v_to + v_start, v_total, first_key, keys, v_row, WIDE, ROWS, WIDTH)

@@ -9,7 +9,14 @@ import torch
 import torch.nn.functional as F
 
 import compress
-from compress.quantization.fused_attention_triton import Tile, Tiles, attention, fits
+from compress.quantization.fused_attention_launch import (
+    Tile,
+    Tiles,
+    attention,
+    fits,
+    packed_attention,
+    packed_fits,
+)
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
 from tests.quantization.test_fused import assert_same, gradients
 from tests.quantization.test_fused_attention import quantized, vit
@@ -29,6 +36,16 @@ GPU_CASES = (
     ((4, 6), 197, 197, 64, 64), ((2, 3), 49, 49, 32, 32), ((2, 2), 300, 577, 80, 64), ((2,), 65, 130, 128, 128),
     ((1, 2), 40, 33, 200, 256), ((2, 2), 256, 256, 64, 64),
 )  # fmt: skip
+
+
+PACKED = (
+    # batch, tokens, heads, width, rounded, format of probabilities, dtype, tiles
+    (1, 19, 3, 8, True, UNSIGNED, torch.float32, None),
+    (2, 18, 2, 24, True, SIGNED, torch.float32, SMALL),
+    (1, 17, 2, 16, False, SIGNED, torch.float32, None),
+    (1, 40, 2, 16, True, SIGNED, torch.float16, None),
+)
+GPU_PACKED = ((4, 197, 6, 64, True), (2, 50, 3, 32, False), (1, 577, 2, 72, True), (2, 130, 2, 128, True))
 
 
 def plain(q, k, v, amax, scaling, quant_format):
@@ -51,22 +68,55 @@ def check(case, device, compiled=False):
     def fused(q, k, v):
         return attention(q, k, v, amax, scaling, quant_format.low, quant_format.high, tiles)
 
-    run = torch.compile(fused, fullgraph=True) if compiled else fused
+    def reference(q, k, v):
+        return plain(q, k, v, amax.double(), scaling, quant_format)
+
+    compare(torch.compile(fused, fullgraph=True) if compiled else fused, reference, made, grad)
+
+
+def check_packed(case, device, compiled=False):
+    """As `check`, with q, k and v side by side; the largest of them and of the probabilities saturate."""
+    batch, tokens, heads, width, rounded, quant_format, dtype, tiles = case
+    scaling = 1.5 * width**-0.5
+    generator = torch.Generator().manual_seed(tokens)
+    qkv = torch.randn((batch, tokens, 3, heads, width), generator=generator).to(device, dtype)
+    grad = torch.randn((batch, tokens, heads, width), generator=generator).to(device, dtype)
+    assert packed_fits(qkv)
+    ranges = tuple(torch.tensor(value, device=device) for value in (1.3, 1.7, 1.1)) if rounded else None
+    amax = torch.tensor(0.2, device=device)
+
+    def fused(qkv):
+        numbers = (scaling, quant_format.low, quant_format.high)
+        return packed_attention(qkv, amax, *numbers, ranges, (SIGNED.low, SIGNED.high), tiles)
+
+    def reference(qkv):
+        parts = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        if ranges is not None:
+            scales = [scale_from_amax(one.double(), SIGNED) for one in ranges]
+            parts = [fake_quantize(part, scale, SIGNED) for part, scale in zip(parts, scales, strict=True)]
+            parts = [part + (part.to(dtype) - part).detach() for part in parts]  # as the plain path writes them
+        return plain(*parts, amax.double(), scaling, quant_format).transpose(1, 2)
+
+    compare(torch.compile(fused, fullgraph=True) if compiled else fused, reference, [qkv], grad)
+
+
+def compare(run, reference, made, grad):
+    """Result and gradients of a function against those in float64."""
     leaves = [t.clone().requires_grad_() for t in made]
     result = run(*leaves)
     found = (result, *torch.autograd.grad(result, leaves, grad))
     leaves = [t.double().requires_grad_() for t in made]
-    expected = plain(*leaves, amax.double(), scaling, quant_format)
+    expected = reference(*leaves)
     expected = (expected, *torch.autograd.grad(expected, leaves, grad.double()))
-    precision = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
-    if device != "cpu":  # exponentials and logarithms of a GPU are good to 22 bits: some values are beyond a tie
+    precision = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[grad.dtype]
+    if grad.is_cuda:  # exponentials and logarithms of a GPU are good to 22 bits: some values are beyond a tie
         precision = max(precision, 2e-3)
     for one, other in zip(found, expected, strict=True):
-        assert one.dtype == dtype
+        assert one.dtype == grad.dtype
         assert one.is_contiguous()
         assert other.abs().max() > 0.01
-        difference = (one.double() - other).norm() / other.norm()
-        assert difference < precision, (case, float(difference))
+        difference = float(((one.double() - other).norm() / other.norm()).detach())
+        assert difference < precision, (made[0].shape, difference)
 
 
 def check_network():
@@ -96,8 +146,10 @@ def main():
     assert os.environ.get("TRITON_INTERPRET") == "1"
     for case in CASES:
         check(case, "cpu")
+    for case in PACKED:
+        check_packed(case, "cpu")
     check_network()
-    print(f"{len(CASES)} attentions, 1 network")
+    print(f"{len(CASES) + len(PACKED)} attentions, 1 network")
 
 
 if __name__ == "__main__":

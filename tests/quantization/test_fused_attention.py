@@ -135,19 +135,29 @@ def test_triton_kernels_compute_the_same_in_the_interpreter():
         env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "6 attentions, 1 network" in done.stdout
+    assert "10 attentions, 1 network" in done.stdout
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_on_a_gpu_the_kernels_compute_what_torch_does(dtype, compiled):
-    from tests.quantization.interpreted_attention import GPU_CASES, SIGNED, UNSIGNED, check
+    from tests.quantization.interpreted_attention import (
+        GPU_CASES,
+        GPU_PACKED,
+        SIGNED,
+        UNSIGNED,
+        check,
+        check_packed,
+    )
 
-    for sizes in GPU_CASES:
-        for quant_format in (SIGNED, UNSIGNED):
+    for quant_format in (SIGNED, UNSIGNED):
+        for sizes in GPU_CASES:
             torch.compiler.reset()
             check((*sizes, quant_format, dtype, None), "cuda", compiled)
+        for sizes in GPU_PACKED:
+            torch.compiler.reset()
+            check_packed((*sizes, quant_format, dtype, None), "cuda", compiled)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
