@@ -3,15 +3,15 @@
     python analysis/attention_tiles.py                          ViT-S at batch 128, bfloat16: about 2 minutes on a GPU
     python analysis/attention_tiles.py --heads 16 49 32 --batch 2048    another shape: heads, tokens, width
 
-For each way the milliseconds of a forward pass, and of a forward and backward pass, of one layer; then for each of the
-three kernels the milliseconds with each tile. Every time is the median of Triton's `do_bench`, which empties the cache
-in between.
+For each way, compiled, the milliseconds of a forward pass, and of a forward and backward pass, of one layer from what
+the linear layer before it wrote to what the one behind it reads; then for each of the three kernels the milliseconds
+with each tile. Every time is the median of Triton's `do_bench`, which empties the cache in between.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.testing import do_bench
 
-from compress.quantization.fused_attention_launch import Tile, Tiles, attention, default_tiles
+from compress.quantization.fused_attention_launch import Tile, Tiles, attention, default_tiles, packed_attention
 from compress.quantization.fused_ops import Epilogue, fused_quantize
 
 FORWARD = (Tile(64, 256, True, 4, 2), Tile(64, 256, True, 8, 2), Tile(32, 256, True, 4, 2), Tile(64, 64, False, 4, 2),
@@ -31,20 +31,47 @@ KEYS = (Tile(64, 32, False, 4, 2), Tile(64, 32, False, 4, 3), Tile(64, 64, False
         Tile(128, 32, False, 8, 2), Tile(128, 32, False, 8, 3), Tile(32, 64, False, 4, 2))  # fmt: skip
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, amax: Tensor, scaling: float) -> Tensor:
+INT8 = (-128, 127)
+AMAX = 0.3  # of the probabilities
+RANGES = (3.0, 3.1, 3.2)  # of q, k and v
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def apart(x: Tensor, heads: int, attend: Attend, ranges: Sequence[Tensor] = ()) -> Tensor:
+    """(B, T, H D) of what the linear layer wrote, (B, T, 3 H D): parts rounded one by one, if at all, and attended."""
+    parts = x.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    if ranges:
+        pairs = zip(parts, ranges, strict=True)
+        parts = tuple(fused_quantize(part, amax, Epilogue(*INT8), kernels="torch") for part, amax in pairs)
+    return attend(*parts).transpose(1, 2).flatten(2)
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, amax: Tensor, scaling: float) -> Tensor:
     """What the fused chains compute without the operation, under autocast."""
     weights = torch.softmax(torch.matmul(q, k.transpose(-2, -1)) * scaling, dim=-1, dtype=torch.float32)
-    weights = fused_quantize(weights, amax, Epilogue(-128, 127), kernels="torch")
+    weights = fused_quantize(weights, amax, Epilogue(*INT8), kernels="torch")
     return torch.matmul(weights.to(v.dtype), v)
 
 
-def milliseconds(run: Callable[..., Tensor], tensors: list[Tensor], grad: Tensor) -> tuple[float, float]:
+def together(
+    x: Tensor,
+    heads: int,
+    amax: Tensor,
+    scaling: float,
+    ranges: tuple[Tensor, Tensor, Tensor] | None,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """`apart`, with one operation that reads what the linear layer wrote."""
+    return packed_attention(x.unflatten(-1, (3, heads, -1)), amax, scaling, *INT8, ranges, INT8, tiles).flatten(2)
+
+
+def milliseconds(run: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> tuple[float, float]:
     """(forward, forward and backward)."""
 
     def step() -> None:
-        torch.autograd.grad(run(*tensors), tensors, grad)
+        torch.autograd.grad(run(x), x, grad)
 
-    return (float(do_bench(lambda: run(*tensors), return_mode="median")), float(do_bench(step, return_mode="median")))
+    return (float(do_bench(lambda: run(x), return_mode="median")), float(do_bench(step, return_mode="median")))
 
 
 def main() -> None:
@@ -57,29 +84,36 @@ def main() -> None:
     heads, tokens, width = options.heads
     dtype = getattr(torch, options.dtype)
     make: dict[str, Any] = {"device": "cuda", "dtype": dtype}
-    q, k, v = (torch.randn(options.batch, heads, tokens, width, **make).requires_grad_() for _ in range(3))
-    grad = torch.randn(options.batch, heads, tokens, width, **make)
-    amax, scaling = torch.tensor(0.3, device="cuda"), width**-0.5
+    x = torch.randn(options.batch, tokens, 3 * heads * width, **make).requires_grad_()
+    grad = torch.randn(options.batch, tokens, heads * width, **make)
+    amax, scaling = torch.tensor(AMAX, device="cuda"), width**-0.5
+    a, b, c = (torch.tensor(value, device="cuda") for value in RANGES)
     best = default_tiles(tokens, tokens, width, dtype)
+    ours: dict[str, Any] = {"heads": heads, "amax": amax, "scaling": scaling}
+    plain = partial(one_by_one, amax=amax, scaling=scaling)
 
-    def fused(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles = best) -> Tensor:
-        return attention(q, k, v, amax, scaling, -128, 127, tiles)
+    def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, amax, scaling, *INT8)
 
-    ways: dict[str, Callable[..., Tensor]] = {
-        "one by one, compiled": torch.compile(partial(plain, amax=amax, scaling=scaling)),
-        "one operation": fused,
-        "float: flash attention": lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "rounded, one by one": partial(apart, heads=heads, attend=plain, ranges=(a, b, c)),
+        "rounded, scores in one operation": partial(apart, heads=heads, attend=fused, ranges=(a, b, c)),
+        "rounded, all in one operation": partial(together, ranges=(a, b, c), **ours),
+        "q, k, v not rounded, one operation": partial(together, ranges=None, **ours),
+        "float: flash attention": partial(apart, heads=heads, attend=F.scaled_dot_product_attention),
     }
     print(f"{torch.cuda.get_device_name()}, {options.batch} x {heads} heads of {tokens} x {width}, {options.dtype}")
-    for name, run in ways.items():
-        print("{:24s} forward {:.3f} ms, and backward {:.3f} ms".format(name, *milliseconds(run, [q, k, v], grad)))
+    for name, way in ways.items():
+        torch.compiler.reset()
+        run = torch.compile(way, fullgraph=True)
+        print("{:36s} forward {:.3f} ms, and backward {:.3f} ms".format(name, *milliseconds(run, x, grad)), flush=True)
     for part, tiles in (("forward", FORWARD), ("queries", QUERIES), ("keys", KEYS)):
         for tile in tiles:
             if tile.whole and tile.columns < tokens:
                 continue
             chosen = best._replace(**{part: tile})
             try:
-                both = milliseconds(partial(fused, tiles=chosen), [q, k, v], grad)
+                both = milliseconds(partial(together, ranges=(a, b, c), tiles=chosen, **ours), x, grad)
             except Exception as error:  # a tile that does not fit into shared memory
                 print(f"{part:8s} {tile}: {type(error).__name__}")
                 continue

@@ -211,23 +211,23 @@ class _PackedAttention(torch.autograd.Function):
         *tiles: Any,
     ) -> Tensor:
         batch, tokens, _, heads, width = qkv.shape
-        bits: Tensor | None = None
+        bits: list[Tensor] = []
         if q_amax is not None and k_amax is not None and v_amax is not None:
-            qkv, bits = _rounded(qkv, (q_amax, k_amax, v_amax), least, most)
+            qkv, *bits = _rounded(qkv, (q_amax, k_amax, v_amax), least, most)
         out = torch.empty((batch, tokens, heads, width), dtype=qkv.dtype, device=qkv.device)
         sums = torch.empty((batch, heads, tokens), dtype=torch.float32, device=qkv.device)
         _run_forward((qkv, qkv, qkv, amax, out, sums), _packed(qkv), (scaling, low, high), Tile(*tiles[:5]))
-        ctx.save_for_backward(qkv, sums, amax, bits)
+        ctx.save_for_backward(qkv, sums, amax, *bits)
         ctx.numbers, ctx.tiles = (scaling, low, high), tiles[5:]
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative(grad)
-        qkv, sums, amax, bits = ctx.saved_tensors
+        qkv, sums, amax, *bits = ctx.saved_tensors
         grads = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         tensors = (qkv, qkv, qkv, grad.contiguous(), sums)
-        _run_backward(tensors, amax, bits, grads, _packed(qkv), ctx.numbers, ctx.tiles)
+        _run_backward(tensors, amax, bits[0] if bits else None, grads, _packed(qkv), ctx.numbers, ctx.tiles)
         return grads, *(None,) * 24
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torchvision.models.vision_transformer import VisionTransformer
 
 import compress
-from compress.quantization.fused_attention import FusedAttentionModule
+from compress.quantization.fused_attention import FusedAttentionModule, PackedAttentionModule
 from compress.quantization.insert import quantizers
 from tests.quantization.test_fused import assert_same, gradients
 
@@ -40,6 +40,21 @@ class Attention(nn.Module):
         return y.mean(1) + weights.mean() if self.twice else y.mean(1)
 
 
+class Heads(nn.Module):
+    """Two heads on (N, tokens, 8), with queries, keys and values that `change` makes of a linear layer's."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.qkv, self.norm, self.head, self.change = nn.Linear(8, 24), nn.Identity(), nn.Linear(8, 5), change
+
+    def forward(self, x):
+        x = x.flatten(2).transpose(1, 2)
+        n, tokens, _ = x.shape
+        q, k, v = self.change(*self.qkv(x).reshape(n, tokens, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0))
+        weights = (self.norm(q) @ k.transpose(-2, -1)).softmax(-1)
+        return self.head((weights @ v).transpose(1, 2).reshape(n, tokens, 8)).mean(1)
+
+
 def quantized(model, target="tensorrt", clip=0.6, channels=3):
     """A calibrated network whose ranges are too small, so that values saturate."""
     torch.manual_seed(2)
@@ -58,12 +73,16 @@ def attentions(module):
     return [found for found in module.modules() if isinstance(found, FusedAttentionModule)]
 
 
+def packed(module):
+    return [found for found in module.modules() if isinstance(found, PackedAttentionModule)]
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_vision_transformer_has_the_gradients_of_the_plain_path(target):
     qmodel, x = quantized(vit(), target)
     qmodel, x = qmodel.double(), x.double()
     fused = compress.fuse_for_training(qmodel)
-    assert len(attentions(fused)) == 2
+    assert len(attentions(fused)) == len(packed(fused)) == 2
     chains = [chain for chain in fused.chains if "matmul" in chain.nodes or "matmul_2" in chain.nodes]
     assert [len(chain.nodes) for chain in chains] == [5, 5]  # product, scale, softmax, dropout, product
     assert all(chain.reason == "" for chain in chains)
@@ -105,6 +124,30 @@ def test_what_is_one_operation_and_what_is_not(score, twice, reason):
     assert len(attentions(fused)) == (reason == "")
     told = [chain.reason for chain in fused.chains if chain.quantizer == "quantizers.softmax"]
     assert told == [""] if not reason else reason in told[0]
+    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "alike"),
+    [
+        (lambda q, k, v: (q, k, v), True),
+        (lambda q, k, v: (k, q, v), False),
+        (lambda q, k, v: (q, k, k), False),
+        (lambda q, k, v: (q, k, 2 * v), False),
+        (lambda q, k, v: (q, k.abs(), v), False),
+    ],
+)
+def test_parts_of_one_tensor_are_read_as_one(change, alike):
+    torch.manual_seed(1)
+    qmodel, x = quantized(Heads(change).eval(), channels=8)
+    fused = compress.fuse_for_training(qmodel)
+    assert len(attentions(fused)) == 1
+    assert len(packed(fused)) == alike
+    rounded = [chain for chain in fused.chains if chain.nodes and chain.quantizer.startswith("quantizers.getitem")]
+    assert len(rounded) == 3 * alike
+    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-4, atol=1e-4)
+    for path, quantizer in quantizers(qmodel):
+        quantizer.enabled = "softmax" in path
     assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-4, atol=1e-4)
 
 
