@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.testing import do_bench
 
-from compress.quantization.fused_attention_launch import Tile, Tiles, attention, default_tiles, packed_attention
+from compress.quantization.fused_attention_launch import Tile, Tiles, attention, default_tiles
+from compress.quantization.fused_attention_packed import Grid, packed_attention
 from compress.quantization.fused_ops import Epilogue, fused_quantize
 
 FORWARD = (Tile(64, 256, True, 4, 2), Tile(64, 256, True, 8, 2), Tile(32, 256, True, 4, 2), Tile(64, 64, False, 4, 2),
@@ -32,37 +33,44 @@ KEYS = (Tile(64, 32, False, 4, 2), Tile(64, 32, False, 4, 3), Tile(64, 64, False
 
 
 INT8 = (-128, 127)
-AMAX = 0.3  # of the probabilities
-RANGES = (3.0, 3.1, 3.2)  # of q, k and v
+RANGES = (3.0, 3.1, 3.2, 0.3, 0.4)  # of q, k, v, the probabilities and the result
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def apart(x: Tensor, heads: int, attend: Attend, ranges: Sequence[Tensor] = ()) -> Tensor:
-    """(B, T, H D) of what the linear layer wrote, (B, T, 3 H D): parts rounded one by one, if at all, and attended."""
+def apart(x: Tensor, heads: int, attend: Attend, grids: Sequence[Grid] = ()) -> Tensor:
+    """(B, T, H D) of what the linear layer wrote, (B, T, 3 H D): parts and result rounded one by one, if at all."""
     parts = x.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-    if ranges:
-        pairs = zip(parts, ranges, strict=True)
-        parts = tuple(fused_quantize(part, amax, Epilogue(*INT8), kernels="torch") for part, amax in pairs)
-    return attend(*parts).transpose(1, 2).flatten(2)
+    if grids:
+        parts = tuple(rounded(part, grid) for part, grid in zip(parts, grids[:3], strict=True))
+    y = attend(*parts)
+    return (rounded(y, grids[4]) if grids else y).transpose(1, 2).flatten(2)
 
 
-def one_by_one(q: Tensor, k: Tensor, v: Tensor, amax: Tensor, scaling: float) -> Tensor:
+def rounded(x: Tensor, grid: Grid) -> Tensor:
+    """What a fused chain without a layer computes when it is compiled."""
+    return fused_quantize(x, grid.amax, Epilogue(grid.low, grid.high), kernels="torch")
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, grid: Grid, scaling: float) -> Tensor:
     """What the fused chains compute without the operation, under autocast."""
     weights = torch.softmax(torch.matmul(q, k.transpose(-2, -1)) * scaling, dim=-1, dtype=torch.float32)
-    weights = fused_quantize(weights, amax, Epilogue(*INT8), kernels="torch")
-    return torch.matmul(weights.to(v.dtype), v)
+    return torch.matmul(rounded(weights, grid).to(v.dtype), v)
 
 
 def together(
     x: Tensor,
     heads: int,
-    amax: Tensor,
     scaling: float,
-    ranges: tuple[Tensor, Tensor, Tensor] | None,
+    grids: Sequence[Grid],
+    parts: bool = True,
+    result: bool = True,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """`apart`, with one operation that reads what the linear layer wrote."""
-    return packed_attention(x.unflatten(-1, (3, heads, -1)), amax, scaling, *INT8, ranges, INT8, tiles).flatten(2)
+    """`apart`, with one operation that reads what the linear layer wrote; `parts`, `result`: which it rounds."""
+    q, k, v, weights, out = grids
+    qkv = x.unflatten(-1, (3, heads, -1))
+    y = packed_attention(qkv, weights, scaling, (q, k, v) if parts else None, out if result else None, tiles)
+    return (y if result or not parts else rounded(y, out)).flatten(2)
 
 
 def milliseconds(run: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> tuple[float, float]:
@@ -86,34 +94,35 @@ def main() -> None:
     make: dict[str, Any] = {"device": "cuda", "dtype": dtype}
     x = torch.randn(options.batch, tokens, 3 * heads * width, **make).requires_grad_()
     grad = torch.randn(options.batch, tokens, heads * width, **make)
-    amax, scaling = torch.tensor(AMAX, device="cuda"), width**-0.5
-    a, b, c = (torch.tensor(value, device="cuda") for value in RANGES)
+    scaling = width**-0.5
+    grids = tuple(Grid(torch.tensor(value, device="cuda"), *INT8) for value in RANGES)
     best = default_tiles(tokens, tokens, width, dtype)
-    ours: dict[str, Any] = {"heads": heads, "amax": amax, "scaling": scaling}
-    plain = partial(one_by_one, amax=amax, scaling=scaling)
+    ours: dict[str, Any] = {"heads": heads, "scaling": scaling, "grids": grids}
+    plain = partial(one_by_one, grid=grids[3], scaling=scaling)
 
     def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, amax, scaling, *INT8)
+        return attention(q, k, v, grids[3].amax, scaling, *INT8)
 
     ways: dict[str, Callable[[Tensor], Tensor]] = {
-        "rounded, one by one": partial(apart, heads=heads, attend=plain, ranges=(a, b, c)),
-        "rounded, scores in one operation": partial(apart, heads=heads, attend=fused, ranges=(a, b, c)),
-        "rounded, all in one operation": partial(together, ranges=(a, b, c), **ours),
-        "q, k, v not rounded, one operation": partial(together, ranges=None, **ours),
+        "one by one": partial(apart, heads=heads, attend=plain, grids=grids),
+        "scores in one operation": partial(apart, heads=heads, attend=fused, grids=grids),
+        "and what is read": partial(together, result=False, **ours),
+        "and the result: all": partial(together, **ours),
+        "no q, k, v, result rounded": partial(together, parts=False, result=False, **ours),
         "float: flash attention": partial(apart, heads=heads, attend=F.scaled_dot_product_attention),
     }
     print(f"{torch.cuda.get_device_name()}, {options.batch} x {heads} heads of {tokens} x {width}, {options.dtype}")
     for name, way in ways.items():
         torch.compiler.reset()
         run = torch.compile(way, fullgraph=True)
-        print("{:36s} forward {:.3f} ms, and backward {:.3f} ms".format(name, *milliseconds(run, x, grad)), flush=True)
+        print("{:28s} forward {:.3f} ms, and backward {:.3f} ms".format(name, *milliseconds(run, x, grad)), flush=True)
     for part, tiles in (("forward", FORWARD), ("queries", QUERIES), ("keys", KEYS)):
         for tile in tiles:
             if tile.whole and tile.columns < tokens:
                 continue
             chosen = best._replace(**{part: tile})
             try:
-                both = milliseconds(partial(together, ranges=(a, b, c), tiles=chosen, **ours), x, grad)
+                both = milliseconds(partial(together, tiles=chosen, **ours), x, grad)
             except Exception as error:  # a tile that does not fit into shared memory
                 print(f"{part:8s} {tile}: {type(error).__name__}")
                 continue

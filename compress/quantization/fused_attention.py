@@ -88,17 +88,19 @@ class FusedAttentionModule(nn.Module):
 
 
 class PackedAttentionModule(nn.Module):
-    """Attention of queries, keys and values that one linear layer computed, each rounded by its quantizer, or none.
+    """Attention of queries, keys and values that one linear layer computed, with the roundings around it.
 
     Args:
-        attention: what it is but for the rounding.
-        roundings: of queries, keys and values, each with its `quantizer`, of one format; none = they are not rounded.
+        attention: what it is but for them.
+        parts: what rounds queries, keys and values, each with its `quantizer`, of one format; empty = nothing does.
+        result: what rounds the result, with its `quantizer`; None = nothing does.
     """
 
-    def __init__(self, attention: FusedAttentionModule, roundings: Sequence[nn.Module]) -> None:
+    def __init__(self, attention: FusedAttentionModule, parts: Sequence[nn.Module], result: nn.Module | None) -> None:
         super().__init__()
         self.attention = attention
-        self.roundings = nn.ModuleList(roundings)
+        self.parts = nn.ModuleList(parts)
+        self.result = result
 
     def forward(self, packed: Tensor) -> Tensor:
         """The attended values, (B, tokens, heads, D).
@@ -107,21 +109,21 @@ class PackedAttentionModule(nn.Module):
             packed: (3, B, heads, tokens, D).
         """
         attention, qkv = self.attention, packed.permute(1, 3, 0, 2, 4)
-        ours = [cast(Quantizer, rounding.quantizer) for rounding in self.roundings]
+        roundings = [*self.parts, *([] if self.result is None else [self.result]), attention.rounding]
+        ours = [cast(Quantizer, rounding.quantizer) for rounding in roundings]
         if attention.takes(packed) and packed.dtype == weight_dtype(packed) and all(map(is_live, ours)):
-            from compress.quantization import fused_attention_launch  # Triton is not installed everywhere
+            from compress.quantization import fused_attention_packed  # Triton is not installed everywhere
 
-            if fused_attention_launch.packed_fits(qkv):
-                quantizer = cast(Quantizer, attention.rounding.quantizer)
-                low, high = quantizer.format.low, quantizer.format.high
-                ranges = (ours[0].amax, ours[1].amax, ours[2].amax) if ours else None
-                bounds = (ours[0].format.low, ours[0].format.high) if ours else (0, 0)
-                return fused_attention_launch.packed_attention(
-                    qkv, quantizer.amax, attention.scaling, low, high, ranges, bounds
-                )
-        parts = list(packed.unbind(0))
-        q, k, v = [r(part) for r, part in zip(self.roundings, parts, strict=True)] if ours else parts
-        return cast(Tensor, attention(q, k.transpose(-2, -1), v)).transpose(1, 2)
+            if fused_attention_packed.packed_fits(qkv):
+                grids = [fused_attention_packed.Grid(q.amax, q.format.low, q.format.high) for q in ours]
+                parts = (grids[0], grids[1], grids[2]) if len(self.parts) else None
+                result = None if self.result is None else grids[-2]
+                return fused_attention_packed.packed_attention(qkv, grids[-1], attention.scaling, parts, result)
+        q, k, v = packed.unbind(0)
+        if len(self.parts):
+            q, k, v = (rounding(part) for rounding, part in zip(self.parts, (q, k, v), strict=True))
+        attended = cast(Tensor, attention(q, k.transpose(-2, -1), v)).transpose(1, 2)
+        return attended if self.result is None else cast(Tensor, self.result(attended))
 
 
 def fuse_attention(
@@ -139,14 +141,14 @@ def fuse_attention(
         became one module with it, none where they did not; and why.
     """
     found: dict[nn.Module, tuple[tuple[str, ...], str]] = {}
-    for node, rounding in roundings.items():
-        if node_kind(node.all_input_nodes[0]) != "softmax":
-            continue
+    weights = [node for node in roundings if node_kind(node.all_input_nodes[0]) == "softmax"]
+    for node in weights:
+        rounding = roundings[node]
         quantizer = cast(nn.Module, rounding.quantizer)
         try:
             names, fused = _fuse(graph_module, node, rounding, kernels)
             found[quantizer] = (names, "")
-            found.update(_pack(graph_module, fused, roundings))
+            found.update(_pack(graph_module, fused, names[-1], roundings))
         except _RefusalError as refusal:
             found[quantizer] = ((), f"attention stays open: {refusal}")
     return found
@@ -187,45 +189,46 @@ def _fuse(
 
 
 def _pack(
-    graph_module: fx.GraphModule, fused: fx.Node, roundings: Mapping[fx.Node, nn.Module]
+    graph_module: fx.GraphModule, fused: fx.Node, product: str, roundings: Mapping[fx.Node, nn.Module]
 ) -> dict[nn.Module, tuple[tuple[str, ...], str]]:
-    """Let an attention read what a linear layer computed, if query, key and value are its parts; with their roundings.
+    """Let an attention read what a linear layer computed, if query, key and value are its parts, with the roundings.
 
-    What rounds the result is put before its transposition, so that it goes on as it lies.
+    Args:
+        graph_module: changed in place.
+        fused: the attention.
+        product: name of the node that was its end.
+        roundings: as of `fuse_attention`.
 
     Returns:
-        For each quantizer that became part of it: the nodes that did, and "".
+        For each quantizer that became part of it: the node that it rounds, and "".
     """
     parts = _parts_of(fused, roundings)
     if parts is None:
         return {}
     rounded = [part.rounded for part in parts if part.rounded is not None]
+    readers = list(fused.users)
+    last = readers[0] if len(readers) == 1 and _rounds_all(readers[0], roundings) else None
+    result = None if last is None else roundings[last]
+    names = [node.all_input_nodes[0].name for node in rounded] + ([] if last is None else [product])
     modules = [roundings[node] for node in rounded]
     name = str(fused.target).replace("fused", "packed", 1)
     attention = cast(FusedAttentionModule, graph_module.get_submodule(str(fused.target)))
-    graph_module.add_submodule(name, PackedAttentionModule(attention, modules))
+    graph_module.add_submodule(name, PackedAttentionModule(attention, modules, result))
     graph = graph_module.graph
     with graph.inserting_before(fused):
         packed = graph.call_module(name, (parts[0].source,))
+        back = graph.call_method("transpose", (packed, 1, 2))  # what follows transposes again, and nothing is moved
+    (last or fused).replace_all_uses_with(back)
+    back.meta.update(fused.meta)
     packed.meta.update(fused.meta)
-    fused.replace_all_uses_with(packed)
-    readers = list(packed.users)
-    last = readers[0] if len(readers) == 1 and _rounds_all(readers[0], roundings) else packed
-    with graph.inserting_after(last):
-        back = graph.call_method("transpose", (last, 1, 2))
-    last.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
-    back.meta.update(last.meta)
-    for node in {packed, last}:
-        if "shape" in node.meta:
-            first, heads, tokens, width = node.meta["shape"]
-            node.meta["shape"] = (first, tokens, heads, width)
-    found: dict[nn.Module, tuple[tuple[str, ...], str]] = {}
-    for module, node in zip(modules, rounded, strict=True):
-        found[cast(nn.Module, module.quantizer)] = ((node.all_input_nodes[0].name,), "")
-    for old in (fused, *(node for part in parts for node in part.nodes)):  # from the end back
-        if not old.users:
+    if "shape" in packed.meta:
+        first, heads, tokens, width = packed.meta["shape"]
+        packed.meta["shape"] = (first, tokens, heads, width)
+    for old in (last, fused, *(node for part in parts for node in part.nodes)):  # from the end back
+        if old is not None and not old.users:
             graph.erase_node(old)
-    return found
+    absorbed = [*modules, *([] if result is None else [result])]
+    return {cast(nn.Module, m.quantizer): ((node,), "") for m, node in zip(absorbed, names, strict=True)}
 
 
 class _Part(NamedTuple):

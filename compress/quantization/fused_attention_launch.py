@@ -1,10 +1,6 @@
-"""Launches of the kernels of `fused_attention_triton`: their tiles, how heads lie in memory, and the two operations.
+"""Launches of the kernels of `fused_attention_triton`: tiles, and how heads lie; attention of tensors apart.
 
-`attention` takes queries, keys and values apart, each head behind the other. `packed_attention` takes them as a linear
-layer writes them, side by side in the rows of one matrix, and returns one gradient laid out like it: nothing is copied.
-It rounds them too, in one pass over that matrix. The attention's kernels do not: each of their programs reads the keys
-and values of a whole head, so they would be rounded once for every block of queries, in more instructions than one
-pass over memory takes. The gradients are masked where they are written, by the bits of that pass.
+`fused_attention_packed` has the same for queries, keys and values that lie side by side.
 """
 
 from __future__ import annotations
@@ -16,13 +12,13 @@ import torch
 from torch import Tensor
 
 from compress.quantization.fused_attention import WIDEST
-from compress.quantization.fused_attention_triton import forward_kernel, keys_kernel, queries_kernel, round_kernel
-from compress.quantization.fused_ops import BITS, least_kept, refuse_second_derivative
+from compress.quantization.fused_attention_triton import forward_kernel, keys_kernel, queries_kernel
+from compress.quantization.fused_ops import least_kept, refuse_second_derivative
 from compress.quantization.launch import launch
 
-_LARGEST = 2**31  # numbers of a head, or of a batch's rows, that 32 bits count
+LARGEST = 2**31
+"""Numbers of a head, or of the rows of a batch, that 32 bits count."""
 _LOG2_E = math.log2(math.e)
-_ROUNDED = (16, 16)  # rows, and groups of eight columns, of a tile of `round_kernel`
 
 
 class Tile(NamedTuple):
@@ -105,16 +101,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     widest = max(q.shape[-1], v.shape[-1])
     longest = max(q.shape[-2], k.shape[-2])
-    return widest <= WIDEST and widest * longest < _LARGEST and min(q.numel(), k.numel(), v.numel()) > 0
-
-
-def packed_fits(qkv: Tensor) -> bool:
-    """Whether q, k and v lie as `packed_attention` takes them: (B, T, 3, H, D), D in eights, without gaps."""
-    if qkv.dim() != 5 or qkv.shape[2] != 3 or qkv.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return False
-    (_, tokens, _, heads, width), count = qkv.shape, qkv.numel()
-    small = width <= WIDEST and 3 * heads * width * tokens < _LARGEST
-    return small and width % BITS == 0 and count > 0 and qkv.is_contiguous()
+    return widest <= WIDEST and widest * longest < LARGEST and min(q.numel(), k.numel(), v.numel()) > 0
 
 
 def attention(
@@ -134,36 +121,7 @@ def attention(
     """
     if tiles is None:
         tiles = default_tiles(q.shape[-2], k.shape[-2], max(q.shape[-1], v.shape[-1]), q.dtype)
-    return cast(Tensor, _Attention.apply(q, k, v, amax, scaling, low, high, *_flat(tiles)))
-
-
-def packed_attention(
-    qkv: Tensor,
-    amax: Tensor,
-    scaling: float,
-    low: int,
-    high: int,
-    ranges: tuple[Tensor, Tensor, Tensor] | None = None,
-    bounds: tuple[int, int] = (0, 0),
-    tiles: Tiles | None = None,
-) -> Tensor:
-    """`attention` of queries, keys and values that lie side by side, which `packed_fits`; (B, T, H, D), contiguous.
-
-    Args:
-        qkv: (B, T, 3, H, D).
-        amax: (), the range of the probabilities; one step is amax / high.
-        scaling: what the scores are multiplied by.
-        low: smallest integer of a probability, 0 or less.
-        high: largest one: odd, at most 255.
-        ranges: amax of q, of k and of v, each (), by which they are rounded before; None = they are not.
-        bounds: smallest and largest integer of that rounding; the largest is odd.
-        tiles: None = `default_tiles`.
-    """
-    if tiles is None:
-        tiles = default_tiles(qkv.shape[1], qkv.shape[1], qkv.shape[4], qkv.dtype)
-    q_amax, k_amax, v_amax = ranges or (None, None, None)
-    numbers = (scaling, low, high, *bounds, *_flat(tiles))
-    return cast(Tensor, _PackedAttention.apply(qkv, amax, q_amax, k_amax, v_amax, *numbers))
+    return cast(Tensor, _Attention.apply(q, k, v, amax, scaling, low, high, *flat(tiles)))
 
 
 class _Attention(torch.autograd.Function):
@@ -176,125 +134,105 @@ class _Attention(torch.autograd.Function):
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
         sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-        _run_forward((q, k, v, amax, out, sums), _apart(q, k, v), (scaling, low, high), Tile(*tiles[:5]))
-        ctx.save_for_backward(q, k, v, sums, amax)
+        run_forward((q, k, v, amax, out, sums), _apart(q, k, v), (scaling, low, high), Tile(*tiles[:5]))
+        ctx.save_for_backward(q, k, v, amax, sums)
         ctx.numbers, ctx.tiles = (scaling, low, high), tiles[5:]
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative(grad)
-        q, k, v, sums, amax = ctx.saved_tensors
+        q, k, v, amax, sums = ctx.saved_tensors
         layout = _apart(q, k, v)
         grads = torch.empty(q.numel() + k.numel() + v.numel(), dtype=q.dtype, device=q.device)
-        _run_backward((q, k, v, grad.contiguous(), sums), amax, None, grads, layout, ctx.numbers, ctx.tiles)
+        run_backward((q, k, v, amax, sums, grad.contiguous()), grads, layout, ctx.numbers, ctx.tiles)
         q_grad, k_grad, v_grad = grads.split([q.numel(), k.numel(), v.numel()])
         return q_grad.view(q.shape), k_grad.view(k.shape), v_grad.view(v.shape), *(None,) * 19
 
 
-class _PackedAttention(torch.autograd.Function):
-    """Keeps its input, or that rounded and a bit for each number; and a number a row."""
+def run_forward(
+    tensors: tuple[Tensor, ...],
+    layout: Layout,
+    numbers: tuple[float, int, int],
+    tile: Tile,
+    bounds: tuple[int, int] = (0, 0),
+    rounded: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Write the result and the logarithms of the sums.
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: Tensor,
-        amax: Tensor,
-        q_amax: Tensor | None,
-        k_amax: Tensor | None,
-        v_amax: Tensor | None,
-        scaling: float,
-        low: int,
-        high: int,
-        least: int,
-        most: int,
-        *tiles: Any,
-    ) -> Tensor:
-        batch, tokens, _, heads, width = qkv.shape
-        bits: list[Tensor] = []
-        if q_amax is not None and k_amax is not None and v_amax is not None:
-            qkv, *bits = _rounded(qkv, (q_amax, k_amax, v_amax), least, most)
-        out = torch.empty((batch, tokens, heads, width), dtype=qkv.dtype, device=qkv.device)
-        sums = torch.empty((batch, heads, tokens), dtype=torch.float32, device=qkv.device)
-        _run_forward((qkv, qkv, qkv, amax, out, sums), _packed(qkv), (scaling, low, high), Tile(*tiles[:5]))
-        ctx.save_for_backward(qkv, sums, amax, *bits)
-        ctx.numbers, ctx.tiles = (scaling, low, high), tiles[5:]
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(grad)
-        qkv, sums, amax, *bits = ctx.saved_tensors
-        grads = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-        tensors = (qkv, qkv, qkv, grad.contiguous(), sums)
-        _run_backward(tensors, amax, bits[0] if bits else None, grads, _packed(qkv), ctx.numbers, ctx.tiles)
-        return grads, *(None,) * 24
-
-
-def _run_forward(tensors: tuple[Tensor, ...], layout: Layout, numbers: tuple[float, int, int], tile: Tile) -> None:
-    """Write the result and the logarithms of the sums, the last two of `tensors`."""
+    Args:
+        tensors: q, k, v, the range of the probabilities, the result, the sums.
+        layout: of them.
+        numbers: what the scores are multiplied by, and the smallest and largest integer of a probability.
+        tile: of the kernel.
+        bounds: smallest and largest integer of the result, if it is rounded.
+        rounded: its range, and its bits, which are written; None = it is not rounded.
+    """
     scaling, low, high = numbers
+    amax = tensors[3]
+    out_amax, out_bits = rounded or (amax, amax)
     blocks = -(-layout.tokens // tile.rows)
     launch(
         forward_kernel,
         (blocks * layout.total,),
-        tensors,
+        (*tensors[:4], out_amax, *tensors[4:], out_bits),
         (layout.tokens, layout.keys, blocks, *layout[3:9], scaling * _LOG2_E, float(low), float(high),
-         *_sizes(layout), tile.whole, tile.rows, tile.columns),
+         least_kept(bounds[0]), float(bounds[0]), float(bounds[1]), *_sizes(layout),
+         rounded is not None, tile.whole, tile.rows, tile.columns),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
-def _run_backward(
+def run_backward(
     tensors: tuple[Tensor, ...],
-    amax: Tensor,
-    bits: Tensor | None,
     grads: Tensor,
     layout: Layout,
     numbers: tuple[float, int, int],
     tiles: tuple[Any, ...],
+    bits: Tensor | None = None,
+    out_bits: Tensor | None = None,
 ) -> None:
-    """Write the gradients of q, k and v, masked by `bits` if there are any; `tensors` are q, k, v, grad and sums."""
+    """Write the gradients of q, k and v.
+
+    Args:
+        tensors: q, k, v, the range of the probabilities, the sums, the gradient of the result.
+        grads: what is written.
+        layout: of them.
+        numbers: as of `run_forward`.
+        tiles: numbers of two tiles.
+        bits: of q, k and v, where they were rounded.
+        out_bits: of the result, where it was rounded.
+    """
     scaling, low, high = numbers
+    q, k, v, amax, sums, grad = tensors
     by_queries, by_keys = Tile(*tiles[:5]), Tile(*tiles[5:])
     sizes = (*_sizes(layout), bits is not None)
-    masks = amax if bits is None else bits
-    deltas = torch.empty(tensors[4].shape, dtype=torch.float32, device=grads.device)
+    masks, grad_masks = (amax if found is None else found for found in (bits, out_bits))
+    passed = grad if out_bits is None else torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+    deltas = torch.empty(sums.shape, dtype=torch.float32, device=sums.device)
     blocks = -(-layout.tokens // by_queries.rows)
     launch(
         queries_kernel,
         (blocks * layout.total,),
-        (*tensors, amax, masks, grads, deltas),
+        (q, k, v, grad, sums, amax, masks, grad_masks, grads, deltas, passed),
         (layout.tokens, layout.keys, blocks, *layout[3:9], scaling * _LOG2_E, scaling, float(high), *sizes,
-         by_queries.whole, by_queries.rows, by_queries.columns),
+         out_bits is not None, by_queries.whole, by_queries.rows, by_queries.columns),
         num_warps=by_queries.warps, num_stages=by_queries.stages,
     )  # fmt: skip
     blocks = -(-layout.keys // by_keys.rows)
     launch(
         keys_kernel,
         (blocks * layout.total,),
-        (*tensors, deltas, amax, masks, grads),
+        (q, k, v, passed, sums, deltas, amax, masks, grads),
         (layout.tokens, layout.keys, blocks, *layout[3:11], scaling * _LOG2_E, scaling, float(low), float(high), *sizes,
          by_keys.rows, by_keys.columns),
         num_warps=by_keys.warps, num_stages=by_keys.stages,
     )  # fmt: skip
 
 
-def _rounded(qkv: Tensor, ranges: tuple[Tensor, Tensor, Tensor], low: int, high: int) -> tuple[Tensor, Tensor]:
-    """(q, k and v rounded, a bit for each number: 0 where it saturated)."""
-    out = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    bits = torch.empty(qkv.numel() // BITS, dtype=torch.uint8, device=qkv.device)
-    rows = qkv.shape[0] * qkv.shape[1]
-    groups = qkv.shape[3] * qkv.shape[4] // BITS
-    row_tile, group_tile = _ROUNDED
-    strips = -(-groups // group_tile)
-    launch(
-        round_kernel,
-        (-(-rows // row_tile), 3 * strips),
-        (qkv, *ranges, out, bits),
-        (rows, groups, strips, least_kept(low), float(low), float(high), row_tile, group_tile),
-    )
-    return out, bits
+def flat(tiles: Tiles) -> tuple[Any, ...]:
+    """Their numbers, one behind the other, as an `autograd.Function` takes them."""
+    return tuple(number for tile in tiles for number in tile)
 
 
 def _apart(q: Tensor, k: Tensor, v: Tensor) -> Layout:
@@ -305,21 +243,9 @@ def _apart(q: Tensor, k: Tensor, v: Tensor) -> Layout:
     return Layout(total, q.shape[-2], k.shape[-2], 1, deep, wide, wide, 0, 0, *ends, deep, wide)
 
 
-def _packed(qkv: Tensor) -> Layout:
-    """Of (B, T, 3, H, D)."""
-    batch, tokens, _, heads, width = qkv.shape
-    part = heads * width
-    starts = (part, 2 * part)
-    return Layout(batch * heads, tokens, tokens, heads, 3 * part, 3 * part, part, *starts, *starts, width, width)
-
-
 def _sizes(layout: Layout) -> tuple[int, int, int, int]:
     """DEEP, WIDE, DEPTH and WIDTH of the kernels."""
     return layout.deep, layout.wide, _padded(layout.deep), _padded(layout.wide)
-
-
-def _flat(tiles: Tiles) -> tuple[Any, ...]:
-    return tuple(number for tile in tiles for number in tile)
 
 
 def _padded(count: int) -> int:

@@ -51,12 +51,22 @@ def _put(ptr, value, first, count, stride, WIDE: tl.constexpr, ROWS: tl.constexp
 def _masked(value, bits_ptr, first, count, stride, WIDE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr):
     """`value`, 0 where a bit says that rounding saturated. Row starts are multiples of eight numbers."""
     row = first + tl.arange(0, ROWS)
-    column = tl.arange(0, PADDED)
-    there = (row < count)[:, None]
-    if PADDED > WIDE:
-        there = there & (column < WIDE)[None, :]
-    bits = tl.load(bits_ptr + row[:, None] * (stride // 8) + (column // 8)[None, :], mask=there, other=0).to(tl.int32)
-    return tl.where((bits >> (column % 8)[None, :]) & 1 != 0, value, 0.0)
+    group = tl.arange(0, PADDED // 8)
+    there = (row < count)[:, None] & (group < WIDE // 8)[None, :]
+    bits = tl.load(bits_ptr + row[:, None] * (stride // 8) + group[None, :], mask=there, other=0).to(tl.int32)
+    bits = (bits[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
+    return tl.where(tl.reshape(bits, (ROWS, PADDED)) != 0, value, 0.0)
+
+
+@triton.jit
+def _put_bits(ptr, passes, first, count, stride, WIDE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr):
+    """What `_masked` reads."""
+    row = first + tl.arange(0, ROWS)
+    group = tl.arange(0, PADDED // 8)
+    lane = tl.arange(0, 8)
+    there = (row < count)[:, None] & (group < WIDE // 8)[None, :]
+    bits = tl.sum(tl.reshape(passes.to(tl.int32), (ROWS, PADDED // 8, 8)) << lane[None, None, :], axis=2)
+    tl.store(ptr + row[:, None] * (stride // 8) + group[None, :], bits.to(tl.uint8), mask=there)
 
 
 @triton.jit
@@ -101,14 +111,14 @@ def _scores(q, k, first, keys, factor, COLUMNS: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, amax_ptr, out_ptr, sums_ptr,
-    tokens, keys, blocks, heads, row, v_row, out_row, k_at, v_at, factor, low, high,
-    DEEP: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, amax_ptr, out_amax_ptr, out_ptr, sums_ptr, out_bits_ptr,
+    tokens, keys, blocks, heads, row, v_row, out_row, k_at, v_at, factor, low, high, out_least, out_low, out_high,
+    DEEP: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, ROUNDED: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A block of the result, and the logarithms (to the base of two) of the sums of its rows.
 
-    WHOLE: one block of columns holds all keys.
+    ROUNDED: the result is rounded, and gets a bit for each number. WHOLE: one block of columns holds all keys.
     """
     factor = tl.cast(factor, tl.float32)  # the compiler of torch.compile hands Python's numbers over in float64
     low = tl.cast(low, tl.float32)
@@ -146,8 +156,18 @@ def forward_kernel(
             steps = divide(tl.exp2(x - logs[:, None]), scale, reciprocal)
             v = _rows(v_ptr, first, keys, v_row, WIDE, COLUMNS, WIDTH)
             total = tl.dot(on_grid(steps, low, high).to(v.dtype), v, total, input_precision="ieee")
-    out_ptr += batch * tokens * out_row + head * WIDE
-    _put(out_ptr, total * scale, first_row, tokens, out_row, WIDE, ROWS, WIDTH)
+    start = batch * tokens * out_row + head * WIDE
+    total *= scale
+    if ROUNDED:
+        out_least = tl.cast(out_least, tl.float32)
+        out_low = tl.cast(out_low, tl.float32)
+        out_high = tl.cast(out_high, tl.float32)
+        out_scale = tl.div_rn(tl.load(out_amax_ptr).to(tl.float32), out_high)
+        steps = steps_of(total, float("-inf"), float("inf"), out_scale, tl.div_rn(1.0, out_scale))
+        passes = (steps > out_least) & (steps < out_high + 0.5)
+        _put_bits(out_bits_ptr + start // 8, passes, first_row, tokens, out_row, WIDE, ROWS, WIDTH)
+        total = on_grid(steps, out_low, out_high) * out_scale
+    _put(out_ptr + start, total, first_row, tokens, out_row, WIDE, ROWS, WIDTH)
     query = first_row + tl.arange(0, ROWS)
     tl.store(sums_ptr + index.to(tl.int64) * tokens + query, logs, mask=query < tokens)
 
@@ -162,12 +182,15 @@ def _grads(q, grad, k, v, logs, first, keys, factor, scale, reciprocal, high, CO
 
 @triton.jit
 def queries_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, sums_ptr, amax_ptr, bits_ptr, out_ptr, deltas_ptr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, sums_ptr, amax_ptr, bits_ptr, grad_bits_ptr, out_ptr, deltas_ptr, passed_ptr,
     tokens, keys, blocks, heads, row, v_row, out_row, k_at, v_at, factor, scaling, high,
     DEEP: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
-    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROUNDED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A block of the gradient of q, and sum(dP * P) of its rows. WHOLE: as in `forward_kernel`."""
+    """A block of the gradient of q, and sum(dP * P) of its rows. WHOLE: as in `forward_kernel`.
+
+    MASKED, ROUNDED: q, k and v, and the result, were rounded. `passed` gets what then is left of the gradient.
+    """
     factor = tl.cast(factor, tl.float32)
     scaling = tl.cast(scaling, tl.float32)
     high = tl.cast(high, tl.float32)
@@ -180,8 +203,11 @@ def queries_kernel(
     scale = tl.div_rn(tl.load(amax_ptr).to(tl.float32), high)
     reciprocal = tl.div_rn(1.0, scale)
     q = _rows(q_ptr + batch * tokens * row + head * DEEP, first_row, tokens, row, DEEP, ROWS, DEPTH)
-    grad_ptr += batch * tokens * out_row + head * WIDE
-    grad = _rows(grad_ptr, first_row, tokens, out_row, WIDE, ROWS, WIDTH)
+    start = batch * tokens * out_row + head * WIDE
+    grad = _rows(grad_ptr + start, first_row, tokens, out_row, WIDE, ROWS, WIDTH)
+    if ROUNDED:
+        grad = _masked(grad, grad_bits_ptr + start // 8, first_row, tokens, out_row, WIDE, ROWS, WIDTH)
+        _put(passed_ptr + start, grad, first_row, tokens, out_row, WIDE, ROWS, WIDTH)
     query = first_row + tl.arange(0, ROWS)
     sums_at = index.to(tl.int64) * tokens + query
     logs = tl.load(sums_ptr + sums_at, mask=query < tokens, other=0.0)
@@ -255,10 +281,11 @@ def keys_kernel(
         passed = tl.dot(v, tl.trans(grad), input_precision="ieee")
         passed = tl.where(steps < high + 0.5, passed, 0.0)
         k_total = tl.dot((p * (passed - deltas[None, :])).to(q.dtype), q, k_total, input_precision="ieee")
-    k_total *= scaling
-    v_total *= scale
+    k_total *= scaling  # one behind the other: both at a time would take registers from a third program
     if MASKED:
         k_total = _masked(k_total, bits_ptr + (k_to + k_start) // 8, first_key, keys, row, DEEP, ROWS, DEPTH)
-        v_total = _masked(v_total, bits_ptr + (v_to + v_start) // 8, first_key, keys, v_row, WIDE, ROWS, WIDTH)
     _put(out_ptr + k_to + k_start, k_total, first_key, keys, row, DEEP, ROWS, DEPTH)
+    v_total *= scale
+    if MASKED:
+        v_total = _masked(v_total, bits_ptr + (v_to + v_start) // 8, first_key, keys, v_row, WIDE, ROWS, WIDTH)
     _put(out_ptr + v_to + v_start, v_total, first_key, keys, v_row, WIDE, ROWS, WIDTH)

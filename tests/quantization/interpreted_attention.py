@@ -9,14 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import compress
-from compress.quantization.fused_attention_launch import (
-    Tile,
-    Tiles,
-    attention,
-    fits,
-    packed_attention,
-    packed_fits,
-)
+from compress.quantization.fused_attention_launch import Tile, Tiles, attention, fits
+from compress.quantization.fused_attention_packed import Grid, packed_attention, packed_fits
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
 from tests.quantization.test_fused import assert_same, gradients
 from tests.quantization.test_fused_attention import quantized, vit
@@ -39,13 +33,16 @@ GPU_CASES = (
 
 
 PACKED = (
-    # batch, tokens, heads, width, rounded, format of probabilities, dtype, tiles
-    (1, 19, 3, 8, True, UNSIGNED, torch.float32, None),
-    (2, 18, 2, 24, True, SIGNED, torch.float32, SMALL),
-    (1, 17, 2, 16, False, SIGNED, torch.float32, None),
-    (1, 40, 2, 16, True, SIGNED, torch.float16, None),
+    # batch, tokens, heads, width, parts rounded, result rounded, format of probabilities, dtype, tiles
+    (1, 19, 3, 8, True, False, UNSIGNED, torch.float32, None),
+    (2, 18, 2, 24, True, True, SIGNED, torch.float32, SMALL),
+    (1, 17, 2, 16, False, True, SIGNED, torch.float32, None),
+    (1, 40, 2, 16, True, True, SIGNED, torch.float16, None),
 )
-GPU_PACKED = ((4, 197, 6, 64, True), (2, 50, 3, 32, False), (1, 577, 2, 72, True), (2, 130, 2, 128, True))
+GPU_PACKED = (
+    (4, 197, 6, 64, True, True), (2, 50, 3, 32, False, False), (1, 577, 2, 72, True, False),
+    (2, 130, 2, 128, False, True), (2, 197, 3, 64, True, False),
+)  # fmt: skip
 
 
 def plain(q, k, v, amax, scaling, quant_format):
@@ -75,27 +72,30 @@ def check(case, device, compiled=False):
 
 
 def check_packed(case, device, compiled=False):
-    """As `check`, with q, k and v side by side; the largest of them and of the probabilities saturate."""
-    batch, tokens, heads, width, rounded, quant_format, dtype, tiles = case
+    """As `check`, with q, k and v side by side; the largest of them, the probabilities and the result saturate."""
+    batch, tokens, heads, width, parts_rounded, result_rounded, quant_format, dtype, tiles = case
     scaling = 1.5 * width**-0.5
     generator = torch.Generator().manual_seed(tokens)
     qkv = torch.randn((batch, tokens, 3, heads, width), generator=generator).to(device, dtype)
     grad = torch.randn((batch, tokens, heads, width), generator=generator).to(device, dtype)
     assert packed_fits(qkv)
-    ranges = tuple(torch.tensor(value, device=device) for value in (1.3, 1.7, 1.1)) if rounded else None
-    amax = torch.tensor(0.2, device=device)
+    weights, *parts, result = [torch.tensor(value, device=device) for value in (0.2, 1.3, 1.7, 1.1, 0.25)]
+    grids = tuple(Grid(amax, SIGNED.low, SIGNED.high) for amax in parts) if parts_rounded else None
+    last = Grid(result, UNSIGNED.low, UNSIGNED.high) if result_rounded else None
 
     def fused(qkv):
-        numbers = (scaling, quant_format.low, quant_format.high)
-        return packed_attention(qkv, amax, *numbers, ranges, (SIGNED.low, SIGNED.high), tiles)
+        return packed_attention(qkv, Grid(weights, quant_format.low, quant_format.high), scaling, grids, last, tiles)
+
+    def rounded(x, amax, quant_format):
+        return fake_quantize(x, scale_from_amax(amax.double(), quant_format), quant_format)
 
     def reference(qkv):
-        parts = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        if ranges is not None:
-            scales = [scale_from_amax(one.double(), SIGNED) for one in ranges]
-            parts = [fake_quantize(part, scale, SIGNED) for part, scale in zip(parts, scales, strict=True)]
-            parts = [part + (part.to(dtype) - part).detach() for part in parts]  # as the plain path writes them
-        return plain(*parts, amax.double(), scaling, quant_format).transpose(1, 2)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        if parts_rounded:
+            q, k, v = (rounded(x, amax, SIGNED) for x, amax in zip((q, k, v), parts, strict=True))
+            q, k, v = (x + (x.to(dtype) - x).detach() for x in (q, k, v))  # as the plain path writes them
+        out = plain(q, k, v, weights.double(), scaling, quant_format).transpose(1, 2)
+        return rounded(out, result, UNSIGNED) if result_rounded else out
 
     compare(torch.compile(fused, fullgraph=True) if compiled else fused, reference, [qkv], grad)
 

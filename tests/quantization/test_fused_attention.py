@@ -145,6 +145,7 @@ def test_parts_of_one_tensor_are_read_as_one(change, alike):
     assert len(packed(fused)) == alike
     rounded = [chain for chain in fused.chains if chain.nodes and chain.quantizer.startswith("quantizers.getitem")]
     assert len(rounded) == 3 * alike
+    assert any(chain.quantizer == "quantizers.matmul_1" and chain.nodes for chain in fused.chains) == alike
     assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-4, atol=1e-4)
     for path, quantizer in quantizers(qmodel):
         quantizer.enabled = "softmax" in path
