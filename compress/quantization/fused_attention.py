@@ -12,6 +12,9 @@ half precision, and exponentials and sums are those of the kernel. A probability
 round to the other neighbour, also in the backward pass, which computes it again. The rounded probabilities enter the
 product as exact integers; the plain path writes them in half precision.
 
+Queries, keys and values that are the three parts of what one linear layer wrote are read there, and rounded, with the
+result, by the same operation (`fused_attention_packed`); others by the chains they are in.
+
 Plain stays, with the reason: a mask that is added, scores multiplied by a tensor, and what is no such chain. While the
 quantizer is disabled or watched, and while dropout drops, the module computes the operations one by one.
 """
