@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from compress.files import replacing, write_text
-from compress.report.style import LIGHT, nice_limits, styled, to_png
+from compress.report.style import LIGHT, styled, to_png
 
 Row = dict[str, Any]
 ORDER = (
@@ -24,7 +24,8 @@ ORDER = (
         "PTQ W8A8 mse",
         "QAT W8A8",
     ),
-    *("PTQ W4A8 max", "PTQ W4A8 mse", "PTQ W4A8 AdaRound", "QAT W4A8"),
+    *("PTQ W4A8 max", "PTQ W4A8 mse", "PTQ W4A8 AdaRound"),
+    *("QAT W4A8", "QAT W4A8, higher rate", "QAT W4A8, higher rate, BatchNorm kept"),
     *("2:4", "2:4 permuted", "channels", "2:4 permuted, PTQ W8A8", "2:4 permuted, QAT W8A8"),
 )
 """In which methods are shown."""
@@ -142,24 +143,28 @@ def draw(file: Path, text: str) -> None:
         *("", paragraphs[0], "", about(report), "", facts, "", paragraphs[2], "", table(report)),
     ]
     if report["rows"]:
-        lines += ["", "![top-1 of each method, network by network](study.png)"]
+        lines += ["", "![points of top-1 to the float network, method by method](study.png)"]
         _figure(report, file.with_suffix(".png"))
     write_text(file.with_suffix(".md"), "\n".join(lines) + "\n")
 
 
+LEAST, MOST = -8.0, 1.5
+"""Points that a panel shows; what lies lower is written at its edge."""
+
+
 def _figure(report: Row, path: Path) -> None:
-    """A panel a network: top-1 of the exported file, a dot a seed and their mean; the float network is a line."""
+    """A panel a network: points of top-1 (of the file) above the float network's, a dot a seed and their mean."""
     found = groups(report["rows"])
     methods = [m for m in ORDER if m != "float" and any(m in of for of in found.values())][::-1]
     with styled():
-        figure = Figure(figsize=(1.6 + 1.9 * len(found), 0.9 + 0.24 * max(4, len(methods))), layout="constrained")
-        panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+        figure = Figure(figsize=(2.6 + 1.8 * len(found), 0.9 + 0.24 * max(4, len(methods))), layout="constrained")
+        panels = figure.subplots(1, len(found), sharey=True, sharex=True, squeeze=False)[0]
         for axis, (network, rows) in zip(panels, found.items(), strict=True):
             _panel(axis, rows, methods)
-            axis.set_xlim(*nice_limits([row["top1"] for of in rows.values() for row in of], least_span=4.0))
-            base = statistics.mean(values(rows["float"], "top1")) if "float" in rows else None
-            axis.set_title(network if base is None else f"{network}\nfloat {base:.1f} %", fontsize=9)
-            axis.set_xlabel("top-1, %")
+            seeds = values(rows["float"], "top1")
+            axis.set_title(f"{network}\nfloat {statistics.mean(seeds):.1f} %, {len(seeds)} seeds", fontsize=9)
+            axis.set_xlabel("points of top-1 to float")
+        panels[0].set_xlim(LEAST, MOST)
         panels[0].set_yticks(range(len(methods)), methods)
         panels[0].set_ylim(-0.6, len(methods) - 0.4)
         image = to_png(figure)
@@ -168,16 +173,17 @@ def _figure(report: Row, path: Path) -> None:
 
 
 def _panel(axis: Any, rows: dict[str, list[Row]], methods: list[str]) -> None:
-    """Dots of one network."""
-    floats = values(rows.get("float", []), "top1")
-    if floats:
-        axis.axvspan(min(floats), max(floats), color=LIGHT["grid"], zorder=0)
-        axis.axvline(statistics.mean(floats), color=LIGHT["ink"], linewidth=1, zorder=1)
+    """Dots of one network, each seed's to the float network of the same seed."""
+    axis.axvline(0.0, color=LIGHT["ink"], linewidth=1, zorder=1)
     for place, method in enumerate(methods):
-        seen = values(rows.get(method, []), "top1")
+        seen = differences(rows, method) if method in rows else []
         if not seen:
             continue
         colour = LIGHT["green" if "2:4" in method or method == "channels" else "blue" if "QAT" in method else "amber"]
         colour = LIGHT["grey"] if method.startswith("float") else colour
+        mean = statistics.mean(seen)
+        if mean < LEAST:
+            axis.text(LEAST + 0.2, place, f"\u25c2 {mean:.1f}", color=colour, fontsize=7, va="center")
+            continue
         axis.scatter(seen, [place] * len(seen), s=14, color=colour, alpha=0.55, linewidths=0, zorder=2)
-        axis.scatter([statistics.mean(seen)], [place], s=34, facecolors="none", edgecolors=colour, zorder=3)
+        axis.scatter([mean], [place], s=34, facecolors="none", edgecolors=colour, zorder=3)

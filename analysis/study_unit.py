@@ -262,6 +262,7 @@ def ptq(
     weights: Calibrator = "max",
     activations: Calibrator = "mse",
     adaround: bool = False,
+    batchnorm: Literal["fold", "keep"] = "fold",
     base: str = "float",
 ) -> Made:
     """Post-training quantization, target TensorRT."""
@@ -270,6 +271,7 @@ def ptq(
         weights=WeightSpec(num_bits=bits, calibrator=weights),
         activations=ActivationSpec(calibrator=activations),
         adaround=rounding,
+        batchnorm=batchnorm,
     )
     start, batches = copy.deepcopy(unit.get(base).model).eval(), unit.calibration
     began = time.perf_counter()
@@ -277,9 +279,8 @@ def ptq(
     return Made(qmodel, {"quantize_s": time.perf_counter() - began})
 
 
-def qat(unit: Unit, start: str, lr: float) -> Made:
+def qat(unit: Unit, begun: Made, lr: float) -> Made:
     """Quantization-aware training of a quantized network, its zeros held where it is masked."""
-    begun = unit.get(start)
     qmodel = copy.deepcopy(begun.model)
     masked = begun.masked
     zeros = {name: cast(Any, qmodel.get_submodule(name)).weight.detach() != 0 for name in masked}
@@ -322,7 +323,7 @@ def sparse_ptq(unit: Unit) -> Made:
 
 def sparse_qat(unit: Unit) -> Made:
     """INT8 of the permuted 2:4 network, trained on with its zeros held."""
-    made = qat(unit, "2:4 permuted, PTQ W8A8", QAT_LR)
+    made = qat(unit, unit.get("2:4 permuted, PTQ W8A8"), QAT_LR)
     return Made(made.model, {**made.facts, **kept_of(unit.get("2:4 permuted"))}, made.masked)
 
 
@@ -358,14 +359,18 @@ FINETUNE_LR, QAT_LR, QAT_LR_4 = 2e-4, 3e-5, 5e-5
 METHODS: dict[str, Callable[[Unit], Made]] = {
     "float": make_float,
     "PTQ W8A8 mse": ptq,
-    "QAT W8A8": lambda unit: qat(unit, "PTQ W8A8 mse", QAT_LR),
+    "QAT W8A8": lambda unit: qat(unit, unit.get("PTQ W8A8 mse"), QAT_LR),
     "PTQ W4A8 mse": lambda unit: ptq(unit, bits=4, weights="mse"),
-    "QAT W4A8": lambda unit: qat(unit, "PTQ W4A8 mse", QAT_LR_4),
+    "QAT W4A8": lambda unit: qat(unit, unit.get("PTQ W4A8 mse"), QAT_LR_4),
     "2:4": lambda unit: two_of_four(unit, permute=False),
     "2:4 permuted": lambda unit: two_of_four(unit, permute=True),
     "2:4 permuted, PTQ W8A8": sparse_ptq,
     "2:4 permuted, QAT W8A8": sparse_qat,
     "float, trained on": trained_on,
+    "QAT W4A8, higher rate": lambda unit: qat(unit, unit.get("PTQ W4A8 mse"), unit.network.lr / 5),
+    "QAT W4A8, higher rate, BatchNorm kept": lambda unit: qat(
+        unit, ptq(unit, bits=4, weights="mse", batchnorm="keep"), unit.network.lr / 5
+    ),
     "PTQ W8A8 max": lambda unit: ptq(unit, activations="max"),
     "PTQ W8A8 percentile": lambda unit: ptq(unit, activations="percentile"),
     "PTQ W8A8 entropy": lambda unit: ptq(unit, activations="entropy"),

@@ -7,6 +7,13 @@
 The README shows each use; every name below has its own docstring.
 """
 
+import signal
+import sys
+
+if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # `python -m compress` comes by here first, and importing torch takes seconds: Ctrl-C ends it without a trace
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from compress.data import DataSpec, load_data
 from compress.engines import Engine, TorchEngine, build_engine, engine_availability
 from compress.errors import CompressError
@@ -35,6 +42,9 @@ from compress.sparsity.sparsifier import sparsify
 from compress.sparsity.spec import SparsitySpec
 from compress.training import QATSpec, TrainSpec, evaluate, fit, recalibrate_batchnorm
 from compress.version import __version__
+
+if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 __all__ = [
     "ActivationSpec",

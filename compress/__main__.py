@@ -1,4 +1,4 @@
-"""`python -m compress`: importing torch takes seconds, in which Ctrl-C ends quietly too."""
+"""`python -m compress`; Ctrl-C ends quietly while the command line is imported, too."""
 
 import sys
 

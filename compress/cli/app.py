@@ -1,12 +1,15 @@
 """The commands, put together, and what happens when one fails.
 
 Exit status: 0 done; 2 something was refused, with its reason on standard error; 130 stopped with Ctrl-C. Nothing that
-was finished is lost in any of these: `--resume` goes on with it.
+was finished is lost in any of these: `--resume` goes on with it, where a command has it. Ctrl-C pressed again ends at
+once; no file is half-written even then.
 """
 
 from __future__ import annotations
 
 import errno
+import inspect
+import signal
 import sys
 
 import typer
@@ -40,12 +43,21 @@ def main() -> None:
     except (KeyboardInterrupt, SystemExit) as ended:  # typer ends with 130 in the place of KeyboardInterrupt
         if isinstance(ended, SystemExit) and ended.code != _STOPPED:
             raise
-        ERRORS.print("stopped; what was finished is kept, and --resume goes on with it")
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        ERRORS.print("stopped; what was finished is kept, and --resume goes on with it" if _resumable() else "stopped")
         sys.exit(_STOPPED)
     except OSError as error:
         full = error.errno in {errno.ENOSPC, errno.EDQUOT}
         advice = "; make room and go on with --resume: no file is half-written" if full else ""
         _fail(f"{error}{advice}")
+
+
+def _resumable() -> bool:
+    """Whether the command that was typed has `--resume`."""
+    typed = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    functions = {command.name: command.callback for command in app.registered_commands}
+    function = functions.get(typed)
+    return function is not None and "resume" in inspect.signature(function).parameters
 
 
 def _fail(text: str) -> None:

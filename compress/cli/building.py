@@ -32,7 +32,8 @@ def register(app: typer.Typer) -> None:
 
 def build(
     recipe: Annotated[
-        str | None, typer.Option("--recipe", "-r", help="A recipe: its last finished network; run first if need be.")
+        str | None,
+        typer.Option("--recipe", "-r", help="A recipe: its last finished network; run first, or on, if need be."),
     ] = None,
     onnx: Annotated[Path | None, typer.Option("--onnx", help="An ONNX file.")] = None,
     engine: Annotated[str, typer.Option("--engine", help="tensorrt-rtx (any machine) or tensorrt.")] = "tensorrt-rtx",
@@ -106,10 +107,11 @@ def _file_of(name: str, recipe: Recipe | None, variant: str) -> Path:
     command = "prune" if recipe.sparsity else "qat" if recipe.qat and recipe.quantization else "ptq"
     command = command if recipe.sparsity or recipe.quantization else "train"
     folder = default_folder(name, command, resume=True)
-    if not _finished(folder, recipe):
-        folder = default_folder(name, command, resume=False)
+    if not _holds(folder, recipe, "export"):
+        begun = _holds(folder, recipe)
+        folder = folder if begun else default_folder(name, command, resume=False)
         with progress() as bars:
-            run(recipe, command, folder, progress=bars)
+            run(recipe, command, folder, resume=begun, progress=bars)
     known = variants_in(folder)
     chosen = variant or known[-1]
     if chosen not in known:
@@ -117,12 +119,12 @@ def _file_of(name: str, recipe: Recipe | None, variant: str) -> Path:
     return folder / f"{chosen}.onnx"
 
 
-def _finished(folder: Path, recipe: Recipe) -> bool:
-    """Whether a folder holds a run of this very recipe that has written its files."""
+def _holds(folder: Path, recipe: Recipe, step: str = "") -> bool:
+    """Whether a folder holds a run of this very recipe, which has taken a step."""
     if not (folder / "state.json").is_file():
         return False
     state = read_state(folder)
-    return state.recipe == recipe.digest() and state.done("export")
+    return state.recipe == recipe.digest() and (not step or state.done(step))
 
 
 def _show(built: BuiltEngine, path: Path, options: TensorRTOptions, as_json: bool) -> None:

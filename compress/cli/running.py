@@ -7,9 +7,10 @@ from pathlib import Path
 import typer
 from rich.markup import escape
 
-from compress.cli.console import OUT, print_json, print_table, progress
+from compress.cli.console import ERRORS, OUT, print_json, print_table, progress
 from compress.cli.options import DeviceOption, JsonOption, OutOption, RecipeOption, ResumeOption, SetOption
 from compress.pipeline import default_folder, run
+from compress.pipeline.folder import read_state
 from compress.recipe import load_recipe
 from compress.report import SUMMARY_COLUMNS, read_run, summary_notes, summary_table, unavailable_engines
 from compress.training import init_processes
@@ -41,6 +42,8 @@ def _command(name: str):  # type: ignore[no-untyped-def]  # noqa: ANN202  (typer
         processes = init_processes(device)
         try:
             folder = processes.on_main(lambda: out or default_folder(recipe, name, resume=resume))
+            if resume and processes.is_main:
+                tell_begun(folder)
             with progress(processes.is_main) as bars:
                 run(parsed, name, folder, resume=resume, device=device, processes=processes, progress=bars)
         finally:
@@ -49,6 +52,15 @@ def _command(name: str):  # type: ignore[no-untyped-def]  # noqa: ANN202  (typer
             show_run(folder, as_json=as_json)
 
     return command
+
+
+def tell_begun(folder: Path) -> None:
+    """Say what `--resume` finds: a new run in a folder that was misspelt would go unnoticed for hours."""
+    if (folder / "state.json").is_file():
+        text = f"{folder}: finished so far: {', '.join(read_state(folder).steps) or 'no step'}"
+    else:
+        text = f"{folder} holds no run: a new one begins"
+    ERRORS.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def show_run(folder: Path, *, as_json: bool) -> None:

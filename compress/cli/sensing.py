@@ -10,6 +10,7 @@ import typer
 
 from compress.cli.console import OUT, print_json, print_table, progress
 from compress.cli.options import DeviceOption, JsonOption, RecipeOption, ResumeOption, SetOption
+from compress.cli.running import tell_begun
 from compress.errors import RecipeError
 from compress.pipeline import default_folder
 from compress.pipeline.mixed import Point, check_costs, mixed_front, pick, write_recipe
@@ -59,6 +60,8 @@ def sensitivity(
         check_costs(costs)
     parsed = load_recipe(recipe, set_ or ())
     folder = out or default_folder(recipe, "sensitivity", resume=resume)
+    if resume:
+        tell_begun(folder)
     points: tuple[Point, ...] = ()
     chosen, path = None, write or folder / "mixed.yaml"
     with progress() as bars:

@@ -20,13 +20,6 @@ class _Stack(ctypes.Structure):
     _fields_ = (("pointer", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
 
 
-def signal_stack() -> tuple[int, int, int]:
-    """Address, flags and bytes of this thread's alternate signal stack; (0, 2, 0) where there is none."""
-    stack = _Stack()
-    ctypes.CDLL(None).sigaltstack(None, ctypes.byref(stack))
-    return stack.pointer or 0, stack.flags, stack.size
-
-
 @contextmanager
 def keep_signal_stack() -> Iterator[None]:
     """Put this thread's alternate signal stack back at the end. Does nothing outside Linux."""

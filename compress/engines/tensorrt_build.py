@@ -1,24 +1,22 @@
-"""From an ONNX file to a TensorRT engine: parse, strongly typed network, profiles, build, write.
+"""From an ONNX file to a TensorRT engine file: check, take what is there already or build (tensorrt_builder), write.
 
 TensorRT-RTX builds on any machine, for compute capabilities that are named; TensorRT builds on the GPU that will run
 the engine. Beside `model.engine` stand `model.engine.json` (`EngineMetadata`) and `model.engine.log`, all that the
 builder said at its most talkative: that log lists the engine's layers, which the audit reads.
 
-The build runs in a thread of its own while this one waits for Ctrl-C: the library holds on to the thread that calls it;
-a build that is to stop does so at its next step, and no file is left behind.
+Each of the three is whole or absent, and the metadata come last: a build that is stopped leaves no engine that is used.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from compress.engines.onnx_file import OnnxFile, read_onnx
-from compress.engines.tensorrt_library import Flavour, Library, Log, gpu, gpu_problem, tensorrt_library
+from compress.engines.tensorrt_builder import Request, serialized_engine
+from compress.engines.tensorrt_library import Flavour, Library, gpu, gpu_problem, tensorrt_library
 from compress.engines.tensorrt_metadata import (
     EngineMetadata,
     check_fresh,
@@ -29,9 +27,8 @@ from compress.engines.tensorrt_metadata import (
     read_metadata,
     sha256,
 )
-from compress.engines.tensorrt_options import DEFAULT_BATCH, Profile, TensorRTOptions, choose_sms, profiles_of
+from compress.engines.tensorrt_options import DEFAULT_BATCH, TensorRTOptions, choose_sms, profiles_of
 from compress.engines.tensorrt_progress import BuildProgress
-from compress.engines.tensorrt_timing_cache import keep_timing_cache, use_timing_cache
 from compress.errors import EngineError, EngineUnavailableError
 from compress.files import replacing, write_json, write_text
 from compress.progress import NoProgress, Progress
@@ -55,19 +52,6 @@ class BuiltEngine:
     metadata: EngineMetadata
     log: str
     reused: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """All that a build is made of."""
-
-    library: Library
-    file: OnnxFile
-    options: TensorRTOptions
-    sms: tuple[int, ...]
-    profiles: Mapping[str, Profile]
-    sparse: bool
-    gpu: str
 
 
 def default_engine_path(onnx: Path, engine: str, sms: tuple[int, ...], options: TensorRTOptions) -> Path:
@@ -111,7 +95,7 @@ def build_tensorrt(
     bar = BuildProgress(progress, f"build {path.name}")
     begin = time.perf_counter()
     with request.library.listening() as log:
-        blob, notes = _build(request, log, bar)
+        blob, notes = serialized_engine(request, log, bar)
     seconds = time.perf_counter() - begin
     with replacing(path) as temporary:
         temporary.write_bytes(blob)
@@ -121,7 +105,7 @@ def build_tensorrt(
     return BuiltEngine(path=path, metadata=metadata, log=log.text())
 
 
-def _request(file: OnnxFile, library: Library, options: TensorRTOptions) -> _Request:
+def _request(file: OnnxFile, library: Library, options: TensorRTOptions) -> Request:
     """Everything checked that can be checked before the builder starts."""
     flavour, here = library.flavour, gpu(options.device)
     sm = here[1] if here else None
@@ -143,7 +127,7 @@ def _request(file: OnnxFile, library: Library, options: TensorRTOptions) -> _Req
             )
         sms = (sm,)
     variant = file.metadata.get("compress.variant", "")
-    return _Request(
+    return Request(
         library=library,
         file=file,
         options=options,
@@ -167,7 +151,7 @@ def _check_portable(flavour: Flavour, options: TensorRTOptions, *, has_gpu: bool
             raise EngineError(f"{flavour.title} does not take {name} here: {why}; leave it out")
 
 
-def _reusable(path: Path, request: _Request, digest: str) -> BuiltEngine | None:
+def _reusable(path: Path, request: Request, digest: str) -> BuiltEngine | None:
     """The engine that is there already, if it is what would be built now."""
     try:
         told = read_metadata(path)
@@ -187,189 +171,11 @@ def _reusable(path: Path, request: _Request, digest: str) -> BuiltEngine | None:
     return BuiltEngine(path=path, metadata=told, log=log, reused=True) if same else None
 
 
-def _options_told(request: _Request) -> dict[str, Any]:
+def _options_told(request: Request) -> dict[str, Any]:
     return {**request.options.to_dict(), "sms": list(request.sms), "sparse": request.sparse}
 
 
-def _build(request: _Request, log: Log, bar: BuildProgress) -> tuple[bytes, tuple[str, ...]]:
-    """The engine's bytes, and what is to be said of the build."""
-    stop = threading.Event()
-
-    def work() -> tuple[bytes, tuple[str, ...]]:
-        trt, library = request.library.trt, request.library
-        _use_device(request)
-        builder = _created(trt.Builder, library, log)
-        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-        _parse(request, network)
-        config = _config(request, builder, network)
-        config.progress_monitor = monitor = _monitor(trt, bar, stop)
-        cache, notes = use_timing_cache(library, config, request.options.timing_cache, gpu=request.gpu)
-        blob = builder.build_serialized_network(network, config)
-        del monitor  # the builder holds no reference of its own
-        if blob is None and not stop.is_set():
-            raise EngineError(_failure(request, log))
-        if blob is not None and cache is not None:
-            keep_timing_cache(cache, config)
-        return bytes(blob) if blob is not None else b"", notes
-
-    try:
-        blob, notes = _interruptible(work, stop)
-    except BaseException:
-        bar.finish(whole=False)
-        raise
-    bar.finish(whole=True)
-    return blob, notes
-
-
-def _use_device(request: _Request) -> None:
-    """Make the GPU that is meant current in this thread."""
-    if request.gpu:
-        import torch
-
-        torch.cuda.set_device(request.options.device)
-
-
-def _created(make: Callable[[Any], Any], library: Library, log: Log) -> Any:
-    """A builder or a runtime; without a working driver their constructors return nothing or raise."""
-    try:
-        made = make(library.logger)
-    except (TypeError, RuntimeError) as error:
-        raise EngineUnavailableError(f"{library.flavour.title} does not start: {log.errors() or error}") from None
-    if made is None:
-        raise EngineUnavailableError(f"{library.flavour.title} does not start: {log.errors() or 'no reason given'}")
-    return made
-
-
-def _interruptible(work: Callable[[], Any], stop: threading.Event) -> Any:
-    """Run `work` in a thread; Ctrl-C sets `stop`, waits for the thread to see it, and goes on as KeyboardInterrupt."""
-    done: dict[str, Any] = {}
-
-    def run() -> None:
-        try:
-            done["value"] = work()
-        except BaseException as error:
-            done["error"] = error
-
-    thread = threading.Thread(target=run, name="tensorrt-build", daemon=True)
-    try:
-        thread.start()
-        while thread.is_alive():
-            thread.join(0.1)
-    except KeyboardInterrupt:
-        stop.set()
-        if thread.is_alive():
-            thread.join()
-        raise
-    if "error" in done:
-        raise done["error"]
-    return done["value"]
-
-
-def _monitor(trt: Any, bar: BuildProgress, stop: threading.Event) -> Any:
-    """What the builder tells of its phases; a false answer stops it."""
-
-    class Monitor(trt.IProgressMonitor):
-        def __init__(self) -> None:
-            trt.IProgressMonitor.__init__(self)
-
-        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            bar.meter.start(phase_name, parent_phase, num_steps)
-
-        def phase_finish(self, phase_name: str) -> None:
-            bar.meter.finish(phase_name)
-
-        def step_complete(self, phase_name: str, step: int) -> bool:
-            bar.meter.step(phase_name, step)
-            bar.tell()
-            return not stop.is_set()
-
-    return Monitor()
-
-
-def _parse(request: _Request, network: Any) -> None:
-    """Fill a network from the ONNX file.
-
-    Raises:
-        EngineError: names every node that the library does not take.
-    """
-    trt, path = request.library.trt, request.file.path
-    parser = trt.OnnxParser(network, request.library.logger)
-    if parser.parse_from_file(str(path)):
-        return
-    problems = [parser.get_error(i) for i in range(parser.num_errors)]
-    lines = list(dict.fromkeys(map(_parser_error, problems)))
-    title = f"{request.library.flavour.title} {request.library.version}"
-    text = "; ".join(lines) or "it gives no reason"
-    if "zero point" in text.lower():
-        text += "; files for the targets openvino and onnxruntime hold zero points: quantize with target: tensorrt"
-    raise EngineError(f"{title} cannot take {path}: {text}")
-
-
-def _parser_error(error: Any) -> str:
-    name, operator = error.node_name(), error.node_operator()
-    what = f"node {name!r} ({operator})" if operator else "the file"
-    code = str(getattr(error.code(), "name", error.code())).lower().replace("_", " ")
-    said = " ".join(str(error.desc()).split())
-    return f"{what}: {code}" + (f" ({said})" if said and said != "false" else "")
-
-
-def _config(request: _Request, builder: Any, network: Any) -> Any:
-    """The builder's configuration. Nothing here is about precision: that is what the ONNX file says."""
-    trt, options = request.library.trt, request.options
-    config = builder.create_builder_config()
-    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    if request.library.flavour.portable:
-        config.num_compute_capabilities = len(request.sms)
-        for index, sm in enumerate(request.sms):
-            if not config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), index):
-                raise EngineError(f"{request.library.flavour.title} refuses SM {sm} beside {request.sms}")
-    if options.workspace_mib is not None:
-        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mib << 20)
-    if options.optimization_level is not None:
-        config.builder_optimization_level = options.optimization_level
-    if options.hardware != "none":
-        level = options.hardware.upper().replace("-", "_")
-        if not hasattr(trt.HardwareCompatibilityLevel, level):
-            raise EngineError(f"hardware {options.hardware!r} is not known to {request.library.version}; update it")
-        config.hardware_compatibility_level = getattr(trt.HardwareCompatibilityLevel, level)
-    flags = (
-        ("SPARSE_WEIGHTS", request.sparse),
-        ("REFIT", options.refit),
-        ("VERSION_COMPATIBLE", options.version_compatible),
-    )
-    for name, wanted in flags:
-        if wanted and not hasattr(trt.BuilderFlag, name):
-            raise EngineError(
-                f"{request.library.flavour.title} {request.library.version} has no {name.lower()}; leave it out"
-            )
-        if wanted:
-            config.set_flag(getattr(trt.BuilderFlag, name))
-    if not options.tf32:
-        config.clear_flag(trt.BuilderFlag.TF32)
-    profile = builder.create_optimization_profile()
-    for index in range(network.num_inputs):
-        shapes = request.profiles[network.get_input(index).name]
-        profile.set_shape(network.get_input(index).name, shapes.min, shapes.opt, shapes.max)
-    config.add_optimization_profile(profile)
-    return config
-
-
-def _failure(request: _Request, log: Log) -> str:
-    """Why there is no engine, with what to do where that is known."""
-    said = log.errors() or "it gives no reason"
-    lower = said.lower()
-    advice = ""
-    if "workspace" in lower:
-        advice = "; raise workspace_mib, or leave it out"
-    elif "outofmemory" in lower.replace(" ", "") or "mem_alloc" in lower:
-        advice = "; memory ran out: lower workspace_mib or the largest batch, or free the GPU"
-    elif "driver version is insufficient" in lower:
-        advice = "; the driver is too old for this library: update it"
-    library = request.library
-    return f"{library.flavour.title} {library.version} built no engine of {request.file.path}: {said}{advice}"
-
-
-def _unused(request: _Request) -> tuple[str, ...]:
+def _unused(request: Request) -> tuple[str, ...]:
     """What was asked and had no effect, in words."""
     batches = {tensor.shape[0] for tensor in request.file.inputs if tensor.shape}
     if request.options.batch == DEFAULT_BATCH or -1 in batches:
@@ -378,7 +184,7 @@ def _unused(request: _Request) -> tuple[str, ...]:
     return (f"the model's batch is fixed at {fixed}: batch {asked} was not used; export it with an open one",)
 
 
-def _metadata(request: _Request, path: Path, digest: str, seconds: float, notes: tuple[str, ...]) -> EngineMetadata:
+def _metadata(request: Request, path: Path, digest: str, seconds: float, notes: tuple[str, ...]) -> EngineMetadata:
     file = request.file
     return EngineMetadata(
         engine=request.library.flavour.name,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from compress.engines.arrays import check_inputs, reason
 from compress.engines.base import Arrays, BuildOptions, Engine, EngineInfo, TensorInfo
-from compress.engines.onnx_file import ENGINE_SUFFIXES, existing_file, read_onnx
+from compress.engines.onnx_file import ENGINE_SUFFIXES, existing_file
 from compress.engines.tensorrt_build import build_tensorrt
 from compress.engines.tensorrt_lane import Lane
 from compress.engines.tensorrt_library import FLAVOURS, Library, gpu, gpu_problem, sm_problem, tensorrt_library
@@ -322,19 +322,3 @@ def check_tensors(inputs: Mapping[str, Tensor], told: EngineMetadata, device: to
         if not given.is_contiguous():
             raise EngineError(f"{label}: input {tensor.name!r} is not contiguous in NCHW; call .contiguous() on it")
         check_admitted(tensor.name, tuple(given.shape), told.profiles[tensor.name], label=label)
-
-
-def engines_on_all_gpus(path: Path | str, engine: str, **options: str) -> list[TensorRTEngine]:
-    """One engine for each GPU of this machine, each with its own memory and streams.
-
-    Raises:
-        EngineUnavailableError, EngineError: as in `load`.
-    """
-    read = existing_file(path)
-    if read.suffix not in ENGINE_SUFFIXES:
-        read_onnx(read)
-    count = max(1, torch.cuda.device_count())
-    return [
-        load(read, BuildOptions(options={**options, "device": f"cuda:{index}"}), engine=engine)
-        for index in range(count)
-    ]

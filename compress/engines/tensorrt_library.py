@@ -35,7 +35,6 @@ class Flavour:
         install: what to type to have it.
         portable: it builds for compute capabilities that are named, on any machine; else for the GPU that is there.
         timing_cache: it times kernels while it builds, and can keep the times.
-        tool: its own command line.
     """
 
     name: str
@@ -44,7 +43,6 @@ class Flavour:
     install: str
     portable: bool
     timing_cache: bool
-    tool: str
 
 
 FLAVOURS: dict[str, Flavour] = {
@@ -55,7 +53,6 @@ FLAVOURS: dict[str, Flavour] = {
         install="pip install 'compress[tensorrt]' (TensorRT 10 or 11; tensorrt-cu12 for drivers of CUDA 12)",
         portable=False,
         timing_cache=True,
-        tool="trtexec",
     ),
     "tensorrt-rtx": Flavour(
         name="tensorrt-rtx",
@@ -64,7 +61,6 @@ FLAVOURS: dict[str, Flavour] = {
         install="pip install 'compress[rtx]'",
         portable=True,
         timing_cache=False,
-        tool="tensorrt_rtx",
     ),
 }
 

@@ -7,12 +7,13 @@ and preprocessing and labels are written into the metadata.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,10 @@ def export_onnx(
     target = getattr(getattr(model, "placement", None), "target", "")
     room_for_biases(proto)
     pack_int4(proto)
+    if target != "onnxruntime":  # those for TensorRT are measured on OpenVINO too
+        bias_shared_convolutions(proto)
     if target == "openvino":
         flat_gathers(proto)
-        bias_shared_convolutions(proto)
     clean(proto)
     if target == "onnxruntime":
         integer_biases(proto)
@@ -163,10 +165,10 @@ class _TensorsOf(nn.Module):
 
 
 def _cause(error: BaseException) -> str:
-    """What stopped the exporter, without its own advice: the innermost error, as one line."""
+    """What stopped the exporter, without its own advice: the first paragraph of the innermost error, as one line."""
     while error.__cause__ is not None:
         error = error.__cause__
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().partition("\n\n")[0]
     return f"{type(error).__name__}: {' '.join(text.split())[:500]}"
 
 
@@ -181,15 +183,15 @@ def _named_arguments(model: nn.Module) -> bool:
     return model.forward.__code__.co_flags & 0x04 == 0  # CO_VARARGS
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter's own warnings are about its insides, not about the caller's model."""
+    """The exporter's warnings, and the graphs that it prints when it fails, are about its insides, not the model."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
             logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -82,7 +82,8 @@ class Values:
         if node.op == "output":
             return
         if node.op == "placeholder":
-            self.values[node] = next(self.inputs, None)
+            if not str(node.target).startswith("*"):  # *args: each of the inputs it holds gets a node of its own
+                self.values[node] = next(self.inputs, None)
             return
         args = fx.node.map_arg(node.args, self._value)
         kwargs = fx.node.map_arg(node.kwargs, self._value)
@@ -220,4 +221,4 @@ def _is_tensor(value: Any) -> bool:
 
 
 _BUILTINS: dict[str, Callable[..., Any]] = {"len": _length, "isinstance": _is_instance}
-_MAKERS = ("zeros", "ones", "full")
+_MAKERS = ("zeros", "ones", "full", "tensor")

@@ -51,16 +51,6 @@ class Layer:
     groups: int = 1
     kernel: Shape = ()
 
-    @property
-    def input_elements(self) -> int:
-        """Elements of all tensor arguments."""
-        return sum(math.prod(shape) for shape in self.input_shapes)
-
-    @property
-    def output_elements(self) -> int:
-        """Elements of the result."""
-        return math.prod(self.output_shape) if self.output_shape is not None else 0
-
 
 def layers(graph_module: fx.GraphModule) -> tuple[Layer, ...]:
     """The operations of a graph made by `trace`, in order, without inputs, constants and shape arithmetic."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -72,13 +74,33 @@ class _Tracer(fx.Tracer):
         self.failed = ""
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """Arguments that the example leaves out keep their defaults, so that `mask is None` is what it is in use."""
+        """As many arguments as the example has, without a default: `mask` was given, so a call needs it.
+
+        Those that it leaves out are their defaults, so that `mask is None` is what it is in use. `*args` are the inputs
+        behind the named ones, `**kwargs` are empty.
+        """
         function, args = super().create_args_for_root(root_fn, is_module, concrete_args)
+        if self.arguments is None:
+            return function, args
+        named = inspect.unwrap(root_fn).__code__.co_argcount  # self among them
         for i, arg in enumerate(args):
-            optional = isinstance(arg, fx.Proxy) and arg.node.op == "placeholder" and arg.node.args
-            if optional and self.arguments is not None and i > self.arguments:
+            if not isinstance(arg, fx.Proxy) or arg.node.op != "placeholder":
+                continue
+            name = str(arg.node.target)
+            if name.startswith("**"):
+                args[i] = {}
+            elif name.startswith("*"):
+                with self.graph.inserting_before(arg.node):
+                    rest = range(self.arguments + 1 - named)
+                    args[i] = tuple(self.create_proxy("placeholder", f"{name[1:]}_{k}", (), {}) for k in rest)
+            elif i <= self.arguments and i < named:
+                arg.node.args = ()
+                continue
+            elif arg.node.args:
                 args[i] = arg.node.args[0]
-                self.graph.erase_node(arg.node)
+            else:
+                continue
+            self.graph.erase_node(arg.node)
         return function, args
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
@@ -142,11 +164,14 @@ def as_inputs(example_inputs: Inputs) -> tuple[Tensor, ...]:
     Raises:
         ModelError: something else, or nothing, was given.
     """
-    inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
-    if not inputs or not all(isinstance(x, Tensor) for x in inputs):
-        got = ", ".join(type(x).__name__ for x in inputs) or "nothing"
-        raise ModelError(f"example_inputs must be a tensor or a sequence of tensors, got {got}")
-    return inputs
+    given = (example_inputs,) if not isinstance(example_inputs, Sequence) else tuple(example_inputs)
+    if not given or not all(isinstance(x, Tensor) for x in given):
+        got = ", ".join(type(x).__name__ for x in given) or "nothing"
+        raise ModelError(
+            f"example_inputs must be a tensor or a sequence of tensors, got {got}; wrap a model that takes anything "
+            "else (a dict, a list of images) in a module whose forward takes tensors"
+        )
+    return given
 
 
 def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = ()) -> fx.GraphModule:
@@ -177,24 +202,35 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
     unknown = [path for path in asked if path not in dict(model.named_modules())]
     if unknown:
         raise ModelError(f"leaves names modules that the model does not have: {', '.join(unknown)}")
-    graph_module = _with_shapes(model, inputs, asked) or _with_leaves(model, inputs, asked, concrete=False)
+    graph_module = _graph_of(model, inputs, asked)
     result = propagate_shapes(graph_module, inputs)
     _check_equal(reference, result, type(model).__name__)
     return graph_module
 
 
-def _with_shapes(model: nn.Module, inputs: tuple[Tensor, ...], asked: dict[str, str]) -> fx.GraphModule | None:
-    """Trace as it is; if that fails, with known shapes, which must hold for another batch size too; None if not."""
+def _graph_of(model: nn.Module, inputs: tuple[Tensor, ...], asked: dict[str, str]) -> fx.GraphModule:
+    """Trace as it is; if that fails, with known shapes; if that fails too, with what fx cannot trace as leaves."""
     with contextlib.suppress(Exception):
         return _graph_module(model, _Tracer(asked, len(inputs)).trace(model), asked)
-    grown = tuple(torch.cat([x, x[:1]]) if x.dim() else x for x in inputs)
     try:
-        graph_module = _with_leaves(model, inputs, asked, concrete=True)
-        with torch.no_grad():
-            result = graph_module.forward(*copies_of(grown))  # the module's own call would print what fails
-            _check_equal(model(*copies_of(grown)), result, type(model).__name__)
-    except Exception:
-        return None
+        return _with_shapes(model, inputs, asked)
+    except Exception as error:
+        known = error
+    try:
+        return _with_leaves(model, inputs, asked, concrete=False)
+    except ModelError:
+        if isinstance(known, ModelError):
+            raise known from known.__cause__  # it got further, so its reason is the better one
+        raise
+
+
+def _with_shapes(model: nn.Module, inputs: tuple[Tensor, ...], asked: dict[str, str]) -> fx.GraphModule:
+    """Trace with known shapes; the graph must hold for another batch size too, or this raises what the graph does."""
+    grown = tuple(torch.cat([x, x[:1]]) if x.dim() else x for x in inputs)
+    graph_module = _with_leaves(model, inputs, asked, concrete=True)
+    with torch.no_grad():
+        result = graph_module.forward(*copies_of(grown))  # the module's own call would print what fails
+        _check_equal(model(*copies_of(grown)), result, type(model).__name__)
     return graph_module
 
 
@@ -226,16 +262,22 @@ def _with_leaves(
             if not tracer.failed or tracer.failed in leaves:
                 raise ModelError(
                     f"torch.fx cannot trace {type(model).__name__}.forward itself ({reason}{_line_of(error)}); move "
-                    "the part that depends on values into a submodule, which will then be kept whole"
+                    f"the part that depends on values into a submodule, which will then be kept whole{_parts_of(model)}"
                 ) from error
             leaves[tracer.failed] = reason
         else:
             return _graph_module(model, graph, leaves)
 
 
+def _parts_of(model: nn.Module) -> str:
+    """The other way out: the networks that a model is made of, such as the backbone of a detector."""
+    networks = [name for name, child in model.named_children() if next(child.children(), None) is not None]
+    return f", or take a part of the model alone: {', '.join(networks[:6])}" if networks else ""
+
+
 def _line_of(error: Exception) -> str:
     """Where in the model's own code an error arose; "" where that is nowhere."""
-    libraries = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["compress"]))
+    libraries = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, sys.modules["compress"]))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*libraries, "<"))]
     return f", at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 

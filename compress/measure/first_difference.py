@@ -81,24 +81,6 @@ def probe_file(onnx_path: Path | str, out: Path | str) -> tuple[LayerDifference,
     )
 
 
-def layer_differences(
-    reference: Engine, engine: Engine, images: NDArray[Any], probes: tuple[LayerDifference, ...]
-) -> tuple[LayerDifference, ...]:
-    """Compare two engines of one probed file on the same images.
-
-    Args:
-        reference: that is trusted.
-        engine: that is judged.
-        images: (N, C, H, W), float32.
-        probes: from `probe_file`.
-
-    Raises:
-        EngineError: engines with several inputs, or that do not give the probes out.
-    """
-    expected, got = _run(reference, images), _run(engine, images)
-    return tuple(_compared(probe, expected, got) for probe in probes)
-
-
 def _run(engine: Engine, images: NDArray[Any]) -> Arrays:
     if len(engine.inputs) != 1:
         raise EngineError(f"{engine.info.label} has {len(engine.inputs)} inputs; layers are compared on images alone")

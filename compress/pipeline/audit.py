@@ -25,7 +25,7 @@ def audit_step(run: Run, variants: list[str]) -> None:
     rows = _file_rows(run) + _openvino_rows(run, variants)
     if rows:
         write_json(run.path(AUDIT_FILE), rows)
-    run.folder.finish("engine_audit", engines=len(rows))
+    run.finish("engine_audit", engines=len(rows))
 
 
 def check_required(run: Run) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -11,7 +10,7 @@ from torch import fx, nn
 
 from compress.data.base import BatchPlan
 from compress.data.load import load_data
-from compress.errors import RecipeError
+from compress.errors import RecipeError, RunError
 from compress.files import write_json
 from compress.pipeline.audit import audit_step, check_required
 from compress.pipeline.end_to_end import end_to_end_step
@@ -67,7 +66,7 @@ def run(
     if command != "train" and recipe.quantization is not None:
         example = next(iter(data.train.batches(BatchPlan(batch_size=2, limit=2))))[0]
         insert_quantizers(built.model, example, recipe.quantization)  # refused now and not after an hour of training
-    folder = processes.on_main(lambda: open_run(out, recipe, command, resume=resume))
+    folder = processes.on_main(lambda: _open(out, recipe, command, resume))
     this = Run(
         recipe=recipe,
         folder=folder,
@@ -89,6 +88,22 @@ def run(
             _measure(this, models)
     finally:
         folder.release()
+    return folder
+
+
+def _open(out: Path, recipe: Recipe, command: str, resume: bool) -> RunFolder:
+    """The folder, unless another command's networks are exported and measured in it: those steps would not be repeated.
+
+    Raises:
+        RunError: as `open_run`, or another command.
+    """
+    folder = open_run(out, recipe, command, resume=resume)
+    if folder.command != command and folder.command in COMMANDS:
+        folder.release()
+        raise RunError(
+            f"{out} holds a run of `{folder.command}`, not of `{command}`: go on with that command, or name a new "
+            "folder with --out"
+        )
     return folder
 
 
@@ -114,20 +129,10 @@ def _measure(this: Run, models: dict[str, nn.Module]) -> None:
     evaluate_step(this, models)
     bench_step(this, list(models))
     end_to_end_step(this)
-    this.notes.extend(_left_out(this))
-    if this.notes:
-        write_json(this.path("notes.json"), this.notes)
+    if notes := this.all_notes():
+        write_json(this.path("notes.json"), notes)
     write_report(this.folder.path)
     check_required(this)
-
-
-def _left_out(this: Run) -> Iterator[str]:
-    """What `data.on_error: skip` left out, so far as this process has read the data."""
-    for name, split in (("train", this.data.train), ("val", this.data.val)):
-        if split.skipped:
-            more = ", ..." if len(split.skipped) > 3 else ""
-            files = f"{len(split.skipped)} of the {len(split)} files of {name}"
-            yield f"data: {files} could not be read and are left out: {', '.join(split.skipped[:3])}{more}"
 
 
 def _check(recipe: Recipe, command: str) -> None:

@@ -118,7 +118,7 @@ def end_to_end_step(run: Run) -> None:
         run.notes.append(f"end to end: not measured: {error}")
     else:
         write_json(run.path(END_TO_END_FILE), found.to_dict())
-    run.folder.finish("end_to_end")
+    run.finish("end_to_end")
 
 
 def _pictures(run: Path | None, images: Path | None, count: int) -> list[Picture]:

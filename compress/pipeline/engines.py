@@ -33,12 +33,14 @@ def build_step(run: Run, variants: Sequence[str]) -> None:
     rows: list[dict[str, Any]] = []
     for name in names:
         options = engine_options(spec, name)
-        rows += [_row(path.stem, name, build_or_reason(path, name, options, run.progress)) for path in files]
+        for path in files:
+            built = build_or_reason(path, name, options, run.progress)
+            rows.append(_row(path.stem, name, run.folder.without_path(built) if isinstance(built, str) else built))
     write_json(run.path("engines.json"), rows)
     refused = [row for row in rows if row["status"] != "built" and FLAVOURS[row["engine"]].portable]
     run.notes.extend(f"{row['variant']}, {row['engine']}: {row['reason']}" for row in refused)
     run.notes.extend(f"{row['variant']}, {row['engine']}: {note}" for row in rows for note in row.get("notes", ()))
-    run.folder.finish("engines", built=sum(row["status"] == "built" for row in rows))
+    run.finish("engines", built=sum(row["status"] == "built" for row in rows))
 
 
 def engine_options(spec: BenchSpec, engine: str = "tensorrt-rtx") -> TensorRTOptions:

@@ -56,7 +56,7 @@ def export_step(run: Run, models: dict[str, nn.Module]) -> None:
     write_json(run.path("audit.json"), [row for variant, audit in audits for row in _audit_rows(variant, audit)])
     write_json(run.path("layers.json"), _layer_rows(run, models))
     run.folder.add_metrics(metrics)
-    run.folder.finish("export", variants=list(models))
+    run.finish("export", variants=list(models))
 
 
 def _audit_rows(variant: str, audit: OnnxAudit) -> list[dict[str, Any]]:

@@ -8,6 +8,9 @@ system lets go of when a process ends in whatever way, keeps two runs out of one
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,19 +48,35 @@ class RunFolder:
         """Digest of the recipe that the run is of."""
         return str(self._state["recipe"])
 
+    @property
+    def command(self) -> str:
+        """The command that the run was begun with."""
+        return str(self._state["command"])
+
+    @property
+    def steps(self) -> list[str]:
+        """The steps that have ended, in that order."""
+        return list(self._state["steps"])
+
     def done(self, step: str) -> bool:
         """Whether a step has ended."""
         return step in self._state["steps"]
 
-    def facts(self, step: str) -> dict[str, Any]:
-        """What a step wrote down when it ended."""
-        facts: dict[str, Any] = self._state["steps"][step]
-        return facts
+    def facts(self) -> list[dict[str, Any]]:
+        """What each step wrote down, in the order in which they ended."""
+        return list(self._state["steps"].values())
 
     def finish(self, step: str, **facts: Any) -> None:
-        """Write down that a step has ended, with facts worth keeping."""
+        """Write down that a step has ended, with facts worth keeping: its line is written last, and in one piece."""
         self._state["steps"][step] = facts
         write_json(self.path / _STATE, self._state)
+
+    def without_path(self, text: str) -> str:
+        """`text` with the files of this folder named as they stand in it: a folder that is moved tells no old place."""
+        for path in dict.fromkeys((self.path.resolve(), self.path.absolute(), self.path)):
+            if path.name:
+                text = re.sub(rf"(?<![\w./\\-]){re.escape(str(path))}[/\\]", "", text)
+        return text
 
     def metrics(self) -> list[Metric]:
         """The numbers measured so far."""
@@ -98,6 +117,7 @@ def open_run(path: Path, recipe: Recipe, command: str, *, resume: bool) -> RunFo
     path.mkdir(parents=True, exist_ok=True)
     write_text(path / "recipe.yaml", recipe.to_yaml())
     lock = _locked(path)
+    _sweep(path)
     state = {"format": _FORMAT, "command": command, "recipe": recipe.digest(), "steps": {}}
     write_json(state_file, state)
     return RunFolder(path, state, lock=lock)
@@ -160,22 +180,35 @@ def recipe_of(path: Path) -> Recipe:
 def _reopen(path: Path, recipe: Recipe, resume: bool) -> RunFolder:
     folder = read_state(path)
     if folder.recipe != recipe.digest():
+        told = ", ".join(_differences(asdict(recipe_of(path)), asdict(recipe)))
         raise RunError(
-            f"{path} holds a run of another recipe; it differs in {', '.join(_differences(path, recipe))}. Name a new "
-            "folder with --out, or repeat the run's own --set values to go on with it"
+            f"{path} holds a run of another recipe; it differs in {told}. Name a new folder with --out, or repeat the "
+            "run's own values (--set) to go on with it"
         )
     if not resume:
         raise RunError(f"{path} holds a run of this recipe already; --resume goes on with it, --out names a new folder")
+    if not (path / "recipe.yaml").is_file():
+        write_text(path / "recipe.yaml", recipe.to_yaml())
     lock = _locked(path)
-    for left_over in path.glob(".*.part"):  # of a process that was killed while it was writing
-        left_over.unlink(missing_ok=True)
+    _sweep(path)
     return RunFolder(path, folder._state, lock=lock)
 
 
-def _differences(path: Path, recipe: Recipe) -> list[str]:
-    """Names of the sections that differ."""
-    old = recipe_of(path)
-    return [name for name in Recipe.__dataclass_fields__ if getattr(old, name) != getattr(recipe, name)]
+def _sweep(path: Path) -> None:
+    """Remove what processes that were killed while they were writing have left, in the folder and those in it."""
+    for left_over in path.rglob(".*.part"):
+        left_over.unlink(missing_ok=True)
+
+
+def _differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """The keys that differ, with both values; of a section that one of the two lacks, its name."""
+    for key in {**there, **here}:
+        old, new = there.get(key), here.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            section = isinstance(old, dict) or isinstance(new, dict)
+            yield f"{prefix}{key}" + ("" if section else f" ({old!r} there, {new!r} here)")
 
 
 def free_folder(parent: Path, name: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,8 @@ from compress.measure import (
 from compress.measure.metric import Metric
 from compress.pipeline.run import Run
 from compress.progress import Progress
-from compress.quantization.spec import TARGETS
+from compress.quantization.spec import TARGETS, QuantSpec
+from compress.training import QATSpec
 
 EVALUATION_BATCH = 32
 PROBE_IMAGES = 8
@@ -47,12 +49,14 @@ def evaluate_step(run: Run, models: dict[str, nn.Module]) -> None:
         return
     write_json(run.path("environment.json"), describe_machine().to_dict())
     metrics: list[Metric] = []
+    references: dict[str, EngineAccuracy] = {}
     for variant, model in models.items():
-        reference = _evaluate_torch(run, variant, model, metrics)
+        references[variant] = _evaluate_torch(run, variant, model, metrics)
         for engine, precision in _engines(run.recipe.bench):
-            metrics += _evaluate_engine(run, variant, engine, precision, reference)
+            metrics += _evaluate_engine(run, variant, engine, precision, references[variant])
+    run.notes += _training_lost(run, references)
     run.folder.add_metrics(metrics)
-    run.folder.finish("evaluate")
+    run.finish("evaluate")
 
 
 def _evaluate_torch(run: Run, variant: str, model: nn.Module, metrics: list[Metric]) -> EngineAccuracy:
@@ -110,6 +114,24 @@ def where_it_differs(path: Path, engine: str, images: NDArray[np.float32], preci
     )
 
 
+def _training_lost(run: Run, seen: dict[str, EngineAccuracy]) -> list[str]:
+    """A word of warning where QAT took accuracy away, by more than twice the standard error of the difference."""
+    notes = []
+    for before, after in (("ptq", "qat"), ("sparse-ptq", "sparse-qat")):
+        if before not in seen or after not in seen:
+            continue
+        had, has = seen[before].top1, seen[after].top1
+        error = ((had * (1 - had) + has * (1 - has)) / max(1, seen[after].images)) ** 0.5
+        if had - has > 2 * error:
+            spec, kept = cast(QATSpec, run.recipe.qat), cast(QuantSpec, run.recipe.quantization).batchnorm == "keep"
+            way = "" if kept else ", or quantization.batchnorm: keep, which bears higher rates"
+            notes.append(
+                f"{after}: training took top-1 from {had:.2%} to {has:.2%} (in torch); qat.lr {spec.lr:g} with "
+                f"{spec.optimizer} is too high for it, if {after}.csv shows no other cause: try a tenth{way}"
+            )
+    return notes
+
+
 def _of_another_target(run: Run, variant: str, engine: str) -> str:
     """A word on files that are written for one engine and measured on another."""
     spec = run.recipe.quantization
@@ -156,7 +178,7 @@ def bench_step(run: Run, variants: list[str]) -> None:
         return
     files = {variant: run.path(f"{variant}.onnx") for variant in variants}
     run.folder.add_metrics(bench(files, run.recipe.bench, progress=run.progress))
-    run.folder.finish("bench")
+    run.finish("bench")
 
 
 def bench(files: dict[str, Path], spec: BenchSpec, *, progress: Progress) -> list[Metric]:

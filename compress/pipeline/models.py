@@ -38,10 +38,10 @@ def float_step(run: Run, built: BuiltModel) -> nn.Module:
     """The float baseline: the recipe's model, trained unless `train.epochs` is 0."""
     spec = run.recipe
     model = built.model
-    run.notes += [note for note in built.notes if note not in run.notes]
     if run.folder.done("train"):
         load_model(model, run.path("float.safetensors"))
         return model.to(run.device).eval()
+    run.notes += built.notes
     report = train(run, model.to(run.device), spec.train, "train")
     keep(run, "train", model, top1=report.final.top1, images_per_s=report.images_per_s, seconds=report.seconds)
     return model.eval()
@@ -141,7 +141,7 @@ def keep(run: Run, step: str, model: nn.Module, **facts: float | None) -> None:
     def work() -> None:
         name = "float" if step == "train" else step
         save_model(model, run.path(f"{name}.safetensors"), {"step": step, "recipe": run.recipe.digest()})
-        run.folder.finish(step, **facts)
+        run.finish(step, **facts)
         run.path(f"{step}.checkpoint.safetensors").unlink(missing_ok=True)  # the weights have taken its place
 
     run.processes.on_main(work)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compress.data.base import BatchPlan, DataSet
+from compress.data.base import BatchPlan, DataSet, Split
 from compress.pipeline.folder import RunFolder
 from compress.progress import NoProgress, Progress
 from compress.recipe import Recipe
@@ -27,7 +28,7 @@ class Run:
         processes: of torchrun; the lone one otherwise.
         progress: hears of long work.
         resume: whether steps may go on from what the folder holds.
-        notes: what happened on the way that the user might not expect.
+        notes: what happened in the step under way that the user might not expect; `finish` keeps them with its result.
     """
 
     recipe: Recipe
@@ -54,3 +55,28 @@ class Run:
     def path(self, name: str) -> Path:
         """A file of the run folder."""
         return self.folder / name
+
+    def finish(self, step: str, **facts: Any) -> None:
+        """Write down that a step has ended, with facts worth keeping, its notes, and the images that could not be read.
+
+        A run that goes on after a stop takes them from there: the step is not taken again, and they would be lost.
+        """
+        left_out = {name: split.skipped for name, split in self._splits().items() if split.skipped}
+        told = {"notes": [self.folder.without_path(note) for note in self.notes], "left_out": left_out}
+        self.folder.finish(step, **facts, **{key: value for key, value in told.items() if value})
+        self.notes.clear()
+
+    def all_notes(self) -> list[str]:
+        """The notes of all steps, also of those that were taken before a stop, and the images that were left out."""
+        steps = self.folder.facts()
+        notes = [note for facts in steps for note in facts.get("notes", ())]
+        for name, split in self._splits().items():
+            files = list(dict.fromkeys(file for facts in steps for file in facts.get("left_out", {}).get(name, ())))
+            if files:
+                more = ", ..." if len(files) > 3 else ""
+                count = f"{len(files)} of the {len(split)} files of {name}"
+                notes.append(f"data: {count} could not be read and are left out: {', '.join(files[:3])}{more}")
+        return notes
+
+    def _splits(self) -> dict[str, Split]:
+        return {"train": self.data.train, "val": self.data.val}

@@ -49,10 +49,10 @@ def sparse_step(run: Run, float_model: nn.Module) -> nn.Module:
     finished, tuning = run.folder.done("sparse"), run.recipe.finetune
     if pattern.kind != "channel" and not finished:
         _mask(run, model, float_model, spec, pattern)
-    _note(run)
     if finished:
         load_model(model, run.path("sparse.safetensors"))
         return model.eval()
+    _note(run)
     if tuning.epochs == 0:
         recalibrate_batchnorm(model.to(run.device), _recalibration_images(run))
     schedule = MaskSchedule(model, spec) if masked_layers(model) else None
@@ -81,7 +81,7 @@ def _mask(run: Run, model: nn.Module, dense: nn.Module, spec: SparsitySpec, patt
         def write() -> None:
             save_model(model, path, {"step": "mask", "recipe": run.recipe.digest()})
             write_json(run.path("sparsity.json"), document)
-            run.folder.finish("mask", density=report.density)
+            run.finish("mask", density=report.density)
 
         run.processes.on_main(write)
         return
@@ -116,7 +116,7 @@ def _at_most(run: Run, dense: nn.Module, masked: tuple[str, ...], pattern: Patte
 
 
 def _note(run: Run) -> None:
-    """Say in the report what the masks' file knows and a reader might not expect, also of a run that was resumed."""
+    """Say in the report what the masks' file knows and a reader might not expect, also if found before a stop."""
     known = json.loads(run.path("sparsity.json").read_text(encoding="utf-8"))
     refused = (known.get("permutation") or {}).get("refused")
     notes = [known.get("at_most"), f"channels were not permuted: {refused}" if refused else None]

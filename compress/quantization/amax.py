@@ -20,15 +20,6 @@ START_BIN = 128
 _CANDIDATES = 128  # clipping thresholds weighed at a time: 128 x 2048 float64 are 2 MiB
 
 
-def max_amax(x: Tensor, axis: int | None = None) -> Tensor:
-    """Return the largest magnitude, float32: shape () or, along `axis`, (C,). NaN stays NaN.
-
-    >>> max_amax(torch.tensor([[1.0, -3.0], [2.0, 0.5]]), axis=0)
-    tensor([3., 2.])
-    """
-    return row_amax(as_rows(x, axis)).reshape(() if axis is None else -1)
-
-
 def as_rows(x: Tensor, axis: int | None) -> Tensor:
     """View `x` as (1, n), or along `axis` as (C, n); copied only where memory is not laid out so.
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
-from compress.graph.batches import Batches, batch_inputs
+from compress.graph.batches import Batches, model_inputs
 from compress.graph.canonical import canonical_graph
 from compress.graph.layers import layers
 from compress.graph.ops import layer_name
@@ -112,7 +112,7 @@ def sensitivity(
         model: float network, with one tensor of logits (N, classes) as its result; not changed.
         example_inputs: what it is called with, to trace it.
         batches: calibration data, as for `quantize`.
-        images: batches that effects are measured on: tensors, or (tensor, target) for top-1 too. They are read once
+        images: batches that effects are measured on, as for `quantize`; with a target for top-1 too. They are read once
             and kept; two forward passes over them are made for each layer.
         spec: target and rules; layers that its rules leave float are no rows. Weights are rounded to nearest also where
             it asks for AdaRound or bias correction, which change weights for good and so have no float side.
@@ -225,19 +225,19 @@ class _Probe:
 
     def __init__(self, model: nn.Module, qmodel: fx.GraphModule, images: Iterable[Any]) -> None:
         self.qmodel = qmodel
-        self.batches, targets = _split(images)
+        self.batches, targets = _split(qmodel, images)
         self.targets = torch.cat(targets) if targets else None
-        self.count = sum(map(len, self.batches))
+        self.count = sum(len(inputs[0]) for inputs in self.batches)
         training = model.training
         model.eval()
         try:
             with torch.no_grad():
-                self.reference = torch.cat([_logits(model(batch)) for batch in self.batches])
+                self.reference = torch.cat([_logits(model(*inputs)) for inputs in self.batches])
         finally:
             model.train(training)
 
     def effect(self, subset: Subset) -> Effect:
-        logits = torch.cat([_logits(run_subset(self.qmodel, subset, batch)) for batch in self.batches])
+        logits = torch.cat([_logits(run_subset(self.qmodel, subset, *inputs)) for inputs in self.batches])
         same = logits.argmax(1) == self.reference.argmax(1)
         return Effect(
             sqnr_db=sqnr(self.reference, logits), agreement=same.double().mean().item(), top1=self.top1(logits)
@@ -249,13 +249,15 @@ class _Probe:
         return (logits.argmax(1) == self.targets.to(logits.device)).double().mean().item()
 
 
-def _split(images: Iterable[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Batches, and their targets where every batch has them."""
-    inputs: list[Tensor] = []
+def _split(qmodel: fx.GraphModule, images: Iterable[Any]) -> tuple[list[tuple[Tensor, ...]], list[Tensor]]:
+    """The inputs of each batch, and their targets where every batch has them."""
+    inputs: list[tuple[Tensor, ...]] = []
     targets: list[Tensor] = []
     for batch in images:
-        inputs.append(batch_inputs(batch)[0])
-        targets += batch[1:2] if isinstance(batch, (tuple, list)) else ()
+        inputs.append(model_inputs(qmodel, batch))
+        if isinstance(batch, (tuple, list)):
+            behind = 1 if isinstance(batch[0], (tuple, list)) else len(inputs[-1])
+            targets += batch[behind : behind + 1]
     if not inputs:
         raise QuantizationError("sensitivity got no images to measure on; give at least one batch")
     return inputs, targets if len(targets) == len(inputs) else []

@@ -114,7 +114,8 @@ class QuantSpec:
         rules: exceptions, in order, the last match wins; one that matches nothing is an error.
         residual: which inputs of a residual sum are quantized: `identity`, `both` or `none`; None = as the target's
             table says.
-        batchnorm: `fold` into the weights before quantizing, or `keep` until export.
+        batchnorm: `fold` into the weights before quantizing, or `keep` until export. Folded networks train faster, yet
+            only at low rates: nothing normalizes what they compute any more.
         equalize: cross-layer equalization: channels that a ReLU joins trade scale until the weights on both sides
             have equal ranges.
         relu6: `relu` replaces every ReLU6 by ReLU, without which `equalize` cannot pass it (arXiv 1906.04721 does

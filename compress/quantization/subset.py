@@ -43,10 +43,10 @@ def subset_of(placement: Placement) -> Subset:
     )
 
 
-def run_subset(qmodel: fx.GraphModule, subset: Subset, images: Tensor) -> Any:
-    """What a quantized graph returns for `images` (N, ...) with only `subset` of its quantizers on; no gradients."""
+def run_subset(qmodel: fx.GraphModule, subset: Subset, *inputs: Tensor) -> Any:
+    """What a quantized graph returns for its inputs with only `subset` of its quantizers on; no gradients."""
     with torch.no_grad(), _weights_on(qmodel, subset.weights):
-        return _Runner(qmodel, subset).run(images)
+        return _Runner(qmodel, subset).run(*inputs)
 
 
 class _Both(NamedTuple):

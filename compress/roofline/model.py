@@ -67,11 +67,6 @@ class Row:
     measured_ms: float | None = None
 
     @property
-    def total_bytes(self) -> float:
-        """Weights and activations."""
-        return self.weight_bytes + self.activation_bytes
-
-    @property
     def achieved_flops_per_s(self) -> float | None:
         """Rate over the measured time; None without one."""
         return self.flops / self.measured_ms * 1e3 if self.flops is not None and self.measured_ms else None

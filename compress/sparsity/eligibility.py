@@ -72,7 +72,7 @@ def eligibility(
     check_rules(spec, layers)
     order = list(layers) if example_inputs is None else run_order(model, layers, example_inputs)
     ends = {order[0]: "first", order[-1]: "last"} if order else {}
-    owners = _attention_parts(model)
+    owners, holders = _attention_parts(model), _holders(model)
     rows = []
     for path, module in layers.items():
         enabled = _enabled(path, spec)
@@ -81,6 +81,7 @@ def eligibility(
             raise SparsityError(f"a rule enables {path}, but {indivisible}: disable it, or choose another pattern")
         reason = (
             (f"part of {owners[path]}, which computes with it in one piece" if path in owners else None)
+            or _tied(path, module, holders)
             or (_TRANSPOSED if module_kind(module) == "conv_transpose" else indivisible)
             or ("a rule leaves it dense" if enabled is False else None)
             or (None if enabled else _unwise(module, pattern, spec, place=ends.get(path)))
@@ -157,6 +158,24 @@ def _attention_parts(model: nn.Module) -> dict[str, str]:
         for name, _ in module.named_modules()
         if name
     }
+
+
+def _holders(model: nn.Module) -> dict[int, list[str]]:
+    """Id of every parameter -> paths of the modules that hold it."""
+    paths: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                paths.setdefault(id(parameter), []).append(name.partition(".parametrizations.")[0])
+    return paths
+
+
+def _tied(path: str, module: nn.Module, holders: dict[int, list[str]]) -> str | None:
+    """Why a layer whose weight is another's too stays dense: a mask is one layer's, and its zeros are both's."""
+    parametrized = parametrize.is_parametrized(module, "weight")
+    own = cast(Any, module.parametrizations)["weight"].parameters() if parametrized else [_weight(module)]
+    others = sorted({other for parameter in own for other in holders.get(id(parameter), ()) if other != path})
+    return f"its weight is that of {', '.join(others)} too, which would read the zeros unmasked" if others else None
 
 
 def _indivisible(module: nn.Module, pattern: Pattern) -> str | None:

@@ -151,32 +151,6 @@ def squash_masks(model: nn.Module) -> dict[str, Tensor]:
     return masks
 
 
-def check_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Refuse the state dict of a masked model for a dense one, and the reverse.
-
-    Raises:
-        SparsityError: says which layer differs and what to do.
-    """
-    masked = {path: layer.mask for path, layer in masked_layers(model).items()}
-    for key, value in state.items():
-        layer, found, part = key.rpartition("." + _PREFIX) if "." + _PREFIX in key else ("", "", key)
-        if not found and key.startswith(_PREFIX):
-            layer, found, part = "", _PREFIX, key.removeprefix(_PREFIX)
-        if found and part == "0.mask" and layer not in masked:
-            raise SparsityError(
-                f"the checkpoint is of a masked model and {layer or 'the model'} is dense: call sparsify (or "
-                "apply_masks) before loading, or load a checkpoint saved after squash_masks"
-            )
-        if found and part == "0.mask" and value.shape != masked[layer].shape:
-            raise SparsityError(
-                f"{layer}.weight: the checkpoint's mask is {tuple(value.shape)} and the model's "
-                f"{tuple(masked[layer].shape)}"
-            )
-    for path in masked:
-        if f"{path}.weight" in state or (not path and "weight" in state):
-            raise SparsityError(_dense_into_sparse(path or "the model"))
-
-
 def _masked(module: nn.Module) -> MaskedLayer | None:
     if not parametrize.is_parametrized(module, "weight"):
         return None

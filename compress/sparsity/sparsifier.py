@@ -129,22 +129,6 @@ def sparsify(
     return SparsityReport(pattern=spec.pattern, rows=rows, permutation=permutation)
 
 
-def mask_rows(model: nn.Module) -> tuple[SparsityRow, ...]:
-    """The masked layers as they stand now: density, and the share of the weights' L1 norm that is kept."""
-    return tuple(
-        SparsityRow(
-            layer=path,
-            type=type(layer.module).__name__.removeprefix("Parametrized"),
-            shape=tuple(layer.original.shape),
-            eligible=True,
-            reason=f"masked by {layer.part.pattern or 'a mask of its own'}",
-            density=_density(layer.mask),
-            kept_magnitude=kept_magnitude(layer.original, layer.mask),
-        )
-        for path, layer in masked_layers(model).items()
-    )
-
-
 def _check_given(
     model: nn.Module, spec: SparsitySpec, pattern: Pattern, example_inputs: Inputs | None, batches: Iterable[Any] | None
 ) -> None:

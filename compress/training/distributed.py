@@ -74,11 +74,6 @@ class Processes:
         torch.distributed.all_reduce(reduced)
         return reduced.to(tensor.device)
 
-    def barrier(self) -> None:
-        """Wait until every process is here."""
-        if self.world_size > 1:
-            torch.distributed.barrier()
-
     def broadcast_object(self, value: T) -> T:
         """Return rank 0's `value` (anything that pickles) in every process; every process must call."""
         if self.world_size == 1:

@@ -121,6 +121,7 @@ class _Position:
     images: float = 0.0
     seconds: float = 0.0
     history: list[EpochRow] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)  # files of the training split that could not be read
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> _Position:
@@ -199,6 +200,8 @@ class _Training:
         contents = self.processes.on_main(lambda: read_checkpoint(path, self._identity()))
         position = restore_checkpoint(contents, **self._parts())
         self.position = _Position.from_json(position)
+        skipped = self.data.train.skipped
+        skipped[:] = dict.fromkeys([*self.position.skipped, *skipped])
         self._write_log()
         return self.step
 
@@ -334,6 +337,7 @@ class _Training:
         average_running_statistics(self.model, self.processes)
         if broken := not_finite(self.model):
             raise self._diverged(f"{broken} is NaN or infinite", self.step - 1)
+        self.position.skipped = list(self.data.train.skipped)
         path, position = self._checkpoint_path(self.folder), asdict(self.position)
         self.processes.on_main(
             lambda: save_checkpoint(path, **self._parts(), identity=self._identity(), position=position)

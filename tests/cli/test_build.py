@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from compress.cli.app import app
 from compress.errors import EngineError
 from compress.pipeline import run
+from compress.pipeline.folder import open_run
 from compress.recipe import parse_recipe
 from tests.engines.models import classifier
 
@@ -55,6 +56,24 @@ def test_commands_are_printed_without_a_build(tmp_path):
     assert done.exit_code == 0
     assert "--maxShapes=input:4x3x8x8" in done.stdout
     assert [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
+
+
+def test_a_run_that_was_stopped_is_gone_on_with(tmp_path, monkeypatch):
+    """`build --recipe` runs the recipe first; of a run that it had begun, it takes the rest."""
+    recipe, asked = parse_recipe(TREE), []
+
+    def stopped(recipe, command, folder, *, resume, progress):
+        asked.append((str(folder), resume))
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("compress.cli.building.run", stopped)
+    Path("tiny.yaml").write_text(recipe.to_yaml())
+    compress("build", "--recipe", "tiny.yaml")
+    open_run(Path("runs/tiny-ptq"), recipe, "ptq", resume=False).release()
+    compress("build", "--recipe", "tiny.yaml")
+    compress("build", "--recipe", "tiny.yaml", "--set", "train.epochs=2")
+    assert asked == [("runs/tiny-ptq", False), ("runs/tiny-ptq", True), ("runs/tiny-ptq-2", False)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU cannot do")

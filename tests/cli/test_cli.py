@@ -7,6 +7,7 @@ seconds that a process takes to import torch.
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 from typer.main import get_command
 
 from compress.cli.app import app
+from compress.pipeline.folder import open_run
+from compress.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,14 +102,40 @@ def test_recipes_lists_those_that_ship(tmp_path):
     assert {"resnet50", "resnet50-cpu", "mobilenet_v2"} <= {row["name"] for row in json.loads(done.stdout)}
 
 
-def test_ctrl_c_says_what_is_left(compress, monkeypatch, tmp_path):
-    def stop(folder):
-        raise KeyboardInterrupt
+def stop(*_, **__):
+    raise KeyboardInterrupt
 
-    monkeypatch.setattr("compress.cli.showing.write_report", stop)
-    done = compress("report", str(tmp_path))
+
+def test_ctrl_c_says_what_is_left(compress, monkeypatch, tmp_path):
+    monkeypatch.setattr("compress.cli.running.run", stop)
+    done = compress("qat", "--recipe", "resnet50", "--out", str(tmp_path / "run"))
     assert done.returncode == 130 and done.stdout == ""
     assert "stopped; what was finished is kept, and --resume goes on with it" in done.stderr
+    monkeypatch.setattr("compress.cli.showing.write_report", stop)
+    done = compress("report", str(tmp_path))  # has no --resume
+    assert done.returncode == 130 and done.stderr.strip() == "stopped"
+
+
+def test_ctrl_c_while_torch_is_imported_leaves_no_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "compress", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+    library = [sys.executable, "-c", "import compress"]  # in a program of one's own Ctrl-C stays a KeyboardInterrupt
+    assert "KeyboardInterrupt" in subprocess.run(library, capture_output=True, text=True, env=environment).stderr
+
+
+def test_resume_says_what_it_finds(compress, monkeypatch, tmp_path):
+    monkeypatch.setattr("compress.cli.running.run", stop)
+    told = compress("qat", "--recipe", "resnet50", "--resume", "--out", str(tmp_path / "typo")).stderr
+    assert "typo holds no run: a new one begins" in told
+    folder = open_run(tmp_path / "run", load_recipe("resnet50"), "qat", resume=False)
+    folder.finish("train")
+    folder.finish("ptq")
+    folder.release()
+    told = compress("qat", "--recipe", "resnet50", "--resume", "--out", str(tmp_path / "run")).stderr
+    assert "run: finished so far: train, ptq" in told
 
 
 def commands_in(text):

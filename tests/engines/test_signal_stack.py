@@ -1,12 +1,12 @@
 """Engines and signals: a process that has freed OpenVINO's models still survives a signal with a handler."""
 
+import ctypes
 import subprocess
 import sys
 
 import pytest
 
 from compress.engines import build_engine
-from compress.engines.signal_stack import signal_stack
 from tests.engines.models import classifier
 
 PROGRAM = """
@@ -20,6 +20,13 @@ while engines:
 subprocess.run(["true"], check=True)
 print("alive")
 """
+
+
+def signal_stack():
+    """What sigaltstack(2) tells of this thread: pointer, flags and size, as they lie in memory."""
+    told = ctypes.create_string_buffer(24)
+    ctypes.CDLL(None).sigaltstack(None, told)
+    return told.raw
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="alternate signal stacks are looked at on Linux only")

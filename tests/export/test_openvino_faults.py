@@ -71,19 +71,20 @@ class Shared(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "precision"),
+    ("model", "precision", "target"),
     [
-        pytest.param(lambda: Branches(split=False), "fp32", id="concat"),
-        pytest.param(lambda: Branches(split=True), "fp32", id="concat of parts"),
-        pytest.param(Scaled, "fp32", id="behind a concat"),
-        pytest.param(Products, "fp32", id="matrix product of a concat"),
-        pytest.param(Shared, "fp32", id="no bias"),
-        pytest.param(Shared, "fp16", id="no bias, fp16"),
+        pytest.param(lambda: Branches(split=False), "fp32", "openvino", id="concat"),
+        pytest.param(lambda: Branches(split=True), "fp32", "openvino", id="concat of parts"),
+        pytest.param(Scaled, "fp32", "openvino", id="behind a concat"),
+        pytest.param(Products, "fp32", "openvino", id="matrix product of a concat"),
+        pytest.param(Shared, "fp32", "openvino", id="no bias"),
+        pytest.param(Shared, "fp16", "openvino", id="no bias, fp16"),
+        pytest.param(Shared, "fp32", "tensorrt", id="no bias, for TensorRT"),
     ],
 )
-def test_openvino_computes_what_the_file_says(model, precision, tmp_path):
+def test_openvino_computes_what_the_file_says(model, precision, target, tmp_path):
     torch.manual_seed(0)
-    qmodel = quantize(model().eval(), X, [X], spec=QuantSpec(target="openvino"))
+    qmodel = quantize(model().eval(), X, [X], spec=QuantSpec(target=target))
     path = export_onnx(qmodel, X, tmp_path / "model.onnx", precision=precision)
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -94,7 +95,7 @@ def test_openvino_computes_what_the_file_says(model, precision, tmp_path):
         assert sqnr(qmodel(X), torch.from_numpy(result)) > 40
 
 
-def test_other_targets_get_no_bias(tmp_path):
+def test_onnxruntime_gets_no_bias(tmp_path):
     qmodel = quantize(Shared().eval(), X, [X], spec=QuantSpec(target="onnxruntime"))
     convs = [n for n in onnx.load(export_onnx(qmodel, X, tmp_path / "m.onnx")).graph.node if n.op_type == "Conv"]
     assert sorted(len(node.input) for node in convs) == [2, 2, 2, 3]

@@ -28,7 +28,7 @@ def test_hand_count():
     assert relu.macs == 0
     assert up.macs == 2 * 8 * 4 * 4 * 4 * 4
     assert (conv.weight_elements, conv.bias_elements, conv.kernel) == (216, 8, (3, 3))
-    assert conv.input_elements == 2 * 3 * 64 and conv.output_elements == 2 * 8 * 16
+    assert (conv.input_shapes, conv.output_shape) == (((2, 3, 8, 8),), (2, 8, 4, 4))
 
 
 def test_unknown_is_not_zero():

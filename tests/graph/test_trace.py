@@ -4,6 +4,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from compress.errors import ModelError
 from compress.graph.trace import leaves_of, trace
@@ -62,8 +63,9 @@ def test_a_graph_that_computes_something_else_is_refused():
 def test_wrong_inputs_are_named():
     with pytest.raises(ModelError, match=r"\(2, 1, 16, 16\)"):
         trace(TinyResNet(), torch.randn(2, 1, 16, 16))
-    with pytest.raises(ModelError, match="example_inputs"):
-        trace(TinyResNet(), [])
+    for wrong in ([], None, {"x": torch.randn(2, 3, 16, 16)}):
+        with pytest.raises(ModelError, match="example_inputs"):
+            trace(TinyResNet(), wrong)
     with pytest.raises(ModelError, match="nowhere"):
         trace(TinyResNet(), torch.randn(2, 3, 16, 16), leaves=["nowhere"])
 
@@ -125,7 +127,15 @@ def shifts_channels(self, x):  # as a temporal shift module does
     return out
 
 
-@pytest.mark.parametrize("forward", [made_of_sizes, length_of_a_batch, asks_for_types, shifts_channels])
+def divides_by_a_size(self, x):  # as correlations of optical flow do
+    y = self.conv(x)
+    return y / torch.sqrt(torch.tensor(y.shape[1]))
+
+
+FORWARDS = [made_of_sizes, length_of_a_batch, asks_for_types, shifts_channels, divides_by_a_size]
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
 def test_what_python_asks_of_tensors_is_answered_and_holds_for_any_batch(forward, capfd):
     model = net_of(forward)
     graph = pickle.loads(pickle.dumps(trace(model, torch.randn(2, 3, 5, 7))))
@@ -136,6 +146,55 @@ def test_what_python_asks_of_tensors_is_answered_and_holds_for_any_batch(forward
     assert capfd.readouterr() == ("", "")
 
 
+def views(self, x, *others, scale=2.0, **options):
+    for other in others:
+        x = x + other.mean()
+    return scaled(self.conv(x), scale=scale, **options)
+
+
+def one_view(self, x, mask=None, *others):
+    return self.conv(x if mask is None else x * mask) + len(others)
+
+
+def scaled(x, *, scale, shift=1.0):
+    return x * scale + shift
+
+
+@pytest.mark.parametrize(("forward", "count"), [(views, 1), (views, 3), (one_view, 1), (one_view, 2), (one_view, 4)])
+def test_a_forward_of_any_number_of_arguments_takes_as_many_as_the_example(forward, count):
+    model, given = net_of(forward), [torch.randn(2, 3, 5, 7) for _ in range(count)]
+    graph = pickle.loads(pickle.dumps(trace(model, given)))
+    others = [torch.randn(4, 3, 5, 7) for _ in range(count)]
+    torch.testing.assert_close(graph(*others), model(*others))
+    for wrong in (others[1:], [*others, others[0]]):
+        with pytest.raises(TypeError):
+            graph(*wrong)
+
+
 def test_a_refusal_names_the_line():
     with pytest.raises(ModelError, match=r"test_trace.py:\d+: return x \* 2 if x.sum\(\) > 0 else x"):
         trace(DependsOnValues(), torch.randn(2, 3))
+    resizes = GeneralizedRCNNTransform(8, 8, [0.0], [1.0])  # torchvision's own code is not torch's
+    with pytest.raises(ModelError, match=r"detection.transform.py:\d+: "):
+        trace(resizes, torch.rand(2, 3, 8, 8))
+
+
+def test_a_refusal_names_the_parts_that_may_do():
+    class Detector(Holder):
+        def forward(self, x):
+            return [y for y in self.inner(x) if y.sum() > 0]
+
+    with pytest.raises(ModelError, match="a part of the model alone: inner$"):
+        trace(Detector(nn.Sequential(nn.ReLU())), torch.rand(2, 3, 8, 8))
+
+
+def test_a_refusal_gives_the_reason_of_the_trace_that_got_furthest():
+    def changes_a_view(self, x):
+        y = self.conv(x)
+        part = y[:, :4]
+        part *= 2
+        y[:, 7] = 0
+        return self.conv(y[:, :3])
+
+    with pytest.raises(ModelError, match=r"reads by another name what \+= changed"):
+        trace(net_of(changes_a_view), torch.randn(2, 3, 5, 7))

@@ -33,7 +33,7 @@ def test_a_run_keeps_what_it_improved(tmp_path):
     this = Run(recipe=recipe, folder=folder, data=load_data(recipe.data))
     model = build_float(recipe, this.data).model.eval()
     made = ptq_step(this, model)
-    assert [note.split(" ")[1] for note in this.notes] == ["equalized", "AdaRound", "corrected"]
+    assert [note.split(" ")[1] for note in this.all_notes()] == ["equalized", "AdaRound", "corrected"]
     assert not (tmp_path / "run" / "ptq.adaround").exists()
     again = ptq_step(dataclasses.replace(this, notes=[]), model)  # finished: read from its file
     x = this.example

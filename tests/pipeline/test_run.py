@@ -84,6 +84,24 @@ def test_the_report_says_where_the_time_goes_from_pictures_to_classes(finished):
     assert (finished / "figures" / "end_to_end.png").is_file()
 
 
+def test_a_training_that_takes_accuracy_away_is_told(finished, tmp_path):
+    tree = {
+        **TREE,
+        "model": {"name": "tests.networks:tiny", "weights": str(finished / "float.safetensors")},
+        "train": {"epochs": 0},
+        "quantization": {"calibration_images": 64},
+        "qat": {"epochs": 1, "optimizer": "adamw", "lr": 0.5},
+        "bench": {"engines": [], "batch_sizes": []},
+    }
+    run(parse_recipe(tree), "qat", tmp_path / "run", device="cpu")
+    for folder, lost in ((tmp_path / "run", True), (finished, False)):
+        rows = metrics(folder)
+        before, after = (rows["top1", v, "torch (fake quantization)", None].value for v in ("ptq", "qat"))
+        report = (folder / "report.md").read_text()
+        assert (after < before - 20) == lost
+        assert ("qat.lr 0.5 with adamw is too high" in report and "batchnorm: keep" in report) == lost
+
+
 def test_calibration_never_sees_the_evaluation_split():
     from compress.data import load_data
 
@@ -106,8 +124,14 @@ def test_a_finished_run_resumes_at_once_and_stays_the_same(finished):
 
 def test_another_recipe_or_no_resume_is_refused(finished):
     other = dataclasses.replace(RECIPE, train=dataclasses.replace(RECIPE.train, lr=0.01))
-    with pytest.raises(RunError, match="another recipe; it differs in train"):
+    with pytest.raises(RunError, match=r"another recipe; it differs in train\.lr \(0\.05 there, 0\.01 here\)\. Name"):
         run(other, "qat", finished, resume=True)
+    with pytest.raises(RunError, match=r"it differs in qat\. Name"):
+        run(dataclasses.replace(RECIPE, qat=None), "ptq", finished, resume=True)
+    before = (finished / "state.json").read_bytes()
+    with pytest.raises(RunError, match="a run of `qat`, not of `ptq`"):  # its export is done
+        run(RECIPE, "ptq", finished, resume=True)
+    assert (finished / "state.json").read_bytes() == before
     with pytest.raises(RunError, match="--resume"):
         run(RECIPE, "qat", finished)
 
@@ -150,6 +174,18 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
         open_run(tmp_path / "run", RECIPE, "qat", resume=True)
     folder.release()
     assert open_run(tmp_path / "run", RECIPE, "qat", resume=True).recipe == RECIPE.digest()
+
+
+def test_what_a_killed_process_left_is_swept_up(tmp_path):
+    open_run(tmp_path / "run", RECIPE, "qat", resume=False).release()
+    (tmp_path / "run" / "figures").mkdir()
+    left = [tmp_path / "run" / ".qat.onnx.x1.part", tmp_path / "run" / "figures" / ".latency.png.x2.part"]
+    for path in left:
+        path.touch()
+    (tmp_path / "run" / "recipe.yaml").unlink()
+    open_run(tmp_path / "run", RECIPE, "qat", resume=True).release()
+    assert not [path for path in left if path.exists()]
+    assert recipe_of(tmp_path / "run") == RECIPE
 
 
 def test_what_is_missing_is_refused_before_anything_is_written(tmp_path):
@@ -206,15 +242,14 @@ def start(out, *arguments):
 
 
 def test_kill_9_and_resume_end_with_the_same_weights(finished, tmp_path):
-    """Killed in the float training, and the resumed run again behind calibration."""
+    """Killed in the float training; test_resume.py stops a run at later moments."""
     out = tmp_path / "killed"
-    for moment, arguments in (("train.csv", ()), ("ptq.safetensors", ("--resume",))):
-        process = start(out, *arguments)
-        while process.poll() is None and not (out / moment).exists():
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, process.stderr.read().decode()
-        assert not (out / "report.html").exists()
+    process = start(out)
+    while process.poll() is None and not (out / "train.csv").exists():
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, process.stderr.read().decode()
+    assert not (out / "report.html").exists()
     process = start(out, "--resume")
     assert process.wait() == 0, process.stderr.read().decode()
     assert (out / "report.html").exists()

@@ -79,6 +79,27 @@ def test_the_model_is_left_as_it_was():
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+class Two(nn.Module):
+    """Of two inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.image, self.facts, self.head = nn.Conv2d(3, 8, 3, 2), nn.Linear(6, 8), nn.Linear(8, 10)
+
+    def forward(self, x, facts):
+        return self.head(self.image(x).mean((2, 3)).relu() + self.facts(facts))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_network_of_two_inputs(nested):
+    torch.manual_seed(0)
+    model, facts = Two().eval(), torch.randn(8, 6)
+    batch = ((X, facts), Y) if nested else (X, facts, Y)
+    report = sensitivity(model, (X[:2], facts[:2]), [batch], [batch])
+    assert report.float_top1 == (model(X, facts).argmax(1) == Y).float().mean() and report.images == 8
+    assert {row.layer for row in report.rows} >= {"image", "facts", "head"}
+
+
 def test_refuses_nothing_to_measure_on():
     with pytest.raises(QuantizationError, match="no images"):
         sensitivity(network(), X[:2], [X], [])

@@ -97,6 +97,16 @@ def test_rules_that_cannot_hold_are_refused():
         rows(SparsitySpec(rules=(SparsityRule(match="stem"),)))
 
 
+def test_tied_weights_stay_dense():
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
+    model[2].weight, model[3].bias = model[1].weight, model[1].bias
+    found = rows(SparsitySpec(rules=(SparsityRule(match="*"),)), model=model)
+    assert [name for name, row in found.items() if row.eligible] == ["0", "3", "4"]
+    assert "weight is that of 2 too" in found["1"].reason and "weight is that of 1 too" in found["2"].reason
+    sparsify(model, SparsitySpec())
+    assert [name for name, row in rows(model=model).items() if row.eligible] == ["3"]
+
+
 def test_the_model_is_left_as_it_was():
     model = Zoo().train()
     model.deep.eval()

@@ -5,7 +5,7 @@ from torch import nn
 from compress.errors import SparsityError
 from compress.sparsity.masks import nm_mask, unstructured_mask, verify_nm
 from compress.sparsity.parametrization import masked_layers, masks_of, squash_masks
-from compress.sparsity.sparsifier import mask_rows, sparsify
+from compress.sparsity.sparsifier import sparsify
 from compress.sparsity.spec import SparsityRule, SparsitySpec
 from tests.sparsity.nets import batch, small
 
@@ -90,14 +90,6 @@ def test_permutation_comes_before_the_masks():
         for layer in masked_layers(model).values():
             layer.mask.fill_(True)
     torch.testing.assert_close(model(batch()), expected)
-
-
-def test_rows_of_a_masked_model_follow_its_masks():
-    model = small()
-    sparsify(model, SparsitySpec(schedule="gradual"))
-    assert [row.density for row in mask_rows(model)] == [1.0, 1.0]
-    masked_layers(model)["3"].mask[:16] = False
-    assert [row.density for row in mask_rows(model)] == [0.5, 1.0]
 
 
 def test_misuse_is_refused():

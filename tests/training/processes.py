@@ -218,7 +218,6 @@ def exchange(processes):
         refused = False
     except CompressError:
         refused = True
-    processes.barrier()
     return {
         "sum": processes.all_reduce_sum(rank).tolist(),
         "object": processes.broadcast_object({"from": processes.rank}),

@@ -1,0 +1,89 @@
+"""Ctrl-C at many moments and `--resume`: the run ends with the weights and the notes of one that nothing stopped."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from compress.pipeline import run
+from compress.progress import NoProgress
+from compress.recipe import parse_recipe
+
+MOMENTS = [("calibrate", 1), ("qat", 3), ("qat: evaluate", 1), ("accuracy: torch", 1)]
+"""Task, and how far it comes before Ctrl-C is pressed."""
+
+
+def network(num_classes=10):
+    """One convolution and a classifier: quick to export."""
+    layers = nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, num_classes)
+    return nn.Sequential(*layers)
+
+
+class CtrlC(NoProgress):
+    """A user who waits for a moment."""
+
+    def __init__(self, task, count):
+        self.task, self.left = task, count
+
+    def advance(self, task, amount=1, **fields):
+        self.left -= task == self.task
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """One whose every part has something to say: a foreign classifier, images that are none, ranges that cut off."""
+    root = tmp_path_factory.mktemp("data")
+    for part in ("train", "val"):
+        for number, label in enumerate("ab"):
+            (root / part / label).mkdir(parents=True)
+            for i in range(8):
+                Image.new("RGB", (20, 20), (30 * i, 100 * number, 0)).save(root / part / label / f"{i}.png")
+        for i in range(4):
+            (root / part / "a" / f"none{i}.png").write_bytes(b"no picture")
+    save_file(network().state_dict(), root / "digits.safetensors")
+    return parse_recipe(
+        {
+            "model": {"name": "tests.pipeline.test_resume:network", "weights": str(root / "digits.safetensors")},
+            "data": {
+                "name": "folder",
+                "root": str(root),
+                "image_size": 16,
+                "batch_size": 4,
+                "workers": 0,
+                "on_error": "skip",
+            },
+            "train": {"epochs": 0},
+            "quantization": {
+                "calibration_images": 4,
+                "activations": {"calibrator": "percentile", "percentile": 50},
+                "bias_correction": "empirical",
+            },
+            "qat": {"epochs": 1, "lr": 0.01, "checkpoint_steps": 1, "distill": False},
+            "bench": {"engines": [], "batch_sizes": []},
+        }
+    )
+
+
+def test_a_run_that_is_stopped_again_and_again_tells_what_an_undisturbed_one_tells(recipe, tmp_path):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run(recipe, "qat", whole, device="cpu")
+    for task, count in MOMENTS:
+        with pytest.raises(KeyboardInterrupt):
+            run(recipe, "qat", stopped, resume=True, device="cpu", progress=CtrlC(task, count))
+        assert not (stopped / "report.md").exists()
+    run(recipe, "qat", stopped, resume=True, device="cpu")
+
+    told, again = (json.loads((folder / "notes.json").read_text()) for folder in (whole, stopped))
+    words = ("classifies 10 classes", "calibration cuts off", "corrected", "4 of the 20 files of train", "of val")
+    assert all(sum(word in note for note in told) == 1 for word in words), told
+    assert again == told
+    reports = [(folder / "report.md").read_text() for folder in (whole, stopped)]
+    assert all(note.split(":")[0] in report for note in told for report in reports)
+    before, after = (load_file(folder / "qat.safetensors") for folder in (whole, stopped))
+    assert all(torch.equal(before[key], after[key]) for key in before | after)
+    assert {p.name for p in whole.iterdir()} == {p.name for p in stopped.iterdir()}
