@@ -76,21 +76,24 @@ class Layout(NamedTuple):
 
 
 def default_tiles(tokens: int, keys: int, width: int, dtype: torch.dtype) -> Tiles:
-    """Tiles for heads of `tokens` queries and `keys` keys, of at most `width` numbers each; not measured.
+    """Tiles for heads of `tokens` queries and `keys` keys, of at most `width` numbers each.
 
-    Chosen by what compiled kernels need on an H100's multiprocessor: none of them spills registers in half precision
-    at up to 64 numbers. 64 rows are what a warp group multiplies at once; float32 is not multiplied by tensor cores.
+    In half precision, up to 64 numbers: steps of 32 with three in flight were the fastest of seven tiles for each
+    kernel on an H200 (197 tokens, `analysis/attention_tiles.py`); all keys at once where there are no more than 64 was
+    not measured. Others by what compiled kernels need on an H100's multiprocessor; float32 is not multiplied by tensor
+    cores.
     """
     half = dtype.itemsize == 2
+    if half and width <= 64:
+        rows, columns = (min(64, _padded(count)) for count in (tokens, keys))
+        ahead = Tile(rows, 32, False, 4, 3) if keys > 64 else Tile(rows, columns, True, 4, 2)
+        return Tiles(ahead, ahead, Tile(columns, min(32, _padded(tokens)), False, 4, 3))
     most = 64 if half and width <= 128 else 32 if half or width <= 64 else 16
     rows, columns = (min(most, _padded(count)) for count in (tokens, keys))
-    whole = keys <= (256 if half and width <= 64 else columns)
-    if whole:
-        columns = _padded(keys)
-    forward = Tile(rows, columns, whole, 4, 2)
-    queries = forward if columns <= 128 else Tile(min(rows, 32), columns, True, 8, 2)
+    whole = keys <= columns
+    ahead = Tile(rows, columns, whole, 4, 2)
     step = min(most, 32 if half else 16, _padded(tokens))
-    return Tiles(forward, queries, Tile(min(most, _padded(keys)), step, False, 4, 2))
+    return Tiles(ahead, ahead, Tile(columns, step, False, 4, 2))
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
