@@ -73,7 +73,7 @@ class FusedAttentionModule(nn.Module):
             from compress.quantization import fused_attention_launch  # Triton is not installed everywhere
 
             dtype = weight_dtype(query)
-            q, k, v = (t if t.dtype == dtype else t.to(dtype) for t in (query, key.transpose(-2, -1), value))
+            q, k, v = [t if t.dtype == dtype else t.to(dtype) for t in (query, key.transpose(-2, -1), value)]
             if fused_attention_launch.fits(q, k, v):
                 low, high = quantizer.format.low, quantizer.format.high
                 return fused_attention_launch.attention(q, k, v, quantizer.amax, self.scaling, low, high)
@@ -124,7 +124,7 @@ class PackedAttentionModule(nn.Module):
                 return fused_attention_packed.packed_attention(qkv, grids[-1], attention.scaling, parts, result)
         q, k, v = packed.unbind(0)
         if len(self.parts):
-            q, k, v = (rounding(part) for rounding, part in zip(self.parts, (q, k, v), strict=True))
+            q, k, v = [rounding(part) for rounding, part in zip(self.parts, (q, k, v), strict=True)]
         attended = cast(Tensor, attention(q, k.transpose(-2, -1), v)).transpose(1, 2)
         return attended if self.result is None else cast(Tensor, self.result(attended))
 

@@ -85,11 +85,11 @@ def default_tiles(tokens: int, keys: int, width: int, dtype: torch.dtype) -> Til
     """
     half = dtype.itemsize == 2
     if half and width <= 64:
-        rows, columns = (min(64, _padded(count)) for count in (tokens, keys))
+        rows, columns = min(64, _padded(tokens)), min(64, _padded(keys))
         ahead = Tile(rows, 32, False, 4, 3) if keys > 64 else Tile(rows, columns, True, 4, 2)
         return Tiles(ahead, ahead, Tile(columns, min(32, _padded(tokens)), False, 4, 3))
     most = 64 if half and width <= 128 else 32 if half or width <= 64 else 16
-    rows, columns = (min(most, _padded(count)) for count in (tokens, keys))
+    rows, columns = min(most, _padded(tokens)), min(most, _padded(keys))
     whole = keys <= columns
     ahead = Tile(rows, columns, whole, 4, 2)
     step = min(most, 32 if half else 16, _padded(tokens))
@@ -210,7 +210,7 @@ def run_backward(
     q, k, v, amax, sums, grad = tensors
     by_queries, by_keys = Tile(*tiles[:5]), Tile(*tiles[5:])
     sizes = (*_sizes(layout), bits is not None)
-    masks, grad_masks = (amax if found is None else found for found in (bits, out_bits))
+    masks, grad_masks = [amax if found is None else found for found in (bits, out_bits)]
     passed = grad if out_bits is None else torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
     deltas = torch.empty(sums.shape, dtype=torch.float32, device=sums.device)
     blocks = -(-layout.tokens // by_queries.rows)

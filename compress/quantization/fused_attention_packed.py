@@ -78,7 +78,7 @@ def packed_attention(
     """
     if tiles is None:
         tiles = default_tiles(qkv.shape[1], qkv.shape[1], qkv.shape[4], qkv.dtype)
-    q_amax, k_amax, v_amax = (None, None, None) if parts is None else (part.amax for part in parts)
+    q_amax, k_amax, v_amax = [None] * 3 if parts is None else [part.amax for part in parts]
     bounds = (0, 0) if parts is None else (parts[0].low, parts[0].high)
     out_amax, *out_bounds = (None, 0, 0) if result is None else result
     ranges = (weights.amax, q_amax, k_amax, v_amax, out_amax)
@@ -110,8 +110,9 @@ class _PackedAttention(torch.autograd.Function):
         batch, tokens, _, heads, width = qkv.shape
         bits: list[Tensor] = []
         if q_amax is not None and k_amax is not None and v_amax is not None:
-            qkv, *bits = _rounded(qkv, (q_amax, k_amax, v_amax), part_low, part_high)
-        ctx.rounded = (bool(bits), out_amax is not None)
+            qkv, part_bits = _rounded(qkv, (q_amax, k_amax, v_amax), part_low, part_high)
+            bits.append(part_bits)
+        ctx.rounded = (q_amax is not None, out_amax is not None)
         out = torch.empty((batch, tokens, heads, width), dtype=qkv.dtype, device=qkv.device)
         sums = torch.empty((batch, heads, tokens), dtype=torch.float32, device=qkv.device)
         rounded = None
@@ -128,7 +129,7 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative(grad)
         qkv, amax, sums, *found = ctx.saved_tensors
-        bits, out_bits = (found[i] if there else None for i, there in zip((0, -1), ctx.rounded, strict=True))
+        bits, out_bits = [found[i] if there else None for i, there in zip((0, -1), ctx.rounded, strict=True)]
         grads = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         tensors = (qkv, qkv, qkv, amax, sums, grad.contiguous())
         run_backward(tensors, grads, _layout(qkv), ctx.numbers, ctx.tiles, bits, out_bits)
