@@ -6,7 +6,8 @@ nobody else reads what lies between, and returns a second graph in which each ch
 are those of the first graph, by reference: train by calling the second, and all else (state_dict, checkpoints,
 evaluation, deep copies, export) goes on with the first, which is untouched.
 
-All weights are quantized in a few launches (`fused_weights`).
+All weights are quantized in a few launches (`fused_weights`). Attention whose probabilities are rounded is one
+operation too (`fused_attention`).
 
 The result is that of the plain path: the same numbers in the same order in float32 and float64. In half precision
 the plain path rounds after the bias and after the add, and the fused one only at its end.
@@ -29,6 +30,7 @@ from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
 from compress.graph.ops import node_kind, node_module
+from compress.quantization.fused_attention import fuse_attention
 from compress.quantization.fused_codes import Forward, carry_codes
 from compress.quantization.fused_ops import (
     MOST_TAPS,
@@ -94,6 +96,8 @@ def fuse_for_training(
     graph.output(graph.graph_copy(cast(fx.GraphModule, qmodel).graph, {}))
     fused = fx.GraphModule(qmodel, graph)
     chains = [_fuse(fused, node, kernels) for node in list(graph.nodes) if node_kind(node) == "quantizer"]
+    attentions = fuse_attention(fused, _roundings(fused), kernels)
+    chains = [_attended(chain, attentions.get(qmodel.get_submodule(chain.quantizer))) for chain in chains]
     if kernels != "torch":
         _share_weights(fused, kernels)
     if forward == "int8":
@@ -209,6 +213,24 @@ def _fused_chains(graph_module: fx.GraphModule) -> dict[fx.Node, FusedChainModul
     called = [node for node in graph_module.graph.nodes if node.op == "call_module"]
     modules = {node: graph_module.get_submodule(str(node.target)) for node in called}
     return {node: module for node, module in modules.items() if isinstance(module, FusedChainModule)}
+
+
+def _roundings(graph_module: fx.GraphModule) -> dict[fx.Node, FusedChainModule]:
+    """Nodes of chains that do nothing but round, each with its module."""
+    chains = _fused_chains(graph_module)
+    return {
+        node: chain
+        for node, chain in chains.items()
+        if chain.layer is None and not chain.activation and chain.window is None and len(node.all_input_nodes) == 1
+    }
+
+
+def _attended(chain: FusedChain, found: tuple[tuple[str, ...], str] | None) -> FusedChain:
+    """What became of a quantizer behind a softmax."""
+    if found is None:
+        return chain
+    nodes, reason = found
+    return replace(chain, nodes=nodes or chain.nodes, reason="; ".join(filter(None, (reason and chain.reason, reason))))
 
 
 def _share_weights(graph_module: fx.GraphModule, kernels: Kernels | None) -> None:

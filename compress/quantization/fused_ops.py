@@ -186,7 +186,12 @@ def in_graph(x: Tensor, kernels: Kernels | None) -> bool:
 
 
 class _FusedQuantize(torch.autograd.Function):
-    """Keeps the packed bits only; the result is kept by whichever layer reads it."""
+    """Keeps the packed bits only; the result is kept by whichever layer reads it.
+
+    In a graph that is being compiled, keeps the mask: the compiler computes it again inside the kernels of its backward
+    pass, from what is kept anyway. Bits it would compute again too, but pack them in a kernel of its own, for another
+    to read.
+    """
 
     @staticmethod
     def forward(
@@ -207,8 +212,8 @@ class _FusedQuantize(torch.autograd.Function):
         if residual is not None:
             residual = like(residual, y)
         epilogue = Epilogue(low, high, lower, upper, axis, bias_dim)
-        result, bits = forward_torch(y, bias, residual, amax, epilogue, dtype)
-        ctx.save_for_backward(bits)
+        result, passes = _forward(y, bias, residual, amax, epilogue, dtype)
+        ctx.save_for_backward(passes if torch.compiler.is_compiling() else pack(passes))
         ctx.last = is_channels_last(y)
         ctx.bias_dim, ctx.dtype = bias_dim, y.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -229,6 +234,14 @@ def forward_torch(
     y: Tensor, bias: Tensor | None, residual: Tensor | None, amax: Tensor, epilogue: Epilogue, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(the quantized tensor, the packed bits) by torch operations; `residual` is laid out as `y`."""
+    result, passes = _forward(y, bias, residual, amax, epilogue, dtype)
+    return result, pack(passes)
+
+
+def _forward(
+    y: Tensor, bias: Tensor | None, residual: Tensor | None, amax: Tensor, epilogue: Epilogue, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(the quantized tensor, whether the gradient passes)."""
     work = y if y.dtype == torch.float64 else y.float()
     if bias is not None:
         work = work + along_axis(bias.to(work.dtype), y, epilogue.bias_dim)
@@ -244,14 +257,14 @@ def forward_torch(
     clamped = rounded.clamp(epilogue.low, epilogue.high)
     result = clamped * scale
     # a `.to` that changes nothing, as an autograd.Function's result, has a gradient of zero in torch 2.11's compiler
-    return (result if result.dtype == dtype else result.to(dtype)), pack(passes & (rounded == clamped))
+    return (result if result.dtype == dtype else result.to(dtype)), passes & (rounded == clamped)
 
 
 def backward_torch(
     grad: Tensor, bits: Tensor, dtype: torch.dtype, bias_dim: int, wants_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    """(`grad` where the bits are set, its sum over all axes but `bias_dim`, empty unless wanted)."""
-    passed = torch.where(unpack(bits, grad), grad, 0.0).to(dtype)
+    """(`grad` where bits (packed, or a mask) are set, its sum over all axes but `bias_dim`, empty unless wanted)."""
+    passed = torch.where(bits if bits.dtype == torch.bool else unpack(bits, grad), grad, 0.0).to(dtype)
     if not wants_bias:
         return passed, passed.new_empty(0)
     dims = [d for d in range(grad.dim()) if d != bias_dim % grad.dim()]

@@ -78,7 +78,9 @@ def _aligned(tensors: tuple[Tensor | None, ...]) -> bool:
     return joined & 15 == 0
 
 
-def launch(kernel: Any, grid: tuple[int, ...], tensors: tuple[Tensor, ...], constants: tuple[Any, ...]) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, ...], tensors: tuple[Tensor, ...], constants: tuple[Any, ...], **options: int
+) -> None:
     """Run a kernel; what it needs is looked up by the types of its tensors. Compiled, the compiler's code launches it.
 
     Args:
@@ -86,15 +88,16 @@ def launch(kernel: Any, grid: tuple[int, ...], tensors: tuple[Tensor, ...], cons
         grid: programs.
         tensors: its first arguments, on one device.
         constants: its last ones: numbers and constexprs.
+        options: of Triton's compiler: `num_warps`, `num_stages`.
     """
     if torch.compiler.is_compiling():
-        kernel[grid](*tensors, *constants)
+        kernel[grid](*tensors, *constants, **options)
         return
     device = tensors[0].get_device()
-    key = (kernel, grid, device, constants, *[tensor.dtype for tensor in tensors])
+    key = (kernel, grid, device, constants, *options.values(), *[tensor.dtype for tensor in tensors])
     found = _LAUNCHES.get(key)
     if found is None:
-        found = _LAUNCHES[key] = Launch(kernel, grid, *constants)
+        found = _LAUNCHES[key] = Launch(kernel, grid, *constants, **options)
     found(device, *tensors)
 
 
