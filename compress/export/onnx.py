@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 
 from compress.data.preprocessing import LABELS_KEY, METADATA_KEY, Preprocessing
 from compress.errors import ExportError
+from compress.export.average_pools import float_averages
 from compress.export.bias import integer_biases, room_for_biases
 from compress.export.channel_scales import scales_on_outputs
 from compress.export.cleanup import clean, drop_unused
@@ -94,6 +95,7 @@ def export_onnx(
         bias_shared_convolutions(proto)
     if target == "openvino":
         flat_gathers(proto)
+        float_averages(proto)
     clean(proto)
     if target == "onnxruntime":
         integer_biases(proto)

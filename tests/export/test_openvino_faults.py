@@ -70,6 +70,21 @@ class Shared(nn.Module):
         return self.c(y) + y.sigmoid()
 
 
+class Averages(nn.Module):
+    """An average less its own input (PoolFormer), and one beside a branch in a concat that is scaled (DenseNet)."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool, self.halve = nn.AvgPool2d(3, 1, 1, count_include_pad=False), nn.AvgPool2d(2)
+        self.a, self.b = nn.Conv2d(3, 12, 3), nn.Conv2d(12, 12, 1)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 24).view(1, -1, 1, 1))
+
+    def forward(self, x):
+        x = self.a(x)
+        x = self.pool(x) - x
+        return (torch.cat([self.halve(self.b(x)), x[..., ::2, ::2]], 1) * self.scale).relu()
+
+
 @pytest.mark.parametrize(
     ("model", "precision", "target"),
     [
@@ -77,6 +92,8 @@ class Shared(nn.Module):
         pytest.param(lambda: Branches(split=True), "fp32", "openvino", id="concat of parts"),
         pytest.param(Scaled, "fp32", "openvino", id="behind a concat"),
         pytest.param(Products, "fp32", "openvino", id="matrix product of a concat"),
+        pytest.param(Averages, "fp32", "openvino", id="averages"),
+        pytest.param(Averages, "fp16", "openvino", id="averages, fp16"),
         pytest.param(Shared, "fp32", "openvino", id="no bias"),
         pytest.param(Shared, "fp16", "openvino", id="no bias, fp16"),
         pytest.param(Shared, "fp32", "tensorrt", id="no bias, for TensorRT"),
@@ -95,7 +112,22 @@ def test_openvino_computes_what_the_file_says(model, precision, target, tmp_path
         assert sqnr(qmodel(X), torch.from_numpy(result)) > 40
 
 
-def test_onnxruntime_gets_no_bias(tmp_path):
-    qmodel = quantize(Shared().eval(), X, [X], spec=QuantSpec(target="onnxruntime"))
-    convs = [n for n in onnx.load(export_onnx(qmodel, X, tmp_path / "m.onnx")).graph.node if n.op_type == "Conv"]
-    assert sorted(len(node.input) for node in convs) == [2, 2, 2, 3]
+class Both(nn.Module):
+    """What OpenVINO gets in another form, twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.averages = Shared(), Averages()
+
+    def forward(self, x):
+        return self.shared(x), self.averages(x)
+
+
+def test_onnxruntime_gets_no_bias_and_no_maximum(tmp_path):
+    qmodel = quantize(Both().eval(), X, [X], spec=QuantSpec(target="onnxruntime"))
+    nodes = onnx.load(export_onnx(qmodel, X, tmp_path / "m.onnx")).graph.node
+    convs = [len(n.input) for n in nodes if n.op_type == "Conv" and n.name.startswith("/shared")]
+    assert sorted(convs) == [2, 2, 2, 3]
+    kinds = [n.op_type for n in nodes]
+    assert kinds.count("AveragePool") == 2
+    assert "Max" not in kinds
