@@ -48,6 +48,8 @@ from compress.quantization.quantizer import Quantizer
 
 _BOUNDS = {"relu": (0.0, math.inf), "relu6": (0.0, 6.0)}
 _PLAIN: tuple[float, float] = (-math.inf, math.inf)
+_KEEP_THEIR_INPUT = ("gelu", "silu", "hardswish", "mish", "layer_norm")
+"""Operations that keep for backward what they read, so that what they computed can be computed again."""
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear)
 _FORWARDS = {layer.forward for layer in _LAYERS}
 _QUANTIZED_FORWARDS = {layer.forward for layer in _LAYERS if hasattr(layer, "quantized_weight")}
@@ -130,6 +132,7 @@ class FusedChainModule(nn.Module):
         quantizer: of the result.
         kernels: as of `fuse_for_training`.
         window: of the pool; None = there is none.
+        again: what the chain reads is kept for backward by what computed it (`fused_quantize`).
     """
 
     is_quantizer = True
@@ -141,9 +144,11 @@ class FusedChainModule(nn.Module):
         quantizer: Quantizer,
         kernels: Kernels | None,
         window: Window | None = None,
+        again: bool = False,
     ) -> None:
         super().__init__()
         self.window = window
+        self.again = again
         self.layer = layer
         self.activation = activation
         self.quantizer = quantizer
@@ -171,7 +176,9 @@ class FusedChainModule(nn.Module):
         if kernels is None and layer is None and torch.compiler.is_compiling():
             kernels = "torch"  # the compiler fuses the rounding with what it computed before
         if self.window is None:
-            return fused_quantize(x, quantizer.amax, self.epilogue, bias=bias, residual=residual, kernels=kernels)
+            return fused_quantize(
+                x, quantizer.amax, self.epilogue, bias=bias, residual=residual, kernels=kernels, again=self.again
+            )
         return pooled_quantize(x, quantizer.amax, self.epilogue, self.window, bias=bias, kernels=kernels)
 
     def _plain(self, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -267,6 +274,7 @@ def _fuse(graph_module: fx.GraphModule, node: fx.Node, kernels: Kernels | None) 
         cast(Quantizer, quantizer),
         kernels,
         window,
+        chain.layer is None and len(chain.inputs) == 1 and node_kind(chain.inputs[0]) in _KEEP_THEIR_INPUT,
     )
     name = f"fused_chains.{node.name}"
     graph_module.add_submodule(name, module)

@@ -100,6 +100,7 @@ def fused_quantize(
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
     kernels: Kernels | None = None,
+    again: bool = False,
 ) -> Tensor:
     """Fake quantization of activation(y + bias + residual), computed in float32 (float64 for float64).
 
@@ -113,6 +114,9 @@ def fused_quantize(
         residual: shape of `y`.
         dtype: of the result; None = that of `y`.
         kernels: which implementation; None = Triton on a GPU, where layout and type fit.
+        again: torch's operations in a graph that is being compiled keep a mask in the place of bits: for a `y` that is
+            kept for backward anyway, from which the compiler then computes the mask again where it is needed. Bits it
+            would compute again too, but pack them in a kernel of its own, for another to read.
 
     Returns:
         Shape and memory format of `y`.
@@ -127,7 +131,7 @@ def fused_quantize(
         result = _triton().fused_quantize(dense(y), amax, epilogue, bias, residual, dtype)
     if result is not None:
         return result
-    return cast(Tensor, _FusedQuantize.apply(y, bias, residual, amax, *epilogue, dtype))
+    return cast(Tensor, _FusedQuantize.apply(y, bias, residual, amax, *epilogue, dtype, again))
 
 
 def pooled_quantize(
@@ -186,12 +190,7 @@ def in_graph(x: Tensor, kernels: Kernels | None) -> bool:
 
 
 class _FusedQuantize(torch.autograd.Function):
-    """Keeps the packed bits only; the result is kept by whichever layer reads it.
-
-    In a graph that is being compiled, keeps the mask: the compiler computes it again inside the kernels of its backward
-    pass, from what is kept anyway. Bits it would compute again too, but pack them in a kernel of its own, for another
-    to read.
-    """
+    """Keeps the packed bits only, or a mask; the result is kept by whichever layer reads it."""
 
     @staticmethod
     def forward(
@@ -207,13 +206,14 @@ class _FusedQuantize(torch.autograd.Function):
         axis: int | None,
         bias_dim: int,
         dtype: torch.dtype,
+        again: bool,
     ) -> Tensor:
         y = dense(y)
         if residual is not None:
             residual = like(residual, y)
         epilogue = Epilogue(low, high, lower, upper, axis, bias_dim)
         result, passes = _forward(y, bias, residual, amax, epilogue, dtype)
-        ctx.save_for_backward(passes if torch.compiler.is_compiling() else pack(passes))
+        ctx.save_for_backward(passes if again and torch.compiler.is_compiling() else pack(passes))
         ctx.last = is_channels_last(y)
         ctx.bias_dim, ctx.dtype = bias_dim, y.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -227,7 +227,7 @@ class _FusedQuantize(torch.autograd.Function):
         wants_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[1]
         passed, bias_grad = backward_torch(grad, bits, ctx.dtype, ctx.bias_dim, wants_bias)
         residual_grad = passed.to(ctx.residual_dtype) if ctx.residual_dtype is not None else None
-        return passed, bias_grad.to(ctx.bias_dtype) if wants_bias else None, residual_grad, *(None,) * 8
+        return passed, bias_grad.to(ctx.bias_dtype) if wants_bias else None, residual_grad, *(None,) * 9
 
 
 def forward_torch(

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -142,6 +145,45 @@ def test_compiled():
     torch.compiler.reset()
     compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
     assert_same(gradients(compiled, qmodel, x), expected, rtol=1e-4, atol=1e-4)
+
+
+class Behind(nn.Module):
+    """A linear layer behind what `make` computes of another's result."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.one, self.norm, self.make = nn.Linear(12, 8), nn.LayerNorm(8), make
+        self.two = nn.Linear(make(torch.zeros(1, 8), self.norm).shape[-1], 3)
+
+    def forward(self, x):
+        return self.two(self.make(self.one(x.flatten(1)), self.norm))
+
+
+@pytest.mark.parametrize(
+    ("make", "kept"),
+    [
+        (lambda y, norm: F.gelu(y), set()),
+        (lambda y, norm: norm(y), set()),
+        (lambda y, norm: torch.cat([y, y.flip(1)], 1), {torch.uint8}),
+    ],
+)
+def test_compiled_masks_are_kept_as_bits_or_computed_again(make, kept):
+    """What the compiler's partition of forward and backward keeps for them: torch's own, no count of ours."""
+    seen = set()
+
+    def look(graph, example):
+        outputs = next(node for node in graph.graph.nodes if node.op == "output").args[0]
+        seen.update(o.meta["val"].dtype for o in outputs if isinstance(o, torch.fx.Node) and "val" in o.meta)
+        return make_boxed_func(graph.forward)
+
+    qmodel, x = quantized(lambda: Behind(make).eval(), size=2)
+    torch.compiler.reset()
+    backend = aot_autograd(
+        fw_compiler=look, bw_compiler=look, partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )  # fmt: skip
+    torch.compile(compress.fuse_for_training(qmodel), backend=backend)(x).sum().backward()
+    assert seen & {torch.bool, torch.uint8} == kept
 
 
 def test_gradient_checkpointing_and_deep_copies():
