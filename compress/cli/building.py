@@ -106,7 +106,7 @@ def _file_of(name: str, recipe: Recipe | None, variant: str) -> Path:
     assert recipe is not None
     command = "prune" if recipe.sparsity else "qat" if recipe.qat and recipe.quantization else "ptq"
     command = command if recipe.sparsity or recipe.quantization else "train"
-    folder = default_folder(name, command, resume=True)
+    folder = default_folder(name, command, resume=True, recipe=recipe)
     if not _holds(folder, recipe, "export"):
         begun = _holds(folder, recipe)
         folder = folder if begun else default_folder(name, command, resume=False)

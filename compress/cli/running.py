@@ -41,7 +41,7 @@ def _command(name: str):  # type: ignore[no-untyped-def]  # noqa: ANN202  (typer
         parsed = load_recipe(recipe, set_ or ())
         processes = init_processes(device)
         try:
-            folder = processes.on_main(lambda: out or default_folder(recipe, name, resume=resume))
+            folder = processes.on_main(lambda: out or default_folder(recipe, name, resume=resume, recipe=parsed))
             if resume and processes.is_main:
                 tell_begun(folder)
             with progress(processes.is_main) as bars:

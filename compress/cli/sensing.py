@@ -59,7 +59,7 @@ def sensitivity(
     if mixed:
         check_costs(costs)
     parsed = load_recipe(recipe, set_ or ())
-    folder = out or default_folder(recipe, "sensitivity", resume=resume)
+    folder = out or default_folder(recipe, "sensitivity", resume=resume, recipe=parsed)
     if resume:
         tell_begun(folder)
     points: tuple[Point, ...] = ()

@@ -150,7 +150,12 @@ def _best_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def default_folder(recipe_name: str, command: str, *, resume: bool, parent: Path | str = "runs") -> Path:
-    """`runs/<recipe>-<command>`, numbered so that a new run never meets an old one; with `resume`, the latest."""
+def default_folder(
+    recipe_name: str, command: str, *, resume: bool, parent: Path | str = "runs", recipe: Recipe | None = None
+) -> Path:
+    """`runs/<recipe>-<command>`, numbered so that a new run never meets an old one.
+
+    With `resume`, the latest; of those that other recipes or values share the name with, the latest of `recipe`.
+    """
     name = f"{Path(recipe_name).stem}-{command}"
-    return latest_folder(Path(parent), name) if resume else free_folder(Path(parent), name)
+    return latest_folder(Path(parent), name, recipe) if resume else free_folder(Path(parent), name)

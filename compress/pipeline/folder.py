@@ -219,9 +219,20 @@ def free_folder(parent: Path, name: str) -> Path:
     return path
 
 
-def latest_folder(parent: Path, name: str) -> Path:
-    """The last of `parent/name`, `parent/name-2`, ... that exists; the first name when none does."""
-    number = 1
-    while (parent / f"{name}-{number + 1}").exists():
-        number += 1
-    return parent / (name if number == 1 else f"{name}-{number}")
+def latest_folder(parent: Path, name: str, recipe: Recipe | None = None) -> Path:
+    """The last of `parent/name`, `parent/name-2`, ... that holds a run of `recipe`.
+
+    Where none does, and without a recipe, the last that exists; the first name when none does.
+    """
+    found = [parent / name]
+    while (path := parent / f"{name}-{len(found) + 1}").exists():
+        found.append(path)
+    own = [path for path in found if recipe is not None and _holds(path, recipe)]
+    return (own or found)[-1]
+
+
+def _holds(path: Path, recipe: Recipe) -> bool:
+    try:
+        return read_state(path).recipe == recipe.digest()
+    except RunError:
+        return False

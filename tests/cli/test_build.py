@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from compress.cli.app import app
 from compress.errors import EngineError
 from compress.pipeline import run
 from compress.pipeline.folder import open_run
-from compress.recipe import parse_recipe
+from compress.recipe import load_recipe, parse_recipe
 from tests.engines.models import classifier
 
 TREE = {
@@ -74,6 +75,24 @@ def test_a_run_that_was_stopped_is_gone_on_with(tmp_path, monkeypatch):
     compress("build", "--recipe", "tiny.yaml")
     compress("build", "--recipe", "tiny.yaml", "--set", "train.epochs=2")
     assert asked == [("runs/tiny-ptq", False), ("runs/tiny-ptq", True), ("runs/tiny-ptq-2", False)]
+
+
+def test_each_recipe_finds_its_own_run_among_those_of_one_name(tmp_path, monkeypatch):
+    """`build --set` begins a folder beside the user's run; the user's `--resume` must not end in that one."""
+    asked = []
+    monkeypatch.chdir(tmp_path)
+    for place in ("compress.cli.building.run", "compress.cli.running.run"):
+        monkeypatch.setattr(place, lambda recipe, command, folder, **_: asked.append(folder.name) or sys.exit())
+    Path("tiny.yaml").write_text(parse_recipe(TREE).to_yaml())
+    other = load_recipe("tiny.yaml", ["train.epochs=2"])
+    open_run(Path("runs/tiny-ptq"), load_recipe("tiny.yaml"), "ptq", resume=False).release()
+    open_run(Path("runs/tiny-ptq-2"), other, "ptq", resume=False).release()
+    for words in (["ptq", "--resume"], ["build"]):
+        compress(*words, "--recipe", "tiny.yaml")
+        compress(*words, "--recipe", "tiny.yaml", "--set", "train.epochs=2")
+    assert asked == ["tiny-ptq", "tiny-ptq-2"] * 2
+    compress("ptq", "--resume", "--recipe", "tiny.yaml", "--set", "train.epochs=3")
+    assert asked[-1] == "tiny-ptq-2"  # which then says what differs
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU cannot do")
