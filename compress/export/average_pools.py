@@ -12,6 +12,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from compress.export.readers import readers_of
+
 
 def float_averages(proto: onnx.ModelProto) -> int:
     """Put a Max that changes nothing behind every AveragePool that not only quantizers read; in place.
@@ -23,16 +25,15 @@ def float_averages(proto: onnx.ModelProto) -> int:
         How many were given one.
     """
     graph = proto.graph
-    readers: dict[str, list[str]] = {value.name: ["output"] for value in graph.output}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node.op_type)
+    readers = readers_of(graph)
     types = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.output)}
     nodes: list[onnx.NodeProto] = []
     changed = 0
     for node in graph.node:
         nodes.append(node)
-        if node.op_type != "AveragePool" or set(readers[node.output[0]]) <= {"QuantizeLinear", "output"}:
+        if node.op_type != "AveragePool":
+            continue
+        if all(reader.op_type == "QuantizeLinear" for reader in readers.get(node.output[0], ())):
             continue
         output = node.output[0]
         dtype = helper.tensor_dtype_to_np_dtype(types[output])

@@ -19,6 +19,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
+from compress.export.readers import readers_of
+
 _MOVES = frozenset({"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split", "Gather", "Flatten"})
 _LARGEST = 2**31 - 1
 _ROOM = 2.0**30  # steps of a bias: half of what INT32 holds, which scales of float32 do not round away
@@ -33,7 +35,7 @@ def room_for_biases(proto: onnx.ModelProto) -> tuple[str, ...]:
     graph = proto.graph
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     made = {output: node for node in graph.node for output in node.output}
-    readers = _readers(graph)
+    readers = readers_of(graph)
     changed = []
     for node in graph.node:
         found = _bias(node, constants, readers)
@@ -68,7 +70,7 @@ def integer_biases(proto: onnx.ModelProto) -> tuple[str, ...]:
     graph = proto.graph
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     made = {output: node for node in graph.node for output in node.output}
-    readers = _readers(graph)
+    readers = readers_of(graph)
     done: dict[str, onnx.NodeProto] = {}
     for node in graph.node:
         found = _bias(node, constants, readers) if node.op_type in {"Gemm", "MatMul"} else None
@@ -85,14 +87,6 @@ def integer_biases(proto: onnx.ModelProto) -> tuple[str, ...]:
     del graph.node[:]
     graph.node.extend(nodes)
     return tuple(done)
-
-
-def _readers(graph: onnx.GraphProto) -> dict[str, list[onnx.NodeProto]]:
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
-    return readers
 
 
 def _bias(

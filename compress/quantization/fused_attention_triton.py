@@ -102,6 +102,20 @@ def round_kernel(
 
 
 @triton.jit
+def _program(blocks, heads, ROWS: tl.constexpr):
+    """(the head, of all batches'; the first row of the block; the batch; the head in it) of a program."""
+    index = tl.program_id(0) // blocks
+    return index, tl.program_id(0) % blocks * ROWS, (index // heads).to(tl.int64), index % heads
+
+
+@triton.jit
+def _step(amax_ptr, high):
+    """(one step of a grid, its reciprocal)."""
+    scale = tl.div_rn(tl.load(amax_ptr).to(tl.float32), high)
+    return scale, tl.div_rn(1.0, scale)
+
+
+@triton.jit
 def _scores(q, k, first, keys, factor, COLUMNS: tl.constexpr):
     """Products of queries and keys, as powers of two; minus infinity for columns behind the last key."""
     inside = first + tl.arange(0, COLUMNS) < keys
@@ -123,14 +137,10 @@ def forward_kernel(
     factor = tl.cast(factor, tl.float32)  # the compiler of torch.compile hands Python's numbers over in float64
     low = tl.cast(low, tl.float32)
     high = tl.cast(high, tl.float32)
-    index = tl.program_id(0) // blocks
-    first_row = tl.program_id(0) % blocks * ROWS
-    batch = (index // heads).to(tl.int64)
-    head = index % heads
+    index, first_row, batch, head = _program(blocks, heads, ROWS)
     k_ptr += batch * keys * row + head * DEEP + k_at
     v_ptr += batch * keys * v_row + head * WIDE + v_at
-    scale = tl.div_rn(tl.load(amax_ptr).to(tl.float32), high)
-    reciprocal = tl.div_rn(1.0, scale)
+    scale, reciprocal = _step(amax_ptr, high)
     q = _rows(q_ptr + batch * tokens * row + head * DEEP, first_row, tokens, row, DEEP, ROWS, DEPTH)
     if WHOLE:
         x = _scores(q, _rows(k_ptr, 0, keys, row, DEEP, COLUMNS, DEPTH), 0, keys, factor, COLUMNS)
@@ -162,8 +172,8 @@ def forward_kernel(
         out_least = tl.cast(out_least, tl.float32)
         out_low = tl.cast(out_low, tl.float32)
         out_high = tl.cast(out_high, tl.float32)
-        out_scale = tl.div_rn(tl.load(out_amax_ptr).to(tl.float32), out_high)
-        steps = steps_of(total, float("-inf"), float("inf"), out_scale, tl.div_rn(1.0, out_scale))
+        out_scale, out_reciprocal = _step(out_amax_ptr, out_high)
+        steps = steps_of(total, float("-inf"), float("inf"), out_scale, out_reciprocal)
         passes = (steps > out_least) & (steps < out_high + 0.5)
         _put_bits(out_bits_ptr + start // 8, passes, first_row, tokens, out_row, WIDE, ROWS, WIDTH)
         total = on_grid(steps, out_low, out_high) * out_scale
@@ -194,14 +204,10 @@ def queries_kernel(
     factor = tl.cast(factor, tl.float32)
     scaling = tl.cast(scaling, tl.float32)
     high = tl.cast(high, tl.float32)
-    index = tl.program_id(0) // blocks
-    first_row = tl.program_id(0) % blocks * ROWS
-    batch = (index // heads).to(tl.int64)
-    head = index % heads
+    index, first_row, batch, head = _program(blocks, heads, ROWS)
     k_ptr += batch * keys * row + head * DEEP + k_at
     v_ptr += batch * keys * v_row + head * WIDE + v_at
-    scale = tl.div_rn(tl.load(amax_ptr).to(tl.float32), high)
-    reciprocal = tl.div_rn(1.0, scale)
+    scale, reciprocal = _step(amax_ptr, high)
     q = _rows(q_ptr + batch * tokens * row + head * DEEP, first_row, tokens, row, DEEP, ROWS, DEPTH)
     start = batch * tokens * out_row + head * WIDE
     grad = _rows(grad_ptr + start, first_row, tokens, out_row, WIDE, ROWS, WIDTH)
@@ -253,18 +259,14 @@ def keys_kernel(
     scaling = tl.cast(scaling, tl.float32)
     low = tl.cast(low, tl.float32)
     high = tl.cast(high, tl.float32)
-    index = tl.program_id(0) // blocks
-    first_key = tl.program_id(0) % blocks * ROWS
-    batch = (index // heads).to(tl.int64)
-    head = index % heads
+    index, first_key, batch, head = _program(blocks, heads, ROWS)
     q_ptr += batch * tokens * row + head * DEEP
     grad_ptr += batch * tokens * out_row + head * WIDE
     sums_ptr += index.to(tl.int64) * tokens
     deltas_ptr += index.to(tl.int64) * tokens
     k_start = batch * keys * row + head * DEEP
     v_start = batch * keys * v_row + head * WIDE
-    scale = tl.div_rn(tl.load(amax_ptr).to(tl.float32), high)
-    reciprocal = tl.div_rn(1.0, scale)
+    scale, reciprocal = _step(amax_ptr, high)
     k = _rows(k_ptr + k_at + k_start, first_key, keys, row, DEEP, ROWS, DEPTH)
     v = _rows(v_ptr + v_at + v_start, first_key, keys, v_row, WIDE, ROWS, WIDTH)
     k_total = tl.zeros([ROWS, DEPTH], dtype=tl.float32)

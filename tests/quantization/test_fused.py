@@ -2,10 +2,6 @@
 
 import copy
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,6 +24,7 @@ from compress.quantization.numerics import QuantFormat
 from compress.quantization.quantizer import Quantizer
 from compress.training import QATSpec, check_train_spec, fit
 from tests.networks import TinyResNet, network
+from tests.quantization.interpreter import interpreted
 from tests.training.toy import CLASSES, toy_data
 
 TARGETS = ("tensorrt", "openvino", "onnxruntime")
@@ -402,15 +399,7 @@ def test_bits_are_numpys_in_memory_order(shape, last, seed):
 
 
 def test_triton_kernels_compute_the_same_in_the_interpreter():
-    """In a process of its own, because Triton decides at import whether it interprets."""
-    pytest.importorskip("triton", minversion="3.7", reason="older interpreters cannot loop with NumPy 2.4")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.quantization.interpreted_kernels"],
-        env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "72 activations, 8 pools, 2 groups of weights, 1 network" in done.stdout
+    assert "72 activations, 8 pools, 2 groups of weights, 1 network" in interpreted("interpreted_kernels")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -1,10 +1,6 @@
 """Attention in one operation: the same function and gradients as the operations one by one."""
 
 import copy
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +10,7 @@ from torchvision.models.vision_transformer import VisionTransformer
 import compress
 from compress.quantization.fused_attention import FusedAttentionModule, PackedAttentionModule
 from compress.quantization.insert import quantizers
+from tests.quantization.interpreter import interpreted
 from tests.quantization.test_fused import assert_same, gradients
 
 TARGETS = ("tensorrt", "openvino", "onnxruntime")
@@ -171,15 +168,7 @@ def test_compiled():
 
 
 def test_triton_kernels_compute_the_same_in_the_interpreter():
-    """In a process of its own, because Triton decides at import whether it interprets."""
-    pytest.importorskip("triton", minversion="3.7", reason="older interpreters cannot loop with NumPy 2.4")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.quantization.interpreted_attention"],
-        env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "10 attentions, 1 network" in done.stdout
+    assert "10 attentions, 1 network" in interpreted("interpreted_attention")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

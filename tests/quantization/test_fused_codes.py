@@ -1,10 +1,5 @@
 """Training with convolutions on codes: the plain path's numbers and gradients."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,18 +7,11 @@ import compress
 from compress.quantization.fused_codes import codes_by_torch
 from compress.quantization.numerics import QuantFormat, quantize
 from tests.quantization.interpreted_codes import close, gradients, made
+from tests.quantization.interpreter import interpreted
 
 
 def test_in_the_interpreter_it_trains_as_the_plain_path_does():
-    """In a process of its own, because Triton decides at import whether it interprets."""
-    pytest.importorskip("triton", minversion="3.7", reason="older interpreters cannot loop with NumPy 2.4")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.quantization.interpreted_codes"],
-        env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "1 network, 1 compiled, 1 with BatchNorm" in done.stdout
+    assert "1 network, 1 compiled, 1 with BatchNorm" in interpreted("interpreted_codes")
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "openvino"])

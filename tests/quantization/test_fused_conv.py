@@ -1,10 +1,5 @@
 """Convolutions on INT8 codes: sums are exact, and the epilogue rounds as the plain path does."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,18 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.quantization.stem_codes import stem_filter, stem_fits, stem_image
+from tests.quantization.interpreter import interpreted
 
 
 def test_in_the_interpreter_it_computes_what_float64_does():
-    """In a process of its own, because Triton decides at import whether it interprets."""
-    pytest.importorskip("triton", minversion="3.7", reason="older interpreters cannot loop with NumPy 2.4")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.quantization.interpreted_conv"],
-        env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "7 convolutions, 1 stem" in done.stdout
+    assert "7 convolutions, 1 stem" in interpreted("interpreted_conv")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
