@@ -101,7 +101,7 @@ def main() -> None:
     plain = partial(one_by_one, grid=grids[3], scaling=scaling)
 
     def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, grids[3].amax, scaling, *INT8)
+        return attention(q, k, v, grids[3].amax, scaling, INT8[1])
 
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "one by one": partial(apart, heads=heads, attend=plain, grids=grids),

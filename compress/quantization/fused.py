@@ -32,6 +32,8 @@ from compress.errors import QuantizationError
 from compress.graph.ops import node_kind, node_module
 from compress.quantization.fused_attention import fuse_attention
 from compress.quantization.fused_codes import Forward, carry_codes
+from compress.quantization.fused_gate import GATES, gate_of, gated_quantize
+from compress.quantization.fused_norm import fuse_norms
 from compress.quantization.fused_ops import (
     MOST_TAPS,
     Kernels,
@@ -47,8 +49,9 @@ from compress.quantization.modules import QuantConv1d, QuantConv2d, QuantConv3d,
 from compress.quantization.quantizer import Quantizer
 
 _BOUNDS = {"relu": (0.0, math.inf), "relu6": (0.0, 6.0)}
+_ACTIVATIONS = {"relu": F.relu, "relu6": F.relu6, **GATES}
 _PLAIN: tuple[float, float] = (-math.inf, math.inf)
-_KEEP_THEIR_INPUT = ("gelu", "silu", "hardswish", "mish", "layer_norm")
+_KEEP_THEIR_INPUT = ("mish", "layer_norm")
 """Operations that keep for backward what they read, so that what they computed can be computed again."""
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear)
 _FORWARDS = {layer.forward for layer in _LAYERS}
@@ -102,6 +105,8 @@ def fuse_for_training(
     chains = [_attended(chain, attentions.get(qmodel.get_submodule(chain.quantizer))) for chain in chains]
     if kernels != "torch":
         _share_weights(fused, kernels)
+    norms = fuse_norms(fused, _roundings(fused), kernels)
+    chains = [replace(c, nodes=norms.get(qmodel.get_submodule(c.quantizer), c.nodes)) for c in chains]
     if forward == "int8":
         coded = carry_codes(fused, _fused_chains(fused))
         chains = [replace(chain, int8=qmodel.get_submodule(chain.quantizer) in coded) for chain in chains]
@@ -128,7 +133,7 @@ class FusedChainModule(nn.Module):
 
     Args:
         layer: convolution or linear layer; None = the chain begins behind something else.
-        activation: `relu`, `relu6` or "".
+        activation: `relu`, `relu6`, one of `fused_gate.GATES`, or "".
         quantizer: of the result.
         kernels: as of `fuse_for_training`.
         window: of the pool; None = there is none.
@@ -151,6 +156,7 @@ class FusedChainModule(nn.Module):
         self.again = again
         self.layer = layer
         self.activation = activation
+        self.gate = activation if activation in GATES else ""
         self.quantizer = quantizer
         self.kernels: Kernels | None = kernels
         lower, upper = _BOUNDS.get(activation, _PLAIN)
@@ -175,6 +181,8 @@ class FusedChainModule(nn.Module):
         kernels = self.kernels
         if kernels is None and layer is None and torch.compiler.is_compiling():
             kernels = "torch"  # the compiler fuses the rounding with what it computed before
+        if self.gate:
+            return gated_quantize(x, quantizer.amax, self.epilogue, self.gate, bias=bias, kernels=kernels)
         if self.window is None:
             return fused_quantize(
                 x, quantizer.amax, self.epilogue, bias=bias, residual=residual, kernels=kernels, again=self.again
@@ -184,7 +192,7 @@ class FusedChainModule(nn.Module):
     def _plain(self, x: Tensor, residual: Tensor | None) -> Tensor:
         y = x if self.layer is None else self.layer(x)
         y = y if residual is None else y + residual
-        y = {"relu": F.relu, "relu6": F.relu6}[self.activation](y) if self.activation else y
+        y = _ACTIVATIONS[self.activation](y) if self.activation else y
         y = cast(Tensor, self.quantizer(y))
         return y if self.window is None else max_pool(y, self.window)
 
@@ -267,10 +275,11 @@ def _fuse(graph_module: fx.GraphModule, node: fx.Node, kernels: Kernels | None) 
         kind = "FP8" if type(quantizer) is Quantizer else type(quantizer).__name__
         return FusedChain(quantizer=path, nodes=(), reason=f"{kind} is trained on the plain path")
     chain = _Chain(node)
-    pool, window = (None, None) if len(chain.inputs) > 1 else _pool_behind(node)
+    gate = "" if chain.activation is None else gate_of(chain.activation)
+    pool, window = (None, None) if len(chain.inputs) > 1 or gate else _pool_behind(node)
     module = FusedChainModule(
         None if chain.layer is None else node_module(chain.layer),
-        "" if chain.activation is None else node_kind(chain.activation),
+        gate or ("" if chain.activation is None else node_kind(chain.activation)),
         cast(Quantizer, quantizer),
         kernels,
         window,
@@ -335,11 +344,13 @@ class _Chain:
         self.layer: fx.Node | None = None
         self.activation: fx.Node | None = None
         source = quantizer.all_input_nodes[0]
-        if node_kind(source) in _BOUNDS and _only_reader(source) and _only_reader(source.all_input_nodes[0]):
+        gate = gate_of(source)
+        activates = gate or node_kind(source) in _BOUNDS
+        if activates and _only_reader(source) and _only_reader(source.all_input_nodes[0]):
             self.activation = source
             self.nodes.append(source)
             source = source.all_input_nodes[0]
-        if _is_sum(source):
+        if _is_sum(source) and not (gate and self.activation):
             self._add(source)
             return
         self.reason = _why_no_layer(source)

@@ -75,8 +75,7 @@ class FusedAttentionModule(nn.Module):
             dtype = weight_dtype(query)
             q, k, v = [t if t.dtype == dtype else t.to(dtype) for t in (query, key.transpose(-2, -1), value)]
             if fused_attention_launch.fits(q, k, v):
-                low, high = quantizer.format.low, quantizer.format.high
-                return fused_attention_launch.attention(q, k, v, quantizer.amax, self.scaling, low, high)
+                return fused_attention_launch.attention(q, k, v, quantizer.amax, self.scaling, quantizer.format.high)
         weights = self.rounding(torch.softmax(torch.matmul(query, key) * self.scaling, dim=-1))
         return torch.matmul(weights if self.dropout is None else self.dropout(weights), value)
 

@@ -108,7 +108,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, amax: Tensor, scaling: float, low: int, high: int, tiles: Tiles | None = None
+    q: Tensor, k: Tensor, v: Tensor, amax: Tensor, scaling: float, high: int, tiles: Tiles | None = None
 ) -> Tensor:
     """fake_quantize(softmax(scaling * q k^T)) v of what `fits`; (..., T, E), contiguous.
 
@@ -118,13 +118,12 @@ def attention(
         v: (..., S, E).
         amax: (), the range of the probabilities; one step is amax / high.
         scaling: what the scores are multiplied by.
-        low: smallest integer, 0 or less.
-        high: largest one: odd, at most 255.
+        high: largest integer: odd, at most 255; the smallest is 0 or less.
         tiles: None = `default_tiles`.
     """
     if tiles is None:
         tiles = default_tiles(q.shape[-2], k.shape[-2], max(q.shape[-1], v.shape[-1]), q.dtype)
-    return cast(Tensor, _Attention.apply(q, k, v, amax, scaling, low, high, *flat(tiles)))
+    return cast(Tensor, _Attention.apply(q, k, v, amax, scaling, high, *flat(tiles)))
 
 
 class _Attention(torch.autograd.Function):
@@ -132,14 +131,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, amax: Tensor, scaling: float, low: int, high: int, *tiles: Any
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, amax: Tensor, scaling: float, high: int, *tiles: Any
     ) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
         sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-        run_forward((q, k, v, amax, out, sums), _apart(q, k, v), (scaling, low, high), Tile(*tiles[:5]))
+        run_forward((q, k, v, amax, out, sums), _apart(q, k, v), (scaling, high), Tile(*tiles[:5]))
         ctx.save_for_backward(q, k, v, amax, sums)
-        ctx.numbers, ctx.tiles = (scaling, low, high), tiles[5:]
+        ctx.numbers, ctx.tiles = (scaling, high), tiles[5:]
         return out
 
     @staticmethod
@@ -150,13 +149,13 @@ class _Attention(torch.autograd.Function):
         grads = torch.empty(q.numel() + k.numel() + v.numel(), dtype=q.dtype, device=q.device)
         run_backward((q, k, v, amax, sums, grad.contiguous()), grads, layout, ctx.numbers, ctx.tiles)
         q_grad, k_grad, v_grad = grads.split([q.numel(), k.numel(), v.numel()])
-        return q_grad.view(q.shape), k_grad.view(k.shape), v_grad.view(v.shape), *(None,) * 19
+        return q_grad.view(q.shape), k_grad.view(k.shape), v_grad.view(v.shape), *(None,) * 18
 
 
 def run_forward(
     tensors: tuple[Tensor, ...],
     layout: Layout,
-    numbers: tuple[float, int, int],
+    numbers: tuple[float, int],
     tile: Tile,
     bounds: tuple[int, int] = (0, 0),
     rounded: tuple[Tensor, Tensor] | None = None,
@@ -166,12 +165,12 @@ def run_forward(
     Args:
         tensors: q, k, v, the range of the probabilities, the result, the sums.
         layout: of them.
-        numbers: what the scores are multiplied by, and the smallest and largest integer of a probability.
+        numbers: what the scores are multiplied by, and the largest integer of a probability.
         tile: of the kernel.
         bounds: smallest and largest integer of the result, if it is rounded.
         rounded: its range, and its bits, which are written; None = it is not rounded.
     """
-    scaling, low, high = numbers
+    scaling, high = numbers
     amax = tensors[3]
     out_amax, out_bits = rounded or (amax, amax)
     blocks = -(-layout.tokens // tile.rows)
@@ -179,7 +178,7 @@ def run_forward(
         forward_kernel,
         (blocks * layout.total,),
         (*tensors[:4], out_amax, *tensors[4:], out_bits),
-        (layout.tokens, layout.keys, blocks, *layout[3:9], scaling * _LOG2_E, float(low), float(high),
+        (layout.tokens, layout.keys, blocks, *layout[3:9], scaling * _LOG2_E, float(high),
          least_kept(bounds[0]), float(bounds[0]), float(bounds[1]), *_sizes(layout),
          rounded is not None, tile.whole, tile.rows, tile.columns),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -190,7 +189,7 @@ def run_backward(
     tensors: tuple[Tensor, ...],
     grads: Tensor,
     layout: Layout,
-    numbers: tuple[float, int, int],
+    numbers: tuple[float, int],
     tiles: tuple[Any, ...],
     bits: Tensor | None = None,
     out_bits: Tensor | None = None,
@@ -206,7 +205,7 @@ def run_backward(
         bits: of q, k and v, where they were rounded.
         out_bits: of the result, where it was rounded.
     """
-    scaling, low, high = numbers
+    scaling, high = numbers
     q, k, v, amax, sums, grad = tensors
     by_queries, by_keys = Tile(*tiles[:5]), Tile(*tiles[5:])
     sizes = (*_sizes(layout), bits is not None)
@@ -227,7 +226,7 @@ def run_backward(
         keys_kernel,
         (blocks * layout.total,),
         (q, k, v, passed, sums, deltas, amax, masks, grads),
-        (layout.tokens, layout.keys, blocks, *layout[3:11], scaling * _LOG2_E, scaling, float(low), float(high), *sizes,
+        (layout.tokens, layout.keys, blocks, *layout[3:11], scaling * _LOG2_E, scaling, float(high), *sizes,
          by_keys.rows, by_keys.columns),
         num_warps=by_keys.warps, num_stages=by_keys.stages,
     )  # fmt: skip

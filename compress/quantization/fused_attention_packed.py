@@ -33,6 +33,8 @@ from compress.quantization.fused_ops import BITS, least_kept, refuse_second_deri
 from compress.quantization.launch import launch
 
 _TILE = (16, 16)  # rows, and groups of eight columns, of `round_kernel`
+_TILES = 8  # that a program of it goes through
+_WARPS = 2  # of it
 
 
 class Grid(NamedTuple):
@@ -82,7 +84,7 @@ def packed_attention(
     bounds = (0, 0) if parts is None else (parts[0].low, parts[0].high)
     out_amax, *out_bounds = (None, 0, 0) if result is None else result
     ranges = (weights.amax, q_amax, k_amax, v_amax, out_amax)
-    numbers = (scaling, weights.low, weights.high, *bounds, *out_bounds)
+    numbers = (scaling, weights.high, *bounds, *out_bounds)
     return cast(Tensor, _PackedAttention.apply(qkv, *ranges, *numbers, *flat(tiles)))
 
 
@@ -99,7 +101,6 @@ class _PackedAttention(torch.autograd.Function):
         v_amax: Tensor | None,
         out_amax: Tensor | None,
         scaling: float,
-        low: int,
         high: int,
         part_low: int,
         part_high: int,
@@ -119,7 +120,7 @@ class _PackedAttention(torch.autograd.Function):
         if out_amax is not None:
             bits.append(torch.empty(out.numel() // BITS, dtype=torch.uint8, device=qkv.device))
             rounded = (out_amax, bits[-1])
-        ctx.numbers, ctx.tiles = (scaling, low, high), tiles[5:]
+        ctx.numbers, ctx.tiles = (scaling, high), tiles[5:]
         tensors = (qkv, qkv, qkv, amax, out, sums)
         run_forward(tensors, _layout(qkv), ctx.numbers, Tile(*tiles[:5]), (out_low, out_high), rounded)
         ctx.save_for_backward(qkv, amax, sums, *bits)
@@ -133,7 +134,7 @@ class _PackedAttention(torch.autograd.Function):
         grads = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         tensors = (qkv, qkv, qkv, amax, sums, grad.contiguous())
         run_backward(tensors, grads, _layout(qkv), ctx.numbers, ctx.tiles, bits, out_bits)
-        return grads, *(None,) * 27
+        return grads, *(None,) * 26
 
 
 def _rounded(qkv: Tensor, ranges: tuple[Tensor, Tensor, Tensor], low: int, high: int) -> tuple[Tensor, Tensor]:
@@ -146,9 +147,10 @@ def _rounded(qkv: Tensor, ranges: tuple[Tensor, Tensor, Tensor], low: int, high:
     strips = -(-groups // group_tile)
     launch(
         round_kernel,
-        (-(-rows // row_tile), 3 * strips),
+        (-(-rows // (row_tile * _TILES)), 3 * strips),
         (qkv, *ranges, out, bits),
-        (rows, groups, strips, least_kept(low), float(low), float(high), row_tile, group_tile),
+        (rows, groups, strips, _TILES, least_kept(low), float(low), float(high), row_tile, group_tile),
+        num_warps=_WARPS,
     )
     return out, bits
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compress.quantization.rounding_triton import divide, on_grid, steps_of
+from compress.quantization.rounding_triton import below, on_grid, steps_of
 
 
 @triton.jit
@@ -72,33 +72,38 @@ def _put_bits(ptr, passes, first, count, stride, WIDE: tl.constexpr, ROWS: tl.co
 @triton.jit
 def round_kernel(
     x_ptr, q_amax_ptr, k_amax_ptr, v_amax_ptr, out_ptr, bits_ptr,
-    rows, groups, strips, least, low, high,
+    rows, groups, strips, tiles, least, low, high,
     ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of q, of k or of v, which lie side by side in each row, rounded; and its bits, 0 where it saturated.
+    """Tiles of q, of k or of v, which lie side by side in each row, rounded; and their bits, 0 where they saturated.
 
-    groups: of eight numbers, in a part of a row; strips: of GROUPS of them.
+    groups: of eight numbers, in a part of a row; strips: of GROUPS of them; tiles: one below the other.
     """
     least = tl.cast(least, tl.float32)
     low = tl.cast(low, tl.float32)
     high = tl.cast(high, tl.float32)
     part = tl.program_id(1) // strips
-    group = tl.program_id(1) % strips * GROUPS + tl.arange(0, GROUPS)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    lane = tl.arange(0, 8)
-    whole = (row < rows)[:, None] & (group < groups)[None, :]
-    bits_at = row.to(tl.int64)[:, None] * (3 * groups) + (part * groups + group)[None, :]
-    at = bits_at[:, :, None] * 8 + lane[None, None, :]
-    there = tl.broadcast_to(whole[:, :, None], (ROWS, GROUPS, 8))
-    x = tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32)
     k_or_v = tl.where(part == 1, tl.load(k_amax_ptr), tl.load(v_amax_ptr))
     amax = tl.where(part == 0, tl.load(q_amax_ptr), k_or_v)
     scale = tl.div_rn(amax.to(tl.float32), high)
-    steps = steps_of(x, float("-inf"), float("inf"), scale, tl.div_rn(1.0, scale))
-    passes = (steps > least) & (steps < high + 0.5)  # `high` is odd: halves round away from it
-    tl.store(out_ptr + at, (on_grid(steps, low, high) * scale).to(out_ptr.dtype.element_ty), mask=there)
-    bits = tl.sum(tl.where(passes, (1 << lane)[None, None, :], 0), axis=2)
-    tl.store(bits_ptr + bits_at, bits.to(tl.uint8), mask=whole)
+    reciprocal = tl.div_rn(1.0, scale)
+    group = tl.program_id(1) % strips * GROUPS + tl.arange(0, GROUPS)
+    local = tl.arange(0, ROWS)
+    lane = tl.arange(0, 8)
+    bits_at = local[:, None] * (3 * groups) + (part * groups + group)[None, :]
+    at = bits_at[:, :, None] * 8 + lane[None, None, :]
+    for tile in range(0, tiles):
+        row = (tl.program_id(0).to(tl.int64) * tiles + tile) * ROWS
+        start = row * (3 * groups)
+        whole = (local < rows - row)[:, None] & (group < groups)[None, :]
+        there = tl.broadcast_to(whole[:, :, None], (ROWS, GROUPS, 8))
+        x = tl.load(x_ptr + start * 8 + at, mask=there, other=0.0).to(tl.float32)
+        steps = steps_of(x, float("-inf"), float("inf"), scale, reciprocal)
+        passes = (steps > least) & (steps < high + 0.5)  # `high` is odd: halves round away from it
+        rounded = on_grid(steps, low, high) * scale
+        tl.store(out_ptr + start * 8 + at, rounded.to(out_ptr.dtype.element_ty), mask=there)
+        bits = tl.sum(tl.where(passes, (1 << lane)[None, None, :], 0), axis=2)
+        tl.store(bits_ptr + start + bits_at, bits.to(tl.uint8), mask=whole)
 
 
 @triton.jit
@@ -116,17 +121,21 @@ def _step(amax_ptr, high):
 
 
 @triton.jit
-def _scores(q, k, first, keys, factor, COLUMNS: tl.constexpr):
-    """Products of queries and keys, as powers of two; minus infinity for columns behind the last key."""
-    inside = first + tl.arange(0, COLUMNS) < keys
-    x = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
-    return tl.where(inside[None, :], x, float("-inf"))
+def _scores(q, k, factor):
+    """Products of queries and keys, as powers of two; 0 for columns behind the last key."""
+    return tl.dot(q, tl.trans(k), input_precision="ieee") * factor
+
+
+@triton.jit
+def _edge(first, keys, COLUMNS: tl.constexpr):
+    """What added to a block of scores takes columns behind the last key out of maximum and sum."""
+    return tl.where(first + tl.arange(0, COLUMNS) < keys, 0.0, float("-inf"))[None, :]
 
 
 @triton.jit
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, amax_ptr, out_amax_ptr, out_ptr, sums_ptr, out_bits_ptr,
-    tokens, keys, blocks, heads, row, v_row, out_row, k_at, v_at, factor, low, high, out_least, out_low, out_high,
+    tokens, keys, blocks, heads, row, v_row, out_row, k_at, v_at, factor, high, out_least, out_low, out_high,
     DEEP: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, ROUNDED: tl.constexpr,
     WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -135,7 +144,6 @@ def forward_kernel(
     ROUNDED: the result is rounded, and gets a bit for each number. WHOLE: one block of columns holds all keys.
     """
     factor = tl.cast(factor, tl.float32)  # the compiler of torch.compile hands Python's numbers over in float64
-    low = tl.cast(low, tl.float32)
     high = tl.cast(high, tl.float32)
     index, first_row, batch, head = _program(blocks, heads, ROWS)
     k_ptr += batch * keys * row + head * DEEP + k_at
@@ -143,29 +151,29 @@ def forward_kernel(
     scale, reciprocal = _step(amax_ptr, high)
     q = _rows(q_ptr + batch * tokens * row + head * DEEP, first_row, tokens, row, DEEP, ROWS, DEPTH)
     if WHOLE:
-        x = _scores(q, _rows(k_ptr, 0, keys, row, DEEP, COLUMNS, DEPTH), 0, keys, factor, COLUMNS)
+        x = _scores(q, _rows(k_ptr, 0, keys, row, DEEP, COLUMNS, DEPTH), factor) + _edge(0, keys, COLUMNS)
         most = tl.max(x, axis=1)
         p = tl.exp2(x - most[:, None])
         sums = tl.sum(p, axis=1)
         logs = most + tl.log2(sums)
-        steps = divide(p * tl.div_rn(1.0, sums)[:, None], scale, reciprocal)
+        steps = p * tl.div_rn(reciprocal, sums)[:, None]
         v = _rows(v_ptr, 0, keys, v_row, WIDE, COLUMNS, WIDTH)
-        total = tl.dot(on_grid(steps, low, high).to(v.dtype), v, input_precision="ieee")
+        total = tl.dot(below(steps, high).to(v.dtype), v, input_precision="ieee")
     else:
         most = tl.full([ROWS], float("-inf"), tl.float32)
         sums = tl.zeros([ROWS], dtype=tl.float32)
         for first in range(0, keys, COLUMNS):
-            x = _scores(q, _rows(k_ptr, first, keys, row, DEEP, COLUMNS, DEPTH), first, keys, factor, COLUMNS)
+            x = _scores(q, _rows(k_ptr, first, keys, row, DEEP, COLUMNS, DEPTH), factor) + _edge(first, keys, COLUMNS)
             higher = tl.maximum(most, tl.max(x, axis=1))
             sums = sums * tl.exp2(most - higher) + tl.sum(tl.exp2(x - higher[:, None]), axis=1)
             most = higher
         logs = most + tl.log2(sums)
         total = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
         for first in range(0, keys, COLUMNS):
-            x = _scores(q, _rows(k_ptr, first, keys, row, DEEP, COLUMNS, DEPTH), first, keys, factor, COLUMNS)
-            steps = divide(tl.exp2(x - logs[:, None]), scale, reciprocal)
+            x = _scores(q, _rows(k_ptr, first, keys, row, DEEP, COLUMNS, DEPTH), factor)
+            steps = tl.exp2(x - logs[:, None]) * reciprocal  # behind the last key, values are 0
             v = _rows(v_ptr, first, keys, v_row, WIDE, COLUMNS, WIDTH)
-            total = tl.dot(on_grid(steps, low, high).to(v.dtype), v, total, input_precision="ieee")
+            total = tl.dot(below(steps, high).to(v.dtype), v, total, input_precision="ieee")
     start = batch * tokens * out_row + head * WIDE
     total *= scale
     if ROUNDED:
@@ -183,11 +191,14 @@ def forward_kernel(
 
 
 @triton.jit
-def _grads(q, grad, k, v, logs, first, keys, factor, scale, reciprocal, high, COLUMNS: tl.constexpr):
-    """(the probabilities of a block, their gradients, 0 where the rounding saturated)."""
-    p = tl.exp2(_scores(q, k, first, keys, factor, COLUMNS) - logs[:, None])
+def _grads(q, grad, k, v, logs, factor, limit):
+    """(the probabilities of a block, their gradients, 0 where the rounding saturated: from `limit` on).
+
+    Behind the last key the gradient is 0, or meets a key of 0; the probability must be finite.
+    """
+    p = tl.exp2(tl.minimum(_scores(q, k, factor) - logs[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
     passed = tl.dot(grad, tl.trans(v), input_precision="ieee")
-    return p, tl.where(divide(p, scale, reciprocal) < high + 0.5, passed, 0.0)  # none is below 0, the least integer
+    return p, tl.where(p < limit, passed, 0.0)  # none is below 0, the least integer
 
 
 @triton.jit
@@ -207,7 +218,7 @@ def queries_kernel(
     index, first_row, batch, head = _program(blocks, heads, ROWS)
     k_ptr += batch * keys * row + head * DEEP + k_at
     v_ptr += batch * keys * v_row + head * WIDE + v_at
-    scale, reciprocal = _step(amax_ptr, high)
+    limit = (high + 0.5) * _step(amax_ptr, high)[0]
     q = _rows(q_ptr + batch * tokens * row + head * DEEP, first_row, tokens, row, DEEP, ROWS, DEPTH)
     start = batch * tokens * out_row + head * WIDE
     grad = _rows(grad_ptr + start, first_row, tokens, out_row, WIDE, ROWS, WIDTH)
@@ -220,7 +231,7 @@ def queries_kernel(
     if WHOLE:
         k = _rows(k_ptr, 0, keys, row, DEEP, COLUMNS, DEPTH)
         v = _rows(v_ptr, 0, keys, v_row, WIDE, COLUMNS, WIDTH)
-        p, passed = _grads(q, grad, k, v, logs, 0, keys, factor, scale, reciprocal, high, COLUMNS)
+        p, passed = _grads(q, grad, k, v, logs, factor, limit)
         deltas = tl.sum(p * passed, axis=1)
         total = tl.dot((p * (passed - deltas[:, None])).to(k.dtype), k, input_precision="ieee")
     else:
@@ -228,13 +239,13 @@ def queries_kernel(
         for first in range(0, keys, COLUMNS):
             k = _rows(k_ptr, first, keys, row, DEEP, COLUMNS, DEPTH)
             v = _rows(v_ptr, first, keys, v_row, WIDE, COLUMNS, WIDTH)
-            p, passed = _grads(q, grad, k, v, logs, first, keys, factor, scale, reciprocal, high, COLUMNS)
+            p, passed = _grads(q, grad, k, v, logs, factor, limit)
             deltas += tl.sum(p * passed, axis=1)
         total = tl.zeros([ROWS, DEPTH], dtype=tl.float32)
         for first in range(0, keys, COLUMNS):
             k = _rows(k_ptr, first, keys, row, DEEP, COLUMNS, DEPTH)
             v = _rows(v_ptr, first, keys, v_row, WIDE, COLUMNS, WIDTH)
-            p, passed = _grads(q, grad, k, v, logs, first, keys, factor, scale, reciprocal, high, COLUMNS)
+            p, passed = _grads(q, grad, k, v, logs, factor, limit)
             total = tl.dot((p * (passed - deltas[:, None])).to(k.dtype), k, total, input_precision="ieee")
     start = batch * tokens * row + head * DEEP
     total *= scaling
@@ -247,7 +258,7 @@ def queries_kernel(
 @triton.jit
 def keys_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, sums_ptr, deltas_ptr, amax_ptr, bits_ptr, out_ptr,
-    tokens, keys, blocks, heads, row, v_row, out_row, k_at, v_at, k_to, v_to, factor, scaling, low, high,
+    tokens, keys, blocks, heads, row, v_row, out_row, k_at, v_at, k_to, v_to, factor, scaling, high,
     DEEP: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -257,7 +268,6 @@ def keys_kernel(
     """
     factor = tl.cast(factor, tl.float32)
     scaling = tl.cast(scaling, tl.float32)
-    low = tl.cast(low, tl.float32)
     high = tl.cast(high, tl.float32)
     index, first_key, batch, head = _program(blocks, heads, ROWS)
     q_ptr += batch * tokens * row + head * DEEP
@@ -278,8 +288,8 @@ def keys_kernel(
         logs = tl.load(sums_ptr + query, mask=query < tokens, other=0.0)
         deltas = tl.load(deltas_ptr + query, mask=query < tokens, other=0.0)
         p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * factor - logs[None, :])
-        steps = divide(p, scale, reciprocal)
-        v_total = tl.dot(on_grid(steps, low, high).to(grad.dtype), grad, v_total, input_precision="ieee")
+        steps = p * reciprocal
+        v_total = tl.dot(below(steps, high).to(grad.dtype), grad, v_total, input_precision="ieee")
         passed = tl.dot(v, tl.trans(grad), input_precision="ieee")
         passed = tl.where(steps < high + 0.5, passed, 0.0)
         k_total = tl.dot((p * (passed - deltas[None, :])).to(q.dtype), q, k_total, input_precision="ieee")

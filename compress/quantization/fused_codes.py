@@ -147,7 +147,8 @@ def carry_codes(graph_module: fx.GraphModule, chains: Mapping[fx.Node, Any]) -> 
 
     Args:
         graph_module: changed in place.
-        chains: nodes of fused chains, in the graph's order, each with its module (`layer`, `quantizer`, `epilogue`).
+        chains: nodes of fused chains, in the graph's order, each with its module (`layer`, `gate`, `quantizer`,
+            `epilogue`).
 
     Returns:
         The quantizers at the ends of those that do.
@@ -175,7 +176,7 @@ class _Carrier:
         """Put a chain on codes if it can be."""
         x, *rest = cast("tuple[fx.Node, ...]", node.args)
         of_x = self._quantizer_of(x)
-        if of_x is None or not _is_int8(chain.quantizer) or not _reads_codes(chain.layer):
+        if of_x is None or chain.gate or not _is_int8(chain.quantizer) or not _reads_codes(chain.layer):
             return
         known = [added for added in rest if added in self._values or added in self._codes]
         module = CodesChain(chain, of_x, self._quantizer_of(known[0]) if known else None)

@@ -321,6 +321,14 @@ def empty_last(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     return view, view
 
 
+def empty_as(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(what a kernel writes to, the same memory in the shape and memory format of a dense `y`)."""
+    if is_channels_last(y):
+        return empty_last(cast("tuple[int, ...]", y.shape), dtype, y.device)
+    made = torch.empty(y.shape, dtype=dtype, device=y.device)
+    return made, made
+
+
 def is_channels_last(y: Tensor) -> bool:
     """Whether `y` is dense in that order and not in the usual one."""
     return y.dim() == 4 and not y.is_contiguous() and y.is_contiguous(memory_format=torch.channels_last)

@@ -278,7 +278,7 @@ def unpool(
     to_out, out = empty_last((images, channels, height, width), dtype, grad.device)
     cells_y, cells_x = -(-height // stride_y), -(-width // stride_x)
     cells = images * cells_y * cells_x
-    s = Strips.of(cells * channels, channels, _PROGRAMS)
+    s = Strips.of(cells * channels, channels, programs=_PROGRAMS)
     sums = torch.empty((s.programs, channels), dtype=torch.float32, device=grad.device) if wants_bias else None
     launch(
         backward_kernel,

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from compress.quantization.fused_ops import BITS, Epilogue, backward_torch, dense, empty_last, is_channels_last, like
+from compress.quantization.fused_ops import BITS, Epilogue, backward_torch, dense, empty_as, is_channels_last, like
 from compress.quantization.fused_triton import GROUPS, bounds_of, decisive, fits, forward_kernel
 
 
@@ -54,7 +54,7 @@ class _Traced(torch.autograd.Function):
     ) -> Tensor:
         n = y.numel()
         last = is_channels_last(y)
-        to_out, out = _empty(y, last, dtype)
+        to_out, out = empty_as(y, dtype)
         bits = torch.empty((n + 7) // 8, dtype=torch.uint8, device=y.device)
         columns = 0 if bias is None else y.shape[bias_dim]
         epilogue = Epilogue(low, high, lower, upper)
@@ -81,10 +81,3 @@ class _Traced(torch.autograd.Function):
         if ctx.residual_dtype is not None:
             residual_grad = passed if ctx.residual_dtype == passed.dtype else passed.to(ctx.residual_dtype)
         return passed, bias_grad.to(ctx.bias_dtype) if wants_bias else None, residual_grad, *(None,) * 7
-
-
-def _empty(like: Tensor, last: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    if last:
-        return empty_last(like.shape, dtype, like.device)
-    made = torch.empty(like.shape, dtype=dtype, device=like.device)
-    return made, made

@@ -176,11 +176,11 @@ class Strips(NamedTuple):
     programs: int
 
     @classmethod
-    def of(cls, count: int, columns: int, programs: int = _PROGRAMS) -> Strips:
-        """For `count` elements in rows of `columns`, and so many programs in all, about."""
+    def of(cls, count: int, columns: int, elements: int = _TILE, programs: int = _PROGRAMS) -> Strips:
+        """For `count` elements in rows of `columns`, so many in a tile, and so many programs in all, about."""
         rows = count // columns
         strip = max(BITS, min(128, 1 << (columns - 1).bit_length()))
-        tile = _TILE // strip
+        tile = elements // strip
         strips = -(-columns // strip)
         steps = -(-rows // (max(1, programs // strips) * tile))
         return cls(strip, strips, tile, steps, -(-rows // (steps * tile)))

@@ -53,3 +53,9 @@ def on_grid(steps, low, high):
     steps = tl.minimum(steps, high, propagate_nan=tl.PropagateNan.ALL)
     steps = tl.maximum(steps, low, propagate_nan=tl.PropagateNan.ALL)
     return (steps + _ROUNDS) - _ROUNDS
+
+
+@triton.jit
+def below(steps, high):
+    """`on_grid` of what is never below its least integer."""
+    return (tl.minimum(steps, high, propagate_nan=tl.PropagateNan.ALL) + _ROUNDS) - _ROUNDS

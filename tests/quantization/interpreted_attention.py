@@ -69,7 +69,7 @@ def check(case, device, compiled=False):
     amax = largest(made[0], made[1], scaling) * 0.4
 
     def fused(q, k, v):
-        return attention(q, k, v, amax, scaling, quant_format.low, quant_format.high, tiles)
+        return attention(q, k, v, amax, scaling, quant_format.high, tiles)
 
     def reference(q, k, v):
         return plain(q, k, v, amax.double(), scaling, quant_format)

@@ -1,0 +1,170 @@
+"""Kernels of smooth activations and of layer norms against torch in float64: in Triton's interpreter when started.
+
+A value within the kernel's precision of a tie may round to the other neighbour, and one at the end of the grid may pass
+its gradient or not: there nothing is compared, and the gradient is zero.
+"""
+
+import itertools
+import os
+
+import torch
+import torch.nn.functional as F
+
+import compress
+from compress.quantization import fused_gate_triton, fused_norm_triton
+from compress.quantization.fused_gate import GATES, fits, gated_quantize
+from compress.quantization.fused_norm import FusedNormModule
+from compress.quantization.fused_ops import Epilogue
+from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
+from compress.quantization.quantizer import Quantizer
+from tests.quantization.test_fused import assert_same, gradients
+from tests.quantization.test_fused_attention import quantized, vit
+
+FORMATS = (QuantFormat(num_bits=8), QuantFormat(num_bits=4, signed=False))
+SHAPES = (((3, 7, 24), -1), ((2, 16, 5, 3), 1), ((2, 8, 2, 2), None))
+GPU_SHAPES = (((64, 197, 1536), -1), ((4, 96, 28, 28), 1), ((5, 200, 6), None))
+NORMS = (
+    # rows, width, type of the sum's terms, whether the sum is kept, with a bias, format
+    ((3, 7), 24, (torch.float32, torch.float16), True, True, FORMATS[0]),
+    ((50,), 40, (torch.float32,), False, True, FORMATS[1]),
+    ((2, 30), 64, (torch.float32, torch.float32), False, False, FORMATS[0]),
+    ((9,), 100, (torch.float16, torch.float32), True, True, FORMATS[0]),
+)
+GPU_NORMS = (
+    ((16, 197), 384, (torch.float32, torch.bfloat16), True, True, FORMATS[0]),
+    ((40, 50), 96, (torch.float32,), False, True, FORMATS[1]),
+    ((777,), 200, (torch.bfloat16, torch.float32), True, False, FORMATS[0]),
+    ((64, 49), 2048, (torch.float16, torch.float32), False, True, FORMATS[0]),
+)
+
+
+class Rounding(torch.nn.Module):
+    """What `FusedNormModule` takes: something that rounds."""
+
+    def __init__(self, quant_format, amax):
+        super().__init__()
+        self.quantizer = Quantizer(quant_format)
+        self.quantizer.set_amax(torch.tensor(amax))
+
+    def forward(self, x):
+        return self.quantizer(x)
+
+
+def sure(x, amax, quant_format):
+    """Where neither rounding nor saturation depends on the last bits of `x`."""
+    steps = x / scale_from_amax(amax.double(), quant_format)
+    return ((steps % 1 - 0.5).abs() > 1e-5 * (1 + steps.abs())).detach()
+
+
+def check_gate(gate, shape, bias_dim, quant_format, dtype, device, compiled=False):
+    """Result and gradients of one activation; a third of the values saturates."""
+    generator = torch.Generator().manual_seed(3)
+    y = (4 * torch.randn(shape, generator=generator)).to(device, dtype)
+    y = y.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else y
+    bias = None if bias_dim is None else torch.randn(shape[bias_dim], generator=generator).to(device)
+    amax = torch.tensor(3.0, device=device)
+    epilogue = Epilogue(quant_format.low, quant_format.high, bias_dim=-1 if bias_dim is None else bias_dim)
+    assert fits(y, epilogue, bias)
+
+    def fused(y, bias):
+        return gated_quantize(y, amax, epilogue, gate, bias=bias, kernels="triton" if device == "cpu" else None)
+
+    leaves = [y.double().requires_grad_(), None if bias is None else bias.double().requires_grad_()]
+    x = (
+        leaves[0]
+        if bias is None
+        else leaves[0] + leaves[1].view([-1 if i == bias_dim % y.dim() else 1 for i in range(y.dim())])
+    )
+    x = GATES[gate](x)
+    mask = sure(x, amax, quant_format)
+    expected = fake_quantize(x, scale_from_amax(amax.double(), quant_format), quant_format)
+    found = torch.compile(fused, fullgraph=True) if compiled else fused
+    compare(found, expected, mask, leaves, [y, bias], generator)
+
+
+def check_norm(case, device, compiled=False):
+    """Result and gradients of two norms, one behind the other, as blocks of a network stand."""
+    rows, width, dtypes, kept, has_bias, quant_format = case
+    generator = torch.Generator().manual_seed(4)
+    amax = 1.3
+    made = [(2 * torch.randn((*rows, width), generator=generator) + 1).to(device, dtype) for dtype in dtypes]
+    made += [torch.randn(width, generator=generator).to(device) for _ in range(2 if has_bias else 1)]
+    module = FusedNormModule(
+        1e-5, Rounding(quant_format, amax).to(device), kept, False, "triton" if device == "cpu" else None
+    )
+    range_ = torch.tensor(amax, device=device)
+
+    def split(tensors):
+        terms, (weight, *bias) = tensors[: len(dtypes)], tensors[len(dtypes) :]
+        return terms, weight, bias[0] if bias else None
+
+    def fused(*tensors):
+        (x, *added), weight, bias = split(tensors)
+        result = module(x, weight, bias, *added)
+        if not kept:
+            return result
+        y, total = result
+        again, total = module(total, weight, bias, y)
+        return again + total
+
+    def rounded(x, weight, bias):
+        y = F.layer_norm(x, (width,), weight, bias, 1e-5)
+        return fake_quantize(y, scale_from_amax(range_.double(), quant_format), quant_format), sure(
+            y, range_, quant_format
+        )
+
+    leaves = [t.double().requires_grad_() for t in made]
+    terms, weight, bias = split(leaves)
+    total = sum(terms)
+    expected, mask = rounded(total, weight, bias)
+    if kept:
+        total = total + expected
+        unsure = mask.all(-1, keepdim=True)  # one that rounds otherwise changes all of its row's second norm
+        expected, mask = rounded(total, weight, bias)
+        expected, mask = expected + total, mask & unsure
+    compare(torch.compile(fused, fullgraph=True) if compiled else fused, expected, mask, leaves, made, generator)
+
+
+def compare(run, expected, mask, leaves, made, generator):
+    """Result and gradients of a function against those in float64, where they are sure."""
+    leaves = [leaf for leaf in leaves if leaf is not None]
+    inputs = [None if t is None else t.clone().requires_grad_() for t in made]
+    result = run(*inputs)
+    inputs = [t for t in inputs if t is not None]
+    assert mask.double().mean() > 0.4
+    grad = (torch.randn(expected.shape, generator=generator).to(mask.device) * mask).to(result.dtype)
+    wanted = (expected * mask, *torch.autograd.grad(expected, leaves, grad.double()))
+    found = (result * mask, *torch.autograd.grad(result, inputs, grad))
+    for one, other in zip(found, wanted, strict=True):
+        precision = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[one.dtype]
+        precision = max([precision, *(5e-3 for t in inputs if t.dtype == torch.float16 and t.dim() > 1)])
+        precision = max([precision, *(3e-2 for t in inputs if t.dtype == torch.bfloat16 and t.dim() > 1)])
+        assert other.abs().max() > 0.01
+        difference = float(((one.double() - other).norm() / other.norm()).detach())
+        assert difference < precision, (made[0].shape, made[0].dtype, difference)
+    assert found[1].stride() == made[0].stride()
+
+
+def check_network():
+    """A whole network: the plain path's gradients."""
+    qmodel, x = quantized(vit())
+    fused = compress.fuse_for_training(qmodel, kernels="triton")
+    assert sum(isinstance(module, FusedNormModule) for module in fused.modules()) == 5
+    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-3, atol=1e-3)
+
+
+def main():
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    fused_norm_triton._PROGRAMS = 3  # so that each goes through several tiles
+    fused_gate_triton._FORWARD = fused_gate_triton._BACKWARD = (256, 3)
+    gates = list(itertools.product(GATES, SHAPES, (torch.float32, torch.float16)))
+    for i, (gate, shape, dtype) in enumerate(gates):
+        check_gate(gate, *shape, FORMATS[i % 2], dtype, "cpu")
+    for case in NORMS:
+        check_norm(case, "cpu")
+    check_network()
+    print(f"{len(gates)} activations, {len(NORMS)} norms, 1 network")
+
+
+if __name__ == "__main__":
+    main()
