@@ -65,6 +65,7 @@ CASES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("resnet50", "fp32", "eager", ("float", "fused", "torch-ops")),
     ("resnet50", "bf16", "compiled", ("float", "torch-ops")),
     *((name, "bf16", mode, PAIR) for name in list(NETWORKS)[1:5] for mode in ("eager", "compiled")),
+    ("vit_s", "bf16", "graphs", PAIR),
     ("resnet50", "fp32", "compiled", PAIR),
     *((name, "fp32", "eager", PAIR) for name in list(NETWORKS)[1:5]),
     (

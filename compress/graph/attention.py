@@ -14,12 +14,13 @@ import inspect
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from compress.graph.batches import device_of
 from compress.graph.ops import node_module
 
 
@@ -224,8 +225,8 @@ def _open_windows(node: fx.Node, wrap: Wrap) -> str:
         scores = scores + wrap(a["relative_position_bias"])
         if not any(shift):
             return scores
-        name = f"{node.name}_mask"
-        node.graph.owning_module.register_buffer(name, _shift_mask(padded, window, shift))  # type: ignore[union-attr]
+        name, owner = f"{node.name}_mask", cast(fx.GraphModule, node.graph.owning_module)
+        owner.register_buffer(name, _shift_mask(padded, window, shift).to(device_of(owner)))
         mask = x.tracer.create_proxy("get_attr", name, (), {})
         return (scores.reshape(-1, windows, heads, tokens, tokens) + mask).reshape(-1, heads, tokens, tokens)
 

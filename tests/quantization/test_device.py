@@ -3,9 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torchvision.models.swin_transformer import SwinTransformerBlock
 
 import compress
+from compress.graph.attention import open_attention
 from compress.graph.canonical import canonical_graph
+from compress.graph.trace import trace
 from compress.quantization.insert import apply_placement
 from compress.quantization.placement import place
 
@@ -24,6 +27,25 @@ def test_quantizers_are_inserted_on_the_device_of_the_model():
     apply_placement(graph.to("meta"), placement)
     assert len(list(graph.buffers())) == len(placement.weights) + len(placement.activations)
     assert {buffer.device.type for buffer in graph.buffers()} == {"meta"}
+
+
+def windows():
+    """Attention in shifted windows, whose mask is made while the graph is."""
+    torch.manual_seed(0)
+    return SwinTransformerBlock(16, 2, [4, 4], [2, 2]).eval()
+
+
+def test_masks_of_shifted_windows_are_made_on_the_device_of_the_model():
+    graph = trace(windows(), torch.zeros(1, 8, 8, 16)).to("meta")
+    assert open_attention(graph)
+    assert {buffer.device.type for buffer in graph.buffers()} == {"meta"}
+
+
+@gpu
+def test_attention_in_windows_is_quantized_on_a_gpu():
+    x = torch.randn(2, 8, 8, 16, device="cuda")
+    qmodel = compress.quantize(windows().cuda(), x, [x])
+    assert qmodel(x).isfinite().all()
 
 
 @gpu
