@@ -19,6 +19,7 @@ from compress.quantization.launch import launch
 LARGEST = 2**31
 """Numbers of a head, or of the rows of a batch, that 32 bits count."""
 _LOG2_E = math.log2(math.e)
+_MOST = 128  # rows or columns of a tile
 
 
 class Tile(NamedTuple):
@@ -40,7 +41,11 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """One for each kernel."""
+    """One for each kernel.
+
+    Their sizes are powers of two, at most `_MOST`; `keys.columns` is no more than the rows of the others, which write
+    the numbers that it reads of whole blocks.
+    """
 
     forward: Tile
     queries: Tile
@@ -135,7 +140,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-        sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        sums = torch.empty((*q.shape[:-2], room_for(q.shape[-2])), dtype=torch.float32, device=q.device)
         run_forward((q, k, v, amax, out, sums), _apart(q, k, v), (scaling, high), Tile(*tiles[:5]))
         ctx.save_for_backward(q, k, v, amax, sums)
         ctx.numbers, ctx.tiles = (scaling, high), tiles[5:]
@@ -178,7 +183,7 @@ def run_forward(
         forward_kernel,
         (blocks * layout.total,),
         (*tensors[:4], out_amax, *tensors[4:], out_bits),
-        (layout.tokens, layout.keys, blocks, *layout[3:9], scaling * _LOG2_E, float(high),
+        (layout.tokens, tensors[5].shape[-1], layout.keys, blocks, *layout[3:9], scaling * _LOG2_E, float(high),
          least_kept(bounds[0]), float(bounds[0]), float(bounds[1]), *_sizes(layout),
          rounded is not None, tile.whole, tile.rows, tile.columns),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -208,7 +213,7 @@ def run_backward(
     scaling, high = numbers
     q, k, v, amax, sums, grad = tensors
     by_queries, by_keys = Tile(*tiles[:5]), Tile(*tiles[5:])
-    sizes = (*_sizes(layout), bits is not None)
+    sizes, room = (*_sizes(layout), bits is not None), sums.shape[-1]
     masks, grad_masks = [amax if found is None else found for found in (bits, out_bits)]
     passed = grad if out_bits is None else torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
     deltas = torch.empty(sums.shape, dtype=torch.float32, device=sums.device)
@@ -217,7 +222,7 @@ def run_backward(
         queries_kernel,
         (blocks * layout.total,),
         (q, k, v, grad, sums, amax, masks, grad_masks, grads, deltas, passed),
-        (layout.tokens, layout.keys, blocks, *layout[3:9], scaling * _LOG2_E, scaling, float(high), *sizes,
+        (layout.tokens, room, layout.keys, blocks, *layout[3:9], scaling * _LOG2_E, scaling, float(high), *sizes,
          out_bits is not None, by_queries.whole, by_queries.rows, by_queries.columns),
         num_warps=by_queries.warps, num_stages=by_queries.stages,
     )  # fmt: skip
@@ -226,10 +231,15 @@ def run_backward(
         keys_kernel,
         (blocks * layout.total,),
         (q, k, v, passed, sums, deltas, amax, masks, grads),
-        (layout.tokens, layout.keys, blocks, *layout[3:11], scaling * _LOG2_E, scaling, float(high), *sizes,
+        (layout.tokens, room, layout.keys, blocks, *layout[3:11], scaling * _LOG2_E, scaling, float(high), *sizes,
          by_keys.rows, by_keys.columns),
         num_warps=by_keys.warps, num_stages=by_keys.stages,
     )  # fmt: skip
+
+
+def room_for(tokens: int) -> int:
+    """Numbers kept for the rows of a head: of whole blocks, so that they are written and read without a mask."""
+    return -(-tokens // _MOST) * _MOST
 
 
 def flat(tiles: Tiles) -> tuple[Any, ...]:

@@ -25,6 +25,7 @@ from compress.quantization.fused_attention_launch import (
     Tiles,
     default_tiles,
     flat,
+    room_for,
     run_backward,
     run_forward,
 )
@@ -115,7 +116,7 @@ class _PackedAttention(torch.autograd.Function):
             bits.append(part_bits)
         ctx.rounded = (q_amax is not None, out_amax is not None)
         out = torch.empty((batch, tokens, heads, width), dtype=qkv.dtype, device=qkv.device)
-        sums = torch.empty((batch, heads, tokens), dtype=torch.float32, device=qkv.device)
+        sums = torch.empty((batch, heads, room_for(tokens)), dtype=torch.float32, device=qkv.device)
         rounded = None
         if out_amax is not None:
             bits.append(torch.empty(out.numel() // BITS, dtype=torch.uint8, device=qkv.device))

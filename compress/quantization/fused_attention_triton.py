@@ -135,7 +135,7 @@ def _edge(first, keys, COLUMNS: tl.constexpr):
 @triton.jit
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, amax_ptr, out_amax_ptr, out_ptr, sums_ptr, out_bits_ptr,
-    tokens, keys, blocks, heads, row, v_row, out_row, k_at, v_at, factor, high, out_least, out_low, out_high,
+    tokens, padded, keys, blocks, heads, row, v_row, out_row, k_at, v_at, factor, high, out_least, out_low, out_high,
     DEEP: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, ROUNDED: tl.constexpr,
     WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -186,8 +186,7 @@ def forward_kernel(
         _put_bits(out_bits_ptr + start // 8, passes, first_row, tokens, out_row, WIDE, ROWS, WIDTH)
         total = on_grid(steps, out_low, out_high) * out_scale
     _put(out_ptr + start, total, first_row, tokens, out_row, WIDE, ROWS, WIDTH)
-    query = first_row + tl.arange(0, ROWS)
-    tl.store(sums_ptr + index.to(tl.int64) * tokens + query, logs, mask=query < tokens)
+    tl.store(sums_ptr + index * padded + first_row + tl.arange(0, ROWS), logs)
 
 
 @triton.jit
@@ -204,7 +203,7 @@ def _grads(q, grad, k, v, logs, factor, limit):
 @triton.jit
 def queries_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, sums_ptr, amax_ptr, bits_ptr, grad_bits_ptr, out_ptr, deltas_ptr, passed_ptr,
-    tokens, keys, blocks, heads, row, v_row, out_row, k_at, v_at, factor, scaling, high,
+    tokens, padded, keys, blocks, heads, row, v_row, out_row, k_at, v_at, factor, scaling, high,
     DEEP: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
     ROUNDED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -225,9 +224,8 @@ def queries_kernel(
     if ROUNDED:
         grad = _masked(grad, grad_bits_ptr + start // 8, first_row, tokens, out_row, WIDE, ROWS, WIDTH)
         _put(passed_ptr + start, grad, first_row, tokens, out_row, WIDE, ROWS, WIDTH)
-    query = first_row + tl.arange(0, ROWS)
-    sums_at = index.to(tl.int64) * tokens + query
-    logs = tl.load(sums_ptr + sums_at, mask=query < tokens, other=0.0)
+    sums_at = index * padded + first_row + tl.arange(0, ROWS)
+    logs = tl.load(sums_ptr + sums_at)
     if WHOLE:
         k = _rows(k_ptr, 0, keys, row, DEEP, COLUMNS, DEPTH)
         v = _rows(v_ptr, 0, keys, v_row, WIDE, COLUMNS, WIDTH)
@@ -252,13 +250,13 @@ def queries_kernel(
     if MASKED:
         total = _masked(total, bits_ptr + start // 8, first_row, tokens, row, DEEP, ROWS, DEPTH)
     _put(out_ptr + start, total, first_row, tokens, row, DEEP, ROWS, DEPTH)
-    tl.store(deltas_ptr + sums_at, deltas, mask=query < tokens)
+    tl.store(deltas_ptr + sums_at, deltas)
 
 
 @triton.jit
 def keys_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, sums_ptr, deltas_ptr, amax_ptr, bits_ptr, out_ptr,
-    tokens, keys, blocks, heads, row, v_row, out_row, k_at, v_at, k_to, v_to, factor, scaling, high,
+    tokens, padded, keys, blocks, heads, row, v_row, out_row, k_at, v_at, k_to, v_to, factor, scaling, high,
     DEEP: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -272,8 +270,8 @@ def keys_kernel(
     index, first_key, batch, head = _program(blocks, heads, ROWS)
     q_ptr += batch * tokens * row + head * DEEP
     grad_ptr += batch * tokens * out_row + head * WIDE
-    sums_ptr += index.to(tl.int64) * tokens
-    deltas_ptr += index.to(tl.int64) * tokens
+    sums_ptr += index * padded
+    deltas_ptr += index * padded
     k_start = batch * keys * row + head * DEEP
     v_start = batch * keys * v_row + head * WIDE
     scale, reciprocal = _step(amax_ptr, high)
@@ -285,8 +283,8 @@ def keys_kernel(
         q = _rows(q_ptr, first, tokens, row, DEEP, COLUMNS, DEPTH)
         grad = _rows(grad_ptr, first, tokens, out_row, WIDE, COLUMNS, WIDTH)
         query = first + tl.arange(0, COLUMNS)
-        logs = tl.load(sums_ptr + query, mask=query < tokens, other=0.0)
-        deltas = tl.load(deltas_ptr + query, mask=query < tokens, other=0.0)
+        logs = tl.load(sums_ptr + query)
+        deltas = tl.load(deltas_ptr + query)
         p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * factor - logs[None, :])
         steps = p * reciprocal
         v_total = tl.dot(below(steps, high).to(grad.dtype), grad, v_total, input_precision="ieee")
