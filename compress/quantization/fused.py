@@ -1,16 +1,18 @@
 """Quantization-aware training at the cost of ordinary training: chains of a quantized graph as one operation each.
 
-`fuse_for_training` finds every chain layer -> (residual add) -> (ReLU or ReLU6) -> quantizer -> (max pool) in which
+`fuse_for_training` finds every chain layer -> (residual add) -> (activation) -> quantizer -> (max pool) in which
 nobody else reads what lies between, and returns a second graph in which each chain is one module around
 `fused_ops.fused_quantize`, or `pooled_quantize` where a pool follows. The modules, and with them parameters and ranges,
 are those of the first graph, by reference: train by calling the second, and all else (state_dict, checkpoints,
 evaluation, deep copies, export) goes on with the first, which is untouched.
 
 All weights are quantized in a few launches (`fused_weights`). Attention whose probabilities are rounded is one
-operation too (`fused_attention`).
+operation too (`fused_attention`), and so are GELU, SiLU and hard swish with their rounding (`fused_gate`), and layer
+norms with theirs (`fused_norm`).
 
-The result is that of the plain path: the same numbers in the same order in float32 and float64. In half precision
-the plain path rounds after the bias and after the add, and the fused one only at its end.
+The result is that of the plain path: the same numbers in the same order in float32 and float64, but for exponentials,
+and for sums over a row, of the kernels. In half precision the plain path rounds after the bias, the add and the
+activation, and the fused one only at its end.
 
 What cannot be fused stays as it was, with the reason: FP8 and quantizers of another class (learned scales need a
 gradient that bits do not hold). While a quantizer is disabled or watched by a calibrator, its chain runs plainly too.

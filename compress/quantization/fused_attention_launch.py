@@ -43,8 +43,8 @@ class Tile(NamedTuple):
 class Tiles(NamedTuple):
     """One for each kernel.
 
-    Their sizes are powers of two, at most `_MOST`; `keys.columns` is no more than the rows of the others, which write
-    the numbers that it reads of whole blocks.
+    Their sizes are powers of two, at most `_MOST`; `keys.columns` is no more than `forward.rows`, so that of whole
+    blocks every number was written that it reads.
     """
 
     forward: Tile

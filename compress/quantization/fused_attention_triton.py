@@ -13,6 +13,8 @@ Heads lie one behind the other, or side by side in the rows of one matrix, as a 
 of a batch begins at `token * row`, head h at column h * DEEP of it, and k and v `k_at` and `v_at` numbers behind q.
 
 The second product is one of integers, which half precision holds exactly up to 256; their step is applied to the sum.
+A number of the scores costs what decides the time, instructions: hence no mask where what lies behind the last key or
+query meets zeros, and a product with the reciprocal of the step, as an exponential is not correctly rounded anyway.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  (kernels: Triton gives types, and constants stand in capitals)
@@ -224,8 +226,9 @@ def queries_kernel(
     if ROUNDED:
         grad = _masked(grad, grad_bits_ptr + start // 8, first_row, tokens, out_row, WIDE, ROWS, WIDTH)
         _put(passed_ptr + start, grad, first_row, tokens, out_row, WIDE, ROWS, WIDTH)
-    sums_at = index * padded + first_row + tl.arange(0, ROWS)
-    logs = tl.load(sums_ptr + sums_at)
+    query = first_row + tl.arange(0, ROWS)
+    sums_at = index.to(tl.int64) * padded + query  # without masks more than 128 registers: three programs for four
+    logs = tl.load(sums_ptr + sums_at, mask=query < tokens, other=0.0)
     if WHOLE:
         k = _rows(k_ptr, 0, keys, row, DEEP, COLUMNS, DEPTH)
         v = _rows(v_ptr, 0, keys, v_row, WIDE, COLUMNS, WIDTH)
@@ -250,7 +253,7 @@ def queries_kernel(
     if MASKED:
         total = _masked(total, bits_ptr + start // 8, first_row, tokens, row, DEEP, ROWS, DEPTH)
     _put(out_ptr + start, total, first_row, tokens, row, DEEP, ROWS, DEPTH)
-    tl.store(deltas_ptr + sums_at, deltas)
+    tl.store(deltas_ptr + sums_at, deltas, mask=query < tokens)
 
 
 @triton.jit
@@ -284,7 +287,7 @@ def keys_kernel(
         grad = _rows(grad_ptr, first, tokens, out_row, WIDE, COLUMNS, WIDTH)
         query = first + tl.arange(0, COLUMNS)
         logs = tl.load(sums_ptr + query)
-        deltas = tl.load(deltas_ptr + query)
+        deltas = tl.load(deltas_ptr + query, mask=query < tokens, other=0.0)
         p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * factor - logs[None, :])
         steps = p * reciprocal
         v_total = tl.dot(below(steps, high).to(grad.dtype), grad, v_total, input_precision="ieee")

@@ -1,7 +1,7 @@
 """Kernels of smooth activations and of layer norms against torch in float64: in Triton's interpreter when started.
 
-A value within the kernel's precision of a tie may round to the other neighbour, and one at the end of the grid, or where
-hard swish has no derivative, may pass its gradient or not: there nothing is compared, and the gradient is zero.
+A value within the kernel's precision of a tie may round to the other neighbour, and one at the end of the grid, or at a
+corner of hard swish, may pass its gradient or not: there nothing is compared, and the gradient is zero.
 """
 
 import itertools
