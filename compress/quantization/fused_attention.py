@@ -6,9 +6,10 @@ rounded probabilities and three gradients, each of (heads, tokens, tokens). `fus
 softmax -> quantizer -> (dropout) -> matmul in which nobody else reads what lies between, and puts one module in their
 place: Triton kernels (`fused_attention_triton`) in half precision on a GPU, the operations one by one elsewhere.
 
-The result is that of the plain path up to rounding. The probabilities are rounded to the same grid; what differs is what
-is rounded: scores and probabilities stay float32, where autocast writes the scores in half precision, and exponentials,
-sums and the division by a step are those of the kernel. A probability within that precision of a tie may round to the other neighbour, also in the backward pass, which computes it again. The rounded probabilities enter the
+The result is that of the plain path up to rounding. The probabilities are rounded to the same grid; what differs is
+what is rounded: scores and probabilities stay float32, where autocast writes the scores in half precision, and
+exponentials, sums and the division by a step are those of the kernel. A probability within that precision of a tie may
+round to the other neighbour, also in the backward pass, which computes it again. The rounded probabilities enter the
 product as exact integers; the plain path writes them in half precision.
 
 Queries, keys and values that are the three parts of what one linear layer wrote are read there, and rounded, with the
