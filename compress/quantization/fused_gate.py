@@ -79,6 +79,8 @@ def gated_quantize(
     """
     if in_graph(y, kernels) or by_hand(y, kernels):
         y = dense(y)
+        if bias is not None and not fits(y, epilogue, bias):
+            y, bias = y + along_axis(bias.to(y.dtype), y, epilogue.bias_dim), None
         if fits(y, epilogue, bias):
             from compress.quantization import fused_gate_triton  # Triton is not installed everywhere
 

@@ -21,8 +21,8 @@ from tests.quantization.test_fused import assert_same, gradients
 from tests.quantization.test_fused_attention import quantized, vit
 
 FORMATS = (QuantFormat(num_bits=8), QuantFormat(num_bits=4, signed=False))
-SHAPES = (((3, 7, 24), -1), ((2, 16, 5, 3), 1), ((2, 8, 2, 2), None))
-GPU_SHAPES = (((64, 197, 1536), -1), ((4, 96, 28, 28), 1), ((5, 200, 6), None))
+SHAPES = (((3, 7, 24), -1), ((2, 16, 5, 3), 1), ((2, 8, 2, 2), None), ((2, 16, 6), 1))
+GPU_SHAPES = (((64, 197, 1536), -1), ((4, 96, 28, 28), 1), ((5, 200, 6), None), ((4, 96, 784), 1))
 NORMS = (
     # rows, width, type of the sum's terms, whether the sum is kept, with a bias, format
     ((3, 7), 24, (torch.float32, torch.float16), True, True, FORMATS[0]),
@@ -64,17 +64,18 @@ def check_gate(gate, shape, bias_dim, quant_format, dtype, device, compiled=Fals
     bias = None if bias_dim is None else torch.randn(shape[bias_dim], generator=generator).to(device)
     amax = torch.tensor(3.0, device=device)
     epilogue = Epilogue(quant_format.low, quant_format.high, bias_dim=-1 if bias_dim is None else bias_dim)
-    assert fits(y, epilogue, bias)
+    assert fits(y, epilogue, None)
 
     def fused(y, bias):
         return gated_quantize(y, amax, epilogue, gate, bias=bias, kernels="triton" if device == "cpu" else None)
 
     leaves = [y.double().requires_grad_(), None if bias is None else bias.double().requires_grad_()]
-    x = (
-        leaves[0]
-        if bias is None
-        else leaves[0] + leaves[1].view([-1 if i == bias_dim % y.dim() else 1 for i in range(y.dim())])
-    )
+    x = leaves[0]
+    if bias is not None:
+        shaped = [-1 if i == bias_dim % y.dim() else 1 for i in range(y.dim())]
+        x = x + leaves[1].view(shaped)
+        if not fits(y, epilogue, bias):  # then it is added before, in the type of the network
+            x = x + ((y + bias.to(dtype).view(shaped)).double() - x).detach()
     smooth = (x.abs() - 3).abs() > 1e-5 if gate == "hardswish" else torch.ones_like(x, dtype=torch.bool)
     x = GATES[gate](x)
     mask = sure(x, amax, quant_format) & smooth
