@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from compress.engines.arrays import check_inputs, reason
 from compress.engines.base import Arrays, Availability, Engine, EngineInfo, TensorInfo
 from compress.errors import EngineError, EngineUnavailableError, near_misses
-from compress.graph.trace import named_outputs
+from compress.graph.inputs import named_outputs
 
 NAME = "torch"
 PRECISIONS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}

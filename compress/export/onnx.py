@@ -33,7 +33,8 @@ from compress.export.prepare import prepare
 from compress.export.shared_convolutions import bias_shared_convolutions
 from compress.export.spec import ExportSpec
 from compress.files import replacing
-from compress.graph.trace import Inputs, as_inputs, check_module, flat_tensors, leaves_of, named_outputs
+from compress.graph.inputs import Inputs, as_inputs, flat_tensors, named_outputs
+from compress.graph.trace import check_module, leaves_of
 
 _LARGEST = 2**31 - 1
 _LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir", "torch.fx.experimental.symbolic_shapes")

@@ -19,9 +19,10 @@ from compress.errors import ExportError, ModelError
 from compress.export.int4 import INT4_MARK
 from compress.graph.attention import open_attention
 from compress.graph.fold import fold_batchnorm, foldable_pair
+from compress.graph.inputs import Inputs
 from compress.graph.ops import node_module
 from compress.graph.parametrized import bake
-from compress.graph.trace import Inputs, trace
+from compress.graph.trace import trace
 from compress.quantization.insert import quantizers
 from compress.quantization.modules import can_quantize
 from compress.quantization.numerics import QuantFormat, quantize

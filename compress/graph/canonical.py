@@ -9,8 +9,9 @@ from compress.graph.einsum import open_einsums
 from compress.graph.fold import fold_batchnorm
 from compress.graph.functional import functions_to_modules
 from compress.graph.inplace import follow_changes
+from compress.graph.inputs import Inputs
 from compress.graph.ops import node_kind
-from compress.graph.trace import Inputs, propagate_shapes, trace
+from compress.graph.trace import propagate_shapes, trace
 
 
 def canonical_graph(model: nn.Module, example_inputs: Inputs, *, fold: bool = True) -> fx.GraphModule:

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,8 @@ from torch import Tensor, fx, nn
 
 from compress.errors import ModelError
 from compress.graph.concrete import Values, answered, known_proxy, unrolled
+from compress.graph.inputs import Inputs, as_inputs, copies_of, same_results, shapes_text
 from compress.graph.ops import node_kind
-
-Inputs = Tensor | Sequence[Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,22 +158,6 @@ class _Tracer(fx.Tracer):
         except Exception:
             self.failed = self.failed or self.path_of_module(m)  # the innermost module sees the error first
             raise
-
-
-def as_inputs(example_inputs: Inputs) -> tuple[Tensor, ...]:
-    """A tensor or a sequence of tensors as a tuple.
-
-    Raises:
-        ModelError: something else, or nothing, was given.
-    """
-    given = (example_inputs,) if not isinstance(example_inputs, Sequence) else tuple(example_inputs)
-    if not given or not all(isinstance(x, Tensor) for x in given):
-        got = ", ".join(type(x).__name__ for x in given) or "nothing"
-        raise ModelError(
-            f"example_inputs must be a tensor or a sequence of tensors, got {got}; wrap a model that takes anything "
-            "else (a dict, a list of images) in a module whose forward takes tensors"
-        )
-    return given
 
 
 def check_module(model: object) -> None:
@@ -342,7 +324,7 @@ def propagate_shapes(graph_module: fx.GraphModule, example_inputs: Inputs) -> An
         with torch.no_grad():
             return _Shapes(graph_module).run(*copies_of(as_inputs(example_inputs)))
     except Exception as error:
-        raise ModelError(f"the model fails on inputs of {_shapes_text(as_inputs(example_inputs))}: {error}") from error
+        raise ModelError(f"the model fails on inputs of {shapes_text(as_inputs(example_inputs))}: {error}") from error
     finally:
         graph_module.train(training)
 
@@ -353,61 +335,9 @@ def _run(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
             return model(*copies_of(inputs))
     except Exception as error:
         raise ModelError(
-            f"{type(model).__name__} fails on inputs of {_shapes_text(inputs)}: {error}; give example_inputs that the "
+            f"{type(model).__name__} fails on inputs of {shapes_text(inputs)}: {error}; give example_inputs that the "
             "model accepts, on the model's device"
         ) from error
-
-
-def copies_of(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Inputs that a model may change in place."""
-    return tuple(x.clone() for x in inputs)
-
-
-def _shapes_text(inputs: tuple[Tensor, ...]) -> str:
-    return ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in inputs)
-
-
-def flat_tensors(value: Any) -> list[Tensor]:
-    """The tensors in a tensor, tuple, list, mapping or dataclass (model outputs), in order."""
-    return [tensor for _, tensor in named_tensors(value)]
-
-
-def named_tensors(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
-    """`flat_tensors`, each with the keys, fields and indices that lead to it, joined by "_" ("" for a lone tensor)."""
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Tensor):
-        return [(name, value)]
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, (tuple, list)):
-        items = zip(getattr(value, "_fields", None) or range(len(value)), value, strict=True)
-    elif dataclasses.is_dataclass(value):
-        items = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-    return [found for key, item in items for found in named_tensors(item, f"{name}_{key}" if name else str(key))]
-
-
-def named_outputs(output: Any, *, taken: Sequence[str] = ()) -> list[tuple[str, Tensor]]:
-    """The tensors that a model returned, under the names that files and engines give them.
-
-    A lone tensor is `logits`. Several have the keys or fields that lead to them, or `output_0`, ... where there are
-    none (or where those are not names, or among `taken`).
-    """
-    found = named_tensors(output)
-    if len(found) == 1:
-        return [("logits", found[0][1])]
-    names = [name if name[0].isalpha() else f"output_{name}" for name, _ in found]
-    if len({*names, *taken}) < len(names) + len(taken):
-        names = [f"output_{i}" for i in range(len(found))]
-    return [(name, tensor) for name, (_, tensor) in zip(names, found, strict=True)]
-
-
-def same_results(reference: Any, result: Any) -> bool:
-    """Whether two results of a model hold equal tensors, to what the order of float32 sums changes."""
-    left, right = flat_tensors(reference), flat_tensors(result)
-    return len(left) == len(right) and all(
-        a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True)
-        for a, b in zip(left, right, strict=True)
-    )
 
 
 def _check_equal(reference: Any, result: Any, name: str) -> None:

@@ -28,8 +28,8 @@ from torch import Tensor, fx
 from compress.engines import build_engine
 from compress.engines.onnx_file import read_onnx
 from compress.errors import EngineError
+from compress.graph.inputs import flat_tensors
 from compress.graph.ops import layer_name, node_kind
-from compress.graph.trace import flat_tensors
 from compress.measure.cut import cut_file
 from compress.measure.parity import Parity, compare_logits, sqnr_db
 from compress.quantization.numerics import along_axis

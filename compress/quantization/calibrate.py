@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from compress.errors import CalibrationError, CompressError
 from compress.graph.batches import Batches, device_of, model_inputs
-from compress.graph.trace import Inputs
+from compress.graph.inputs import Inputs
 from compress.progress import NoProgress, Progress
 from compress.quantization.calibrators import Calibrator, choose_together, make_calibrator, on_host
 from compress.quantization.dead import always_zero

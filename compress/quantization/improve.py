@@ -20,7 +20,8 @@ from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
 from compress.graph.canonical import canonical_graph
-from compress.graph.trace import Inputs, preserve
+from compress.graph.inputs import Inputs
+from compress.graph.trace import preserve
 from compress.progress import Progress
 from compress.quantization.adaround import Rounder, Rounding
 from compress.quantization.bias_correction import IMAGES, Correction, correct_bias_analytic, correct_to_targets

@@ -9,7 +9,8 @@ from torch import fx, nn
 from compress.errors import QuantizationError
 from compress.graph.batches import device_of
 from compress.graph.canonical import canonical_graph
-from compress.graph.trace import Inputs, preserve
+from compress.graph.inputs import Inputs
+from compress.graph.trace import preserve
 from compress.quantization.decisions import ActivationSite, Placement
 from compress.quantization.float_model import check_float_model
 from compress.quantization.modules import quantized_layer

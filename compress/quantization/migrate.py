@@ -23,8 +23,9 @@ from torch import Tensor, fx, nn
 
 from compress.errors import CalibrationError, QuantizationError
 from compress.graph.fold import foldable_pair
+from compress.graph.inputs import Inputs
 from compress.graph.ops import node_module
-from compress.graph.trace import Inputs, leaves_of, preserve, trace
+from compress.graph.trace import leaves_of, preserve, trace
 from compress.quantization.decisions import ActivationSite, Decision, Placement, WeightSite
 from compress.quantization.modules import QuantConv2d, quantized_layer, weight_axis
 from compress.quantization.numerics import QuantFormat

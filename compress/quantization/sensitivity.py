@@ -20,9 +20,9 @@ from torch import Tensor, fx, nn
 from compress.errors import QuantizationError
 from compress.graph.batches import Batches, model_inputs
 from compress.graph.canonical import canonical_graph
+from compress.graph.inputs import Inputs, flat_tensors
 from compress.graph.layers import layers
 from compress.graph.ops import layer_name
-from compress.graph.trace import Inputs, flat_tensors
 from compress.progress import NoProgress, Progress
 from compress.quantization.calibrate import quantize
 from compress.quantization.compare import sqnr

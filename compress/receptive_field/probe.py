@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import ModelError, ReceptiveFieldError, near_misses
-from compress.graph.trace import flat_tensors, trace
+from compress.graph.inputs import flat_tensors
+from compress.graph.trace import trace
 from compress.receptive_field.table import ReceptiveField, ReceptiveFieldTable
 from compress.receptive_field.theoretical import graph_receptive_field
 

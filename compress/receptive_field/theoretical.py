@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import ReceptiveFieldError
+from compress.graph.inputs import Inputs, as_inputs
 from compress.graph.layers import layers
 from compress.graph.ops import layer_name, node_kind, node_module
-from compress.graph.trace import Inputs, as_inputs, leaves_of, trace
+from compress.graph.trace import leaves_of, trace
 from compress.receptive_field.call import Call, NoRuleError
 from compress.receptive_field.fields import Field, image_field
 from compress.receptive_field.rules import apply_rule

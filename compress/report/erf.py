@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from compress.errors import ReceptiveFieldError
 from compress.files import replacing, write_json, write_text
-from compress.graph.trace import Inputs
+from compress.graph.inputs import Inputs
 from compress.progress import Progress
 from compress.receptive_field import (
     EffectiveReceptiveField,

@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor, fx, nn
 
 from compress.errors import RooflineError
+from compress.graph.inputs import Inputs, as_inputs
 from compress.graph.layers import Layer, layers, tensor_args
 from compress.graph.ops import layer_name, node_kind, node_module
-from compress.graph.trace import Inputs, as_inputs, trace
+from compress.graph.trace import trace
 
 VIEWS = frozenset(
     {"identity", "dropout", "flatten", "reshape", "squeeze", "getitem", "split", "getattr"}

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from torch import nn
 
 from compress.errors import RooflineError, near_misses
-from compress.graph.trace import Inputs
+from compress.graph.inputs import Inputs
 from compress.roofline.ceilings import machine_device
 from compress.roofline.counting import Operation, Workload, workload
 from compress.roofline.device_table import table_device

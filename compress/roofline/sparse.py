@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from compress.errors import RooflineError, near_misses
-from compress.graph.trace import Inputs
+from compress.graph.inputs import Inputs
 from compress.roofline.counting import PRODUCTS, Operation, workload
 from compress.roofline.devices import SPARSE, Device, parse_precision
 from compress.roofline.model import Bound, place

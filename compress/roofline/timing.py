@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import RooflineError
-from compress.graph.trace import Inputs, as_inputs, trace
+from compress.graph.inputs import Inputs, as_inputs
+from compress.graph.trace import trace
 from compress.roofline.counting import count
 
 _AHEAD_CYCLES = 100_000_000  # some 50 ms on a GPU of 2 GHz: time for Python to queue a whole network

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from compress.errors import RooflineError
-from compress.graph.trace import Inputs, trace
+from compress.graph.inputs import Inputs
+from compress.graph.trace import trace
 from compress.roofline.counting import Workload, count
 from compress.roofline.devices import SPARSE, Device
 from compress.roofline.model import Roofline, find_device, place

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import ModelError, SparsityError
+from compress.graph.inputs import Inputs, as_inputs, flat_tensors
 from compress.graph.layers import layers as layer_table
 from compress.graph.layers import total_macs
-from compress.graph.trace import Inputs, as_inputs, flat_tensors, trace
+from compress.graph.trace import trace
 from compress.progress import NoProgress, Progress
 from compress.sparsity.eligibility import check_rules, evaluating, left_dense, run_order, weighted_layers
 from compress.sparsity.parametrization import masked_layers

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import SparsityError, near_misses
+from compress.graph.inputs import Inputs, as_inputs
 from compress.graph.ops import WEIGHTED, module_kind
-from compress.graph.trace import Inputs, as_inputs
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
 
 TENSORRT_IN, TENSORRT_OUT = 16, 8

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import ModelError, SparsityError
-from compress.graph.trace import Inputs, as_inputs, flat_tensors, trace
+from compress.graph.inputs import Inputs, as_inputs, flat_tensors
+from compress.graph.trace import trace
 from compress.progress import NoProgress, Progress
 from compress.sparsity.channels import Channels, Use, permute_index
 from compress.sparsity.eligibility import chosen_layers, eligibility

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import SparsityError
-from compress.graph.trace import Inputs, check_module
+from compress.graph.inputs import Inputs
+from compress.graph.trace import check_module
 from compress.progress import NoProgress, Progress
 from compress.sparsity.eligibility import chosen_layers, eligibility
 from compress.sparsity.masks import kept_magnitude, pattern_mask

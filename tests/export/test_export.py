@@ -18,7 +18,7 @@ from compress.data.preprocessing import Preprocessing
 from compress.errors import AuditError, ExportError, ModelError
 from compress.export.audit import audit_onnx
 from compress.export.onnx import export_onnx
-from compress.graph.trace import flat_tensors
+from compress.graph.inputs import flat_tensors
 from compress.quantization.calibrate import quantize
 from compress.quantization.insert import insert_quantizers
 from compress.quantization.spec import TARGETS, ActivationSpec, QuantSpec, Rule, WeightSpec
