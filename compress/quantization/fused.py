@@ -21,7 +21,6 @@ gradient that bits do not hold). While a quantizer is disabled or watched by a c
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -33,8 +32,9 @@ from torch import Tensor, fx, nn
 from compress.errors import QuantizationError
 from compress.graph.ops import node_kind, node_module
 from compress.quantization.fused_attention import fuse_attention
+from compress.quantization.fused_chain import BOUNDS, LAYERS, Chain
 from compress.quantization.fused_codes import Forward, carry_codes
-from compress.quantization.fused_gate import GATES, gate_of, gated_quantize
+from compress.quantization.fused_gate import GATES, gated_quantize
 from compress.quantization.fused_norm import fuse_norms
 from compress.quantization.fused_ops import (
     MOST_TAPS,
@@ -47,17 +47,13 @@ from compress.quantization.fused_ops import (
 )
 from compress.quantization.fused_weights import group_weights, is_live, is_plain
 from compress.quantization.launch import HAS_TRITON
-from compress.quantization.modules import QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear
 from compress.quantization.quantizer import Quantizer
 
-_BOUNDS = {"relu": (0.0, math.inf), "relu6": (0.0, 6.0)}
 _ACTIVATIONS = {"relu": F.relu, "relu6": F.relu6, **GATES}
 _PLAIN: tuple[float, float] = (-math.inf, math.inf)
 _KEEP_THEIR_INPUT = ("mish", "layer_norm")
 """Operations that keep for backward what they read, so that what they computed can be computed again."""
-_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear)
-_FORWARDS = {layer.forward for layer in _LAYERS}
-_QUANTIZED_FORWARDS = {layer.forward for layer in _LAYERS if hasattr(layer, "quantized_weight")}
+_QUANTIZED_FORWARDS = {layer.forward for layer in LAYERS if hasattr(layer, "quantized_weight")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +157,7 @@ class FusedChainModule(nn.Module):
         self.gate = activation if activation in GATES else ""
         self.quantizer = quantizer
         self.kernels: Kernels | None = kernels
-        lower, upper = _BOUNDS.get(activation, _PLAIN)
+        lower, upper = BOUNDS.get(activation, _PLAIN)
         bias_dim = -1 if isinstance(layer, nn.Linear) else 1
         self.epilogue = epilogue_of(quantizer.format, lower=lower, upper=upper, bias_dim=bias_dim)
 
@@ -276,12 +272,11 @@ def _fuse(graph_module: fx.GraphModule, node: fx.Node, kernels: Kernels | None) 
     if not is_plain(quantizer):
         kind = "FP8" if type(quantizer) is Quantizer else type(quantizer).__name__
         return FusedChain(quantizer=path, nodes=(), reason=f"{kind} is trained on the plain path")
-    chain = _Chain(node)
-    gate = "" if chain.activation is None else gate_of(chain.activation)
-    pool, window = (None, None) if len(chain.inputs) > 1 or gate else _pool_behind(node)
+    chain = Chain(node)
+    pool, window = (None, None) if len(chain.inputs) > 1 or chain.activation in GATES else _pool_behind(node)
     module = FusedChainModule(
         None if chain.layer is None else node_module(chain.layer),
-        gate or ("" if chain.activation is None else node_kind(chain.activation)),
+        chain.activation,
         cast(Quantizer, quantizer),
         kernels,
         window,
@@ -329,77 +324,3 @@ _POOL_ARGUMENTS: dict[str, Any] = {
 def _pair(numbers: Any) -> tuple[int, int]:
     one, other = (numbers, numbers) if isinstance(numbers, int) else numbers if len(numbers) > 1 else numbers * 2
     return int(one), int(other)
-
-
-class _Chain:
-    """The chain that ends in a quantizer's node, found by walking back.
-
-    Attributes:
-        nodes: from the quantizer back to the chain's first.
-        layer, activation: those of them; None where there is none.
-        inputs: what the fused module is called with.
-        reason: why the walk ended.
-    """
-
-    def __init__(self, quantizer: fx.Node) -> None:
-        self.nodes = [quantizer]
-        self.layer: fx.Node | None = None
-        self.activation: fx.Node | None = None
-        source = quantizer.all_input_nodes[0]
-        gate = gate_of(source)
-        activates = gate or node_kind(source) in _BOUNDS
-        if activates and _only_reader(source) and _only_reader(source.all_input_nodes[0]):
-            self.activation = source
-            self.nodes.append(source)
-            source = source.all_input_nodes[0]
-        if _is_sum(source) and not (gate and self.activation):
-            self._add(source)
-            return
-        self.reason = _why_no_layer(source)
-        if self.reason:
-            self.inputs: tuple[fx.Node, ...] = (source,)
-            return
-        self._begin(source)
-        self.inputs = (source.all_input_nodes[0],)
-
-    def _add(self, add: fx.Node) -> None:
-        self.nodes.append(add)
-        one, other = add.all_input_nodes
-        refusals = [_why_no_layer(operand) for operand in (one, other)]
-        self.reason = "" if "" in refusals else refusals[0]
-        if self.reason:
-            self.inputs = (one, other)
-            return
-        layer, residual = (one, other) if not refusals[0] else (other, one)
-        self._begin(layer)
-        self.inputs = (layer.all_input_nodes[0], residual)
-
-    def _begin(self, layer: fx.Node) -> None:
-        self.layer = layer
-        self.nodes.append(layer)
-
-
-def _only_reader(node: fx.Node) -> bool:
-    return len(node.users) == 1
-
-
-def _is_sum(node: fx.Node) -> bool:
-    """Whether a node adds two tensors of one shape that it alone changes, for one reader."""
-    operands = node.all_input_nodes
-    if node_kind(node) != "add" or not _only_reader(node) or len(operands) != 2 or node.kwargs or len(node.args) != 2:
-        return False
-    in_place = node.target in (operator.iadd, "add_")
-    shapes = [operand.meta.get("shape") for operand in operands]
-    return shapes[0] is not None and shapes[0] == shapes[1] and not (in_place and not _only_reader(operands[0]))
-
-
-def _why_no_layer(node: fx.Node) -> str:
-    """Why a chain cannot begin with this node; "" when it can."""
-    if node.op != "call_module" or node_kind(node) not in {"conv", "linear"}:
-        return f"begins behind {node_kind(node)} {node.name}, no convolution or linear layer"
-    if not _only_reader(node):
-        return f"begins behind {node.name}, whose result has {len(node.users)} readers"
-    layer = node_module(node)
-    if type(layer).forward not in _FORWARDS or layer._forward_hooks or layer._forward_pre_hooks:
-        return f"begins behind {node.name}, a {type(layer).__name__} with a forward pass of its own"
-    return ""

@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compress.quantization.rounding_triton import below, on_grid, steps_of
+from compress.quantization.rounding_triton import below, on_grid, step_of, steps_of
 
 
 @triton.jit
@@ -87,8 +87,7 @@ def round_kernel(
     part = tl.program_id(1) // strips
     k_or_v = tl.where(part == 1, tl.load(k_amax_ptr), tl.load(v_amax_ptr))
     amax = tl.where(part == 0, tl.load(q_amax_ptr), k_or_v)
-    scale = tl.div_rn(amax.to(tl.float32), high)
-    reciprocal = tl.div_rn(1.0, scale)
+    scale, reciprocal = step_of(amax, high)
     group = tl.program_id(1) % strips * GROUPS + tl.arange(0, GROUPS)
     local = tl.arange(0, ROWS)
     lane = tl.arange(0, 8)
@@ -113,13 +112,6 @@ def _program(blocks, heads, ROWS: tl.constexpr):
     """(the head, of all batches'; the first row of the block; the batch; the head in it) of a program."""
     index = tl.program_id(0) // blocks
     return index, tl.program_id(0) % blocks * ROWS, (index // heads).to(tl.int64), index % heads
-
-
-@triton.jit
-def _step(amax_ptr, high):
-    """(one step of a grid, its reciprocal)."""
-    scale = tl.div_rn(tl.load(amax_ptr).to(tl.float32), high)
-    return scale, tl.div_rn(1.0, scale)
 
 
 @triton.jit
@@ -150,7 +142,7 @@ def forward_kernel(
     index, first_row, batch, head = _program(blocks, heads, ROWS)
     k_ptr += batch * keys * row + head * DEEP + k_at
     v_ptr += batch * keys * v_row + head * WIDE + v_at
-    scale, reciprocal = _step(amax_ptr, high)
+    scale, reciprocal = step_of(tl.load(amax_ptr), high)
     q = _rows(q_ptr + batch * tokens * row + head * DEEP, first_row, tokens, row, DEEP, ROWS, DEPTH)
     if WHOLE:
         x = _scores(q, _rows(k_ptr, 0, keys, row, DEEP, COLUMNS, DEPTH), factor) + _edge(0, keys, COLUMNS)
@@ -182,7 +174,7 @@ def forward_kernel(
         out_least = tl.cast(out_least, tl.float32)
         out_low = tl.cast(out_low, tl.float32)
         out_high = tl.cast(out_high, tl.float32)
-        out_scale, out_reciprocal = _step(out_amax_ptr, out_high)
+        out_scale, out_reciprocal = step_of(tl.load(out_amax_ptr), out_high)
         steps = steps_of(total, float("-inf"), float("inf"), out_scale, out_reciprocal)
         passes = (steps > out_least) & (steps < out_high + 0.5)
         _put_bits(out_bits_ptr + start // 8, passes, first_row, tokens, out_row, WIDE, ROWS, WIDTH)
@@ -219,7 +211,7 @@ def queries_kernel(
     index, first_row, batch, head = _program(blocks, heads, ROWS)
     k_ptr += batch * keys * row + head * DEEP + k_at
     v_ptr += batch * keys * v_row + head * WIDE + v_at
-    limit = (high + 0.5) * _step(amax_ptr, high)[0]
+    limit = (high + 0.5) * step_of(tl.load(amax_ptr), high)[0]
     q = _rows(q_ptr + batch * tokens * row + head * DEEP, first_row, tokens, row, DEEP, ROWS, DEPTH)
     start = batch * tokens * out_row + head * WIDE
     grad = _rows(grad_ptr + start, first_row, tokens, out_row, WIDE, ROWS, WIDTH)
@@ -277,7 +269,7 @@ def keys_kernel(
     deltas_ptr += index * padded
     k_start = batch * keys * row + head * DEEP
     v_start = batch * keys * v_row + head * WIDE
-    scale, reciprocal = _step(amax_ptr, high)
+    scale, reciprocal = step_of(tl.load(amax_ptr), high)
     k = _rows(k_ptr + k_at + k_start, first_key, keys, row, DEEP, ROWS, DEPTH)
     v = _rows(v_ptr + v_at + v_start, first_key, keys, v_row, WIDE, ROWS, WIDTH)
     k_total = tl.zeros([ROWS, DEPTH], dtype=tl.float32)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from compress.quantization.fused_ops import Epilogue, empty_last, least_kept
 from compress.quantization.launch import Kept, Launch
+from compress.quantization.rounding_triton import step_of
 
 _ALIGNED = 16  # bytes of one memory access; channels divide by it
 _LARGEST = 2**31  # elements that 32 bits count
@@ -366,8 +367,7 @@ def _epilogue(
         row = first_row + tl.arange(0, ROWS)
         column = first_column + tl.arange(0, COLUMNS)
         inside = column < columns
-        scale = tl.div_rn(tl.load(amax_ptr).to(tl.float32), high)
-        to_steps = tl.div_rn(1.0, scale)
+        scale, to_steps = step_of(tl.load(amax_ptr), high)
         x_scale = tl.div_rn(tl.load(x_amax_ptr).to(tl.float32), x_high)
         weight_amax = tl.load(weight_amax_ptr + column, mask=inside, other=1.0).to(tl.float32)
         factor = weight_amax / weight_high * (x_scale * to_steps)

@@ -28,9 +28,9 @@ from compress.quantization.fused_ops import (
     Kernels,
     by_hand,
     dense,
+    fits,
     fused_quantize,
     in_graph,
-    inner_size,
 )
 from compress.quantization.numerics import along_axis
 
@@ -79,9 +79,9 @@ def gated_quantize(
     """
     if in_graph(y, kernels) or by_hand(y, kernels):
         y = dense(y)
-        if bias is not None and not fits(y, epilogue, bias):
+        if bias is not None and not gate_fits(y, epilogue, bias):
             y, bias = y + along_axis(bias.to(y.dtype), y, epilogue.bias_dim), None
-        if fits(y, epilogue, bias):
+        if gate_fits(y, epilogue, bias):
             from compress.quantization import fused_gate_triton  # Triton is not installed everywhere
 
             e = epilogue
@@ -92,8 +92,6 @@ def gated_quantize(
     return fused_quantize(GATES[gate](work), amax, epilogue, dtype=y.dtype, kernels=kernels, again=True)
 
 
-def fits(y: Tensor, epilogue: Epilogue, bias: Tensor | None) -> bool:
-    """Whether type and layout of a dense `y` are those of the kernels: one range, in eights, the bias innermost."""
-    if y.dtype == torch.float64 or epilogue.axis is not None or y.numel() == 0 or y.numel() % BITS:
-        return False
-    return bias is None or (bias.numel() % BITS == 0 and inner_size(y, epilogue.bias_dim) == 1)
+def gate_fits(y: Tensor, epilogue: Epilogue, bias: Tensor | None) -> bool:
+    """Whether type and layout of a dense `y` are those of the kernels: what `fits`, with one range, in eights."""
+    return epilogue.axis is None and y.numel() > 0 and y.numel() % BITS == 0 and fits(y, epilogue, bias)

@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.quantization.fused_ops import empty_as, is_channels_last, least_kept, refuse_second_derivative
+from compress.quantization.fused_ops import empty_as, least_kept, like, refuse_second_derivative
 from compress.quantization.fused_triton import Strips
 from compress.quantization.launch import launch
-from compress.quantization.rounding_triton import on_grid, steps_of
+from compress.quantization.rounding_triton import on_grid, step_of, steps_of
 
 _FORWARD = (2048, 2112)  # elements of a tile, and programs in all, about
 _BACKWARD = (1024, 1056)
@@ -68,10 +68,19 @@ def _gate(x, GATE: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _steps(value, scale, reciprocal, EXACT: tl.constexpr):
-    if EXACT:
-        return steps_of(value, float("-inf"), float("inf"), scale, reciprocal)
-    return value * reciprocal
+def _activated(x, scale, reciprocal, GATE: tl.constexpr, EXACT: tl.constexpr):
+    """(the activation in steps of a grid, its slope)."""
+    s, slope = _gate(x, GATE, EXACT)
+    steps = steps_of(x * s, float("-inf"), float("inf"), scale, reciprocal) if EXACT else x * s * reciprocal
+    return steps, s + x * slope
+
+
+@triton.jit
+def _strip(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(rows of a tile, the columns of this program's strip, which of them there are, where their numbers lie)."""
+    local = tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    return local, column, column < columns, local[:, None] * columns + column[None, :]
 
 
 @triton.jit
@@ -82,12 +91,8 @@ def forward_kernel(
     """Tiles of a strip of columns: y + bias, activated, rounded to the grid."""
     low = tl.cast(low, tl.float32)  # the compiler of torch.compile hands Python's numbers over in float64
     high = tl.cast(high, tl.float32)
-    scale = tl.div_rn(tl.load(amax_ptr).to(tl.float32), high)
-    reciprocal = tl.div_rn(1.0, scale)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    local = tl.arange(0, ROWS)
-    inside = column < columns
-    at = local[:, None] * columns + column[None, :]
+    scale, reciprocal = step_of(tl.load(amax_ptr), high)
+    local, column, inside, at = _strip(columns, ROWS, COLUMNS)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
     for step in range(0, steps):
@@ -96,8 +101,8 @@ def forward_kernel(
         x = tl.load(y_ptr + row * columns + at, mask=there, other=0.0).to(tl.float32)
         if HAS_BIAS:
             x += bias[None, :]
-        s, _ = _gate(x, GATE, y_ptr.dtype.element_ty == tl.float32)
-        value = on_grid(_steps(x * s, scale, reciprocal, y_ptr.dtype.element_ty == tl.float32), low, high) * scale
+        found, _ = _activated(x, scale, reciprocal, GATE, y_ptr.dtype.element_ty == tl.float32)
+        value = on_grid(found, low, high) * scale
         tl.store(out_ptr + row * columns + at, value.to(out_ptr.dtype.element_ty), mask=there)
 
 
@@ -109,12 +114,8 @@ def backward_kernel(
     """Tiles of a strip of columns: the gradient where the integer did not saturate, times that of the activation."""
     least = tl.cast(least, tl.float32)
     high = tl.cast(high, tl.float32)
-    scale = tl.div_rn(tl.load(amax_ptr).to(tl.float32), high)
-    reciprocal = tl.div_rn(1.0, scale)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    local = tl.arange(0, ROWS)
-    inside = column < columns
-    at = local[:, None] * columns + column[None, :]
+    scale, reciprocal = step_of(tl.load(amax_ptr), high)
+    local, column, inside, at = _strip(columns, ROWS, COLUMNS)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
@@ -125,10 +126,9 @@ def backward_kernel(
         x = tl.load(y_ptr + row * columns + at, mask=there, other=0.0).to(tl.float32)
         if HAS_BIAS:
             x += bias[None, :]
-        s, slope = _gate(x, GATE, y_ptr.dtype.element_ty == tl.float32)
-        found = _steps(x * s, scale, reciprocal, y_ptr.dtype.element_ty == tl.float32)
+        found, slope = _activated(x, scale, reciprocal, GATE, y_ptr.dtype.element_ty == tl.float32)
         passes = (found > least) & (found < high + 0.5)  # `high` is odd: halves round away from it
-        passed = tl.where(passes, grad * (s + x * slope), 0.0)
+        passed = tl.where(passes, grad * slope, 0.0)
         tl.store(out_ptr + row * columns + at, passed.to(out_ptr.dtype.element_ty), mask=there)
         if SUMS:
             total += passed
@@ -143,7 +143,7 @@ class GatedQuantize(torch.autograd.Function):
     def forward(
         ctx: Any, y: Tensor, bias: Tensor | None, amax: Tensor, gate: str, low: int, high: int, bias_dim: int
     ) -> Tensor:
-        """The quantized tensor, laid out as `y`, which `fused_gate.fits`."""
+        """The quantized tensor, laid out as `y`, which `gate_fits`."""
         to_out, out = empty_as(y, y.dtype)
         columns = _columns(y, bias)
         s = Strips.of(y.numel(), columns, *_FORWARD)
@@ -164,7 +164,6 @@ class GatedQuantize(torch.autograd.Function):
         refuse_second_derivative(grad)
         y, amax, *rest = ctx.saved_tensors
         bias = rest[0] if len(rest) else None
-        grad = grad.contiguous(memory_format=torch.channels_last if is_channels_last(y) else torch.contiguous_format)
         to_out, out = empty_as(y, y.dtype)
         columns = _columns(y, bias)
         s = Strips.of(y.numel(), columns, *_BACKWARD)
@@ -174,7 +173,7 @@ class GatedQuantize(torch.autograd.Function):
         launch(
             backward_kernel,
             (s.strips, s.programs),
-            (grad, y, amax if bias is None else bias, amax, to_out, sums),
+            (like(grad, y), y, amax if bias is None else bias, amax, to_out, sums),
             (*numbers, ctx.gate, bias is not None, wants, s.tile, s.strip),
             num_warps=_WARPS,
         )

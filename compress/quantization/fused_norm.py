@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from compress.graph.ops import node_kind, node_module
+from compress.quantization.fused_chain import adds_alike
 from compress.quantization.fused_ops import Kernels, by_hand, in_graph
 from compress.quantization.fused_weights import is_live, weight_dtype
 from compress.quantization.quantizer import Quantizer
@@ -163,7 +164,7 @@ def _fuse(
     graph, first = graph_module.graph, norm.node
     source = norm.node.all_input_nodes[0]
     inputs: tuple[fx.Node, ...] = (source,)
-    if _is_sum(source):
+    if adds_alike(source):
         first, inputs = source, tuple(source.all_input_nodes)
     kept = first is source and len(source.users) > 1
     multiplied = all(getattr(_module(reader), "layer", None) is not None for reader in node.users)
@@ -189,14 +190,6 @@ def _fuse(
         graph.erase_node(source)
         names.insert(0, source.name)
     return tuple(names)
-
-
-def _is_sum(node: fx.Node) -> bool:
-    """Whether a node adds two tensors of one shape and changes neither."""
-    if node_kind(node) != "add" or len(node.all_input_nodes) != 2 or node.kwargs or len(node.args) != 2:
-        return False
-    shapes = [operand.meta.get("shape") for operand in node.all_input_nodes]
-    return shapes[0] is not None and shapes[0] == shapes[1] and node.target not in (operator.iadd, "add_")
 
 
 def _asks_shape(node: fx.Node) -> bool:

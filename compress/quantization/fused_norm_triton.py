@@ -18,6 +18,7 @@ from torch import Tensor
 from compress.quantization.fused_ops import Epilogue, forward_torch, least_kept, refuse_second_derivative
 from compress.quantization.fused_triton import plan_of
 from compress.quantization.launch import launch
+from compress.quantization.rounding_triton import step_of
 
 _PROGRAMS = 1056  # 8 on each of 132 multiprocessors
 _ROWS = 2  # that a program takes at a time
@@ -38,8 +39,7 @@ def backward_kernel(
     """
     least = tl.cast(least, tl.float32)  # the compiler of torch.compile hands Python's numbers over in float64
     high = tl.cast(high, tl.float32)
-    scale = tl.div_rn(tl.load(amax_ptr).to(tl.float32), high)
-    reciprocal = tl.div_rn(1.0, scale)
+    _, reciprocal = step_of(tl.load(amax_ptr), high)
     column = tl.arange(0, PADDED)
     inside = column < WIDE
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]

@@ -288,6 +288,13 @@ def unpack(packed: Tensor, like: Tensor) -> Tensor:
     return flat.view(shape)
 
 
+def fits(y: Tensor, epilogue: Epilogue, bias: Tensor | None) -> bool:
+    """Whether type and layout of a dense `y` are those of Triton's kernels: the bias innermost, in eights."""
+    if y.dtype == torch.float64:
+        return False
+    return bias is None or (bias.numel() % BITS == 0 and inner_size(y, epilogue.bias_dim) == 1)
+
+
 def dense(y: Tensor) -> Tensor:
     """`y` without gaps, in the usual order or channels_last."""
     return y if is_channels_last(y) or y.is_contiguous() else y.contiguous()

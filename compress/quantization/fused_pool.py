@@ -27,7 +27,7 @@ from torch import Tensor
 from compress.quantization.fused_ops import Epilogue, Window, empty_last, refuse_second_derivative
 from compress.quantization.fused_triton import Strips, bounds_of, decisive
 from compress.quantization.launch import launch
-from compress.quantization.rounding_triton import on_grid, steps_of
+from compress.quantization.rounding_triton import on_grid, step_of, steps_of
 
 _LAST = torch.channels_last
 _PROGRAMS = 2112  # of the backward kernel: 16 on each of 132 multiprocessors
@@ -58,8 +58,7 @@ def forward_kernel(
     image = row // (out_height * out_width)
     first_y = (row // out_width) % out_height * STRIDE_Y - PAD_Y
     first_x = row % out_width * STRIDE_X - PAD_X
-    scale = tl.div_rn(tl.load(amax_ptr).to(tl.float32), high)
-    reciprocal = tl.div_rn(1.0, scale)
+    scale, reciprocal = step_of(tl.load(amax_ptr), high)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + column, mask=column < channels, other=0.0).to(tl.float32)
     best = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)

@@ -14,8 +14,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from compress.quantization.fused_ops import BITS, Epilogue, backward_torch, dense, empty_as, is_channels_last, like
-from compress.quantization.fused_triton import GROUPS, bounds_of, decisive, fits, forward_kernel
+from compress.quantization.fused_ops import (
+    BITS,
+    Epilogue,
+    backward_torch,
+    dense,
+    empty_as,
+    fits,
+    is_channels_last,
+    like,
+)
+from compress.quantization.fused_triton import GROUPS, bounds_of, decisive, forward_kernel
 
 
 def fused_quantize(

@@ -25,6 +25,7 @@ from torch import Tensor
 from compress.quantization.fused_ops import (
     BITS,
     Epilogue,
+    fits,
     inner_size,
     is_channels_last,
     least_kept,
@@ -32,7 +33,7 @@ from compress.quantization.fused_ops import (
     refuse_second_derivative,
 )
 from compress.quantization.launch import Kept, Launch
-from compress.quantization.rounding_triton import on_grid, steps_of
+from compress.quantization.rounding_triton import on_grid, step_of, steps_of
 
 GROUPS = 256  # of eight elements, in a tile of the flat kernels
 _TILE = 2048  # elements of a tile of the strip kernel
@@ -74,8 +75,7 @@ def forward_kernel(
         scale = tl.div_rn(amax, tl.full(at.shape, 0.0, tl.float32) + high)
         reciprocal = tl.div_rn(tl.full(at.shape, 1.0, tl.float32), scale)
     else:
-        scale = tl.div_rn(tl.load(amax_ptr).to(tl.float32), high)
-        reciprocal = tl.div_rn(1.0, scale)
+        scale, reciprocal = step_of(tl.load(amax_ptr), high)
     steps = steps_of(x, lower, upper, scale, reciprocal)
     passes = (x > lower if FROM else steps > least) & (steps < high + 0.5)  # `high` is odd: halves round away from it
     if UP_TO:
@@ -151,13 +151,6 @@ def plan_of(
 
 
 _PLANS = Kept()
-
-
-def fits(y: Tensor, epilogue: Epilogue, bias: Tensor | None) -> bool:
-    """Whether type and layout of a dense `y` are those of the kernels: the bias along the innermost axis, in eights."""
-    if y.dtype == torch.float64:
-        return False
-    return bias is None or (bias.numel() % BITS == 0 and inner_size(y, epilogue.bias_dim) == 1)
 
 
 class Strips(NamedTuple):

@@ -30,6 +30,13 @@ def divide(x, by, reciprocal):
 
 
 @triton.jit
+def step_of(amax, high):
+    """(one step of a grid, its reciprocal), of a range that ends at the integer `high`, each rounded correctly."""
+    scale = tl.div_rn(amax.to(tl.float32), high)
+    return scale, tl.div_rn(1.0, scale)
+
+
+@triton.jit
 def steps_of(x, lower, upper, scale, reciprocal):
     """What an activation with bounds makes of `x`, in steps; what is far beyond every grid comes nearer. Keeps NaN.
 

@@ -13,6 +13,7 @@ import compress
 from compress.quantization.fused_attention_launch import Tile, Tiles, attention, fits
 from compress.quantization.fused_attention_packed import Grid, packed_attention, packed_fits
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
+from tests.quantization.float64 import assert_close_in_norm, beside_float64
 from tests.quantization.test_fused import assert_same, gradients
 from tests.quantization.test_fused_attention import quantized, vit
 
@@ -118,25 +119,17 @@ def check_packed(case, device, compiled=False):
 
 def compare(run, reference, made, generator):
     """Result and gradients of a function against those in float64, but for what stands at a tie."""
-    leaves = [t.double().requires_grad_() for t in made]
-    expected, sure = reference(*leaves)
     dtype = made[0].dtype
-    grad = (torch.randn(expected.shape, generator=generator).to(sure.device) * sure).to(dtype)
-    expected = (expected * sure, *torch.autograd.grad(expected, leaves, grad.double()))
+    result, found, expected, sure = beside_float64(run, reference, made, generator)
     assert sure.double().mean() > 0.7
-    leaves = [t.clone().requires_grad_() for t in made]
-    result = run(*leaves)
-    found = (result * sure, *torch.autograd.grad(result, leaves, grad))
     precision = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
-    if grad.is_cuda:  # exponentials and logarithms of a GPU are good to 22 bits
+    if sure.is_cuda:  # exponentials and logarithms of a GPU are good to 22 bits
         precision = max(precision, 2e-4)
     assert result.is_contiguous()
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == dtype
         assert one.is_contiguous()
-        assert other.abs().max() > 0.01
-        difference = float(((one.double() - other).norm() / other.norm()).detach())
-        assert difference < precision, (made[0].shape, difference)
+        assert_close_in_norm(one, other, precision, made[0].shape)
 
 
 def check_network():

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 
 import compress
 from compress.quantization import fused_gate_triton, fused_norm_triton
-from compress.quantization.fused_gate import GATES, fits, gated_quantize
+from compress.quantization.fused_gate import GATES, gate_fits, gated_quantize
 from compress.quantization.fused_norm import FusedNormModule
 from compress.quantization.fused_ops import Epilogue
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
 from compress.quantization.quantizer import Quantizer
+from tests.quantization.float64 import assert_close_in_norm, beside_float64
 from tests.quantization.test_fused import assert_same, gradients
 from tests.quantization.test_fused_attention import quantized, vit
 
@@ -64,24 +65,23 @@ def check_gate(gate, shape, bias_dim, quant_format, dtype, device, compiled=Fals
     bias = None if bias_dim is None else torch.randn(shape[bias_dim], generator=generator).to(device)
     amax = torch.tensor(3.0, device=device)
     epilogue = Epilogue(quant_format.low, quant_format.high, bias_dim=-1 if bias_dim is None else bias_dim)
-    assert fits(y, epilogue, None)
+    assert gate_fits(y, epilogue, None)
 
-    def fused(y, bias):
+    def fused(y, bias=None):
         return gated_quantize(y, amax, epilogue, gate, bias=bias, kernels="triton" if device == "cpu" else None)
 
-    leaves = [y.double().requires_grad_(), None if bias is None else bias.double().requires_grad_()]
-    x = leaves[0]
-    if bias is not None:
-        shaped = [-1 if i == bias_dim % y.dim() else 1 for i in range(y.dim())]
-        x = x + leaves[1].view(shaped)
-        if not fits(y, epilogue, bias):  # then it is added before, in the type of the network
-            x = x + ((y + bias.to(dtype).view(shaped)).double() - x).detach()
-    smooth = (x.abs() - 3).abs() > 1e-5 if gate == "hardswish" else torch.ones_like(x, dtype=torch.bool)
-    x = GATES[gate](x)
-    mask = sure(x, amax, quant_format) & smooth
-    expected = fake_quantize(x, scale_from_amax(amax.double(), quant_format), quant_format)
-    found = torch.compile(fused, fullgraph=True) if compiled else fused
-    compare(found, expected, mask, leaves, [y, bias], generator)
+    def reference(x, bias64=None):
+        if bias64 is not None:
+            shaped = [-1 if i == bias_dim % y.dim() else 1 for i in range(y.dim())]
+            x = x + bias64.view(shaped)
+            if not gate_fits(y, epilogue, bias):  # then it is added before, in the type of the network
+                x = x + ((y + bias.to(dtype).view(shaped)).double() - x).detach()
+        smooth = (x.abs() - 3).abs() > 1e-5 if gate == "hardswish" else torch.ones_like(x, dtype=torch.bool)
+        x = GATES[gate](x)
+        mask = sure(x, amax, quant_format) & smooth
+        return fake_quantize(x, scale_from_amax(amax.double(), quant_format), quant_format), mask
+
+    compare(maybe_compiled(fused, compiled), reference, [y] if bias is None else [y, bias], generator)
 
 
 def check_norm(case, device, compiled=False):
@@ -115,35 +115,34 @@ def check_norm(case, device, compiled=False):
             y, range_, quant_format
         )
 
-    leaves = [t.double().requires_grad_() for t in made]
-    terms, weight, bias = split(leaves)
-    total = sum(terms)
-    expected, mask = rounded(total, weight, bias)
-    if kept:
-        total = total + expected
-        unsure = mask.all(-1, keepdim=True)  # one that rounds otherwise changes all of its row's second norm
+    def reference(*leaves):
+        terms, weight, bias = split(leaves)
+        total = sum(terms)
         expected, mask = rounded(total, weight, bias)
-        expected, mask = expected + total, mask & unsure
-    compare(torch.compile(fused, fullgraph=True) if compiled else fused, expected, mask, leaves, made, generator)
+        if kept:
+            total = total + expected
+            whole = mask.all(-1, keepdim=True)  # one that rounds otherwise changes all of its row's second norm
+            expected, mask = rounded(total, weight, bias)
+            expected, mask = expected + total, mask & whole
+        return expected, mask
+
+    compare(maybe_compiled(fused, compiled), reference, made, generator)
 
 
-def compare(run, expected, mask, leaves, made, generator):
+def maybe_compiled(run, compiled):
+    """As asked for."""
+    return torch.compile(run, fullgraph=True) if compiled else run
+
+
+def compare(run, reference, made, generator):
     """Result and gradients of a function against those in float64, where they are sure."""
-    leaves = [leaf for leaf in leaves if leaf is not None]
-    inputs = [None if t is None else t.clone().requires_grad_() for t in made]
-    result = run(*inputs)
-    inputs = [t for t in inputs if t is not None]
+    _, found, wanted, mask = beside_float64(run, reference, made, generator)
     assert mask.double().mean() > 0.4
-    grad = (torch.randn(expected.shape, generator=generator).to(mask.device) * mask).to(result.dtype)
-    wanted = (expected * mask, *torch.autograd.grad(expected, leaves, grad.double()))
-    found = (result * mask, *torch.autograd.grad(result, inputs, grad))
     for one, other in zip(found, wanted, strict=True):
         precision = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[one.dtype]
-        precision = max([precision, *(5e-3 for t in inputs if t.dtype == torch.float16 and t.dim() > 1)])
-        precision = max([precision, *(3e-2 for t in inputs if t.dtype == torch.bfloat16 and t.dim() > 1)])
-        assert other.abs().max() > 0.01
-        difference = float(((one.double() - other).norm() / other.norm()).detach())
-        assert difference < precision, (made[0].shape, made[0].dtype, difference)
+        precision = max([precision, *(5e-3 for t in made if t.dtype == torch.float16 and t.dim() > 1)])
+        precision = max([precision, *(3e-2 for t in made if t.dtype == torch.bfloat16 and t.dim() > 1)])
+        assert_close_in_norm(one, other, precision, (made[0].shape, made[0].dtype))
     assert found[1].stride() == made[0].stride()
 
 
