@@ -4,96 +4,143 @@
     compress.export_onnx(qmodel, example_inputs, "model.onnx")
     engine = compress.build_engine("model.onnx", "openvino")
 
-The README shows each use; every name below has its own docstring.
+The README shows each use; every name below has its own docstring. A name is imported when it is first used, so that
+`import compress` takes no time and `compress.QuantSpec` does not wait for matplotlib or an engine.
 """
 
-import signal
 import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # `python -m compress` comes by here first, and importing torch takes seconds: Ctrl-C ends it without a trace
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from compress.version import __version__ as __version__
 
-from compress.data import DataSpec, load_data
-from compress.engines import Engine, TorchEngine, build_engine, engine_availability
-from compress.errors import CompressError
-from compress.export.audit import OnnxAudit, audit_onnx
-from compress.export.onnx import export_onnx
-from compress.export.spec import ExportSpec
-from compress.graph.trace import trace
-from compress.measure import BenchSpec, measure_accuracy, measure_latency
-from compress.models import ModelSpec, build_model
-from compress.pipeline import run
-from compress.quantization.calibrate import CalibrationReport, calibrate, quantize
-from compress.quantization.decisions import Placement
-from compress.quantization.fused import fuse_for_training
-from compress.quantization.insert import insert_quantizers
-from compress.quantization.learned import learn_scales
-from compress.quantization.migrate import from_pytorch_quantization
-from compress.quantization.quantizer import Quantizer
-from compress.quantization.sensitivity import Sensitivity, sensitivity
-from compress.quantization.spec import ActivationSpec, AdaRoundSpec, QuantSpec, Rule, WeightSpec
-from compress.receptive_field import effective_receptive_field, receptive_field
-from compress.recipe import Recipe, load_recipe
-from compress.roofline.model import roofline
-from compress.sparsity.parametrization import squash_masks
-from compress.sparsity.schedule import MaskSchedule
-from compress.sparsity.sparsifier import sparsify
-from compress.sparsity.spec import SparsitySpec
-from compress.training import QATSpec, TrainSpec, evaluate, fit, recalibrate_batchnorm
-from compress.version import __version__
+if TYPE_CHECKING:  # the same names for type checkers and editors; tests/test_package.py compares the two lists
+    from compress.audit.onnx import OnnxAudit as OnnxAudit
+    from compress.audit.onnx import audit_onnx as audit_onnx
+    from compress.data.load import load_data as load_data
+    from compress.data.spec import DataSpec as DataSpec
+    from compress.engines.base import Engine as Engine
+    from compress.engines.registry import build_engine as build_engine
+    from compress.engines.registry import engine_availability as engine_availability
+    from compress.engines.torch import TorchEngine as TorchEngine
+    from compress.errors import CompressError as CompressError
+    from compress.export.onnx import export_onnx as export_onnx
+    from compress.export.spec import ExportSpec as ExportSpec
+    from compress.graph.trace import trace as trace
+    from compress.interop.pytorch_quantization import from_pytorch_quantization as from_pytorch_quantization
+    from compress.measure import BenchSpec as BenchSpec
+    from compress.measure import measure_accuracy as measure_accuracy
+    from compress.measure import measure_latency as measure_latency
+    from compress.models import ModelSpec as ModelSpec
+    from compress.models import build_model as build_model
+    from compress.pipeline import run as run
+    from compress.qat_fusion.fuse import fuse_for_training as fuse_for_training
+    from compress.quantization.calibration.calibrate import calibrate as calibrate
+    from compress.quantization.learned import learn_scales as learn_scales
+    from compress.quantization.placement.decisions import Placement as Placement
+    from compress.quantization.placement.insert import insert_quantizers as insert_quantizers
+    from compress.quantization.ptq.quantize import quantize as quantize
+    from compress.quantization.quantizer import Quantizer as Quantizer
+    from compress.quantization.report import CalibrationReport as CalibrationReport
+    from compress.quantization.sensitivity.sensitivity import Sensitivity as Sensitivity
+    from compress.quantization.sensitivity.sensitivity import sensitivity as sensitivity
+    from compress.quantization.spec import ActivationSpec as ActivationSpec
+    from compress.quantization.spec import AdaRoundSpec as AdaRoundSpec
+    from compress.quantization.spec import QuantSpec as QuantSpec
+    from compress.quantization.spec import Rule as Rule
+    from compress.quantization.spec import WeightSpec as WeightSpec
+    from compress.receptive_field import effective_receptive_field as effective_receptive_field
+    from compress.receptive_field import receptive_field as receptive_field
+    from compress.recipe import Recipe as Recipe
+    from compress.recipe import load_recipe as load_recipe
+    from compress.roofline.model import roofline as roofline
+    from compress.sparsity.parametrization import squash_masks as squash_masks
+    from compress.sparsity.schedule import MaskSchedule as MaskSchedule
+    from compress.sparsity.sparsifier import sparsify as sparsify
+    from compress.sparsity.spec import SparsitySpec as SparsitySpec
+    from compress.training import QATSpec as QATSpec
+    from compress.training import TrainSpec as TrainSpec
+    from compress.training import evaluate as evaluate
+    from compress.training import fit as fit
+    from compress.training import recalibrate_batchnorm as recalibrate_batchnorm
 
-if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+_HOMES = {
+    "ActivationSpec": "compress.quantization.spec",
+    "AdaRoundSpec": "compress.quantization.spec",
+    "BenchSpec": "compress.measure",
+    "CalibrationReport": "compress.quantization.report",
+    "CompressError": "compress.errors",
+    "DataSpec": "compress.data.spec",
+    "Engine": "compress.engines.base",
+    "ExportSpec": "compress.export.spec",
+    "MaskSchedule": "compress.sparsity.schedule",
+    "ModelSpec": "compress.models",
+    "OnnxAudit": "compress.audit.onnx",
+    "Placement": "compress.quantization.placement.decisions",
+    "QATSpec": "compress.training",
+    "QuantSpec": "compress.quantization.spec",
+    "Quantizer": "compress.quantization.quantizer",
+    "Recipe": "compress.recipe",
+    "Rule": "compress.quantization.spec",
+    "Sensitivity": "compress.quantization.sensitivity.sensitivity",
+    "SparsitySpec": "compress.sparsity.spec",
+    "TorchEngine": "compress.engines.torch",
+    "TrainSpec": "compress.training",
+    "WeightSpec": "compress.quantization.spec",
+    "audit_onnx": "compress.audit.onnx",
+    "build_engine": "compress.engines.registry",
+    "build_model": "compress.models",
+    "calibrate": "compress.quantization.calibration.calibrate",
+    "effective_receptive_field": "compress.receptive_field",
+    "engine_availability": "compress.engines.registry",
+    "evaluate": "compress.training",
+    "export_onnx": "compress.export.onnx",
+    "fit": "compress.training",
+    "from_pytorch_quantization": "compress.interop.pytorch_quantization",
+    "fuse_for_training": "compress.qat_fusion.fuse",
+    "insert_quantizers": "compress.quantization.placement.insert",
+    "learn_scales": "compress.quantization.learned",
+    "load_data": "compress.data.load",
+    "load_recipe": "compress.recipe",
+    "measure_accuracy": "compress.measure",
+    "measure_latency": "compress.measure",
+    "quantize": "compress.quantization.ptq.quantize",
+    "recalibrate_batchnorm": "compress.training",
+    "receptive_field": "compress.receptive_field",
+    "roofline": "compress.roofline.model",
+    "run": "compress.pipeline",
+    "sensitivity": "compress.quantization.sensitivity.sensitivity",
+    "sparsify": "compress.sparsity.sparsifier",
+    "squash_masks": "compress.sparsity.parametrization",
+    "trace": "compress.graph.trace",
+}
+"""Public name -> the module that defines it."""
 
-__all__ = [
-    "ActivationSpec",
-    "AdaRoundSpec",
-    "BenchSpec",
-    "CalibrationReport",
-    "CompressError",
-    "DataSpec",
-    "Engine",
-    "ExportSpec",
-    "MaskSchedule",
-    "ModelSpec",
-    "OnnxAudit",
-    "Placement",
-    "QATSpec",
-    "QuantSpec",
-    "Quantizer",
-    "Recipe",
-    "Rule",
-    "Sensitivity",
-    "SparsitySpec",
-    "TorchEngine",
-    "TrainSpec",
-    "WeightSpec",
-    "__version__",
-    "audit_onnx",
-    "build_engine",
-    "build_model",
-    "calibrate",
-    "effective_receptive_field",
-    "engine_availability",
-    "evaluate",
-    "export_onnx",
-    "fit",
-    "from_pytorch_quantization",
-    "fuse_for_training",
-    "insert_quantizers",
-    "learn_scales",
-    "load_data",
-    "load_recipe",
-    "measure_accuracy",
-    "measure_latency",
-    "quantize",
-    "recalibrate_batchnorm",
-    "receptive_field",
-    "roofline",
-    "run",
-    "sensitivity",
-    "sparsify",
-    "squash_masks",
-    "trace",
-]
+__all__ = sorted([*_HOMES, "__version__"])
+
+
+class _Package(ModuleType):
+    """This package as a module that imports a public name when it is first used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_HOMES[name]), name)
+        setattr(self, name, value)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, except where the import system would put a sub-package in the place of a public name.
+
+        `compress.roofline` and `compress.receptive_field` are functions; the packages of the same names are reached
+        with `from compress.roofline import ...`.
+        """
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

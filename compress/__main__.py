@@ -1,10 +1,13 @@
 """`python -m compress`; Ctrl-C ends quietly while the command line is imported, too."""
 
-import sys
+import signal
 
 if __name__ == "__main__":
-    try:
-        from compress.cli import main
-    except KeyboardInterrupt:
-        sys.exit(130)
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:  # importing torch takes seconds: Ctrl-C ends it without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from compress.cli import main
+
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, handler)
     main()

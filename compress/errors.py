@@ -1,22 +1,17 @@
-"""Everything that compress refuses, as one tree.
+"""All errors that compress raises on purpose, as one tree.
 
-Catch `CompressError` to catch all of it; the command line prints the message and exits with 2.
+Catch `CompressError` to catch all of them; the command line prints the message and exits with 2. Indentation shows the
+base class; each docstring says what is refused.
 
     CompressError
-    |-- RecipeError            a recipe key, type, range or rule
-    |-- ModelError             a model that cannot be made, loaded or traced
-    |-- DataError              a data set that is missing, empty, unreadable or mislabelled
-    |-- CheckpointError        a checkpoint that is truncated, foreign or of another model
-    |-- RunError               a run folder that holds something else
-    |-- QuantizationError      a placement or quantizer that cannot be
-    |   `-- CalibrationError   ranges that are missing, NaN or zero
-    |-- SparsityError          a mask or pattern that does not fit its weight
-    |-- ReceptiveFieldError    a layer or gradient that has no receptive field
-    |-- RooflineError          an unknown device, or a precision that it lacks
-    |-- ExportError            a model that cannot become ONNX
-    |   `-- AuditError         an ONNX file or engine that is not what was asked
-    `-- EngineError            an engine that fails to build or run
-        `-- EngineUnavailableError   an engine that is not there; says what to install
+        RecipeError, ModelError, DataError, CheckpointError, RunError
+        QuantizationError
+            CalibrationError
+        SparsityError, ReceptiveFieldError, RooflineError
+        ExportError
+            AuditError
+        EngineError
+            EngineUnavailableError
 
 A message says what was got, what is allowed, and what to do.
 """
@@ -48,11 +43,11 @@ class CheckpointError(CompressError):
 
 
 class RunError(CompressError):
-    """A run folder holds something other than what is asked."""
+    """A run folder holds something else than the requested run."""
 
 
 class QuantizationError(CompressError):
-    """A placement or a quantizer cannot be."""
+    """A placement or a quantizer is not possible."""
 
 
 class CalibrationError(QuantizationError):
@@ -68,7 +63,7 @@ class ReceptiveFieldError(CompressError):
 
 
 class RooflineError(CompressError):
-    """A device is unknown, or lacks the precision asked."""
+    """A device is unknown, or lacks the requested precision."""
 
 
 class ExportError(CompressError):
@@ -76,7 +71,7 @@ class ExportError(CompressError):
 
 
 class AuditError(ExportError):
-    """An ONNX file or an engine is not what was asked."""
+    """An ONNX file or an engine is not as required."""
 
 
 class EngineError(CompressError):
@@ -84,7 +79,7 @@ class EngineError(CompressError):
 
 
 class EngineUnavailableError(EngineError):
-    """An engine is not installed or cannot work on this machine."""
+    """An engine is not installed or does not work on this machine; the message says what to install."""
 
 
 def near_misses(got: str, allowed: Iterable[str], *, limit: int = 3) -> str:
@@ -94,4 +89,15 @@ def near_misses(got: str, allowed: Iterable[str], *, limit: int = 3) -> str:
     ", did you mean 'activations'?"
     """
     close = difflib.get_close_matches(got, list(allowed), n=limit, cutoff=0.6)
-    return f", did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+    return f", did you mean {' or '.join(repr(str(c)) for c in close)}?" if close else ""
+
+
+def first_few(names: Iterable[str], limit: int = 5) -> str:
+    """Return the first few names for a message, and the number of the others.
+
+    >>> first_few(["a", "b", "c"], 2), first_few([])
+    ('a, b and 1 more', 'none')
+    """
+    listed = list(names)
+    shown = ", ".join(listed[:limit]) or "none"
+    return f"{shown} and {len(listed) - limit} more" if len(listed) > limit else shown

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written beside their place, then renamed into it."""
+"""Writes files whole or not at all: under a temporary name in the same folder, then renamed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 def replacing(path: Path | str) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success it is renamed to `path`, on any error removed.
 
-    A reader, or a process killed at any moment, sees the old file or the new one, never a part.
+    At any moment, also if the process is killed, `path` is the old file or the new one, never a part.
 
     Raises:
-        OSError: from the caller's writing (disk full) or the rename; `path` is then as it was.
+        OSError: writing (disk full) or renaming fails; `path` is then unchanged.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ def replacing(path: Path | str) -> Iterator[Path]:
             os.fsync(file.fileno())
         mask = os.umask(0)
         os.umask(mask)
-        temporary.chmod(0o666 & ~mask)  # mkstemp makes files private; a result is an ordinary file
+        temporary.chmod(0o666 & ~mask)  # mkstemp makes private files; a result has the usual permissions
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -1,9 +1,8 @@
-"""The model that a recipe names: torchvision's, timm's, or what a function of the user's returns.
+"""The model that a recipe names: one of torchvision, one of timm, or the result of the user's function.
 
-A model is made with the number of classes of the data, then weights are loaded into it. Where the weights were
-trained for other classes, everything but the classifier is taken from them, and a note says so. Randomness is
-the caller's: seed with `torch.manual_seed` before building. torchvision and timm are imported where they are needed,
-because they take seconds.
+A model is made with the number of classes of the data, then weights are loaded into it. If the weights were trained
+for other classes, everything but the classifier is taken from them, and a note reports it. The caller seeds the random
+numbers with `torch.manual_seed`. torchvision and timm are imported where they are needed, because they take seconds.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from compress.errors import ModelError, near_misses
+from compress.validation import AtLeastOne
 from compress.weights import SUFFIXES, load_state, load_weights, read_state_dict
 
 
@@ -32,14 +32,14 @@ class ModelSpec:
         weights: null = fresh; a file (.safetensors, .pt, .pth, .bin); a name of torchvision's (`IMAGENET1K_V2`,
             `DEFAULT`, `ResNet50_Weights.IMAGENET1K_V2`); or, for timm, `pretrained`.
         num_classes: outputs of the classifier, not fewer than the data has classes; None = as many as the data.
-        options: further keyword arguments of the model's maker, such as {dropout: 0.1}. googlenet and inception_v3
+        options: further keyword arguments for the model's function, such as {dropout: 0.1}. googlenet and inception_v3
             are made without auxiliary classifiers; with torchvision's weights from a file they need
             {transform_input: true}.
     """
 
     name: str = "resnet50"
     weights: str | None = None
-    num_classes: int | None = None
+    num_classes: AtLeastOne | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -47,7 +47,7 @@ _RESERVED = {"num_classes": "num_classes", "weights": "weights", "pretrained": "
 
 
 class BuiltModel(NamedTuple):
-    """A model, and what was done on the way that its user might not expect, one sentence each."""
+    """A model, and a sentence for each change that its user might not expect, such as a new classifier."""
 
     model: nn.Module
     notes: tuple[str, ...]
@@ -58,29 +58,20 @@ def build_model(spec: ModelSpec, *, num_classes: int) -> nn.Module:
 
     Args:
         spec: name, weights and options.
-        num_classes: classes of the data.
+        num_classes: number of classes of the data.
 
     Returns:
-        The model; `build_model_with_notes` also tells what was done on the way, such as a new classifier.
+        The model; `build_model_with_notes` also returns notes, such as that of a new classifier.
 
     Raises:
-        ModelError: the model or the named weights do not exist or cannot be had, or the options do not fit.
+        ModelError: the model or the named weights do not exist or cannot be downloaded, or the options do not fit.
         CheckpointError: the weights file is missing, damaged or of another model.
     """
     return build_model_with_notes(spec, num_classes=num_classes).model
 
 
 def build_model_with_notes(spec: ModelSpec, *, num_classes: int) -> BuiltModel:
-    """Make the model that `spec` names, on the CPU, in float32 and training mode.
-
-    Args:
-        spec: name, weights and options.
-        num_classes: classes of the data.
-
-    Raises:
-        ModelError: the model or the named weights do not exist or cannot be had, or the options do not fit.
-        CheckpointError: the weights file is missing, damaged or of another model.
-    """
+    """Make the model that `spec` names; arguments and errors are those of `build_model`."""
     if spec.num_classes is not None and spec.num_classes < num_classes:
         raise ModelError(
             f"model.num_classes is {spec.num_classes}, but the data has {num_classes} classes; null, or no fewer"
@@ -107,8 +98,8 @@ _AUXILIARY = ("googlenet", "inception_v3")
 
 
 def _torchvision(spec: ModelSpec, name: str, num_classes: int) -> BuiltModel:
-    """A classifier of torchvision."""
-    import torchvision
+    """Make a classifier of torchvision."""
+    import torchvision  # lazy: it takes seconds, and models from elsewhere do not need it
 
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known:
@@ -130,7 +121,7 @@ def _torchvision(spec: ModelSpec, name: str, num_classes: int) -> BuiltModel:
 
 
 def _torchvision_weights(spec: ModelSpec, members: Any) -> Any:
-    """The member that `spec` names of the model's weights, an enum of torchvision's."""
+    """Return the member of the model's weights, an enum of torchvision, that `spec` names."""
     enum, _, wanted = str(spec.weights).rpartition(".")
     if enum in ("", members.__name__) and wanted in members.__members__:
         return members[wanted]
@@ -142,7 +133,7 @@ def _torchvision_weights(spec: ModelSpec, members: Any) -> Any:
 
 
 def _fetched(member: Any) -> Path:
-    """The file of torchvision's weights, in torch's cache; downloaded and its hash compared where it is not there."""
+    """Return the file of torchvision's weights in torch's cache; download it and check its hash if it is missing."""
     path = Path(torch.hub.get_dir()) / "checkpoints" / Path(member.url).name
     if path.is_file():
         return path
@@ -163,9 +154,9 @@ def _fetched(member: Any) -> Path:
 
 
 def _timm(spec: ModelSpec, name: str, num_classes: int) -> BuiltModel:
-    """A model of timm."""
+    """Make a model of timm."""
     try:
-        import timm
+        import timm  # optional: an extra of the package
     except ImportError as error:
         raise ModelError(f"model.name {spec.name} needs timm ({error}): pip install 'compress[timm]'") from error
     if not timm.is_model(name):
@@ -200,7 +191,7 @@ def _timm(spec: ModelSpec, name: str, num_classes: int) -> BuiltModel:
 
 
 def _imported(path: str) -> Callable[..., Any]:
-    """The function that `package.module:factory` names."""
+    """Return the function that `package.module:factory` names."""
     module_name, _, function_name = path.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
@@ -233,10 +224,10 @@ def _made(spec: ModelSpec, maker: Callable[..., Any], num_classes: int, **defaul
 
 
 def _with_file(model: nn.Module, spec: ModelSpec, num_classes: int) -> BuiltModel:
-    """Load `spec.weights`, a file, where there is one."""
+    """Load the file `spec.weights` if there is one."""
     return BuiltModel(model, () if spec.weights is None else load_weights(model, spec.weights, num_classes=num_classes))
 
 
 def _is_file(weights: str) -> bool:
-    """Whether `weights` names a file and not a set of weights: by its ending, or because it holds a folder."""
+    """Return True if `weights` names a file and not a set of weights: by its suffix, or because it names a folder."""
     return Path(weights).suffix in SUFFIXES or "/" in weights or "\\" in weights

@@ -1,4 +1,4 @@
-"""How long work tells of its progress without printing: callers pass a listener, the command line draws it."""
+"""The listener that long work reports its progress to; callers pass one, and the command line draws it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ class Progress(Protocol):
     """Listener of long work. `task` names a bar; `fields` are figures to show beside it."""
 
     def start(self, task: str, total: int, *, done: int = 0) -> None:
-        """A task of `total` units begins, `done` of which are behind it already (a resumed run)."""
+        """Begin a task of `total` units, of which `done` are finished already (a resumed run)."""
 
     def advance(self, task: str, amount: int = 1, **fields: float) -> None:
-        """`amount` units are done; `fields` holds the newest figures, such as loss=0.31."""
+        """Finish `amount` units; `fields` holds the newest figures, such as loss=0.31."""
 
     def finish(self, task: str) -> None:
-        """The task has ended."""
+        """End the task."""
 
 
 class NoProgress:
-    """The listener that hears nothing: the default of every function."""
+    """The listener that ignores everything: the default of every function."""
 
     def start(self, task: str, total: int, *, done: int = 0) -> None:
         """Do nothing."""

@@ -1,8 +1,8 @@
 """Weights from a file into a model: read without running code, compared name by name, then loaded whole or not at all.
 
-Files come from many trainers, so the usual wrappings are undone and told of: `{"state_dict": ...}`, the `module.` of
-DataParallel, the `_orig_mod.` of torch.compile. What remains must fit exactly; the one exception is a classifier
-for another number of classes, where the caller allows it.
+Files come from many trainers, so the usual wrappings are removed and reported: `{"state_dict": ...}`, the `module.` of
+DataParallel, the `_orig_mod.` of torch.compile. The tensors must then fit exactly; the one exception is a classifier
+for another number of classes, if the caller allows it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from compress.errors import CheckpointError
+from compress.errors import CheckpointError, first_few
 
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 """For each name whose shape differs: the shape in the file, and in the model."""
@@ -35,23 +35,23 @@ def load_weights(model: nn.Module, path: Path | str, *, num_classes: int | None 
     """Load the file at `path` into `model`.
 
     Args:
-        model: stays as it was when anything does not fit.
-        path: .safetensors, or what `torch.save(model.state_dict())` wrote.
-        num_classes: classes that `model` was made for. Where given, a classifier in the file for another number
-            of classes is left out, and the model keeps its own.
+        model: is not changed if anything does not fit.
+        path: .safetensors, or a file of `torch.save(model.state_dict())`.
+        num_classes: number of classes that `model` was made for. If it is given, a classifier in the file for another
+            number of classes is left out, and that of the model stays.
 
     Returns:
-        What was done that the file's author might not expect, one sentence each.
+        A sentence for each change of the file's tensors, such as a removed prefix.
 
     Raises:
-        CheckpointError: the file is missing, truncated, holds more than tensors, or does not fit; says what.
+        CheckpointError: the file is missing, truncated, holds more than tensors, or does not fit.
     """
     state = read_state_dict(path)
     return load_state(model, state, source=str(path), num_classes=num_classes)
 
 
 def read_state_dict(path: Path | str) -> dict[str, Tensor]:
-    """The tensors in a file, on the CPU, unwrapped from what is around them. No code of the file runs.
+    """Return the tensors in a file, on the CPU, without their wrapping. No code of the file runs.
 
     Raises:
         CheckpointError: the file is missing, truncated or holds something other than named tensors.
@@ -88,7 +88,7 @@ def load_state(
         num_classes: see `load_weights`.
 
     Raises:
-        CheckpointError: names what is missing, unexpected or of another shape.
+        CheckpointError: names the tensors that are missing, unexpected or of another shape.
     """
     own = model.state_dict()
     fitted, notes = _renamed(state, own)
@@ -106,14 +106,14 @@ def load_state(
             f"out, and the model has a new one"
         )
         fitted = {name: tensor for name, tensor in fitted.items() if name not in shapes}
-    # The model's own dictionary carries the layers' versions, which some files lack.
+    # The model's own dictionary has the layers' versions, which some files lack
     own.update(fitted)
     model.load_state_dict(own)
     return tuple(notes)
 
 
 def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
-    """The named tensors in what a file held."""
+    """Return the named tensors in the content of a file."""
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not named tensors; save model.state_dict()")
     for wrapper in _WRAPPERS:
@@ -123,14 +123,14 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
     foreign = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
     if foreign or not content:
         raise CheckpointError(
-            f"{path} does not hold named tensors alone (others: {_some(foreign)}); save model.state_dict(), or that "
-            f"under one of the names {', '.join(_WRAPPERS)}"
+            f"{path} does not hold named tensors alone (others: {first_few(foreign)}); save model.state_dict(), or "
+            f"that under one of the names {', '.join(_WRAPPERS)}"
         )
     return {str(name): value for name, value in content.items()}
 
 
 def _renamed(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """`state` under the model's names, where a known wrapping alone stands between; and notes on what was undone."""
+    """Return `state` under the model's names, without known prefixes, and a note for each change."""
     named, notes = dict(state), []
     for prefix in _PREFIXES:
         if all(name.startswith(prefix) for name in named) and not any(name.startswith(prefix) for name in own):
@@ -144,30 +144,30 @@ def _renamed(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[di
 
 
 def _classes_of_foreign_head(shapes: Shapes, num_classes: int) -> int | None:
-    """The number of classes of the file, when nothing but it sets the file's shapes apart from the model's."""
+    """Return the number of classes of the file if its shapes differ from the model's in nothing else, else None."""
     counts = {there[:1] for there, _ in shapes.values()}
     only_head = all(here[:1] == (num_classes,) and there[1:] == here[1:] for there, here in shapes.values())
     return counts.pop()[0] if only_head and len(counts) == 1 and counts != {()} else None
 
 
 def _misfit(source: str, missing: list[str], unexpected: list[str], shapes: Shapes) -> str:
-    """Say how a file and a model differ."""
+    """Describe the differences between a file and a model."""
     reshaped = [f"{name} {there} in the file, {here} in the model" for name, (there, here) in shapes.items()]
     parts = (
-        f"{len(missing)} missing in the file ({_some(missing)})" if missing else "",
-        f"{len(unexpected)} unexpected ({_some(unexpected)})" if unexpected else "",
-        f"{len(reshaped)} of another shape ({_some(reshaped)})" if reshaped else "",
+        f"{len(missing)} missing in the file ({first_few(missing)})" if missing else "",
+        f"{len(unexpected)} unexpected ({first_few(unexpected)})" if unexpected else "",
+        f"{len(reshaped)} of another shape ({first_few(reshaped)})" if reshaped else "",
     )
     hint = mask_hint(missing, unexpected)
     return f"{source} belongs to another model; nothing was loaded{hint}: {'; '.join(part for part in parts if part)}"
 
 
 def mask_hint(missing: Iterable[str], unexpected: Iterable[str]) -> str:
-    """What to do where a file and a model differ by 2:4 masks (or others); empty where they do not.
+    """Return advice for a file and a model that differ by masks; "" if they do not.
 
     Args:
         missing: names, as in a `state_dict`, that the file lacks.
-        unexpected: those that the model lacks.
+        unexpected: names that the model lacks.
 
     >>> mask_hint(["fc.parametrizations.weight.0.mask"], ["fc.weight"])
     ' (the file is of a dense network and the model is masked: load it before sparsify)'
@@ -180,13 +180,6 @@ def mask_hint(missing: Iterable[str], unexpected: Iterable[str]) -> str:
     return ""
 
 
-def _some(names: Iterable[str], limit: int = 4) -> str:
-    """The first few of `names`, and how many more there are."""
-    names = list(names)
-    shown = ", ".join(names[:limit]) or "none"
-    return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown
-
-
 def _first_line(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
+    """Return the kind of an error and the first line of its message."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

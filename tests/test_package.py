@@ -1,7 +1,13 @@
-"""The public surface: names, version, and that what the README shows runs."""
+"""The public surface: names, version, what importing it loads, and that what the README shows runs."""
 
+import ast
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 import compress
 
@@ -14,8 +20,49 @@ def test_all_is_sorted_and_whole():
     assert all(hasattr(compress, name) for name in names)
 
 
+def test_type_checkers_see_the_same_names_as_the_interpreter():
+    tree = ast.parse((ROOT / "compress" / "__init__.py").read_text())
+    guard = next(node for node in tree.body if isinstance(node, ast.If))
+    declared = {(a.asname, node.module) for node in guard.body for a in node.names if a.asname == a.name}
+    assert declared == set(compress._HOMES.items())
+    assert set(dir(compress)) >= set(compress.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'quantise'"):
+        _ = compress.quantise
+
+
+def test_functions_are_not_replaced_by_the_packages_of_their_names():
+    import compress.receptive_field.theoretical
+    import compress.roofline.model
+
+    assert callable(compress.roofline) and callable(compress.receptive_field)
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import compress", {"torch", "numpy", "typer", "rich"}),
+        ("import compress; compress.QuantSpec", {"matplotlib", "sklearn", "onnx", "onnxruntime", "openvino", "typer"}),
+    ],
+)
+def test_a_name_loads_no_more_than_it_needs(statement, absent):
+    """In a process of its own; interrupts must be handled as they were before."""
+    lines = (
+        "import signal, sys",
+        "before = signal.getsignal(signal.SIGINT)",
+        statement,
+        "assert signal.getsignal(signal.SIGINT) is before",
+        "print(*sys.modules)",
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, env=environment, check=True
+    )
+    loaded = set(done.stdout.split())
+    assert "compress" in loaded and not loaded & absent
+
+
 def test_version_is_the_changelogs_newest():
-    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    newest = re.search(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest and newest[1] == compress.__version__
 
 

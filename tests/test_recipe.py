@@ -58,9 +58,9 @@ def test_digest_tells_recipes_apart():
         ({"train": {"lr": "0.1"}}, "train.lr: got '0.1'"),
         ({"train": {"lr": -1}}, "train.lr is -1"),
         ({"train": 3}, "train: got 3; expected a section with keys epochs"),
-        ({"data": {"name": "digit"}}, "data.name: got 'digit'.*'digits'"),
+        ({"data": {"name": "digit"}}, "data.name is 'digit', did you mean 'digits'.*digits, shapes, folder"),
         ({"data": {"image_size": 0}}, "data.image_size is 0"),
-        ({"quantization": {"target": "tensort"}}, "quantization.target: got 'tensort'.*'tensorrt'"),
+        ({"quantization": {"target": "tensort"}}, "quantization.target is 'tensort', did you mean 'tensorrt'"),
         ({"quantization": {"weights": {"num_bits": 17}}}, "num_bits is 17: it must be 2 to 8"),
         ({"quantization": {"activations": {"percentile": 0}}}, "percentile is 0"),
         ({"bench": {"batch_sizes": [0]}}, "bench.batch_sizes"),
@@ -92,7 +92,7 @@ def test_missing_broken_and_doubled(tmp_path):
     with pytest.raises(RecipeError, match="is not YAML"):
         load_recipe(tmp_path / "broken.yaml")
     (tmp_path / "doubled.yaml").write_text("train: {epochs: 3}\ntrain: {epochs: 4}\n")
-    with pytest.raises(RecipeError, match="'train' stands twice"):
+    with pytest.raises(RecipeError, match="'train' occurs twice"):
         load_recipe(tmp_path / "doubled.yaml")
     (tmp_path / "code.yaml").write_text("model: !!python/object/apply:os.system ['true']")
     with pytest.raises(RecipeError, match="not YAML"):

@@ -1,37 +1,129 @@
 """The commands, put together, and what happens when one fails.
 
 Exit status: 0 done; 2 something was refused, with its reason on standard error; 130 stopped with Ctrl-C. Nothing that
-was finished is lost in any of these: `--resume` goes on with it, where a command has it. Ctrl-C pressed again ends at
+was finished is lost in any of these: `--resume` continues it, where a command has it. Ctrl-C pressed again ends at
 once; no file is half-written even then.
 """
 
 from __future__ import annotations
 
 import errno
-import inspect
 import signal
 import sys
 
 import typer
 from rich.markup import escape
+from typer.main import get_command
 
-from compress.cli import building, fields, inspecting, running, sensing, showing
 from compress.cli.console import ERRORS
+from compress.cli.lazy import Entry, LazyCommand, lazy_group
+from compress.cli.old_forms import refused_build, refused_inspect
 from compress.errors import CompressError
+
+_COMMANDS = {
+    "train": Entry("compress.cli.run:train", "Train the float baseline, export and measure it."),
+    "ptq": Entry("compress.cli.run:ptq", "Baseline, post-training quantization, export, engines, report."),
+    "qat": Entry(
+        "compress.cli.run:qat",
+        "Baseline, post-training quantization, quantization-aware training, export, engines, report.",
+    ),
+    "prune": Entry(
+        "compress.cli.run:prune",
+        "Baseline, sparsity, fine-tuning; with a quantization section also INT8 with the zeros held.",
+    ),
+    "export": Entry(
+        "compress.cli.export:export", "Export a network of a finished run to ONNX, in another precision or opset."
+    ),
+    "build": None,
+    "bench": Entry(
+        "compress.cli.bench:bench",
+        "Latency of ONNX files on engines, all in turn. With a run folder, its report is updated too.",
+    ),
+    "inspect": None,
+    "sensitivity": Entry(
+        "compress.cli.sensitivity:sensitivity",
+        "Quantize each layer alone, and leave each alone float: SQNR and top-1. With a budget: a mixed-precision "
+        "recipe.",
+    ),
+    "receptive-field": Entry(
+        "compress.cli.receptive_field:receptive_field",
+        "Theoretical receptive field of every layer: size, stride and padding, exact from the graph.",
+    ),
+    "erf": Entry(
+        "compress.cli.erf:erf",
+        "Effective receptive field (arXiv 1701.04128): which pixels change a unit, as pictures and numbers.",
+    ),
+    "roofline": Entry(
+        "compress.cli.roofline:roofline",
+        "Least time of a network on a device, and the most that INT8, 2:4, fusion and batching could save.",
+    ),
+    "report": Entry("compress.cli.report:report", "Write the report of a run folder anew and print its table."),
+    "doctor": Entry(
+        "compress.cli.doctor:doctor",
+        "Which engines and devices work here; for each that does not, the reason and what to install.",
+    ),
+    "recipes": Entry(
+        "compress.cli.recipes:recipes",
+        "List the recipes that can be named, show one with all its defaults, or explain every key.",
+    ),
+}
+_INSPECT = {
+    "model": Entry(
+        "compress.cli.inspect_model:inspect_model",
+        "Layers with their macs, and every placement decision with its reason. With --sparsity: which layers 2:4 masks "
+        "could make faster, and by how much at most. With --draw: the graph of one block with its Q/DQ nodes.",
+    ),
+    "onnx": Entry(
+        "compress.cli.inspect_onnx:inspect_onnx",
+        "Which operations of an ONNX file are INT8, and why the others are not.",
+    ),
+    "engine": Entry(
+        "compress.cli.inspect_engine:inspect_engine",
+        "How a built engine runs each layer, the bytes that it moves, and what is wrong with that.",
+    ),
+    "parity": Entry(
+        "compress.cli.inspect_parity:inspect_parity",
+        "Each engine against fake quantization at every quantizer, and the first layer that differs by more than "
+        "rounding explains.",
+    ),
+}
+_BUILD = {
+    "onnx": Entry(
+        "compress.cli.build:build_file",
+        "Build a TensorRT or TensorRT-RTX engine of an ONNX file, and print the commands of the same build elsewhere.",
+    ),
+    "recipe": Entry(
+        "compress.cli.build:build_recipe",
+        "Build an engine of the network that a recipe's last run made; a run that is missing or stopped is finished "
+        "first.",
+    ),
+    "explore": Entry(
+        "compress.cli.explore:explore",
+        "Export a recipe's network in several forms, build each, and compare the bytes that the engines move.",
+    ),
+}
 
 app = typer.Typer(
     name="compress",
+    cls=lazy_group(_COMMANDS),
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     help="Make PyTorch vision models small and fast, and measure them on the engine.",
 )
+app.add_typer(
+    typer.Typer(cls=lazy_group(_BUILD, refuse=refused_build)),
+    name="build",
+    help="Build TensorRT or TensorRT-RTX engine files, also for GPUs that are not in this machine.",
+)
+app.add_typer(
+    typer.Typer(cls=lazy_group(_INSPECT, refuse=refused_inspect)),
+    name="inspect",
+    help="Look at a model, an ONNX file, an engine, or the parity of engines; nothing is changed.",
+)
 _STOPPED = 130
 """Exit status after Ctrl-C."""
-
-for module in (running, building, inspecting, showing, sensing, fields):
-    module.register(app)
 
 
 def main() -> None:
@@ -53,11 +145,10 @@ def main() -> None:
 
 
 def _resumable() -> bool:
-    """Whether the command that was typed has `--resume`."""
+    """Return True if the command that was typed has `--resume`."""
     typed = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-    functions = {command.name: command.callback for command in app.registered_commands}
-    function = functions.get(typed)
-    return function is not None and "resume" in inspect.signature(function).parameters
+    command = getattr(get_command(app), "commands", {}).get(typed)
+    return isinstance(command, LazyCommand) and any(option.name == "resume" for option in command.load().params)
 
 
 def _fail(text: str) -> None:

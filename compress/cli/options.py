@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options and arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from typing import Annotated
 
 import typer
 
+FolderArgument = Annotated[Path, typer.Argument(help="A run folder.")]
 RecipeOption = Annotated[str, typer.Option("--recipe", "-r", help="A path, or a name such as resnet50.yaml.")]
+RecipeChoice = Annotated[str | None, typer.Option("--recipe", "-r", help="A recipe: its model and its data.")]
+ModelChoice = Annotated[
+    str | None, typer.Option("--model", "-m", help="A model of torchvision, or timm:NAME, without a recipe.")
+]
+ImageSizeOption = Annotated[int, typer.Option("--image-size", help="Side of the input in pixels, without a recipe.")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override, such as qat.epochs=1.")
 ]
 OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Run folder; default runs/<recipe>-<command>.")]
-ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with the run that the folder holds.")]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue the run that the folder holds.")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu or cuda; default: a GPU where there is one.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]

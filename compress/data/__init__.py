@@ -1,14 +1,12 @@
-"""Data sets whose batches depend on (seed, epoch, step) alone, and the preprocessing that travels with a model."""
+"""Data sets whose batches depend on (seed, epoch, step) alone, and the preprocessing that is stored with a model."""
 
 from compress.data.base import Batch, BatchPlan, DataSet, Split, hash_seed
-from compress.data.load import check_data_spec, load_data
-from compress.data.preprocessing import LABELS_KEY, METADATA_KEY, Preprocessing
-from compress.data.spec import DATASETS, DataSpec
+from compress.data.load import load_data
+from compress.data.preprocessing import Preprocessing
+from compress.data.spec import DATASETS, DataSpec, check_data_spec
 
 __all__ = [
     "DATASETS",
-    "LABELS_KEY",
-    "METADATA_KEY",
     "Batch",
     "BatchPlan",
     "DataSet",

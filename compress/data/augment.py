@@ -1,7 +1,7 @@
 """Random small movements of images, vectorized over the batch: shift, rotation, zoom and mirror in one resampling.
 
-The movement of an image is a 2x3 matrix made from its own random numbers, so it is the same in whatever batch, on
-whatever device, the image stands.
+The movement of an image is a 2x3 matrix made from its own random numbers, so that it depends neither on the batch nor
+on the device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 DRAWS = 5
-"""Random numbers that a movement takes."""
+"""Random numbers for one movement."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +22,9 @@ class Movement:
     """The largest movement of an image.
 
     Attributes:
-        shift: along each axis, as a share of the side.
-        degrees: rotation either way.
-        zoom: change of size either way, as a share.
+        shift: shift along each axis, as a share of the side.
+        degrees: rotation in either direction.
+        zoom: enlargement or reduction, as a share.
         flip: mirror every second image left to right.
     """
 
@@ -34,7 +34,7 @@ class Movement:
     flip: bool = False
 
     def matrices(self, draws: Tensor, image_size: int) -> Tensor:
-        """The movements, from output to input coordinates, both from -1 to 1 (x, y).
+        """Return the movements, from output to input coordinates, both from -1 to 1 (x, y).
 
         Without rotation and zoom the shift is a whole number of pixels, so that nothing is blurred.
 
@@ -58,7 +58,7 @@ class Movement:
 
 
 def affine_grid(matrices: Tensor, image_size: int) -> Tensor:
-    """Where each pixel of the output looks in the input.
+    """Return the position in the input of each pixel of the output.
 
     As `torch.nn.functional.affine_grid` with align_corners=False, in plain multiplications: that one is a
     matrix product, which TF32 rounds to ten bits.
@@ -76,6 +76,6 @@ def affine_grid(matrices: Tensor, image_size: int) -> Tensor:
 
 
 def move(images: Tensor, matrices: Tensor) -> Tensor:
-    """Resample images (N, C, S, S), with values from 0 to 1, bilinearly; what lies outside is black."""
+    """Resample images (N, C, S, S), with values from 0 to 1, bilinearly; pixels from outside are black."""
     grid = affine_grid(matrices.float().to(images.device), images.shape[-1])
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)

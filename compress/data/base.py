@@ -1,7 +1,7 @@
-"""What every data set is: two splits of labelled images whose batches depend on (seed, epoch, step) alone.
+"""Interface of the data sets: two splits of labelled images whose batches depend on (seed, epoch, step) alone.
 
-Nothing is drawn from a global random state, so a run that is stopped and resumed, or spread over several
-processes, sees exactly the images it would have seen.
+Nothing is drawn from a global random state, so a run that is stopped and resumed, or distributed over several
+processes, gets exactly the same images.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """Which images form which batch.
+    """Assignment of images to batches.
 
     Attributes:
         batch_size: images of one step over all processes together.
         epoch: None = in the stored order and without augmentation (evaluation, calibration);
-            a number = shuffled and augmented as that epoch of training is.
+            a number = shuffled and augmented as in that epoch of training.
         rank, world_size: this process takes elements rank, rank + world_size, ... of every batch.
         first: index of the first batch to yield; earlier ones are skipped at no cost (resume).
         limit: use only this many images, the first of the order; None = all.
@@ -48,8 +48,8 @@ class Split(ABC):
 
     Attributes:
         labels: names of the classes.
-        preprocessing: how images become a model's input.
-        seed: of everything random.
+        preprocessing: steps from an image to a model's input.
+        seed: seed of everything random.
         skipped: files that could not be read and were left out so far (`data.on_error: skip`).
     """
 
@@ -70,13 +70,13 @@ class Split(ABC):
 
     @abstractmethod
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
-        """Images and targets at `indices` of the stored order; augmented where `epoch` is a number."""
+        """Return images and targets at `indices` of the stored order; augmented if `epoch` is a number."""
 
     def order(self, plan: BatchPlan) -> list[int]:
-        """The indices of the whole pass, in the order of `plan`; a pure function of (seed, plan).
+        """Return the indices of the whole pass, in the order of `plan`; a pure function of (seed, plan).
 
-        `limit` without an epoch takes a sample that is spread over the whole split (the stored order is often
-        by class), still the same on every call.
+        `limit` without an epoch takes a sample of the whole split (the stored order is often by class), the same on
+        every call.
         """
         count = len(self)
         if plan.epoch is not None:
@@ -90,7 +90,7 @@ class Split(ABC):
         return indices if plan.limit is None else indices[: plan.limit]
 
     def batch_indices(self, plan: BatchPlan) -> list[list[int]]:
-        """The indices of each batch that this process loads.
+        """Return the indices of each batch that this process loads.
 
         Raises:
             DataError: a batch smaller than the number of processes.
@@ -107,14 +107,14 @@ class Split(ABC):
         return [batch[plan.rank :: plan.world_size] for batch in batches[plan.first :]]
 
     def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
-        """Yield (images, targets) on `device` as `plan` says; an empty share of a batch is left out."""
+        """Yield (images, targets) on `device` in the order of `plan`; an empty share of a batch is left out."""
         device = torch.device(device)
         for indices in self.batch_indices(plan):
             if indices:
                 yield self.load(indices, epoch=plan.epoch, device=device)
 
     def steps(self, plan: BatchPlan) -> int:
-        """Number of batches of a whole pass (plan.first not counted off)."""
+        """Return the number of batches of a whole pass, those before plan.first included."""
         count = len(self) if plan.limit is None else min(len(self), plan.limit)
         whole, rest = divmod(count, plan.batch_size)
         return max(1, whole) if plan.drop_last else whole + (rest > 0)

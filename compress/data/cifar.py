@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 from the files of their authors' Python version (Krizhevsky, 2009), where those are on disk.
+"""CIFAR-10 and CIFAR-100 from the files of their authors' Python version (Krizhevsky, 2009), if those are on disk.
 
 The files are pickles, and a pickle may run any code as it is read. This reader knows dictionaries, lists, texts,
 numbers and arrays of bytes; anything else a file asks for is refused.
@@ -30,7 +30,7 @@ MOVEMENT = Movement(shift=1 / 8, flip=True)
 
 @dataclass(frozen=True, kw_only=True)
 class _Files:
-    """What one of the two data sets consists of."""
+    """Files, keys and statistics of one of the two data sets."""
 
     folder: str
     train: tuple[str, ...]
@@ -67,7 +67,7 @@ _FILES = {
 
 
 def cifar_data(spec: DataSpec) -> DataSet:
-    """CIFAR-10 or CIFAR-100 as `spec.name` says; `spec.root` is the folder of the files or the one that holds it.
+    """Return CIFAR-10 or CIFAR-100, by `spec.name`; `spec.root` is the folder of the files or the one that holds it.
 
     Raises:
         DataError: files are missing, truncated, or not of this data set.
@@ -97,7 +97,7 @@ def cifar_data(spec: DataSpec) -> DataSet:
 
 
 def _find(spec: DataSpec, files: _Files) -> Path:
-    """The folder that holds all files."""
+    """Return the folder that holds all files."""
     root = Path(str(spec.root)).expanduser()
     expected = (*files.train, *files.val, files.meta)
     folder = root if (root / files.meta).is_file() else root / files.folder
@@ -111,7 +111,7 @@ def _find(spec: DataSpec, files: _Files) -> Path:
 
 
 def _labels(path: Path, files: _Files) -> tuple[str, ...]:
-    """The classes' names."""
+    """Return the classes' names."""
     content = _read_pickle(path)
     names = content.get(files.labels_key)
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
@@ -120,7 +120,7 @@ def _labels(path: Path, files: _Files) -> tuple[str, ...]:
 
 
 def _read_batch(path: Path, files: _Files, *, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Images (N, 3, 32, 32) uint8 and targets (N,) int64 of one file."""
+    """Return images (N, 3, 32, 32) uint8 and targets (N,) int64 of one file."""
     content = _read_pickle(path)
     data, targets = content.get("data"), content.get(files.targets_key)
     if not isinstance(data, _Array) or not isinstance(targets, list) or not all(type(t) is int for t in targets):
@@ -134,7 +134,7 @@ def _read_batch(path: Path, files: _Files, *, num_classes: int) -> tuple[Tensor,
 
 
 def _read_pickle(path: Path) -> dict[str, Any]:
-    """The dictionary in a file, read without running code."""
+    """Return the dictionary in a file, read without running code."""
     try:
         content = _Reader(io.BytesIO(path.read_bytes()), encoding="latin1").load()
     except DataError as error:
@@ -147,7 +147,7 @@ def _read_pickle(path: Path) -> dict[str, Any]:
 
 
 class _Array:
-    """Stands for a numpy array while a pickle is read: keeps what it was told, and makes the array afterwards."""
+    """Represents a numpy array while a pickle is read: stores the state, and makes the array afterwards."""
 
     def __init__(self, *_: Any) -> None:
         self.state: tuple[Any, ...] = ()
@@ -156,7 +156,7 @@ class _Array:
         self.state = state
 
     def array(self, path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The array of bytes; every part is checked, so a forged one is refused."""
+        """Return the array of bytes; every part is checked, so a forged one is refused."""
         if len(self.state) != 5 or not isinstance(self.state[2], _Dtype):
             raise DataError(f"{path} holds an array that cannot be read: write it with numpy's own pickling")
         _, shape, dtype, fortran, raw = self.state
@@ -169,24 +169,24 @@ class _Array:
 
 
 class _Dtype:
-    """Stands for a numpy dtype while a pickle is read."""
+    """Represents a numpy dtype while a pickle is read."""
 
     def __init__(self, name: str = "", *_: Any) -> None:
         self.name = name
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        """The byte order, which single bytes have not."""
+        """Ignore the byte order, which single bytes do not have."""
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """How Python 3 writes bytes into a pickle of protocol 2."""
+    """Undo Python 3's encoding of bytes in a pickle of protocol 2."""
     if encoding != "latin1":
         raise DataError(f"text in encoding {encoding!r}, which a CIFAR file does not hold")
     return text.encode("latin1")
 
 
 class _Reader(pickle.Unpickler):
-    """A pickle reader to which only stand-ins of our own can be named."""
+    """A pickle reader that knows classes of this file alone."""
 
     _KNOWN: ClassVar[dict[tuple[str, str], Any]] = {
         ("numpy.core.multiarray", "_reconstruct"): _Array,
@@ -197,7 +197,7 @@ class _Reader(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in for `module.name`.
+        """Return the class that represents `module.name`.
 
         Raises:
             DataError: the file names anything but arrays of bytes.

@@ -1,9 +1,9 @@
-"""Random numbers that are a pure function of (seed, image, column): a counter where others keep a state.
+"""Random numbers that are a pure function of (seed, image, column): a counter-based generator, without state.
 
-A generator with a state gives an image other numbers when the batch, the process or the order changes. Here
-each image's numbers come from hashing its index (splitmix64: Steele, Lea and Flood, "Fast splittable
-pseudorandom number generators", OOPSLA 2014), vectorized over images. The arithmetic is in integers, so that the
-numbers are the same on every device; the price is about ten integer operations a number.
+A generator with state gives an image other numbers if the batch, the process or the order changes. Here each image's
+numbers come from hashing its index (splitmix64: Steele, Lea and Flood, "Fast splittable pseudorandom number
+generators", OOPSLA 2014), vectorized over images. The arithmetic is in integers, so that the
+numbers are the same on every device; the cost is about ten integer operations for each number.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _SECOND = 0x94D049BB133111EB
 
 
 def random_bits(seed: int, indices: Tensor, count: int) -> Tensor:
-    """64 random bits for each of `count` columns of each index.
+    """Return 64 random bits for each of `count` columns of each index.
 
     Column j of an index is the j-th output of a splitmix64 whose initial state is hashed from (seed, index).
 
     Args:
         seed: any integer.
         indices: (N,) int64.
-        count: columns.
+        count: number of columns.
 
     Returns:
         (N, count) int64 on the device of `indices`.
@@ -37,7 +37,7 @@ def random_bits(seed: int, indices: Tensor, count: int) -> Tensor:
 
 
 def uniform(seed: int, indices: Tensor, count: int) -> Tensor:
-    """`random_bits` as numbers of [0, 1): multiples of 2^-53, so the same on every device.
+    """Return `random_bits` as numbers of [0, 1): multiples of 2^-53, thus the same on every device.
 
     Returns:
         (N, count) float64.
@@ -46,7 +46,7 @@ def uniform(seed: int, indices: Tensor, count: int) -> Tensor:
 
 
 def _mix(state: Tensor) -> Tensor:
-    """The splitmix64 finalizer, in place; the masks make torch's arithmetic shifts logical."""
+    """Apply the splitmix64 finalizer, in place; the masks make torch's arithmetic shifts logical."""
     state ^= (state >> 30) & (1 << 34) - 1
     state *= _signed(_FIRST)
     state ^= (state >> 27) & (1 << 37) - 1
@@ -56,6 +56,6 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same 64 bits as `value`."""
+    """Return the int64 with the same 64 bits as `value`."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value

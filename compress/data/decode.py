@@ -1,4 +1,4 @@
-"""From an image file to the 8-bit square that a model sees: what each worker process does.
+"""Decoding of an image file to an 8-bit square, as each worker process does it.
 
 Training: a random part of the image, resized, and mirrored half of the time (Szegedy et al., "Going deeper with
 convolutions", arXiv 1409.4842, section 6). Evaluation: the shorter side resized to image_size / crop_ratio and
@@ -7,24 +7,25 @@ the centre cropped. Both resize as torchvision's references do (Pillow, bilinear
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.transforms.v2 import functional as F
 
 from compress.data.counter import uniform
 from compress.data.preprocessing import Preprocessing
 
 Item = tuple[int, Tensor | None, str, str]
-"""Index, image (3, S, S) uint8 or None, the file's name, and why it could not be read."""
+"""Index, image (3, S, S) uint8 or None, the file's name, and the reason why it could not be read."""
 Decoded = tuple[Tensor, Tensor, list[tuple[str, str]]]
-"""Images (n, 3, S, S) uint8, their indices (n,), and for each of the others its file and why it failed."""
+"""Images (n, 3, S, S) uint8, their indices (n,), and for each of the others its file and the error."""
 
 _AREA = (0.08, 1.0)
 _LOG_RATIO = math.log(4 / 3)
@@ -32,10 +33,10 @@ _TRIES = 10
 
 
 class Decoder(Dataset[Item]):
-    """The images of a split, decoded one at a time. An image that cannot be read is told of, not raised.
+    """The images of a split, decoded one at a time. For an image that cannot be read the item holds the error.
 
     Args:
-        folder: where `files` are.
+        folder: folder of `files`.
         files: (N,) names relative to `folder`, as the file system's bytes.
         preprocessing: size and crop ratio.
         crop_seed: seed of this epoch's random crops; None = as for evaluation.
@@ -66,14 +67,17 @@ class Decoder(Dataset[Item]):
 
 
 def rgb(image: Image.Image) -> Image.Image:
-    """An image in 8-bit RGB. Pillow clips 16-bit values at 255, which leaves them white; here 65,535 becomes 255."""
+    """Convert an image to 8-bit RGB.
+
+    Pillow clips 16-bit values at 255, so that most become white; here 65,535 becomes 255.
+    """
     if image.mode.startswith("I"):
         image = Image.fromarray((np.asarray(image).astype(np.float64) / 257).round().clip(0, 255).astype(np.uint8))
     return image.convert("RGB")
 
 
 def collate(items: list[Item]) -> Decoded:
-    """Put decoded images into one batch, and the failures beside it."""
+    """Stack decoded images into a batch, and list the failures."""
     good = [(index, pixels) for index, pixels, _, _ in items if pixels is not None]
     failures = [(file, reason) for _, pixels, file, reason in items if pixels is None]
     images = torch.stack([pixels for _, pixels in good]) if good else torch.empty((0, 3, 1, 1), dtype=torch.uint8)
@@ -81,28 +85,30 @@ def collate(items: list[Item]) -> Decoded:
 
 
 def centre_crop(image: Image.Image, size: int, *, crop_ratio: float) -> Tensor:
-    """The centre (3, size, size) uint8 of `image`, its shorter side resized to size / crop_ratio."""
-    resized = F.resize(image, [round(size / crop_ratio)], antialias=True)
-    return F.pil_to_tensor(F.center_crop(resized, [size, size]))
+    """Return the centre (3, size, size) uint8 of `image`, its shorter side resized to size / crop_ratio."""
+    transforms = _transforms()
+    resized = transforms.resize(image, [round(size / crop_ratio)], antialias=True)
+    return transforms.pil_to_tensor(transforms.center_crop(resized, [size, size]))
 
 
 def random_crop(image: Image.Image, size: int, draws: list[float]) -> Tensor:
-    """A random part of `image`, resized to (3, size, size) uint8 and mirrored half of the time.
+    """Return a random part of `image`, resized to (3, size, size) uint8 and mirrored half of the time.
 
     Args:
         image: RGB.
         size: side of the result in pixels.
-        draws: 41 random numbers of [0, 1): 4 for each try at a part that fits, and the mirror's.
+        draws: 41 random numbers of [0, 1): 4 for each attempt at a part that fits, and one for the mirror.
     """
     top, left, height, width = random_box(image.width, image.height, draws[:-1])
-    part = F.resized_crop(image, top, left, height, width, [size, size], antialias=True)
-    return F.pil_to_tensor(F.horizontal_flip(part) if draws[-1] < 0.5 else part)
+    transforms = _transforms()
+    part = transforms.resized_crop(image, top, left, height, width, [size, size], antialias=True)
+    return transforms.pil_to_tensor(transforms.horizontal_flip(part) if draws[-1] < 0.5 else part)
 
 
 def random_box(width: int, height: int, draws: list[float]) -> tuple[int, int, int, int]:
-    """The random part of an image: 8 to 100 % of its area, 3:4 to 4:3 in shape.
+    """Return the random part of an image: 8 to 100 % of its area, 3:4 to 4:3 in shape.
 
-    After ten tries that do not fit (a very long image), the largest centred part of an allowed shape.
+    After ten attempts that do not fit (a very long image), it is the largest centred part of an allowed shape.
 
     Returns:
         (top, left, height, width) in pixels.
@@ -116,3 +122,11 @@ def random_box(width: int, height: int, draws: list[float]) -> tuple[int, int, i
     limit = math.exp(_LOG_RATIO)
     w, h = min(width, max(1, round(height * limit))), min(height, max(1, round(width * limit)))
     return (height - h) // 2, (width - w) // 2, h, w
+
+
+@functools.cache
+def _transforms() -> Any:
+    """Return torchvision's functions on images."""
+    from torchvision.transforms.v2 import functional  # lazy: it takes seconds, and other data sets do not need it
+
+    return functional

@@ -1,4 +1,4 @@
-"""The 1,797 handwritten digits that come with scikit-learn: real images on every machine, with nothing to fetch.
+"""The 1,797 handwritten digits that come with scikit-learn: real images on every machine, without a download.
 
 They are the test part of the Optical Recognition of Handwritten Digits set (Alpaydin and Kaynak, UCI, 1998):
 8 x 8 pixels in 17 greys. The split is ours and fixed: three quarters to train, one quarter to evaluate, each
@@ -20,13 +20,13 @@ from compress.errors import DataError
 
 LABELS = tuple("0123456789")
 MEAN, STD = (0.305,) * 3, (0.376,) * 3
-"""Of all pixels at 8 x 8, in units of pixel / 255."""
+"""Mean and deviation of all pixels at 8 x 8, in units of pixel / 255."""
 MOVEMENT = Movement(shift=0.08, degrees=12.0, zoom=0.12)
 _VAL_SHARE = 0.25
 
 
 def digits_data(spec: DataSpec) -> DataSet:
-    """The digits, grey repeated to three channels and resized to `spec.image_size`.
+    """Return the digits, grey repeated to three channels and resized to `spec.image_size`.
 
     Raises:
         DataError: scikit-learn is not installed.
@@ -55,9 +55,9 @@ def digits_data(spec: DataSpec) -> DataSet:
 
 
 def _read() -> tuple[Tensor, Tensor]:
-    """All images (1797, 1, 8, 8) uint8 and their targets (1797,) int64, in scikit-learn's order."""
+    """Return all images (1797, 1, 8, 8) uint8 and their targets (1797,) int64, in scikit-learn's order."""
     try:
-        from sklearn.datasets import load_digits
+        from sklearn.datasets import load_digits  # lazy: it takes seconds, and other data sets do not need it
     except ImportError as error:
         raise DataError(f"data.name digits needs scikit-learn, which cannot be imported: {error}") from error
     bunch = load_digits()

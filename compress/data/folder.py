@@ -1,8 +1,8 @@
 """A folder of images, ImageNet-style: root/train/CLASS/*.jpg and root/val/CLASS/*.jpg.
 
-Worker processes decode, crop and resize to 8-bit images; the device converts and normalizes, so a quarter of the
-bytes travel. Batches are dealt out by `Split.batch_indices` and an image's crop depends on (seed, epoch, index)
-alone, so the number of workers changes nothing but the speed. What is done to an image stands in decode.py.
+Worker processes decode, crop and resize to 8-bit images (decode.py); the device converts and normalizes, so that a
+quarter of the bytes are copied. `Split.batch_indices` assigns images to batches and an image's crop depends on (seed,
+epoch, index) alone, so the number of workers changes nothing but the speed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from compress.data.base import Batch, BatchPlan, DataSet, Split, hash_seed
+from compress.data.classes import class_folders
 from compress.data.decode import Decoded, Decoder, collate
 from compress.data.memory import to_device
 from compress.data.preprocessing import Preprocessing
 from compress.data.spec import DataSpec
 from compress.data.subset import bounded
-from compress.errors import DataError
+from compress.errors import DataError, first_few
 
 EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -33,7 +34,7 @@ _MAX_WORKERS = 8
 
 
 def folder_data(spec: DataSpec) -> DataSet:
-    """The images under `spec.root`; classes are the folders of train/, sorted by name.
+    """Return the images under `spec.root`; classes are the folders of train/, sorted by name.
 
     Raises:
         DataError: a folder is missing, a class has no images, or val/ has other classes than train/.
@@ -44,12 +45,12 @@ def folder_data(spec: DataSpec) -> DataSet:
             raise DataError(
                 f"data.root: there is no folder {folder.absolute()} (expected {root}/train/CLASS and {root}/val/CLASS)"
             )
-    labels, val_labels = _classes(root / "train"), _classes(root / "val")
+    labels, val_labels = class_folders(root / "train"), class_folders(root / "val")
     if labels != val_labels:
         only_train, only_val = sorted(set(labels) - set(val_labels)), sorted(set(val_labels) - set(labels))
         raise DataError(
-            f"the classes of {root / 'train'} and {root / 'val'} differ: only in train {_some(only_train)}, "
-            f"only in val {_some(only_val)}; both must hold the same class folders"
+            f"the classes of {root / 'train'} and {root / 'val'} differ: only in train {first_few(only_train)}, "
+            f"only in val {first_few(only_val)}; both must hold the same class folders"
         )
     preprocessing = Preprocessing.of(spec, mean=MEAN, std=STD, crop_ratio=spec.crop_ratio)
 
@@ -72,18 +73,18 @@ class FolderSplit(Split):
     """The images of one folder of class folders.
 
     Args:
-        folder: holds a folder for each of `labels`.
+        folder: folder with a folder for each of `labels`.
         labels: names of the classes, which are those of the folders.
-        preprocessing: how images become a model's input.
-        seed: of shuffling and augmentation.
+        preprocessing: steps from an image to a model's input.
+        seed: seed of shuffling and augmentation.
         limit: use only so many images, stratified; None = all.
         augment: crop and mirror training images at random.
-        workers: processes that decode; 0 = this one.
-        on_error: what an unreadable image does, `raise` or `skip`.
+        workers: number of processes that decode; 0 = this one.
+        on_error: reaction to an unreadable image, `raise` or `skip`.
 
     Attributes:
-        skipped: files that could not be read so far, in the order in which they were met (`on_error` skip). A
-            batch is smaller by them; a batch that they make empty is left out.
+        skipped: files that could not be read so far, in the order in which they were found (`on_error` skip). A
+            batch is smaller by them; a batch that becomes empty is left out.
 
     Raises:
         DataError: a class folder without images.
@@ -118,7 +119,7 @@ class FolderSplit(Split):
         return [self._folder / os.fsdecode(bytes(name)) for name in self._files]
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
-        """Images (n, 3, S, S) and targets (n,) at `indices`, decoded in this process; see `Split.load`.
+        """Return images (n, 3, S, S) and targets (n,) at `indices`, decoded in this process; see `Split.load`.
 
         Raises:
             DataError: names the unreadable image, unless `on_error` is skip.
@@ -127,7 +128,7 @@ class FolderSplit(Split):
         return self._finish(collate([decoder[index] for index in indices]), device)
 
     def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
-        """As `Split.batches`, decoded ahead by worker processes.
+        """Yield batches as `Split.batches` does, decoded ahead by worker processes.
 
         Raises:
             DataError: names the unreadable image, unless `on_error` is skip; or a worker process died.
@@ -140,7 +141,7 @@ class FolderSplit(Split):
                 yield images, targets
 
     def _decode_all(self, shares: list[list[int]], *, epoch: int | None, pin: bool) -> Iterator[Decoded]:
-        """Decode each share, in workers where there are any, in order."""
+        """Decode each share, in workers if there are any, in order."""
         workers = min(self.workers, len(shares))
         loader = DataLoader(
             self._decoder(epoch),
@@ -174,7 +175,7 @@ class FolderSplit(Split):
         )
 
     def _finish(self, decoded: Decoded, device: torch.device) -> Batch:
-        """Make a batch of what was decoded; refuse or count what was not."""
+        """Make a batch of the decoded images; refuse or count the others."""
         pixels, indices, failures = decoded
         for file, reason in failures:
             if self.on_error == "raise":
@@ -185,18 +186,10 @@ class FolderSplit(Split):
         return images, to_device(self.targets[indices], device)
 
 
-def _classes(folder: Path) -> tuple[str, ...]:
-    """Names of the class folders, sorted."""
-    labels = tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."))
-    if not labels:
-        raise DataError(f"{folder} holds no class folders; expected {folder}/CLASS/IMAGE.jpg")
-    return labels
-
-
 def _scan(folder: Path, labels: tuple[str, ...]) -> tuple[np.ndarray, Tensor]:
-    """Image files under each class folder, sorted, as bytes relative to `folder`; and their targets (N,) int64.
+    """Return the image files under each class folder, sorted, as bytes relative to `folder`, and their targets (N,).
 
-    An array of bytes, because worker processes would each come to own a copy of a list of a million texts.
+    They are an array of bytes, because each worker process would get its own copy of a list of a million texts.
     """
     files: list[bytes] = []
     counts: list[int] = []
@@ -215,12 +208,6 @@ def _scan(folder: Path, labels: tuple[str, ...]) -> tuple[np.ndarray, Tensor]:
 
 
 def _workers() -> int:
-    """One worker per core that this process may use, shared among the processes of this machine; 8 at most."""
+    """Return one worker per core that this process may use, divided by the processes of this machine; 8 at most."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(_MAX_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
-def _some(names: list[str], limit: int = 5) -> str:
-    """The first few of `names`, and how many more there are."""
-    shown = ", ".join(names[:limit]) or "none"
-    return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown

@@ -1,4 +1,4 @@
-"""A split that fits in memory as 8-bit images: kept small, and resized, moved and normalized on the device."""
+"""A split that is in memory as small 8-bit images, which the device resizes, moves and normalizes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from compress.data.preprocessing import Preprocessing
 
 
 class MemorySplit(Split):
-    """Images that were read once.
+    """A split whose images were read once.
 
     Args:
-        images: (N, 1 or 3, H, H) uint8, on the CPU or on the device that trains.
+        images: (N, 1 or 3, H, H) uint8, on the CPU or on the device of the training.
         targets: (N,) int64.
         labels: name of each class.
-        preprocessing: how images become a model's input.
-        seed: of shuffling and augmentation.
+        preprocessing: steps from an image to a model's input.
+        seed: seed of shuffling and augmentation.
         movement: augmentation of training images; None = none.
     """
 
@@ -42,7 +42,7 @@ class MemorySplit(Split):
         return len(self.targets)
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
-        """Images (n, 3, S, S) and targets (n,) at `indices`; see `Split.load`."""
+        """Return images (n, 3, S, S) and targets (n,) at `indices`; see `Split.load`."""
         chosen = torch.tensor(indices, dtype=torch.int64)
         size = self.preprocessing.image_size
         images = self.images[to_device(chosen, self.images.device)]
@@ -56,14 +56,14 @@ class MemorySplit(Split):
 def in_memory(
     split: Split, device: torch.device | str, *, movement: Movement | None = None, batch_size: int = 256
 ) -> MemorySplit:
-    """Read or draw every image of `split` once, without augmentation, and keep them as 8-bit numbers.
+    """Read or draw every image of `split` once, without augmentation, and store them as 8-bit numbers.
 
-    Training that goes through the images many times then waits for no disk and no drawing: at 224 pixels an image takes
-    150 kB of the device's memory.
+    Training over many epochs then does not wait for the disk or for drawing; an image of 224 pixels takes 150 kB of the
+    device's memory.
 
     Args:
-        split: of RGB images.
-        device: where they are kept.
+        split: split of RGB images.
+        device: device that stores them.
         movement: augmentation of training images, which moves pixels; None = none.
         batch_size: images read at once.
     """
@@ -81,7 +81,7 @@ def in_memory(
 
 
 def resize(images: Tensor, size: int) -> Tensor:
-    """Resize (N, C, H, W) floats bilinearly to `size`, averaging where that makes them smaller."""
+    """Resize (N, C, H, W) floats bilinearly to `size`, antialiased if that makes them smaller."""
     if images.shape[-1] == size:
         return images
     smaller = size < images.shape[-1]

@@ -1,7 +1,7 @@
-"""How an image becomes a model's input: part of the recipe, written into the ONNX file, checked at evaluation.
+"""Preprocessing from an image to a model's input: in the recipe, written into the ONNX file, checked at evaluation.
 
-A wrong mean or channel order costs points that look like quantization loss; so the numbers travel with
-the model, and evaluating it on data prepared otherwise is refused.
+A wrong mean or channel order loses accuracy, which looks like an effect of quantization; so the numbers are stored with
+the model, and its evaluation on data with another preprocessing is refused.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from torch import Tensor
 from compress.data.spec import DataSpec
 from compress.errors import DataError
 
-METADATA_KEY = "compress.preprocessing"
-LABELS_KEY = "compress.labels"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
@@ -31,7 +28,7 @@ class Preprocessing:
         mean, std: one value per channel, in units of pixel / 255.
         channels: `RGB` (grey images are repeated three times).
         layout: `NCHW`.
-        interpolation: how images are resized.
+        interpolation: method of resizing.
         crop_ratio: image_size over the side resized to before the centre crop; 1.0 = no crop.
     """
 
@@ -47,7 +44,7 @@ class Preprocessing:
     def of(
         cls, spec: DataSpec, *, mean: tuple[float, ...], std: tuple[float, ...], crop_ratio: float = 1.0
     ) -> Preprocessing:
-        """What `spec` asks for, with the data set's own `mean` and `std` where it names none."""
+        """Return the preprocessing of `spec`, with the data set's own `mean` and `std` if it names none."""
         return cls(
             image_size=spec.image_size,
             mean=mean if spec.mean is None else tuple(spec.mean),
@@ -68,17 +65,17 @@ class Preprocessing:
         return images.sub(mean).div_(std)
 
     def pixels(self, images: Tensor) -> Tensor:
-        """What `normalize` made of 8-bit pixels, as these pixels again: (N, channels, H, W) uint8."""
+        """Undo `normalize`: return the 8-bit pixels of normalized images, (N, channels, H, W) uint8."""
         mean, std = _constant(self.mean, images.device), _constant(self.std, images.device)
         return images.mul(std).add_(mean).mul_(255).round_().clamp_(0, 255).to(torch.uint8)
 
     def to_json(self) -> str:
-        """One JSON object, keys sorted: the form in the ONNX metadata."""
+        """Return one JSON object, keys sorted, for the ONNX metadata."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Preprocessing:
-        """Read `to_json`'s form back.
+        """Read the JSON object of `to_json`.
 
         Raises:
             DataError: the text is not such an object.
@@ -91,12 +88,12 @@ class Preprocessing:
             raise DataError(f"the preprocessing in the model's metadata is not readable ({error}): {text!r}") from None
 
     def differences(self, other: Preprocessing) -> list[str]:
-        """What differs, one line a field: 'mean: (0.5,) here, (0.4,) there'. Empty when they agree."""
+        """Return a line for each field that differs: 'mean: (0.5,) here, (0.4,) there'."""
         mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
         return [f"{k}: {mine[k]} here, {theirs[k]} there" for k in mine if mine[k] != theirs[k]]
 
 
 @functools.lru_cache(maxsize=32)
 def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """`values` as (1, C, 1, 1) on `device`; kept, because each copy to a GPU would wait for all of its work."""
+    """Return `values` as (1, C, 1, 1) on `device`; cached, because a copy to a GPU would wait for all of its work."""
     return torch.tensor(values, dtype=torch.float32, device=device).view(1, -1, 1, 1)

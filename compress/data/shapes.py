@@ -1,6 +1,6 @@
-"""Pictures of shapes, drawn on the device as they are needed: any size, any number, nothing to fetch.
+"""Pictures of shapes, drawn on the device as they are needed: any size, any number, no download.
 
-A picture is the object of its class among clutter that carries the same cues (shapes_scene.py), under uneven light
+A picture is the object of its class among clutter with the same cues (shapes_scene.py), under uneven light
 and strong noise, partly covered. Drawing is vectorized over the batch: each layer is one sampling of a bank that
 holds signed distances of outlines (shapes_outlines.py) and patterns (shapes_patterns.py), then one blend. A
 picture depends on (seed, index) alone: to the last bit in its content, to rounding in its pixels on each device.
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from compress.data.augment import DRAWS, Movement, affine_grid
 from compress.data.base import Batch, DataSet, Split, hash_seed
+from compress.data.classes import class_count
 from compress.data.counter import random_bits, uniform
 from compress.data.memory import to_device
 from compress.data.preprocessing import Preprocessing
@@ -27,11 +28,9 @@ from compress.data.shapes_outlines import outline_bank
 from compress.data.shapes_patterns import pattern_bank
 from compress.data.shapes_scene import LAYERS, Scenes, class_names, make_scenes, with_clutter
 from compress.data.spec import DataSpec
-from compress.errors import DataError
 
-NUM_CLASSES, TRAIN_IMAGES, VAL_IMAGES = 20, 20_000, 2_000
-"""Where the recipe says nothing."""
-CLASS_LIMITS = (2, 100)
+TRAIN_IMAGES, VAL_IMAGES = 20_000, 2_000
+"""Numbers of pictures where the recipe names none."""
 MEAN, STD = (0.5,) * 3, (0.25,) * 3
 MOVEMENT = Movement(shift=0.1, degrees=15.0, zoom=0.15, flip=True)
 
@@ -41,14 +40,8 @@ _FULL_NOISE_SIZE = 128  # a smaller picture has fewer pixels to average over, an
 
 
 def shapes_data(spec: DataSpec) -> DataSet:
-    """The training and the evaluation pictures that `spec` asks for.
-
-    Raises:
-        DataError: a number of classes that the cues cannot make.
-    """
-    num_classes = NUM_CLASSES if spec.num_classes is None else spec.num_classes
-    if not CLASS_LIMITS[0] <= num_classes <= CLASS_LIMITS[1]:
-        raise DataError(f"data.num_classes is {num_classes}; shapes has from {CLASS_LIMITS[0]} to {CLASS_LIMITS[1]}")
+    """Return the training and the evaluation pictures that `spec` asks for."""
+    num_classes = class_count(spec)
     train_images = TRAIN_IMAGES if spec.train_images is None else spec.train_images
     val_images = VAL_IMAGES if spec.val_images is None else spec.val_images
     movement = MOVEMENT if spec.augment else None
@@ -66,7 +59,7 @@ class ShapesSplit(Split):
         num_classes: 2 to 100.
         count: pictures.
         first: number of the first picture.
-        movement: how augmentation moves the camera; None = no augmentation.
+        movement: movement of the camera by augmentation; None = no augmentation.
     """
 
     def __init__(self, spec: DataSpec, *, num_classes: int, count: int, first: int, movement: Movement | None) -> None:
@@ -119,7 +112,7 @@ def paint(scenes: Scenes, size: int) -> Tensor:
 
 
 def noise(seed: int, numbers: Tensor, size: int) -> Tensor:
-    """Uniform noise from -1 to 1 for each picture's pixels: three values of 21 bits from one hash.
+    """Return uniform noise from -1 to 1 for each picture's pixels: three values of 21 bits from one hash.
 
     Args:
         seed: any integer.
@@ -136,5 +129,5 @@ def noise(seed: int, numbers: Tensor, size: int) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _banks(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Outline distances and patterns on `device`."""
+    """Return outline distances and patterns on `device`."""
     return outline_bank().to(device), pattern_bank().to(device)

@@ -18,7 +18,7 @@ EXTENT = 1.3
 BANK_SIZE = 96
 OUTLINES = ("circle", "triangle", "square", "star", "cross", "heart", "crescent", "ring", "arrow", "bow tie")
 BLOBS = 8
-"""Rounded lumps that are no class: clutter."""
+"""Number of rounded lumps, which are clutter and no class."""
 
 _BLOB_SEED = 5
 
@@ -27,24 +27,24 @@ Point = tuple[float, float]
 
 @functools.lru_cache(maxsize=1)
 def outline_bank() -> Tensor:
-    """The signed distances of every outline, then of every blob: (10 + 8, 96, 96) float32."""
+    """Return the signed distances of every outline, then of every blob: (10 + 8, 96, 96) float32."""
     at = bank_coordinates()
     return torch.stack([*(_DISTANCES[name](at) for name in OUTLINES), *blobs(at)]).float()
 
 
 def bank_coordinates() -> Tensor:
-    """Pixel centres of a bank's picture, (96, 96, 2) as (x, y), float64."""
+    """Return the pixel centres of a bank's picture, (96, 96, 2) as (x, y), float64."""
     line = ((torch.arange(BANK_SIZE, dtype=torch.float64) * 2 + 1) / BANK_SIZE - 1) * EXTENT
     y, x = torch.meshgrid(line, line, indexing="ij")
     return torch.stack((x, y), dim=-1)
 
 
 def polygon(at: Tensor, corners: list[Point]) -> Tensor:
-    """Signed distance to a polygon: to its nearest edge, negative where a ray crosses an odd number of edges.
+    """Return the distance to a polygon's nearest edge, negative where a ray crosses an odd number of edges.
 
     Args:
         at: (..., 2) points.
-        corners: in order, either way round; the last joins the first.
+        corners: corners in order, clockwise or not; the last is joined to the first.
 
     Returns:
         (...) distances.
@@ -63,12 +63,12 @@ def polygon(at: Tensor, corners: list[Point]) -> Tensor:
 
 
 def disc(at: Tensor, centre: Point, radius: float) -> Tensor:
-    """Signed distance to a disc."""
+    """Return the signed distance to a disc."""
     return (at - at.new_tensor(centre)).norm(dim=-1) - radius
 
 
 def blobs(at: Tensor) -> list[Tensor]:
-    """Rounded lumps: a radius that swings in three random waves around the centre, far enough not to look round."""
+    """Return rounded lumps: a radius that varies in three random waves around the centre, enough not to look round."""
     angle, radius = torch.atan2(at[..., 1], at[..., 0]), at.norm(dim=-1)
     lumps = []
     for draws in uniform(_BLOB_SEED, torch.arange(BLOBS), 6).tolist():
@@ -80,7 +80,7 @@ def blobs(at: Tensor) -> list[Tensor]:
 
 
 def _around(radii: list[float], *, start: float = -90.0) -> list[Point]:
-    """Corners at equal angles, from `start` degrees, with the given distances from the centre."""
+    """Return corners at equal angles, from `start` degrees, with the given distances from the centre."""
     angles = [math.radians(start + 360 * i / len(radii)) for i in range(len(radii))]
     return [(r * math.cos(a), r * math.sin(a)) for r, a in zip(radii, angles, strict=True)]
 

@@ -1,8 +1,8 @@
-"""What stands in each picture of `shapes`: the class's object among clutter, as numbers, before anything is drawn.
+"""Content of each picture of `shapes`, the class's object among clutter, as numbers, before anything is drawn.
 
-A class is a triple of cues: outline, pattern, and tone (warm or cool). The clutter carries the same cues, but
-apart: patterned lumps have no class's outline, and plain outlines have no pattern. So no cue alone gives a class
-away; a model must find the one thing that has an outline *and* a pattern.
+A class is a triple of cues: outline, pattern, and tone (warm or cool). The clutter has the same cues, but separately:
+patterned lumps have no class's outline, and plain outlines have no pattern. So no cue alone identifies a class;
+a model must find the one object that has an outline *and* a pattern.
 
 The numbers are made on the CPU in float64 and depend on (seed, index) alone; only drawing happens on the device.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from compress.data.counter import uniform
 from compress.data.memory import to_device
 from compress.data.shapes_outlines import BLOBS, EXTENT, OUTLINES
-from compress.data.shapes_patterns import PATTERNS, VARIANTS
+from compress.data.shapes_patterns import PATTERNS, VERSIONS
 
 TONES = ("warm", "cool")
 
@@ -52,7 +52,7 @@ class Scenes:
         colours: (N, L, 2, 3) RGB of pattern values 0 and 1.
         sizes: (N, L) half of a layer's side, where the picture's half is 1.
         opacity: (N, L).
-        base: (N, 3, 5, 5) colours behind everything, to be blurred together.
+        base: (N, 3, 5, 5) colours of the background, to be interpolated.
         noise: (N,) largest magnitude of the noise.
     """
 
@@ -66,12 +66,12 @@ class Scenes:
     noise: Tensor
 
     def to(self, device: torch.device) -> Scenes:
-        """The same on `device`."""
+        """Return the same scenes on `device`."""
         return Scenes(**{field.name: to_device(getattr(self, field.name), device) for field in fields(self)})
 
 
 def cue_counts(num_classes: int) -> tuple[int, int, int]:
-    """How many outlines, patterns and tones `num_classes` classes use: a box as cubic as the cues allow.
+    """Return the numbers of outlines, patterns and tones for `num_classes` classes: a box as cubic as the cues allow.
 
     >>> cue_counts(20), cue_counts(100)
     ((4, 3, 2), (10, 5, 2))
@@ -84,13 +84,13 @@ def cue_counts(num_classes: int) -> tuple[int, int, int]:
 
 
 def class_cues(targets: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Outline, pattern and tone (N,) of each class (N,)."""
+    """Return the outline, pattern and tone (N,) of each class (N,)."""
     outlines, patterns, _ = cue_counts(num_classes)
     return targets % outlines, targets // outlines % patterns, targets // (outlines * patterns)
 
 
 def class_names(num_classes: int) -> tuple[str, ...]:
-    """Such as 'circle stripes warm'."""
+    """Return the names of the classes, such as 'circle stripes warm'."""
     cues = zip(*(cue.tolist() for cue in class_cues(torch.arange(num_classes), num_classes)), strict=True)
     return tuple(f"{OUTLINES[outline]} {PATTERNS[pattern]} {TONES[tone]}" for outline, pattern, tone in cues)
 
@@ -98,10 +98,10 @@ def class_names(num_classes: int) -> tuple[str, ...]:
 def make_scenes(
     seed: int, indices: Tensor, targets: Tensor, *, num_classes: int, camera: Tensor | None = None
 ) -> Scenes:
-    """The pictures at `indices`, showing an object of each of `targets`.
+    """Return the pictures at `indices` with an object of each of `targets`.
 
     Args:
-        seed: of the data set.
+        seed: seed of the data set.
         indices: (N,) int64.
         targets: (N,) int64 classes.
         num_classes: 2 to 100.
@@ -109,7 +109,7 @@ def make_scenes(
     """
     draws = uniform(seed, indices, LAYERS * _LAYER_DRAWS + _SCENE_DRAWS)
     layers, rest = draws.split([LAYERS * _LAYER_DRAWS, _SCENE_DRAWS], dim=1)
-    x, y, size, angle, aspect, opacity, variant, *cues, hue, middle, contrast, chroma = layers.view(
+    x, y, size, angle, aspect, opacity, version, *cues, hue, middle, contrast, chroma = layers.view(
         -1, LAYERS, _LAYER_DRAWS
     ).unbind(-1)
     outlines, patterns, tones = (
@@ -123,7 +123,7 @@ def make_scenes(
     return Scenes(
         matrices=(matrices if camera is None else _after(matrices, camera[:, None])).float(),
         outlines=outlines,
-        patterns=patterns * VARIANTS + (variant * VARIANTS).long(),
+        patterns=patterns * VERSIONS + (version * VERSIONS).long(),
         colours=_colours(tones, hue, middle, contrast, chroma).float(),
         sizes=sizes.float(),
         opacity=_between(_OPACITY, opacity).float(),
@@ -133,7 +133,7 @@ def make_scenes(
 
 
 def with_clutter(scenes: Scenes, share: float) -> Scenes:
-    """The same pictures with everything but the object as opaque as `share` (0 to 1) of what it was."""
+    """Return the same pictures with the opacity of everything but the object multiplied by `share` (0 to 1)."""
     if share == 1:
         return scenes
     shares = torch.full((LAYERS,), share, dtype=scenes.opacity.dtype, device=scenes.opacity.device)
@@ -146,7 +146,7 @@ def _between(limits: tuple[float, float], draws: Tensor) -> Tensor:
 
 
 def _centres(x: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
-    """Where layers stand (N, L, 2): clutter anywhere, the object mostly inside, the cover on the object's edge."""
+    """Return the layers' centres (N, L, 2): clutter anywhere, the object mostly inside, the cover on its edge."""
     centres = torch.stack((x, y), dim=-1) * 2 - 1
     centres[:, OBJECT] *= 1 - 0.9 * sizes[:, OBJECT, None]
     angle, reach = 2 * math.pi * x[:, OBJECT + 1 :, None], (0.6 + 0.4 * y[:, OBJECT + 1 :, None])
@@ -156,7 +156,7 @@ def _centres(x: Tensor, y: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _matrices(centres: Tensor, sizes: Tensor, angle: Tensor, aspect: Tensor) -> Tensor:
-    """From picture to bank coordinates: move the centre to zero, turn, and divide by the layer's size."""
+    """Return the maps from picture to bank coordinates: shift the centre to zero, rotate, divide by the size."""
     stretch = ((2 * aspect - 1) * _ASPECT).exp()
     cos, sin = (2 * math.pi * angle).cos(), (2 * math.pi * angle).sin()
     rows = torch.stack((cos * stretch, sin * stretch, -sin / stretch, cos / stretch), dim=-1).unflatten(-1, (2, 2))
@@ -165,14 +165,14 @@ def _matrices(centres: Tensor, sizes: Tensor, angle: Tensor, aspect: Tensor) -> 
 
 
 def _after(outer: Tensor, inner: Tensor) -> Tensor:
-    """The affine map that is `inner`, then `outer`; (..., 2, 3) each."""
+    """Return the affine map that applies `inner`, then `outer`; (..., 2, 3) each."""
     linear, shift = outer[..., :2], outer[..., 2:]
     moved = (linear[..., :, :, None] * inner[..., None, :, :]).sum(-2)
     return torch.cat((moved[..., :2], moved[..., 2:] + shift), dim=-1)
 
 
 def _colours(tones: Tensor, hue: Tensor, middle: Tensor, contrast: Tensor, chroma: Tensor) -> Tensor:
-    """The two colours of each layer (N, L, 2, 3): of one hue, one darker; plain layers have the same one twice."""
+    """Return the two colours of each layer (N, L, 2, 3): one hue, one darker; plain layers have the same one twice."""
     angle = _WARM_HUE + math.pi * tones + (2 * hue - 1) * _HUE_SPREAD
     channels = torch.tensor([0.0, 2 * math.pi / 3, -2 * math.pi / 3], dtype=torch.float64)
     tint = _between(_CHROMA, chroma)[..., None] * (angle[..., None] - channels).cos()
@@ -183,6 +183,6 @@ def _colours(tones: Tensor, hue: Tensor, middle: Tensor, contrast: Tensor, chrom
 
 
 def _base(draws: Tensor) -> Tensor:
-    """Uneven light behind everything (N, 3, 5, 5)."""
+    """Return the uneven light of the background (N, 3, 5, 5)."""
     cells = draws.view(-1, 4, _BASE_CELLS, _BASE_CELLS)
     return _between((0.3, 0.7), cells[:, :1]) + _between((-0.12, 0.12), cells[:, 1:])

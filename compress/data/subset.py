@@ -1,4 +1,4 @@
-"""Parts of a data set that hold every class in proportion, the same on every machine."""
+"""Subsets of a data set with every class in proportion, the same on every machine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _ORDER_SEED = 1797
 
 
 def stratified_order(targets: Tensor) -> Tensor:
-    """An order of the images whose every prefix holds the classes in proportion, as nearly as whole images allow.
+    """Return an order of the images of which every prefix has the classes in proportion, up to whole images.
 
-    Within a class the order is random, by a fixed hash of the position. The image of rank r in a class of n stands
-    at (r + 0.5) / n of the way.
+    Within a class the order is random, by a fixed hash of the position. The image of rank r in a class of n is at the
+    share (r + 0.5) / n of the order.
 
     Args:
         targets: (N,) int64 classes.
@@ -29,13 +29,13 @@ def stratified_order(targets: Tensor) -> Tensor:
     starts = sizes.cumsum(0) - sizes
     classes = targets[by_class]
     rank = torch.arange(count) - starts[classes]
-    way = torch.empty(count, dtype=torch.float64)
-    way[by_class] = (rank + 0.5) / sizes[classes].double()
-    return shuffled[way[shuffled].argsort(stable=True)]
+    share = torch.empty(count, dtype=torch.float64)
+    share[by_class] = (rank + 0.5) / sizes[classes].double()
+    return shuffled[share[shuffled].argsort(stable=True)]
 
 
 def bounded(targets: Tensor, limit: int | None) -> Tensor:
-    """Positions of at most `limit` images, stratified, in the stored order; all of them when `limit` is None."""
+    """Return the positions of at most `limit` images, stratified, in the stored order; all if `limit` is None."""
     if limit is None or limit >= len(targets):
         return torch.arange(len(targets))
     return stratified_order(targets)[:limit].sort().values

@@ -1,4 +1,4 @@
-"""What runs a model and is measured; each engine imports its library lazily, in one place."""
+"""Engines run a model and are measured; each imports its library in one place, on first use."""
 
 from compress.engines.base import (
     Arrays,
@@ -6,12 +6,12 @@ from compress.engines.base import (
     BuildOptions,
     Engine,
     EngineInfo,
+    GpuTimes,
     RuntimeLayer,
     TensorInfo,
-    runtime_layers,
 )
 from compress.engines.registry import ENGINES, build_engine, engine_availability
-from compress.engines.torch_engine import TorchEngine
+from compress.engines.torch import TorchEngine
 
 __all__ = [
     "ENGINES",
@@ -20,10 +20,10 @@ __all__ = [
     "BuildOptions",
     "Engine",
     "EngineInfo",
+    "GpuTimes",
     "RuntimeLayer",
     "TensorInfo",
     "TorchEngine",
     "build_engine",
     "engine_availability",
-    "runtime_layers",
 ]

@@ -1,19 +1,20 @@
-"""Checks of the arrays that go into an engine, and short texts of the errors that come out of its library."""
+"""Helpers of the engines: checks of input arrays, import of a library, short texts of its errors."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compress.engines.base import Arrays, TensorInfo
-from compress.errors import EngineError, near_misses
+from compress.errors import EngineError, EngineUnavailableError, near_misses
 
 
 def check_inputs(inputs: Mapping[str, NDArray[np.generic]], expected: Sequence[TensorInfo], *, label: str) -> Arrays:
-    """Refuse inputs that are not those of an engine; return them contiguous, in the engine's order.
+    """Refuse inputs that an engine does not take; return them contiguous, in the engine's order.
 
     Args:
         inputs: one array for each of `expected`, by name.
@@ -21,7 +22,7 @@ def check_inputs(inputs: Mapping[str, NDArray[np.generic]], expected: Sequence[T
         label: of the engine, for messages.
 
     Raises:
-        EngineError: a missing or unknown name, or an array of another type or shape.
+        EngineError: a name is missing or unknown, or an array is of another type or shape.
     """
     names = [tensor.name for tensor in expected]
     for name in inputs:
@@ -50,32 +51,44 @@ def _fits(got: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def shape_text(shape: Iterable[int]) -> str:
-    """`(any, 3, 224, 224)` for (-1, 3, 224, 224)."""
+    """Return `(any, 3, 224, 224)` for (-1, 3, 224, 224)."""
     return f"({', '.join('any' if size == -1 else str(size) for size in shape)})"
 
 
 def with_batch(inputs: Sequence[TensorInfo], batch_size: int | None, *, where: str) -> tuple[TensorInfo, ...]:
-    """`inputs` with their first dimension fixed to `batch_size`; unchanged where that is None.
+    """Return `inputs` with their first dimension fixed to `batch_size`; None leaves them unchanged.
 
     Raises:
-        EngineError: an input without dimensions, or one that is fixed to another size already.
+        EngineError: an input has no dimensions, or is fixed to another size already.
     """
     if batch_size is None:
         return tuple(inputs)
-    fixed = []
     for tensor in inputs:
         if not tensor.shape or tensor.shape[0] not in (-1, batch_size):
             raise EngineError(
                 f"{where}: batch_size is {batch_size} but input {tensor.name!r} is fixed to "
                 f"{shape_text(tensor.shape)}; export it with a dynamic batch, or leave batch_size out"
             )
-        fixed.append(replace(tensor, shape=(batch_size, *tensor.shape[1:])))
-    return tuple(fixed)
+    return tuple(tensor.with_batch(batch_size) for tensor in inputs)
+
+
+def import_library(module: str, install: str) -> Any:
+    """Import an engine's library on first use.
+
+    Raises:
+        EngineUnavailableError: it is not installed, or cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        raise EngineUnavailableError(
+            f"{module} cannot be imported ({type(error).__name__}: {error}); {install}"
+        ) from error
 
 
 def reason(error: BaseException, *, limit: int = 500) -> str:
-    """What a library says is wrong, on one line, without the places in its own source that it adds."""
+    """Return a library's message on one line, without the places in its own source that it adds."""
     lines = [line.strip() for line in str(error).splitlines()]
-    told = " ".join(line for line in lines if line and not line.startswith(("Exception from src", "Traceback")))
-    told = told or type(error).__name__
-    return told if len(told) <= limit else told[: limit - 3] + "..."
+    text = " ".join(line for line in lines if line and not line.startswith(("Exception from src", "Traceback")))
+    text = text or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,34 +1,38 @@
-"""What an engine is: it loads an ONNX file, runs arrays, and says what it is made of.
+"""The interface of an engine: it loads an ONNX file, runs arrays, and reports the layers that it runs.
 
-Each engine lives in a file of its own and imports its library in one place, when first used, so that
-`import compress` needs none of them and `doctor` can say of each whether it works here and why not.
+Each engine imports its library in one place, on first use, so that `import compress` needs none of them and `doctor`
+can report for each engine if it works on this machine, and why not.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compress.errors import EngineError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Arrays = dict[str, NDArray[np.generic]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Availability:
-    """Whether an engine works on this machine.
+    """Availability of an engine on this machine.
 
     Attributes:
         name: engine, such as `openvino`.
-        available: it can build and run here.
-        version: of its library, "" when that is missing.
-        devices: what it can run on here, such as ("CPU",).
-        reason: why it is not available; "" when it is.
-        install: what to type or get to have it; "" when it is available.
+        available: True if it can build and run here.
+        version: of its library; "" if that is missing.
+        devices: devices that it can run on here, such as ("CPU",).
+        reason: why it is not available; "" if it is.
+        install: command or action that makes it available; "" if it is.
     """
 
     name: str
@@ -47,18 +51,22 @@ class TensorInfo:
     dtype: str
     shape: tuple[int, ...]
 
+    def with_batch(self, batch_size: int) -> TensorInfo:
+        """Return the tensor with another first dimension."""
+        return replace(self, shape=(batch_size, *self.shape[1:]))
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """What stands beside every figure measured on an engine.
+    """Description of an engine, shown beside every figure that is measured on it.
 
     Attributes:
         engine: `openvino`, `onnxruntime`, `torch`, ...
         label: name of the row in tables, such as `openvino (f32)`.
         version: of the library.
-        device: where it runs, such as `CPU`.
-        float_precision: type in which the part that is not quantized ran (`f32`, `bf16`, `f16`), as the
-            engine itself reports it; "unknown" when it does not.
+        device: device that it runs on, such as `CPU`.
+        float_precision: type in which the part that is not quantized runs (`f32`, `bf16`, `f16`), as reported by the
+            engine itself; "unknown" if it does not report it.
         options: as given to the library.
         path: the model file; None for a module in memory.
     """
@@ -74,12 +82,12 @@ class EngineInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """What an engine is built with, besides its file.
+    """Options that an engine is built with.
 
     Attributes:
         batch_size: fixes the first dimension of every input; None leaves it as the file has it.
         threads: CPU threads of one run; None = the library's own choice.
-        precision: of what is not quantized (`f32`, `bf16`, `f16`); None = the library's own choice.
+        precision: of the part that is not quantized (`f32`, `bf16`, `f16`); None = the library's own choice.
         options: further ones of this engine, by name.
     """
 
@@ -97,15 +105,15 @@ class BuildOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeLayer:
-    """One layer that an engine runs, as the engine itself reports it.
+    """One layer that an engine runs, as reported by the engine itself.
 
     Attributes:
         name: of the layer in the engine.
         kind: the engine's name of the operation, such as `Convolution`.
         precision: type in which it computes, such as `u8`, `bf16` or `f32`.
         output_precisions: type of each output.
-        kernel: implementation chosen; "" when the engine does not say.
-        original_names: nodes of the ONNX file that were fused into it, in no promised order.
+        kernel: implementation chosen; "" if the engine does not report it.
+        original_names: nodes of the ONNX file that were fused into it, in no particular order.
     """
 
     name: str
@@ -116,8 +124,35 @@ class RuntimeLayer:
     original_names: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class GpuTimes:
+    """Times of one batch by the GPU's own clock, in ms, one number for each run.
+
+    Attributes:
+        batch_size: images of one run.
+        copy_in_ms: from pinned memory to the GPU.
+        compute_ms: the network alone.
+        copy_out_ms: from the GPU to pinned memory.
+        total_ms: all three in one stream, measured as one.
+    """
+
+    batch_size: int
+    copy_in_ms: tuple[float, ...]
+    compute_ms: tuple[float, ...]
+    copy_out_ms: tuple[float, ...]
+    total_ms: tuple[float, ...]
+
+    @property
+    def images_per_s(self) -> float:
+        """Batch over the median time without transfers."""
+        return self.batch_size / float(np.median(self.compute_ms)) * 1e3
+
+
 class Engine(ABC):
-    """A model that is ready to run. `close` frees it; also a context manager."""
+    """A model that is ready to run. `close` frees it; an engine is also a context manager that closes it."""
+
+    takes_tensors: ClassVar[bool] = False
+    """True if `run_tensors` works."""
 
     info: EngineInfo
     inputs: tuple[TensorInfo, ...]
@@ -135,26 +170,59 @@ class Engine(ABC):
             One array for each of `self.outputs`, by name.
 
         Raises:
-            EngineError: a missing, unknown or ill-shaped input, or a failure of the library.
+            EngineError: an input is missing, unknown or of another type or shape, or the library fails.
         """
 
     def runtime_layers(self) -> tuple[RuntimeLayer, ...]:
-        """The layers that run, in their order; constants are left out.
+        """Return the layers that run after fusion, in their order; constants are left out.
 
         Raises:
-            EngineError: this engine does not tell.
+            EngineError: this engine does not report its layers.
         """
-        raise EngineError(f"{self.info.engine} does not tell which layers it runs; build the file with 'openvino'")
+        raise EngineError(f"{self.info.engine} does not report which layers it runs; build the file with 'openvino'")
 
     def layer_times_ms(self) -> dict[str, float]:
-        """Milliseconds that each of `runtime_layers` took in the last run, by name.
+        """Return the milliseconds that each of `runtime_layers` took in the last run, by name.
 
         Raises:
-            EngineError: this engine does not tell, or was not built to.
+            EngineError: this engine does not report times, or was not built to measure them.
         """
         raise EngineError(
-            f"{self.info.engine} does not tell how long its layers take; build the file with 'openvino', profile='yes'"
+            f"{self.info.engine} does not report how long its layers take; build the file with 'openvino', "
+            "profile='yes'"
         )
+
+    def gpu_times(
+        self, inputs: Mapping[str, NDArray[np.generic]], *, warmup: int = 10, runs: int = 100
+    ) -> GpuTimes | None:
+        """Time a batch with and without copies; None if the engine does not run on a GPU or has no access to its clock.
+
+        Args:
+            inputs: one batch.
+            warmup: runs that are not timed.
+            runs: runs that are.
+
+        Raises:
+            EngineError: a number is out of range, or as in `run`.
+        """
+        return None
+
+    def run_tensors(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run on tensors of this GPU, on torch's current stream, without a copy; does not wait for the result.
+
+        Calls belong on one stream: they share one execution context.
+
+        Args:
+            inputs: contiguous tensors by name, of the types and shapes that the engine takes.
+
+        Returns:
+            New tensors, filled when the current stream has come that far.
+
+        Raises:
+            EngineError: this engine takes arrays alone (`takes_tensors` is False); or a tensor is of another device,
+                type or shape, or is not contiguous.
+        """
+        raise EngineError(f"{self.info.label} takes arrays, not tensors of a GPU; use run")
 
     def close(self) -> None:  # noqa: B027  (most engines have nothing to free)
         """Free what the engine holds."""
@@ -164,12 +232,3 @@ class Engine(ABC):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def runtime_layers(engine: Engine) -> tuple[RuntimeLayer, ...]:
-    """What `engine` really runs: layers after fusion, each with the type it computes in.
-
-    Raises:
-        EngineError: this engine does not tell.
-    """
-    return engine.runtime_layers()

@@ -1,6 +1,6 @@
-"""What every engine reads of an ONNX file before its own library does: inputs, outputs, float types, metadata.
+"""Reads the interface of an ONNX file before an engine's library does: inputs, outputs, float types, metadata.
 
-Libraries name a bad file in many ways, some of them as an empty model. So the file is read here first, and a
+Libraries report a bad file in many ways, some of them as an empty model. So the file is read here first, and a
 missing, truncated or foreign one is refused in the same words on every engine.
 """
 
@@ -17,19 +17,19 @@ from compress.errors import EngineError
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxFile:
-    """The outside of an ONNX model.
+    """The interface of an ONNX model.
 
     Attributes:
         path: the file.
         inputs: those that are not initializers; a dimension without a number is -1.
-        outputs: the same of the results.
+        outputs: likewise.
         batch_names: symbols of the first dimension of the inputs, such as {"batch"}.
-        output_batch_names: symbol of the first dimension of each output, "" where it has none.
-        float_types: types in which floating-point weights and activations are kept: `f32`, `f16`, `bf16`, `f64`.
-        opset: of the standard operators; 0 where the file names none.
+        output_batch_names: symbol of the first dimension of each output; "" if it has none.
+        float_types: types in which floating-point weights and activations are stored: `f32`, `f16`, `bf16`, `f64`.
+        opset: of the standard operators; 0 if the file names none.
         quantized_types: types that its QuantizeLinear nodes write: `i8`, `u8`, `fp8`.
-        metadata: `metadata_props`.
-        weight_files: files beside it that hold its weights (external data), sorted; () where it holds them itself.
+        metadata: entries of `metadata_props`.
+        weight_files: files beside it that hold its weights (external data), sorted; () if it holds them itself.
     """
 
     path: Path
@@ -49,7 +49,7 @@ ENGINE_SUFFIXES = (".engine", ".plan")
 
 
 def existing_file(path: Path | str) -> Path:
-    """`path`, if it is a file.
+    """Return `path` if it is a file.
 
     Raises:
         EngineError: it does not exist, or is a folder.
@@ -60,21 +60,28 @@ def existing_file(path: Path | str) -> Path:
     return path
 
 
-def read_onnx(path: Path | str) -> OnnxFile:
-    """Read the outside of an ONNX file; weights kept in other files are not read.
+def load_onnx(path: Path | str) -> Any:
+    """Load an `onnx.ModelProto`; weights in other files are not read.
 
     Raises:
         EngineError: the file is missing, truncated, or not an ONNX model.
     """
-    import onnx
-
     path = existing_file(path)
     if path.suffix in ENGINE_SUFFIXES:
         raise EngineError(f"{path} is a built TensorRT engine; give the ONNX file that it was built from")
     try:
-        model = onnx.load(str(path), load_external_data=False)
+        return _onnx().load(str(path), load_external_data=False)
     except Exception as error:
         raise EngineError(f"{path}: not an ONNX model, or a truncated one ({error}); export it again") from error
+
+
+def read_onnx(path: Path | str) -> OnnxFile:
+    """Read the interface of an ONNX file; weights in other files are not read.
+
+    Raises:
+        EngineError: the file is missing, truncated, or not an ONNX model.
+    """
+    path, model = Path(path), load_onnx(path)
     graph = model.graph
     if not (model.ir_version and model.opset_import and graph.output):
         raise EngineError(
@@ -85,8 +92,8 @@ def read_onnx(path: Path | str) -> OnnxFile:
     inputs = [value for value in graph.input if value.name not in weights]
     return OnnxFile(
         path=path,
-        inputs=tuple(_tensor(value) for value in inputs),
-        outputs=tuple(_tensor(value) for value in graph.output),
+        inputs=tuple(map(_tensor, inputs)),
+        outputs=tuple(map(_tensor, graph.output)),
         batch_names=frozenset(name for name in map(_batch_name, inputs) if name),
         output_batch_names=tuple(map(_batch_name, graph.output)),
         float_types=frozenset(_float_types(graph)),
@@ -98,20 +105,26 @@ def read_onnx(path: Path | str) -> OnnxFile:
 
 
 def _locations(graph: Any) -> Iterator[str]:
-    """Names of the files of external data, of initializers and of constants."""
+    """Yield the names of the files of external data, of initializers and of constants."""
     constants = [a.t for node in graph.node for a in node.attribute if a.HasField("t")]
     for tensor in (*graph.initializer, *constants):
         yield from (entry.value for entry in tensor.external_data if entry.key == "location")
 
 
 def _tensor(value: Any) -> TensorInfo:
-    from onnx.helper import tensor_dtype_to_np_dtype
-
     tensor = value.type.tensor_type
     if not tensor.elem_type:
         raise EngineError(f"{value.name!r} is not a tensor of a known type: only models of tensors are run")
     shape = tuple(dim.dim_value if dim.HasField("dim_value") else -1 for dim in tensor.shape.dim)
-    return TensorInfo(name=value.name, dtype=tensor_dtype_to_np_dtype(tensor.elem_type).name, shape=shape)
+    dtype = _onnx().helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+    return TensorInfo(name=value.name, dtype=dtype.name, shape=shape)
+
+
+def _onnx() -> Any:
+    """Return the library; the one place of this package that imports it."""
+    import onnx  # lazy: engines are listed, and torch modules timed, without it
+
+    return onnx
 
 
 def _batch_name(value: Any) -> str:
@@ -124,7 +137,7 @@ _FLOATS = {1: "f32", 10: "f16", 11: "f64", 16: "bf16"}
 
 
 def _float_types(graph: Any) -> Iterator[str]:
-    """Types of float weights, inputs, outputs, and of the casts and constants between them."""
+    """Yield the types of float weights, inputs, outputs, and of the casts and constants between them."""
     numbers = [tensor.data_type for tensor in graph.initializer]
     numbers += [value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)]
     for node in graph.node:
@@ -134,11 +147,11 @@ def _float_types(graph: Any) -> Iterator[str]:
 
 
 _QUANTIZED = {2: "u8", 3: "i8", 17: "fp8", 18: "fp8", 19: "fp8", 20: "fp8"}
-"""onnx.TensorProto.DataType of what QuantizeLinear writes; the four FP8 types are one."""
+"""onnx.TensorProto.DataType of the types that QuantizeLinear writes; the four FP8 types count as one."""
 
 
 def _quantized_types(graph: Any) -> Iterator[str]:
-    """Types of the zero points of QuantizeLinear, which are those that it writes."""
+    """Yield the types of the zero points of QuantizeLinear, which are those that it writes."""
     kinds = {tensor.name: tensor.data_type for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant":

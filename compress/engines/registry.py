@@ -1,19 +1,22 @@
-"""All engines, one row each: whether it works here, how it loads a file, which options it takes.
+"""The table of engines: for each, how it reports its availability, how it loads a file, and its options.
 
-Another engine is another file with an `availability` and a `load` function, and a row in `ENGINES`.
+To add an engine, add a file with an `availability` and a `load` function, and a row in `ENGINES`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from compress.engines import onnxruntime_engine, openvino_engine, tensorrt_engine, torch_engine
+from compress.engines import onnxruntime as onnxruntime_engine
+from compress.engines import openvino as openvino_engine
+from compress.engines import torch as torch_engine
 from compress.engines.base import Availability, BuildOptions, Engine
-from compress.engines.tensorrt_library import FLAVOURS, tensorrt_availability
-from compress.engines.tensorrt_options import OPTIONS as TENSORRT_OPTIONS
+from compress.engines.tensorrt import engine as tensorrt_engine
+from compress.engines.tensorrt.library import FLAVOURS, tensorrt_availability
+from compress.engines.tensorrt.options import OPTIONS as TENSORRT_OPTIONS
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 
 
@@ -22,18 +25,16 @@ class EngineEntry:
     """One engine.
 
     Attributes:
-        availability: whether it works on this machine; never raises.
-        load: makes an engine of a file; None for one that does not.
+        availability: reports if it works on this machine; never raises.
+        load: makes an engine from a file; None for an engine that runs modules in memory.
         options: name and meaning of each option that `build_engine` passes on.
-        instead: for an engine without `load`: why, and what to do.
-        in_memory: it runs modules, so it is of use without `load`.
+        instead: for an engine without `load`: the reason, and how to use it.
     """
 
     availability: Callable[[], Availability]
     load: Callable[[Path | str, BuildOptions], Engine] | None = None
     options: Mapping[str, str] = field(default_factory=dict)
     instead: str = ""
-    in_memory: bool = False
 
 
 ENGINES: dict[str, EngineEntry] = {
@@ -46,7 +47,6 @@ ENGINES: dict[str, EngineEntry] = {
     "torch": EngineEntry(
         availability=torch_engine.availability,
         instead="it runs modules, not files: use TorchEngine(module, ...)",
-        in_memory=True,
     ),
     **{
         name: EngineEntry(
@@ -72,19 +72,18 @@ def build_engine(
 
     Args:
         path: the file; for TensorRT also an engine file that was built before.
-        engine: `openvino`, `onnxruntime`, `tensorrt` or `tensorrt-rtx`; `engine_availability` lists all,
-            and which work here.
+        engine: name of a row of `ENGINES`, such as `openvino`, `onnxruntime`, `tensorrt` or `tensorrt-rtx`;
+            `engine_availability` lists those that work here.
         batch_size: fixes the batch, which is faster; None keeps the file's own, dynamic or not.
         threads: CPU threads of one run; None = the engine's own choice.
-        precision: of what is not quantized: `f32`, `bf16` or `f16`; None = the engine's own choice, which
-            `Engine.info.float_precision` tells.
-        options: of that engine: `device` (openvino), `provider` (onnxruntime), those of
-            `compress.engines.tensorrt_options.OPTIONS` (tensorrt, tensorrt-rtx).
+        precision: of the part that is not quantized: `f32`, `bf16` or `f16`; None = the engine's own choice, which
+            `Engine.info.float_precision` names.
+        options: of that engine, named in its row: `device` (openvino), `provider` (onnxruntime), ...
 
     Raises:
-        EngineError: an unknown engine or option; a file that is missing, truncated, not ONNX or not to the engine's
-            liking; a precision that the engine did not take.
-        EngineUnavailableError: the engine is not on this machine; says what to install.
+        EngineError: the engine or an option is unknown; the file is missing, truncated, not ONNX, or refused by the
+            engine; or the engine did not take the precision.
+        EngineUnavailableError: the engine is not on this machine; the message says what to install.
     """
     if engine not in ENGINES:
         raise EngineError(f"unknown engine {engine!r}{near_misses(engine, ENGINES)} (one of: {', '.join(ENGINES)})")
@@ -100,11 +99,5 @@ def build_engine(
 
 
 def engine_availability() -> tuple[Availability, ...]:
-    """For every engine that compress knows: whether it works on this machine, and if not, why and what to do."""
-    return tuple(map(_availability, ENGINES.values()))
-
-
-def _availability(entry: EngineEntry) -> Availability:
-    told = entry.availability()
-    usable = entry.load is not None or entry.in_memory
-    return told if usable or not told.available else replace(told, available=False, reason=entry.instead)
+    """Report for every engine if it works on this machine, and if not, why and what to do."""
+    return tuple(entry.availability() for entry in ENGINES.values())

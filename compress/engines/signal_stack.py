@@ -1,9 +1,9 @@
-"""The alternate signal stack of a thread, kept as it was while a library is at work.
+"""Restores the alternate signal stack of a thread after a library has replaced it.
 
-OpenVINO gives the thread that compiles a model a signal stack of its own, and frees it with the model. Of two models
-freed in the order in which they were made, the first cannot put the old stack back, and the second puts back that of
-the first, freed by then. The next signal with a handler (SIGCHLD, when a worker of a DataLoader ends) kills the
-process. A stack that was put back at once is never the library's to free.
+OpenVINO gives the thread that compiles a model a signal stack of its own, and frees it with the model. If two models
+are freed in the order in which they were made, the first cannot restore the old stack, and the second restores the
+stack of the first, which is freed by then. The next signal with a handler (SIGCHLD, when a worker of a DataLoader ends)
+kills the process. Restoring the stack at once prevents this.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Stack(ctypes.Structure):
 
 @contextmanager
 def keep_signal_stack() -> Iterator[None]:
-    """Put this thread's alternate signal stack back at the end. Does nothing outside Linux."""
+    """Restore this thread's alternate signal stack at the end; outside Linux, do nothing."""
     if not sys.platform.startswith("linux"):
         yield
         return

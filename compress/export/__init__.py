@@ -1,1 +1,1 @@
-"""ONNX with Q/DQ, and the audit of what is in it."""
+"""ONNX files with Q/DQ, and the names in them."""

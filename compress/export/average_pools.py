@@ -1,48 +1,46 @@
-"""Averages that something other than a quantizer reads, kept in float behind the pool, for OpenVINO.
+"""Keeps averages in float for OpenVINO where something other than a quantizer consumes them.
 
-OpenVINO takes an average of INT8 values for INT8 itself where a sum, a product or a concat reads it (its low precision
-transformations call AvgPool "precision preserved" then), and rounds it to the steps of its input: in every PoolFormer
-block and behind every DenseNet transition (2026.4). In front of an operation that has no INT8 form it stays float. The
-larger of the average and the lowest float is such an operation, and changes nothing; it costs no time that was seen.
+OpenVINO computes an average of INT8 values in INT8 where a sum, a product or a concat consumes it (its low precision
+transformations call AvgPool "precision preserved" then) and rounds it to the steps of its input: in every PoolFormer
+block and after every DenseNet transition (2026.4). Before an operation that has no INT8 form the average stays float.
+The maximum of the average and the lowest float is such an operation: it changes no value and took no measurable time.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper
 
-from compress.export.readers import readers_of
+from compress.export.names import added_tensor
+from compress.export.onnx_graph import OnnxGraph
 
 
 def float_averages(proto: onnx.ModelProto) -> int:
-    """Put a Max that changes nothing behind every AveragePool that not only quantizers read; in place.
+    """Put a Max that changes no value after every AveragePool that has a consumer other than quantizers; in place.
 
     Args:
-        proto: with the types of its tensors, as torch writes it.
+        proto: model with the types of its tensors, as torch writes it.
 
     Returns:
-        How many were given one.
+        Number of pools that were changed.
     """
-    graph = proto.graph
-    readers = readers_of(graph)
-    types = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.output)}
+    view = OnnxGraph(proto.graph)
+    types = {v.name: v.type.tensor_type.elem_type for v in (*proto.graph.value_info, *proto.graph.output)}
     nodes: list[onnx.NodeProto] = []
     changed = 0
-    for node in graph.node:
+    for node in proto.graph.node:
         nodes.append(node)
-        if node.op_type != "AveragePool":
-            continue
-        if all(reader.op_type == "QuantizeLinear" for reader in readers.get(node.output[0], ())):
-            continue
         output = node.output[0]
+        quantized = all(consumer.op_type == "QuantizeLinear" for consumer in view.consumers.get(output, ()))
+        if node.op_type != "AveragePool" or quantized:
+            continue
         dtype = helper.tensor_dtype_to_np_dtype(types[output])
-        node.output[0], lowest = f"{output}_average", f"{output}_lowest"
-        graph.initializer.append(numpy_helper.from_array(np.asarray(np.finfo(dtype).min, dtype), lowest))
+        node.output[0] = added_tensor(output, "average")
+        lowest = view.add_constant(added_tensor(output, "lowest"), np.asarray(np.finfo(dtype).min, dtype))
         maximum = helper.make_node("Max", [node.output[0], lowest], [output])
         maximum.metadata_props.extend(node.metadata_props)
         nodes.append(maximum)
         changed += 1
-    del graph.node[:]
-    graph.node.extend(nodes)
+    view.replace_nodes(nodes)
     return changed

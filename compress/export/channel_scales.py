@@ -1,4 +1,4 @@
-r"""Where the scales of a weight's channels stand: in its DequantizeLinear, or as a factor behind the layer.
+r"""Moves the scales of a weight's channels from its DequantizeLinear to a factor after the layer.
 
 A convolution with integer weight q, activation scale s_x and one weight scale s_c for each output channel c is
 
@@ -7,123 +7,93 @@ A convolution with integer weight q, activation scale s_x and one weight scale s
 so that a layer with one scale, followed by a product with m and a sum with b, computes the same. Engines that fuse
 per-channel scales into their INT8 kernels want the first form. TensorRT-RTX 1.7 does not fuse them: its convolution
 then writes FP32, whatever the precision of the rest, and another kernel scales, adds and quantizes. With one scale for
-the weight the convolution writes FP16, and the kernel that quantizes anyway takes the factors along: the accuracy of
-channel scales at two thirds of the traffic. In fp16 the unscaled sum must stay below 65504, which a channel reaches
-only if its pre-activation, measured in steps of the largest channel's weight scale, does.
+the weight the convolution writes FP16, and the kernel that quantizes anyway multiplies by the factors: the accuracy of
+channel scales at two thirds of the traffic. In fp16 the unscaled sum must stay below 65504; a channel exceeds it only
+if its pre-activation does, measured in steps of the largest channel's weight scale.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper
+from onnx import helper
 
-from compress.export.cleanup import drop_unused
+from compress.export.names import added_tensor
+from compress.export.onnx_graph import OnnxGraph, attribute, drop_unused
 
 _CHANNEL_AXIS = {"Conv": 0, "ConvTranspose": 1, "Gemm": 0, "MatMul": 1}
 
 
 def scales_on_outputs(proto: onnx.ModelProto) -> int:
-    """Move the channel scales of quantized weights behind their layers, in place.
+    """Move the channel scales of quantized weights after their layers, in place.
 
-    Layers whose bias is computed, whose weight has other readers or whose scale is one number already stay.
+    A layer is left alone if its bias is computed, if its weight has other consumers, or if it has one scale already.
 
     Returns:
-        How many layers were changed.
+        Number of layers that were changed.
     """
-    graph = proto.graph
-    constants = {tensor.name: tensor for tensor in graph.initializer}
-    producers = {output: node for node in graph.node for output in node.output}
-    readers = Counter(name for node in graph.node for name in node.input)
+    view = OnnxGraph(proto.graph)
     nodes: list[onnx.NodeProto] = []
     changed = 0
-    for node in graph.node:
+    for node in proto.graph.node:
         nodes.append(node)
-        weight = producers.get(node.input[1]) if node.op_type in _CHANNEL_AXIS else None
-        if weight is None or weight.op_type != "DequantizeLinear" or readers[weight.output[0]] > 1:
+        weight = view.dequantizer(node.input[1]) if node.op_type in _CHANNEL_AXIS else None
+        if weight is None or len(view.consumers[weight.output[0]]) > 1 or not _movable(node, weight, view):
             continue
-        scale = constants.get(weight.input[1])
-        bias = constants.get(node.input[2]) if len(node.input) > 2 and node.input[2] else None
-        if scale is None or not _movable(node, weight, bias):
+        scales = view.array(weight.input[1])
+        if scales is None or scales.ndim != 1 or scales.size < 2:
             continue
-        values = numpy_helper.to_array(scale)
-        if values.ndim != 1 or values.size < 2:
-            continue
-        _one_scale(graph, weight, constants, values)
-        nodes += _behind(graph, node, values, None if bias is None else numpy_helper.to_array(bias), constants)
+        _one_scale(view, weight, scales)
+        nodes += _factors(view, node, weight, scales)
         changed += 1
-    del graph.node[:]
-    graph.node.extend(nodes)
-    drop_unused(graph)
+    view.replace_nodes(nodes)
+    drop_unused(proto.graph)
     return changed
 
 
-def _attribute(node: onnx.NodeProto, name: str, default: float) -> float:
-    return next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
-
-
-def _movable(node: onnx.NodeProto, weight: onnx.NodeProto, bias: onnx.TensorProto | None) -> bool:
-    """Whether the layer's output is linear in its channel scales in the one way that `_behind` writes."""
-    if _attribute(weight, "axis", 1) != _CHANNEL_AXIS[node.op_type]:
+def _movable(node: onnx.NodeProto, weight: onnx.NodeProto, view: OnnxGraph) -> bool:
+    """Return True if a layer's output is linear in its channel scales in the one form that `_factors` writes."""
+    if attribute(weight, "axis", 1) != _CHANNEL_AXIS[node.op_type]:
         return False
-    if len(node.input) > 2 and node.input[2] and bias is None:
+    if _has_bias(node) and node.input[2] not in view.constants:
         return False
     if node.op_type == "Gemm":
-        plain = all(_attribute(node, name, 1.0) == 1.0 for name in ("alpha", "beta"))
-        return plain and _attribute(node, "transB", 0) == 1 and _attribute(node, "transA", 0) == 0
-    return node.op_type != "ConvTranspose" or _attribute(node, "group", 1) == 1
+        plain = all(attribute(node, name, 1.0) == 1.0 for name in ("alpha", "beta"))
+        return plain and attribute(node, "transB", 0) == 1 and attribute(node, "transA", 0) == 0
+    return node.op_type != "ConvTranspose" or attribute(node, "group", 1) == 1
 
 
-def _one_scale(
-    graph: onnx.GraphProto,
-    weight: onnx.NodeProto,
-    constants: dict[str, onnx.TensorProto],
-    scales: NDArray[np.generic],
-) -> None:
+def _has_bias(node: onnx.NodeProto) -> bool:
+    return len(node.input) > 2 and bool(node.input[2])
+
+
+def _one_scale(view: OnnxGraph, weight: onnx.NodeProto, scales: NDArray[np.generic]) -> None:
     """Give a DequantizeLinear the largest of its scales, and one zero point."""
     base = weight.input[1]
-    weight.input[1] = _constant(graph, f"{base}_largest", np.asarray(scales.max(), scales.dtype))
-    if len(weight.input) > 2 and weight.input[2]:
-        zero = numpy_helper.to_array(constants[weight.input[2]])
-        weight.input[2] = _constant(graph, f"{base}_zero", np.asarray(zero.flat[0], zero.dtype))
+    weight.input[1] = view.add_constant(added_tensor(base, "largest"), np.asarray(scales.max(), scales.dtype))
+    zero = view.array(weight.input[2]) if _has_bias(weight) else None
+    if zero is not None:
+        weight.input[2] = view.add_constant(added_tensor(base, "zero"), np.asarray(zero.flat[0], zero.dtype))
     kept = [a for a in weight.attribute if a.name != "axis"]
     del weight.attribute[:]
     weight.attribute.extend(kept)
 
 
-def _behind(
-    graph: onnx.GraphProto,
-    node: onnx.NodeProto,
-    scales: NDArray[np.generic],
-    bias: NDArray[np.generic] | None,
-    constants: dict[str, onnx.TensorProto],
+def _factors(
+    view: OnnxGraph, node: onnx.NodeProto, weight: onnx.NodeProto, scales: NDArray[np.generic]
 ) -> list[onnx.NodeProto]:
-    """The product, and the sum where there is a bias, that follow a layer; its output keeps its name."""
-    output, tail = node.output[0], _tail(node, constants, graph)
-    shape = (1, -1, *[1] * tail) if tail else (-1,)
+    """Return the product, and the sum where there is a bias, that follow a layer; its output keeps its name."""
+    output, bias = node.output[0], view.array(node.input[2]) if _has_bias(node) else None
+    after = 0 if node.op_type in {"Gemm", "MatMul"} else len(view.constants[weight.input[0]].dims) - 2
+    shape = (1, -1, *[1] * after) if after else (-1,)
     factor = (scales.astype(np.float64) / float(scales.max())).astype(scales.dtype).reshape(shape)
-    node.output[0] = f"{output}_unscaled"
-    product = output if bias is None else f"{output}_scaled"
-    name = _constant(graph, f"{node.name}_channel_scales", factor)
-    added = [helper.make_node("Mul", [node.output[0], name], [product], name=f"{node.name}_channel_scales_Mul")]
+    node.output[0] = added_tensor(output, "unscaled")
+    product = output if bias is None else added_tensor(output, "scaled")
+    name = view.add_constant(added_tensor(node.name, "channel_scales"), factor)
+    added = [helper.make_node("Mul", [node.output[0], name], [product], name=added_tensor(name, "Mul"))]
     if bias is not None:
-        name = _constant(graph, f"{node.name}_channel_bias", bias.reshape(shape))
-        added.append(helper.make_node("Add", [product, name], [output], name=f"{node.name}_channel_bias_Bias"))
+        name = view.add_constant(added_tensor(node.name, "channel_bias"), bias.reshape(shape))
+        added.append(helper.make_node("Add", [product, name], [output], name=added_tensor(name, "Bias")))
         del node.input[2]
     return added
-
-
-def _tail(node: onnx.NodeProto, constants: dict[str, onnx.TensorProto], graph: onnx.GraphProto) -> int:
-    """Axes behind the channels in the layer's output: those of the kernel."""
-    if node.op_type in {"Gemm", "MatMul"}:
-        return 0
-    weight = next(n for n in graph.node if n.output[0] == node.input[1])
-    return len(constants[weight.input[0]].dims) - 2
-
-
-def _constant(graph: onnx.GraphProto, name: str, value: NDArray[np.generic]) -> str:
-    graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name))
-    return name

@@ -1,4 +1,4 @@
-"""What is done to torch's ONNX: names of nodes by module, known patterns in their usual form, no stack traces."""
+"""Tidies torch's ONNX: nodes are named by module, known patterns get their usual form, stack traces are removed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import ast
 from collections import Counter
 
 import onnx
-from onnx import numpy_helper
+
+from compress.export.names import node_name, tensor_name
+from compress.export.onnx_graph import OnnxGraph, attribute, drop_unused
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
@@ -27,17 +29,17 @@ def clean(proto: onnx.ModelProto) -> None:
 
 
 def _rename_nodes(graph: onnx.GraphProto) -> None:
-    """`/layer1/0/conv1/Conv`: the module that a node comes from, its kind, and a number where that is not unique."""
-    seen: Counter[str] = Counter()
+    """Name nodes after the module that they come from, and inner tensors after the node that writes them."""
+    seen: Counter[tuple[str, str]] = Counter()
     renamed: dict[str, str] = {}
     fixed = {value.name for value in graph.output}
     for node in graph.node:
-        name = f"{_module_path(node)}/{node.op_type}"
-        seen[name] += 1
-        node.name = name if seen[name] == 1 else f"{name}_{seen[name] - 1}"
+        origin = _module_path(node), node.op_type
+        node.name = node_name(*origin, seen[origin])
+        seen[origin] += 1
         for i, output in enumerate(node.output):
             if output and output not in fixed:
-                renamed[output] = f"{node.name}_output_{i}"
+                renamed[output] = tensor_name(node.name, i)
     for node in graph.node:
         node.input[:] = [renamed.get(name, name) for name in node.input]
         node.output[:] = [renamed.get(name, name) for name in node.output]
@@ -47,28 +49,17 @@ def _module_path(node: onnx.NodeProto) -> str:
     for prop in node.metadata_props:
         if prop.key == _SCOPES:
             scopes = ast.literal_eval(prop.value)
-            path = str(scopes[-2]) if len(scopes) > 1 else ""
-            return "/" + path.removeprefix("model.").replace(".", "/") if path else ""
+            return str(scopes[-2]).removeprefix("model.") if len(scopes) > 1 else ""
     return ""
 
 
 def _global_average_pools(graph: onnx.GraphProto) -> None:
-    """ReduceMean over the last two axes of an image is GlobalAveragePool, which engines fuse and quantize."""
-    constants = {tensor.name: tensor for tensor in graph.initializer}
+    """Turn a ReduceMean over the last two axes of an image into GlobalAveragePool, which engines fuse and quantize."""
+    view = OnnxGraph(graph)
     for node in graph.node:
-        if node.op_type != "ReduceMean" or len(node.input) != 2 or node.input[1] not in constants:
-            continue
-        axes = numpy_helper.to_array(constants[node.input[1]]).tolist()
-        keep = next((a.i for a in node.attribute if a.name == "keepdims"), 1)
-        if keep == 1 and sorted(axes) == [-2, -1]:  # torch writes adaptive pooling so, and only of images
+        axes = view.array(node.input[1]) if node.op_type == "ReduceMean" and len(node.input) == 2 else None
+        # torch writes adaptive pooling in this form, and only that of images
+        if axes is not None and attribute(node, "keepdims", 1) == 1 and sorted(axes.tolist()) == [-2, -1]:
             node.op_type = "GlobalAveragePool"
             del node.input[1:]
             del node.attribute[:]
-
-
-def drop_unused(graph: onnx.GraphProto) -> None:
-    """Remove constants that nothing reads; ONNX Runtime warns of each."""
-    used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
-    kept = [tensor for tensor in graph.initializer if tensor.name in used]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)

@@ -1,55 +1,56 @@
-"""Gathers by a table of indices as a Gather by a row of them and a Reshape, for OpenVINO.
+"""Rewrites a Gather by a table of indices as a Gather by one row of them and a Reshape, for OpenVINO.
 
 `Tensor.unfold` (HaloNet's windows) and indexing with a tensor of two axes are a Gather whose result has more axes than
-its input. OpenVINO carries the channel scales of the INT8 layer before such a Gather through it without giving them the
-new axes, and then refuses the file ("GatherTransformation ... CALLBACK HAS THROWN", 2026.4); not so a Reshape.
+its input. OpenVINO moves the channel scales of the INT8 layer before such a Gather to its output without giving them
+the new axes, and then refuses the file ("GatherTransformation ... CALLBACK HAS THROWN", 2026.4). A Reshape is handled.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper
+
+from compress.export.names import added_tensor
+from compress.export.onnx_graph import OnnxGraph, attribute
 
 
 def flat_gathers(proto: onnx.ModelProto) -> int:
-    """Give every Gather of an activation a row of indices, in place; what is computed stays the same.
+    """Give every Gather of an activation one row of indices, in place; the results stay the same.
 
-    Gathers of constants, by indices that are computed, and of tensors with two unknown sizes behind the axis stay.
+    A Gather of a constant, by computed indices, or of a tensor with two unknown sizes after the axis is left alone.
 
     Args:
-        proto: with the shapes of its tensors, as torch writes it.
+        proto: model with the shapes of its tensors, as torch writes it.
 
     Returns:
-        How many were changed.
+        Number of nodes that were changed.
     """
-    graph = proto.graph
-    constants = {tensor.name: tensor for tensor in graph.initializer}
+    view = OnnxGraph(proto.graph)
     shapes = {
         value.name: [d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim]
-        for value in (*graph.value_info, *graph.input)
+        for value in (*proto.graph.value_info, *proto.graph.input)
     }
     nodes: list[onnx.NodeProto] = []
     changed = 0
-    for node in graph.node:
+    for node in proto.graph.node:
         nodes.append(node)
-        if node.op_type != "Gather" or node.input[0] in constants or node.input[1] not in constants:
+        if node.op_type != "Gather" or node.input[0] in view.constants:
             continue
-        index, source = numpy_helper.to_array(constants[node.input[1]]), shapes.get(node.input[0])
-        if index.ndim < 2 or source is None:
+        index, source = view.array(node.input[1]), shapes.get(node.input[0])
+        if index is None or index.ndim < 2 or source is None:
             continue
-        axis = next((a.i for a in node.attribute if a.name == "axis"), 0) % len(source)
-        target = [0] * axis + [*index.shape, *source[axis + 1 :]]  # 0 copies the size of the input, -1 is what is left
+        axis = attribute(node, "axis", 0) % len(source)
+        target = [0] * axis + [*index.shape, *source[axis + 1 :]]  # 0 copies the size of the input, -1 is the remainder
         if target.count(-1) > 1:
             continue
-        names = [f"{node.output[0]}_{part}" for part in ("row", "index", "shape")]
-        graph.initializer.append(numpy_helper.from_array(index.reshape(-1).copy(), names[1]))
-        graph.initializer.append(numpy_helper.from_array(np.asarray(target, np.int64), names[2]))
-        reshape = helper.make_node("Reshape", [names[0], names[2]], [node.output[0]])
+        output = node.output[0]
+        node.output[0] = added_tensor(output, "row")
+        node.input[1] = view.add_constant(added_tensor(output, "index"), index.reshape(-1).copy())
+        shape = view.add_constant(added_tensor(output, "shape"), np.asarray(target, np.int64))
+        reshape = helper.make_node("Reshape", [node.output[0], shape], [output])
         reshape.metadata_props.extend(node.metadata_props)
-        node.input[1], node.output[0] = names[1], names[0]
         nodes.append(reshape)
         changed += 1
-    del graph.node[:]
-    graph.node.extend(nodes)
+    view.replace_nodes(nodes)
     return changed

@@ -1,8 +1,8 @@
-"""PyTorch to ONNX with Q/DQ: torch's own exporter, then names that people recognize, metadata, and a check.
+"""Exports PyTorch models to ONNX with Q/DQ: torch's exporter, then passes over the file, metadata, and a check.
 
-torch.onnx.export does the translation. Afterwards nodes are named by the module that they come from
-(`/layer1/0/conv1/Conv`), spatial means become GlobalAveragePool (what engines know how to fuse), stack traces go,
-and preprocessing and labels are written into the metadata.
+torch.onnx.export does the translation. The passes name nodes by the module that they come from (`export.names`), turn
+spatial means into GlobalAveragePool, which engines fuse, remove stack traces, and work around faults of engines that
+the file is for. Preprocessing and labels are written into the metadata.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ import onnx
 import torch
 from torch import Tensor, fx, nn
 
-from compress.data.preprocessing import LABELS_KEY, METADATA_KEY, Preprocessing
+from compress.data.preprocessing import Preprocessing
 from compress.errors import ExportError
 from compress.export.average_pools import float_averages
 from compress.export.bias import integer_biases, room_for_biases
 from compress.export.channel_scales import scales_on_outputs
-from compress.export.cleanup import clean, drop_unused
+from compress.export.cleanup import clean
 from compress.export.gathers import flat_gathers
 from compress.export.int4 import pack_int4
+from compress.export.names import LABELS_KEY, PREPROCESSING_KEY, input_names, output_names
+from compress.export.onnx_graph import drop_unused
 from compress.export.prepare import prepare
 from compress.export.shared_convolutions import bias_shared_convolutions
-from compress.export.spec import ExportSpec
+from compress.export.spec import ExportSpec, check_export_spec
 from compress.files import replacing
-from compress.graph.inputs import Inputs, as_inputs, flat_tensors, named_outputs
-from compress.graph.trace import check_module, leaves_of
+from compress.graph.inputs import Inputs, as_inputs, flat_tensors, named_tensors
+from compress.graph.report import leaves_of
+from compress.graph.trace import check_module
 
 _LARGEST = 2**31 - 1
 _LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir", "torch.fx.experimental.symbolic_shapes")
@@ -55,11 +58,9 @@ def export_onnx(
 ) -> Path:
     """Write `model` as ONNX: weights INT8, activations as Q/DQ pairs, bias float, BatchNorm folded.
 
-    The file's input is called `input` (several: `input_0`, ...), its output `logits`; several outputs have the names of
-    the keys or fields of what the model returns, or `output_0`, ... in a tuple.
-
-    Weights of up to 4 bits are INT4 from opset 21 on and INT8 of a narrower range before; other widths below 8 are INT8
-    of a narrower range, and activations below 8 bits are Q/DQ behind a Clip. E4M3 is FLOAT8E4M3FN throughout.
+    Inputs and outputs are named by `export.names`: `input`, `logits`. Weights of up to 4 bits are INT4 from opset 21 on
+    and INT8 of a narrower range before; other widths below 8 are INT8 of a narrower range, and activations below 8 bits
+    are Q/DQ after a Clip. E4M3 is FLOAT8E4M3FN throughout.
 
     Args:
         model: quantized by compress, or float; not changed.
@@ -69,9 +70,9 @@ def export_onnx(
         dynamic_batch: leave the first dimension of all inputs open (named `batch`).
         opset: 19 or later.
         channel_scales: `weight`, or `output` for TensorRT-RTX (see `compress.export.channel_scales`).
-        preprocessing: how its input is made; written into the metadata.
+        preprocessing: of its input; written into the metadata.
         labels: names of the classes; written into the metadata.
-        metadata: more of it, key to text.
+        metadata: further entries, key to text.
 
     Returns:
         `path`.
@@ -87,12 +88,20 @@ def export_onnx(
     if isinstance(model, torch.jit.ScriptModule):
         raise ExportError(f"the model is a {type(model).__name__}: give the module that it was scripted or traced from")
     inputs = as_inputs(example_inputs)
-    ready = prepare(model, inputs, precision=spec.precision)
-    proto = _export(ready, inputs, spec)
-    target = getattr(getattr(model, "placement", None), "target", "")
+    proto = _export(prepare(model, inputs, precision=spec.precision), inputs, spec)
+    _apply_passes(proto, spec, target=getattr(getattr(model, "placement", None), "target", ""))
+    _describe(proto, preprocessing, labels, metadata or {})
+    _check(proto)
+    with replacing(path) as temporary:
+        temporary.write_bytes(proto.SerializeToString())
+    return Path(path)
+
+
+def _apply_passes(proto: onnx.ModelProto, spec: ExportSpec, *, target: str) -> None:
+    """Rewrite torch's ONNX in place for the target that its quantizers were placed for; "" for a float model."""
     room_for_biases(proto)
     pack_int4(proto)
-    if target != "onnxruntime":  # those for TensorRT are measured on OpenVINO too
+    if target != "onnxruntime":  # files for TensorRT are measured on OpenVINO too
         bias_shared_convolutions(proto)
     if target == "openvino":
         flat_gathers(proto)
@@ -103,27 +112,22 @@ def export_onnx(
         drop_unused(proto.graph)  # the biases that it replaced
     if spec.channel_scales == "output":
         scales_on_outputs(proto)
-    _describe(proto, preprocessing, labels, metadata or {})
+
+
+def _check(proto: onnx.ModelProto) -> None:
     if proto.ByteSize() > _LARGEST:
         raise ExportError(f"the ONNX model has {proto.ByteSize()} bytes; files of one piece hold at most {_LARGEST}")
     try:
         onnx.checker.check_model(proto, full_check=True)
     except Exception as error:
         raise ExportError(f"the exported model does not pass onnx.checker: {error}") from error
-    path = Path(path)
-    with replacing(path) as temporary:
-        temporary.write_bytes(proto.SerializeToString())
-    return path
 
 
 def _checked(spec: ExportSpec) -> ExportSpec:
-    if spec.precision not in {"fp32", "fp16"}:
-        raise ExportError(f"precision is {spec.precision!r}; allowed are 'fp32' and 'fp16'")
-    if spec.channel_scales not in {"weight", "output"}:
-        raise ExportError(f"channel_scales is {spec.channel_scales!r}; allowed are 'weight' and 'output'")
+    check_export_spec(spec)
     newest = onnx.defs.onnx_opset_version()
-    if not 19 <= spec.opset <= newest:
-        raise ExportError(f"opset is {spec.opset}; allowed are 19 to {newest} with the installed onnx")
+    if spec.opset > newest:
+        raise ExportError(f"opset is {spec.opset}: the installed onnx knows opsets up to {newest}")
     return spec
 
 
@@ -131,7 +135,7 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
     if spec.dynamic_batch:  # torch.export takes a batch of one for a constant
         inputs = tuple(x.repeat(2, *[1] * (x.dim() - 1)) if len(x) == 1 else x for x in inputs)
     batch = torch.export.Dim("batch", min=1)
-    names = ["input"] if len(inputs) == 1 else [f"input_{i}" for i in range(len(inputs))]
+    names = input_names(len(inputs))
     try:
         with torch.no_grad():
             output = model(*inputs)
@@ -141,7 +145,7 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
             f"the model fails on example_inputs of {got}: {_cause(error)}; export it in float32 (model.float(); "
             "precision='fp16' writes the file in half) with inputs that it takes, on its device"
         ) from error
-    results = [name for name, _ in named_outputs(output, taken=names)]
+    results = output_names([key for key, _ in named_tensors(output)], taken=names)
     if not results:
         raise ExportError(f"the model returned {type(output).__name__}, which holds no tensor that a file could return")
     if not isinstance(output, (Tensor, tuple, list, dict)):
@@ -169,7 +173,7 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
 
 
 class _TensorsOf(nn.Module):
-    """A model whose results stand in a dataclass, returning its tensors in order."""
+    """Returns the tensors of a model whose result is a dataclass, in order."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -180,7 +184,7 @@ class _TensorsOf(nn.Module):
 
 
 def _cause(error: BaseException) -> str:
-    """What stopped the exporter, without its own advice: the first paragraph of the innermost error, as one line."""
+    """Return the first paragraph of the innermost error on one line, without the exporter's own advice."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().partition("\n\n")[0]
@@ -188,7 +192,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _suspects(model: nn.Module) -> str:
-    """Modules that torch.fx could not trace either: what stops one tracer often stops the other."""
+    """Name modules that torch.fx could not trace either: their code often stops both tracers."""
     leaves = [leaf for m in model.modules() if isinstance(m, fx.GraphModule) for leaf in leaves_of(m)]
     named = ", ".join(f"{leaf.path} ({leaf.kind}: {leaf.reason})" for leaf in leaves[:3])
     return f"; look first at what torch.fx kept whole: {named}" if leaves else ""
@@ -200,7 +204,7 @@ def _named_arguments(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter's warnings, and the graphs that it prints when it fails, are about its insides, not the model."""
+    """Silence the exporter's warnings and the graphs that it prints when it fails: they are not about the model."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     try:
@@ -219,7 +223,7 @@ def _describe(
 ) -> None:
     entries = dict(metadata)
     if preprocessing is not None:
-        entries[METADATA_KEY] = preprocessing.to_json()
+        entries[PREPROCESSING_KEY] = preprocessing.to_json()
     if labels:
         entries[LABELS_KEY] = json.dumps(list(labels), ensure_ascii=False)
     proto.producer_name = "compress"

@@ -1,4 +1,4 @@
-"""A model made ready for the exporter: BatchNorm folded, quantizers turned into what ONNX will hold.
+"""Prepares a model for the exporter: BatchNorm is folded, and quantizers become the nodes that ONNX will hold.
 
 Activation quantizers become QuantizeLinear / DequantizeLinear pairs; weights become INT8 constants with a
 DequantizeLinear. The integers are computed here, from the float32 weight and the very scale that is written, so that
@@ -16,21 +16,20 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import ExportError, ModelError
-from compress.export.int4 import INT4_MARK
+from compress.export.names import INT4_KEY
 from compress.graph.attention import open_attention
 from compress.graph.fold import fold_batchnorm, foldable_pair
 from compress.graph.inputs import Inputs
 from compress.graph.ops import node_module
 from compress.graph.parametrized import bake
 from compress.graph.trace import trace
-from compress.quantization.insert import quantizers
 from compress.quantization.modules import can_quantize
-from compress.quantization.numerics import QuantFormat, quantize
-from compress.quantization.quantizer import Quantizer
+from compress.quantization.numerics import QuantFormat, quantize_tensor
+from compress.quantization.quantizer import Quantizer, quantizers
 
 
 def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32") -> nn.Module:
-    """A copy of `model` that the ONNX exporter turns into Q/DQ form.
+    """Return a copy of `model` that the ONNX exporter turns into Q/DQ form.
 
     Args:
         model: float, or quantized by compress; not changed.
@@ -38,7 +37,7 @@ def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32"
         precision: `fp32` or `fp16`, of all that is not quantized; inputs and outputs stay float32.
 
     Raises:
-        ExportError: a quantizer without ranges, named.
+        ExportError: a quantizer has no ranges; the message names it.
     """
     model = copy.deepcopy(model).eval()
     bare = [name for name, quantizer in quantizers(model) if not quantizer.ready]
@@ -59,29 +58,30 @@ def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32"
             bake(layer, key)
     for name, quantizer in list(quantizers(model)):
         parent = model.get_submodule(name.rpartition(".")[0])
-        written = _written(parent, name, quantizer, half)
-        model.set_submodule(name, written)
+        model.set_submodule(name, _written(parent, name, quantizer, half))
     return _HalfInside(_halved(model)) if half else model
 
 
 def _halved(model: nn.Module) -> nn.Module:
-    """Float16 in all that is float; FP8, which torch counts among the floats, stays what it is."""
+    """Convert all float tensors to float16, except FP8, which torch counts among the floats."""
     return model._apply(lambda t: t.half() if t.is_floating_point() and t.element_size() > 1 else t)
 
 
 def _written(parent: nn.Module, name: str, quantizer: Quantizer, half: bool) -> nn.Module:
-    """What stands in the file for a quantizer."""
+    """Return the module that writes a quantizer into the file."""
     scale, of_weight = quantizer.scale.detach(), name.endswith(".weight_quantizer")
     if half:
         scale = _half_scale(_half_or_more(scale) if of_weight else scale, name)
     if of_weight:
         weight = cast(Tensor, parent.weight).detach()
-        return _WeightDequantize(quantize(weight, scale.to(weight.dtype), quantizer.format), scale, quantizer.format)
+        return _WeightDequantize(
+            quantize_tensor(weight, scale.to(weight.dtype), quantizer.format), scale, quantizer.format
+        )
     return _QuantizeDequantize(scale, quantizer.format)
 
 
 def _half_or_more(scale: Tensor) -> Tensor:
-    """Scales rounded up to float16 where it is coarse: one of a channel that is nearly zero must not become zero."""
+    """Round scales up where float16 is coarse, so that the scale of a nearly zero channel stays above zero."""
     step = 2.0**-24  # the smallest float16, and the distance of those below 2**-14
     return torch.where(scale < 2.0**-14, (scale / step).ceil() * step, scale)
 
@@ -97,7 +97,7 @@ def _half_scale(scale: Tensor, name: str) -> Tensor:
 
 
 class _QuantizeDequantize(nn.Module):
-    """QuantizeLinear and DequantizeLinear; fewer than 8 bits are a Clip before them."""
+    """Writes QuantizeLinear and DequantizeLinear, after a Clip where there are fewer than 8 bits."""
 
     is_quantizer = True
     scale: Tensor
@@ -118,7 +118,7 @@ class _QuantizeDequantize(nn.Module):
 
 
 class _WeightDequantize(nn.Module):
-    """DequantizeLinear of a constant; takes the float weight's place."""
+    """Writes DequantizeLinear of an integer constant in place of the float weight."""
 
     is_quantizer = True
     q: Tensor
@@ -132,7 +132,7 @@ class _WeightDequantize(nn.Module):
         self.register_buffer("zero_point", torch.zeros(scale.shape, dtype=q.dtype))
         self.attributes: dict[str, Any] = {} if quant_format.axis is None else {"axis": quant_format.axis}
         whole = quant_format.kind == "int" and quant_format.num_bits <= 4
-        self.metadata = {INT4_MARK: str(quant_format.num_bits)} if whole else {}
+        self.metadata = {INT4_KEY: str(quant_format.num_bits)} if whole else {}
 
     def forward(self, weight: Tensor) -> Tensor:
         return _symbolic(
@@ -159,7 +159,7 @@ def _symbolic(
 
 
 class _HalfInside(nn.Module):
-    """Float32 at the border, float16 inside."""
+    """Takes and returns float32, and computes in float16."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -182,10 +182,10 @@ def _floats(value: Any) -> Any:
 
 
 def _fold_kept_batchnorm(graph_module: fx.GraphModule) -> None:
-    """Fold what `batchnorm: keep` kept. A channel's integers stay; its range grows by |gamma / sigma|.
+    """Fold the BatchNorm that `batchnorm: keep` has left: integers stay, and ranges grow by |gamma / sigma|.
 
     Raises:
-        ExportError: a kept BatchNorm after a weight with one scale for all channels.
+        ExportError: a BatchNorm follows a weight with one scale for all channels.
     """
     for node in list(graph_module.graph.nodes):
         pair = foldable_pair(node)

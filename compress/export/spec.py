@@ -1,27 +1,41 @@
-"""What ONNX file a recipe asks for: its `export` section."""
+"""The `export` section of a recipe: the form of its ONNX files."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from compress.errors import ExportError
+from compress.validation import validate
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSpec:
-    """An ONNX file.
+    """Form of an ONNX file.
 
     Attributes:
-        opset: 19 or later (per-channel Q/DQ with half-precision scales); from 21 on, weights of 4 bits are INT4.
+        opset: from 19 on, Q/DQ have half-precision scales per channel; from 21 on, weights of 4 bits are INT4.
         precision: type of everything that is not quantized; strongly typed engines run exactly that.
         dynamic_batch: leave the batch size open.
-        channel_scales: where the scales of a weight's channels stand: at the `weight`, or behind the layer's `output`,
-            which TensorRT-RTX moves fewer bytes with (see `compress.export.channel_scales`).
-        require: the run fails when an engine is not that: `int8` (all that is INT8 in the file), `fp16` (no product in
-            FP32).
+        channel_scales: place of the scales of a weight's channels: at the `weight`, or after the layer at its `output`,
+            with which TensorRT-RTX moves fewer bytes (see `compress.export.channel_scales`).
+        require: fails the run if an engine does not compute so: `int8` (all that is INT8 in the file), `fp16` (no
+            product in FP32).
     """
 
-    opset: int = 19
+    opset: Annotated[int, Field(ge=19)] = 19
     precision: Literal["fp32", "fp16"] = "fp32"
     dynamic_batch: bool = True
     channel_scales: Literal["weight", "output"] = "weight"
     require: Literal["int8", "fp16"] | None = None
+
+
+def check_export_spec(spec: ExportSpec) -> None:
+    """Refuse a specification that no file can have.
+
+    Raises:
+        ExportError: names each key, what was got and what is allowed.
+    """
+    validate(spec, ExportSpec, section="export", error=ExportError)

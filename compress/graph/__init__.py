@@ -1,1 +1,1 @@
-"""What a model is: traced with torch.fx, BatchNorm folded, each layer with its kind, shapes, macs and bytes."""
+"""A model as a torch.fx graph, and the traits of its operations."""

@@ -1,11 +1,11 @@
 """Attention opened: one opaque operation becomes linear, matmul, softmax, matmul, linear, so that each can be INT8.
 
 Three forms are known: `nn.MultiheadAttention` (self-attention), `F.scaled_dot_product_attention`, and torchvision's
-`shifted_window_attention`. What is computed stays the same up to rounding. The scale is applied to the product and
-not to the query: then both inputs of the matmul are what linear layers return, and an engine folds the scale into the
-requantization. Where a form cannot be opened, `node.meta["whole"]` says why and the placement shows it.
+`shifted_window_attention`. The result stays the same up to rounding. The scale is applied to the product and not to the
+query: both inputs of the matmul are then results of linear layers, and an engine folds the scale into the
+requantization. If a form cannot be opened, `node.meta["whole"]` holds the reason, which the placement shows.
 
-An opened window attention is for the image size of the trace (its shift mask is a constant); the other two are not.
+An opened window attention is valid for the image size of the trace only, because its shift mask is a constant.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from compress.graph.batches import device_of
-from compress.graph.ops import node_module
+from compress.graph.ops import node_kind, node_module
 
 
 def open_attention(graph_module: fx.GraphModule, *, exportable: bool = True) -> tuple[str, ...]:
@@ -29,7 +29,7 @@ def open_attention(graph_module: fx.GraphModule, *, exportable: bool = True) -> 
 
     Args:
         graph_module: to change.
-        exportable: also those that torch.onnx can write as they are; it refuses others than of four axes.
+        exportable: True opens also those that torch.onnx can write as they are, which is those with four axes.
 
     Returns:
         Names of the nodes that were opened.
@@ -51,7 +51,7 @@ def open_attention(graph_module: fx.GraphModule, *, exportable: bool = True) -> 
             node.meta["whole"] = reason
             continue
         part = node.prev
-        while part is not last:  # what was inserted belongs to the same modules
+        while part is not last:  # the inserted nodes belong to the same modules
             part.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
             part = part.prev
         opened.append(node.name)
@@ -61,7 +61,7 @@ def open_attention(graph_module: fx.GraphModule, *, exportable: bool = True) -> 
 
 
 Wrap = Callable[[Any], Any]
-"""A node as a proxy that appends what is done with it to the graph; other values as they are."""
+"""Turns a node into a proxy that records operations on it in the graph, and returns other values as they are."""
 
 
 def _opener(node: fx.Node) -> Callable[[fx.Node, Wrap], str] | None:
@@ -69,13 +69,11 @@ def _opener(node: fx.Node) -> Callable[[fx.Node, Wrap], str] | None:
         return _open_multihead if type(node_module(node)) is nn.MultiheadAttention else None
     if node.target is F.scaled_dot_product_attention:
         return _open_scaled_dot_product
-    if getattr(node.target, "__name__", "") == "shifted_window_attention":
-        return _open_windows
-    return None
+    return _open_windows if node_kind(node) == "window_attention" else None
 
 
 def _refused(node: fx.Node) -> bool:
-    """Whether torch.onnx refuses an attention ("only 4D query, key, and value are supported", torch 2.15)."""
+    """Return True if torch.onnx refuses an attention ("only 4D query, key, and value are supported", torch 2.15)."""
     query = node.args[0] if node.args else node.kwargs.get("query")
     return node.target is F.scaled_dot_product_attention and len(getattr(query, "meta", {}).get("shape") or ()) != 4
 
@@ -88,7 +86,7 @@ def _attend(
     finish: Callable[[Any], Any],
     drop: Callable[[Any], Any] = lambda weights: weights,
 ) -> tuple[Any, Any]:
-    """(drop(softmax(finish(scale q k^T))) v, what v is multiplied by); (..., tokens, width of a head)."""
+    """(drop(softmax(finish(scale q k^T))) v, the weights that multiply v); (..., tokens, width of a head)."""
     scores = torch.matmul(query, key.transpose(-2, -1)) * scale
     weights = drop(F.softmax(finish(scores), dim=-1))
     return torch.matmul(weights, value), weights
@@ -141,7 +139,7 @@ def _open_multihead(node: fx.Node, wrap: Wrap) -> str:
 
 
 def _why_whole(node: fx.Node, module: Any, arguments: dict[str, Any]) -> str:
-    """Why a call of nn.MultiheadAttention cannot be opened; "" when it can."""
+    """Return the reason why a call of nn.MultiheadAttention cannot be opened; "" if it can."""
     if not arguments["query"] is arguments["key"] is arguments["value"]:
         return "query, key and value are not one tensor"
     if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:

@@ -1,7 +1,7 @@
-"""What a model is called with, out of the batches that its user's loader yields.
+"""From the batches of a user's loader to the inputs of a model.
 
 A loader yields images alone, or (images, target), or, for a network of several inputs, (first, second, ..., target).
-How many of them are inputs stands in the signature of the model's `forward`: as many as have no default.
+The signature of the model's `forward` decides how many of them are inputs: as many as have no default.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from compress.errors import DataError
 
 Batches = Iterable[Any]
-"""Tensors, or tuples that begin with all inputs of the model, a target behind them or not; see `batch_inputs`."""
+"""Tensors, or tuples that begin with all inputs of the model, which a target may follow; see `batch_inputs`."""
 
 
 def batch_inputs(batch: Any, count: int = 1) -> tuple[Tensor, ...]:
-    """The first `count` tensors of a batch; what stands behind them, such as a target, is left out.
+    """The first `count` tensors of a batch, without what follows them, such as a target.
 
     Args:
         batch: a tensor; a tuple or list that begins with `count` tensors; or one whose first element holds them.
@@ -48,7 +48,7 @@ def batch_inputs(batch: Any, count: int = 1) -> tuple[Tensor, ...]:
 
 
 def model_inputs(model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
-    """The tensors of a batch that `model` is called with, on its device.
+    """The inputs of `model` in a batch, on the model's device.
 
     Raises:
         DataError: the batch does not hold them.
@@ -58,13 +58,13 @@ def model_inputs(model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model's first parameter or buffer is; the CPU for a model without any."""
+    """The device of a model's first parameter or buffer; the CPU for a model without any."""
     first = next(chain(model.parameters(), model.buffers()), None)
     return torch.device("cpu") if first is None else first.device
 
 
 def _required(model: nn.Module) -> int:
-    """Arguments of `forward` without a default; 1 where it takes any number of them."""
+    """Number of arguments of `forward` without a default; 1 if it takes any number of them."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(model.forward).parameters.values()
     return max(1, sum(p.kind in positional and p.default is p.empty for p in parameters))

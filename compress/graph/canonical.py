@@ -1,4 +1,4 @@
-"""The form of a graph that placement reads: attention opened, functional layers as modules, BatchNorm folded."""
+"""The form of a graph that placement works on: attention opened, functional layers as modules, BatchNorm folded."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from compress.graph.inplace import follow_changes
 from compress.graph.inputs import Inputs
 from compress.graph.ops import node_kind
 from compress.graph.trace import propagate_shapes, trace
+from compress.graph.traits import SHAPES
 
 
 def canonical_graph(model: nn.Module, example_inputs: Inputs, *, fold: bool = True) -> fx.GraphModule:
@@ -19,7 +20,7 @@ def canonical_graph(model: nn.Module, example_inputs: Inputs, *, fold: bool = Tr
 
     Args:
         model: any module; a GraphModule is taken as its own trace.
-        example_inputs: what it is called with.
+        example_inputs: its inputs.
         fold: fold BatchNorm into the layer before it; False keeps it.
 
     Returns:
@@ -41,8 +42,8 @@ def canonical_graph(model: nn.Module, example_inputs: Inputs, *, fold: bool = Tr
 
 
 def _drop_assertions(graph_module: fx.GraphModule) -> None:
-    """Erase assertions about shapes: they held for the example, and as readers they keep layers from fusing."""
+    """Erase assertions about shapes: they hold for the example, and as consumers they would keep layers from fusing."""
     for node in reversed(list(graph_module.graph.nodes)):
-        if not node.users and node_kind(node) in {"assert", "compare", "shape", "getattr", "floordiv"}:
+        if not node.users and node_kind(node) in SHAPES | {"getattr"}:
             graph_module.graph.erase_node(node)
     graph_module.recompile()

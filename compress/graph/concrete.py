@@ -1,13 +1,13 @@
-"""Tracing that knows the shapes: control flow on sizes is decided by the example inputs, on values it still stops.
+"""Values while tracing: the example inputs decide control flow on sizes; control flow on pixels still stops.
 
-torch.fx stops at `if x.shape[2] % 7:` because it has no sizes. This tracer computes every node as it is recorded, so
-that sizes are at hand: such a branch is taken as the example takes it, and the graph then holds for images of that
-size. What the network computes *from pixels* must not decide anything: a tensor in an `if`, or a number taken out of a
-tensor, stops the trace as before. Sizes that stay symbolic (a batch dimension passed to `view`) stay so; `trace` runs
-the graph with another batch size to be sure.
+torch.fx stops at `if x.shape[2] % 7:` because it has no sizes. Here every node is computed as it is recorded, so that
+the sizes are known: the branch of the example is taken, and the graph is valid for images of that size. Values computed
+*from pixels* must not decide anything: a tensor in an `if`, or a number taken out of a tensor, stops the trace as
+before. Sizes that nothing asks for (a batch dimension passed to `view`) stay symbolic; `trace` checks the graph with
+another batch size.
 
-Some of Python asks types and lengths of what it is given and takes nothing symbolic: `len(x)`, `isinstance(x, Tensor)`,
-`torch.zeros(n, ...)`, `x[:, 0] = y`. While this tracer works, they are answered for symbolic values too (`answered`).
+Some Python code asks for types and lengths, which symbolic values do not have: `len(x)`, `isinstance(x, Tensor)`,
+`torch.zeros(n, ...)`, `x[:, 0] = y`. While a trace runs, these work on symbolic values too (`answered`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute, TraceError
 from torch.utils._pytree import tree_leaves
 
-from compress.graph.ops import METHODS_OF_SHAPE
+from compress.graph.ops import METHODS_OF_SHAPE, run_node
 
 
 class _Known:
-    """What a proxy of a size can do because its value is known; a mixin of `fx.Proxy`."""
+    """Conversions of a proxy whose value depends on sizes alone; a mixin of `fx.Proxy`."""
 
     node: fx.Node
     tracer: Any
@@ -48,7 +48,7 @@ class _Known:
 
 class _KnownProxy(_Known, fx.Proxy):
     def __setitem__(self, key: Any, value: Any) -> None:
-        # Whoever holds the proxy sees the change, as of a tensor
+        # Everyone who holds the proxy must see the change, as with a tensor.
         self.node = _call(with_item, (self, key, value), {}).node
 
     def __getattr__(self, k: str) -> _KnownAttribute:
@@ -57,7 +57,7 @@ class _KnownProxy(_Known, fx.Proxy):
 
 class _KnownAttribute(_Known, Attribute):
     def __getattr__(self, k: str) -> Any:
-        if (self.attr, k) == ("device", "type"):  # what an autocast is opened for; devices themselves stay symbolic
+        if (self.attr, k) == ("device", "type"):  # an autocast asks for it; devices stay symbolic
             return self.tracer.sized(self.root).device.type
         return _KnownAttribute(self, k)
 
@@ -67,7 +67,7 @@ class Values:
 
     Args:
         root: the model that is traced.
-        inputs: of its placeholders, in order.
+        inputs: values of its placeholders, in order.
     """
 
     def __init__(self, root: nn.Module, inputs: Iterable[Tensor]) -> None:
@@ -87,12 +87,11 @@ class Values:
             return
         args = fx.node.map_arg(node.args, self._value)
         kwargs = fx.node.map_arg(node.kwargs, self._value)
-        with torch.no_grad():
-            self.busy = True  # modules that run now are not to be recorded
-            try:
-                self.values[node] = _computed(self.root, node, args, kwargs)
-            finally:
-                self.busy = False
+        self.busy = True  # modules that run now must not be recorded
+        try:
+            self.values[node] = run_node(self.root, node, args, kwargs)
+        finally:
+            self.busy = False
         read = any(isinstance(self.values[n], Tensor) for n in node.all_input_nodes)
         number = not isinstance(self.values[node], (Tensor, tuple, list, dict)) and not _is_shape(node)
         if (read and number) or any(n in self.from_pixels for n in node.all_input_nodes):
@@ -103,33 +102,20 @@ class Values:
         return copy.copy(value) if isinstance(value, (list, dict)) else value
 
     def sized(self, node: fx.Node) -> Any:
-        """What `len` of a node is taken of: a tensor has a length too."""
+        """The value whose length `len` of a node returns; tensors have a length too."""
         value = self.values.get(node)
         return value if isinstance(value, Tensor) else self.known(node)
 
     def known(self, node: fx.Node) -> Any:
-        """The value of a node that shapes alone decide.
+        """The value of a node that depends on shapes alone.
 
         Raises:
-            TraceError: it is a tensor, or was computed from one.
+            TraceError: the value is a tensor, or was computed from one.
         """
         value = self.values.get(node)
         if isinstance(value, Tensor) or node in self.from_pixels or node not in self.values:
             raise TraceError("symbolically traced variables cannot be used as inputs to control flow")
         return value
-
-
-def _computed(root: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    if node.op == "get_attr":
-        value: Any = root
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
-        return value
-    if node.op == "call_module":
-        return root.get_submodule(str(node.target))(*args, **kwargs)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _is_shape(node: fx.Node) -> bool:
@@ -157,10 +143,10 @@ def unrolled(proxy: Any, value: Any) -> Iterator[Any]:
 
 @contextmanager
 def answered(root: nn.Module) -> Iterator[None]:
-    """Builtins and functions that take nothing symbolic answer for proxies; all is as before afterwards.
+    """Let builtins and functions that refuse symbolic values take proxies; restores them afterwards.
 
-    Builtins are replaced in the Python modules that define the classes of `root`, torch's own apart; `torch.zeros` and
-    the like in torch.
+    Builtins are replaced in the Python modules that define the classes of `root`, except torch's own; `torch.zeros` and
+    the like are replaced in torch.
     """
     modules = {type(module).__module__ for module in root.modules()}
     places = [vars(sys.modules[name]) for name in modules if name in sys.modules and name.split(".")[0] != "torch"]
@@ -179,7 +165,7 @@ def answered(root: nn.Module) -> Iterator[None]:
 
 
 def _recorded(name: str) -> Callable[..., Any]:
-    """The function of torch of that name, as a node of the graph where an argument is symbolic."""
+    """The function of torch of that name, which records a node if an argument is symbolic."""
     function: Callable[..., Any] = getattr(torch, name)
 
     @functools.wraps(function)
@@ -191,13 +177,13 @@ def _recorded(name: str) -> Callable[..., Any]:
 
 
 def new_tensor(name: str, *args: Any, **kwargs: Any) -> Tensor:
-    """What torch makes by that name: pickle traces graphs again, and can call torch.zeros on nothing symbolic."""
+    """Call the factory of torch of that name; unpickling traces a graph over, where torch.zeros takes no proxy."""
     made: Tensor = getattr(torch, name)(*args, **kwargs)
     return made
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy:
-    """A node that calls `function`, also in what pickle traces again."""
+    """Record a node that calls `function`, also when unpickling traces the graph over."""
     tracer = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, fx.Proxy)).tracer
     made: fx.Proxy = tracer.create_proxy("call_function", function, args, kwargs)
     made.node.meta["is_wrapped"] = True
@@ -205,12 +191,12 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _length(value: Any) -> Any:
-    """`len`; of a tensor its first size, which stays symbolic."""
+    """`len`; for a tensor its first size, which stays symbolic."""
     return value.size(0) if isinstance(value, fx.Proxy) and _is_tensor(value) else len(value)
 
 
 def _is_instance(value: Any, kind: Any) -> bool:
-    """`isinstance`; a proxy is also what it stands for."""
+    """`isinstance`, which for a proxy also asks its value."""
     if isinstance(value, kind):
         return True
     return isinstance(value, _Known) and isinstance(value.tracer.value_of(value), kind)

@@ -9,7 +9,9 @@ from torch import fx
 
 
 def open_einsums(graph_module: fx.GraphModule) -> tuple[str, ...]:
-    """Replace what can be replaced, in place; the others say why in `node.meta["whole"]`. Shapes are stale afterwards.
+    """Replace einsums that are products of two matrices; in place. Shapes are stale afterwards.
+
+    An einsum that stays has the reason in `node.meta["whole"]`.
 
     Returns:
         Names of the nodes that were replaced.
@@ -38,7 +40,7 @@ def open_einsums(graph_module: fx.GraphModule) -> tuple[str, ...]:
 
 
 def matrix_product(equation: str) -> tuple[bool, bool] | None:
-    """Which of two operands to transpose so that matmul computes `equation`; None when it is no such product.
+    """Find which of two operands to transpose so that matmul computes `equation`; None if it is no such product.
 
     >>> matrix_product("bhik,bhjk->bhij")
     (False, True)

@@ -10,15 +10,16 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
-from compress.graph.ops import WEIGHTED, module_kind, node_kind, node_module
+from compress.graph.ops import module_kind, node_kind, node_module
 from compress.graph.parametrized import bake
+from compress.graph.traits import WEIGHTED
 
 
 def fold_batchnorm(graph_module: fx.GraphModule) -> tuple[str, ...]:
-    """Fold every BatchNorm that follows a conv, transposed conv or linear and is its only reader; in place.
+    """Fold every BatchNorm that follows a conv, transposed conv or linear and is its only consumer; in place.
 
-    A BatchNorm stays when its input has other readers, when its layer is called twice, or when it follows something
-    else (pre-activation networks); in evaluation mode the outputs are the same up to rounding.
+    A BatchNorm stays if its input has other consumers, if its layer is called twice, or if it follows another operation
+    (pre-activation networks). In evaluation mode the outputs are the same up to rounding.
 
     Returns:
         Paths of the BatchNorms that were folded.
@@ -40,9 +41,9 @@ def fold_batchnorm(graph_module: fx.GraphModule) -> tuple[str, ...]:
 
 
 def _only_children(graph_module: fx.GraphModule, paths: list[str]) -> None:
-    """Of modules that stay for a child (timm's BatchNormAct2d, for its activation), drop parameters nothing reads.
+    """Drop the unused parameters of folded modules that stay for a child (timm's BatchNormAct2d: its activation).
 
-    DistributedDataParallel waits for the gradient of every parameter.
+    DistributedDataParallel would wait for their gradients.
     """
     read = {str(node.target).rpartition(".")[0] for node in graph_module.graph.nodes if node.op == "get_attr"}
     left = dict(graph_module.named_modules())
@@ -55,7 +56,7 @@ def _only_children(graph_module: fx.GraphModule, paths: list[str]) -> None:
 
 
 def foldable_pair(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """(layer, norm) when `norm` is a BatchNorm that can be folded into the layer before it, else None."""
+    """(layer, norm) if `norm` is a BatchNorm that can be folded into the layer before it, else None."""
     if norm.op != "call_module" or node_kind(norm) != "batch_norm" or not isinstance(norm.args[0], fx.Node):
         return None
     layer = norm.args[0]
@@ -71,9 +72,9 @@ def foldable_pair(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _set_weight(layer: nn.Module, weight: nn.Parameter) -> None:
-    """Give a layer another weight; a mask stays on it, as zeros stay zero; what would change it (a norm) is baked."""
+    """Set a layer's weight. A mask on it stays; a parametrization that would change the weight (a norm) is baked in."""
     if parametrize.is_parametrized(layer, "weight"):
-        with contextlib.suppress(NotImplementedError, RuntimeError):  # no inverse
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # the parametrization has no inverse
             layer.weight = weight.detach()
         if torch.allclose(cast(Tensor, layer.weight), weight):
             return
@@ -89,7 +90,7 @@ def _fold_into(layer: nn.Module, norm: nn.Module, *, transposed: bool) -> None:
         fused, shift = fuse_linear_bn_weights(weight, bias, *statistics)  # type: ignore[arg-type]
     else:
         groups = cast(int, layer.groups) if transposed else 1
-        # A transposed convolution holds (in, out / groups, ...): lay its groups side by side, so that dim 1 is all out
+        # A transposed convolution holds (in, out / groups, ...): put its groups side by side, so that dim 1 is out.
         wide = weight.detach().unflatten(0, (groups, -1)).transpose(0, 1).flatten(1, 2) if transposed else weight
         fused, shift = fuse_conv_bn_weights(wide, bias, *statistics, transpose=transposed)  # type: ignore[arg-type]
         if transposed:

@@ -1,23 +1,22 @@
-"""Functions that are layers become layers: F.linear, F.conv2d and F.batch_norm over parameters of the model.
+"""Functions that are layers become modules: F.linear, F.conv2d and F.batch_norm over parameters of the model.
 
-`F.conv2d(x, self.weight, ...)` in a module that torch.fx looks into (weight-standardized and same-padding convolutions,
-timm's BatchNormAct2d, attention) is a call of a function with a parameter. As a module at the path where the parameter
-is kept it can be folded, quantized, pruned and tuned like every other layer, and its state_dict keeps its names.
+`F.conv2d(x, self.weight, ...)` in a module that torch.fx enters (weight-standardized and same-padding convolutions,
+timm's BatchNormAct2d, attention) is a call of a function with a parameter. As a module at the parameter's own path it
+can be folded, quantized, pruned and tuned like every other layer, and its state_dict keeps its names.
 
-A weight that is computed from parameters alone (weight standardization, a bias put together of three) is computed
-once, here, as a BatchNorm is folded once: the layer holds the result and trains it directly.
+A weight that is computed from parameters alone (weight standardization, a bias joined from three) is computed once,
+here, as a BatchNorm is folded once: the layer holds the result and trains it directly.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from compress.graph.named import NamedLinear
-from compress.graph.ops import node_kind
+from compress.graph.ops import attribute_of, node_kind, run_node
 
 _CONVOLUTIONS: dict[Any, type[nn.Module]] = {
     F.conv1d: nn.Conv1d,
@@ -35,12 +34,12 @@ _ORDER = {
 
 
 def functions_to_modules(graph_module: fx.GraphModule) -> tuple[str, ...]:
-    """Give functional layers of a graph made by `trace` a module; in place.
+    """Replace functional layers of a graph made by `trace` by modules; in place.
 
     A function that cannot become one stays, with the reason in `node.meta["whole"]`.
 
     Returns:
-        Paths of the modules that were made.
+        Paths of the new modules.
     """
     made: dict[str, fx.Node] = {}
     for node in list(graph_module.graph.nodes):
@@ -60,14 +59,14 @@ def functions_to_modules(graph_module: fx.GraphModule) -> tuple[str, ...]:
 def _replace(
     graph_module: fx.GraphModule, node: fx.Node, kind: str, arguments: dict[str, Any], made: dict[str, fx.Node]
 ) -> str:
-    """Put a module in the place of `node`; why not, or ""."""
+    """Replace `node` by a call of a module; return the reason if that is not possible, else ""."""
     path, reason = _owner(graph_module, arguments.get("running_mean" if kind == "batch_norm" else "weight"))
     if reason:
         return reason
     if path in made:
         return _call_again(node, path, arguments, made[path])
     if any(n.op == "call_module" and n.target == path for n in graph_module.graph.nodes):
-        return f"the module {path} that keeps its weight is called too"
+        return f"the module {path} that holds its weight is called too"
     if not _is_constant(arguments.get("bias")):
         return "its bias is computed from the input"
     layer = _norm(graph_module, node, arguments) if kind == "batch_norm" else _weighted(graph_module, node, arguments)
@@ -85,7 +84,7 @@ def _replace(
 
 
 def _call_again(node: fx.Node, path: str, arguments: dict[str, Any], first: fx.Node) -> str:
-    """A second use of one weight calls the module that the first one made."""
+    """Let a second use of one weight call the module of the first use."""
     if first.meta["arguments"] != {k: v for k, v in arguments.items() if k != "input"}:
         return f"{path} is used before with other settings"
     with node.graph.inserting_before(node):
@@ -97,7 +96,7 @@ def _call_again(node: fx.Node, path: str, arguments: dict[str, Any], first: fx.N
 
 
 def _owner(graph_module: fx.GraphModule, weight: Any) -> tuple[str, str]:
-    """(path of the module that keeps a weight, why there is none)."""
+    """(path of the module that holds a weight, the reason why there is none)."""
     if not isinstance(weight, fx.Node) or not _is_constant(weight):
         return "", "its weight is computed from the input"
     shape = tuple(constant_value(graph_module, weight).shape)
@@ -161,7 +160,7 @@ def _norm(graph_module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any]
 
 
 def _take_place(graph_module: fx.GraphModule, path: str, layer: nn.Module) -> None:
-    """Set `layer` at `path`, with the children and further tensors that stood there."""
+    """Set `layer` at `path`, with the children and further tensors of the module that it replaces."""
     old = graph_module.get_submodule(path)
     layer.train(old.training)
     for name, child in old._modules.items():
@@ -176,7 +175,7 @@ def _take_place(graph_module: fx.GraphModule, path: str, layer: nn.Module) -> No
 
 
 def _drop_unread(graph_module: fx.GraphModule) -> None:
-    """Erase constants that nobody reads any more, and their parameters that became another's."""
+    """Erase constants without consumers, and parameters that became part of another."""
     for node in reversed(list(graph_module.graph.nodes)):
         if not node.users and node.op != "output" and node.op != "placeholder" and _is_constant(node):
             graph_module.graph.erase_node(node)
@@ -185,14 +184,14 @@ def _drop_unread(graph_module: fx.GraphModule) -> None:
         own = {"weight", "bias", *getattr(module, "names", {}).values()}
         if type(module) in {*_CONVOLUTIONS.values(), NamedLinear}:
             for name in [n for n in module._parameters if n not in own and f"{path}.{n}" not in read]:
-                del module._parameters[name]  # such as the gain of a standardized weight, which is in the weight now
+                del module._parameters[name]  # such as the gain of a standardized weight, which the new weight includes
 
 
 # --- constants -----------------------------------------------------------------------------------------------------
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether a value is no node, or one that only parameters, buffers and numbers go into."""
+    """Return True if a value is no node, or a node computed from parameters, buffers and numbers alone."""
     if not isinstance(value, fx.Node):
         return True
     if value.op == "placeholder" or value.op == "output":
@@ -209,28 +208,18 @@ def _sources(node: fx.Node) -> list[fx.Node]:
 
 
 def _attribute(graph_module: fx.GraphModule, node: fx.Node) -> Any:
-    value: Any = graph_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
+    return attribute_of(graph_module, str(node.target))
 
 
 def constant_value(graph_module: fx.GraphModule, node: fx.Node) -> Any:
-    """The value of a node that depends on constants alone; of a get_attr, the very parameter or buffer."""
-    if node.op == "get_attr":
-        return _attribute(graph_module, node)
+    """The value of a node that depends on constants alone; for a get_attr node the very parameter or buffer."""
     args = fx.node.map_arg(node.args, lambda n: constant_value(graph_module, n))
     kwargs = fx.node.map_arg(node.kwargs, lambda n: constant_value(graph_module, n))
-    with torch.no_grad():
-        if node.op == "call_module":
-            return graph_module.get_submodule(str(node.target))(*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+    return run_node(graph_module, node, args, kwargs)
 
 
 def _parameter(graph_module: fx.GraphModule, node: fx.Node) -> nn.Parameter:
-    """A weight as a parameter: the model's own, or a new one that holds what was computed."""
+    """A weight as a parameter: the model's own, or a new one that holds the computed value."""
     value = constant_value(graph_module, node)
     if isinstance(value, nn.Parameter):
         return value

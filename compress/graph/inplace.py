@@ -1,9 +1,9 @@
-"""What is changed in place is read from the operation that changed it, so that the graph says what depends on what.
+"""Operations in place: later consumers of a changed tensor consume the operation that changed it.
 
 `relu_(y)`, or a ReLU with `inplace=True` at the head of a block whose input is also its skip connection, changes `y`
-for everybody who reads it later. A graph that runs line by line computes that too, but its edges do not tell: a
-quantizer put behind `y` would round the values from before the change. So later readers of `y` become readers of the
-operation. Which operations change their inputs is not looked up but watched: a tensor counts its own changes.
+for every later consumer. A graph that runs line by line computes that too, but its edges do not show it: a quantizer
+inserted after `y` would quantize the values from before the change. Which operations change their inputs is observed in
+a run and not looked up, because tensors count their own changes.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from compress.graph.inputs import Inputs, as_inputs, copies_of, same_results
 
 
 def follow_changes(graph_module: fx.GraphModule, example_inputs: Inputs) -> None:
-    """Let every node read tensors from the last operation that changed them; in place.
+    """Let every node consume a tensor from the last operation that changed it; in place.
 
     Args:
         graph_module: from `trace`.
         example_inputs: what it is called with.
 
     Raises:
-        ModelError: a tensor is changed through a view of it and read again, for which no edge can stand.
+        ModelError: a tensor is changed through a view of it and read afterwards, which no edge can express.
     """
     inputs = as_inputs(example_inputs)
     watcher = _Watcher(graph_module)
     expected = watcher.on(inputs)
     for current, by in watcher.changes:
-        for reader in _readers_after(current, by):
-            reader.replace_input_with(current, by)
+        for consumer in _consumers_after(current, by):
+            consumer.replace_input_with(current, by)
     for placeholder in watcher.changed_inputs():  # the caller's own tensor
-        readers = list(placeholder.users)
+        consumers = list(placeholder.users)
         with graph_module.graph.inserting_after(placeholder):
             own = graph_module.graph.call_method("clone", (placeholder,))
         own.meta.update(placeholder.meta)
-        for reader in readers:
-            reader.replace_input_with(placeholder, own)
+        for consumer in consumers:
+            consumer.replace_input_with(placeholder, own)
     graph_module.graph.lint()
     graph_module.recompile()
-    if watcher.read_again and not same_results(expected, _Apart(graph_module).on(inputs)):
-        names = ", ".join(dict.fromkeys(f"{node.name} ({node.target})" for node in watcher.read_again))
+    if watcher.stale and not same_results(expected, _Apart(graph_module).on(inputs)):
+        names = ", ".join(dict.fromkeys(f"{node.name} ({node.target})" for node in watcher.stale))
         raise ModelError(
-            f"{type(graph_module).__name__} changes a tensor in place through a view of it and reads it again: "
+            f"{type(graph_module).__name__} changes a tensor in place through a view of it and reads it afterwards: "
             f"{names}; write y = f(y) in place of f_(y) there"
         )
 
 
-def _readers_after(node: fx.Node, line: fx.Node) -> list[fx.Node]:
-    """Users of `node` that stand behind `line` in the graph."""
+def _consumers_after(node: fx.Node, line: fx.Node) -> list[fx.Node]:
+    """Consumers of `node` that come after `line` in the graph."""
     return [user for user in node.users if line < user]
 
 
@@ -66,19 +66,21 @@ class _Runs(fx.Interpreter):
 
 
 class _Watcher(_Runs):
-    """Notes what changes its inputs.
+    """Notes the nodes that change their inputs.
 
     Attributes:
-        changes: (the node that later nodes read a tensor from, the node that changed the tensor and returned it).
-        read_again: nodes that changed a tensor which is read afterwards, itself or through a view.
+        changes: (the node whose tensor later nodes consume, the node that changed the tensor and returned it).
+        stale: nodes that changed a tensor which is read afterwards, itself or through a view.
+        first: the first node that returned the very tensor that a node returns.
+        latest: the last node that changed the tensor of such a first node.
     """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         super().__init__(graph_module)
         self.changes: list[tuple[fx.Node, fx.Node]] = []
-        self.read_again: list[fx.Node] = []
-        self.first: dict[fx.Node, fx.Node] = {}  # of nodes that return the very tensor of an earlier one
-        self.latest: dict[fx.Node, fx.Node] = {}  # of such first nodes
+        self.stale: list[fx.Node] = []
+        self.first: dict[fx.Node, fx.Node] = {}
+        self.latest: dict[fx.Node, fx.Node] = {}
 
     def changed_inputs(self) -> list[fx.Node]:
         """Placeholders whose tensors were changed."""
@@ -93,11 +95,11 @@ class _Watcher(_Runs):
         return result
 
     def _note(self, node: fx.Node, by: fx.Node, result: Any) -> None:
-        """`by` changed the tensor of `node`."""
+        """Record that `by` changed the tensor of `node`."""
         memory = self.env[node].untyped_storage().data_ptr()
         held = [m for m, v in self.env.items() if isinstance(v, Tensor) and v.untyped_storage().data_ptr() == memory]
-        if any(_readers_after(m, by) for m in held):
-            self.read_again.append(by)
+        if any(_consumers_after(m, by) for m in held):
+            self.stale.append(by)
         if result is self.env[node]:
             first = self.first.get(node, node)
             self.changes.append((self.latest.get(first, first), by))
@@ -105,12 +107,12 @@ class _Watcher(_Runs):
 
 
 class _Apart(_Runs):
-    """Runs a graph with every node on copies of its own: nothing changes what another node reads."""
+    """Runs a graph with every node on copies of its own, so that no node changes what another consumes."""
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         return tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, super().fetch_args_kwargs_from_env(n))
 
 
 def _changes(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; 0 where it does not count (made in inference mode)."""
+    """Number of changes in place of a tensor; 0 if it does not count them (made in inference mode)."""
     return 0 if tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""What a model takes and what it returns: tensors, one or several, and their names."""
+"""Inputs and outputs of models: tensors, one or several, and their names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def as_inputs(example_inputs: Inputs) -> tuple[Tensor, ...]:
     """A tensor or a sequence of tensors as a tuple.
 
     Raises:
-        ModelError: something else, or nothing, was given.
+        ModelError: `example_inputs` is something else, or empty.
     """
     given = (example_inputs,) if not isinstance(example_inputs, Sequence) else tuple(example_inputs)
     if not given or not all(isinstance(x, Tensor) for x in given):
@@ -31,7 +31,7 @@ def as_inputs(example_inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def copies_of(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Inputs that a model may change in place."""
+    """Copies of inputs, which a model may change in place."""
     return tuple(x.clone() for x in inputs)
 
 
@@ -59,23 +59,8 @@ def named_tensors(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
     return [found for key, item in items for found in named_tensors(item, f"{name}_{key}" if name else str(key))]
 
 
-def named_outputs(output: Any, *, taken: Sequence[str] = ()) -> list[tuple[str, Tensor]]:
-    """The tensors that a model returned, under the names that files and engines give them.
-
-    A lone tensor is `logits`. Several have the keys or fields that lead to them, or `output_0`, ... where there are
-    none (or where those are not names, or among `taken`).
-    """
-    found = named_tensors(output)
-    if len(found) == 1:
-        return [("logits", found[0][1])]
-    names = [name if name[0].isalpha() else f"output_{name}" for name, _ in found]
-    if len({*names, *taken}) < len(names) + len(taken):
-        names = [f"output_{i}" for i in range(len(found))]
-    return [(name, tensor) for name, (_, tensor) in zip(names, found, strict=True)]
-
-
 def same_results(reference: Any, result: Any) -> bool:
-    """Whether two results of a model hold equal tensors, to what the order of float32 sums changes."""
+    """Return True if two results of a model hold equal tensors, up to the order of sums in float32."""
     left, right = flat_tensors(reference), flat_tensors(result)
     return len(left) == len(right) and all(
         a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True)

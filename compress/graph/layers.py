@@ -1,8 +1,7 @@
-"""The layers of a graph with what they cost: kind, shapes, macs and elements moved.
+"""The layers of a graph and their costs: kind, shapes, parameters and macs.
 
-macs are multiply-accumulates (flops = 2 * macs). The table holds the operations that dominate; elementwise
-operations and pools have no multiply-accumulate of a matrix product and count 0; an operation that stands in no
-table is None, which is unknown and not zero, and `total_macs` says which ones those were.
+macs are multiply-accumulates of matrix products (flops = 2 * macs); elementwise operations and pools have none and
+count 0. The macs of an unknown operation are None, which is not zero, and `total_macs` names those operations.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from typing import cast
 
 from torch import Tensor, fx
 
-from compress.graph.ops import KINDS, node_kind, node_module
+from compress.graph.ops import node_kind, node_module
+from compress.graph.traits import TRAITS
 
 Shape = tuple[int, ...]
 
@@ -26,15 +26,15 @@ class Layer:
     Attributes:
         name: the fx node's name.
         path: the module's path; "" for a function or a method.
-        kind: `compress.graph.ops` name.
+        kind: row of `graph.traits`.
         type: class or function, as written.
-        input_shapes: of its tensor arguments.
-        output_shape: of its result; None when that is no tensor.
-        weight_elements, bias_elements: elements of its own parameters; of a module with several (attention), those
+        input_shapes: shapes of its tensor arguments.
+        output_shape: shape of its result; None if that is no tensor.
+        weight_elements, bias_elements: elements of its own parameters; in a module with several (attention), those
             with two dimensions or more are weights.
         macs: multiply-accumulates for the traced batch; None = unknown.
-        weight_macs: those of them that multiply a weight, which is all but the products of attention.
-        groups: of a convolution, else 1.
+        weight_macs: the part of `macs` that multiplies a weight, which is all but the products of attention.
+        groups: groups of a convolution, else 1.
         kernel: kernel size of a convolution or pool, () otherwise.
     """
 
@@ -54,8 +54,8 @@ class Layer:
 
 def layers(graph_module: fx.GraphModule) -> tuple[Layer, ...]:
     """The operations of a graph made by `trace`, in order, without inputs, constants and shape arithmetic."""
-    skipped = {"input", "output", "constant", "shape", "assert", "compare", "floordiv", "quantizer"}
-    nodes = (n for n in graph_module.graph.nodes if node_kind(n) not in skipped)
+    skipped = {"graph", "shape", "quantizer"}
+    nodes = (n for n in graph_module.graph.nodes if TRAITS[node_kind(n)].category not in skipped)
     return tuple(_layer(n) for n in nodes if _output_shape(n) is not None or node_kind(n) == "unknown")
 
 
@@ -97,7 +97,7 @@ def _layer(node: fx.Node) -> Layer:
 
 
 def _output_shape(node: fx.Node) -> Shape | None:
-    """Shape of the result; of an attention module, which returns (output, weights), that of its output."""
+    """Shape of the result; for an attention module, which returns (output, weights), the shape of its output."""
     if node.meta.get("shape") is None and node_kind(node) == "attention":
         query: Shape = tensor_args(node)[0].meta["shape"]
         return query
@@ -108,16 +108,14 @@ Macs = tuple[int, int]  # with a weight, without
 
 
 def _macs(node: fx.Node, kind: str) -> Macs | None:
-    if kind in _MACS:
-        return _MACS[kind](node)
-    if kind == "unknown" and node.op == "call_function":  # torchvision's functions that it tells fx not to enter
-        formula = _WRAPPED.get(getattr(node.target, "__name__", ""))
+    if TRAITS[kind].category in {"weighted", "product", "unknown"}:
+        formula = _MACS.get(kind)
         return formula(node) if formula else None
-    return (0, 0) if kind in _FREE else None
+    return 0, 0
 
 
 def _weight_shape(node: fx.Node) -> Shape | None:
-    """Shape of the weight of a conv or linear, whether it is a module's or a function's second argument."""
+    """Shape of the weight of a conv or linear, which is a module's or a function's second argument."""
     if node.op == "call_module":
         return tuple(node_module(node).weight.shape)  # type: ignore[arg-type]
     weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
@@ -140,12 +138,11 @@ def _linear_macs(node: fx.Node) -> Macs | None:
 
 
 def _matmul_macs(node: fx.Node) -> Macs | None:
-    arguments = tensor_args(node)
-    added = getattr(node.target, "__name__", "") in {"baddbmm", "addmm"}  # the first argument is added to the product
-    if len(arguments) < 2:
+    factors = tensor_args(node)[1 if node_kind(node) == "addmm" else 0 :]  # the first argument is added to the product
+    if len(factors) < 2:
         return None
-    macs = math.prod(node.meta["shape"]) * arguments[added].meta["shape"][-1]
-    return (macs, 0) if any(n.op == "get_attr" for n in arguments[added:]) else (0, macs)
+    macs = math.prod(node.meta["shape"]) * factors[0].meta["shape"][-1]
+    return (macs, 0) if any(n.op == "get_attr" for n in factors) else (0, macs)
 
 
 def _attention_macs(node: fx.Node) -> Macs | None:
@@ -170,7 +167,7 @@ def _attention_macs(node: fx.Node) -> Macs | None:
 
 
 def _window_attention_macs(node: fx.Node) -> Macs | None:
-    """Of torchvision's shifted_window_attention: the map is padded to whole windows, and each attends to itself."""
+    """Macs of torchvision's shifted_window_attention: the map is padded to whole windows, each attending to itself."""
     (batch, *sides, width), window = tensor_args(node)[0].meta["shape"], cast("list[int]", node.args[4])
     tokens = batch * math.prod(-(-side // step) * step for side, step in zip(sides, window, strict=True))
     return tokens * width * width * 4, tokens * math.prod(window) * width * 2
@@ -181,13 +178,8 @@ _MACS: dict[str, Callable[[fx.Node], Macs | None]] = {
     "conv_transpose": _conv_transpose_macs,
     "linear": _linear_macs,
     "matmul": _matmul_macs,
+    "addmm": _matmul_macs,
     "attention": _attention_macs,
+    "window_attention": _window_attention_macs,
 }
-
-_WRAPPED: dict[str, Callable[[fx.Node], Macs | None]] = {
-    "shifted_window_attention": _window_attention_macs,
-    "_get_relative_position_bias": lambda node: (0, 0),  # a look-up in a table
-    "_patch_merging_pad": lambda node: (0, 0),  # pads and regroups
-}
-
-_FREE = KINDS - set(_MACS) - {"einsum"}
+"""Formulas; without one the macs of a weighted layer or a product are unknown."""

@@ -1,6 +1,6 @@
-"""Layers whose parameters keep the names that they have in a model where they were no layers.
+"""Layers whose parameters keep the names that they had in a module that was not a layer.
 
-`nn.MultiheadAttention` keeps the weight of its in-projection as `in_proj_weight`. Once opened, that projection is a
+`nn.MultiheadAttention` holds the weight of its in-projection as `in_proj_weight`. Once opened, that projection is a
 linear layer like others; only its state_dict says `in_proj_weight`, as the float model's does.
 """
 
@@ -15,7 +15,7 @@ class Named(nn.Module):
     """A layer whose `weight` and `bias` are stored under other names; mixed in before the layer's class.
 
     Attributes:
-        names: name in the state_dict for `weight` and for `bias`.
+        names: names in the state_dict of `weight` and of `bias`.
     """
 
     names: dict[str, str]

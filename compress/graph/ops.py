@@ -1,8 +1,7 @@
-"""One name for each operation, however it was written: module, function, operator or tensor method.
+"""The kind of an operation, however torch spells it: module, function, operator or tensor method.
 
-`x + y`, `torch.add(x, y)` and `x.add(y)` are all `add`; `nn.ReLU`, `F.relu` and `x.relu_()` are all `relu`. Placement,
-costs and receptive fields read these names, so that what is known of an operation is said once. An operation
-that stands in no table is `unknown`, never guessed.
+`x + y`, `torch.add(x, y)` and `x.add(y)` are all `add`; `nn.ReLU`, `F.relu` and `x.relu_()` are all `relu`. What is
+known of a kind is in `graph.traits`. An operation without a row in the table below is `unknown`, never guessed.
 """
 
 from __future__ import annotations
@@ -15,158 +14,142 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-WEIGHTED = frozenset({"conv", "conv_transpose", "linear"})
-"""Operations with a weight of their own."""
+from compress.graph.traits import SHAPES
 
-_MODULES: dict[str, tuple[type[nn.Module], ...]] = {
-    "conv_transpose": (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    "conv": (nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    "linear": (nn.Linear,),
-    "attention": (nn.MultiheadAttention,),
-    "embedding": (nn.Embedding,),
-    "batch_norm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-    "layer_norm": (nn.LayerNorm, nn.RMSNorm),
-    "group_norm": (nn.GroupNorm,),
-    "instance_norm": (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-    "local_response_norm": (nn.LocalResponseNorm,),
-    "relu": (nn.ReLU,),
-    "relu6": (nn.ReLU6,),
-    "leaky_relu": (nn.LeakyReLU, nn.PReLU, nn.RReLU),
-    "silu": (nn.SiLU,),
-    "gelu": (nn.GELU,),
-    "hardswish": (nn.Hardswish,),
-    "hardsigmoid": (nn.Hardsigmoid,),
-    "sigmoid": (nn.Sigmoid,),
-    "tanh": (nn.Tanh,),
-    "elu": (nn.ELU, nn.CELU, nn.SELU),
-    "mish": (nn.Mish,),
-    "softplus": (nn.Softplus,),
-    "clamp": (nn.Hardtanh,),
-    "softmax": (nn.Softmax, nn.Softmax2d, nn.LogSoftmax),
-    "dropout": (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
-    "identity": (nn.Identity,),
-    "max_pool": (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
-    "avg_pool": (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
-    "adaptive_avg_pool": (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-    "adaptive_max_pool": (nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
-    "flatten": (nn.Flatten, nn.Unflatten),
-    "pixel_shuffle": (nn.PixelShuffle,),
-    "pixel_unshuffle": (nn.PixelUnshuffle,),
-    "channel_shuffle": (nn.ChannelShuffle,),
-    "resize": (nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d),
-    "pad": (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ReflectionPad2d, nn.ReplicationPad2d, nn.ConstantPad2d),
-}
+Spelling = type[nn.Module] | Callable[..., object] | str
 
-_FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "conv": (F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d),
-    "conv_transpose": (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
-    "linear": (F.linear,),
-    "matmul": (torch.matmul, operator.matmul, torch.bmm, torch.mm, torch.baddbmm, torch.addmm),
+SPELLINGS: dict[str, tuple[Spelling, ...]] = {
+    "conv": (nn.Conv1d, nn.Conv2d, nn.Conv3d, F.conv1d, F.conv2d, F.conv3d),
+    "conv_transpose": (
+        *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+        *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+    ),
+    "linear": (nn.Linear, F.linear),
+    "matmul": (torch.matmul, operator.matmul, torch.bmm, torch.mm, "matmul", "bmm", "mm", "__matmul__"),
+    "addmm": (torch.addmm, torch.baddbmm, "addmm", "baddbmm"),
     "einsum": (torch.einsum,),
-    "attention": (F.scaled_dot_product_attention, F.multi_head_attention_forward),
-    "batch_norm": (F.batch_norm,),
-    "layer_norm": (F.layer_norm, F.rms_norm),
-    "group_norm": (F.group_norm,),
-    "instance_norm": (F.instance_norm,),
-    "local_response_norm": (F.local_response_norm,),
-    "normalize": (F.normalize, torch.rsqrt, torch.linalg.vector_norm, torch.norm),
-    "add": (operator.add, operator.iadd, torch.add),
-    "sub": (operator.sub, operator.isub, torch.sub, torch.rsub),
-    "mul": (operator.mul, operator.imul, torch.mul, torch.multiply),
-    "div": (operator.truediv, operator.itruediv, torch.div),
-    "floordiv": (operator.floordiv, operator.mod),
-    "neg": (operator.neg, torch.neg),
-    "pow": (operator.pow, torch.pow, torch.square, torch.sqrt),
-    "exp": (torch.exp, torch.log),
-    "relu": (F.relu, torch.relu, F.relu_, torch.relu_),
-    "relu6": (F.relu6,),
-    "leaky_relu": (F.leaky_relu, F.prelu),
-    "silu": (F.silu,),
-    "gelu": (F.gelu,),
-    "hardswish": (F.hardswish,),
-    "hardsigmoid": (F.hardsigmoid,),
-    "sigmoid": (torch.sigmoid, F.sigmoid),
-    "tanh": (torch.tanh, F.tanh),
-    "elu": (F.elu, F.selu, F.celu),
-    "mish": (F.mish,),
-    "softplus": (F.softplus,),
-    "clamp": (torch.clamp, F.hardtanh),
-    "softmax": (F.softmax, torch.softmax, F.log_softmax, torch.log_softmax),
-    "dropout": (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d),
-    "max_pool": (F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool2d),
-    "avg_pool": (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
-    "adaptive_avg_pool": (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
-    "adaptive_max_pool": (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
-    "mean": (torch.mean,),
-    "sum": (torch.sum,),
-    "max": (torch.max, torch.amax, torch.min, torch.amin),
+    "attention": (nn.MultiheadAttention, F.scaled_dot_product_attention, F.multi_head_attention_forward),
+    "batch_norm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, F.batch_norm),
+    "layer_norm": (nn.LayerNorm, nn.RMSNorm, F.layer_norm, F.rms_norm),
+    "group_norm": (nn.GroupNorm, F.group_norm),
+    "instance_norm": (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, F.instance_norm),
+    "local_response_norm": (nn.LocalResponseNorm, F.local_response_norm),
+    "normalize": (F.normalize,),
+    "softmax": (nn.Softmax, nn.Softmax2d, F.softmax, torch.softmax, "softmax"),
+    "log_softmax": (nn.LogSoftmax, F.log_softmax, torch.log_softmax, "log_softmax"),
+    "relu": (nn.ReLU, F.relu, torch.relu, torch.relu_, "relu", "relu_"),
+    "relu6": (nn.ReLU6, F.relu6),
+    "clamp": (nn.Hardtanh, F.hardtanh, torch.clamp, torch.clip, "clamp", "clamp_", "clip"),
+    "leaky_relu": (nn.LeakyReLU, nn.PReLU, nn.RReLU, F.leaky_relu, F.prelu),
+    "silu": (nn.SiLU, F.silu),
+    "gelu": (nn.GELU, F.gelu),
+    "hardswish": (nn.Hardswish, F.hardswish),
+    "hardsigmoid": (nn.Hardsigmoid, F.hardsigmoid),
+    "sigmoid": (nn.Sigmoid, torch.sigmoid, F.sigmoid, "sigmoid", "sigmoid_"),
+    "tanh": (nn.Tanh, torch.tanh, F.tanh, "tanh", "tanh_"),
+    "elu": (nn.ELU, nn.CELU, nn.SELU, F.elu, F.selu, F.celu),
+    "mish": (nn.Mish, F.mish),
+    "softplus": (nn.Softplus, F.softplus),
+    "add": (operator.add, operator.iadd, torch.add, "add", "add_", "__add__", "__radd__"),
+    "sub": (operator.sub, operator.isub, torch.sub, torch.rsub, "sub", "sub_"),
+    "mul": (operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply"),
+    "div": (operator.truediv, operator.itruediv, torch.div, "div", "div_"),
+    "neg": (operator.neg, torch.neg, "neg"),
+    "maximum": (torch.maximum, "maximum"),
+    "minimum": (torch.minimum, "minimum"),
+    "where": (torch.where, "where"),
+    "masked_fill": (torch.masked_fill, "masked_fill", "masked_fill_"),
+    "pow": (operator.pow, torch.pow, "pow"),
+    "square": (torch.square, "square"),
+    "sqrt": (torch.sqrt, "sqrt"),
+    "rsqrt": (torch.rsqrt, "rsqrt"),
+    "exp": (torch.exp, "exp"),
+    "log": (torch.log, "log"),
+    "mean": (torch.mean, "mean"),
+    "sum": (torch.sum, "sum"),
+    "max": (torch.max, torch.amax, "max", "amax"),
+    "min": (torch.min, torch.amin, "min", "amin"),
+    "vector_norm": (torch.linalg.vector_norm, torch.norm, "norm"),
+    "max_pool": (
+        *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
+        *(F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool2d),
+    ),
+    "avg_pool": (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
+    "adaptive_avg_pool": (
+        *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+        *(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
+    ),
+    "adaptive_max_pool": (
+        *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+        *(F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
+    ),
+    "resize": (nn.Upsample, F.interpolate),
+    "pad": (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ReflectionPad2d, nn.ReplicationPad2d, nn.ConstantPad2d, F.pad),
+    "flatten": (nn.Flatten, nn.Unflatten, torch.flatten, torch.unflatten, "flatten", "unflatten"),
+    "reshape": (torch.reshape, "reshape", "view", "view_as", "reshape_as"),
+    "transpose": (
+        *(torch.transpose, torch.permute, torch.swapaxes, torch.movedim),
+        *("transpose", "permute", "t", "swapaxes", "movedim"),
+    ),
+    "squeeze": (torch.squeeze, torch.unsqueeze, "squeeze", "unsqueeze"),
+    "repeat": (torch.repeat_interleave, "repeat_interleave", "expand", "expand_as", "repeat", "broadcast_to"),
+    "split": (torch.split, torch.chunk, torch.unbind, torch.tensor_split, "split", "chunk", "unbind", "tensor_split"),
+    "getitem": (operator.getitem, "select", "narrow", "__getitem__"),
+    "getattr": (getattr,),
+    "pixel_shuffle": (nn.PixelShuffle, F.pixel_shuffle),
+    "pixel_unshuffle": (nn.PixelUnshuffle, F.pixel_unshuffle),
+    "channel_shuffle": (nn.ChannelShuffle, F.channel_shuffle),
+    "roll": (torch.roll, "roll"),
+    "flip": (torch.flip, "flip"),
+    "unfold": (nn.Unfold, F.unfold, "unfold"),
     "concat": (torch.cat, torch.concat, torch.concatenate),
     "stack": (torch.stack,),
-    "split": (torch.split, torch.chunk, torch.unbind, torch.tensor_split),
-    "getitem": (operator.getitem,),
-    "getattr": (getattr,),
-    "flatten": (torch.flatten, torch.unflatten),
-    "reshape": (torch.reshape,),
-    "transpose": (torch.transpose, torch.permute, torch.swapaxes, torch.movedim),
-    "squeeze": (torch.squeeze, torch.unsqueeze),
-    "roll": (torch.roll,),
-    "pad": (F.pad,),
-    "pixel_shuffle": (F.pixel_shuffle,),
-    "pixel_unshuffle": (F.pixel_unshuffle,),
-    "channel_shuffle": (F.channel_shuffle,),
-    "resize": (F.interpolate,),
-    "assert": (torch._assert,),
+    "identity": (nn.Identity, "contiguous", "to", "float", "half", "type_as", "clone", "detach", "type"),
+    "dropout": (
+        *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d),
+    ),
+    "embedding": (nn.Embedding,),
+    "shape": (len, "size", "dim", "ndimension", "numel", "is_floating_point", "is_contiguous"),
+    "floordiv": (operator.floordiv, operator.mod),
     "compare": (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
+    "assert": (torch._assert,),
+}
+"""Every spelling of each kind: classes of modules (their subclasses too), functions, and names of tensor methods."""
+
+_BY_NAME = {
+    "StochasticDepth": "dropout",
+    "DropPath": "dropout",
+    "DropBlock2d": "dropout",
+    "stochastic_depth": "dropout",
+    "FrozenBatchNorm2d": "batch_norm",
+    "shifted_window_attention": "window_attention",
+    "_get_relative_position_bias": "position_bias",
+    "_patch_merging_pad": "patch_merging",
+}
+"""Modules and functions of torchvision and timm that torch.fx does not enter, by their bare name."""
+
+_ATTRIBUTES = {
+    **dict.fromkeys(("shape", "ndim", "device", "dtype"), "shape"),
+    **dict.fromkeys(("T", "mT", "H", "mH"), "transpose"),
 }
 
-_METHODS: dict[str, tuple[str, ...]] = {
-    "matmul": ("matmul", "bmm", "mm", "__matmul__"),
-    "add": ("add", "add_", "__add__", "__radd__"),
-    "sub": ("sub", "sub_"),
-    "mul": ("mul", "mul_", "multiply"),
-    "div": ("div", "div_"),
-    "pow": ("pow", "square", "sqrt"),
-    "exp": ("exp", "log"),
-    "relu": ("relu", "relu_"),
-    "sigmoid": ("sigmoid", "sigmoid_"),
-    "tanh": ("tanh",),
-    "clamp": ("clamp", "clamp_", "clip"),
-    "softmax": ("softmax", "log_softmax"),
-    "mean": ("mean",),
-    "sum": ("sum",),
-    "max": ("max", "amax", "min", "amin"),
-    "split": ("split", "chunk", "unbind"),
-    "flatten": ("flatten", "unflatten"),
-    "reshape": ("reshape", "view", "view_as", "reshape_as"),
-    "transpose": ("transpose", "permute", "t", "swapaxes", "movedim", "mT"),
-    "squeeze": ("squeeze", "unsqueeze"),
-    "roll": ("roll",),
-    "repeat": ("expand", "expand_as", "repeat", "broadcast_to"),
-    "identity": ("contiguous", "to", "float", "half", "type_as", "clone", "detach", "type"),
-    "shape": ("size", "dim", "numel"),
-    "getitem": ("select", "narrow", "__getitem__"),
+_MODULES = {s: kind for kind, row in SPELLINGS.items() for s in row if isinstance(s, type)}
+_METHODS = {s: kind for kind, row in SPELLINGS.items() for s in row if isinstance(s, str)}
+_FUNCTIONS: dict[object, str] = {
+    s: kind for kind, row in SPELLINGS.items() for s in row if not isinstance(s, (type, str))
 }
 
-METHODS_OF_SHAPE = frozenset({*_METHODS["shape"], "is_floating_point", "is_contiguous", "ndimension"})
+METHODS_OF_SHAPE = frozenset(method for method, kind in _METHODS.items() if kind in SHAPES)
 """Methods whose result depends on a tensor's shape and type alone."""
-
-KINDS = frozenset(_MODULES) | frozenset(_FUNCTIONS) | frozenset(_METHODS)
-"""Every kind that an operation can have, `unknown` apart."""
-
-_BY_FUNCTION = {function: kind for kind, functions in _FUNCTIONS.items() for function in functions}
-_BY_METHOD = {method: kind for kind, methods in _METHODS.items() for method in methods}
 
 
 def module_kind(module: nn.Module) -> str:
-    """Kind of a module, subclasses included (`QuantConv2d` is a `conv`); `unknown` when it stands in no table."""
-    for kind, types in _MODULES.items():
-        if isinstance(module, types):
-            return kind
-    if type(module).__name__ in {"StochasticDepth", "DropPath", "DropBlock2d"}:
-        return "dropout"
-    if type(module).__name__ == "FrozenBatchNorm2d":
-        return "batch_norm"
-    return "unknown"
+    """Kind of a module, subclasses included (`QuantConv2d` is a `conv`); `unknown` if no table names it."""
+    for base in type(module).__mro__:
+        if base in _MODULES:
+            return _MODULES[base]
+    return _BY_NAME.get(type(module).__name__, "unknown")
 
 
 def node_kind(node: fx.Node) -> str:
@@ -182,12 +165,10 @@ def node_kind(node: fx.Node) -> str:
         module = node_module(node)
         return "quantizer" if getattr(module, "is_quantizer", False) else module_kind(module)
     if node.op == "call_method":
-        return _BY_METHOD.get(str(node.target), "unknown")
+        return _METHODS.get(str(node.target), "unknown")
     if node.target is getattr and len(node.args) > 1:
-        return "shape" if node.args[1] in {"shape", "ndim", "device", "dtype"} else "getattr"
-    if node.target in _BY_FUNCTION:
-        return _BY_FUNCTION[node.target]
-    return "dropout" if getattr(node.target, "__name__", "") == "stochastic_depth" else "unknown"
+        return _ATTRIBUTES.get(str(node.args[1]), "getattr")
+    return _FUNCTIONS.get(node.target) or _BY_NAME.get(getattr(node.target, "__name__", ""), "unknown")
 
 
 def node_module(node: fx.Node) -> nn.Module:
@@ -201,3 +182,30 @@ def node_module(node: fx.Node) -> nn.Module:
 def layer_name(node: fx.Node) -> str:
     """Name that people know the node by: the module's path, or the node's own name."""
     return str(node.target) if node.op == "call_module" else node.name
+
+
+def attribute_of(module: nn.Module, path: str) -> Any:
+    """The parameter, buffer or other attribute at a dotted path of a module, as `get_attr` nodes name it."""
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def run_node(root: nn.Module, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute one node, without gradients, from the values of its arguments.
+
+    Args:
+        root: holds the modules and parameters that the graph names.
+        node: of any kind but `placeholder` and `output`.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+    """
+    with torch.no_grad():
+        if node.op == "get_attr":
+            return attribute_of(root, str(node.target))
+        if node.op == "call_module":
+            return root.get_submodule(str(node.target))(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]

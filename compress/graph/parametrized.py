@@ -1,8 +1,8 @@
 """Parametrizations (torch.nn.utils.parametrize) on modules that can still be pickled.
 
-torch makes a class on the fly for every parametrized module and refuses to pickle it. A module registered here pickles
-as its own class with the plain parameters, beside the parametrizations to put on again; `copy.deepcopy` works as
-torch made it: the copy shares that class, so a parametrization must be taken off without touching it (`bake`).
+torch makes a class for every parametrized module and refuses to pickle it. A module registered here pickles as its own
+class with its plain parameters and the parametrizations to register anew. `copy.deepcopy` works as in torch: the copy
+shares the made class, so a parametrization must be removed without changing that class (`bake`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def register_picklable(module: nn.Module, name: str, part: nn.Module) -> None:
 
     Args:
         module: any module.
-        name: of a parameter or buffer, which stays the same object, as `parametrizations.<name>.original`.
+        name: name of a parameter or buffer, which stays the same object, as `parametrizations.<name>.original`.
         part: maps the tensor to one of the same shape and type, which is not checked.
     """
     parametrize.register_parametrization(module, name, part, unsafe=True)
@@ -26,14 +26,15 @@ def register_picklable(module: nn.Module, name: str, part: nn.Module) -> None:
 
 
 def bake(module: nn.Module, name: str) -> None:
-    """Make the tensor `module.name` plain again, with the value that its parametrizations give it; in place.
+    """Make the tensor `module.name` a plain one, with the value that its parametrizations compute; in place.
 
-    `torch.nn.utils.parametrize.remove_parametrizations` takes the property off the class, and thereby off every deep
-    copy of the module, which then has no such tensor at all.
+    `torch.nn.utils.parametrize.remove_parametrizations` removes the property from the class, and thereby from every
+    deep copy of the module, which then has no such tensor at all.
 
     Args:
-        module: with a parametrized tensor.
-        name: of that. Its `original` stays the same object; a tensor computed of several becomes a new parameter.
+        module: has a parametrized tensor.
+        name: name of that tensor. Its `original` stays the same object; a tensor computed from several becomes a new
+            parameter.
     """
     chains, cls = cast(Any, module).parametrizations, type(module)
     value: Tensor = getattr(module, name).detach()

@@ -1,10 +1,10 @@
-"""A model becomes a graph: torch.fx, once, with what it cannot trace kept whole as a leaf and said so.
+"""Tracing: a model becomes a torch.fx graph; what cannot be traced becomes a leaf and is reported.
 
 Where Python depends on sizes (`if x.shape[2] % 7`), the example inputs decide (`concrete`). A submodule whose Python
-depends on values (`if x.sum() > 0`) stops fx. It is then made a leaf, that is one opaque node, and tracing starts
-again; every leaf stands with its reason in `leaves_of(graph_module)`. The result is run once against the model: a
-graph that computes something else is refused. An autocast inside `forward` is not part of a graph, which computes in
-the types of its tensors; put it around the calls.
+depends on values (`if x.sum() > 0`) stops fx. It is then made a leaf, that is one opaque node, and tracing starts over;
+`leaves_of(graph_module)` gives the reason for every leaf. The graph is run once and compared with the model: a graph
+that computes something else is refused. An autocast inside `forward` is not part of a graph, which computes in the
+types of its tensors; put it around the calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,43 +26,24 @@ from compress.errors import ModelError
 from compress.graph.concrete import Values, answered, known_proxy, unrolled
 from compress.graph.inputs import Inputs, as_inputs, copies_of, same_results, shapes_text
 from compress.graph.ops import node_kind
+from compress.graph.report import ATTRIBUTES, GraphReport, Leaf, attach_report
+from compress.graph.traits import SHAPES
 
-
-@dataclass(frozen=True, kw_only=True)
-class Leaf:
-    """A submodule that is one opaque node of the graph.
-
-    Attributes:
-        path: the module's path.
-        kind: its class.
-        reason: what stopped fx inside it, or "asked for".
-    """
-
-    path: str
-    kind: str
-    reason: str
-
-
-_WHOLES = frozenset(
-    {
-        nn.Transformer,
-        nn.TransformerEncoder,
-        nn.TransformerEncoderLayer,
-        nn.TransformerDecoder,
-        nn.TransformerDecoderLayer,
-    }
+_NETWORKS = (
+    *(nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
+    *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
 )
-"""Modules of torch.nn that are looked into: networks, not layers."""
-
-
-_RESERVED = frozenset({"meta", "leaves", "placement", "prepared", "improvements", "smoothing"})
-"""Names of what `preserve` and torch.fx write on a graph module, beside its class's own."""
+"""Modules of torch.nn that are traced into, because they are networks and not layers."""
 
 
 class _Tracer(fx.Tracer):
-    """fx's tracer with leaves of our choice, which remembers where an error came from.
+    """fx's tracer with leaves of our choice.
 
-    With `values` it is one that knows the shapes.
+    Attributes:
+        leaves: paths of the modules that it does not enter.
+        arguments: number of inputs that the example has; None keeps the signature of `forward`.
+        values: the values of all nodes, by which it decides control flow on sizes; None traces without them.
+        failed: path of the innermost module in which tracing failed.
     """
 
     def __init__(  # no argument when pickle builds one
@@ -76,10 +56,10 @@ class _Tracer(fx.Tracer):
         self.failed = ""
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """As many arguments as the example has, without a default: `mask` was given, so a call needs it.
+        """Make as many arguments as the example has, without defaults: if `mask` was given, every call needs it.
 
-        Those that it leaves out are their defaults, so that `mask is None` is what it is in use. `*args` are the inputs
-        behind the named ones, `**kwargs` are empty.
+        Arguments that the example leaves out become their defaults, so that `mask is None` is decided as in use.
+        `*args` holds the inputs after the named ones, `**kwargs` is empty.
         """
         function, args = super().create_args_for_root(root_fn, is_module, concrete_args)
         if self.arguments is None:
@@ -120,19 +100,19 @@ class _Tracer(fx.Tracer):
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def known(self, proxy: fx.Proxy) -> Any:
-        """The value of a proxy of a size."""
+        """Return the value of a proxy that depends on sizes alone."""
         if self.values is None:
             raise fx.proxy.TraceError("no values are known")
         return self.values.known(proxy.node)
 
     def sized(self, proxy: fx.Proxy) -> Any:
-        """What has the length of a proxy."""
+        """Return the value whose length is that of a proxy."""
         if self.values is None:
             raise fx.proxy.TraceError("no values are known")
         return self.values.sized(proxy.node)
 
     def value_of(self, proxy: fx.Proxy) -> Any:
-        """What a proxy stands for; None where that is not known."""
+        """Return the value of a proxy; None if it is not known."""
         return None if self.values is None else self.values.values.get(proxy.node)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
@@ -145,7 +125,7 @@ class _Tracer(fx.Tracer):
         return (
             module_qualified_name in self.leaves
             or getattr(m, "is_quantizer", False)
-            or (type(m) not in _WHOLES and super().is_leaf_module(m, module_qualified_name))
+            or (type(m) not in _NETWORKS and super().is_leaf_module(m, module_qualified_name))
         )
 
     def call_module(
@@ -161,10 +141,10 @@ class _Tracer(fx.Tracer):
 
 
 def check_module(model: object) -> None:
-    """Refuse what is no module, such as a function.
+    """Refuse anything that is not a module, such as a function.
 
     Raises:
-        ModelError: it is none.
+        ModelError: `model` is no module.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model is a {type(model).__name__}: it must be a torch.nn.Module")
@@ -178,10 +158,10 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
     Args:
         model: any module that returns tensors.
         example_inputs: its input, or inputs in order; a batch of two or more shows the batch dimension better.
-        leaves: paths of submodules to keep whole.
+        leaves: paths of submodules that become leaves.
 
     Returns:
-        The graph module, in evaluation mode. `leaves_of` tells what was kept whole.
+        The graph module, in evaluation mode. `leaves_of` returns its leaves.
 
     Raises:
         ModelError: the model fails on its inputs, fx cannot trace its own forward, or the graph computes
@@ -193,25 +173,31 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
         graph_module = copy.deepcopy(model).eval()
         propagate_shapes(graph_module, inputs)
         return graph_module
-    kept = [name for name, _ in model.named_children() if name in _RESERVED or hasattr(fx.GraphModule, name)]
-    if kept:
-        raise ModelError(
-            f"{type(model).__name__} has a submodule {kept[0]!r}, a name that graphs keep: call it otherwise"
-        )
+    _check_names(model)
     model = copy.deepcopy(model).eval()
     reference = _run(model, inputs)
     asked = dict.fromkeys(leaves, "asked for")
     unknown = [path for path in asked if path not in dict(model.named_modules())]
     if unknown:
-        raise ModelError(f"leaves names modules that the model does not have: {', '.join(unknown)}")
+        raise ModelError(f"leaves names modules that the model does not have: {', '.join(unknown)}; give their paths")
     graph_module = _graph_of(model, inputs, asked)
     result = propagate_shapes(graph_module, inputs)
     _check_equal(reference, result, type(model).__name__)
     return graph_module
 
 
+def _check_names(model: nn.Module) -> None:
+    """Refuse a model whose parts would be overwritten by attributes of its graph module."""
+    parts = (*model._modules, *model._parameters, *model._buffers)
+    taken = [name for name in parts if name in ATTRIBUTES or hasattr(fx.GraphModule, name)]
+    if taken:
+        raise ModelError(
+            f"{type(model).__name__} has a part {taken[0]!r}, a name that graph modules use themselves: rename it"
+        )
+
+
 def _graph_of(model: nn.Module, inputs: tuple[Tensor, ...], asked: dict[str, str]) -> fx.GraphModule:
-    """Trace as it is; if that fails, with known shapes; if that fails too, with what fx cannot trace as leaves."""
+    """Trace without values; if that fails, with known shapes; if that fails too, with untraceable modules as leaves."""
     with contextlib.suppress(Exception):
         return _graph_module(model, _Tracer(asked, len(inputs)).trace(model), asked)
     try:
@@ -222,16 +208,16 @@ def _graph_of(model: nn.Module, inputs: tuple[Tensor, ...], asked: dict[str, str
         return _with_leaves(model, inputs, asked, concrete=False)
     except ModelError:
         if isinstance(known, ModelError):
-            raise known from known.__cause__  # it got further, so its reason is the better one
+            raise known from known.__cause__  # tracing with shapes got further, so its reason is the better one
         raise
 
 
 def _with_shapes(model: nn.Module, inputs: tuple[Tensor, ...], asked: dict[str, str]) -> fx.GraphModule:
-    """Trace with known shapes; the graph must hold for another batch size too, or this raises what the graph does."""
+    """Trace with known shapes; an error of the graph at another batch size is raised."""
     grown = tuple(torch.cat([x, x[:1]]) if x.dim() else x for x in inputs)
     graph_module = _with_leaves(model, inputs, asked, concrete=True)
     with torch.no_grad():
-        result = graph_module.forward(*copies_of(grown))  # the module's own call would print what fails
+        result = graph_module.forward(*copies_of(grown))  # calling the module would print the error
         _check_equal(model(*copies_of(grown)), result, type(model).__name__)
     return graph_module
 
@@ -239,20 +225,20 @@ def _with_shapes(model: nn.Module, inputs: tuple[Tensor, ...], asked: dict[str, 
 def _graph_module(model: nn.Module, graph: fx.Graph, leaves: dict[str, str]) -> fx.GraphModule:
     graph_module = fx.GraphModule(model, graph, class_name=type(model).__name__).eval()
     for node in reversed(list(graph_module.graph.nodes)):
-        if not node.users and node_kind(node) in {"shape", "compare", "floordiv"}:
-            graph_module.graph.erase_node(node)  # what decided a branch and is of no more use
+        if not node.users and node_kind(node) in SHAPES - {"assert"}:
+            graph_module.graph.erase_node(node)  # it decided a branch while tracing and has no other use
     graph_module.recompile()
     used = {str(node.target) for node in graph.nodes if node.op == "call_module"}
     kinds = {path: type(model.get_submodule(path)).__name__ for path in used}
     found = tuple(Leaf(path=p, kind=kinds[p], reason=r) for p, r in leaves.items() if p in used)
-    preserve(graph_module, "leaves", found)
+    attach_report(graph_module, GraphReport(leaves=found))
     return graph_module
 
 
 def _with_leaves(
     model: nn.Module, inputs: tuple[Tensor, ...], leaves: dict[str, str], *, concrete: bool
 ) -> fx.GraphModule:
-    """Trace again and again, each time with the module that failed last as one more leaf."""
+    """Trace until nothing fails, each time with the module that failed last as one more leaf."""
     leaves = dict(leaves)
     while True:
         tracer = _Tracer(leaves, len(inputs), Values(model, inputs) if concrete else None)
@@ -264,7 +250,7 @@ def _with_leaves(
             if not tracer.failed or tracer.failed in leaves:
                 raise ModelError(
                     f"torch.fx cannot trace {type(model).__name__}.forward itself ({reason}{_line_of(error)}); move "
-                    f"the part that depends on values into a submodule, which will then be kept whole{_parts_of(model)}"
+                    f"the part that depends on values into a submodule, which then becomes a leaf{_parts_of(model)}"
                 ) from error
             leaves[tracer.failed] = reason
         else:
@@ -272,35 +258,20 @@ def _with_leaves(
 
 
 def _parts_of(model: nn.Module) -> str:
-    """The other way out: the networks that a model is made of, such as the backbone of a detector."""
+    """Name the networks that a model is made of, such as the backbone of a detector, which may be traced alone."""
     networks = [name for name, child in model.named_children() if next(child.children(), None) is not None]
     return f", or take a part of the model alone: {', '.join(networks[:6])}" if networks else ""
 
 
 def _line_of(error: Exception) -> str:
-    """Where in the model's own code an error arose; "" where that is nowhere."""
+    """Name the line of the model's own code that raised an error; "" if none did."""
     libraries = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torch, sys.modules["compress"]))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*libraries, "<"))]
     return f", at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
-def leaves_of(graph_module: fx.GraphModule) -> tuple[Leaf, ...]:
-    """What `trace` kept whole, with reasons."""
-    leaves: tuple[Leaf, ...] = getattr(graph_module, "leaves", ())
-    return leaves
-
-
-def preserve(graph_module: fx.GraphModule, name: str, value: Any) -> None:
-    """Set an attribute that survives both deepcopy and pickle of a graph module.
-
-    GraphModule's deepcopy keeps only what its meta names; its pickle keeps only plain attributes.
-    """
-    graph_module.meta.setdefault("_user_preserved_attributes", {})[name] = value
-    setattr(graph_module, name, value)
-
-
 class _Shapes(fx.Interpreter):
-    """Runs a graph and writes down what every node returned."""
+    """Runs a graph and notes shape and type of every node's result."""
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
@@ -310,10 +281,10 @@ class _Shapes(fx.Interpreter):
 
 
 def propagate_shapes(graph_module: fx.GraphModule, example_inputs: Inputs) -> Any:
-    """Run once and write `meta["shape"]` (None where the value is no tensor) and `meta["dtype"]` on every node.
+    """Run once and set `meta["shape"]` (None if the value is no tensor) and `meta["dtype"]` of every node.
 
     Returns:
-        What the graph returned.
+        The result of the graph.
 
     Raises:
         ModelError: the graph fails on these inputs.
@@ -344,5 +315,5 @@ def _check_equal(reference: Any, result: Any, name: str) -> None:
     if not same_results(reference, result):
         raise ModelError(
             f"the traced graph of {name} computes something else than the model: its forward depends on values or on "
-            "chance that a trace cannot hold, or reads by another name what += changed; make that part a leaf"
+            "random numbers, or reads a tensor by another name after += changed it; make that part a leaf"
         )

@@ -1,8 +1,10 @@
-"""Latency, also end to end, accuracy, parity and sizes, measured on engines, and the machine they were measured on."""
+"""Latency, accuracy, parity and sizes, measured on engines, and a description of the machine.
+
+Measurements that need onnx or torchvision are imported from their own files: `end_to_end`, `first_difference`,
+`layer_parity`.
+"""
 
 from compress.measure.accuracy import EngineAccuracy, measure_accuracy
-from compress.measure.end_to_end import EndToEnd, measure_end_to_end
-from compress.measure.first_difference import LayerDifference, first_difference
 from compress.measure.latency import Latency, latency_ratio, measure_latency
 from compress.measure.machine import Gpu, Machine, describe_machine
 from compress.measure.metric import METRIC_NAMES, Metric
@@ -13,11 +15,9 @@ from compress.measure.spec import BenchSpec, check_bench_spec
 __all__ = [
     "METRIC_NAMES",
     "BenchSpec",
-    "EndToEnd",
     "EngineAccuracy",
     "Gpu",
     "Latency",
-    "LayerDifference",
     "Machine",
     "Metric",
     "Parity",
@@ -26,10 +26,8 @@ __all__ = [
     "check_bench_spec",
     "compare_logits",
     "describe_machine",
-    "first_difference",
     "latency_ratio",
     "measure_accuracy",
-    "measure_end_to_end",
     "measure_latency",
     "model_sizes",
     "sqnr_db",

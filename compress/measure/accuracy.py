@@ -1,7 +1,7 @@
-"""Accuracy of an engine: the number that a report shows, on the images that the engine itself was given.
+"""Measures the accuracy of an engine: the number that a report shows.
 
-Before the first image the preprocessing written in the model's file is compared with that of the data: a wrong mean
-or channel order costs points that look like quantization loss.
+Before the first image the preprocessing in the model's file is compared with that of the data: a wrong mean or channel
+order costs points that look like quantization loss.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compress.data.preprocessing import METADATA_KEY, Preprocessing
+from compress.data.preprocessing import Preprocessing
 from compress.engines.base import Engine, TensorInfo
 from compress.errors import DataError, EngineError
+from compress.export.names import PREPROCESSING_KEY, logits_output
 from compress.progress import NoProgress, Progress
 
 Floats = NDArray[np.float32]
@@ -27,15 +28,15 @@ _TOP = 5
 
 @dataclass(frozen=True, kw_only=True)
 class EngineAccuracy:
-    """How well a model on an engine tells images apart.
+    """Accuracy of a model on an engine.
 
     Attributes:
         label: of the engine.
         top1: share of images whose highest logit is the target's, 0 to 1; of equal logits the first is the highest.
-        top5: share of images whose target is among the 5 highest logits (among all, where there are fewer), 0 to 1.
-        images: how many were evaluated.
-        logits: (images, classes) float32 in the order of the images, where they were to be kept.
-        notes: what a reader of the figures should know.
+        top5: share of images whose target is among the 5 highest logits (among all, if there are fewer), 0 to 1.
+        images: number of images.
+        logits: (images, classes) float32 in the order of the images; None unless `keep_logits`.
+        notes: remarks on the figures.
     """
 
     label: str
@@ -55,21 +56,21 @@ def measure_accuracy(
     keep_logits: bool = False,
     progress: Progress = _QUIET,
 ) -> EngineAccuracy:
-    """Top-1 and top-5 of `engine` over labelled images.
+    """Measure top-1 and top-5 of `engine` over labelled images.
 
     Args:
-        engine: has one input of images, and one output of logits (or one named `logits`, `out` or `output_0`, the
-            first of a tuple: what training takes for the logits).
+        engine: has one input of images, and one output of logits (or one named `logits`, `out`, or `output_0`, the
+            first of a tuple, as in training).
         batches: pairs of images (N, C, H, W) and targets (N,), tensors or arrays. For an engine of a fixed batch size
-            they are cut to it, and what is left over is padded with zeros whose results are dropped.
+            they are cut to it, and the remainder is padded with zeros whose results are dropped.
         preprocessing: of these images; compared with the one in the model's metadata.
-        limit: evaluate only the first so many images; None = all.
+        limit: number of images to evaluate at most, from the first on; None = all.
         keep_logits: return all logits too.
-        progress: hears of every batch; the total is 0 where `batches` has no length.
+        progress: listener, advanced by every batch; the total is 0 if `batches` has no length.
 
     Raises:
-        DataError: the model wants its images prepared otherwise; no image; targets that the logits do not hold.
-        EngineError: an input or output that is not as above, or a result that is not finite, with the image's index.
+        DataError: the model's preprocessing is another, there is no image, or the logits lack a target.
+        EngineError: an input or output is not as above, or a result is not finite; the message names the image.
     """
     notes = _preprocessing_notes(engine, preprocessing)
     image, logits_name = _image_input(engine), _logits_output(engine)
@@ -103,10 +104,10 @@ def measure_accuracy(
 
 
 def target_ranks(logits: Floats, targets: Ints) -> Ints:
-    """How many classes stand before each image's target: 0 = the target is the top one.
+    """Count the classes that are ranked before each image's target: 0 = the target is the top one.
 
-    Equal logits, which 8-bit outputs have often, stand in the order of their classes, as argmax takes them; a model
-    that gives every class the same logit is so right on the first class alone.
+    Equal logits, which 8-bit outputs often have, are ranked in the order of their classes, as argmax does; so a model
+    that gives every class the same logit is right on the first class alone.
 
     Args:
         logits: (N, C).
@@ -121,13 +122,13 @@ def target_ranks(logits: Floats, targets: Ints) -> Ints:
 def _preprocessing_notes(engine: Engine, preprocessing: Preprocessing | None) -> list[str]:
     if preprocessing is None:
         return []
-    text = engine.metadata.get(METADATA_KEY)
+    text = engine.metadata.get(PREPROCESSING_KEY)
     if text is None:
-        return ["the model does not say how its images are prepared, so that could not be checked"]
+        return ["the model's file names no preprocessing, so that could not be checked"]
     differences = Preprocessing.from_json(text).differences(preprocessing)
     if differences:
         raise DataError(
-            f"{engine.info.label}: the model wants other images than these data give: {'; '.join(differences)} "
+            f"{engine.info.label}: the model's preprocessing is not that of the data: {'; '.join(differences)} "
             "(here: the model, there: the data); prepare the data as the model was trained, or export it again"
         )
     return []
@@ -142,17 +143,17 @@ def _image_input(engine: Engine) -> TensorInfo:
 
 def _logits_output(engine: Engine) -> str:
     names = [tensor.name for tensor in engine.outputs]
-    known = [name for name in ("logits", "out", "output_0") if name in names] or names
-    if len(names) != 1 and known is names:
+    found = logits_output(names)
+    if found is None:
         raise EngineError(
             f"{engine.info.label}: accuracy needs one output, or one named 'logits' or 'out'; there is "
             f"{', '.join(names)}"
         )
-    return known[0]
+    return found
 
 
 def _limited(batches: Iterable[Any], limit: int | None) -> Iterator[tuple[NDArray[np.generic], Ints]]:
-    """Images and targets as arrays, `limit` images in all; empty batches are left out."""
+    """Yield images and targets as arrays, `limit` images in all, without empty batches."""
     left = limit
     for batch in batches:
         if left is not None and left <= 0:
@@ -170,19 +171,19 @@ def _limited(batches: Iterable[Any], limit: int | None) -> Iterator[tuple[NDArra
 
 
 def _array(part: Any) -> NDArray[np.generic]:
-    """A numpy array of a tensor on any device, or of an array."""
+    """Return a numpy array of a tensor on any device, or of an array."""
     array: NDArray[np.generic] = np.asarray(part.detach().cpu() if hasattr(part, "detach") else part)
     return array
 
 
 def _chunks(images: NDArray[np.generic], size: int) -> Iterator[NDArray[np.generic]]:
-    """Pieces that a fixed batch size takes, the last one smaller; one piece where `size` is -1."""
+    """Yield pieces of a fixed batch size, the last one smaller; one piece if `size` is -1."""
     step = len(images) if size == -1 else size
     return (images[i : i + step] for i in range(0, len(images), step))
 
 
 def _run(engine: Engine, image: TensorInfo, output: str, images: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Logits (len(images), classes)."""
+    """Return logits (len(images), classes)."""
     count, size = len(images), image.shape[0]
     if size != -1 and count < size:
         images = np.concatenate([images, np.zeros((size - count, *images.shape[1:]), images.dtype)])

@@ -1,28 +1,20 @@
-"""Part of an ONNX file: what some of its inner tensors need, and nothing behind them that an engine could fuse."""
+"""Cuts an ONNX file after some of its inner tensors, so that an engine has nothing after them to fuse."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import onnx
+from onnx.utils import Extractor
 
 
 def cut_file(model: onnx.ModelProto, outputs: list[str], target: Path) -> Path:
-    """Write a model that computes `outputs` and nothing else."""
-    cut = onnx.ModelProto()
-    cut.CopyFrom(model)
-    known = {value.name: value for value in model.graph.output}
-    needed, kept = set(outputs), []
-    for node in reversed(model.graph.node):
-        if needed & set(node.output):
-            needed |= set(node.input)
-            kept.append(node)
-    del cut.graph.node[:], cut.graph.output[:], cut.graph.initializer[:]
-    cut.graph.node.extend(reversed(kept))
-    cut.graph.initializer.extend(t for t in model.graph.initializer if t.name in needed)
-    types = {v.name: v for v in onnx.shape_inference.infer_shapes(model).graph.value_info}
-    for name in outputs:
-        value = known.get(name) or types.get(name)
-        cut.graph.output.append(value or onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
+    """Write the part of a model that computes `outputs`."""
+    typed = onnx.shape_inference.infer_shapes(model)
+    known = {value.name for value in (*typed.graph.value_info, *typed.graph.input, *typed.graph.output)}
+    for name in set(outputs) - known:  # results of operators that onnx cannot infer
+        typed.graph.value_info.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
+    cut = Extractor(typed).extract_model([value.name for value in typed.graph.input], outputs)
+    del cut.graph.value_info[:]  # engines infer the shapes of what is left
     onnx.save(cut, str(target))
     return target

@@ -1,14 +1,14 @@
-"""From a picture to its classes: how long decoding, preprocessing, the engine and postprocessing take.
+"""Times a run from pictures to classes: decoding, preprocessing, the engine and postprocessing.
 
-A network made three times as fast helps little where the picture's own preparation takes as long as the network did.
-So one run here is all of it, and its time is cut where one stage hands on to the next: nothing lies between two stages,
-and the stages of a run add up to the run. Pictures are decoded and prepared one after another in this process, as
-evaluation prepares them (Pillow, antialiased); a server spreads that over processes, which hides it behind the engine
-but takes it from the same cores. Variants run in turn, as in `latency`.
+A network that is three times as fast helps little if preparing the picture takes as long as the network did. So a run
+contains all of it, and one clock reading ends a stage and begins the next: the stages of a run add up to the run.
+Pictures are decoded and prepared one after another in this process, as evaluation prepares them (Pillow, antialiased);
+a server distributes that over processes, in parallel with the engine but on the same cores. Variants run in turn, as in
+`latency`.
 
-With `device` a GPU, the decoded pixels go there first, and are resized and normalized there; TensorRT then reads them
-where they are, other engines get a copy on the host, whose time is preprocessing's. That path has not yet been run on a
-GPU.
+If `device` is a GPU, the decoded pixels are copied there first, and are resized and normalized there; engines that take
+tensors read them without a copy, the others get a copy on the host, whose time counts as preprocessing. That path has
+not yet been run on a GPU.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
 from compress.data.decode import centre_crop, rgb
-from compress.data.preprocessing import METADATA_KEY, Preprocessing
+from compress.data.preprocessing import Preprocessing
 from compress.engines.base import Engine, TensorInfo
-from compress.engines.tensorrt_engine import TensorRTEngine
 from compress.errors import DataError, EngineError
-from compress.measure.latency import take_turns
+from compress.export.names import PREPROCESSING_KEY
+from compress.measure.latency import check_numbers, take_turns
 from compress.progress import NoProgress, Progress
 
 Stage = Literal["decode", "preprocess", "engine", "postprocess"]
@@ -41,7 +41,7 @@ TOP = 5
 _QUIET = NoProgress()
 
 Picture = bytes | NDArray[np.uint8]
-"""A JPEG or PNG file's content, or pixels (H, W, 3) that need no decoding."""
+"""Content of a JPEG or PNG file, or pixels (H, W, 3) that need no decoding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +51,12 @@ class EndToEnd:
     Attributes:
         label: of the variant.
         batch_size: pictures of one run.
-        device: where pixels are resized and normalized.
-        stage_ms: median of each stage over all runs, in order; `decode` is not there where no picture is encoded.
+        device: device that resizes and normalizes pixels.
+        stage_ms: median of each stage over all runs, in order; without `decode` if no picture is encoded.
         p50_ms: median of whole runs. It is near `total_ms`, and not equal to it: the median of sums is not the sum
             of medians.
-        runs: how many were timed.
-        method: how, in words.
+        runs: number of timed runs.
+        method: description of the measurement.
     """
 
     label: str
@@ -73,7 +73,7 @@ class EndToEnd:
         return sum(self.stage_ms.values())
 
     def share(self, stage: Stage) -> float:
-        """Share of a stage in the sum, 0 to 1; 0 for one that is not there."""
+        """Return the share of a stage in the sum, 0 to 1; 0 for a stage that is missing."""
         return self.stage_ms.get(stage, 0.0) / self.total_ms if self.total_ms else 0.0
 
 
@@ -89,28 +89,29 @@ def measure_end_to_end(
     seconds: float = 3.0,
     progress: Progress = _QUIET,
 ) -> tuple[EndToEnd, ...]:
-    """Time engines with all that stands around them, in turn, on the same pictures in every run.
+    """Time engines with decoding, preprocessing and postprocessing, in turn, on the same pictures in every run.
 
     Args:
-        engines: by label; each takes one input, (N, 3, S, S), and gives logits (N, classes) first.
-        pictures: all encoded, or none; the first `batch_size` are used, from the start again where there are fewer.
+        engines: by label; each takes one input, (N, 3, S, S), and its first output is logits (N, classes).
+        pictures: all encoded, or none; the first `batch_size` are used, and repeated if there are fewer.
         batch_size: pictures of one run.
-        preprocessing: None = what each engine's own file names.
-        device: where pixels are resized and normalized, `cpu` or a GPU such as `cuda`.
+        preprocessing: None = that of each engine's own file.
+        device: device that resizes and normalizes pixels, `cpu` or a GPU such as `cuda`.
         warmup: runs of each that are not timed, before the first round.
         runs: timed runs of each, at most.
         seconds: time for each, at most, on average over all; the first round is always finished.
-        progress: hears of every round.
+        progress: listener, advanced by every round.
 
     Returns:
         One result for each engine, in their order.
 
     Raises:
-        DataError: no pictures, one that cannot be read, or encoded and decoded ones mixed.
-        EngineError: no engine, one that does not take such a batch, one whose preprocessing nobody knows, a number out
-            of range, or a device that is not here.
+        DataError: there are no pictures, one cannot be read, or encoded and decoded ones are mixed.
+        EngineError: there is no engine, an engine does not take such a batch, its preprocessing is unknown, a number is
+            out of range, or the device is not here.
     """
-    _check(engines, pictures, batch_size=batch_size, runs=runs, seconds=seconds, warmup=warmup, device=device)
+    check_numbers("measure_end_to_end", batch_size=batch_size, warmup=warmup, runs=runs, seconds=seconds)
+    _check(engines, pictures, device)
     encoded = isinstance(pictures[0], bytes)
     chosen = [pictures[i % len(pictures)] for i in range(batch_size)]
     batch = [picture if isinstance(picture, bytes) else Image.fromarray(picture) for picture in chosen]
@@ -130,23 +131,9 @@ def measure_end_to_end(
     )
 
 
-def _check(
-    engines: Mapping[str, Engine],
-    pictures: Sequence[Picture],
-    *,
-    batch_size: int,
-    runs: int,
-    seconds: float,
-    warmup: int,
-    device: str,
-) -> None:
+def _check(engines: Mapping[str, Engine], pictures: Sequence[Picture], device: str) -> None:
     if not engines:
         raise EngineError("measure_end_to_end: there is no engine to measure")
-    for name, value, least in (("batch_size", batch_size, 1), ("runs", runs, 1), ("warmup", warmup, 0)):
-        if value < least:
-            raise EngineError(f"measure_end_to_end: {name} is {value}: it must be {least} or more")
-    if not seconds > 0:
-        raise EngineError(f"measure_end_to_end: seconds is {seconds}: it must be above 0")
     if device != "cpu" and not (device.split(":")[0] == "cuda" and torch.cuda.is_available()):
         raise EngineError(f"measure_end_to_end: device is {device!r}, and torch sees no such GPU here; give 'cpu'")
     if not pictures:
@@ -165,14 +152,14 @@ def _check(
 def _prepared(
     engine: Engine, label: str, batch_size: int, given: Preprocessing | None
 ) -> tuple[Preprocessing, TensorInfo]:
-    """The preprocessing of an engine and its input, checked against each other."""
+    """Return the preprocessing of an engine and its input, checked against each other."""
     if len(engine.inputs) != 1:
         raise EngineError(f"{label} takes {len(engine.inputs)} inputs; pictures are made for one")
-    text = engine.metadata.get(METADATA_KEY)
+    text = engine.metadata.get(PREPROCESSING_KEY)
     if given is None and text is None:
         raise EngineError(
-            f"{label}: its file does not say how its input is made (no {METADATA_KEY} in its metadata); export it with "
-            "compress, or give preprocessing="
+            f"{label}: its file does not say how its input is made (no {PREPROCESSING_KEY} in its metadata); export it "
+            "with compress, or give preprocessing="
         )
     preprocessing = given if given is not None else Preprocessing.from_json(str(text))
     tensor, size = engine.inputs[0], preprocessing.image_size
@@ -189,7 +176,7 @@ def _stamps(
     prepared: tuple[Preprocessing, TensorInfo],
     device: torch.device,
 ) -> tuple[int, ...]:
-    """Nanoseconds of each of `STAGES` in one run; one clock reading ends a stage and begins the next."""
+    """Return the nanoseconds of each of `STAGES` in one run."""
     preprocessing, tensor = prepared
     begin = time.perf_counter_ns()
     images = [picture if isinstance(picture, Image.Image) else decode([picture])[0] for picture in batch]
@@ -211,26 +198,26 @@ def _engine_call(
     preprocessing: Preprocessing,
     device: torch.device,
 ) -> Callable[[], NDArray[np.generic]]:
-    """Preprocess, and return what runs the engine on the result and gives its logits on the host."""
+    """Preprocess, and return a function that runs the engine on the result and returns its logits on the host."""
     pixels = preprocess(images, preprocessing, device).to(getattr(torch, tensor.dtype)).contiguous()
     name = engine.outputs[0].name
     if device.type != "cpu":
         torch.cuda.synchronize(device)
-        if isinstance(engine, TensorRTEngine):
+        if engine.takes_tensors:
             return lambda: engine.run_tensors({tensor.name: pixels})[name].cpu().numpy()
     array = pixels.cpu().numpy()
     return lambda: engine.run({tensor.name: array})[name]
 
 
 def decode(pictures: Sequence[bytes], *, first: int = 0) -> list[Image.Image]:
-    """JPEG or PNG files as RGB images.
+    """Decode JPEG or PNG files to RGB images.
 
     Args:
         pictures: contents of files.
         first: number of the first, for messages.
 
     Raises:
-        DataError: one that Pillow cannot read.
+        DataError: Pillow cannot read a file.
     """
     images = []
     for index, content in enumerate(pictures, start=first):
@@ -243,9 +230,9 @@ def decode(pictures: Sequence[bytes], *, first: int = 0) -> list[Image.Image]:
 
 
 def preprocess(images: Sequence[Image.Image], preprocessing: Preprocessing, device: torch.device | str) -> Tensor:
-    """What a network takes: (N, 3, S, S) float32 on `device`, resized, cropped and normalized.
+    """Return the input of a network: (N, 3, S, S) float32 on `device`, resized, cropped and normalized.
 
-    On the CPU Pillow resizes, as in evaluation; elsewhere torchvision does on the device, which differs by rounding.
+    On the CPU Pillow resizes, as in evaluation; on other devices torchvision does, which differs by rounding.
     """
     size, device = preprocessing.image_size, torch.device(device)
     if device.type == "cpu":
@@ -259,16 +246,16 @@ def preprocess(images: Sequence[Image.Image], preprocessing: Preprocessing, devi
 
 
 def resize_tensor(pixels: Tensor, size: int, *, crop_ratio: float) -> Tensor:
-    """`centre_crop` of a (3, H, W) uint8 tensor, on its own device."""
+    """Resize and crop a (3, H, W) uint8 tensor as `centre_crop` does, on its own device."""
     return F.center_crop(F.resize(pixels, [round(size / crop_ratio)], antialias=True), [size, size])
 
 
 def classes(logits: NDArray[np.generic], top: int = TOP) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """The likeliest classes with their probabilities, the likeliest first.
+    """Return the most probable classes with their probabilities, in falling order.
 
     Args:
         logits: (N, classes).
-        top: how many; all where there are fewer classes.
+        top: number of classes; all if there are fewer.
 
     Returns:
         Indices and probabilities (softmax), both (N, top).

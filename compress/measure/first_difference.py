@@ -1,11 +1,11 @@
-"""Where an engine leaves fake quantization: the first layer whose output is not the one that the ONNX file says.
+"""Finds the first layer whose output on an engine is not the one that the ONNX file defines.
 
-The file itself is the reference: ONNX Runtime runs it node by node, nothing fused, quantizing and dequantizing as
-written, which is what fake quantization computes in torch. The tensors that go into quantizers become outputs of a copy
-of the file, and the copy runs on both. An engine of the copy may fuse less than the one that is deployed, since it must
-hand these tensors out in floating point; a difference that appears there is the engine's arithmetic. Where none does,
-the fusion of the deployed engine is what differs: then parts of the file that end at one tensor each are built, as many
-as it takes to halve the file again and again.
+The file itself is the reference: ONNX Runtime runs it node by node, without fusion, quantizing and dequantizing as
+written, which is what fake quantization computes in torch. The inputs of quantizers become outputs of a copy of the
+file, and the copy runs on both engines. The copy may fuse less than the deployed engine, since it must return these
+tensors in floating point; a difference in the copy is a difference of the engine's arithmetic. If there is none, the
+fusion of the deployed engine is the cause: then parts of the file that end at one tensor each are built, and a binary
+search finds the layer.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from compress.engines import Engine, build_engine
 from compress.engines.base import Arrays
 from compress.engines.onnx_file import existing_file
 from compress.errors import EngineError
+from compress.export.onnx_graph import WEIGHTED_OPS
 from compress.measure.cut import cut_file
 from compress.measure.parity import sqnr_db
 
 LEAST_DB = 25.0
-"""Signal to noise that rounding differently by one step, here and there, stays above."""
-
-_WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+"""Signal to noise below which a tensor differs; differences of rounding, single steps, stay above it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +40,9 @@ class LayerDifference:
         node: of the ONNX file that computes it.
         op_type: of that node.
         tensor: its name.
-        sqnr_db: signal to noise of the engine's, in dB; inf when they are equal, -inf when the engine's is not finite.
-        before_db: the least of those before it in the file: far above `sqnr_db` where this layer is at fault, next to
-            it where rounding adds up from layer to layer.
+        sqnr_db: signal to noise of the engine's, in dB; inf if they are equal, -inf if the engine's is not finite.
+        before_db: the least of those before it in the file: far above `sqnr_db` if this layer is at fault, close to it
+            if rounding adds up from layer to layer.
     """
 
     node: str
@@ -61,14 +60,14 @@ def probe_file(onnx_path: Path | str, out: Path | str) -> tuple[LayerDifference,
         out: the copy.
 
     Returns:
-        What the copy gives out, in the order of its nodes, without a difference yet (inf): the inputs of quantizers and
+        The outputs of the copy, in the order of its nodes, without a difference yet (inf): the inputs of quantizers and
         the file's own outputs; for a file without quantizers, the outputs of its convolutions and products.
     """
     model = onnx.load(str(existing_file(onnx_path)))
     graph = model.graph
     produced = {name: node for node in graph.node for name in node.output}
     quantized = {node.input[0] for node in graph.node if node.op_type == "QuantizeLinear"} & set(produced)
-    inner = quantized or {node.output[0] for node in graph.node if node.op_type in _WEIGHTED}
+    inner = quantized or {node.output[0] for node in graph.node if node.op_type in WEIGHTED_OPS}
     own = {value.name for value in graph.output}
     types = {value.name: value for value in onnx.shape_inference.infer_shapes(model).graph.value_info}
     graph.output.extend(types[name] for name in produced if name in inner - own and name in types)
@@ -101,14 +100,14 @@ def first_difference(
     least_db: float = LEAST_DB,
     **options: Any,
 ) -> LayerDifference | None:
-    """The first layer of a file whose output on an engine is not the file's, None where all are.
+    """Find the first layer of a file whose output on an engine is not the file's; None if there is none.
 
     Args:
         onnx_path: the file.
         engine: name of the engine, as in `build_engine`.
         images: (N, C, H, W), float32: a few of the evaluation split.
         precision: as in `build_engine`.
-        least_db: signal to noise under which a tensor counts as different.
+        least_db: signal to noise below which a tensor counts as different.
         options: of the engine.
 
     Raises:
@@ -141,7 +140,7 @@ def first_difference(
 def _first_of_parts(
     probes: Sequence[LayerDifference], alone: Callable[[LayerDifference], LayerDifference], least_db: float
 ) -> LayerDifference | None:
-    """Between the file's end, if it differs, and a layer whose part of the file does not: halved until they meet."""
+    """Search for the first part of the file that differs, by halving; None if the whole file does not."""
     bad, good, low, high = alone(probes[-1]), None, -1, len(probes) - 1
     if bad.sqnr_db >= least_db:
         return None

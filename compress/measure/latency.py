@@ -1,11 +1,11 @@
-"""Latency of several engines, measured fairly: in turn, so that a burst of other load falls on all of them.
+"""Measures the latency of several engines in turn, so that a burst of other load affects all of them.
 
 A B C, then B C A, then C A B: a round gives each variant one turn, and each round begins with another variant. A turn
-is one run that is not timed, because the others have emptied the caches and a model in service runs on its own, then up
-to five that are. Single runs in turn would measure cold caches and make large and small models look alike.
+is one run that is not timed, because the other variants have filled the caches and a model in service runs alone, and
+then up to five timed runs. Single runs in turn would measure cold caches and make large and small models look alike.
 
-Load on the machine shifts all variants of a round together. So the ratio of two variants is steadier when taken turn by
-turn (`latency_ratio`) than as the quotient of two medians.
+Load on the machine shifts all variants of a round together. So the ratio of two variants is steadier if it is taken
+turn by turn (`latency_ratio`) than as the quotient of two medians.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Latency:
             (Hyndman and Fan, 1996, type 7).
         mean_ms: their mean.
         images_per_s: batch_size over the mean.
-        runs: how many were timed; the same for all variants of one measurement.
+        runs: number of timed runs; the same for all variants of one measurement.
         float_precision: type in which the part that is not quantized ran.
         turns_ms: median of each turn, in the order of the rounds.
     """
@@ -73,27 +73,24 @@ def measure_latency(
     """Time engines in turn, from arrays in memory to arrays in memory.
 
     Args:
-        engines: by label; of a sequence, each one's own label is taken.
+        engines: by label; in a sequence, each engine has its own label.
         batch_size: images of one run.
         inputs: arrays for all of them, by input name; None = random ones, the same for equal inputs, seeded.
         warmup: runs of each that are not timed, before the first round.
         runs: timed runs of each, at most.
-        seconds: time for each, at most, on average over all of them; the round under way is finished, and the first
-            always is. Warm-up is not counted.
-        progress: hears of every round.
+        seconds: time for each, at most, on average over all of them, without warm-up; the round under way is finished,
+            and the first always is.
+        progress: listener, advanced by every round.
 
     Returns:
         One result for each engine, in their order.
 
     Raises:
-        EngineError: no engine, two of one label, a number out of range, inputs that do not fit, or a run that fails.
+        EngineError: there is no engine, two have one label, a number is out of range, inputs do not fit, or a run
+            fails.
     """
     named = _labelled(engines)
-    for name, value, least in (("batch_size", batch_size, 1), ("warmup", warmup, 0), ("runs", runs, 1)):
-        if value < least:
-            raise EngineError(f"measure_latency: {name} is {value}: it must be {least} or more")
-    if not seconds > 0:
-        raise EngineError(f"measure_latency: seconds is {seconds}: it must be above 0")
+    check_numbers("measure_latency", batch_size=batch_size, warmup=warmup, runs=runs, seconds=seconds)
     arrays = {label: _inputs(engine, label, batch_size, inputs) for label, engine in named.items()}
     for label, engine in named.items():
         for _ in range(warmup):
@@ -104,7 +101,7 @@ def measure_latency(
 
 
 def latency_ratio(value: Latency, reference: Latency) -> float:
-    """Time of `value` over that of `reference`: the median of their ratios in each round of one measurement.
+    """Return the time of `value` over that of `reference`: the median of their ratios in the rounds of a measurement.
 
     Raises:
         EngineError: they do not come from one measurement.
@@ -116,6 +113,19 @@ def latency_ratio(value: Latency, reference: Latency) -> float:
             "give both to one measure_latency"
         )
     return float(np.median(np.divide(value.turns_ms, reference.turns_ms)))
+
+
+def check_numbers(where: str, *, batch_size: int, warmup: int, runs: int, seconds: float) -> None:
+    """Refuse numbers that nothing can be timed with.
+
+    Raises:
+        EngineError: a number is out of range; the message begins with `where`.
+    """
+    for name, value, least in (("batch_size", batch_size, 1), ("warmup", warmup, 0), ("runs", runs, 1)):
+        if value < least:
+            raise EngineError(f"{where}: {name} is {value}: it must be {least} or more")
+    if not seconds > 0:
+        raise EngineError(f"{where}: seconds is {seconds}: it must be above 0")
 
 
 def _labelled(engines: Mapping[str, Engine] | Sequence[Engine]) -> dict[str, Engine]:
@@ -131,20 +141,29 @@ def _labelled(engines: Mapping[str, Engine] | Sequence[Engine]) -> dict[str, Eng
 def _inputs(
     engine: Engine, label: str, batch_size: int, given: Mapping[str, NDArray[np.generic]] | None
 ) -> Mapping[str, NDArray[np.generic]]:
-    """`given`, or random arrays for the engine's inputs.
+    """Return `given`, or random arrays for the engine's inputs.
 
     Raises:
-        EngineError: another fixed batch size, or an input whose other dimensions are not known.
+        EngineError: the batch size is fixed to another, or other dimensions of an input are open.
     """
     for tensor in engine.inputs:
         if tensor.shape[:1] not in ((-1,), (batch_size,)):
             raise EngineError(f"{label}: batch_size is {batch_size} but input {tensor.name!r} takes {tensor.shape}")
     if given is None:
-        return {tensor.name: _random(tensor, label, batch_size) for tensor in engine.inputs}
+        return random_inputs(engine, label, batch_size)
     for name, array in given.items():
         if len(array) != batch_size:
             raise EngineError(f"{label}: batch_size is {batch_size} but inputs[{name!r}] holds {len(array)} images")
     return given
+
+
+def random_inputs(engine: Engine, label: str, batch_size: int) -> dict[str, NDArray[np.generic]]:
+    """Return seeded random arrays for an engine's inputs.
+
+    Raises:
+        EngineError: a dimension other than the batch is open; the message begins with `label`.
+    """
+    return {tensor.name: _random(tensor, label, batch_size) for tensor in engine.inputs}
 
 
 def _random(tensor: TensorInfo, label: str, batch_size: int) -> NDArray[np.generic]:
@@ -160,16 +179,16 @@ def _random(tensor: TensorInfo, label: str, batch_size: int) -> NDArray[np.gener
 def take_turns(
     timed: Mapping[str, Callable[[], T]], *, runs: int, seconds: float, progress: Progress = _QUIET
 ) -> dict[str, list[list[T]]]:
-    """Call each in turn, as the module tells; the first call of a turn is not counted.
+    """Call functions in turn, in the order that the module describes; the first call of a turn is not counted.
 
     Args:
-        timed: by label, what runs once and returns what it took.
+        timed: by label, a function that runs once and returns its time.
         runs: counted calls of each, at most.
         seconds: of all together, at most; the round under way is finished, and the first always is.
-        progress: hears of every round.
+        progress: listener, advanced by every round.
 
     Returns:
-        For each label a list of turns, each a list of what the calls returned.
+        For each label a list of turns, each a list of the results of the calls.
     """
     labels = list(timed)
     turns: dict[str, list[list[T]]] = {label: [] for label in labels}
@@ -188,7 +207,7 @@ def take_turns(
 
 
 def _timed_run(engine: Engine, inputs: Mapping[str, NDArray[np.generic]]) -> float:
-    """Milliseconds of a run; its result is freed after the clock is read."""
+    """Return the milliseconds of a run; its result is freed after the clock is read."""
     begin = time.perf_counter_ns()
     result = engine.run(inputs)
     elapsed = (time.perf_counter_ns() - begin) / 1e6

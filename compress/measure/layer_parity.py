@@ -1,13 +1,13 @@
-"""Where an engine leaves fake quantization: the two compared at every quantizer, each layer for itself.
+"""Compares an engine with fake quantization at every quantizer, each layer on its own.
 
-The engine's values behind every quantizer are read (as outputs of a copy of the ONNX file), and torch computes each
-of them anew from the engine's own values before it. So a difference belongs to the operations that stand between two
-quantizers, and to no layer before them. On a grid it is a whole number of steps, which tells its cause: an engine adds
-up sums in another order, which moves a value that lies next to a tie by one step. That is rounding. A layer that
-computes something else (another scale, a padding, a type that is too narrow) moves many values by more than one step.
+The engine's values after every quantizer are read (as outputs of a copy of the ONNX file), and torch computes each of
+them from the engine's own values before it. So a difference belongs to the operations between two quantizers, and to no
+layer before them. On a grid it is a whole number of steps, which shows its cause: an engine that adds in another order
+moves a value close to a tie by one step. That is rounding. A layer that computes something else (another scale, a
+padding, a type that is too narrow) moves many values by more than one step.
 
-More outputs can keep an engine from fusing what it fuses otherwise: then the copy's logits are not those of the file.
-Where that is so, each point is read from a file of its own that ends there, behind which there is nothing to fuse.
+More outputs can prevent fusion in an engine: then the logits of the copy are not those of the file. In that case each
+tensor is read from a file of its own that ends there, after which there is nothing to fuse.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from compress.engines import build_engine
-from compress.engines.onnx_file import read_onnx
+from compress.engines.onnx_file import load_onnx
 from compress.errors import EngineError
+from compress.export.names import quantized_tensor
 from compress.graph.inputs import flat_tensors
 from compress.graph.ops import layer_name, node_kind
 from compress.measure.cut import cut_file
@@ -39,7 +40,7 @@ TOLERANCE = 1e-3
 """Share of a tensor's elements that may be more than one step apart."""
 
 TIES = 0.02
-"""Share of values one step apart that ties alone do not explain: a rounding is left out, or done elsewhere."""
+"""Share of values one step apart that ties cannot explain: a quantization is omitted, or done in another place."""
 
 Floats = NDArray[np.float32]
 
@@ -51,15 +52,14 @@ class PointParity:
     Attributes:
         quantizer: module path.
         tensor: graph node that it quantizes.
-        operations: what stands between the quantizers before it and this one, in graph order: where a difference
-            comes from.
+        operations: operations between the quantizers before it and this one, in graph order, which cause a difference.
         scale: real value of one step.
-        elements: how many were compared.
+        elements: number of elements compared.
         one_step: share of them that are one step apart: rounding.
         more_steps: share of them that are further apart.
         largest_steps: the largest difference, in steps.
         sqnr_db: of the engine's tensor against torch's of the same inputs.
-        diverges: `more_steps` is over the tolerance.
+        diverges: True if `more_steps` is over the tolerance.
     """
 
     quantizer: str
@@ -83,8 +83,8 @@ class LayerParity:
         tolerance: share of elements that may be more than one step apart.
         points: in graph order.
         missing: quantizers whose tensor the file does not hold (the exporter removed it).
-        method: how the engine's values were read, in words.
-        logits: of the file as it is against torch's, from the images on.
+        method: description of how the engine's values were read.
+        logits: of the whole file against torch's.
     """
 
     engine: str
@@ -96,16 +96,16 @@ class LayerParity:
 
     @property
     def first(self) -> PointParity | None:
-        """The first point that diverges; None where differences are rounding."""
+        """The first point that diverges; None if all differences are rounding."""
         return next((point for point in self.points if point.diverges), None)
 
     @property
     def verdict(self) -> str:
-        """One sentence: where it diverges first, or that it does not."""
+        """One sentence on the first point that diverges, or on the rounding if none does."""
         first = self.first
         if first is not None:
             return (
-                f"{self.engine} diverges first at {first.tensor} ({first.quantizer}), behind "
+                f"{self.engine} diverges first at {first.tensor} ({first.quantizer}), after "
                 f"{', '.join(first.operations) or 'the input'}: {first.more_steps:.2%} of its values are more than one "
                 f"step away, up to {first.largest_steps} steps (tolerated: {self.tolerance:.2%})"
             )
@@ -118,8 +118,8 @@ class LayerParity:
         if fused is None:
             return text
         return (
-            f"{text}; first at {fused.tensor} that is more than ties explain: the engine rounds elsewhere within "
-            f"{', '.join(fused.operations)}, as it does where it fuses a quantizer into a sum"
+            f"{text}; at {fused.tensor} it is first more than ties explain: the engine rounds at another place within "
+            f"{', '.join(fused.operations)}, as it does if it fuses a quantizer into a sum"
         )
 
 
@@ -136,14 +136,14 @@ def layer_parity(
 
     Args:
         qmodel: quantized by compress, on the CPU.
-        path: what `export_onnx` wrote of it.
+        path: its ONNX file, written by `export_onnx`.
         images: (N, C, H, W) float32.
         engine: `onnxruntime` or `openvino`.
-        precision: of what is not quantized, on the engine; None = its own choice.
+        precision: of the part that is not quantized, on the engine; None = its own choice.
         tolerance: share of a tensor's elements that may be more than one step apart.
 
     Raises:
-        EngineError: a tolerance that is no share, a network without quantizers, or a file of another network.
+        EngineError: the tolerance is no share, the network has no quantizers, or the file is of another network.
     """
     if not 0 <= tolerance < 1:
         raise EngineError(f"tolerance is {tolerance}: it must be at least 0 and below 1")
@@ -151,7 +151,7 @@ def layer_parity(
     if not calls:
         raise EngineError("the network has no quantizers to compare at; give one that compress.quantize made")
     watched = _tensor_names(calls)
-    held = _tensors_of(Path(path))
+    held = {name for node in load_onnx(path).graph.node for name in node.output}
     found = {node: name for node, name in watched.items() if name in held}
     if not found:
         raise EngineError(f"{path} holds none of the network's {len(calls)} quantizers: it is of another network")
@@ -193,26 +193,20 @@ class _Forced(fx.Interpreter):
 
 
 def _tensor_names(calls: list[fx.Node]) -> dict[fx.Node, str]:
-    """The ONNX tensor behind each quantizer, as export names them: by module, and numbered where it runs again."""
+    """Return the ONNX tensor that each call of a quantizer writes."""
     seen: Counter[str] = Counter()
     names = {}
     for node in calls:
-        number = seen[str(node.target)]
-        seen[str(node.target)] += 1
-        suffix = f"_{number}" if number else ""
-        names[node] = f"/{str(node.target).replace('.', '/')}/DequantizeLinear{suffix}_output_0"
+        quantizer = str(node.target)
+        names[node] = quantized_tensor(quantizer, seen[quantizer])
+        seen[quantizer] += 1
     return names
-
-
-def _tensors_of(path: Path) -> set[str]:
-    read_onnx(path)
-    return {name for node in onnx.load(str(path), load_external_data=False).graph.node for name in node.output}
 
 
 def _watch(
     path: Path, names: list[str], images: Floats, plain: Mapping[str, Floats], where: tuple[str, str | None, Path]
 ) -> tuple[dict[str, Floats], str]:
-    """The engine's tensors `names`, read without changing what it computes; and how."""
+    """Return the engine's tensors `names`, read without changing its results, and a description of the method."""
     engine, precision, folder = where
     model = onnx.load(str(path))
     result = model.graph.output[0].name
@@ -257,7 +251,7 @@ def _point(qmodel: fx.GraphModule, node: fx.Node, expected: Tensor, got: Floats,
 
 
 def _operations(node: fx.Node) -> tuple[str, ...]:
-    """Names of what computes `node` from the quantized tensors before it, in graph order."""
+    """Name the operations that compute `node` from the quantized tensors before it, in graph order."""
     found: dict[fx.Node, None] = {}
     waiting = [node]
     while waiting:

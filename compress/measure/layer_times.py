@@ -1,25 +1,24 @@
-"""How long each layer of a network takes on an engine, in several forms of the network, measured in turn.
+"""Times each layer of a network on an engine, in several forms of the network, in turn.
 
-An engine fuses and reorders, so what it times are its own layers; each is charged to the network's layer that stands
-first among the names of what was fused into it, which are those that export gives (`/layer1/0/conv1/Conv`). A
-convolution with the add, activation and quantizer behind it is one such layer. What belongs to none (pools,
-conversions at the input) is the rest.
+An engine fuses and reorders, so it times its own layers. The time of each is assigned to the network's layer that comes
+first among the names of the nodes that were fused into it (`export.names`), such as a convolution with the following
+add, activation and quantizer. Time that belongs to none (pools, conversions at the input) is the rest.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import onnx
 
 from compress.engines import Engine, build_engine
-from compress.engines.onnx_file import read_onnx
+from compress.engines.onnx_file import load_onnx
 from compress.errors import EngineError
+from compress.export.names import find_module
+from compress.measure.latency import random_inputs
 from compress.progress import NoProgress, Progress
 
 _QUIET = NoProgress()
@@ -31,8 +30,8 @@ class LayerTimes:
 
     Attributes:
         label: of the engine.
-        ms: median time by layer of the network; a layer that took none of its own is 0.
-        rest_ms: of everything else.
+        ms: median time by layer of the network; 0 for a layer without time of its own.
+        rest_ms: time of everything else.
     """
 
     label: str
@@ -41,11 +40,11 @@ class LayerTimes:
 
     @property
     def total_ms(self) -> float:
-        """Of one run, without what the engine does between layers."""
+        """Time of one run, without the time between layers."""
         return sum(self.ms.values()) + self.rest_ms
 
 
-def measure_layer_times(
+def measure_engine_layers(
     files: Mapping[str, Path],
     layers: Sequence[str],
     *,
@@ -62,22 +61,22 @@ def measure_layer_times(
     Args:
         files: such as the float network and quantized ones, by name; written by `export_onnx`.
         layers: module paths of the network's layers.
-        engine: one that tells its layers' times: `openvino`.
+        engine: reports the times of its layers, as `openvino` does.
         batch_size: images of one run.
-        precision: of what is not quantized; None = the engine's own choice.
+        precision: of the part that is not quantized; None = the engine's own choice.
         threads: CPU threads of one run; None = the engine's own choice.
         warmup: runs of each that are not timed.
         runs: timed runs of each.
-        progress: hears of every round.
+        progress: listener, advanced by every round.
 
     Returns:
         Times by the names of `files`.
 
     Raises:
-        EngineError: a file that the engine cannot take, or an engine that does not tell.
+        EngineError: the engine cannot take a file, or does not report times.
     """
     if runs < 1:
-        raise EngineError(f"measure_layer_times: runs is {runs}: it must be 1 or more")
+        raise EngineError(f"measure_engine_layers: runs is {runs}: it must be 1 or more")
     with ExitStack() as stack:
         engines = {
             name: stack.enter_context(
@@ -90,48 +89,37 @@ def measure_layer_times(
         progress.start("layer times", runs)
         for turn in range(-warmup, runs):
             for name, built in engines.items():
-                built.run(_images(built, batch_size))
+                built.run(random_inputs(built, name, batch_size))
                 if turn >= 0:
-                    seen[name].append(_charged(built.layer_times_ms(), owners[name]))
+                    seen[name].append(_by_owner(built.layer_times_ms(), owners[name]))
             if turn >= 0:
                 progress.advance("layer times")
         progress.finish("layer times")
         return {name: _median(built.info.label, seen[name], layers) for name, built in engines.items()}
 
 
-def _images(engine: Engine, batch_size: int) -> dict[str, np.ndarray]:
-    generator = np.random.default_rng(0)
-    return {
-        tensor.name: generator.standard_normal((batch_size, *tensor.shape[1:])).astype(tensor.dtype)
-        for tensor in engine.inputs
-    }
-
-
 def _owners(engine: Engine, path: Path, layers: Sequence[str]) -> dict[str, str]:
-    """The network's layer for each layer of the engine that belongs to one."""
-    prefixes = {f"/{layer.replace('.', '/')}/": layer for layer in layers}
-    pattern = re.compile("|".join(re.escape(p) for p in sorted(prefixes, key=len, reverse=True)) or "(?!)")
+    """Return the network's layer for each layer of the engine that belongs to one."""
     written = _node_of_output(path)
     found = {}
     for layer in engine.runtime_layers():
-        for name in (*layer.original_names, layer.name):  # an inserted conversion has its reader's name in its own
-            match = pattern.search(f"{written.get(name, name)}/")
-            if match:
-                found[layer.name] = prefixes[match.group()]
+        for name in (*layer.original_names, layer.name):  # the name of an inserted conversion contains its consumer's
+            owner = find_module(written.get(name, name), layers)
+            if owner is not None:
+                found[layer.name] = owner
                 break
     return found
 
 
 def _node_of_output(path: Path) -> dict[str, str]:
-    """Node by the output of the graph that it writes: OpenVINO calls the last layer by its result."""
-    read_onnx(path)
-    graph = onnx.load(str(path), load_external_data=False).graph
+    """Return the node by the output of the graph that it writes: OpenVINO names the last layer by its result."""
+    graph = load_onnx(path).graph
     outputs = {value.name for value in graph.output}
     return {name: node.name for node in graph.node for name in node.output if name in outputs}
 
 
-def _charged(times: Mapping[str, float], owners: Mapping[str, str]) -> dict[str, float]:
-    """Times by the network's layer; "" holds the rest."""
+def _by_owner(times: Mapping[str, float], owners: Mapping[str, str]) -> dict[str, float]:
+    """Sum times by the network's layer; "" holds the rest."""
     sums: dict[str, float] = {}
     for name, ms in times.items():
         owner = owners.get(name, "")

@@ -1,4 +1,4 @@
-"""On what a figure was measured: processor, memory, GPUs and the versions of the libraries, to stand beside it."""
+"""Describes the machine of a measurement: processor, memory, GPUs and the versions of the libraries."""
 
 from __future__ import annotations
 
@@ -11,19 +11,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 LIBRARIES = (
-    "torch",
-    "torchvision",
-    "numpy",
-    "onnx",
-    "onnxscript",
-    "onnxruntime",
-    "onnxruntime-gpu",
-    "openvino",
-    "tensorrt",
-    "tensorrt-rtx",
-    "timm",
-)
+    "torch", "torchvision", "numpy", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt",
+    "tensorrt-rtx", "timm",
+)  # fmt: skip
 
 ISA_FLAGS = (
     *("avx2", "avx_vnni", "avx_vnni_int8", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
@@ -43,19 +36,19 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a figure was measured on.
+    """Machine of a measurement.
 
     Attributes:
         cpu: model name.
         cores: logical processors of the machine.
-        usable_cores: how many of them this process may use (affinity and container quota).
-        isa: those of `ISA_FLAGS` that the processor has; empty where the system does not tell.
-        memory_bytes: of the machine; None where the system does not tell.
-        load_average: processes that ran or waited in the last minute, when this was written; None where unknown.
+        usable_cores: number of them that this process may use (affinity and container quota).
+        isa: those of `ISA_FLAGS` that the processor has; empty if unknown.
+        memory_bytes: of the machine; None if unknown.
+        load_average: processes that ran or waited in the last minute, when this was written; None if unknown.
         system: operating system and its release.
         python: its version.
         versions: of the installed libraries, by name.
-        gpus: that torch sees.
+        gpus: CUDA GPUs that torch finds.
         gpu_driver: version of the NVIDIA driver; "" without one.
     """
 
@@ -72,13 +65,13 @@ class Machine:
     gpu_driver: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         row = asdict(self)
         return {**row, "isa": list(self.isa), "gpus": list(row["gpus"])}
 
 
 def describe_machine() -> Machine:
-    """The machine at hand. What the system does not tell is left empty; nothing is run or installed for it."""
+    """Describe this machine. Unknown facts are left empty; nothing is run or installed."""
     cpuinfo = _read("/proc/cpuinfo")
     return Machine(
         cpu=_cpu(cpuinfo),
@@ -114,7 +107,7 @@ def _isa(cpuinfo: str) -> tuple[str, ...]:
 
 
 def _usable_cores() -> float:
-    """The smaller of the affinity mask and the cgroup's quota."""
+    """Return the smaller of the affinity mask and the cgroup's quota."""
     count = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     quota, _, period = _read("/sys/fs/cgroup/cpu.max").strip().partition(" ")
     if quota.isdigit() and period.isdigit() and int(period):
@@ -140,8 +133,6 @@ def _versions() -> dict[str, str]:
 
 
 def _gpus() -> tuple[Gpu, ...]:
-    import torch
-
     if not torch.cuda.is_available():
         return ()
     seen = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]

@@ -1,7 +1,7 @@
-"""One measured number with all that makes it mean something: what, of which variant, on which engine, how.
+"""One measured number with its name, variant, engine, unit and method.
 
-`metrics.json` of a run folder is a list of these. A number that could not be measured is kept as `unavailable`
-with its reason, so that a report never shows a blank or a zero in its place.
+`metrics.json` of a run folder is a list of these. A number that could not be measured is stored as `unavailable` with
+its reason, so that a report never shows a blank or a zero in its place.
 """
 
 from __future__ import annotations
@@ -16,18 +16,9 @@ from compress.errors import RunError, near_misses
 Status = Literal["complete", "partial", "unavailable"]
 
 METRIC_NAMES = (
-    "top1",
-    "top5",
-    "p50_ms",
-    "p90_ms",
-    "p99_ms",
-    "images_per_s",
-    "file_bytes",
-    "weight_bytes",
-    "agreement",
-    "sqnr_db",
-)
-"""The names that the tables of a report know; other names are listed as they are."""
+    "top1", "top5", "p50_ms", "p90_ms", "p99_ms", "images_per_s", "file_bytes", "weight_bytes", "agreement", "sqnr_db",
+)  # fmt: skip
+"""Names that have columns in the tables of a report; other names are listed unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,26 +26,26 @@ class Metric:
     """One number of a run.
 
     Attributes:
-        name: what was measured, such as `top1` or `p50_ms` (`METRIC_NAMES`).
+        name: quantity, such as `top1` or `p50_ms` (`METRIC_NAMES`).
         variant: of the model: `float`, `ptq`, `qat`, ...
-        engine: label of what ran it, such as `openvino (f32)`; "" for what belongs to a file and to no engine.
-        batch_size: images of one run; None where it does not matter.
-        value: the number, in `unit`; infinite only where that is its meaning (the SQNR of equal signals).
+        engine: label of the engine, such as `openvino (f32)`; "" for a number of a file.
+        batch_size: images of one run; None if it does not matter.
+        value: the number, in `unit`; infinite only if that is its meaning (the SQNR of equal signals).
         unit: `%`, `ms`, `images/s`, `bytes`, `dB`, ...
-        method: how it was measured, in words.
+        method: description of the measurement.
         status: `complete`; `partial`, with a reason; `unavailable`, with a reason and no value.
-        reason: why it is not complete; "" when it is.
+        reason: why it is not complete; "" if it is.
 
     Raises:
-        RunError: a value and a status that contradict each other, a missing reason, or NaN.
+        RunError: value and status contradict each other, a reason is missing, or the value is NaN.
     """
 
     name: str
     variant: str
     engine: str
+    batch_size: int | None = None
     value: float | None
     unit: str
-    batch_size: int | None = None
     method: str = ""
     status: Status = "complete"
     reason: str = ""
@@ -73,19 +64,18 @@ class Metric:
             raise RunError(f"{where}: batch_size is {self.batch_size}: it must be 1 or more, or None")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values in the order in which a reader wants them; an infinite value becomes "inf" or "-inf"."""
+        """Return plain JSON values, the identifying ones first; an infinite value becomes "inf" or "-inf"."""
         row = asdict(self)
         if self.value is not None:
             row["value"] = float(self.value) if math.isfinite(self.value) else str(float(self.value))
-        order = ("name", "variant", "engine", "batch_size", "value", "unit", "method", "status", "reason")
-        return {key: row[key] for key in order}
+        return row
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Metric:
-        """The inverse of `to_dict`.
+        """Read `to_dict`'s form back.
 
         Raises:
-            RunError: an unknown or missing key, a wrong type, or a contradiction.
+            RunError: a key is unknown or missing, a type is wrong, or values contradict each other.
         """
         known = [field.name for field in fields(cls)]
         for key in row:

@@ -1,4 +1,4 @@
-"""How far two results for the same images are apart: the share of equal decisions, and the power of the difference."""
+"""Compares two results for the same images: the share of equal decisions, and the power of the difference."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from compress.errors import EngineError
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """One set of logits against another.
+    """Comparison of two sets of logits.
 
     Attributes:
-        agreement: share of images whose highest logit is the same class's, 0 to 1.
-        sqnr_db: signal to quantization noise ratio of all logits as one tensor, in dB; inf when they are equal.
+        agreement: share of images whose highest logit is of the same class, 0 to 1.
+        sqnr_db: signal to quantization noise ratio of all logits as one tensor, in dB; inf if they are equal.
         max_abs_difference: the largest difference of two logits.
-        images: how many were compared.
+        images: number of images.
     """
 
     agreement: float
@@ -30,10 +30,10 @@ class Parity:
 
 
 def compare_logits(reference: NDArray[Any] | None, logits: NDArray[Any] | None) -> Parity:
-    """Compare `logits` with `reference`, both (N, C); None stands for logits that were not kept, and is refused.
+    """Compare `logits` with `reference`, both (N, C); None, logits that were not stored, is refused.
 
     Raises:
-        EngineError: missing logits, shapes that differ, no image, or NaN.
+        EngineError: logits are missing, shapes differ, there is no image, or a value is NaN.
     """
     if reference is None or logits is None:
         raise EngineError("there are no logits to compare: measure the accuracy with keep_logits=True")
@@ -48,10 +48,10 @@ def compare_logits(reference: NDArray[Any] | None, logits: NDArray[Any] | None) 
 
 
 def agreement(reference: NDArray[Any], logits: NDArray[Any]) -> float:
-    """Share of rows whose largest element, the first of equal ones, stands in the same column; both (N, C).
+    """Return the share of rows whose largest element, the first of equal ones, is in the same column; both (N, C).
 
     Raises:
-        EngineError: shapes that differ, or nothing to compare.
+        EngineError: shapes differ, or there is nothing to compare.
     """
     _check(reference, logits)
     if reference.ndim != 2:
@@ -60,12 +60,12 @@ def agreement(reference: NDArray[Any], logits: NDArray[Any]) -> float:
 
 
 def sqnr_db(reference: NDArray[Any], value: NDArray[Any]) -> float:
-    """10 log10(sum reference^2 / sum (reference - value)^2) in dB, over the whole tensor.
+    """Return 10 log10(sum reference^2 / sum (reference - value)^2) in dB, over the whole tensor.
 
-    inf where they are equal, -inf where a reference of zeros meets something else.
+    The result is inf if they are equal, and -inf if the reference alone is all zeros.
 
     Raises:
-        EngineError: shapes that differ, nothing to compare, or NaN.
+        EngineError: shapes differ, there is nothing to compare, or a value is NaN.
     """
     _check(reference, value)
     signal = float(np.square(reference.astype(np.float64)).sum())

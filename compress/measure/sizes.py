@@ -1,4 +1,4 @@
-"""What an ONNX file weighs: on disk, and in its weights by type."""
+"""Sizes of an ONNX file: on disk, and of its weights by type."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compress.engines.onnx_file import existing_file
-from compress.errors import EngineError
+from compress.engines.onnx_file import existing_file, load_onnx
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,18 +28,12 @@ class Sizes:
 
 
 def model_sizes(path: Path | str) -> Sizes:
-    """Sizes of an ONNX file.
+    """Measure an ONNX file.
 
     Raises:
         EngineError: the file, or one that it names, is missing, truncated or not ONNX.
     """
-    import onnx
-
-    path = existing_file(path)
-    try:
-        model = onnx.load(str(path), load_external_data=False)
-    except Exception as error:
-        raise EngineError(f"{path}: not an ONNX model, or a truncated one ({error})") from error
+    path, model = Path(path), load_onnx(path)
     by_type: dict[str, int] = {}
     external: set[Path] = set()
     for tensor in _tensors(model):
@@ -56,7 +49,7 @@ def model_sizes(path: Path | str) -> Sizes:
 
 
 def _tensors(model: Any) -> Iterator[Any]:
-    """Initializers and constants of the graph, of its subgraphs and functions."""
+    """Yield initializers and constants of the graph, of its subgraphs and functions."""
     yield from _of_graph(model.graph)
     for function in model.functions:
         yield from _of_nodes(function.node)
@@ -79,9 +72,7 @@ def _of_nodes(nodes: Any) -> Iterator[Any]:
 
 
 def _type_and_bytes(tensor: Any) -> tuple[str, int]:
-    import onnx
-
-    name = onnx.TensorProto.DataType.Name(tensor.data_type).lower()
+    name = tensor.DataType.Name(tensor.data_type).lower()
     if name == "string":
         return name, sum(map(len, tensor.string_data))
     name = {"float": "float32", "double": "float64"}.get(name, name)
@@ -89,6 +80,6 @@ def _type_and_bytes(tensor: Any) -> tuple[str, int]:
 
 
 def _bits(name: str) -> int:
-    """Bits of one element: the first number in the type's name (`float8e4m3fn` has 8)."""
+    """Return the bits of one element: the first number in the type's name (`float8e4m3fn` has 8)."""
     found = re.search(r"\d+", name)
-    return int(found.group()) if found else 8  # bool is the one without a number, and is kept in a byte
+    return int(found.group()) if found else 8  # bool, the only name without a number, takes a byte

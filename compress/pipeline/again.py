@@ -9,20 +9,24 @@ from torch import nn
 
 from compress.data.load import load_data
 from compress.errors import RunError, near_misses
+from compress.export.names import RECIPE_KEY, VARIANT_KEY
 from compress.export.onnx import export_onnx
 from compress.measure import BenchSpec
 from compress.measure.metric import Metric
 from compress.pipeline.folder import read_state, recipe_of
-from compress.pipeline.measure import VARIANTS, bench
-from compress.pipeline.models import build_float, float_step, ptq_step, qat_step
 from compress.pipeline.run import Run
-from compress.pipeline.sparse import sparse_step
+from compress.pipeline.steps.evaluate import bench
+from compress.pipeline.steps.float import build_float, float_step
+from compress.pipeline.steps.ptq import ptq_step
+from compress.pipeline.steps.qat import qat_step
+from compress.pipeline.steps.sparse import sparse_step
 from compress.progress import NoProgress, Progress
+from compress.variants import Variant
 
 
-def variants_in(folder: Path) -> list[str]:
-    """Networks whose weights a run folder holds, in the order in which they were made."""
-    return [variant for variant in VARIANTS if (folder / f"{variant}.safetensors").is_file()]
+def variants_in(folder: Path) -> list[Variant]:
+    """Return the networks whose weights a run folder holds, in the order in which they were made."""
+    return [variant for variant in Variant if (folder / variant.weights_file).is_file()]
 
 
 def export_again(
@@ -50,10 +54,10 @@ def export_again(
     """
     known = variants_in(folder)
     if not known:
-        raise RunError(f"{folder} holds no weights of a run ({', '.join(VARIANTS[:3])}.safetensors)")
-    chosen = variant or known[-1]
+        raise RunError(f"{folder} holds no weights of a run ({', '.join(list(Variant)[:3])}.safetensors)")
+    chosen = Variant.named(variant) if variant else known[-1]
     if chosen not in known:
-        raise RunError(f"{folder} holds no {chosen!r}{near_misses(chosen, known)}; it holds {', '.join(known)}")
+        raise RunError(f"{folder} holds no {variant!r}{near_misses(variant, known)}; it holds {', '.join(known)}")
     run = finished_run(folder)
     recipe = run.recipe
     return export_onnx(
@@ -65,7 +69,7 @@ def export_again(
         opset=opset,
         preprocessing=run.data.val.preprocessing,
         labels=run.data.val.labels,
-        metadata={"compress.recipe": recipe.digest(), "compress.variant": chosen},
+        metadata={RECIPE_KEY: recipe.digest(), VARIANT_KEY: chosen},
     )
 
 
@@ -79,17 +83,14 @@ def finished_run(folder: Path) -> Run:
     return Run(recipe=recipe, folder=read_state(folder), data=load_data(recipe.data))
 
 
-def network(run: Run, variant: str) -> nn.Module:
-    """A network of a finished run, its weights loaded; `variant` is one of `variants_in`."""
-    float_model = float_step(run, build_float(run.recipe, run.data))
-    if variant == "float":
-        return float_model
-    sparse = variant.startswith("sparse")
-    base = sparse_step(run, float_model) if sparse else float_model
-    if variant == "sparse":
+def network(run: Run, variant: Variant) -> nn.Module:
+    """Return a network of a finished run with its weights loaded; `variant` is one of `variants_in`."""
+    float_model = float_step(run, build_float(run.recipe))
+    base = sparse_step(run, float_model) if variant.is_sparse else float_model
+    if not variant.is_quantized:
         return base
-    quantized = ptq_step(run, base, "sparse-ptq" if sparse else "ptq")
-    return quantized if variant.endswith("ptq") else qat_step(run, float_model, quantized, variant)
+    quantized = ptq_step(run, base, variant.trained_from or variant)
+    return qat_step(run, float_model, quantized, variant) if variant.trained_from else quantized
 
 
 def networks_of(files: Sequence[Path]) -> dict[str, Path]:
@@ -105,7 +106,7 @@ def networks_of(files: Sequence[Path]) -> dict[str, Path]:
     if any(path.is_dir() for path in files):
         if len(files) > 1:
             raise RunError("bench takes one run folder or any number of ONNX files, not both")
-        found = {v: files[0] / f"{v}.onnx" for v in VARIANTS if (files[0] / f"{v}.onnx").is_file()}
+        found = {str(v): files[0] / v.onnx_file for v in Variant if (files[0] / v.onnx_file).is_file()}
         if not found:
             raise RunError(f"{files[0]} holds no ONNX files of a run yet; let it finish with --resume first")
         return found

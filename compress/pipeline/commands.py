@@ -12,20 +12,23 @@ from compress.data.base import BatchPlan
 from compress.data.load import load_data
 from compress.errors import RecipeError, RunError
 from compress.files import write_json
-from compress.pipeline.audit import audit_step, check_required
-from compress.pipeline.end_to_end import end_to_end_step
-from compress.pipeline.engines import build_step
-from compress.pipeline.export import export_step
 from compress.pipeline.folder import RunFolder, free_folder, latest_folder, open_run
-from compress.pipeline.measure import bench_step, evaluate_step
-from compress.pipeline.models import build_float, float_step, ptq_step, qat_step
 from compress.pipeline.run import Run
-from compress.pipeline.sparse import check_pattern, sparse_step, zeros_of
+from compress.pipeline.steps.audit import audit_step, check_required
+from compress.pipeline.steps.build import build_step
+from compress.pipeline.steps.end_to_end import end_to_end_step
+from compress.pipeline.steps.evaluate import bench_step, evaluate_step
+from compress.pipeline.steps.export import export_step
+from compress.pipeline.steps.float import build_float, float_step
+from compress.pipeline.steps.ptq import ptq_step
+from compress.pipeline.steps.qat import qat_step
+from compress.pipeline.steps.sparse import check_pattern, sparse_step, zeros_of
 from compress.progress import NoProgress, Progress
-from compress.quantization.insert import insert_quantizers
+from compress.quantization.placement.insert import insert_quantizers
 from compress.recipe import Recipe
 from compress.report import write_report
 from compress.training import SINGLE, Processes
+from compress.variants import Variant
 
 COMMANDS = ("train", "ptq", "qat", "prune")
 
@@ -62,7 +65,7 @@ def run(
     _check(recipe, command)
     out = Path(out)
     data = load_data(recipe.data)
-    built = build_float(recipe, data)  # before the folder: what cannot be had leaves nothing behind
+    built = build_float(recipe)  # before the folder: what cannot be had leaves nothing behind
     if command != "train" and recipe.quantization is not None:
         example = next(iter(data.train.batches(BatchPlan(batch_size=2, limit=2))))[0]
         insert_quantizers(built.model, example, recipe.quantization)  # refused now and not after an hour of training
@@ -77,13 +80,14 @@ def run(
         resume=resume,
     )
     try:
-        models: dict[str, nn.Module] = {"float": float_step(this, built)}
+        models: dict[Variant, nn.Module] = {Variant.FLOAT: float_step(this, built)}
         if command in {"ptq", "qat"}:
-            models["ptq"] = ptq_step(this, models["float"])
+            models[Variant.PTQ] = ptq_step(this, models[Variant.FLOAT])
         if command == "prune":
             _prune(this, models)
         if command == "qat":
-            models["qat"] = qat_step(this, models["float"], cast(fx.GraphModule, models["ptq"]))
+            calibrated = cast(fx.GraphModule, models[Variant.PTQ])
+            models[Variant.QAT] = qat_step(this, models[Variant.FLOAT], calibrated)
         if processes.is_main:
             _measure(this, models)
     finally:
@@ -107,23 +111,24 @@ def _open(out: Path, recipe: Recipe, command: str, resume: bool) -> RunFolder:
     return folder
 
 
-def _prune(this: Run, models: dict[str, nn.Module]) -> None:
+def _prune(this: Run, models: dict[Variant, nn.Module]) -> None:
     """The sparse network; with a `quantization` section also the dense and the sparse one in INT8."""
-    models["sparse"] = sparse = sparse_step(this, models["float"])
+    float_model = models[Variant.FLOAT]
+    models[Variant.SPARSE] = sparse = sparse_step(this, float_model)
     if this.recipe.quantization is None:
         return
-    models["ptq"] = ptq_step(this, models["float"])
-    models["sparse-ptq"] = quantized = ptq_step(this, sparse, "sparse-ptq")
+    models[Variant.PTQ] = ptq_step(this, float_model)
+    models[Variant.SPARSE_PTQ] = quantized = ptq_step(this, sparse, Variant.SPARSE_PTQ)
     if this.recipe.qat is not None:
         zeros = zeros_of(this, quantized)
-        models["sparse-qat"] = qat_step(this, models["float"], quantized, "sparse-qat", masks=zeros)
+        models[Variant.SPARSE_QAT] = qat_step(this, float_model, quantized, Variant.SPARSE_QAT, masks=zeros)
 
 
-def _measure(this: Run, models: dict[str, nn.Module]) -> None:
+def _measure(this: Run, models: dict[Variant, nn.Module]) -> None:
     """Everything behind the networks: files, accuracy, latency, report."""
     export_step(this, models)
-    if "sparse" in models:
-        check_pattern(this, [variant for variant in models if variant.startswith("sparse")])
+    if Variant.SPARSE in models:
+        check_pattern(this, [variant for variant in models if variant.is_sparse])
     build_step(this, list(models))
     audit_step(this, list(models))
     evaluate_step(this, models)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import QuantizationError
+from compress.quantization.spec import LEAST_BITS, MOST_BITS
 
 E4M3_MAX = 448
 """Largest finite number of FP8 E4M3."""
@@ -47,8 +48,8 @@ class QuantFormat:
     kind: NumberKind = "int"
 
     def __post_init__(self) -> None:
-        if not 2 <= self.num_bits <= 8:
-            raise QuantizationError(f"num_bits is {self.num_bits}; allowed are 2 to 8")
+        if not LEAST_BITS <= self.num_bits <= MOST_BITS:
+            raise QuantizationError(f"num_bits is {self.num_bits}: it must be {LEAST_BITS} to {MOST_BITS}")
         if self.kind == "e4m3" and (self.num_bits != 8 or not self.signed or self.offset):
             raise QuantizationError("E4M3 has 8 bits, a sign and no offset; set num_bits 8, signed True, offset False")
 
@@ -84,7 +85,7 @@ def scale_from_amax(amax: Tensor, quant_format: QuantFormat) -> Tensor:
     return amax / quant_format.high
 
 
-def quantize(x: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
+def quantize_tensor(x: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
     """ONNX QuantizeLinear.
 
     Args:

@@ -6,6 +6,7 @@ input untouched. Before it has ranges it refuses to run: a scale that nobody mea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from compress.errors import CalibrationError
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
 
 if TYPE_CHECKING:
-    from compress.quantization.calibrators import Calibrator
+    from compress.quantization.calibration.calibrators import Calibrator
 
 
 def quantizer_path(name: str) -> str:
@@ -114,3 +115,10 @@ class Quantizer(nn.Module):
         shown = "uncalibrated" if not self._ready else f"amax={self.amax.max().item():.4g}"
         kind = "e4m3" if f.kind == "e4m3" else f"{'int' if f.signed else 'uint'}{f.num_bits}"
         return f"{kind}, axis={f.axis}, {shown}" + (", off" if not self.enabled else "")
+
+
+def quantizers(qmodel: nn.Module) -> Iterator[tuple[str, Quantizer]]:
+    """All quantizers of a model by path, including those of weights."""
+    for name, module in qmodel.named_modules():
+        if isinstance(module, Quantizer):
+            yield name, module

@@ -1,4 +1,4 @@
-"""Receptive fields: what a unit of a network can see of the image (theoretical), and what it does see (effective)."""
+"""Receptive fields: pixels on which a unit depends (theoretical), and how strongly it depends on each (effective)."""
 
 from compress.receptive_field.compression import (
     ErfDrift,

@@ -1,4 +1,4 @@
-"""One operation of a graph as the rules see it: what is called, on which fields, with which arguments."""
+"""One operation of a graph with its arguments, in which receptive fields take the place of tensors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from compress.receptive_field.fields import Field, constant_field
 
 
 class NoRuleError(Exception):
-    """A rule does not know what an operation reads; the message says why. Turned into an unknown field."""
+    """A rule cannot determine the inputs on which an operation depends; the field becomes unknown for this reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """An operation with its arguments; tensors that depend on the image are Fields, all others real tensors.
+    """An operation with its arguments; a tensor that depends on the image is a Field, any other a real tensor.
 
     Attributes:
-        node: of the graph.
-        kind: `compress.graph.ops` name.
-        module: that is called; None for a function or a method.
-        args, kwargs: as they stand in the graph, evaluated.
-        name: what people know the operation by.
+        node: node of the graph.
+        kind: kind of the operation, of `compress.graph.ops`.
+        module: module that is called; None for a function or a method.
+        args, kwargs: evaluated arguments of the node.
+        name: name of the operation for messages.
     """
 
     node: fx.Node
@@ -36,22 +36,22 @@ class Call:
 
     @property
     def function(self) -> str:
-        """Bare name of the function, method or class."""
+        """Name of the function, method or class, without its module."""
         if self.module is not None:
             return type(self.module).__name__
         return str(getattr(self.node.target, "__name__", self.node.target))
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument by position, else by name; for a module, its attribute."""
+        """Return an argument by position, else by name; of a module, its attribute."""
         if self.module is not None:
             return getattr(self.module, name, default)
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
 
     def field(self, position: int, name: str = "input") -> Field:
-        """An operand, by position or by name, as a Field.
+        """Return an operand, by position or by name, as a Field.
 
         Raises:
-            NoRuleError: it is missing or no tensor.
+            NoRuleError: the operand is missing or no tensor.
         """
         value = self.args[position] if len(self.args) > position else self.kwargs.get(name)
         if isinstance(value, Field):
@@ -61,17 +61,17 @@ class Call:
         raise NoRuleError(f"its argument {position} is {type(value).__name__} and no tensor")
 
     def operands(self) -> list[Field]:
-        """All tensors among the arguments, also in lists, in order."""
+        """Return all tensors among the arguments, also in lists, in order."""
         like = next(self.fields())
         flat = _flat([*self.args, *self.kwargs.values()])
         return [v if isinstance(v, Field) else constant_field(v.shape, like) for v in flat]
 
     def fields(self) -> Iterator[Field]:
-        """The arguments that depend on the image, also in lists, in order."""
+        """Yield the arguments that depend on the image, also in lists, in order."""
         return (v for v in _flat([*self.args, *self.kwargs.values()]) if isinstance(v, Field))
 
     def result_shape(self) -> tuple[int, ...]:
-        """Shape of the result.
+        """Return the shape of the result.
 
         Raises:
             NoRuleError: the result is no tensor.

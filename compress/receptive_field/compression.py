@@ -1,9 +1,9 @@
-"""Receptive fields and compression: how far a network's gaze moved, and which layers no longer widen it.
+"""Receptive fields and compression: the drift of an effective field, and layers that cannot widen a field.
 
-Drift compares the effective fields of one unit before and after quantization, sparsity or pruning. Both are taken as
-distributions of influence over the pixels. Unproductive layers are those of Richter et al. ("Should You Go Deeper?
-Optimizing Convolutional Neural Network Architectures without Training", arXiv 2106.12307): a convolution whose input
-already sees the whole image cannot add context, and tends to add nothing to the accuracy.
+Drift compares the effective fields of one unit before and after quantization, sparsity or pruning, as distributions of
+influence over the pixels. Unproductive layers are those of Richter et al. ("Should You Go Deeper? Optimizing
+Convolutional Neural Network Architectures without Training", arXiv 2106.12307): a convolution whose input already
+depends on the whole image cannot add context, and tends to add nothing to the accuracy.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from typing import Any
 from torch import Tensor, nn
 
 from compress.errors import ReceptiveFieldError
+from compress.graph.traits import WEIGHTED
 from compress.receptive_field.effective import EffectiveReceptiveField, ErfOptions, effective_receptive_field
 from compress.receptive_field.metrics import distances
 from compress.receptive_field.table import ReceptiveField, ReceptiveFieldTable
 
-Seen = EffectiveReceptiveField | nn.Module
+Measurable = EffectiveReceptiveField | nn.Module
 
 
 @dataclass(frozen=True, kw_only=True)
 class ErfDrift:
-    """How an effective receptive field changed.
+    """The change of an effective receptive field.
 
     Attributes:
         before, after: the two fields.
         total_variation: share of the influence that lies on other pixels, 0 (same map) to 1 (no pixel in common).
-        moved_px: how far the influence moved towards or away from the unit's centre, on average over it (the
-            Wasserstein distance of the distributions of the radius), pixels.
-        radius_change_px: mean radius after minus before, pixels; above 0 the network looks wider.
+        moved_px: mean distance by which the influence moved towards or away from the unit's centre (the Wasserstein
+            distance of the distributions of the radius), pixels.
+        radius_change_px: mean radius after minus before, pixels; above 0 the field is wider.
         size_ratio: `metrics.size` after over before.
     """
 
@@ -44,34 +45,34 @@ class ErfDrift:
 
 
 def erf_drift(
-    before: Seen,
-    after: Seen,
+    before: Measurable,
+    after: Measurable,
     images: Tensor | Iterable[Any] | None = None,
     *,
     layer: str | None = None,
     options: ErfOptions | None = None,
 ) -> ErfDrift:
-    """The drift from one network's effective receptive field to another's, over the same images.
+    """Return the drift from one network's effective receptive field to another's, over the same images.
 
     Args:
-        before: a module, or a field that was measured already.
-        after: the other one.
-        images: as for `effective_receptive_field`; a list where batches are given, as both modules see them. Needed for
-            modules only.
-        layer: the same name in both; None = the last layer on a grid in each.
-        options: of the measurement; the same random upstream weights meet the same images.
+        before: a module, or its measured field.
+        after: the other module, or its measured field.
+        images: images of `effective_receptive_field`; batches as a list, because both modules use them. They are
+            needed for modules only.
+        layer: name of the layer in both; None = the last layer on a grid in each.
+        options: options of the measurement; both have the same random upstream weights for the same images.
 
     Raises:
-        ReceptiveFieldError: modules without images, maps of different sizes, or what `effective_receptive_field` says.
+        ReceptiveFieldError: a module has no images, the maps differ in size, or a measurement fails.
     """
     fields = []
-    for seen in (before, after):
-        if isinstance(seen, EffectiveReceptiveField):
-            fields.append(seen)
+    for one in (before, after):
+        if isinstance(one, EffectiveReceptiveField):
+            fields.append(one)
         elif images is None:
             raise ReceptiveFieldError("erf_drift needs images to measure a module")
         else:
-            fields.append(effective_receptive_field(seen, images, layer=layer, options=options or ErfOptions()))
+            fields.append(effective_receptive_field(one, images, layer=layer, options=options or ErfOptions()))
     first, second = fields
     if first.heat.shape != second.heat.shape:
         raise ReceptiveFieldError(
@@ -90,7 +91,7 @@ def erf_drift(
 
 
 def radial_distance(left: Tensor, right: Tensor, radius: Tensor) -> float:
-    """Wasserstein-1 distance of the distributions of `radius` under two maps that each sum to 1."""
+    """Return the Wasserstein-1 distance of the distributions of `radius` under two maps that each sum to 1."""
     ordered, order = radius.flatten().sort()
     gap = (left - right).flatten()[order].cumsum(0).abs()
     return float((gap[:-1] * ordered.diff()).sum())
@@ -98,16 +99,16 @@ def radial_distance(left: Tensor, right: Tensor, radius: Tensor) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class UnproductiveLayer:
-    """A convolution that cannot widen what the network sees.
+    """A convolution that cannot widen the receptive field.
 
     Attributes:
-        path: the module's path, or the node's name.
-        input_size: what its input sees along the widest path, pixels, without global operations.
-        input_smallest: along the narrowest path.
-        certain: every path to its input sees the whole image. False = only some do (critical: it still integrates
-            context along shortcuts).
+        path: path of the module, or name of the node.
+        input_size: field of its input along the widest path, pixels, without global operations.
+        input_smallest: field of its input along the narrowest path.
+        certain: True if every path to its input covers the whole image; False if only some do, so that the layer still
+            adds context along shortcuts.
         macs: multiply-accumulates at the table's image size, batch 1; None = unknown.
-        share: of the network's known macs; None = unknown.
+        share: share of the network's known macs; None = unknown.
     """
 
     path: str
@@ -123,10 +124,10 @@ class UnproductiveLayers:
     """The convolutions of a network whose input field covers the image.
 
     Attributes:
-        image_size: (height, width) that was asked about.
-        layers: in the order of the network.
-        macs: of all convolutions and linear layers together, at the table's image size.
-        unknown: weighted layers whose field is unknown, and which are therefore not judged.
+        image_size: (height, width) of the image.
+        layers: the layers, in the order of the network.
+        macs: macs of all convolutions and linear layers, at the table's image size.
+        unknown: weighted layers whose field is unknown, so that they are not judged.
     """
 
     image_size: tuple[int, ...]
@@ -136,33 +137,33 @@ class UnproductiveLayers:
 
     @property
     def share(self) -> float:
-        """Share of the macs in layers whose input sees the whole image along its widest path."""
+        """Share of the macs in layers whose input covers the whole image along its widest path."""
         return sum(layer.share or 0.0 for layer in self.layers)
 
     @property
     def certain_share(self) -> float:
-        """Share of the macs in layers all of whose paths see the whole image."""
+        """Share of the macs in layers whose input covers the whole image along every path."""
         return sum(layer.share or 0.0 for layer in self.layers if layer.certain)
 
 
 def unproductive_layers(table: ReceptiveFieldTable, image_size: Sequence[int] | None = None) -> UnproductiveLayers:
-    """The convolutions whose input already sees the whole image, as candidates for pruning or removal.
+    """Return the convolutions whose input already covers the whole image, as candidates for pruning or removal.
 
-    A linear layer over the channels of a map (ConvNeXt) is a 1 x 1 convolution; one behind the map is not judged.
-    Global operations (squeeze-and-excite, pooling) are left aside: what counts is what convolutions see. Macs and their
-    shares are those at the table's own image size.
+    A linear layer over the channels of a map (ConvNeXt) is a 1 x 1 convolution; one after the map is not judged. Global
+    operations (squeeze-and-excite, pooling) are ignored: only the fields of convolutions count. Macs and their shares
+    are those at the table's own image size.
 
     Args:
-        table: of `receptive_field`.
+        table: result of `receptive_field`.
         image_size: (height, width) in pixels; None = the table's.
 
     Raises:
-        ReceptiveFieldError: an image size of other axes than the table's.
+        ReceptiveFieldError: the image size has another number of axes than the table's.
     """
     size = tuple(image_size) if image_size is not None else table.image_size
     if len(size) != len(table.image_size) or min(size) < 1:
         raise ReceptiveFieldError(f"image_size is {size}; the table's images have {len(table.image_size)} axes")
-    weighted = [row for row in table if row.kind in {"conv", "conv_transpose", "linear"}]
+    weighted = [row for row in table if row.kind in WEIGHTED]
     macs = sum(row.macs or 0 for row in weighted)
     judged = [row for row in weighted if row.kind != "linear" or (row.located and None not in row.local_size)]
     found = [row for row in judged if _covers(row.input_size, size)]
@@ -175,7 +176,7 @@ def unproductive_layers(table: ReceptiveFieldTable, image_size: Sequence[int] | 
 
 
 def _covers(sizes: Sequence[int | None], image: Sequence[int]) -> bool:
-    """Richter et al.: the input's field is larger than the image."""
+    """Return True if the input's field is larger than the image (Richter et al.)."""
     return all(s is not None and s > n for s, n in zip(sizes, image, strict=True))
 
 

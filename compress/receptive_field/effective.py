@@ -1,9 +1,9 @@
-"""Effective receptive fields: how strongly each pixel in fact moves a unit, over real images.
+"""Effective receptive fields: the influence of each pixel on a unit, measured on images.
 
-A gradient of one is placed at the central unit of a layer and taken back to the image; its magnitude, averaged over
+A gradient of one is set at the central unit of a layer and propagated to the image; its magnitude, averaged over
 images, is the field (Luo et al., "Understanding the Effective Receptive Field in Deep Convolutional Neural Networks",
-arXiv 1701.04128). The units of all channels at the place are asked at once: `upstream` says with which weights. Only a
-running sum is kept, so that memory does not grow with the number of images, and several layers share one forward pass.
+arXiv 1701.04128). All channels of the unit are measured at once, weighted by `upstream`. Only a running sum is stored,
+so memory does not grow with the number of images, and several layers share one forward pass.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ Average = Literal["absolute", "positive", "rms", "signed"]
 
 @dataclass(frozen=True, kw_only=True)
 class ErfOptions:
-    """How an effective receptive field is measured.
+    """Options of the measurement of an effective receptive field.
 
     Attributes:
         unit: (row, column) of the unit; None = the central one (rows // 2, columns // 2).
-        upstream: gradient at the unit's channels: `random` (the default) asks for their sum with fresh normal
-            weights for each image, whose mean magnitude measures the norm of all channels' gradients; `ones` asks for
-            their plain sum, in which channels of opposite sign cancel (behind a LayerNorm nearly all of them).
-        average: over images, of each gradient's `absolute` value (the default), its `positive` part (RepLKNet), its
-            square (`rms`: the root is taken at the end), or the gradient as it is (`signed`: the magnitude is taken at
+        upstream: gradient at the unit's channels: `random` (the default) uses new normal weights for each image, so
+            that the mean magnitude measures the norm of all channels' gradients; `ones` uses their sum, in which
+            channels of opposite sign cancel (after a LayerNorm nearly all of them).
+        average: mean over images of each gradient's `absolute` value (the default), of its `positive` part (RepLKNet),
+            of its square (`rms`, with the root at the end), or of the gradient itself (`signed`, with the magnitude at
             the end, so that influence of changing sign cancels; needs `ones`).
         batch_size: images of one pass.
         double: compute in float64.
-        device: None = the model's own.
-        seed: of random upstream weights.
+        device: device of the computation; None = the model's own.
+        seed: seed of the random upstream weights.
     """
 
     unit: tuple[int, int] | None = None
@@ -69,18 +69,18 @@ class EffectiveReceptiveField:
     """The effective receptive field of one unit of one layer.
 
     Attributes:
-        model: class name.
-        layer: as asked for, or the layer that was found.
+        model: class name of the model.
+        layer: name of the layer, as given or as found.
         heat: (height, width) float64 on the CPU: mean influence of each pixel, summed over the image's channels.
         unit: (row, column) in the layer's grid.
         grid: (rows, columns) of the layer.
-        centre: (row, column) in the image of the unit's centre, pixels.
-        images: how many were averaged.
-        dead_images: those among them in which the unit's gradient was zero everywhere.
-        upstream, average: as in `ErfOptions`.
+        centre: (row, column) of the unit's centre in the image, pixels.
+        images: number of images in the mean.
+        dead_images: number of images in which the unit's gradient was zero everywhere.
+        upstream, average: see `ErfOptions`.
         method: `graph`, or `hooks` with the reason.
-        theoretical: the layer's theoretical field; None with hooks.
-        metrics: sizes.
+        theoretical: theoretical field of the layer; None with hooks.
+        metrics: sizes of the field.
     """
 
     model: str
@@ -99,7 +99,7 @@ class EffectiveReceptiveField:
 
     @property
     def normalized(self) -> Tensor:
-        """The map with a largest value of 1."""
+        """The map, scaled to a largest value of 1."""
         return self.heat / self.heat.amax()
 
 
@@ -111,20 +111,20 @@ def effective_receptive_field(
     options: ErfOptions | None = None,
     progress: Progress | None = None,
 ) -> EffectiveReceptiveField:
-    """Effective receptive field of the central unit of one layer: which pixels move it (arXiv 1701.04128).
+    """Return the effective receptive field of the central unit of one layer (arXiv 1701.04128).
 
     Args:
         model: any module whose first input is an image; it is not changed.
         images: (N, C, height, width), or an iterable of such batches or of (batch, target) pairs, of one size.
         layer: path of a module or block, or name of an fx node; None = the last layer whose units lie on a grid.
-        options: which unit, how images are averaged, precision, device; None = `ErfOptions()`.
-        progress: hears of images.
+        options: options of the measurement; None = `ErfOptions()`.
+        progress: listener that counts images.
 
     Returns:
         The map (height, width) of influence, and its sizes in pixels (`.metrics`).
 
     Raises:
-        ReceptiveFieldError: as `effective_receptive_fields`, which does several layers in one pass.
+        ReceptiveFieldError: see `effective_receptive_fields`, which measures several layers in one pass.
         ModelError: the model fails on the images.
         DataError: a batch holds no tensor.
     """
@@ -139,19 +139,19 @@ def effective_receptive_fields(
     options: ErfOptions | None = None,
     progress: Progress | None = None,
 ) -> tuple[EffectiveReceptiveField, ...]:
-    """Effective receptive fields of several layers, from one forward pass for each batch.
+    """Return the effective receptive fields of several layers, from one forward pass for each batch.
 
     Args:
-        model: any module whose first input is an image; it is not changed. Weights do not receive gradients.
+        model: any module whose first input is an image; it is not changed, and its weights get no gradients.
         images: (N, C, height, width), or an iterable of such batches or of (batch, target) pairs, of one size.
-        layers: paths of modules or of blocks (`layer4`: what it returns), or names of fx nodes; None = the last layer
+        layers: paths of modules or of blocks (`layer4` is its result), or names of fx nodes; None = the last layer
             whose units lie on a grid, which in a vision transformer are its tokens.
-        options: see `ErfOptions`.
-        progress: listener; counts images.
+        options: options of the measurement; None = `ErfOptions()`.
+        progress: listener that counts images.
 
     Raises:
-        ReceptiveFieldError: no images, a layer that does not exist or whose units have no place, one that the image
-            does not reach by a gradient, a gradient that is zero for every image or not finite.
+        ReceptiveFieldError: there are no images; a layer does not exist, or its units have no position in the image; no
+            gradient leads from it to the image, or it is zero for every image or not finite.
         ModelError: the model fails on the images.
         DataError: a batch holds no tensor.
     """
@@ -160,7 +160,7 @@ def effective_receptive_fields(
     first = next(batches, None)
     if first is None:
         raise ReceptiveFieldError("no images were given")
-    probe, place = _prepare(model, first, layers, options)
+    probe, form = _prepare(model, first, layers, options)
     sums = [_Sum(point, options) for point in probe.points]
     generator = torch.Generator().manual_seed(options.seed)
     total = sum(len(batch_inputs(one)[0]) for one in images) if isinstance(images, (list, tuple)) else 0
@@ -169,7 +169,7 @@ def effective_receptive_fields(
     for batch in _chain(first, batches):
         if batch.shape[1:] != first.shape[1:]:
             raise ReceptiveFieldError(f"images differ in size: {tuple(first.shape[1:])}, then {tuple(batch.shape[1:])}")
-        _accumulate(probe, batch.to(**place), sums, generator, options)
+        _accumulate(probe, batch.to(**form), sums, generator, options)
         progress.advance("receptive field", len(batch))
     progress.finish("receptive field")
     return tuple(s.result(type(model).__name__, probe.method) for s in sums)
@@ -178,20 +178,20 @@ def effective_receptive_fields(
 def _prepare(
     model: nn.Module, first: Tensor, layers: Sequence[str | None], options: ErfOptions
 ) -> tuple[Probe, dict[str, Any]]:
-    """The probe, and the device and type that images must have."""
+    """Return the probe, and the device and type that images must have."""
     if first.ndim != 4 or 0 in first.shape:
         raise ReceptiveFieldError(f"images must be (N, C, height, width), got a tensor of shape {tuple(first.shape)}")
-    held = next((t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point()), first)
-    place: dict[str, Any] = {"device": held.device, "dtype": held.dtype}
+    own = next((t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point()), first)
+    form: dict[str, Any] = {"device": own.device, "dtype": own.dtype}
     if options.double or options.device is not None:
-        place = {"device": torch.device(options.device or held.device), "dtype": held.dtype}
-        place["dtype"] = torch.float64 if options.double else held.dtype
-        model = copy.deepcopy(model).to(**place)
-    return make_probe(model, first[:1].to(**place), layers), place
+        form["device"] = torch.device(options.device or own.device)
+        form["dtype"] = torch.float64 if options.double else own.dtype
+        model = copy.deepcopy(model).to(**form)
+    return make_probe(model, first[:1].to(**form), layers), form
 
 
 def _batches(images: Tensor | Iterable[Any], size: int) -> Iterator[Tensor]:
-    """Batches of at most `size` images; targets are dropped."""
+    """Yield batches of at most `size` images, without targets."""
     for item in [images] if isinstance(images, Tensor) else images:
         yield from (part for part in batch_inputs(item)[0].split(size) if len(part))
 
@@ -227,10 +227,10 @@ class _Sum:
         self.total = part.double().cpu() if self.total is None else self.total + part.double().cpu()
 
     def heat(self) -> Tensor:
-        """The mean map.
+        """Return the mean map.
 
         Raises:
-            ReceptiveFieldError: it is zero everywhere.
+            ReceptiveFieldError: the map is zero everywhere.
         """
         mean = torch.zeros(1) if self.total is None else self.total / self.images
         if self.options.average == "rms":
@@ -240,14 +240,14 @@ class _Sum:
         if not bool(mean.amax() > 0):
             raise ReceptiveFieldError(
                 f"the gradient of unit {self.unit} of {self.point.name} is zero for all {self.images} images: its "
-                "activations are dead there (a ReLU that is off, a saturated or rounded value), or its channels cancel "
-                "(try upstream='random'), or what it sees does not touch the image; choose another unit or layer, or "
+                "activations are dead there (an inactive ReLU, a saturated or rounded value), or its channels cancel "
+                "(try upstream='random'), or its field lies outside of the image; choose another unit or layer, or "
                 "other images"
             )
         return mean
 
     def result(self, model: str, method: str) -> EffectiveReceptiveField:
-        """The field, with its sizes."""
+        """Return the field with its sizes."""
         heat, row, grid = self.heat(), self.point.row, self.point.grid.units
         centre = unit_centre(row, self.unit, grid, tuple(heat.shape))
         return EffectiveReceptiveField(
@@ -268,10 +268,10 @@ class _Sum:
 
 
 def mean_field(fields: Sequence[EffectiveReceptiveField]) -> EffectiveReceptiveField:
-    """The mean of several networks' fields of one unit, each counting alike (their maps are scaled to a sum of 1).
+    """Return the mean of several networks' fields of one unit, with maps scaled to a sum of 1.
 
     Raises:
-        ReceptiveFieldError: no fields, or maps of different sizes.
+        ReceptiveFieldError: there are no fields, or their maps differ in size.
     """
     if not fields or any(f.heat.shape != fields[0].heat.shape for f in fields):
         raise ReceptiveFieldError("mean_field needs one or more fields whose maps have one size")
@@ -286,25 +286,25 @@ def mean_field(fields: Sequence[EffectiveReceptiveField]) -> EffectiveReceptiveF
 
 
 def _local_size(row: ReceptiveField | None) -> tuple[int | None, ...] | None:
-    """Size of a theoretical field that is a window; None where it is global, unknown or no window."""
+    """Return the size of a theoretical field that is a window; None if it is global, unknown or no window."""
     return row.local_size if row is not None and row.status == "exact" and not row.reason else None
 
 
 def unit_centre(
     row: ReceptiveField | None, unit: Sequence[int], grid: Sequence[int], image: Sequence[int]
 ) -> tuple[float, float]:
-    """(row, column) in the image of a unit's centre: of its window, or of its cell where the grid spans the image."""
-    places = []
+    """Return (row, column) of the centre of a unit's window, or without one of its cell in a grid over the image."""
+    found = []
     for axis in range(2):
         centre = row.centre(unit, axis) if row is not None and row.located else None
-        places.append((unit[axis] + 0.5) * image[axis] / grid[axis] - 0.5 if centre is None else centre)
-    return places[0], places[1]
+        found.append((unit[axis] + 0.5) * image[axis] / grid[axis] - 0.5 if centre is None else centre)
+    return found[0], found[1]
 
 
 def _accumulate(
     probe: Probe, batch: Tensor, sums: Sequence[_Sum], generator: torch.Generator, options: ErfOptions
 ) -> None:
-    """One forward pass, and for each layer one backward pass to the image."""
+    """Run one forward pass, and for each layer one backward pass to the image."""
     images = batch.detach().clone().requires_grad_()
     with torch.enable_grad():
         outputs = probe.run(images)
@@ -315,7 +315,7 @@ def _accumulate(
                 value = value * weights.to(value)
             elif value.shape[1] > 1 and bool((value.sum(1).abs() < 1e-5 * value.abs().sum(1)).all()):
                 raise ReceptiveFieldError(
-                    f"the channels of {total.point.name} sum to zero, as behind a LayerNorm: the gradient of their sum "
+                    f"the channels of {total.point.name} sum to zero, as after a LayerNorm: the gradient of their sum "
                     "is rounding noise; use upstream='random' or an earlier layer"
                 )
             total.add(_gradient(value, images, total.point.name, keep=position + 1 < len(sums)))
@@ -330,7 +330,7 @@ def _gradient(value: Tensor, images: Tensor, name: str, *, keep: bool) -> Tensor
             raise ReceptiveFieldError(f"the gradient from {name} to the image fails: {error}") from error
     if found is None:
         raise ReceptiveFieldError(
-            f"no gradient leads from {name} to the image: it does not depend on it, or through something without "
-            "a derivative (detach, a comparison, integers)"
+            f"no gradient leads from {name} to the image: it does not depend on the image, or through an operation "
+            "without a derivative (detach, a comparison, integers)"
         )
     return found

@@ -1,15 +1,16 @@
-"""What the units of one tensor see: symbolic windows where they exist, and the exact spans of every element.
+"""The receptive fields of the units of one tensor: symbolic windows where they exist, and exact spans of every element.
 
-Two answers are carried side by side through a graph, because each knows what the other cannot:
+Two descriptions are computed side by side, because each covers cases that the other cannot:
 
-* `View`, one for each axis of the image: a `Window` without borders. It gives size, stride and padding, whatever the
-  image's size, and ends where positions stop following an affine pattern (tokens, a roll, branches of unequal stride).
-* `bounds`: for every element of the tensor the first and last pixel that it sees at this image size, found by
-  computing with intervals instead of numbers. A shape operation is run as it is on the bounds, a convolution is
-  a minimum over its window and channels. Nothing is lost behind a reshape, and borders are exact.
+* `View`, one for each axis of the image: a `Window` without borders. It gives size, stride and padding for images of
+  any size, and ends where positions no longer follow an affine pattern (tokens, a roll, branches of unequal stride).
+* `bounds`: for every element of the tensor the first and last pixel on which it depends at this image size, found by
+  interval arithmetic. A shape operation is run unchanged on the bounds, a convolution is a minimum over its window and
+  channels. They survive a reshape, and borders are exact.
 
-Bounds are kept so that each is a minimum and that zero means "sees nothing": first - 2^22 and -last - 2^22. So
-zero padding needs no rule of its own. Dimensions along which nothing differs are expanded (stride 0) and cost nothing.
+Each bound is stored so that joining fields is a minimum and that zero means "depends on no pixel": first - 2^22 and
+-last - 2^22. So zero padding needs no rule of its own. Dimensions along which all elements are equal are expanded
+(stride 0) and take no memory.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.receptive_field.windows import IDENTITY, Window, apart, fit, through, unite
+from compress.receptive_field.windows import IDENTITY, Window, centre_distance, fit, through, unite
 
 ORIGIN = 2.0**22
-"""Added to positions so that 0 is free to mean "nothing"; float32 holds the sums exactly."""
+"""Offset of positions, so that 0 can mean "no pixel"; float32 represents the sums exactly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """How units see one axis of the image, along paths that do not pass a global operation.
+    """The fields of units along one axis of the image, for paths without a global operation.
 
     Attributes:
-        wide: union of all such paths; None where there is no such path, or where `lost` says why it has no window.
-        narrow: the path that sees least.
-        whole: the operation that made units see all of the axis; "" where none did.
-        lost: why there is no window although units see the axis in part.
+        wide: union of all such paths; None if there is no such path, or if it has no window (`lost`).
+        narrow: the path with the smallest field.
+        whole: operation that made units depend on the whole axis; "" without one.
+        lost: reason why there is no window although units depend on a part of the axis.
     """
 
     wide: Window | None = None
@@ -44,31 +45,31 @@ class View:
     lost: str = ""
 
     def through(self, reads: Window, reason: str) -> View:
-        """The view of units that read these units; lost for `reason` where the result has no window."""
+        """Return the view of units that depend on these units; lost for `reason` if the result has no window."""
         if self.wide is None or self.narrow is None:
             return self
         wide, narrow = through(self.wide, reads), through(self.narrow, reads)
         return replace(self, wide=wide, narrow=narrow) if wide and narrow else self.forget(reason)
 
     def forget(self, reason: str) -> View:
-        """The view without its windows."""
+        """Return the view without its windows."""
         return replace(self, wide=None, narrow=None, lost=self.lost or reason) if self.wide or self.lost else self
 
     def everything(self, reason: str) -> View:
-        """The view of a unit that sees all of this axis; a constant stays one."""
+        """Return the view of a unit that depends on the whole axis; a constant remains one."""
         seen = self.wide or self.whole or self.lost
         return View(whole=self.whole or reason) if seen else self
 
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """What the elements of one tensor see.
+    """The receptive fields of the elements of one tensor.
 
     Attributes:
         bounds: for each axis of the image two tensors of the tensor's shape (see the module).
         views: for each axis of the image its view.
-        dims: for each axis of the image the tensor's dimension that runs along it; None where none does.
-        notes: branches that are not aligned, told once each.
+        dims: for each axis of the image the tensor's dimension that runs along it, or None.
+        notes: a note for each pair of branches that are not aligned.
     """
 
     bounds: tuple[Tensor, ...]
@@ -83,7 +84,7 @@ class Field:
 
 
 def image_field(shape: Sequence[int]) -> Field:
-    """The field of an image (N, C, spatial...): every pixel sees itself."""
+    """Return the field of an image (N, C, spatial...): every pixel depends on itself."""
     axes = range(len(shape) - 2)
     bounds = []
     for axis in axes:
@@ -94,19 +95,19 @@ def image_field(shape: Sequence[int]) -> Field:
 
 
 def constant_field(shape: Sequence[int], like: Field) -> Field:
-    """The field of a tensor that does not depend on the image."""
+    """Return the field of a tensor that does not depend on the image."""
     nothing = torch.zeros(()).expand(tuple(shape))
     return Field(bounds=(nothing,) * len(like.bounds), views=(View(),) * len(like.views), dims=(None,) * len(like.dims))
 
 
 def carriers(shape: Sequence[int], dim: int) -> tuple[Tensor, Tensor]:
-    """Bounds of a tensor whose elements see their own index along `dim`."""
+    """Return the bounds of a tensor whose elements depend on their own index along `dim`."""
     index = torch.arange(shape[dim], dtype=torch.float32).view([-1 if d == dim else 1 for d in range(len(shape))])
     return (index - ORIGIN).expand(tuple(shape)), (-index - ORIGIN).expand(tuple(shape))
 
 
 def compact(bound: Tensor, *, keep: int | None = None) -> Tensor:
-    """The tensor with expanded dimensions cut down to size 1, `keep` apart."""
+    """Return the tensor with expanded dimensions cut to size 1, except dimension `keep`."""
     for dim, (size, stride) in enumerate(zip(bound.shape, bound.stride(), strict=True)):
         if stride == 0 and size > 1 and dim != keep:
             bound = bound.narrow(dim, 0, 1)
@@ -114,7 +115,7 @@ def compact(bound: Tensor, *, keep: int | None = None) -> Tensor:
 
 
 def least(bounds: Iterable[Tensor], shape: Sequence[int]) -> Tensor:
-    """Elementwise minimum of broadcast tensors, as a tensor of `shape`."""
+    """Return the elementwise minimum of broadcast tensors, as a tensor of `shape`."""
     parts = [compact(bound) for bound in bounds]
     result = parts[0]
     for part in parts[1:]:
@@ -123,7 +124,7 @@ def least(bounds: Iterable[Tensor], shape: Sequence[int]) -> Tensor:
 
 
 def join(fields: Sequence[Field], shape: Sequence[int], name: str) -> Field:
-    """The field of an elementwise operation with broadcasting: each element sees what its operands see."""
+    """Return the field of an elementwise operation with broadcasting: the union of its operands' fields."""
     bounds = tuple(least(parts, shape) for parts in zip(*(f.bounds for f in fields), strict=True))
     views, dims, notes = [], [], dict.fromkeys(note for f in fields for note in f.notes)
     for axis in range(len(fields[0].views)):
@@ -131,15 +132,15 @@ def join(fields: Sequence[Field], shape: Sequence[int], name: str) -> Field:
         dim = placed.pop() if len(placed) == 1 else None
         reason = f"{name} joins tensors whose axes lie in different dimensions"
         branches = [f.views[axis].forget(reason) if placed else _spread(f, axis, dim, shape, name) for f in fields]
-        view, said = meet(branches, name)
+        view, found = meet(branches, name)
         views.append(view)
         dims.append(dim)
-        notes.update(dict.fromkeys(said))
+        notes.update(dict.fromkeys(found))
     return Field(bounds=bounds, views=tuple(views), dims=tuple(dims), notes=tuple(notes))
 
 
 def _spread(field: Field, axis: int, dim: int | None, shape: Sequence[int], name: str) -> View:
-    """The view of an operand; one unit that is broadcast along its axis no longer advances with the units."""
+    """Return the view of an operand; if one unit is broadcast along the axis, its window is lost."""
     own = field.dims[axis]
     units = 1 if own is None else field.shape[own]
     if dim is not None and units == 1 and shape[dim] > 1:
@@ -148,7 +149,7 @@ def _spread(field: Field, axis: int, dim: int | None, shape: Sequence[int], name
 
 
 def meet(branches: Sequence[View], name: str) -> tuple[View, list[str]]:
-    """The union of branches on one axis, and what is to be said about their alignment."""
+    """Return the union of branches on one axis, and notes on their alignment."""
     view, notes = View(), []
     for branch in branches:
         view, note = _meet(view, branch, name)
@@ -161,27 +162,27 @@ def _meet(left: View, right: View, name: str) -> tuple[View, str]:
     if lost:
         return View(whole=whole, lost=lost), ""
     if left.wide is None or right.wide is None:
-        kept = left if right.wide is None else right
-        return replace(kept, whole=whole), ""
+        one = left if right.wide is None else right
+        return replace(one, whole=whole), ""
     wide = unite(left.wide, right.wide)
     if wide is None:
         note = f"{name} joins branches of effective strides {left.wide.stride} and {right.wide.stride}: misaligned"
         return View(whole=whole, lost=note), note
     branches = [v.narrow for v in (left, right) if v.narrow]
-    gap = apart(*branches)  # of the narrow paths: what this operation adds, not what windows of attention pile up
+    gap = centre_distance(*branches)  # of the narrow paths, so that windows of attention do not add up
     note = f"{name} joins branches whose centres lie {float(gap):g} px apart: misaligned" if gap else ""
     narrow = min(branches, key=lambda window: window.size)
     return View(wide=wide, narrow=narrow, whole=whole), note
 
 
 def mix(field: Field, dims: Iterable[int], name: str, *, keep: bool = True) -> Field:
-    """The field after an operation in which every element along `dims` reads all the others there.
+    """Return the field after an operation in which every element depends on all elements along `dims`.
 
     Args:
-        field: of the operand.
-        dims: dimensions over which it mixes (a sum, a norm, a softmax, a matrix product).
-        name: of the operation, told as the reason where units come to see everything.
-        keep: the result keeps the operand's shape; otherwise `dims` shrink to size 1.
+        field: field of the operand.
+        dims: dimensions over which the operation mixes (a sum, a norm, a softmax, a matrix product).
+        name: name of the operation, the reason if units come to depend on the whole image.
+        keep: the result has the operand's shape; otherwise `dims` have size 1.
     """
     rank = len(field.shape)
     mixed = {dim % rank for dim in dims}
@@ -195,7 +196,7 @@ def mix(field: Field, dims: Iterable[int], name: str, *, keep: bool = True) -> F
 
 
 def settled(field: Field, name: str) -> Field:
-    """An axis without a window is seen whole once all elements see the same of it."""
+    """Mark an axis without a window as whole if all elements depend on the same part of it."""
     views = tuple(
         view.everything(name) if view.lost and all(_uniform(b) for b in field.bounds[2 * axis : 2 * axis + 2]) else view
         for axis, view in enumerate(field.views)
@@ -215,7 +216,7 @@ def _uniform(bound: Tensor) -> bool:
 
 
 def read(bound: Tensor, dim: int, window: Window, count: int) -> Tensor:
-    """Bound of `count` units along `dim` that read through `window`; positions beyond the borders are not there."""
+    """Return the bound of `count` units along `dim` that depend on `window`, without positions beyond the borders."""
     dim %= bound.ndim
     size, small = bound.shape[dim], compact(bound, keep=dim)
     phases, units = torch.arange(count) % window.period, torch.arange(count) // window.period
@@ -224,23 +225,23 @@ def read(bound: Tensor, dim: int, window: Window, count: int) -> Tensor:
     result = torch.zeros([count if d == dim else s for d, s in enumerate(small.shape)])
     for tap in range(int((last - first).max()) // window.step + 1):
         index = first + tap * window.step
-        there = ((index >= 0) & (index < size) & (index <= last)).view(
+        inside = ((index >= 0) & (index < size) & (index <= last)).view(
             [-1 if d == dim else 1 for d in range(bound.ndim)]
         )
-        result = torch.minimum(result, small.index_select(dim, index.clamp(0, size - 1)) * there)
+        result = torch.minimum(result, small.index_select(dim, index.clamp(0, size - 1)) * inside)
     return result.expand([count if d == dim else s for d, s in enumerate(bound.shape)])
 
 
 def move(field: Field, operation: Callable[[Tensor], Any], name: str, *, folds: bool = False) -> Any:
-    """The field (or fields) after an operation that only moves elements: a view, a slice, a permutation, a roll.
+    """Return the field, or fields, after an operation that only moves elements: a view, slice, permutation or roll.
 
-    The operation is run on the bounds, and on the indices along each axis, which shows where the axis went.
+    The operation is run on the bounds, and on the indices along each axis, whose order shows where the axis went.
 
     Args:
-        field: of the operand.
-        operation: what is done; returns a tensor or a sequence of tensors.
-        name: of the operation.
-        folds: neighbouring positions become channels (space to depth): units then see the union over channels.
+        field: field of the operand.
+        operation: function that returns a tensor or a sequence of tensors.
+        name: name of the operation.
+        folds: neighbouring positions become channels (space to depth); a unit then has the union over channels.
     """
     moved = [operation(bound) for bound in field.bounds]
     places = [_places(field, axis, operation) for axis in range(len(field.views))]
@@ -255,7 +256,7 @@ def _part(places: tuple[Any, Any], index: int) -> tuple[Any, Any]:
 
 
 def _places(field: Field, axis: int, operation: Callable[[Tensor], Any]) -> tuple[Any, Any] | None:
-    """The operation's result on the indices along an axis. An axis of size 1 is followed as if it had two units."""
+    """Return the result of the operation on the indices along an axis; an axis of size 1 counts as one of size 2."""
     dim = field.dims[axis]
     if dim is None:
         return None
@@ -267,7 +268,7 @@ def _places(field: Field, axis: int, operation: Callable[[Tensor], Any]) -> tupl
     first, last = carriers(shape, dim)
     try:
         return operation(first), operation(last)
-    except (RuntimeError, IndexError):  # sizes are written into the operation
+    except (RuntimeError, IndexError):  # the operation holds sizes as constants
         return None
 
 
@@ -283,10 +284,10 @@ def _moved(field: Field, bounds: list[Tensor], places: list[Any], name: str, fol
         size = max(2, field.shape[dim])
         first, last = places[axis]
         found, window = _locate(first, last, size, folds)
-        if field.shape[dim] == 1:  # one unit, wherever it went
-            there = found is not None and bounds[0].shape[found] == 1
+        if field.shape[dim] == 1:  # a single unit has no order that could be lost
+            single = found is not None and bounds[0].shape[found] == 1
             views.append(view)
-            dims.append(found if there else None)
+            dims.append(found if single else None)
             continue
         views.append(
             view.through(window, name) if window else view.forget(f"{name} moves positions out of their order")
@@ -296,9 +297,9 @@ def _moved(field: Field, bounds: list[Tensor], places: list[Any], name: str, fol
 
 
 def _locate(first: Tensor, last: Tensor, size: int, folds: bool) -> tuple[int | None, Window | None]:
-    """(the dimension along which an axis runs now, the window through which it reads the axis as it was)."""
+    """Return the dimension along which an axis runs after an operation, and the window onto the axis before it."""
     low, high = compact(first), compact(last)
-    if bool(low.amin() == -high.amin() - 2 * ORIGIN):  # a single position was kept
+    if bool(low.amin() == -high.amin() - 2 * ORIGIN):  # a single position is left
         position = int(low.amin() + ORIGIN)
         return None, Window((position,), (position,), 1)
     for dim, units in enumerate(low.shape):

@@ -1,4 +1,4 @@
-"""Images to measure effective receptive fields on when there is no data set at hand."""
+"""Images for the measurement of effective receptive fields without a data set."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from torch import Tensor
 from compress.errors import ReceptiveFieldError, near_misses
 
 SOURCES = ("photographs", "noise")
-_MEAN = (0.485, 0.456, 0.406)  # ImageNet's, with which torchvision's and most of timm's models were trained
+_MEAN = (0.485, 0.456, 0.406)  # of ImageNet, on which torchvision's and most of timm's models were trained
 _STD = (0.229, 0.224, 0.225)
 
 
 def probe_images(source: str, count: int, size: tuple[int, int], *, seed: int = 0) -> Tensor:
-    """Images by the name of their source.
+    """Return images from a source.
 
     Args:
         source: `photographs` (crops of the two that come with scikit-learn) or `noise` (standard normal).
-        count: how many.
+        count: number of images.
         size: (height, width), pixels.
-        seed: of the crops or of the noise.
+        seed: seed of the crops or of the noise.
 
     Returns:
         (count, 3, height, width) float32, normalized with ImageNet's mean and standard deviation.
 
     Raises:
-        ReceptiveFieldError: an unknown source, or a count or size below 1.
+        ReceptiveFieldError: the source is unknown, or a count or size is below 1.
     """
     if count < 1 or min(size) < 1:
         raise ReceptiveFieldError(f"{count} images of {size[0]} x {size[1]} pixels were asked for")
@@ -38,8 +38,8 @@ def probe_images(source: str, count: int, size: tuple[int, int], *, seed: int = 
 
 
 def photograph_crops(count: int, size: tuple[int, int], *, seed: int = 0) -> Tensor:
-    """Random crops, half of them mirrored, of scikit-learn's photographs (a temple and a flower, 427 x 640)."""
-    from sklearn.datasets import load_sample_images
+    """Return random crops, half of them mirrored, of scikit-learn's photographs (a temple and a flower, 427 x 640)."""
+    from sklearn.datasets import load_sample_images  # lazy: it takes seconds, and only photographs need it
 
     photographs = [torch.from_numpy(np.array(p)).permute(2, 0, 1).float() / 255 for p in load_sample_images().images]
     generator = torch.Generator().manual_seed(seed)
@@ -49,7 +49,7 @@ def photograph_crops(count: int, size: tuple[int, int], *, seed: int = 0) -> Ten
 
 
 def _crop(photograph: Tensor, size: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """A crop of the wanted proportions, a half to all of the largest that fits, resized."""
+    """Return a resized crop with the proportions of `size`, between half and all of the largest that fits."""
     _, height, width = photograph.shape
     largest = min(height / size[0], width / size[1])
     scale = largest * (0.5 + 0.5 * float(torch.rand((), generator=generator)))

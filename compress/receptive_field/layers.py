@@ -1,4 +1,4 @@
-"""Which layers of a network are worth a picture: the ends of its blocks, spread from the first to the last."""
+"""Choice of the layers for a picture: the ends of a network's blocks, spread from the first to the last."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ T = TypeVar("T")
 
 
 def layers_to_show(model: nn.Module, image: Tensor, *, count: int = 8) -> list[str | None]:
-    """Names of up to `count` layers whose units lie on a grid, in order; the last one is always among them.
+    """Return the names of up to `count` layers whose units lie on a grid, in order, including the last one.
 
     Args:
-        model: any module; one that torch.fx cannot trace gives [None], which stands for its last layer.
+        model: any module; if torch.fx cannot trace it, the result is [None], which means its last layer.
         image: (1, C, height, width).
-        count: at least 1.
+        count: number of layers, at least 1.
     """
-    held = next((t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point()), torch.zeros(()))
+    own = next((t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point()), torch.zeros(()))
     try:
-        table = receptive_field(model, image.to(held))
+        table = receptive_field(model, image.to(own))
     except ModelError:
         return [None]
     rows = grids(table, image)
@@ -42,7 +42,7 @@ def layers_to_show(model: nn.Module, image: Tensor, *, count: int = 8) -> list[s
 def _block_ends(
     table: ReceptiveFieldTable, rows: Sequence[ReceptiveField], count: int
 ) -> list[tuple[ReceptiveField, str]]:
-    """(last row, path) of the blocks at the outermost level of nesting that has `count` of them, else the most."""
+    """Return (last row, path) of the blocks at the outermost level with `count` blocks, or else with the most."""
     levels: dict[int, list[tuple[ReceptiveField, str]]] = {}
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         after = set(following.scopes) if following is not None else set()
@@ -54,10 +54,10 @@ def _block_ends(
 
 
 def spread(rows: list[T], count: int) -> list[T]:
-    """`count` of some items, evenly, with the last."""
+    """Return `count` of some items, evenly spread, including the last."""
     if len(rows) <= count:
         return rows
     if count <= 1:
         return rows[-1:]
-    places = sorted({round(i * (len(rows) - 1) / (count - 1)) for i in range(count)})
-    return [rows[place] for place in places]
+    indices = sorted({round(i * (len(rows) - 1) / (count - 1)) for i in range(count)})
+    return [rows[index] for index in indices]

@@ -1,7 +1,7 @@
-"""Numbers that say how large an effective receptive field is. Pure functions of a map (height, width) of influence.
+"""Sizes of an effective receptive field, as pure functions of a map (height, width) of influence.
 
-The map is that of `effective_receptive_field`: not negative, its scale without meaning. Positions are in pixels, (row,
-column), pixel centres at whole numbers.
+The map is that of `effective_receptive_field`: it is not negative, and its scale has no meaning. Positions are (row,
+column) in pixels, with pixel centres at whole numbers.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from scipy.optimize import least_squares
 from torch import Tensor
 
 THRESHOLD = 1 - 0.9545
-"""Luo et al.: a pixel counts while its influence is above 4.55 % of the centre's (two sigma hold 95.45 %)."""
+"""Luo et al.: a pixel counts if its influence is above 4.55 % of the centre's (two sigma contain 95.45 %)."""
 
 SHARES = (0.2, 0.3, 0.5, 0.99)
 """Shares of the influence for which RepLKNet (arXiv 2203.06717, table 7) gives areas."""
 
-_FIT_SIDE = 192  # a fit samples at most so many rows and columns
+_FIT_SIDE = 192  # limit of the rows and columns that a fit samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +30,8 @@ class GaussianFit:
 
     Attributes:
         sigma: standard deviation along (rows, columns), pixels.
-        centre: (row, column).
-        amplitude: its height over the map's largest value.
+        centre: (row, column), pixels.
+        amplitude: its maximum over the map's largest value.
         r_squared: share of the map's variance that it explains; 1 = the map is a Gaussian.
     """
 
@@ -46,13 +47,13 @@ class ErfMetrics:
 
     Attributes:
         count: pixels above `THRESHOLD` of the largest value.
-        size: square root of the count: the side of a square of that area, pixels (Luo et al.).
-        gaussian: the fit.
-        radius_50, radius_95: radius around the unit's centre that holds half, and 95 %, of the influence, pixels.
+        size: square root of the count, the side of a square of that area, pixels (Luo et al.).
+        gaussian: nearest Gaussian.
+        radius_50, radius_95: radii around the unit's centre that contain half, and 95 %, of the influence, pixels.
         areas: for each of `SHARES`, the share of the image's area in the smallest square around the unit's centre
-            that holds that share of the influence (RepLKNet).
-        theoretical_share: `size` over the side of the theoretical field (geometric mean of the axes); None where
-            that is global or unknown.
+            that contains that share of the influence (RepLKNet).
+        theoretical_share: `size` over the side of the theoretical field (geometric mean of the axes); None if that
+            is global or unknown.
     """
 
     count: int
@@ -67,7 +68,7 @@ class ErfMetrics:
 def erf_metrics(
     heat: Tensor, centre: Sequence[float], *, theoretical: Sequence[int | None] | None = None
 ) -> ErfMetrics:
-    """All sizes of a map.
+    """Return all sizes of a map.
 
     Args:
         heat: (height, width), not negative, with a positive sum.
@@ -89,32 +90,30 @@ def erf_metrics(
 
 
 def above_threshold(heat: Tensor, threshold: float = THRESHOLD) -> int:
-    """Number of pixels above `threshold` of the largest value (Luo et al., section 3; theirs is the centre's).
+    """Return the number of pixels above `threshold` times the largest value (Luo et al., section 3).
 
-    The largest value, as a single pixel in the centre is noise in networks with strides, which reach some rows more
-    often than others. For a Gaussian both are the same.
+    Luo et al. take the centre's value, which is noisy in networks with strides, as they reach some rows more often
+    than others. For a Gaussian both are the same.
     """
     return int((heat > threshold * heat.amax()).sum())
 
 
 def second_moment(heat: Tensor) -> tuple[float, float]:
-    """Standard deviation of the influence along (rows, columns), pixels, by its second moment.
+    """Return the standard deviation of the influence along (rows, columns), pixels, from its second moment.
 
-    Unlike a fit it counts far and faint pixels in full; for a stack of linear layers it has a closed form.
+    Unlike a fit it includes distant, faint pixels in full; for a stack of linear layers it has a closed form.
     """
     found = []
     for axis in range(2):
         profile = heat.double().sum(1 - axis)
-        place = torch.arange(len(profile), dtype=torch.float64, device=heat.device)
-        mean = (profile * place).sum() / profile.sum()
-        found.append(float(((profile * (place - mean) ** 2).sum() / profile.sum()).sqrt()))
+        position = torch.arange(len(profile), dtype=torch.float64, device=heat.device)
+        mean = (profile * position).sum() / profile.sum()
+        found.append(float(((profile * (position - mean) ** 2).sum() / profile.sum()).sqrt()))
     return found[0], found[1]
 
 
 def gaussian_fit(heat: Tensor) -> GaussianFit:
-    """Fit amplitude, centre and sigma of each axis by least squares, from the moments on; no offset."""
-    from scipy.optimize import least_squares
-
+    """Fit amplitude, centre and sigma of each axis by least squares, starting at the moments, without an offset."""
     peak = float(heat.amax())
     image = (heat.detach().double().cpu() / peak).numpy()
     height, width = image.shape
@@ -147,14 +146,14 @@ def gaussian_fit(heat: Tensor) -> GaussianFit:
 
 
 def distances(shape: Sequence[int], centre: Sequence[float]) -> Tensor:
-    """Distance of each pixel from `centre`, pixels, float64."""
+    """Return the distance of each pixel from `centre`, pixels, float64."""
     rows = torch.arange(shape[0], dtype=torch.float64) - centre[0]
     columns = torch.arange(shape[1], dtype=torch.float64) - centre[1]
     return (rows[:, None] ** 2 + columns[None] ** 2).sqrt()
 
 
 def radial_profile(heat: Tensor, centre: Sequence[float], *, width: float = 1.0) -> tuple[Tensor, Tensor]:
-    """(radius of each ring in pixels, share of the influence in it), for figures."""
+    """Return the radius of each ring in pixels, and its share of the influence, for figures."""
     ring = (distances(heat.shape, centre) / width).long()
     mass = torch.zeros(int(ring.max()) + 1, dtype=torch.float64)
     mass.index_add_(0, ring.flatten(), heat.double().cpu().flatten())
@@ -162,7 +161,7 @@ def radial_profile(heat: Tensor, centre: Sequence[float], *, width: float = 1.0)
 
 
 def mass_radius(heat: Tensor, share: float, centre: Sequence[float]) -> float:
-    """Radius of the smallest disc around `centre` that holds `share` of the influence, pixels."""
+    """Return the radius of the smallest disc around `centre` that contains `share` of the influence, pixels."""
     distance, order = distances(heat.shape, centre).flatten().sort()
     mass = heat.double().cpu().flatten()[order].cumsum(0)
     index = int(torch.searchsorted(mass, share * mass[-1] * (1 - 1e-12)))
@@ -170,10 +169,10 @@ def mass_radius(heat: Tensor, share: float, centre: Sequence[float]) -> float:
 
 
 def contribution_area(heat: Tensor, share: float, centre: Sequence[float] | None = None) -> float:
-    """Share of the image's area in the smallest square that holds `share` of the influence (RepLKNet, table 7).
+    """Return the share of the image in the smallest square that contains `share` of the influence (RepLKNet, table 7).
 
-    The square has an odd side and stands around the pixel nearest to `centre` (None: the middle of the image); what
-    of it lies outside of the image does not count.
+    The square has an odd side and its centre at the pixel nearest to `centre` (None: the middle of the image); its part
+    outside of the image does not count.
     """
     height, width = heat.shape
     row, column = (height // 2, width // 2) if centre is None else (round(centre[0]), round(centre[1]))
@@ -190,9 +189,9 @@ def contribution_area(heat: Tensor, share: float, centre: Sequence[float] | None
 
 
 def uniform_profile(layers: int, kernel: int) -> Tensor:
-    """Influence along one axis of `layers` linear convolutions of equal weights: a box, convolved with itself.
+    """Return the influence of `layers` equal linear convolutions along one axis: a box convolved with itself.
 
-    The map of such a network is the outer product of two profiles (Luo et al., section 2.2). Sums to 1.
+    The map of such a network is the outer product of two profiles (Luo et al., section 2.2). The profile sums to 1.
     """
     profile = torch.ones(1, dtype=torch.float64)
     for _ in range(layers):
@@ -202,10 +201,10 @@ def uniform_profile(layers: int, kernel: int) -> Tensor:
 
 
 def uniform_sigma(layers: int, kernel: int) -> float:
-    """Standard deviation of `uniform_profile`: sqrt(n (k^2 - 1) / 12), pixels (Luo et al., section 2.2)."""
+    """Return the standard deviation of `uniform_profile`, sqrt(n (k^2 - 1) / 12), pixels (Luo et al., section 2.2)."""
     return math.sqrt(layers * (kernel**2 - 1) / 12)
 
 
 def gaussian_size(sigma: float) -> float:
-    """`size` of a Gaussian: the square root of the area of the disc above `THRESHOLD`, pixels."""
+    """Return the `size` of a Gaussian: the square root of the area of the disc above `THRESHOLD`, pixels."""
     return sigma * math.sqrt(2 * math.pi * math.log(1 / THRESHOLD))

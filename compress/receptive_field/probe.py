@@ -1,9 +1,8 @@
-"""Get at tensors inside a model, with their gradients, without editing it.
+"""Access to tensors inside a model, with their gradients, without a change of the model.
 
-A copy of the model is traced, and the graph is cut behind the last tensor that is asked for: what comes later does not
-run. Operations that overwrite their input are made to return a new tensor, so that several layers can be looked at in
-one pass. A model that torch.fx cannot trace, or a layer inside a part that it kept whole, is reached with forward hooks
-on a copy, which are removed again.
+A copy of the model is traced, and the graph ends after the last tensor that is needed. Operations that overwrite their
+input are replaced by ones that return a new tensor, so that several layers can be measured in one pass. If torch.fx
+cannot trace the model, or if a layer lies inside a leaf module, forward hooks on a copy give the tensors.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ _OVERWRITING: dict[Any, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Where the units of a tensor lie.
+    """The positions of a tensor's units.
 
     Attributes:
-        units: (rows, columns).
-        dims: dimensions of rows and columns; both the same where they are merged into tokens.
-        prefix: tokens before the first that has a place (class token, registers).
+        units: number of (rows, columns).
+        dims: dimensions of rows and columns; both are the same if they are merged into tokens.
+        prefix: number of tokens before the first one with a position (class token, registers).
     """
 
     units: tuple[int, int]
@@ -48,7 +47,7 @@ class Grid:
     prefix: int = 0
 
     def take(self, tensor: Tensor, unit: tuple[int, int]) -> Tensor:
-        """The channels of one unit, (N, C)."""
+        """Return the channels of one unit, (N, C)."""
         if self.dims[0] == self.dims[1]:
             return tensor.select(self.dims[0], self.prefix + unit[0] * self.units[1] + unit[1])
         first, second = sorted(zip(self.dims, unit, strict=True), reverse=True)
@@ -57,7 +56,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A tensor to be looked at: its name, where its units lie, and its theoretical field (None = not known)."""
+    """A tensor to measure: its name, the positions of its units, and its theoretical field (None = unknown)."""
 
     name: str
     grid: Grid
@@ -69,7 +68,7 @@ class Probe:
     """A model that returns the tensors of some points.
 
     Attributes:
-        points: what `run` returns, in order.
+        points: the tensors that `run` returns, in order.
         run: images -> one tensor for each point.
         method: `graph`, or `hooks` with the reason.
         table: theoretical fields; None with hooks.
@@ -82,15 +81,15 @@ class Probe:
 
 
 def make_probe(model: nn.Module, image: Tensor, layers: Sequence[str | None]) -> Probe:
-    """A probe for layers by name; None stands for the last layer whose units lie on a grid.
+    """Return a probe for layers by name; None is the last layer whose units lie on a grid.
 
     Args:
-        model: not changed; a copy is used.
+        model: any module; it is not changed.
         image: (1, C, height, width) on the model's device, in its type.
         layers: paths of modules or blocks, or names of fx nodes.
 
     Raises:
-        ReceptiveFieldError: a layer does not exist (near misses are named), or its units have no place.
+        ReceptiveFieldError: a layer does not exist (the message names similar ones), or its units have no position.
         ModelError: the model fails on the image.
     """
     try:
@@ -110,7 +109,7 @@ def make_probe(model: nn.Module, image: Tensor, layers: Sequence[str | None]) ->
 
 
 def grids(table: ReceptiveFieldTable, image: Tensor) -> list[ReceptiveField]:
-    """The rows whose units lie on a grid of at least 2 x 2, in order."""
+    """Return the rows whose units lie on a grid of at least 2 x 2, in order."""
     found = []
     for row in table:
         grid = find_grid(row.shape, image, row)
@@ -130,10 +129,10 @@ def _last(table: ReceptiveFieldTable, image: Tensor) -> ReceptiveField:
 
 
 def find_grid(shape: Sequence[int] | None, image: Tensor, row: ReceptiveField | None = None) -> Grid | None:
-    """Where the units of a tensor of `shape` lie; None where that cannot be told.
+    """Return the positions of the units of a tensor of `shape`, or None if they are unknown.
 
-    Known where the axes of the image were followed through the graph (`row`). Otherwise (N, C, h, w), (N, h, w, C) and
-    (N, tokens, C) are told apart by the image's proportions.
+    They are known if the axes of the image were followed through the graph (`row`). Otherwise the image's proportions
+    distinguish (N, C, h, w), (N, h, w, C) and (N, tokens, C).
     """
     if shape is None or len(shape) not in (3, 4) or shape[0] != 1:
         return None
@@ -158,20 +157,20 @@ def _grid(shape: Sequence[int] | None, image: Tensor, row: ReceptiveField | None
     grid = find_grid(shape, image, row)
     if grid is None:
         raise ReceptiveFieldError(
-            f"the units of {row.name if row else name} have no place in the image: its shape is "
-            f"{tuple(shape) if shape is not None else 'none'}, of which rows and columns cannot be told; name a layer "
+            f"the units of {row.name if row else name} have no position in the image: its shape is "
+            f"{tuple(shape) if shape is not None else 'none'}, without recognizable rows and columns; name a layer "
             "that returns (N, C, h, w), (N, h, w, C) or (N, tokens, C)"
         )
     return grid
 
 
 def _cut(graph_module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
-    """The graph up to the last of some nodes, returning them all."""
+    """Return the graph up to the last of some nodes, with all of them as its outputs."""
     graph, wanted = fx.Graph(), set(names)
     copied: dict[fx.Node, fx.Node] = {}
     for node in graph_module.graph.nodes:
         copied[node] = graph.node_copy(node, lambda n: copied[n])
-        _keep_input(graph_module, copied[node], bool(node.users))
+        _preserve_input(graph_module, copied[node], bool(node.users))
         wanted.discard(node.name)
         if not wanted:
             break
@@ -181,14 +180,14 @@ def _cut(graph_module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
     return cut.requires_grad_(False)
 
 
-def _keep_input(owner: fx.GraphModule, node: fx.Node, used: bool) -> None:
-    """Make an operation return a new tensor where it would overwrite its input."""
-    if not used:  # overwriting is all that it does
+def _preserve_input(owner: fx.GraphModule, node: fx.Node, used: bool) -> None:
+    """Replace an operation that overwrites its input by one that returns a new tensor."""
+    if not used:  # its only effect is to overwrite the input
         return
     if node.op == "call_module":
         module = owner.get_submodule(str(node.target))
         if getattr(module, "inplace", False):
-            module.inplace = False  # type: ignore[assignment]  # of our own copy
+            module.inplace = False  # type: ignore[assignment]  # this is a copy
     elif node.op == "call_function":
         node.target = _OVERWRITING.get(node.target, node.target)
         if node.kwargs.get("inplace"):
@@ -200,14 +199,14 @@ def _keep_input(owner: fx.GraphModule, node: fx.Node, used: bool) -> None:
 
 
 def _reachable(model: nn.Module, image: Tensor, layers: Sequence[str | None], error: Exception) -> bool:
-    """Whether hooks can do what the graph could not: the model runs, and every layer is one of its modules."""
+    """Return True if hooks can be used instead: the model runs, and every layer is one of its modules."""
     if isinstance(error, ReceptiveFieldError):
         modules = dict(model.named_modules())
         return any(layers) and all(name in modules for name in layers if name)
     try:
         with torch.no_grad():
             copy.deepcopy(model).eval()(image)
-    except Exception:  # the model itself fails: the first error says so better
+    except Exception:  # the model itself fails, and the first error has the better message
         return False
     return True
 
@@ -218,8 +217,8 @@ def _hooked(model: nn.Module, image: Tensor, layers: Sequence[str | None], reaso
     for name in layers:
         if name and name not in modules:
             raise ReceptiveFieldError(
-                f"the model has no module {name!r}{near_misses(name, modules)}; torch.fx cannot trace it, so that only "
-                "modules can be looked at"
+                f"the model has no module {name!r}{near_misses(name, modules)}; torch.fx cannot trace it, so only "
+                "modules can be measured"
             )
     with torch.no_grad(), _hooks(twin, list(modules)) as seen:
         twin(image)
@@ -240,20 +239,20 @@ def _hooked(model: nn.Module, image: Tensor, layers: Sequence[str | None], reaso
 
 @contextmanager
 def _hooks(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """Collect what modules return (the first tensor, the last call), in the order in which they finish."""
+    """Collect the results of modules (the first tensor of the last call), in the order in which they finish."""
     seen: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Callable[..., Any]:
+    def collect(name: str) -> Callable[..., Any]:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
             tensors = flat_tensors(output)
             if tensors:
                 seen.pop(name, None)
                 seen[name] = tensors[0]
-            return output.clone() if isinstance(output, Tensor) else None  # what follows may overwrite it
+            return output.clone() if isinstance(output, Tensor) else None  # later operations may overwrite it
 
         return hook
 
-    handles = [module.register_forward_hook(keep(n)) for n, module in model.named_modules() if n in set(names) and n]
+    handles = [module.register_forward_hook(collect(n)) for n, module in model.named_modules() if n in set(names) and n]
     try:
         yield seen
     finally:

@@ -1,9 +1,9 @@
-"""One rule for each kind of operation: from what its operands' elements see to what its result's elements see.
+"""One rule for each kind of operation: from the fields of its operands to the field of its result.
 
-The rules stand by idea: windows (convolutions, pools, resizes: `rules_windows`), mixing (matrix products, attention,
-sums, norms: `rules_mixing`), moving (views, slices, concatenation: `rules_moving`). `RULES` holds them by the
-names of `compress.graph.ops`; an operation without a rule, or a rule that cannot answer (`NoRuleError`), makes
-the field unknown from there on.
+The rules are grouped by idea: windows (convolutions, pools, resizes: `rules_windows`), mixing (matrix products,
+attention, sums, norms: `rules_mixing`), moving (views, slices, concatenation: `rules_moving`); elementwise operations
+are those of the traits table. `RULES` holds them by kind. An operation without a rule, or with arguments that its rule
+does not cover (`NoRuleError`), makes all fields after it unknown.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from compress.graph.traits import kinds
 from compress.receptive_field import rules_mixing, rules_moving, rules_windows
 from compress.receptive_field.call import Call, NoRuleError
 from compress.receptive_field.fields import Field, join
@@ -19,47 +20,31 @@ Rule = Callable[[Call], Any]
 
 
 def _elementwise(call: Call) -> Field:
-    """Each element reads the same element of its operand."""
+    """Each element depends on the same element of the operand."""
     return call.field(0)
 
 
 def _broadcasting(call: Call) -> Field:
-    """Each element reads the same element of its operands, broadcast."""
+    """Each element depends on the same element of all operands, with broadcasting."""
     return join(call.operands(), call.result_shape(), call.name)
 
 
-_ELEMENTWISE = (
-    "batch_norm relu relu6 leaky_relu silu gelu hardswish hardsigmoid sigmoid tanh elu mish softplus clamp dropout "
-    "identity neg exp quantizer"
-)
-_BROADCASTING = "add sub mul div pow floordiv compare"
-
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
-    **dict.fromkeys(_BROADCASTING.split(), _broadcasting),
+    **dict.fromkeys(kinds(lambda t: t.elementwise and t.data_inputs == 1), _elementwise),
+    **dict.fromkeys(kinds(lambda t: t.elementwise and t.data_inputs > 1), _broadcasting),
     **rules_windows.RULES,
     **rules_mixing.RULES,
     **rules_moving.RULES,
 }
 
-NAMED_RULES: dict[str, Rule] = {
-    "maximum": _broadcasting,
-    "minimum": _broadcasting,
-    "where": _broadcasting,
-    "masked_fill": _broadcasting,
-    **rules_windows.NAMED_RULES,
-    **rules_moving.NAMED_RULES,
-}
-"""Rules by the function's own name, for what stands in no table of `compress.graph.ops`."""
-
 
 def apply_rule(call: Call) -> Any:
-    """What the rule of an operation says: a Field, a tuple of them, or a plain value (a shape).
+    """Apply the rule of an operation, and return a Field, a tuple of them, or a plain value (a shape).
 
     Raises:
         NoRuleError: there is no rule, or it does not cover these arguments.
     """
-    rule = RULES.get(call.kind) or NAMED_RULES.get(call.function)
+    rule = RULES.get(call.kind)
     if rule is None:
-        raise NoRuleError("it stands in no table of operations")
+        raise NoRuleError("there is no rule for this kind of operation")
     return rule(call)

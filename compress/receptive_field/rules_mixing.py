@@ -1,4 +1,4 @@
-"""Operations in which elements read all others along some dimensions: products, attention, sums, norms, softmax."""
+"""Operations whose elements depend on all others along a dimension: products, attention, sums, norms, softmax."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from compress.receptive_field.fields import Field, View, compact, join, least, m
 
 
 def _linear(call: Call) -> Field:
-    field = mix(call.field(0), [-1], f"{call.name} reads every position", keep=False)
+    field = mix(call.field(0), [-1], f"{call.name} depends on every position", keep=False)
     shape = call.result_shape()
     return replace(field, bounds=tuple(bound.expand(shape) for bound in field.bounds))
 
 
 def _norm(call: Call) -> Field:
-    """layer_norm, group_norm, instance_norm: an element reads itself and all those it is normalized with."""
+    """layer_norm, group_norm, instance_norm: an element depends on all elements with which it is normalized."""
     field = call.field(0)
     rank = len(field.shape)
     if call.kind == "layer_norm":
@@ -40,15 +40,18 @@ def _group_norm(call: Call, field: Field) -> Field:
 
 
 def _normalize(call: Call) -> Field:
-    """F.normalize, torch.rsqrt and the norms, which share a kind."""
+    """F.normalize: an element depends on all elements of the norm that divides it."""
     field = call.field(0)
-    if call.function == "rsqrt":
-        return field
-    dim = call.argument(2, "dim", 1 if call.function == "normalize" else None)
-    mixed = mix(field, _dims(dim, field), f"{call.name} sums over positions")
-    if call.function == "normalize":
-        return join([field, mixed], field.shape, call.name)
-    return _shrunk(mixed, _dims(dim, field), bool(call.argument(3, "keepdim", False)), call)
+    mixed = mix(field, _dims(call.argument(2, "dim", 1), field), f"{call.name} sums over positions")
+    return join([field, mixed], field.shape, call.name)
+
+
+def _vector_norm(call: Call) -> Field:
+    """torch.norm and torch.linalg.vector_norm."""
+    field = call.field(0)
+    dims = _dims(call.argument(2, "dim"), field)
+    mixed = mix(field, dims, f"{call.name} sums over positions")
+    return _shrunk(mixed, dims, bool(call.argument(3, "keepdim", False)), call)
 
 
 def _dims(dim: Any, field: Field) -> list[int]:
@@ -73,13 +76,13 @@ def _reduce(call: Call) -> Any:
     if isinstance(second, (Field, Tensor)):  # torch.max(a, b)
         return join(call.operands(), call.result_shape(), call.name)
     dims = _dims(second, field)
-    mixed = mix(field, dims, f"{call.name} ({call.kind}) reads every position")
+    mixed = mix(field, dims, f"{call.name} ({call.kind}) depends on every position")
     result = _shrunk(mixed, dims, bool(call.argument(2, "keepdim", False)), call)
     return (result, result) if call.function in {"max", "min"} and second is not None else result
 
 
 def _shrunk(field: Field, dims: list[int], keepdim: bool, call: Call) -> Field:
-    """Dimensions along which all is alike cut to size 1, or taken away."""
+    """Cut dimensions along which all elements are equal to size 1, or remove them."""
 
     def cut(bound: Tensor) -> Tensor:
         for dim in sorted(dims, reverse=True):
@@ -95,16 +98,16 @@ def _shrunk(field: Field, dims: list[int], keepdim: bool, call: Call) -> Field:
 
 
 def _mixed_views(fields: Sequence[Field], name: str) -> tuple[View, ...]:
-    """Views after positions were read through a product: no window says which."""
+    """Return the views after a product of positions, which no window describes."""
     axes = range(len(fields[0].views))
     views = (meet([f.views[a] for f in fields], name)[0] for a in axes)
-    return tuple(view.forget(f"{name} reads positions through a product") for view in views)
+    return tuple(view.forget(f"{name} depends on positions through a product") for view in views)
 
 
 def _product(call: Call) -> Field:
-    """A matrix product: an element reads a row of the left and a column of the right operand."""
+    """Matrix product: an element depends on a row of the left and a column of the right operand."""
     operands, added = call.operands(), None
-    if call.function in {"baddbmm", "addmm"}:
+    if call.kind == "addmm":
         added, *operands = operands
     if len(operands) != 2 or any(len(f.shape) < 2 for f in operands):
         raise NoRuleError("it is no product of two matrices or stacks of them")
@@ -119,7 +122,7 @@ def _product(call: Call) -> Field:
         dims=(None,) * len(left.views),
         notes=tuple(dict.fromkeys(left.notes + right.notes)),
     )
-    result = settled(result, f"{call.name} (matmul) reads every position")
+    result = settled(result, f"{call.name} (matmul) depends on every position")
     return join([added, result], shape, call.name) if added is not None else result
 
 
@@ -128,7 +131,7 @@ def _reduced(bound: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def _einsum(call: Call) -> Field:
-    """Every operand is reduced over the letters that the result does not have."""
+    """Reduce every operand over the letters that the result does not have."""
     equation, *_ = call.args
     operands = call.operands()
     letters, _, result = str(equation).replace(" ", "").partition("->")
@@ -141,17 +144,17 @@ def _einsum(call: Call) -> Field:
     ]
     bounds = tuple(least(group, shape) for group in zip(*parts, strict=True))
     field = Field(bounds=bounds, views=_mixed_views(operands, call.name), dims=(None,) * len(operands[0].views))
-    return settled(field, f"{call.name} (einsum) reads every position")
+    return settled(field, f"{call.name} (einsum) depends on every position")
 
 
 def _arranged(bound: Tensor, term: str, result: str) -> Tensor:
-    """A bound with dimensions `term` reduced and permuted to those of `result`, size 1 where it has none."""
+    """Reduce and permute a bound with dimensions `term` to those of `result`; missing ones get size 1."""
     gone = [d for d, letter in enumerate(term) if letter not in result]
     small = bound.amin(dim=gone) if gone else bound
-    kept = [letter for letter in term if letter in result]
-    small = small.permute([kept.index(letter) for letter in result if letter in kept])
+    left = [letter for letter in term if letter in result]
+    small = small.permute([left.index(letter) for letter in result if letter in left])
     for position, letter in enumerate(result):
-        if letter not in kept:
+        if letter not in left:
             small = small.unsqueeze(position)
     return small
 
@@ -159,10 +162,10 @@ def _arranged(bound: Tensor, term: str, result: str) -> Tensor:
 def _attention(call: Call) -> Any:
     """nn.MultiheadAttention (result, weights) or scaled_dot_product_attention.
 
-    A query reads itself and all keys and values. Masks are not looked at: what they exclude counts as read.
+    A query depends on itself and on all keys and values. Masks are ignored: excluded positions count too.
     """
     operands = [call.field(i, n) for i, n in enumerate(("query", "key", "value"))]
-    name = f"{call.name} (attention) reads every position"
+    name = f"{call.name} (attention) depends on every position"
     if call.module is None:
         return _attend(operands, call.result_shape(), -2, name)
     length = -2 if getattr(call.module, "batch_first", False) else 0
@@ -193,11 +196,10 @@ RULES: dict[str, Callable[[Call], Any]] = {
     "group_norm": _norm,
     "instance_norm": _norm,
     "normalize": _normalize,
-    "softmax": _softmax,
-    "mean": _reduce,
-    "sum": _reduce,
-    "max": _reduce,
-    "matmul": _product,
+    "vector_norm": _vector_norm,
+    **dict.fromkeys(("softmax", "log_softmax"), _softmax),
+    **dict.fromkeys(("mean", "sum", "max", "min"), _reduce),
+    **dict.fromkeys(("matmul", "addmm"), _product),
     "einsum": _einsum,
     "attention": _attention,
 }

@@ -1,6 +1,6 @@
 """Operations that move elements and compute nothing: views, slices, permutations, rolls, concatenation.
 
-They are run as they are, on the bounds.
+The operation itself is run on the bounds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.graph.traits import kinds
 from compress.receptive_field.call import Call, NoRuleError
 from compress.receptive_field.fields import Field, join, least, meet, move
 
@@ -19,12 +20,12 @@ from compress.receptive_field.fields import Field, join, least, meet, move
 def _moving(call: Call, *, folds: bool = False) -> Any:
     first, *rest = call.args
     if not isinstance(first, Field):
-        raise NoRuleError(f"its first argument is {type(first).__name__} and no tensor that sees the image")
+        raise NoRuleError(f"its first argument is {type(first).__name__} and no tensor that depends on the image")
     return move(first, _replay(call, rest), call.name, folds=folds)
 
 
 def _replay(call: Call, rest: Sequence[Any]) -> Callable[[Tensor], Any]:
-    """The operation as a function of its first argument; other fields stand for their shapes."""
+    """Return the operation as a function of its first argument; other fields are replaced by tensors of their shape."""
     others = [_shape_of(value) for value in rest]
     named = {name: _shape_of(value) for name, value in call.kwargs.items()}
     if call.module is not None:
@@ -43,7 +44,7 @@ def _shape_of(value: Any) -> Any:
 
 
 def _folding(call: Call) -> Any:
-    """Space to depth: neighbouring positions become channels."""
+    """Space to depth, in which neighbouring positions become channels."""
     return _moving(call, folds=True)
 
 
@@ -53,13 +54,13 @@ def _getitem(call: Call) -> Any:
 
 
 def _shape(call: Call) -> Any:
-    """A shape, size, device or type: read from a stand-in of the same shape."""
+    """Return a shape, size, device or type, which a tensor of the same shape has too."""
     first, *rest = call.args
     return _replay(call, rest)(_shape_of(first))
 
 
 def _attribute(call: Call) -> Any:
-    raise NoRuleError(f"it reads the attribute {call.args[1]!r}")
+    raise NoRuleError(f"it is the attribute {call.args[1]!r} of a tensor")
 
 
 def _concat(call: Call) -> Field:
@@ -76,7 +77,7 @@ def _stack(call: Call) -> Field:
 
 
 def _concatenated(tensors: Sequence[Field], dim: int, call: Call) -> Field:
-    """Branches side by side: a unit of the result is, for its views, the union of the branches' units."""
+    """Concatenate branches; the views of a unit of the result are the union of the branches' views."""
     bounds = tuple(_catenate(parts, dim) for parts in zip(*(f.bounds for f in tensors), strict=True))
     along = [axis for axis in range(len(tensors[0].dims)) if any(f.dims[axis] == dim for f in tensors)]
     flat = [replace(f, bounds=tuple(b.narrow(dim, 0, 1) for b in f.bounds)) for f in tensors if f.shape[dim]]
@@ -91,7 +92,7 @@ def _concatenated(tensors: Sequence[Field], dim: int, call: Call) -> Field:
 
 
 def _catenate(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """torch.cat, which keeps alike dimensions expanded."""
+    """Concatenate like torch.cat, but leave dimensions expanded along which all elements are equal."""
     whole = [sum(p.shape[dim] for p in parts) if d == dim else s for d, s in enumerate(parts[0].shape)]
     small = [d for d in range(len(whole)) if d != dim and all(p.stride(d) == 0 or p.shape[d] == 1 for p in parts)]
     for d in small:
@@ -104,20 +105,11 @@ def _catenate(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 RULES: dict[str, Callable[[Call], Any]] = {
-    **dict.fromkeys(("flatten", "reshape", "transpose", "squeeze", "roll", "repeat", "split"), _moving),
-    "pixel_shuffle": _moving,
-    "channel_shuffle": _moving,
-    "pixel_unshuffle": _folding,
+    **dict.fromkeys(kinds(lambda t: t.category == "movement"), _moving),
+    **dict.fromkeys(("pixel_unshuffle", "unfold", "patch_merging"), _folding),
     "getitem": _getitem,
     "shape": _shape,
     "getattr": _attribute,
     "concat": _concat,
     "stack": _stack,
-}
-
-NAMED_RULES: dict[str, Callable[[Call], Any]] = {
-    "flip": _moving,
-    "repeat_interleave": _moving,
-    "unfold": _folding,
-    "_patch_merging_pad": _folding,  # torchvision's Swin: pads to even sizes and stacks 2x2 neighbours as channels
 }

@@ -1,7 +1,7 @@
-"""Operations that read a window along each axis: convolutions, pools, resizes, padding, windowed attention.
+"""Operations that depend on a window along each axis: convolutions, pools, resizes, padding, windowed attention.
 
-Each says its window for every spatial dimension once; `_slide` takes it both to the views (without borders) and to the
-bounds (with them).
+Each rule gives a window for every spatial dimension; `_slide` applies it to the views (without borders) and to the
+bounds (with borders).
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ PERIODIC = "has a pattern that is too long to follow"
 
 
 def _slide(field: Field, windows: dict[int, Window], shape: Sequence[int], name: str) -> Field:
-    """The field of units that read `windows[dim]` along each of some dimensions; `shape` is the result's."""
+    """Return the field of units that depend on `windows[dim]` along some dimensions; `shape` is the result's."""
     bounds = []
     for bound in field.bounds:
-        for place, window in windows.items():
-            bound = read(bound, place, window, shape[place])
+        for dim, window in windows.items():
+            bound = read(bound, dim, window, shape[dim])
         bounds.append(bound)
     views = []
-    for view, dim in zip(field.views, field.dims, strict=True):
-        if dim is not None:
-            views.append(view.through(windows.get(dim, IDENTITY), f"{name} {PERIODIC}"))
+    for view, axis_dim in zip(field.views, field.dims, strict=True):
+        if axis_dim is not None:
+            views.append(view.through(windows.get(axis_dim, IDENTITY), f"{name} {PERIODIC}"))
         elif any(field.shape[d] > 1 and window != IDENTITY for d, window in windows.items()):
-            views.append(view.forget(f"{name} reads positions whose axis is not known"))
+            views.append(view.forget(f"{name} depends on positions whose axis is not known"))
         else:
             views.append(view)
     return replace(field, bounds=tuple(bounds), views=tuple(views))
 
 
 def _channels(field: Field, dim: int, groups: int, outputs: int, name: str) -> Field:
-    """Every output channel reads all input channels of its group."""
+    """Let every output channel depend on all input channels of its group."""
     if groups == 1:
         field = mix(field, [dim], name, keep=False)
     bounds = (_by_group(bound, dim, groups) for bound in field.bounds)
@@ -107,17 +107,17 @@ def _padding(
     stride: Sequence[int],
     dilation: Sequence[int],
 ) -> tuple[int, ...]:
-    """Padding before the first position; checked against the size that came out."""
+    """Return the padding before the first position, which must explain the size of the output."""
     spans = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
     if padding == "same":
-        return tuple(span // 2 for span in spans)  # torch puts the odd one behind
+        return tuple(span // 2 for span in spans)  # torch pads the odd one after the last position
     if padding == "valid":
         padding = 0
     before = _per_axis(padding, len(kernel), "padding")
     expected = [(n + 2 * p - span - 1) // s + 1 for n, p, span, s in zip(inputs, before, spans, stride, strict=True)]
     if expected == list(outputs):
         return before
-    if call.function.endswith("Same"):  # padded in its forward, as TensorFlow does: the odd one behind
+    if call.function.endswith("Same"):  # pads in its forward pass as TensorFlow does, the odd one last
         short = [(o - 1) * s + span + 1 - n for n, o, span, s in zip(inputs, outputs, spans, stride, strict=True)]
         return tuple(max(0, total) // 2 for total in short)
     raise NoRuleError(f"its output is {tuple(outputs)} where its kernel, stride and padding give {tuple(expected)}")
@@ -132,7 +132,7 @@ def _wrapped(
     before: Sequence[int],
     shape: Sequence[int],
 ) -> Field:
-    """A convolution whose border is filled with pixels from elsewhere: the bounds read them, the views go on."""
+    """Return the field of a convolution whose padding copies pixels: the bounds include them, the views do not."""
     mode = {"circular": "circular", "reflect": "reflect", "replicate": "replicate"}[str(call.module.padding_mode)]  # type: ignore[union-attr]
     amounts = [p for i in reversed(range(len(before))) for p in (before[i], (kernel[i] - 1) * dilation[i] - before[i])]
     dims = [len(shape) - len(kernel) + i for i in range(len(kernel))]
@@ -186,10 +186,10 @@ def _pool(call: Call) -> Field:
 
 
 def _rank(call: Call) -> int:
-    """Spatial dimensions of a pool, from its name (max_pool2d, AvgPool3d)."""
+    """Return the spatial dimensions of a pool, from its name (max_pool2d, AvgPool3d)."""
     digits = [c for c in call.function if c.isdigit()]
     if not digits:
-        raise NoRuleError("its name does not say over how many dimensions it works")
+        raise NoRuleError("its number of spatial dimensions is not part of its name")
     return int(digits[-1])
 
 
@@ -264,16 +264,16 @@ def _pad(call: Call) -> Field:
 
 
 def _local_response_norm(call: Call) -> Field:
-    """Each channel reads the `size` channels around it."""
+    """Each channel depends on the `size` channels around it."""
     size = call.argument(1, "size")
     return _slide(call.field(0), {1: sliding(size, padding=size // 2)}, call.result_shape(), call.name)
 
 
 def _window_attention(call: Call) -> Field:
-    """Shifted-window attention of torchvision on (N, H, W, C): a unit reads all units of its own window.
+    """Shifted-window attention of torchvision on (N, H, W, C): a unit depends on all units of its window.
 
-    Windows shifted over the border are cut there by the mask, so that along each axis they are runs of
-    `window` units which begin at `shift`.
+    The mask cuts windows that are shifted over the border, so that along each axis they are runs of `window_size`
+    units, the first of which begins at `shift_size`.
     """
     field = call.field(0)
     sizes, shifts = call.argument(4, "window_size"), call.argument(6, "shift_size")
@@ -297,6 +297,5 @@ RULES: dict[str, Callable[[Call], Any]] = {
     "resize": _resize,
     "pad": _pad,
     "local_response_norm": _local_response_norm,
+    "window_attention": _window_attention,
 }
-
-NAMED_RULES: dict[str, Callable[[Call], Any]] = {"shifted_window_attention": _window_attention}

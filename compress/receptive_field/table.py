@@ -21,30 +21,31 @@ Ratios = tuple[Fraction | None, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ReceptiveField:
-    """What the units of one node see. Tuples hold one entry for each axis of the image (height, width).
+    """The receptive field of one node. Tuples have an entry for each axis of the image (height, width).
 
     Attributes:
-        name: the fx node's name.
-        path: the module's path; "" for a function or a method.
-        kind: `compress.graph.ops` name.
-        type: class or function, as written.
-        shape: of the tensor, batch 1; None for an unknown node that returns no tensor.
-        status: `exact`; `global` where an operation made units see the whole image; `unknown` behind an operation
-            that has no rule.
-        reason: which operation made it global or unknown, or why `size` holds only for this image size; "" else.
-        size: pixels from the first to the last that a unit sees, without borders. Where it is global, or has a
-            reason, the most that a unit sees of this image. None = unknown.
-        effective_stride: pixels from a unit's field to the next one's (jump); None where units do not lie on a line.
+        name: name of the fx node.
+        path: path of the module; "" for a function or a method.
+        kind: kind of the operation, of `compress.graph.ops`.
+        type: class or function, as written in the model.
+        shape: shape of the tensor for batch 1; None for an unknown node that returns no tensor.
+        status: `exact`; `global` if an operation made units depend on the whole image; `unknown` after an operation
+            without a rule.
+        reason: operation that made it global or unknown, or the reason why `size` is valid for this image size only;
+            "" otherwise.
+        size: pixels from the first to the last on which a unit depends, without borders. If it is global or has a
+            reason, the largest part of this image that a unit sees. None = unknown.
+        effective_stride: pixels from a unit's field to the next one's (jump); None if units do not lie on a line.
         effective_padding: pixels before the image at which unit 0's field starts: start(u) = u * stride - padding.
-        local_size: `size` along the paths that pass no global operation (a network without its squeeze-and-excite
-            gates); None where there is no such path.
-        smallest: `local_size` of the path that sees least (of a residual network, along the shortcuts).
-        seen: the most that a unit sees of this image, clipped at its borders; None = unknown.
-        input_size, input_smallest: `local_size` and `smallest` of what this node reads.
+        local_size: `size` along the paths without a global operation (as if there were no squeeze-and-excite); None if
+            there is no such path.
+        smallest: `local_size` of the path with the smallest field (in a residual network, along the shortcuts).
+        seen: largest part of this image that a unit sees, clipped at the borders; None = unknown.
+        input_size, input_smallest: `local_size` and `smallest` of the node's inputs.
         macs: multiply-accumulates at this image size, batch 1; None = unknown.
         notes: branches on the way that are not aligned.
-        dims: the tensor's dimension along each axis; None where there is none.
-        scopes: paths of the modules that the node is part of.
+        dims: dimension of the tensor along each axis; None if there is none.
+        scopes: paths of the modules that contain the node.
     """
 
     name: str
@@ -72,20 +73,20 @@ class ReceptiveField:
 
     @property
     def units(self) -> Sizes:
-        """Number of units along each axis; None where no dimension runs along it."""
+        """Number of units along each axis; None if no dimension runs along it."""
         shape = self.shape or ()
         return tuple(shape[d] if d is not None else None for d in self.dims)
 
     @property
     def located(self) -> bool:
-        """Whether a dimension of the tensor runs along every axis, so that units have (row, column) places."""
+        """True if a dimension of the tensor runs along every axis, so that units have a (row, column) position."""
         return bool(self.dims) and None not in self.dims
 
     def interval(self, unit: Sequence[int]) -> tuple[tuple[int, int] | None, ...]:
-        """(first, last) pixel that a unit sees along each axis of this image; None where it sees nothing.
+        """Return the first and last pixel that a unit sees along each axis of this image; None if it sees none.
 
         Args:
-            unit: its place along each axis where the node is `located`, otherwise its index in the tensor.
+            unit: its position along each axis if the node is `located`, otherwise its index in the tensor.
 
         Raises:
             ReceptiveFieldError: the field is unknown, or there is no such unit.
@@ -94,7 +95,7 @@ class ReceptiveField:
             raise ReceptiveFieldError(f"the field of {self.name} is unknown: {self.reason}")
         extent = self.units if self.located else self.shape or ()
         if len(unit) != len(extent) or any(not 0 <= u < (n or 0) for u, n in zip(unit, extent, strict=True)):
-            raise ReceptiveFieldError(f"{self.name} has no unit {tuple(unit)}: units have {extent} places")
+            raise ReceptiveFieldError(f"{self.name} has no unit {tuple(unit)}: there are {extent} units")
         index: list[Any] = [slice(None)] * len(self.shape or ())
         for dim, u in zip(self.dims if self.located else range(len(unit)), unit, strict=True):
             index[dim] = u  # type: ignore[index]
@@ -105,17 +106,17 @@ class ReceptiveField:
         )
 
     def window(self, unit: Sequence[int], axis: int) -> tuple[int, int] | None:
-        """(first, last) pixel of a unit's local field along one axis, not clipped at the image; None without one."""
-        held = self._windows[axis] if self._windows else None
-        return held.at(unit[axis]) if held is not None else None
+        """Return the first and last pixel of a unit's local field along one axis, not clipped; None without one."""
+        window = self._windows[axis] if self._windows else None
+        return window.at(unit[axis]) if window is not None else None
 
     def centre(self, unit: Sequence[int], axis: int) -> float | None:
-        """Pixel around which a unit sees along one axis: the middle of its narrowest path; None without one.
+        """Return the centre of a unit's field along one axis, which is that of its narrowest path; None without one.
 
-        The narrowest, as the window of a windowed attention is shared by units that lie anywhere in it.
+        The narrowest path is used because units anywhere in a window of attention share that window.
         """
-        held = self._narrow[axis] if self._narrow else None
-        return float(held.centre(unit[axis])) if held is not None else None
+        window = self._narrow[axis] if self._narrow else None
+        return float(window.centre(unit[axis])) if window is not None else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +125,8 @@ class ReceptiveFieldTable:
 
     Attributes:
         model: class name of the model.
-        image_size: (height, width) that it was traced with.
-        rows: one for each node that holds a tensor.
+        image_size: (height, width) with which it was traced.
+        rows: a row for each node that returns a tensor.
     """
 
     model: str
@@ -139,10 +140,10 @@ class ReceptiveFieldTable:
         return len(self.rows)
 
     def row(self, name: str) -> ReceptiveField:
-        """The row of a module's path (its last call), of a node's name, or of a block's path (its last node).
+        """Return the row of a module's path (its last call), of a node's name, or of a block's path (its last node).
 
         Raises:
-            ReceptiveFieldError: there is none; names near misses.
+            ReceptiveFieldError: there is no such row; the message names similar ones.
         """
         for matches in (
             [r for r in self.rows if r.path == name],
@@ -159,11 +160,11 @@ class ReceptiveFieldTable:
 
     @property
     def unknown(self) -> ReceptiveField | None:
-        """The first row whose field is unknown; None when all are known."""
+        """The first row whose field is unknown; None if all are known."""
         return next((r for r in self.rows if r.status == "unknown"), None)
 
     def records(self) -> list[dict[str, Any]]:
-        """The rows as plain values, for JSON and CSV. Fractions are numbers."""
+        """Return the rows as plain values for JSON and CSV, fractions as numbers."""
         return [_record(row) for row in self.rows]
 
 
@@ -187,7 +188,7 @@ def make_row(
     axes: int,
     macs: int | None,
 ) -> ReceptiveField:
-    """A row from the field of a node; `found` None = unknown for `reason`."""
+    """Return the row of a node; without a field, it is unknown for `reason`."""
     nothing = (None,) * axes
     reads: dict[str, Any] = {
         "input_size": tuple(_most([f.views[a].wide for f in inputs], "size") for a in range(axes)),
@@ -229,7 +230,7 @@ def _most(windows: Sequence[Any], name: str, *, least: bool = False) -> int | No
 
 
 def _reduced(found: Field) -> tuple[Tensor, ...]:
-    """Bounds of places rather than of elements where the tensor has places: united over batch and channels."""
+    """Return the bounds of positions, united over batch and channels; of elements if the tensor has no positions."""
     if None in found.dims:
         return tuple(found.bounds)
     others = [d for d in range(len(found.shape)) if d not in found.dims]

@@ -1,8 +1,8 @@
-"""Theoretical receptive fields, exactly, of every node of any model that torch.fx can trace.
+"""Exact theoretical receptive fields of every node of any model that torch.fx can trace.
 
-The graph is walked once with fields in place of tensors (`fields`), one rule for each kind of operation (`rules`). What
-does not depend on the image (weights, position tables, shape arithmetic) is computed as it stands. An operation
-without a rule makes all that follows unknown, by name; nothing is guessed.
+The graph is evaluated once with fields in place of tensors (`fields`), with one rule for each kind of operation
+(`rules`). Values that do not depend on the image (weights, position tables, sizes) are computed as usual. An operation
+without a rule makes all fields after it unknown, and is named; nothing is guessed.
 
 Definitions: arXiv 1603.07285 (Dumoulin and Visin) for the arithmetic of one layer, Araujo et al., "Computing Receptive
 Fields of Convolutional Neural Networks" (Distill, 2019) for size, effective stride and effective padding.
@@ -21,8 +21,9 @@ from torch import Tensor, fx, nn
 from compress.errors import ReceptiveFieldError
 from compress.graph.inputs import Inputs, as_inputs
 from compress.graph.layers import layers
-from compress.graph.ops import layer_name, node_kind, node_module
-from compress.graph.trace import leaves_of, trace
+from compress.graph.ops import attribute_of, layer_name, node_kind, node_module, run_node
+from compress.graph.report import leaves_of
+from compress.graph.trace import trace
 from compress.receptive_field.call import Call, NoRuleError
 from compress.receptive_field.fields import Field, image_field
 from compress.receptive_field.rules import apply_rule
@@ -38,18 +39,18 @@ class _Unknown:
 
 
 def receptive_field(model: nn.Module, example_inputs: Inputs) -> ReceptiveFieldTable:
-    """Theoretical receptive field of every node with respect to the model's first input.
+    """Return the theoretical receptive field of every node with respect to the model's first input.
 
     Args:
         model: any module that torch.fx can trace; it is not changed.
         example_inputs: (N, C, spatial...) or several inputs, the first of which is the image. Sizes without borders do
-            not depend on its size except behind adaptive pooling; what a unit sees of the image does.
+            not depend on its size, except after adaptive pooling; the parts of the image that units see do.
 
     Returns:
-        A row for each tensor of the graph.
+        A table with a row for each tensor of the graph.
 
     Raises:
-        ReceptiveFieldError: the input is no image.
+        ReceptiveFieldError: the input is not an image.
         ModelError: the model fails on the input or cannot be traced.
     """
     inputs = tuple(x[:1] for x in as_inputs(example_inputs))
@@ -58,10 +59,10 @@ def receptive_field(model: nn.Module, example_inputs: Inputs) -> ReceptiveFieldT
 
 
 def check_image(image: Tensor) -> None:
-    """Refuse what is no batch of images.
+    """Refuse a tensor that is not a batch of images.
 
     Raises:
-        ReceptiveFieldError: fewer than three dimensions, or one of size 0.
+        ReceptiveFieldError: it has fewer than three dimensions, or one of size 0.
     """
     if image.ndim < 3 or 0 in image.shape:
         raise ReceptiveFieldError(
@@ -73,7 +74,7 @@ def check_image(image: Tensor) -> None:
 def graph_receptive_field(
     graph_module: fx.GraphModule, inputs: Sequence[Tensor], *, name: str = ""
 ) -> ReceptiveFieldTable:
-    """`receptive_field` of a graph made by `compress.graph.trace`, with inputs of batch 1."""
+    """Return the receptive fields of a graph made by `compress.graph.trace`, with inputs of batch 1."""
     walker = _Walker(graph_module, inputs)
     return ReceptiveFieldTable(
         model=name or type(graph_module).__name__, image_size=tuple(inputs[0].shape[2:]), rows=tuple(walker.walk())
@@ -81,7 +82,7 @@ def graph_receptive_field(
 
 
 class _Walker:
-    """Runs a graph on fields and collects a row for each tensor."""
+    """Evaluates a graph on fields and collects a row for each tensor."""
 
     def __init__(self, graph_module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
         self.graph_module = graph_module
@@ -92,7 +93,7 @@ class _Walker:
         self.macs = {layer.name: layer.macs for layer in layers(graph_module)}
 
     def walk(self) -> list[ReceptiveField]:
-        """The rows, in the order of the graph."""
+        """Return the rows in the order of the graph."""
         rows = []
         users = Counter({node: len(node.users) for node in self.graph_module.graph.nodes})
         for node in self.graph_module.graph.nodes:
@@ -104,7 +105,7 @@ class _Walker:
             for operand in node.all_input_nodes:
                 users[operand] -= 1
                 if not users[operand]:
-                    del self.values[operand]  # bounds of a deep network would fill the memory
+                    del self.values[operand]  # the bounds of a deep network would fill the memory
         return rows
 
     def _run(self, node: fx.Node) -> Any:
@@ -113,7 +114,7 @@ class _Walker:
             first = not any(n.op == "placeholder" for n in self.values)
             return image_field((1, *value.shape[1:])) if first and isinstance(value, Tensor) else value
         if node.op == "get_attr":
-            return _attribute(self.graph_module, str(node.target))
+            return attribute_of(self.graph_module, str(node.target))
         args = fx.node.map_arg(node.args, lambda n: self.values.get(n))
         kwargs = fx.node.map_arg(node.kwargs, lambda n: self.values.get(n))
         flat = list(_flat([args, kwargs]))
@@ -127,7 +128,7 @@ class _Walker:
         if unknown is not None:
             args = tuple(torch.zeros(()).expand(v.shape or ()) if isinstance(v, _Unknown) else v for v in args)
         if unknown is not None or not any(isinstance(v, Field) for v in flat):
-            return _execute(node, module, args, kwargs)
+            return run_node(self.graph_module, node, args, kwargs)  # it does not depend on the image
         call = Call(node=node, kind=kind, module=module, args=args, kwargs=kwargs, name=layer_name(node))
         return self._apply(call)
 
@@ -138,10 +139,10 @@ class _Walker:
             if isinstance(value, Field) and shape is not None and value.shape != tuple(shape):
                 raise NoRuleError(f"its rule gives shape {value.shape} where the model gives {tuple(shape)}")
         except (NoRuleError, RuntimeError, IndexError, TypeError, ValueError, KeyError, AttributeError) as error:
-            said = " ".join(str(error).split())[:200]
+            reason = " ".join(str(error).split())[:200]
             if call.module is not None and call.name in self.leaves:
-                said = f"torch.fx cannot look inside ({self.leaves[call.name]})"
-            return _Unknown(reason=f"unknown from {call.name} ({call.function}) on: {said}", shape=shape)
+                reason = f"torch.fx cannot trace it ({self.leaves[call.name]})"
+            return _Unknown(reason=f"unknown from {call.name} ({call.function}) on: {reason}", shape=shape)
         return value
 
     def _row(self, node: fx.Node, value: Field | _Unknown) -> ReceptiveField:
@@ -181,20 +182,3 @@ def _flat(value: Any) -> Any:
         yield from _flat([value.start, value.stop, value.step])
     else:
         yield value
-
-
-def _execute(node: fx.Node, module: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation that does not depend on the image."""
-    with torch.no_grad():
-        if module is not None:
-            return module(*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _attribute(graph_module: fx.GraphModule, path: str) -> Any:
-    owner: Any = graph_module
-    for name in path.split("."):
-        owner = getattr(owner, name)
-    return owner

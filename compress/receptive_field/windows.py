@@ -1,12 +1,12 @@
-"""Windows: which positions along one axis a unit reads, exactly, before any border clips them.
+"""Windows: the positions along one axis on which a unit depends, before borders clip them.
 
-Unit `u` of an operation's output reads positions `first .. last` of its input, in steps. For a convolution both grow
-by `stride` from one unit to the next. For a transposed convolution or a resize the pattern repeats only every few
-units, while the positions advance by a whole number: a window therefore holds one (first, last) for each *phase* of a
-period. Convolutions have a period of 1. Windows compose (`through`), and branches that meet unite (`unite`), so a
+Unit `u` of an operation's output depends on positions `first .. last` of its input, in steps. For a convolution both
+grow by `stride` from one unit to the next. For a transposed convolution or a resize the pattern repeats only after
+several units, while the positions advance by a whole number; so a window has a pair (first, last) for each *phase* of a
+period. Convolutions have a period of 1. Windows compose (`through`), and branches that join unite (`unite`), so a
 network's receptive field is a window too, whose positions are input pixels. All of it is integer arithmetic.
 
-An affine formula (size, stride, padding) cannot say this: it gives a wrong size behind every transposed convolution.
+An affine formula (size, stride, padding) is not enough: after a transposed convolution it gives a wrong size.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from fractions import Fraction
 from math import ceil, floor, gcd, lcm
 
 LONGEST_PERIOD = 4096
-"""A longer pattern, as of a resize between two large sizes without a common divisor, is not kept."""
+"""Limit of a period; a resize between two large sizes without a common divisor exceeds it and has no window."""
 
 LONGEST_FIT = 32
-"""Periods that `fit` tries: those of shuffles and repeats, whose factors are small."""
+"""Longest period that `fit` tries: shuffles and repeats have small factors."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Unit m * period + r reads positions first[r] + m * advance to last[r] + m * advance, in steps of `step`.
+    """Unit m * period + r depends on positions first[r] + m * advance to last[r] + m * advance, in steps of `step`.
 
     Attributes:
-        first, last: one position for each phase; last < first where a phase reads nothing.
+        first, last: one position for each phase; last < first if a phase depends on nothing.
         advance: positions from one period to the next.
-        step: distance of neighbouring positions that are read (a dilation).
+        step: distance of neighbouring positions (a dilation).
 
     >>> conv = sliding(3, stride=2, padding=1)
     >>> conv.at(0), conv.at(5), conv.size, conv.stride, conv.padding
@@ -44,17 +44,17 @@ class Window:
 
     @property
     def period(self) -> int:
-        """Units after which the pattern repeats."""
+        """Number of units after which the pattern repeats."""
         return len(self.first)
 
     @property
     def size(self) -> int:
-        """Positions from the first to the last that a unit reads; the largest of all phases."""
+        """Number of positions from the first to the last on which a unit depends; the largest of all phases."""
         return max(0, *(b - a + 1 for a, b in zip(self.first, self.last, strict=True)))
 
     @property
     def smallest(self) -> int:
-        """The least size of all phases; 0 where some units read nothing."""
+        """Smallest size of all phases; 0 if some units depend on nothing."""
         return max(0, min(b - a + 1 for a, b in zip(self.first, self.last, strict=True)))
 
     @property
@@ -66,17 +66,17 @@ class Window:
     def padding(self) -> Fraction:
         """Positions before the input at which unit 0's window starts, so that `start(u) = u * stride - padding`.
 
-        Where phases differ, that of the phase that starts earliest.
+        If phases differ, the largest one.
         """
         return max(r * self.stride - a for r, a in enumerate(self.first))
 
     def at(self, unit: int) -> tuple[int, int]:
-        """(first, last) position that a unit reads, on an axis without borders."""
+        """Return the first and last position on which a unit depends, on an axis without borders."""
         m, r = divmod(unit, self.period)
         return self.first[r] + m * self.advance, self.last[r] + m * self.advance
 
     def centre(self, unit: int) -> Fraction:
-        """Middle of a unit's window."""
+        """Return the middle of a unit's window."""
         return Fraction(sum(self.at(unit)), 2)
 
 
@@ -84,15 +84,15 @@ IDENTITY = Window((0,), (0,), 1)
 
 
 def sliding(kernel: int, *, stride: int = 1, dilation: int = 1, padding: int = 0) -> Window:
-    """Window of a convolution or a pool; `padding` is that before the first position."""
+    """Return the window of a convolution or a pool; `padding` is the padding before the first position."""
     return Window((-padding,), (-padding + (kernel - 1) * dilation,), stride, dilation if kernel > 1 else 1)
 
 
 def transposed(kernel: int, *, stride: int = 1, dilation: int = 1, padding: int = 0) -> Window:
-    """Window of a transposed convolution.
+    """Return the window of a transposed convolution.
 
-    Input i reaches output u where u = i * stride - padding + j * dilation for a tap 0 <= j < kernel. So u reads the
-    inputs i = (u + padding - j * dilation) / stride that are whole numbers.
+    Input i contributes to output u if u = i * stride - padding + j * dilation for a tap 0 <= j < kernel. So u depends
+    on the inputs i = (u + padding - j * dilation) / stride that are whole numbers.
     """
     first, last = [], []
     for u in range(stride):
@@ -105,9 +105,9 @@ def transposed(kernel: int, *, stride: int = 1, dilation: int = 1, padding: int 
 
 
 def rational(ratio: Fraction, reads: Callable[[int], tuple[int, int]]) -> Window | None:
-    """Window of an operation whose unit u reads `reads(u)`, a pattern that advances by `ratio` positions a unit.
+    """Return the window of an operation whose unit u depends on `reads(u)` and advances by `ratio` positions a unit.
 
-    None when the pattern is longer than `LONGEST_PERIOD`.
+    It is None if the period is longer than `LONGEST_PERIOD`.
     """
     period = ratio.denominator
     if period > LONGEST_PERIOD:
@@ -117,16 +117,16 @@ def rational(ratio: Fraction, reads: Callable[[int], tuple[int, int]]) -> Window
 
 
 def proportional(inputs: int, outputs: int) -> Window | None:
-    """Window of adaptive pooling: unit u reads floor(u * in / out) to ceil((u + 1) * in / out) - 1."""
+    """Return the window of adaptive pooling: unit u depends on floor(u * in / out) to ceil((u + 1) * in / out) - 1."""
     ratio = Fraction(inputs, outputs)
     return rational(ratio, lambda u: (floor(u * ratio), ceil((u + 1) * ratio) - 1))
 
 
 def interpolated(ratio: Fraction, *, reach: int, offset: Fraction, antialias: bool = False) -> Window | None:
-    """Window of linear (`reach` 1) or cubic (`reach` 2) interpolation at source = u * ratio + offset.
+    """Return the window of linear (`reach` 1) or cubic (`reach` 2) interpolation at source = u * ratio + offset.
 
-    A source that falls on a position has weight on that position alone. With antialias the kernel widens with the
-    ratio, and positions strictly nearer than `reach * max(ratio, 1)` have weight.
+    A source on a position has weight on that position alone. With antialias the kernel widens with the ratio, and all
+    positions nearer than `reach * max(ratio, 1)` have weight.
     """
 
     def reads(u: int) -> tuple[int, int]:
@@ -142,7 +142,7 @@ def interpolated(ratio: Fraction, *, reach: int, offset: Fraction, antialias: bo
 
 
 def nearest(ratio: Fraction, *, exact: bool = False) -> Window | None:
-    """Window of nearest-neighbour resizing: floor(u * ratio), or floor((u + 1/2) * ratio) when `exact`."""
+    """Return the window of nearest-neighbour resizing: floor(u * ratio), or floor((u + 1/2) * ratio) if `exact`."""
 
     def reads(u: int) -> tuple[int, int]:
         position = floor((u + Fraction(1, 2)) * ratio) if exact else floor(u * ratio)
@@ -152,9 +152,9 @@ def nearest(ratio: Fraction, *, exact: bool = False) -> Window | None:
 
 
 def through(field: Window, reads: Window) -> Window | None:
-    """The field of an operation's units, given the field of the units that they read.
+    """Return the field of an operation's units from the field of its inputs and from its own window.
 
-    None when the pattern is longer than `LONGEST_PERIOD`.
+    It is None if the period is longer than `LONGEST_PERIOD`.
 
     >>> through(sliding(3), sliding(3, stride=2, padding=1)).size
     5
@@ -175,7 +175,7 @@ def _span(field: Window, reads: Window, unit: int) -> tuple[int, int]:
 
 
 def unite(left: Window, right: Window) -> Window | None:
-    """The field of a unit that reads the same unit of two branches; None when their strides differ."""
+    """Return the field of a unit that depends on the same unit of two branches; None if their strides differ."""
     if left.stride != right.stride:
         return None
     period = lcm(left.period, right.period)
@@ -192,17 +192,17 @@ def _hull(left: tuple[int, int], right: tuple[int, int]) -> tuple[int, int]:
     return min(left[0], right[0]), max(left[1], right[1])
 
 
-def apart(left: Window, right: Window) -> Fraction:
-    """How far apart the centres of two windows of one stride are, in positions: the mean over a period.
+def centre_distance(left: Window, right: Window) -> Fraction:
+    """Return the distance of the centres of two windows of one stride, in positions, as the mean over a period.
 
-    The mean, since the units of a windowed attention see one window whose centre is not theirs, and none is displaced.
+    The mean, because units in a window of attention share a field whose centre is not theirs without being displaced.
     """
     period = lcm(left.period, right.period)
     return abs(sum((left.centre(u) - right.centre(u) for u in range(period)), Fraction(0))) / period
 
 
 def reduced(window: Window) -> Window:
-    """The same window with the shortest period that says it."""
+    """Return the same window with the shortest period."""
     for period in range(1, window.period):
         if window.period % period or window.advance * period % window.period:
             continue
@@ -218,9 +218,9 @@ def _same(left: tuple[int, int], right: tuple[int, int]) -> bool:
 
 
 def fit(first: Sequence[int], last: Sequence[int], size: int) -> Window | None:
-    """The window with the shortest period that explains what units 0, 1, ... read of `size` positions, or None.
+    """Return the window with the shortest period that gives the spans of units 0, 1, ... in `size` positions, or None.
 
-    At the borders, positions that are not there are missing from what is read (last < first: nothing at all is).
+    At the borders, spans lack the positions outside (last < first: the span is empty).
 
     >>> fit([0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 2, 2], 3).stride
     Fraction(1, 2)

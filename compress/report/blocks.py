@@ -5,6 +5,7 @@ Blocks hold text as it is; escaping belongs to the two writers and happens there
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -35,6 +36,19 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[tuple[str, ...], ...]
     group_by: int = 0
+
+    def groups(self) -> list[tuple[str, list[tuple[str, ...]]]]:
+        """(heading, remaining cells of its rows) of each group; one group without a heading if `group_by` is 0."""
+        grouped = itertools.groupby(self.rows, key=lambda row: row[: self.group_by])
+        return [(self._heading(key), [row[self.group_by :] for row in rows]) for key, rows in grouped]
+
+    def _heading(self, key: tuple[str, ...]) -> str:
+        """The leading cells in a line; a number is preceded by its column's title."""
+        parts = [
+            f"{column.title} {text}" if column.align == "right" and text[:1].isdigit() else text
+            for column, text in zip(self.columns, key, strict=False)
+        ]
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)

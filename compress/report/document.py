@@ -12,6 +12,16 @@ from typing import Any
 import yaml
 
 from compress.measure.metric import Metric
+from compress.quantization.placement.decisions import Decision
+from compress.records.rows import LayerRow
+from compress.records.run import RunData
+from compress.records.summary import (
+    SUMMARY_COLUMNS,
+    engines_of,
+    summary_notes,
+    summary_table,
+    unavailable_engines,
+)
 from compress.report.blocks import (
     Block,
     Bullets,
@@ -28,23 +38,11 @@ from compress.report.blocks import (
     number,
     table,
 )
-from compress.report.data import LayerRow, PlacementRow, RunData
-from compress.report.engine_part import engine_blocks
+from compress.report.engine_blocks import engine_blocks
 from compress.report.figures import Absent
 from compress.report.headline import headline
-from compress.report.style import display, finite, plain
-from compress.report.tables import (
-    FLOAT,
-    MISSING,
-    SUMMARY_COLUMNS,
-    engines_of,
-    fixed,
-    in_bytes,
-    significant,
-    summary_notes,
-    summary_table,
-    unavailable_engines,
-)
+from compress.text import MISSING, display, finite, fixed, in_bytes, plain, significant
+from compress.variants import Variant
 
 _SHOWN_TARGETS = {"tensorrt": "TensorRT", "openvino": "OpenVINO", "onnxruntime": "ONNX Runtime"}
 
@@ -63,7 +61,7 @@ def build_document(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Docum
         Section("results", "Results", tuple(_results(run, drawn))),
         *(
             [Section("end-to-end", "From pictures to classes", tuple(_figure(drawn, "end_to_end")))]
-            if run.end_to_end
+            if run.end_to_end is not None
             else []
         ),
         Section("parity", "Does the engine compute what was trained?", tuple(_parity(run))),
@@ -134,7 +132,7 @@ def _results(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Iterator[Bl
         yield Bullets(tuple(f"{display(engine)}: {reason}" for engine, reason in away.items()))
     if run.notes:
         yield Text("What happened on the way:")
-        yield Bullets(run.notes)
+        yield Bullets(tuple(run.notes))
     yield from _figure(drawn, "accuracy_latency")
     yield from _figure(drawn, "latency")
     others = [m for m in run.metrics if m.value is not None]
@@ -268,7 +266,7 @@ def _placement(run: RunData) -> Iterator[Block]:
     )
 
 
-def _reasons(rows: Sequence[PlacementRow]) -> list[tuple[str, str, str]]:
+def _reasons(rows: Sequence[Decision]) -> list[tuple[str, str, str]]:
     """(rule, count, reason), the most frequent rule first; reasons that differ only in names stand as an example."""
     by_rule: dict[str, list[str]] = {}
     for row in rows:
@@ -288,12 +286,12 @@ def _scales(decision: str, axis: int | None, signed: bool | None) -> str:
 
 
 def _audit(run: RunData) -> Iterator[Block]:
-    if not run.audit:
+    if not run.operations:
         yield _absence(run, "audit.json", "No audit of the exported file", "it lists no operation")
         return
     counts = []
-    for variant in dict.fromkeys(row.variant for row in run.audit):
-        rows = [row for row in run.audit if row.variant == variant]
+    for variant in dict.fromkeys(row.variant for row in run.operations):
+        rows = [row for row in run.operations if row.variant == variant]
         whole = sum(row.int8 for row in rows)
         elements = sum(row.weight_elements for row in rows)
         covered = sum(row.weight_elements for row in rows if row.int8)
@@ -301,7 +299,7 @@ def _audit(run: RunData) -> Iterator[Block]:
         counts.append((display(variant), str(whole), str(len(rows) - whole), share))
     yield Text("Operations with weights, as the ONNX file holds them: INT8 when input and weight are.")
     yield table("variant", number("INT8"), number("float"), number("of weights INT8 %"), rows=counts)
-    left = [row for row in run.audit if not row.int8 and row.variant != FLOAT]
+    left = [row for row in run.operations if not row.int8 and row.variant != Variant.FLOAT]
     if left:
         cells = [(display(row.variant), row.name, row.op_type, row.reason or "no reason given") for row in left]
         listed = table("variant", code("operation"), "type", "why it is not INT8", rows=cells)

@@ -7,25 +7,20 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
+from compress.measure.end_to_end import EndToEnd
+from compress.plots.end_to_end import draw_end_to_end
+from compress.plots.engines import draw_engines
+from compress.plots.histograms import clipped_share, draw_histograms, interesting
+from compress.plots.layers import draw_bytes, draw_sqnr, sqnr_series, weight_groups, worst
+from compress.plots.style import NARROW, WIDE, Format, settle, styled, to_inline_svg, to_png
+from compress.plots.tradeoff import Point, draw_latency, draw_tradeoff, tradeoff_points
+from compress.plots.training import draw_training, phases
+from compress.records.run import RunData
+from compress.records.summary import SummaryRow, engines_of, summary_table, variants_of
 from compress.report.blocks import Picture
-from compress.report.data import RunData
-from compress.report.engine_part import draw_engines, engines_told
-from compress.report.plot_end_to_end import draw_end_to_end
-from compress.report.plot_histograms import clipped_share, draw_histograms, interesting
-from compress.report.plot_layers import draw_bytes, draw_sqnr, sqnr_series, weight_groups, worst
-from compress.report.plot_tradeoff import Point, draw_latency, draw_tradeoff, tradeoff_points
-from compress.report.plot_training import draw_training, phases
-from compress.report.style import NARROW, WIDE, Format, display, finite, plain, settle, styled, to_inline_svg, to_png
-from compress.report.tables import (
-    FLOAT,
-    SummaryRow,
-    engines_of,
-    fixed,
-    in_bytes,
-    significant,
-    summary_table,
-    variants_of,
-)
+from compress.report.engine_blocks import moved
+from compress.text import display, finite, fixed, in_bytes, plain, significant
+from compress.variants import Variant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +55,9 @@ def draw_figures(run: RunData) -> dict[str, Picture | Absent]:
                 drawn[name] = Absent(name=name, title=title, reason=made)
             else:
                 drawn[name] = _picture(name, title, made)
-        if run.end_to_end:
-            drawn["end_to_end"] = _picture("end_to_end", "Where the time of a picture goes", _end_to_end(run))
+        if run.end_to_end is not None:
+            stages = _end_to_end(run.end_to_end.results)
+            drawn["end_to_end"] = _picture("end_to_end", "Where the time of a picture goes", stages)
         if any(engine.layers for engine in run.engines):
             drawn["engines"] = _picture("engines", "What the engines move", _engines(run))
     return drawn
@@ -72,7 +68,7 @@ def file_sizes(run: RunData) -> list[tuple[str, float]]:
     sizes: Mapping[str, float] = {
         m.variant: m.value
         for m in reversed(run.metrics)
-        if m.name == "file_bytes" and finite(m.value) and m.value is not None and m.engine in ("", "onnx")
+        if m.name == "file_bytes" and finite(m.value) and m.engine in ("", "onnx")
     }
     return [(variant, sizes[variant]) for variant in variants_of(run.metrics) if variant in sizes]
 
@@ -108,19 +104,21 @@ def _tradeoff(run: RunData) -> _Plan | str:
 
 
 def _point(point: Point) -> str:
-    where = f"{display(point.variant)} on {display(point.engine)}"
-    return f"{where} {fixed(point.top1, 2)} %, {significant(point.p50_ms)} ms"
+    return f"{_on(point.variant, point.engine)} {fixed(point.top1, 2)} %, {significant(point.p50_ms)} ms"
+
+
+def _on(variant: str, engine: str) -> str:
+    return f"{display(variant)} on {display(engine)}"
 
 
 def _latency(run: RunData) -> _Plan | str:
     rows = [row for row in summary_table(run.metrics) if finite(row.p50_ms) and row.batch_size is not None]
     if not rows:
         return "no engine has a latency in metrics.json"
-    gains = [row for row in rows if row.speedup is not None and row.variant != FLOAT]
+    gains = [row for row in rows if row.speedup is not None and row.variant != Variant.FLOAT]
     best = max(gains, key=lambda row: row.speedup or 0.0, default=None)
     said = (
-        f" The largest speed-up is {best.speedup:.2f}× ({display(best.variant)} on {display(best.engine)}, batch "
-        f"{best.batch_size})."
+        f" The largest speed-up is {best.speedup:.2f}× ({_on(best.variant, best.engine)}, batch {best.batch_size})."
         if best
         else ""
     )
@@ -134,8 +132,7 @@ def _latency(run: RunData) -> _Plan | str:
 
 
 def _timed(row: SummaryRow) -> str:
-    where = f"{display(row.variant)} on {display(row.engine)}"
-    return f"{where} p50 {significant(row.p50_ms)} ms, p99 {significant(row.p99_ms)} ms"
+    return f"{_on(row.variant, row.engine)} p50 {significant(row.p50_ms)} ms, p99 {significant(row.p99_ms)} ms"
 
 
 def _training(run: RunData) -> _Plan | str:
@@ -215,8 +212,7 @@ def _bytes(run: RunData) -> _Plan | str:
     )
 
 
-def _end_to_end(run: RunData) -> _Plan:
-    rows = run.end_to_end
+def _end_to_end(rows: Sequence[EndToEnd]) -> _Plan:
     told = "; ".join(
         f"{plain(row.label)}, batch {row.batch_size}: "
         + ", ".join(f"{stage} {significant(ms)} ms" for stage, ms in row.stage_ms.items())
@@ -235,12 +231,12 @@ def _end_to_end(run: RunData) -> _Plan:
 
 def _engines(run: RunData) -> _Plan:
     engines = [engine for engine in run.engines if engine.layers]
-    told = engines_told(engines)
+    listed = "; ".join(f"{_on(e.variant, e.engine)} {moved(e)}, {e.kernels} kernels" for e in engines)
     return _Plan(
         caption="Activations that all kernels of an engine read and write for one image. Amber and red are what a "
         "convolution could have done itself: quantizing its result, adding a residual. A bar that ends right of its "
         "line moves more than fp16 would.",
-        alt=f"Stacked bars of activation bytes by kind of kernel: {told}.",
+        alt=f"Stacked bars of activation bytes by kind of kernel: {listed}.",
         draw=lambda form: draw_engines(engines, form),
     )
 

@@ -11,17 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from compress.measure.metric import Metric
-from compress.report.style import display
-from compress.report.tables import (
-    FLOAT,
-    SummaryRow,
-    family,
-    fixed,
-    in_bytes,
-    significant,
-    summary_table,
-    variants_of,
-)
+from compress.records.summary import SummaryRow, family, summary_table, variants_of
+from compress.text import display, fixed, in_bytes, significant
+from compress.variants import Variant
 
 _STEADY = 0.005  # top-1 points: below it the two-decimal figures of the table are equal
 _EQUAL = 0.02  # a speed-up within 2 % is no difference
@@ -58,10 +50,10 @@ def headline(metrics: Iterable[Metric], *, bits: frozenset[int] = frozenset()) -
     subject = f"INT8 ({display(variant)})" if bits == {8} else f"The {display(variant)} model"
     before, after = _fairest(rows, variant) or _by_accuracy(rows, variant)
     tiles, parts = [], []
-    for told in (_speed(before, after), _accuracy(before, after), _size(before, after)):
-        if told:
-            parts.append(told[0])
-            tiles.append(told[1])
+    for said in (_speed(before, after), _accuracy(before, after), _size(before, after)):
+        if said:
+            parts.append(said[0])
+            tiles.append(said[1])
     agreement = next((m for m in metrics if m.name == "agreement" and m.variant == variant and _on(m, after)), None)
     if agreement and agreement.value is not None:
         label = f"of images: {display(agreement.engine)} answers as fake quantization does"
@@ -73,21 +65,21 @@ def headline(metrics: Iterable[Metric], *, bits: frozenset[int] = frozenset()) -
 
 def _variant(metrics: Sequence[Metric]) -> str | None:
     """The variant that the headline is about: QAT, else the last one that is not float."""
-    others = [v for v in variants_of(metrics) if v != FLOAT]
+    others = [v for v in variants_of(metrics) if v != Variant.FLOAT]
     measured = [v for v in others if any(m.variant == v and m.value is not None for m in metrics)]
-    return "qat" if "qat" in measured else measured[-1] if measured else None
+    return Variant.QAT if Variant.QAT in measured else measured[-1] if measured else None
 
 
 def _fairest(rows: Sequence[SummaryRow], variant: str) -> tuple[SummaryRow, SummaryRow] | None:
     """(float row, row of `variant`), each the fastest of the first engine that timed both."""
     for name in dict.fromkeys(family(row.engine) for row in rows):
         timed = [row for row in rows if family(row.engine) == name and row.p50_ms is not None]
-        batches = [{row.batch_size for row in timed if row.variant == v} for v in (FLOAT, variant)]
+        batches = [{row.batch_size for row in timed if row.variant == v} for v in (Variant.FLOAT, variant)]
         common = [b for b in batches[0] & batches[1] if b is not None]
         if common:
             at = [row for row in timed if row.batch_size == min(common)]
             first, second = (
-                min((r for r in at if r.variant == v), key=lambda r: r.p50_ms or 0.0) for v in (FLOAT, variant)
+                min((r for r in at if r.variant == v), key=lambda r: r.p50_ms or 0.0) for v in (Variant.FLOAT, variant)
             )
             return first, second
     return None
@@ -96,8 +88,10 @@ def _fairest(rows: Sequence[SummaryRow], variant: str) -> tuple[SummaryRow, Summ
 def _by_accuracy(rows: Sequence[SummaryRow], variant: str) -> tuple[SummaryRow | None, SummaryRow | None]:
     """Untimed rows: the first engine that has the top-1 of both."""
     by_key = {(row.engine, row.variant): row for row in reversed(rows) if row.top1 is not None}
-    engines = [e for e in dict.fromkeys(r.engine for r in rows) if (e, FLOAT) in by_key and (e, variant) in by_key]
-    return (by_key[engines[0], FLOAT], by_key[engines[0], variant]) if engines else (None, None)
+    engines = [
+        e for e in dict.fromkeys(r.engine for r in rows) if (e, Variant.FLOAT) in by_key and (e, variant) in by_key
+    ]
+    return (by_key[engines[0], Variant.FLOAT], by_key[engines[0], variant]) if engines else (None, None)
 
 
 def _speed(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, Tile] | None:

@@ -19,7 +19,7 @@ from compress.report.blocks import (
     Text,
     Tiles,
 )
-from compress.report.style import plain
+from compress.text import plain
 
 FIGURES = "figures"
 """Folder of the figures, beside the report."""

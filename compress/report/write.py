@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from compress.files import replacing, write_text
-from compress.report.data import read_run
+from compress.records.run import read_run
 from compress.report.document import build_document
 from compress.report.figures import draw_figures, pictures
 from compress.report.html import to_html

@@ -1,4 +1,4 @@
-"""The roofs of the machine at hand, as `measure` found them: kept as JSON, used as a `Device`."""
+"""The measured roofs of a machine: stored as JSON, used as a `Device`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compress.roofline.devices import SPARSE, Device
 
 Backend = Literal["cpu", "cuda"]
 CONV = " conv"
-"""Suffix of a ceiling's name that was found with convolutions."""
+"""Suffix of the name of a ceiling that was measured with convolutions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Sample:
 
     Attributes:
         size: side of the matrices, channels of the convolution, or bytes of the buffer.
-        rate: best median.
+        rate: best median of the rates.
         arithmetic_intensity: flops per byte of operands and result; 0 for a copy.
     """
 
@@ -39,12 +39,12 @@ class Ceiling:
     """One roof.
 
     Attributes:
-        name: `copy`, or a precision such as `int8` or `int8-2:4`, with ` conv` behind it for convolutions.
-        rate: the best of its samples; None when it could not be measured.
+        name: `copy`, or a precision such as `int8` or `int8-2:4`, followed by ` conv` for convolutions.
+        rate: the best of its samples; None if it could not be measured.
         unit: `bytes/s` (copies count bytes read and bytes written) or `flops/s` (2 for a multiply-accumulate).
-        method: what was timed.
-        samples: by size.
-        reason: why there is no rate; "" when there is one.
+        method: operation that was timed.
+        samples: one sample for each size.
+        reason: reason of a missing rate; "" if there is a rate.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Ceilings:
 
     Attributes:
         backend: `cpu` or `cuda`.
-        title: processor or GPU.
-        threads: that torch used; 0 on a GPU.
-        rounds: how often each size was timed.
-        torch_version: library that was timed.
-        load_average: of the machine over a minute, before and after; empty where the system has none.
-        ceilings: copies first.
+        title: name of the processor or GPU.
+        threads: number of threads that torch used; 0 on a GPU.
+        rounds: number of times that each size was timed.
+        torch_version: version of torch.
+        load_average: load of the machine over a minute, before and after; empty if the system has none.
+        ceilings: the roofs, copies first.
     """
 
     backend: str
@@ -78,7 +78,7 @@ class Ceilings:
     ceilings: tuple[Ceiling, ...]
 
     def as_device(self) -> Device:
-        """A `Device` for `roofline`, whose peaks are the measured rates.
+        """Return a `Device` for `roofline` whose peaks are the measured rates.
 
         Raises:
             RooflineError: the copies could not be measured.
@@ -102,20 +102,20 @@ class Ceilings:
         )
 
     def save(self, path: Path | str | None = None) -> Path:
-        """Write as JSON; without a path to where `roofline(device="machine")` reads it."""
+        """Write as JSON; without a path, to the file that `roofline(device="machine")` uses."""
         return write_json(ceilings_path(cast(Backend, self.backend)) if path is None else path, asdict(self))
 
 
 def ceilings_path(backend: Backend) -> Path:
-    """Where the ceilings of this machine are kept: $XDG_CACHE_HOME (or ~/.cache) /compress/ceilings-BACKEND.json."""
+    """Return the file of this machine's roofs: $XDG_CACHE_HOME (or ~/.cache) /compress/ceilings-BACKEND.json."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress" / f"ceilings-{backend}.json"
 
 
 def load_ceilings(path: Path | str) -> Ceilings:
-    """Read what `Ceilings.save` wrote.
+    """Read a file that `Ceilings.save` wrote.
 
     Raises:
-        RooflineError: the file is missing or holds something else.
+        RooflineError: the file is missing or has other contents.
     """
     try:
         raw: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -130,10 +130,10 @@ def load_ceilings(path: Path | str) -> Ceilings:
 
 
 def machine_device() -> Device:
-    """The machine at hand as it was measured and saved: its GPU when there is one that was measured, else its CPU.
+    """Return this machine as it was measured and saved: its GPU if one was measured, else its CPU.
 
     Raises:
-        RooflineError: it was not measured yet.
+        RooflineError: this machine was not measured yet.
     """
     backends: tuple[Backend, ...] = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
     found = [ceilings_path(backend) for backend in backends if ceilings_path(backend).is_file()]

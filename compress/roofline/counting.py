@@ -1,11 +1,11 @@
-"""What a network computes and moves: its graph as a list of operations, one for each kernel that an engine would run.
+"""Work and traffic of a network: its graph as a list of operations, one for each kernel that an engine would run.
 
-Every tensor is taken to cross the memory once for each operation that reads it and once when it is written, and
-weights once a batch: what a kernel with perfect reuse inside and no cache between kernels would do. Views (reshape,
-transpose, slices, dropout) move nothing. Fused, a convolution or matrix product takes with it the BatchNorm, the
-activation and the one addition that follow it, as TensorRT and OpenVINO do, and chains of pointwise operations
-become one: the tensors between them never touch the memory. Both are bounds from below: what an engine adds to them
-(copies between layouts, im2col, tensors that are read twice) only costs more.
+Each tensor is counted once for each operation that consumes it and once when it is written, and weights once a batch,
+as for kernels with perfect reuse inside and no cache between them. Views (reshape, transpose, slices, dropout) move
+nothing. With fusion, a convolution or matrix product includes the BatchNorm, the activation and the one addition that
+follow it, as in TensorRT and OpenVINO, and a chain of pointwise operations becomes one operation: the tensors between
+them are not moved. Both counts are lower bounds: the additional work of an engine (copies between layouts, im2col,
+tensors that are loaded twice) only costs more.
 """
 
 from __future__ import annotations
@@ -21,25 +21,16 @@ from compress.graph.inputs import Inputs, as_inputs
 from compress.graph.layers import Layer, layers, tensor_args
 from compress.graph.ops import layer_name, node_kind, node_module
 from compress.graph.trace import trace
+from compress.graph.traits import kinds
 
-VIEWS = frozenset(
-    {"identity", "dropout", "flatten", "reshape", "squeeze", "getitem", "split", "getattr"}
-    | {"transpose", "repeat", "quantizer", "assert"}
-)
-"""Kinds that hand on the tensor they are given; an engine chooses layouts so that a transpose costs nothing."""
+VIEWS = kinds(lambda t: t.free) | {"assert"}
+"""Kinds that return their input without moving it; an engine chooses layouts so that a transpose costs nothing."""
 
-FLOAT_KINDS = frozenset(
-    {"layer_norm", "group_norm", "instance_norm", "local_response_norm", "normalize", "softmax", "exp", "pow"}
-)
-"""Kinds that read floating point also where the products run in 8 bits."""
+FLOAT_KINDS = kinds(lambda t: t.needs_float)
+"""Kinds whose inputs are floating point even if the products run in 8 bits."""
 
-ACTIVATIONS = frozenset(
-    {"relu", "relu6", "leaky_relu", "silu", "gelu", "hardswish", "hardsigmoid", "sigmoid", "tanh", "elu", "mish"}
-    | {"softplus", "clamp"}
-)
-PRODUCTS = frozenset({"conv", "conv_transpose", "linear", "matmul", "attention"})
-_BINARY = frozenset({"add", "sub", "mul", "div"})
-_EPILOGUE = ACTIVATIONS | _BINARY | {"batch_norm", "neg"}
+PRODUCTS = kinds(lambda t: t.category in {"weighted", "product"})
+_EPILOGUE = kinds(lambda t: t.elementwise and t.category != "shape" and not (t.free or t.needs_float))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,18 +38,18 @@ class Operation:
     """One kernel: an operation of the graph, or several that an engine fuses. Counts are for the whole batch.
 
     Attributes:
-        name: path of the module, or the node's name; of the first operation when several are fused.
-        kind: `compress.graph.ops` name of the first operation; `pointwise` for a fused chain of such.
-        type: class or function of the first operation, as written.
-        members: names of the graph's nodes in it, in order.
-        paths: the modules among them.
+        name: path of the module or name of the node; of the first operation if several are fused.
+        kind: kind of the first operation, of `compress.graph.ops`; `pointwise` for a fused chain of pointwise ones.
+        type: class or function of the first operation, as written in the model.
+        members: names of its nodes in the graph, in order.
+        paths: paths of the modules among them.
         macs: multiply-accumulates; None = unknown.
-        sparse_macs: those of them that a 2:4 weight can halve: input channels (per group) in fours.
+        sparse_macs: macs that a 2:4 weight can halve, where input channels (per group) are a multiple of four.
         weight_elements: elements of weights.
-        sparse_weight_elements: those of them that 2:4 compresses.
+        sparse_weight_elements: elements of weights that 2:4 compresses.
         bias_elements: elements of biases and other parameters, which stay in floating point.
         activation_elements: elements of tensors read and written.
-        float_elements: those of them that stay in floating point when the rest has 8 bits.
+        float_elements: elements of these tensors that stay in floating point if the rest has 8 bits.
         detail: kernel and groups of a convolution, such as `3x3` or `3x3 depthwise`.
     """
 
@@ -77,7 +68,7 @@ class Operation:
     detail: str = ""
 
     def scaled(self, batch: int, traced: int) -> Operation:
-        """The same operation for another batch size: activations and macs grow, weights do not."""
+        """Return the operation for another batch size: activations and macs grow, weights do not."""
         return replace(
             self,
             macs=None if self.macs is None else self.macs * batch // traced,
@@ -92,11 +83,11 @@ class Workload:
     """A network as a list of operations.
 
     Attributes:
-        model: its class.
-        input_shapes: shapes it was traced with, with `batch_size` in front.
+        model: class of the model.
+        input_shapes: shapes of its inputs, the first dimension being `batch_size`.
         batch_size: images at once.
-        fused: whether operations are fused.
-        operations: in the order of the graph.
+        fused: True if operations are fused.
+        operations: operations in the order of the graph.
     """
 
     model: str
@@ -106,7 +97,7 @@ class Workload:
     operations: tuple[Operation, ...]
 
     def with_batch(self, batch_size: int) -> Workload:
-        """The same network at another batch size, without running it.
+        """Return the same network at another batch size, without running it.
 
         Raises:
             RooflineError: `batch_size` is not a positive number.
@@ -122,12 +113,12 @@ class Workload:
 
 
 def workload(model: nn.Module, example_inputs: Inputs, *, fused: bool = False) -> Workload:
-    """Trace a model and count what it computes and moves.
+    """Trace a model and count its work and its traffic.
 
     Args:
-        model: any module that `compress.graph.trace` takes, a traced or quantized one included.
+        model: any module that `compress.graph.trace` accepts, also a traced or quantized one.
         example_inputs: its inputs; dimension 0 of the first is the batch.
-        fused: fuse as an engine does.
+        fused: fuse operations as an engine does.
 
     Raises:
         ModelError: the model fails on its inputs or cannot be traced.
@@ -137,7 +128,7 @@ def workload(model: nn.Module, example_inputs: Inputs, *, fused: bool = False) -
 
 
 def count(graph_module: fx.GraphModule, example_inputs: Inputs, *, fused: bool = False, model: str = "") -> Workload:
-    """`workload` of a graph that `compress.graph.trace` made on these inputs."""
+    """Count a graph that `compress.graph.trace` made with these inputs; see `workload`."""
     inputs = as_inputs(example_inputs)
     if not inputs[0].ndim or not inputs[0].shape[0]:
         raise RooflineError(f"example_inputs need a batch dimension with at least one image, got {_shapes(inputs)}")
@@ -156,14 +147,14 @@ def count(graph_module: fx.GraphModule, example_inputs: Inputs, *, fused: bool =
 def convolution(
     *, channels: int, out_channels: int | None = None, size: int, kernel: int, groups: int = 1, batch_size: int = 1
 ) -> Operation:
-    """A convolution of stride 1 and same padding, from its numbers alone.
+    """Return a convolution of stride 1 and same padding, from its numbers alone.
 
     Args:
         channels: input channels.
-        out_channels: output channels; as many as `channels` by default.
+        out_channels: output channels; `channels` by default.
         size: height and width of both maps.
         kernel: height and width of the kernel.
-        groups: `channels` for a depthwise one.
+        groups: number of groups; `channels` for a depthwise convolution.
         batch_size: images at once.
     """
     out_channels = out_channels or channels
@@ -190,9 +181,9 @@ def convolution(
 def fusion_groups(nodes: Iterable[fx.Node]) -> list[tuple[fx.Node, ...]]:
     """Group nodes as an engine fuses them.
 
-    A BatchNorm, activation or addition joins the group that made its input when nobody else reads that input and
-    it has the shape of the result. A product takes one tensor addition (the residual), pointwise chains any number;
-    an addition of two products goes with the later one, whose kernel runs when the other's result is there.
+    A BatchNorm, activation or addition joins the group that produces its input if that input has no other consumer
+    and the shape of the result. A product takes one addition of two tensors (the residual), a pointwise chain any
+    number. The addition of two products joins the later one, whose kernel runs when the other's result exists.
     """
     groups: list[list[fx.Node]] = []
     owner: dict[fx.Node, int] = {}
@@ -209,12 +200,12 @@ def fusion_groups(nodes: Iterable[fx.Node]) -> list[tuple[fx.Node, ...]]:
 
 
 def _joinable(node: fx.Node) -> list[fx.Node]:
-    """Makers of the tensors into whose kernel this node could go."""
+    """Return the producers whose kernels could include this node."""
     if node_kind(node) not in _EPILOGUE:
         return []
-    makers = [maker(n) for n in tensor_args(node)]
+    producers = [producer(n) for n in tensor_args(node)]
     shape = node.meta["shape"]
-    return [m for m in makers if readers(m) == [node] and m.meta.get("shape", shape) in {shape, None}]
+    return [m for m in producers if consumers(m) == [node] and m.meta.get("shape", shape) in {shape, None}]
 
 
 def _accepts(group: list[fx.Node], node: fx.Node) -> bool:
@@ -226,22 +217,22 @@ def _accepts(group: list[fx.Node], node: fx.Node) -> bool:
 
 
 def _joins_two(node: fx.Node) -> bool:
-    """Whether the node reads two activations (a residual), and not one and a constant."""
+    """Return True if the node has two activations as inputs (a residual), and not one and a constant."""
     return len([n for n in tensor_args(node) if n.op != "get_attr"]) > 1
 
 
-def maker(node: fx.Node) -> fx.Node:
-    """The node that wrote the tensor which this node hands on: itself, or the one behind a chain of views."""
+def producer(node: fx.Node) -> fx.Node:
+    """Return the node that writes the tensor of this node: the node itself, or the one before a chain of views."""
     while node_kind(node) in VIEWS and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
-def readers(node: fx.Node) -> list[fx.Node]:
-    """The nodes that read what this node wrote, directly or through views."""
+def consumers(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that consume the tensor of this node, directly or through views."""
     found: list[fx.Node] = []
     for user in node.users:
-        found += readers(user) if node_kind(user) in VIEWS else [user]
+        found += consumers(user) if node_kind(user) in VIEWS else [user]
     return found
 
 
@@ -249,10 +240,10 @@ def _operation(group: tuple[fx.Node, ...], known: dict[str, Layer]) -> Operation
     items = [known[n.name] for n in group]
     head, main = group[0], known[group[0].name]
     product = main.kind in PRODUCTS or main.weight_macs > 0
-    constants = _distinct(m for node in group for m in map(maker, tensor_args(node)) if m.op == "get_attr")
-    matrices = [n for n in constants if product and n in map(maker, tensor_args(head)) and len(n.meta["shape"]) > 1]
+    constants = _distinct(m for node in group for m in map(producer, tensor_args(node)) if m.op == "get_attr")
+    matrices = [n for n in constants if product and n in map(producer, tensor_args(head)) and len(n.meta["shape"]) > 1]
     weights = main.weight_elements * product + sum(math.prod(n.meta["shape"]) for n in matrices)
-    # An engine folds a BatchNorm behind a product: its scale goes into the weight, its shift becomes the bias.
+    # An engine folds a BatchNorm after a product: its scale goes into the weight, its shift becomes the bias.
     scales = [item.weight_elements for item in items[product:] if not (product and item.kind == "batch_norm")]
     vectors = sum(math.prod(n.meta["shape"]) for n in constants if n not in matrices)
     sparse = _reduction(head) > 0 and _reduction(head) % 4 == 0
@@ -275,7 +266,7 @@ def _operation(group: tuple[fx.Node, ...], known: dict[str, Layer]) -> Operation
 
 
 def _reduction(node: fx.Node) -> int:
-    """Input channels (per group) over which a weight's 2:4 pattern runs; 0 when the operation has none."""
+    """Return the input channels (per group) along which a weight's 2:4 pattern runs; 0 for an operation without."""
     kind = node_kind(node)
     if kind not in {"conv", "linear", "attention"}:
         return 0
@@ -287,20 +278,20 @@ def _reduction(node: fx.Node) -> int:
 
 
 def _traffic(group: tuple[fx.Node, ...]) -> tuple[int, int]:
-    """(elements read and written by a group, those of them that stay in floating point)."""
+    """Return the elements that a group reads and writes, and those of them that stay in floating point."""
     inside = set(group)
     reads = _distinct(
-        n for node in group for n in tensor_args(node) if maker(n) not in inside and maker(n).op != "get_attr"
+        n for node in group for n in tensor_args(node) if producer(n) not in inside and producer(n).op != "get_attr"
     )
     result = _result_elements(group[-1])
-    moved = [(_elements(n), maker(n)) for n in reads] + [(result, group[-1])]
+    moved = [(_elements(n), producer(n)) for n in reads] + [(result, group[-1])]
     moved += [(elements, group[0]) for elements in _inner_elements(group[0])]
     floating = sum(elements for elements, source in moved if _stays_float(source))
     return sum(elements for elements, _ in moved), floating
 
 
 def _elements(node: fx.Node) -> int:
-    """Elements that reading this tensor brings from memory: those of the smallest view on the way to its maker."""
+    """Return the elements that are read for this tensor: those of the smallest view between it and its producer."""
     smallest = math.prod(node.meta["shape"])
     while node_kind(node) in VIEWS and node.all_input_nodes:
         node = node.all_input_nodes[0]
@@ -314,7 +305,7 @@ def _result_elements(node: fx.Node) -> int:
 
 
 def _inner_elements(head: fx.Node) -> list[int]:
-    """An attention module is three kernels: what is written and read between them (query, key, value; context)."""
+    """Return the elements moved between the three kernels of an attention module (query, key, value; context)."""
     if node_kind(head) != "attention" or head.op != "call_module":
         return []
     query, *others = [math.prod(n.meta["shape"]) for n in tensor_args(head)]
@@ -323,12 +314,12 @@ def _inner_elements(head: fx.Node) -> list[int]:
 
 
 def _stays_float(node: fx.Node) -> bool:
-    """Whether a tensor stays in floating point when products have 8 bits: somebody reads it so, or it is the output.
+    """Return True if a tensor stays in floating point where products have 8 bits.
 
-    A product's quantizer is fused into the kernel that writes its input, so a tensor that only products, pools and
-    sums read is written in 8 bits, whoever writes it.
+    It does if a consumer needs floating point, or if it is the output. A product's quantizer is fused into the kernel
+    that writes its input, so a tensor that only products, pools and sums consume is written in 8 bits by any kernel.
     """
-    return any(node_kind(reader) in FLOAT_KINDS or reader.op == "output" for reader in readers(node))
+    return any(node_kind(consumer) in FLOAT_KINDS or consumer.op == "output" for consumer in consumers(node))
 
 
 def _conv_detail(kernel: tuple[int, ...], groups: int, channels: int) -> str:

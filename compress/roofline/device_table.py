@@ -1,8 +1,8 @@
-"""Peaks and bandwidths of NVIDIA's GPUs, from their makers' sheets, in tera-operations and gigabytes a second.
+"""Peaks and bandwidths of NVIDIA's GPUs, from the data sheets, in tera-operations and gigabytes a second.
 
-Sheets of Hopper, Blackwell, Ada data-centre cards and Jetson print tensor-core figures with 2:4 sparsity; the dense
-ones here are half of those, as their footnotes say. GeForce cards multiply fp16 with fp32 accumulation, which is what
-frameworks ask for, at half the rate of fp16 accumulation: the figure with fp32 accumulation is the one taken.
+Data sheets of Hopper, Blackwell, Ada data-centre cards and Jetson give tensor-core figures with 2:4 sparsity; the dense
+figures here are half of those, as the footnotes say. GeForce cards multiply fp16 with fp32 accumulation, which
+frameworks use, at half the rate of fp16 accumulation; the table has the figure with fp32 accumulation.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from compress.errors import RooflineError, near_misses
 from compress.roofline.devices import Device
 
 _JETSON = (
-    "GPU alone, without the DLA, whose TOPS the headline figure includes. The brief gives fp32 and sparse int8; dense "
-    "int8 is half of that, fp16 and bf16 half and tf32 a quarter of int8, as on the other Ampere tensor cores"
+    "GPU alone, without the DLA, which the headline figure includes. The brief gives fp32 and sparse int8; dense int8 "
+    "is half of that, fp16 and bf16 half and tf32 a quarter of int8, as on the other Ampere tensor cores"
 )
-_HOPPER = "the sheet prints tensor-core peaks with sparsity; dense is half"
+_HOPPER = "the data sheet gives tensor-core peaks with sparsity; dense is half"
 
 
 def _device(
@@ -93,7 +93,7 @@ TABLE: tuple[Device, ...] = (
         "NVIDIA L4 Tensor Core GPU datasheet",
         dense=_dense_half(30.3, _L4_SPARSE),
         sparse=_L4_SPARSE,
-        note="the sheet prints tensor-core peaks with sparsity only; dense is half",
+        note="the data sheet gives tensor-core peaks with sparsity only; dense is half",
     ),
     _device(
         "l40s",
@@ -110,7 +110,7 @@ TABLE: tuple[Device, ...] = (
         "NVIDIA Ampere GA102 GPU Architecture whitepaper v2.0, appendix A",
         dense={"fp32": 35.6, "tf32": 35.6, "fp16": 71.0, "bf16": 71.0, "int8": 284.0},
         sparse={"tf32": 71.0, "fp16": 142.0, "bf16": 142.0, "int8": 568.0},
-        note="fp16 with fp32 accumulation; with fp16 accumulation the sheet gives 142 dense, 284 sparse",
+        note="fp16 with fp32 accumulation; with fp16 accumulation the data sheet gives 142 dense, 284 sparse",
     ),
     _device(
         "rtx4090",
@@ -155,7 +155,7 @@ TABLE: tuple[Device, ...] = (
         "NVIDIA Blackwell datasheet (HGX B200, one GPU)",
         dense=_dense_half(75.0, _B200_SPARSE),
         sparse=_B200_SPARSE,
-        note="the sheet prints tensor-core peaks with sparsity; dense is half. Early sheets gave 8 TB/s",
+        note="the data sheet gives tensor-core peaks with sparsity; dense is half. Early ones gave 8 TB/s",
     ),
     _device(
         "orin-agx-64gb",
@@ -198,17 +198,17 @@ _ALIASES = {
 }
 
 DEVICE_NAMES: tuple[str, ...] = (*(device.name for device in TABLE), "machine")
-"""What `roofline(device=...)` accepts, short forms (`a100`, `h100`, `orin`, ...) apart."""
+"""Names that `roofline(device=...)` accepts, besides short forms (`a100`, `h100`, `orin`, ...)."""
 
 
 def table_device(name: str) -> Device:
-    """A device of the table.
+    """Return a device of the table.
 
     Args:
-        name: such as `h200`, `a100` (the 80 GB one), `orin` (the AGX one); capitals and spaces do not matter.
+        name: name such as `h200`, `a100` (the one with 80 GB) or `orin` (AGX); case and spaces do not matter.
 
     Raises:
-        RooflineError: no such device; the message lists them.
+        RooflineError: there is no such device; the message lists all.
     """
     key = name.strip().lower().replace(" ", "-").replace("_", "-")
     by_name = {device.name: device for device in TABLE}

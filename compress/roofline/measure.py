@@ -1,13 +1,13 @@
-"""Measure the roofs of the machine at hand: how fast it copies, and how fast it multiplies at each precision.
+"""Measurement of the roofs of this machine: the rate of copies, and of products at each precision.
 
-A datasheet says what the silicon could do; power limits, clocks, virtual machines and libraries take their share. The
-roofs here are what torch reaches: the largest median rate over square matrix products of growing size (on a CPU also
-over 3x3 convolutions, whose oneDNN kernels can beat the product), and over copies of buffers far beyond the caches.
-Sizes are tried in turn, round by round (A B C A B C ...), so that a neighbour's burst falls on all of them; the best
-round counts, since noise only ever slows.
+A data sheet gives the limit of the hardware; power limits, clocks, virtual machines and libraries lower it. The roofs
+here are those that torch reaches: the largest median rate over square matrix products of growing size (on a CPU also
+over 3x3 convolutions, whose oneDNN kernels can beat the product), and over copies of buffers far larger than the
+caches. Sizes are timed in turn, round by round (A B C A B C ...), so that a disturbance affects all of them; the best
+round counts, because noise only slows.
 
-On a CPU int8 is `torch._int_mm`, which is oneDNN's kernel with 32-bit sums; a precision for which torch has no fast
-kernel (fp16 on most x86) is left out with the reason. On a GPU fp8 is `torch._scaled_mm`, 2:4 is cuSPARSELt through
+On a CPU int8 is `torch._int_mm`, oneDNN's kernel with 32-bit sums; a precision for which torch has no fast kernel
+(fp16 on most x86) is left out with the reason. On a GPU fp8 is `torch._scaled_mm`, and 2:4 is cuSPARSELt through
 torch's semi-structured tensors.
 """
 
@@ -49,18 +49,18 @@ def measure_ceilings(
     budget_s: float = 1.0,
     progress: Progress | None = None,
 ) -> Ceilings:
-    """Time copies and matrix products on this machine. Takes a minute or two; nothing else should run.
+    """Time copies and matrix products on this machine, in a minute or two; nothing else should run.
 
     Args:
         device: `cpu` (with torch's number of threads) or `cuda` (the current GPU).
-        sizes: sides of the square matrices, ascending; from small to beyond the caches by default.
-        copy_bytes: bytes of the buffers that are copied, beyond the caches.
-        rounds: how often every size is timed; the best counts.
-        budget_s: seconds for one size in one round; a size whose single run would take longer is left out.
-        progress: listener, one unit a roof and round.
+        sizes: sides of the square matrices, ascending; by default from small to larger than the caches.
+        copy_bytes: bytes of the buffers that are copied, larger than the caches.
+        rounds: number of times that every size is timed; the best counts.
+        budget_s: seconds for one size in one round; a size whose single run takes longer is left out.
+        progress: listener that counts a unit for each roof and round.
 
     Raises:
-        RooflineError: no such backend here, or sizes that are not positive.
+        RooflineError: the backend is not available here, or a size is not positive.
     """
     if device not in {"cpu", "cuda"}:
         raise RooflineError(f"ceilings are measured on 'cpu' or 'cuda', got {device!r}")
@@ -94,9 +94,9 @@ def measure_ceilings(
 
 @dataclass(frozen=True, kw_only=True)
 class _Roof:
-    """A roof to be timed: `make(size)` prepares the work, `amount(size)` and `moved(size)` are its flops and bytes.
+    """A roof that is timed: `make(size)` prepares the work, `amount(size)` and `moved(size)` are its flops and bytes.
 
-    A copy's amount is its bytes.
+    For a copy, both are its bytes.
     """
 
     name: str
@@ -142,8 +142,8 @@ def _product_roofs(device: Backend) -> list[_Roof]:
 
     def sparse(dtype: torch.dtype) -> Callable[[int], Work]:
         def make(size: int) -> Work:
-            kept = torch.tensor([1, 1, 0, 0], device=device).repeat(size, size // 4)
-            a = (_random(size, device) * 30 * kept).clamp(-127, 127).to(dtype)
+            mask = torch.tensor([1, 1, 0, 0], device=device).repeat(size, size // 4)
+            a = (_random(size, device) * 30 * mask).clamp(-127, 127).to(dtype)
             b = (_random(size, device) * 30).clamp(-127, 127).to(dtype)
             packed = torch.sparse.to_sparse_semi_structured(a)
             return lambda: torch.mm(packed, b.t())
@@ -180,13 +180,16 @@ def _product_roofs(device: Backend) -> list[_Roof]:
 
 
 def product_bytes(precision: str) -> int:
-    """Bytes of two operands and a result, for each element of a square product: int8 sums take 4, fp8 gives bf16."""
+    """Return the bytes of two operands and a result for each element of a square product.
+
+    The result of int8 has 4 bytes (int32), that of fp8 has 2 (bf16).
+    """
     base = parse_precision(precision).base
     return 2 * PRECISIONS[base] + {"int8": 4, "fp8": 2}.get(base, PRECISIONS[base])
 
 
 def _conv_roof(name: str, dtype: torch.dtype) -> _Roof:
-    """3x3 convolutions of a CPU, in the layout in which oneDNN is fastest."""
+    """Return the roof of 3x3 convolutions on a CPU, in the layout in which oneDNN is fastest."""
     size_of = PRECISIONS[name]
 
     def make(channels: int) -> Work:
@@ -225,7 +228,7 @@ def _float32_precision(name: str) -> Iterator[None]:
 
 
 def _measure(roof: _Roof, sizes: Sequence[int], device: Backend, budget_s: float) -> Ceiling:
-    """One round: sizes in ascending order, until one would take longer than the budget."""
+    """Time one round: sizes in ascending order, until one would take longer than the budget."""
     samples: list[Sample] = []
     reason, expected_s = "", 0.0
     for size in sizes:
@@ -253,7 +256,7 @@ def _measure(roof: _Roof, sizes: Sequence[int], device: Backend, budget_s: float
 
 
 def _seconds(work: Work, device: Backend, budget_s: float) -> float:
-    """Median seconds of one run, after a warm-up, over as many runs as the budget allows (3 to 50)."""
+    """Return the median seconds of a run after a warm-up, over as many runs as the budget allows (3 to 50)."""
     _clock(work, device)
     first = _clock(work, device)
     runs = min(max(int(budget_s / max(first, 1e-9)), 3), 50)
@@ -275,7 +278,7 @@ def _clock(work: Work, device: Backend) -> float:
 
 
 def _better(old: Ceiling | None, new: Ceiling) -> Ceiling:
-    """The best rate of each size over two rounds."""
+    """Return the best rate of each size over two rounds."""
     if old is None or old.rate is None:
         return new
     best: dict[int, Sample] = {}
@@ -285,7 +288,7 @@ def _better(old: Ceiling | None, new: Ceiling) -> Ceiling:
 
 
 def _without_emulated(ceilings: tuple[Ceiling, ...]) -> tuple[Ceiling, ...]:
-    """Leave out precisions that are slower than float32: torch has no kernel for them and converts each element."""
+    """Remove precisions that are slower than float32: torch has no kernel for them and converts each element."""
     fp32 = next((c.rate for c in ceilings if c.name == "fp32"), None) or 0.0
     return tuple(
         replace(c, rate=None, reason=f"no fast kernel here: {c.rate / 1e9:.3g} GFLOP/s, slower than fp32")
@@ -300,7 +303,7 @@ def _load_average() -> tuple[float, ...]:
 
 
 def _processor() -> str:
-    """The processor's name, as the system gives it."""
+    """Return the processor's name as the system gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

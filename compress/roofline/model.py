@@ -1,4 +1,4 @@
-"""The roofline of a network: for each layer, how fast a device could run it at best, and which roof stops it.
+"""The roofline of a network: for each layer, a lower bound of its time on a device, and the roof that limits it.
 
 A layer does `flops` and moves `bytes`; their quotient is its arithmetic intensity. A device that computes at most
 `peak` flops a second and moves at most `bandwidth` bytes a second attains
@@ -6,9 +6,9 @@ A layer does `flops` and moves `bytes`; their quotient is its arithmetic intensi
     attainable = min(peak, arithmetic_intensity * bandwidth)        (Williams et al., CACM 52(4), 2009)
 
 so that the least time of the layer is max(flops / peak, bytes / bandwidth): bound by compute right of the ridge point
-peak / bandwidth, by memory left of it. Both peaks are a maker's, so times are bounds that no engine beats from main
-memory; a small tensor that stays in a cache can beat the memory roof, and the launch of a kernel (some microseconds,
-which dominate small batches on a large GPU) is not in them.
+peak / bandwidth, by memory left of it. Both peaks are the maker's, so no engine is faster from main memory. A small
+tensor that stays in a cache can beat the memory roof, and kernel launches (some microseconds each, which dominate small
+batches on a large GPU) are not included.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Row:
     """One layer, or several fused into one kernel, under the roof.
 
     Attributes:
-        name, kind, type, detail, members, paths: as of `Operation`.
-        macs, flops: for the batch; flops = 2 * macs; None = unknown.
+        name, kind, type, detail, members, paths: see `Operation`.
+        macs, flops: of the batch; flops = 2 * macs; None = unknown.
         weight_bytes: weights and biases, at the precision.
         activation_bytes: tensors read and written, at the precision.
-        arithmetic_intensity: flops per byte; None when the macs are unknown.
-        peak_flops_per_s: what this layer can reach; under 2:4 between the dense and the sparse peak, by the share of
-            its macs that a 2:4 weight can halve.
+        arithmetic_intensity: flops per byte; None if the macs are unknown.
+        peak_flops_per_s: peak for this layer; with 2:4 between the dense and the sparse peak, by the share of its
+            macs that a 2:4 weight can halve.
         ridge_point: arithmetic intensity at which that peak is reached.
-        attainable_flops_per_s: min(peak, intensity * bandwidth); None when the macs are unknown.
-        bound: which roof stops it.
-        least_time_ms: for the batch; None when the macs are unknown.
-        measured_ms: time that was given or measured; None = none.
+        attainable_flops_per_s: min(peak, intensity * bandwidth); None if the macs are unknown.
+        bound: the roof that limits it.
+        least_time_ms: lower bound for the batch; None if the macs are unknown.
+        measured_ms: measured time for the batch; None without a measurement.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Row:
 
     @property
     def achieved_flops_per_s(self) -> float | None:
-        """Rate over the measured time; None without one."""
+        """Flops a second over the measured time; None without a measurement."""
         return self.flops / self.measured_ms * 1e3 if self.flops is not None and self.measured_ms else None
 
     @property
@@ -84,12 +84,12 @@ class Roofline:
     Attributes:
         model: name of the network.
         device: the device.
-        precision: such as `int8` or `int8-2:4`.
+        precision: precision of the products, such as `int8` or `int8-2:4`.
         batch_size: images at once.
-        fused: whether operations are fused as an engine does.
-        input_shapes: of the network's inputs.
-        rows: the layers that move anything.
-        ridge_point: of the precision's peak, in flops per byte.
+        fused: True if operations are fused as in an engine.
+        input_shapes: shapes of the network's inputs.
+        rows: the layers that compute or move something.
+        ridge_point: arithmetic intensity at which the precision's peak is reached, in flops per byte.
     """
 
     model: str
@@ -103,73 +103,73 @@ class Roofline:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Layers whose macs are unknown; the totals leave them out."""
+        """Names of layers whose macs are unknown; the totals do not include them."""
         return tuple(row.name for row in self.rows if row.macs is None)
 
     @property
     def macs(self) -> int:
-        """Of all known layers, for the batch."""
+        """Multiply-accumulates of all known layers, for the batch."""
         return sum(row.macs or 0 for row in self.rows)
 
     @property
     def flops(self) -> int:
-        """2 * macs."""
+        """Flops of all known layers, 2 * macs."""
         return 2 * self.macs
 
     @property
     def weight_bytes(self) -> float:
-        """Of all layers."""
+        """Bytes of the weights and biases of all layers."""
         return sum(row.weight_bytes for row in self.rows)
 
     @property
     def activation_bytes(self) -> float:
-        """Moved by all layers, for the batch."""
+        """Bytes of activations that all layers move, for the batch."""
         return sum(row.activation_bytes for row in self.rows)
 
     @property
     def arithmetic_intensity(self) -> float:
-        """The network's flops over the bytes that it moves."""
+        """Flops of the network over the bytes that it moves."""
         moved = self.weight_bytes + self.activation_bytes
         return self.flops / moved if moved else 0.0
 
     @property
     def least_time_ms(self) -> float:
-        """Sum over the known layers, one after the other, for the batch."""
+        """Sum of the bounds of the known layers, for the batch."""
         return sum(row.least_time_ms or 0.0 for row in self.rows)
 
     @property
     def images_per_s(self) -> float:
-        """Most images a second that the roofs allow."""
+        """Upper bound of the images a second."""
         return self.batch_size / self.least_time_ms * 1e3 if self.least_time_ms else float("inf")
 
     @property
     def memory_bound_share(self) -> float:
-        """Share of the least time that is spent in layers bound by memory."""
+        """Share of the least time that layers bound by memory take."""
         total = self.least_time_ms
         return sum(row.least_time_ms or 0.0 for row in self.rows if row.bound == "memory") / total if total else 0.0
 
     @property
     def measured_ms(self) -> float | None:
-        """Sum of the measured times; None when no row has one."""
+        """Sum of the measured times; None if no row has one."""
         times = [row.measured_ms for row in self.rows if row.measured_ms is not None]
         return sum(times) if times else None
 
     def with_times(self, times_ms: Mapping[str, float]) -> Roofline:
-        """The same rows with measured times beside them.
+        """Return the roofline with measured times.
 
         Args:
-            times_ms: milliseconds for the batch by node name or module path, from `measure_layer_times` or an
+            times_ms: milliseconds for the batch by node name or module path, from `measure_torch_times` or an
                 engine's profile. A fused row takes the sum over its members.
 
         Raises:
-            RooflineError: a name that is in no row, or a time that is not positive.
+            RooflineError: a name is in no row, or a time is not positive.
         """
         owner = {name: index for index, row in enumerate(self.rows) for name in (*row.members, *row.paths, row.name)}
         sums: dict[int, float] = {}
         for name, time_ms in times_ms.items():
             if name not in owner:
                 near = near_misses(name, owner) or "."
-                raise RooflineError(f"a time was given for {name!r}, which is no layer of this roofline{near}")
+                raise RooflineError(f"a time was given for {name!r}, which is not a layer of this roofline{near}")
             if not time_ms > 0:
                 raise RooflineError(f"the time of {name!r} must be more than 0 ms, got {time_ms}")
             sums[owner[name]] = sums.get(owner[name], 0.0) + time_ms
@@ -178,7 +178,7 @@ class Roofline:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, as JSON holds it."""
+        """Return all rows and totals as plain values for JSON."""
         totals = {
             "macs": self.macs,
             "flops": self.flops,
@@ -204,42 +204,42 @@ def roofline(
     fused: bool = False,
     name: str = "",
 ) -> Roofline:
-    """How fast a device could run each layer of a network at best.
+    """Return lower bounds of the time that a device needs for each layer of a network.
 
     Args:
         model: any module that fx can trace.
         example_inputs: its inputs; dimension 0 of the first is the batch.
-        device: a name of `DEVICE_NAMES`, `machine` (what `measure_ceilings` measured and saved here), or a `Device`.
+        device: a name of `DEVICE_NAMES`, `machine` (the roofs that `measure_ceilings` saved here), or a `Device`.
         precision: `fp32`, `tf32`, `fp16`, `bf16`, `fp8`, `int8`, or one of them with `-2:4`.
-        fused: count BatchNorm, activation and residual addition into the convolution before them.
-        name: of the network, for titles; its class by default.
+        fused: include BatchNorm, activation and residual addition in the convolution before them.
+        name: name of the network for titles; its class by default.
 
     Raises:
-        RooflineError: an unknown device or precision, or a device that lacks the precision.
+        RooflineError: the device or precision is unknown, or the device lacks the precision.
         ModelError: the model fails on its inputs or cannot be traced.
     """
     found = find_device(device)
-    found.peak_flops_per_s(precision)  # refuse before the model runs
+    found.peak_flops_per_s(precision)  # refuse an unknown precision before the model runs
     work = workload(model, example_inputs, fused=fused)
-    return place(replace(work, model=name or work.model), device=found, precision=precision)
+    return roofline_of(replace(work, model=name or work.model), device=found, precision=precision)
 
 
 def find_device(device: str | Device) -> Device:
-    """A device by name; a `Device` is handed back.
+    """Return a device by name; a `Device` is returned as it is.
 
     Raises:
-        RooflineError: an unknown name, or `machine` on a machine that was not measured.
+        RooflineError: the name is unknown, or it is `machine` and this machine was not measured.
     """
     if isinstance(device, Device):
         return device
     return machine_device() if device.strip().lower() == "machine" else table_device(device)
 
 
-def place(work: Workload, *, device: str | Device, precision: str) -> Roofline:
-    """Put a counted network under the roofs of a device.
+def roofline_of(work: Workload, *, device: str | Device, precision: str) -> Roofline:
+    """Return the roofline of a network whose operations are counted already.
 
     Raises:
-        RooflineError: an unknown device or precision, or a device that lacks the precision.
+        RooflineError: the device or precision is unknown, or the device lacks the precision.
     """
     found, wanted = find_device(device), parse_precision(precision)
     return Roofline(
@@ -285,7 +285,7 @@ def row_under_roof(
     peak: float,
     bandwidth: float,
 ) -> Row:
-    """A layer's bounds, by the formulas at the top, from its macs and bytes and the two roofs (flop/s, bytes/s)."""
+    """Return the bounds of a layer (formulas at the top) from its macs, its bytes, and both roofs in flop/s and B/s."""
     moved = weight_bytes + activation_bytes
     flops = None if macs is None else 2 * macs
     intensity = None if flops is None else flops / moved if moved else 0.0
@@ -311,7 +311,7 @@ def row_under_roof(
 
 
 def operation_bytes(op: Operation, precision: Precision) -> tuple[float, float]:
-    """(bytes of weights and biases, bytes of activations) of an operation at a precision."""
+    """Return the bytes of weights and biases, and of activations, of an operation at a precision."""
     size = precision.bytes_per_element
     compressed = op.sparse_weight_elements if precision.sparse else 0
     bias_size = 4 if size == 1 else size  # the bias of an 8-bit product is added to its 32-bit sum
@@ -321,7 +321,7 @@ def operation_bytes(op: Operation, precision: Precision) -> tuple[float, float]:
 
 
 def _peak(op: Operation, device: Device, precision: Precision) -> float:
-    """Peak of an operation: under 2:4 only a part of its macs may run at the sparse peak."""
+    """Return the peak of an operation: with 2:4 only some of its macs may run at the sparse peak."""
     peak = device.peak_flops_per_s(precision.name)
     if not precision.sparse:
         return peak

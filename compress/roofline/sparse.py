@@ -1,10 +1,10 @@
-"""What 2:4 weights could save at best, layer by layer, before anything is trained: two rooflines of one network.
+"""Upper bounds of the gain from 2:4 weights, layer by layer, before any training: two rooflines of one network.
 
-A layer that computes as fast as the device can gains up to twice; one that memory stops gains no more than the bytes
-of its weights that 2:4 takes away, which at large batches is next to nothing. Layers that are not masked, and all that
-is no product, take as long as before, so the gain of a network is that of its masked layers by their share of the time
-(Amdahl). It is a bound: kernels pay for large layers only (NVIDIA's rarely beat the dense ones below 256 channels), and
-whole convolutional networks rarely get past 15 %; `speedup_with` tells what is left when small layers stay dense.
+A layer bound by compute gains a factor of 2 at most; a layer bound by memory gains no more than the weight bytes that
+2:4 removes, which is almost nothing at large batches. Layers without a mask, and operations that are no products, take
+the same time as before, so the gain of a network is that of its masked layers by their share of the time (Amdahl). It
+is a bound: kernels pay off for large layers only (NVIDIA's rarely beat the dense ones below 256 channels), and whole
+convolutional networks rarely gain more than 15 %; `speedup_with` gives the bound if small layers stay dense.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from compress.errors import RooflineError, near_misses
 from compress.graph.inputs import Inputs
 from compress.roofline.counting import PRODUCTS, Operation, workload
 from compress.roofline.devices import SPARSE, Device, parse_precision
-from compress.roofline.model import Bound, place
+from compress.roofline.model import Bound, roofline_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +28,11 @@ class SparseLayer:
 
     Attributes:
         layer: module path, or the node's name.
-        kind, detail: as of `Operation`.
-        masked: whether its weight is 2:4.
-        bound: which roof stops it when dense.
-        dense_ms, sparse_ms: least time for the batch, with its weight dense and as `masked` says.
-        share: of the dense network's least time, 0 to 1.
+        kind, detail: see `Operation`.
+        masked: True if its weight is 2:4.
+        bound: the roof that limits it when it is dense.
+        dense_ms, sparse_ms: least time for the batch, with a dense weight and as `masked` says.
+        share: share of the dense network's least time, 0 to 1.
     """
 
     layer: str
@@ -46,21 +46,21 @@ class SparseLayer:
 
     @property
     def speedup(self) -> float:
-        """At most how many times faster; 1 = nothing to gain."""
+        """Upper bound of its speed-up; 1 = no gain."""
         return self.dense_ms / self.sparse_ms if self.sparse_ms else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseBound:
-    """The most that 2:4 weights can bring to a network on a device.
+    """Upper bound of the gain from 2:4 weights for a network on a device.
 
     Attributes:
-        device: its short name.
-        precision: of both networks, such as `int8`.
+        device: short name of the device.
+        precision: precision of both networks, such as `int8`.
         batch_size: images at once.
         rows: every product of known cost, in the order of the graph.
-        dense_ms: least time of the whole dense network, fused as an engine does.
-        unknown: operations whose cost is unknown; the totals leave them out.
+        dense_ms: least time of the whole dense network, fused as in an engine.
+        unknown: operations whose cost is unknown; the totals do not include them.
     """
 
     device: str
@@ -77,16 +77,16 @@ class SparseBound:
 
     @property
     def speedup(self) -> float:
-        """Of the network, at most."""
+        """Upper bound of the network's speed-up."""
         return self.dense_ms / self.sparse_ms if self.sparse_ms else 1.0
 
     def speedup_with(self, layers: Collection[str]) -> float:
-        """Of the network, at most, when only these of the masked layers run as 2:4."""
+        """Return the upper bound of the network's speed-up if only these of the masked layers run as 2:4."""
         saved = sum(row.dense_ms - row.sparse_ms for row in self.rows if row.layer in layers)
         return self.dense_ms / (self.dense_ms - saved) if self.dense_ms > saved else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, as JSON holds it."""
+        """Return all rows and totals as plain values for JSON."""
         rows = [{**asdict(row), "speedup": row.speedup} for row in self.rows]
         return {**asdict(self), "rows": rows, "sparse_ms": self.sparse_ms, "speedup": self.speedup}
 
@@ -100,19 +100,19 @@ def sparse_bound(
     precision: str = "int8",
     batch_size: int | None = None,
 ) -> SparseBound:
-    """Put a network with dense weights, and with some of them 2:4, under the roofs of a device.
+    """Compare the rooflines of a network with dense weights and with 2:4 weights in some layers.
 
     Args:
         model: any module that fx can trace, dense.
         example_inputs: its inputs; dimension 0 of the first is the batch.
         masked: module paths of the convolutions and linear layers whose weights would be 2:4.
-        device: as for `roofline`.
-        precision: of both, without the suffix `-2:4`.
-        batch_size: images at once; None = as in the inputs.
+        device: see `roofline`.
+        precision: precision of both networks, without the suffix `-2:4`.
+        batch_size: images at once; None = those of the inputs.
 
     Raises:
-        RooflineError: an unknown device or precision, a device without 2:4 at it, or a path that is no layer of the
-            graph.
+        RooflineError: the device or precision is unknown, the device lacks 2:4 at it, or a path is not a layer of
+            the graph.
         ModelError: the model fails on its inputs or cannot be traced.
     """
     base = parse_precision(precision).base
@@ -121,10 +121,10 @@ def sparse_bound(
     names = [_layer(op) for op in work.operations]
     for path in masked:
         if path not in names:
-            raise RooflineError(f"{path!r} is no layer that runs{near_misses(path, names) or '.'}")
+            raise RooflineError(f"{path!r} is not a layer that runs{near_misses(path, names) or '.'}")
     chosen = tuple(op if name in masked else _dense(op) for op, name in zip(work.operations, names, strict=True))
-    dense = place(work, device=device, precision=base)
-    sparse = place(replace(work, operations=chosen), device=device, precision=base + SPARSE)
+    dense = roofline_of(work, device=device, precision=base)
+    sparse = roofline_of(replace(work, operations=chosen), device=device, precision=base + SPARSE)
     total = dense.least_time_ms
     rows = tuple(
         SparseLayer(
@@ -151,7 +151,7 @@ def sparse_bound(
 
 
 def _layer(op: Operation) -> str:
-    """The path of the module that makes the product, or the operation's name."""
+    """Return the path of the product's module, or the operation's name."""
     return op.paths[0] if op.paths else op.name
 
 

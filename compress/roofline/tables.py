@@ -1,4 +1,4 @@
-"""Rooflines as text: Markdown tables that also read well in a terminal."""
+"""Rooflines as text: Markdown tables that are also readable in a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def quantity(value: float | None, unit: str) -> str:
-    """A number with three figures and a decimal prefix; `unknown` for None.
+    """Return a number with three figures and a decimal prefix; `unknown` for None.
 
     >>> quantity(4.8e12, "B/s")
     '4.8 TB/s'
@@ -28,19 +28,19 @@ def quantity(value: float | None, unit: str) -> str:
 
 
 def _three(value: float) -> str:
-    """Three significant figures without an exponent."""
+    """Return three significant figures without an exponent."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns: figures to the right, words to the left."""
+    """Return a Markdown table with aligned columns, numbers to the right and words to the left."""
     columns = [list(column) for column in zip(headers, *rows, strict=True)]
     lines = [_padded(column) for column in columns]
     return "\n".join("|" + "|".join(cells) + "|" for cells in zip(*lines, strict=True))
 
 
 def _padded(column: Sequence[str]) -> list[str]:
-    """One column as wide as its widest cell, with its rule below the heading."""
+    """Return the cells of one column, padded to the widest, with the rule below the heading."""
     head, *body = column
     right = all(cell[:1].isdigit() or cell in {"-", "unknown"} for cell in body) and bool(body)
     width = max(3, *map(len, column))
@@ -49,10 +49,10 @@ def _padded(column: Sequence[str]) -> list[str]:
 
 
 def summary_text(roofline: Roofline) -> str:
-    """The totals of a roofline, one statement a line."""
+    """Return the totals of a roofline, one statement a line."""
     device = roofline.device
     size = "x".join(str(n) for n in roofline.input_shapes[0])
-    fused = "fused as an engine does" if roofline.fused else "each operation alone"
+    fused = "fused as in an engine" if roofline.fused else "each operation alone"
     lines = [
         f"{roofline.model} on {device.title}, {roofline.precision}, input {size}, {fused}",
         f"roofs: {quantity(device.peak_flops_per_s(roofline.precision), 'flop/s')}, "
@@ -66,18 +66,18 @@ def summary_text(roofline: Roofline) -> str:
     ]
     if roofline.measured_ms is not None:
         share = roofline.least_time_ms / roofline.measured_ms
-        lines.append(f"measured {_three(roofline.measured_ms)} ms: {share:.0%} of what the roofs allow")
+        lines.append(f"measured {_three(roofline.measured_ms)} ms: {share:.0%} of the bound")
     if roofline.unknown:
-        lines.append(f"unknown, not in these figures: {', '.join(roofline.unknown)}")
+        lines.append(f"unknown and not included: {', '.join(roofline.unknown)}")
     return "\n".join(lines)
 
 
 def rows_text(roofline: Roofline, *, top: int | None = 20) -> str:
-    """The layers of a roofline as a table, those that take longest first.
+    """Return the layers of a roofline as a table, the longest first.
 
     Args:
-        roofline: with or without measured times.
-        top: how many rows; None for all of them in the order of the graph.
+        roofline: a roofline with or without measured times.
+        top: number of rows; None for all of them in the order of the graph.
     """
     rows = list(roofline.rows)
     if top is not None:
@@ -109,7 +109,7 @@ def _row_cells(row: Row, total_ms: float, *, measured: bool) -> list[str]:
 
 
 def what_if_text(scenarios: Iterable[WhatIf]) -> str:
-    """Scenarios as a table; those that the device cannot do say why."""
+    """Return scenarios as a table, with the reason of those that the device cannot run."""
     headers = ["scenario", "batch", "least ms/image", "images/s", "speed-up", "bound by memory"]
     return table(headers, (_what_if_cells(scenario) for scenario in scenarios))
 
@@ -123,7 +123,7 @@ def _what_if_cells(s: WhatIf) -> list[str]:
 
 
 def ceilings_text(ceilings: Ceilings) -> str:
-    """Measured roofs as a table; those that could not be measured say why."""
+    """Return measured roofs as a table, with the reason of those that could not be measured."""
     rows = []
     for c in ceilings.ceilings:
         best = max(c.samples, key=lambda s: s.rate, default=None)
@@ -132,12 +132,12 @@ def ceilings_text(ceilings: Ceilings) -> str:
     head = f"{ceilings.title}, {ceilings.threads} threads" if ceilings.threads else ceilings.title
     load = ", load " + " -> ".join(str(v) for v in ceilings.load_average) if ceilings.load_average else ""
     return f"{head}, torch {ceilings.torch_version}, best of {ceilings.rounds} rounds{load}\n\n" + table(
-        ["roof", "measured", "at size", "method, or why not"], rows
+        ["roof", "measured", "at size", "method, or reason"], rows
     )
 
 
 def devices_text(devices: Iterable[Device] = TABLE) -> str:
-    """The devices with their roofs, dense and 2:4, in tera-operations a second."""
+    """Return the devices with their roofs, dense and 2:4, in tera-operations a second."""
     rows = []
     for d in devices:
         peaks = [_tera(d.dense_flops_per_s.get(p)) for p in PRECISIONS]

@@ -1,9 +1,9 @@
-"""How long each node of a traced model takes in torch: the points under the roof, without an engine.
+"""Time of each node of a traced model in torch, without an engine.
 
-The graph is interpreted node by node, nothing is fused, and every node gets its fastest run: as with the roofs, what
-disturbs a measurement only slows it. On a CPU a node is timed alone, with torch's dispatch of some microseconds in it.
-On a GPU an event stands between every two nodes; the GPU first waits while Python runs ahead of it, so that events hold
-what its kernels took and not what Python did.
+The graph is interpreted node by node, nothing is fused, and the fastest run of each node counts, because disturbances
+only slow it. On a CPU a node is timed alone, and its time includes torch's dispatch of some microseconds. On a GPU an
+event is recorded between every two nodes; the GPU first waits while Python queues the whole network, so that the events
+measure kernels and not Python.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from compress.roofline.counting import count
 _AHEAD_CYCLES = 100_000_000  # some 50 ms on a GPU of 2 GHz: time for Python to queue a whole network
 
 
-def measure_layer_times(
+def measure_torch_times(
     model: nn.Module, example_inputs: Inputs, *, repeats: int = 10, warmup: int = 2
 ) -> dict[str, float]:
-    """Milliseconds of every node that computes or moves something, for the batch of `example_inputs`.
+    """Return the milliseconds of every node that computes or moves something, for the batch of `example_inputs`.
 
     Args:
-        model: any module that fx can trace, on the device that is to be timed.
+        model: any module that fx can trace, on the device that is timed.
         example_inputs: its inputs, on the same device.
-        repeats: runs that are timed; for each node the fastest counts.
-        warmup: runs before them.
+        repeats: timed runs; the fastest of each node counts.
+        warmup: runs before them that are not timed.
 
     Returns:
-        Node name -> ms, as `Roofline.with_times` takes it.
+        Node name -> ms, the argument of `Roofline.with_times`.
 
     Raises:
-        RooflineError: `repeats` below 1.
+        RooflineError: `repeats` is below 1, or `warmup` is negative.
         ModelError: the model fails on its inputs or cannot be traced.
     """
     if repeats < 1 or warmup < 0:
@@ -67,7 +67,7 @@ class _OnCpu(fx.Interpreter):
 
 
 class _OnCuda(fx.Interpreter):
-    """Runs a graph with an event behind every node, read when the GPU has finished."""
+    """Runs a graph with an event after every node; the events are evaluated when the GPU has finished."""
 
     def time(self, inputs: tuple[Tensor, ...]) -> dict[str, float]:
         self.events: list[tuple[str, torch.cuda.Event]] = []

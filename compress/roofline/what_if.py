@@ -1,7 +1,7 @@
-"""What compression could buy on a device at best: precision, 2:4, fusion and batch size, one table.
+"""Upper bounds of the gain from compression on a device: precision, 2:4, fusion and batch size in one table.
 
-Each scenario is a roofline of its own, so a gain that the memory roof takes back is not promised: int8 on a layer bound
-by memory is twice fp16 because its tensors are half as large, never four times because its peak is.
+Each scenario is a roofline of its own, so the bound includes the memory: int8 on a layer bound by memory is at most
+twice as fast as fp16, because its tensors are half as large, even where its peak is four times as high.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from compress.graph.inputs import Inputs
 from compress.graph.trace import trace
 from compress.roofline.counting import Workload, count
 from compress.roofline.devices import SPARSE, Device
-from compress.roofline.model import Roofline, find_device, place
+from compress.roofline.model import Roofline, find_device, roofline_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +24,13 @@ class WhatIf:
     """One scenario.
 
     Attributes:
-        name: what is changed, such as `int8 + fusion`.
+        name: name such as `int8 + fusion`.
         precision, fused, batch_size: its settings.
-        least_time_ms: for one image; None when the device cannot do it.
-        images_per_s: the most that the roofs allow; None likewise.
-        speedup: over the first scenario, image for image; None likewise.
-        memory_bound_share: share of the time in layers bound by memory; None likewise.
-        reason: why the device cannot do it; "" when it can.
+        least_time_ms: lower bound for one image; None if the device lacks the precision.
+        images_per_s: upper bound; None if the device lacks the precision.
+        speedup: speed-up over the first scenario, image for image; None if the device lacks the precision.
+        memory_bound_share: share of the time in layers bound by memory; None if the device lacks the precision.
+        reason: why the device cannot run it; "" if it can.
     """
 
     name: str
@@ -52,20 +52,20 @@ def what_if(
     precision: str = "fp16",
     batch_sizes: Iterable[int] = (1, 8, 32, 128),
 ) -> tuple[WhatIf, ...]:
-    """Bounds for what each step of compression buys, from the model as it is to int8 2:4 at large batches.
+    """Return bounds for each step of compression, from the model as it is to int8 2:4 at large batches.
 
     Args:
         model: any module that fx can trace.
-        example_inputs: its inputs; the scenarios run at their batch size until the last ones change it.
-        device: as for `roofline`.
-        precision: of the model as it is.
-        batch_sizes: tried with the best precision that the device has, fused.
+        example_inputs: its inputs; all scenarios but the last have their batch size.
+        device: see `roofline`.
+        precision: precision of the model as it is.
+        batch_sizes: batch sizes of the last scenarios, fused, in the best precision of the device.
 
     Returns:
         The model as it is (speedup 1), then fusion, int8, both, int8 2:4 with fusion, and the batch sizes.
 
     Raises:
-        RooflineError: an unknown device, a precision of the model as it is that the device lacks, a batch size below 1.
+        RooflineError: the device is unknown, it lacks `precision`, or a batch size is below 1.
         ModelError: the model fails on its inputs or cannot be traced.
     """
     found = find_device(device)
@@ -82,13 +82,13 @@ def what_if(
         (f"{sparse} + fusion", fused, sparse),
     ]
     steps += [(f"{best} + fusion, batch {size}", fused.with_batch(size), best) for size in batch_sizes]
-    base = place(plain, device=found, precision=precision)
+    base = roofline_of(plain, device=found, precision=precision)
     return tuple(_scenario(name, work, wanted, found, base) for name, work, wanted in steps)
 
 
 def _scenario(name: str, work: Workload, precision: str, device: Device, base: Roofline) -> WhatIf:
     try:
-        result = place(work, device=device, precision=precision)
+        result = roofline_of(work, device=device, precision=precision)
     except RooflineError as error:
         return WhatIf(
             name=name,

@@ -1,5 +1,5 @@
 """Sparsity: n:m and unstructured masks, channel permutation, channel pruning; through training to a plain model.
 
-masks (pure) < saliency, permutation (mathematics of a matrix) < channels, groups (of a graph) < eligibility,
-parametrization, permute < sparsifier, schedule, channel.
+From the ground up: masks; saliency and permutation_search (of one matrix); channel_classes and groups (of a graph);
+eligibility, parametrization and channel_permutation; sparsifier, schedule and channel_pruning.
 """

@@ -1,8 +1,9 @@
-"""Which layers can be masked, and why the others are not: stated rules, read before any training.
+"""Decides before any training which layers are masked, with the reason for the others.
 
-What cannot be (a transposed convolution, m that does not divide the channels) stays dense whatever a rule says. What is
-merely unwise is left out by default and masked where a rule of the spec enables it: the first layer (few input
-channels, much to lose), the last (the classifier), grouped convolutions, and shapes without a sparse kernel.
+Layers that cannot be masked (transposed convolutions, or m does not divide the channels) stay dense whatever the rules
+say. Layers that should not be masked are left out by default and masked if a rule of the spec enables them: the first
+layer (few input channels, and it loses much), the last (the classifier), grouped convolutions, and shapes without a
+sparse kernel.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from torch.nn.utils import parametrize
 
 from compress.errors import SparsityError, near_misses
 from compress.graph.inputs import Inputs, as_inputs
-from compress.graph.ops import WEIGHTED, module_kind
+from compress.graph.ops import module_kind
+from compress.graph.traits import WEIGHTED
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
 
 TENSORRT_IN, TENSORRT_OUT = 16, 8
-"""Channels of a 2:4 tensor-core tile in FP16 that a layer must fill: inputs and outputs are multiples of these."""
+"""Channels of a 2:4 tensor-core tile in FP16: inputs and outputs of a layer must be multiples of these."""
 
 NOTEWORTHY_CHANNELS = 256
 """Below this many input and output channels TensorRT rarely finds a 2:4 kernel faster than its dense one
@@ -35,14 +37,14 @@ _TRANSPOSED = "a transposed convolution: its input channels are axis 0, and no s
 
 @dataclass(frozen=True, kw_only=True)
 class Eligibility:
-    """Whether a layer is masked.
+    """The decision for a layer.
 
     Attributes:
         layer: module path.
-        type: class.
-        shape: of the weight.
-        eligible: whether it is masked.
-        reason: why, or why not.
+        type: its class.
+        shape: shape of the weight.
+        eligible: True if it is masked.
+        reason: of the decision.
     """
 
     layer: str
@@ -55,13 +57,13 @@ class Eligibility:
 def eligibility(
     model: nn.Module, spec: SparsitySpec, *, example_inputs: Inputs | None = None
 ) -> tuple[Eligibility, ...]:
-    """Every convolution and linear layer of `model`, in order, with whether it is masked and why.
+    """Decide for every convolution and linear layer of `model`, in order, if it is masked.
 
     Args:
         model: a float model, sparse already or not.
         spec: pattern, kernels and rules.
-        example_inputs: what shows the order of the layers and which of them run; None = the order in which the
-            model registers them.
+        example_inputs: show the order of the layers and which of them run; None = the order in which the model
+            registers them.
 
     Raises:
         SparsityError: the spec is not acceptable, a rule matches no layer, or a rule enables a layer whose channels
@@ -134,23 +136,23 @@ def check_rules(spec: SparsitySpec, layers: Iterable[str]) -> None:
 
 
 def large_enough(shape: tuple[int, ...]) -> bool:
-    """Whether a weight of this shape (out, in, ...) is one that a 2:4 kernel may be faster for."""
+    """Return True if a 2:4 kernel may be faster for a weight of this shape (out, in, ...)."""
     return min(shape[0], math.prod(shape[1:])) >= NOTEWORTHY_CHANNELS
 
 
 def left_dense(path: str, spec: SparsitySpec) -> bool:
-    """Whether a rule disables the layer."""
+    """Return True if a rule disables the layer."""
     return _enabled(path, spec) is False
 
 
 def _enabled(path: str, spec: SparsitySpec) -> bool | None:
-    """What the last matching rule says; None = no rule matches."""
+    """The verdict of the last matching rule; None if no rule matches."""
     verdicts = [rule.enable for rule in spec.rules if fnmatch.fnmatchcase(path, rule.match)]
     return verdicts[-1] if verdicts else None
 
 
 def _attention_parts(model: nn.Module) -> dict[str, str]:
-    """Path of every module inside an nn.MultiheadAttention -> the attention's path."""
+    """Path of the nn.MultiheadAttention around a module, by the module's path."""
     return {
         f"{path}.{name}": path
         for path, module in model.named_modules()
@@ -161,7 +163,7 @@ def _attention_parts(model: nn.Module) -> dict[str, str]:
 
 
 def _holders(model: nn.Module) -> dict[int, list[str]]:
-    """Id of every parameter -> paths of the modules that hold it."""
+    """Paths of the modules that hold a parameter, by the parameter's id."""
     paths: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
@@ -171,11 +173,11 @@ def _holders(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _tied(path: str, module: nn.Module, holders: dict[int, list[str]]) -> str | None:
-    """Why a layer whose weight is another's too stays dense: a mask is one layer's, and its zeros are both's."""
+    """Reason to leave a layer dense whose weight another layer shares, because its zeros would be in both."""
     parametrized = parametrize.is_parametrized(module, "weight")
     own = cast(Any, module.parametrizations)["weight"].parameters() if parametrized else [_weight(module)]
     others = sorted({other for parameter in own for other in holders.get(id(parameter), ()) if other != path})
-    return f"its weight is that of {', '.join(others)} too, which would read the zeros unmasked" if others else None
+    return f"its weight is that of {', '.join(others)} too, which would use the zeros unmasked" if others else None
 
 
 def _indivisible(module: nn.Module, pattern: Pattern) -> str | None:
@@ -202,7 +204,7 @@ def _unwise(module: nn.Module, pattern: Pattern, spec: SparsitySpec, *, place: s
 
 
 def _note(module: nn.Module, pattern: Pattern) -> str:
-    """A word on speed for a layer that is masked."""
+    """Speed to expect of a layer that is masked."""
     weight = _weight(module)
     if pattern.kind != "nm":
         return "no engine is faster for zeros anywhere"
@@ -214,7 +216,7 @@ def _note(module: nn.Module, pattern: Pattern) -> str:
 
 
 def _weight(module: nn.Module) -> Tensor:
-    """The weight, without computing a parametrized one, unless it is made of several tensors as weight_norm does."""
+    """The weight; a parametrized one is not computed, unless it is made of several tensors as in weight_norm."""
     if parametrize.is_parametrized(module, "weight"):
         chain = cast(Any, module.parametrizations)["weight"]
         return cast(Tensor, chain.original if chain.is_tensor else module.weight)
@@ -242,7 +244,7 @@ def run_order(model: nn.Module, layers: dict[str, nn.Module], example_inputs: In
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, each module's own mode again afterwards."""
+    """Put the model in evaluation mode; restores the mode of each module afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -1,9 +1,9 @@
-"""Which channels of a network belong together: its graph run once, with channel numbers beside the values.
+"""Finds the channels of a network that belong together: its graph is run once, with channel numbers beside the values.
 
-Each tensor's numbers are a small tensor of as many axes, with size 1 where they do not vary: (1, C, 1, 1) after a
-convolution. Elementwise operations tie numbers; operations that only move values (concat, split, reshape, channel
-shuffle, ...) are simply run on the numbers, so every offset and stride comes out right. What cannot be followed pins
-the channels that meet it, with its reason; nothing is guessed.
+The numbers of a tensor are a small tensor with as many axes, of size 1 where they do not vary: (1, C, 1, 1) after a
+convolution. Elementwise operations tie numbers; operations that move elements (concat, split, reshape, channel shuffle,
+...) are run on the numbers, so that every offset and stride comes out right. An operation that cannot be followed pins
+the channels that it consumes, with its reason.
 """
 
 from __future__ import annotations
@@ -15,21 +15,17 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.graph.ops import layer_name, node_kind, node_module
-from compress.sparsity.channels import Channels
+from compress.graph.traits import PASSING, SHAPES, kinds
+from compress.sparsity.channel_classes import Channels
 
-_ELEMENTWISE = frozenset(
-    {"add", "sub", "mul", "div", "pow", "neg", "exp", "clamp", "relu", "relu6", "leaky_relu", "silu", "gelu", "elu"}
-    | {"mish", "hardswish", "hardsigmoid", "sigmoid", "tanh", "softplus", "dropout", "identity"}
-)
-_POOLS = frozenset({"max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "resize", "pad"})
-_MOVES = frozenset(
-    {"concat", "split", "getitem", "flatten", "reshape", "transpose", "squeeze", "stack", "repeat", "roll", "getattr"}
-    | {"pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "mean", "max"}
-)
-_SILENT = frozenset({"shape", "compare", "assert", "floordiv"})
+_ELEMENTWISE = kinds(lambda t: t.elementwise and t.category in {"activation", "arithmetic", "passing"})
+_POOLS = kinds(lambda t: t.category in {"pool", "resampling"})
+_AVERAGES = kinds(lambda t: t.idempotent)
+_MOVES = kinds(lambda t: t.category in {"movement", "join"}) - {"unfold", "patch_merging"} | _AVERAGES
+"""Operations that are run on the numbers; those taken out may pad with zeros, and 0 is a channel's number."""
 
 Numbers = Tensor | tuple[Any, ...] | None
-"""Channel numbers of a value: of a tensor, of each of several, or None where there is nothing to follow."""
+"""Channel numbers of a value: of one tensor, of each of several, or None if there are no channels to follow."""
 
 
 def channels_of(graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> Channels:
@@ -37,7 +33,7 @@ def channels_of(graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> Cha
 
     Args:
         graph_module: from `compress.graph.trace`.
-        inputs: as it was traced with; the values only pass through.
+        inputs: the inputs of the trace; their values do not matter.
     """
     follower = _Follower(graph_module)
     with torch.no_grad():
@@ -46,13 +42,19 @@ def channels_of(graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> Cha
 
 
 class _Follower(fx.Interpreter):
-    """Runs a graph and gives every node its channel numbers."""
+    """Runs a graph and finds the channel numbers of every node.
+
+    Attributes:
+        channels: the classes of the numbers found so far.
+        numbers: of each node.
+        why: the reason why a node has no numbers, if it is not that its value has no channels.
+    """
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         super().__init__(graph_module)
         self.channels = Channels()
         self.numbers: dict[fx.Node, Numbers] = {}
-        self.why: dict[fx.Node, str] = {}  # of values without numbers: what stood in the way
+        self.why: dict[fx.Node, str] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
@@ -64,7 +66,7 @@ class _Follower(fx.Interpreter):
         return result
 
     def _follow(self, node: fx.Node, kind: str, result: Any) -> Numbers:
-        if kind in _SILENT:
+        if kind in SHAPES:
             return None
         if kind == "input":
             return self._fresh(result, 1, "are the input") if isinstance(result, Tensor) else None
@@ -75,7 +77,7 @@ class _Follower(fx.Interpreter):
         if kind in _ELEMENTWISE:
             return self._elementwise(node, result)
         numbers: Numbers = None
-        if kind in _POOLS or kind == "softmax":
+        if kind in _POOLS or kind in {"softmax", "log_softmax"}:
             numbers = self._kept(node, kind, result)
         elif kind in _MODULE_RULES and node.op == "call_module":
             numbers = _MODULE_RULES[kind](self, node, result)
@@ -83,7 +85,7 @@ class _Follower(fx.Interpreter):
             numbers = self._functional_layer_norm(node)
         return self._lost(node, kind) if numbers is None else numbers
 
-    # What a node's arguments are.
+    # Arguments of a node.
 
     def _first(self, node: fx.Node) -> Tensor | None:
         argument = node.args[0] if node.args else node.kwargs.get("input")
@@ -91,14 +93,14 @@ class _Follower(fx.Interpreter):
         return numbers if isinstance(numbers, Tensor) else None
 
     def _vector(self, node: fx.Node, axis: int) -> Tensor | None:
-        """The numbers of a node's first argument when they vary along this axis alone."""
+        """The numbers of a node's first argument if they vary along this axis alone, else None."""
         numbers = self._first(node)
         if numbers is None:
             return None
         return numbers if _varies(numbers) <= {axis % numbers.ndim} and numbers.ndim > axis else None
 
     def _full(self, value: Any, numbers: Numbers) -> Any:
-        """Numbers as large as the value, float64 because every operation that moves values takes that."""
+        """Numbers as large as the value, in float64, because every operation that moves elements supports it."""
         if isinstance(value, Tensor):
             if not isinstance(numbers, Tensor):
                 numbers = self.channels.fresh(1, reason="a value that is no channel").view([1] * value.ndim)
@@ -109,7 +111,7 @@ class _Follower(fx.Interpreter):
         return value
 
     def _inherit(self, node: fx.Node, *, otherwise: str = "") -> None:
-        """A value without numbers is so for the reason of what it was made from, if that has one."""
+        """Take over the reason of an input without numbers, or `otherwise`."""
         reason = next((self.why[a] for a in node.all_input_nodes if a in self.why), otherwise)
         if reason:
             self.why[node] = reason
@@ -123,7 +125,7 @@ class _Follower(fx.Interpreter):
         return self.channels.fresh(value.shape[axis], reason=reason).view(shape)
 
     def _lost(self, node: fx.Node, kind: str) -> Numbers:
-        """Pin what goes into an operation that cannot be followed."""
+        """Pin the inputs of an operation that cannot be followed."""
         reason = f"meet {layer_name(node)} ({kind}), which cannot be followed" if kind != "output" else "are the output"
         self._inherit(node, otherwise=reason)
         for argument in node.all_input_nodes:
@@ -134,7 +136,7 @@ class _Follower(fx.Interpreter):
     # Rules: operations without parameters.
 
     def _constant(self, node: fx.Node, value: Any) -> Numbers:
-        """A parameter that stands alone: one value a channel when all its axes but one are 1."""
+        """A parameter outside of a layer: one value for each channel if all its axes but one have size 1."""
         axes = [axis for axis, size in enumerate(value.shape) if size > 1] if isinstance(value, Tensor) else []
         if len(axes) != 1:
             if axes:
@@ -145,14 +147,14 @@ class _Follower(fx.Interpreter):
         return numbers
 
     def _kept(self, node: fx.Node, kind: str, result: Any) -> Numbers:
-        """Pools work inside a channel; a softmax over the channels treats them all alike."""
+        """Pools work inside a channel; a softmax treats all channels alike."""
         numbers = self._vector(node, 1) if kind in _POOLS else self._first(node)
         if numbers is None or not isinstance(result, Tensor) or len(_varies(numbers)) > 1:
             return None
         return numbers if all(result.shape[axis] == numbers.shape[axis] for axis in _varies(numbers)) else None
 
     def _move(self, node: fx.Node, result: Any) -> Numbers:
-        """Run an operation that only moves values on the numbers."""
+        """Run an operation that moves elements on the numbers."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: self._full(self.env[a], self.numbers.get(a)))
         inputs = [self.channels.classes(x.flatten()) for a in node.all_input_nodes for x in _flat(self.numbers.get(a))]
         if not inputs:
@@ -161,10 +163,10 @@ class _Follower(fx.Interpreter):
             moved = _compact(getattr(self, node.op)(node.target, args, kwargs))
         except (RuntimeError, TypeError, ValueError, IndexError):
             return self._lost(node, node_kind(node))
-        known = torch.arange(len(self.channels.parents))
+        known = torch.arange(len(self.channels.names))
         if not all(bool(torch.isin(x, known).all()) and x.numel() for x in _flat(moved)):
             return self._lost(node, node_kind(node))  # an average over channels is no channel
-        if node_kind(node) in {"mean", "max"}:
+        if node_kind(node) in _AVERAGES:
             after = {c for x in _flat(moved) for c in self.channels.classes(x.flatten()).tolist()}
             if after != {c for x in inputs for c in x.tolist()}:
                 return self._lost(node, node_kind(node))
@@ -173,10 +175,10 @@ class _Follower(fx.Interpreter):
         return moved
 
     def _elementwise(self, node: fx.Node, result: Any) -> Numbers:
-        """Channels that stand at the same place of several operands are one."""
+        """Tie the channels at the same place of several operands."""
         kind = node_kind(node)
         operands = [a for a in node.all_input_nodes if isinstance(self.env[a], Tensor)]
-        operands = operands[:1] if kind in {"identity", "dropout"} else operands  # x.type_as(y) reads no value of y
+        operands = operands[:1] if kind in PASSING else operands  # x.type_as(y) uses no value of y
         if not isinstance(result, Tensor) or (kind == "leaky_relu" and len(operands) > 1):
             return self._lost(node, kind)
         if node.op == "call_module" and not self._module_vectors(node, ("weight",), 1):
@@ -187,7 +189,7 @@ class _Follower(fx.Interpreter):
         for axis in range(result.ndim):
             varying = {i for i, x in enumerate(aligned) if x is not None and x.shape[axis] > 1}
             if varying and any(shape[axis] > 1 for i, shape in enumerate(shapes) if i not in varying):
-                return self._lost(node, kind)  # a value for each channel that is no channel itself
+                return self._lost(node, kind)  # an operand has a value for each channel but no channels
         for numbers, shape in zip(aligned, shapes, strict=True):
             if numbers is None or (numbers.numel() == 1 and result.shape != shape):
                 continue
@@ -202,7 +204,7 @@ class _Follower(fx.Interpreter):
     # Rules: layers.
 
     def _module_vectors(self, node: fx.Node, names: tuple[str, ...], axis: int) -> bool:
-        """Note a module's vectors along the channels of its input; False when they do not fit."""
+        """Note a module's vectors along the channels of its input; return False if they do not fit."""
         module = node_module(node)
         for name in names:
             tensor = getattr(module, name, None)
@@ -257,7 +259,7 @@ class _Follower(fx.Interpreter):
         return self._weighted(node, result, axis=1, groups=1, transposed=True)
 
     def _module_vectors_by_row(self, node: fx.Node) -> bool:
-        """A depthwise convolution: one filter a channel."""
+        """Note weight and bias of a depthwise convolution, which has one filter for each channel."""
         module, numbers = node_module(node), self._vector(node, 1)
         if numbers is None:
             return False
@@ -269,7 +271,7 @@ class _Follower(fx.Interpreter):
         return True
 
     def _weighted(self, node: fx.Node, result: Tensor, *, axis: int, groups: int, transposed: bool = False) -> Numbers:
-        """A layer whose outputs are channels of their own: columns read, rows make."""
+        """A layer with new channels: the columns of its weight consume channels, the rows produce them."""
         module = node_module(node)
         weight = cast(nn.Parameter, module.weight)
         read = self._vector(node, axis)
@@ -313,12 +315,12 @@ def _varies(numbers: Tensor) -> set[int]:
 
 
 def _align(numbers: Numbers, ndim: int) -> Tensor | None:
-    """Numbers with as many axes as the result, as broadcasting aligns them."""
+    """Numbers with as many axes as the result, aligned as in broadcasting."""
     return numbers.view([1] * (ndim - numbers.ndim) + list(numbers.shape)) if isinstance(numbers, Tensor) else None
 
 
 def _compact(value: Any) -> Numbers:
-    """Full float numbers as small integers: axes along which nothing varies get size 1."""
+    """Convert full float numbers to small integers: axes along which nothing varies get size 1."""
     if isinstance(value, (tuple, list)):
         return tuple(_compact(item) for item in value)
     if not isinstance(value, Tensor):

@@ -1,10 +1,10 @@
-"""Masks: which weights stay, as boolean tensors of the weight's own shape. Pure functions, nothing is changed.
+"""Masks: boolean tensors of a weight's shape, True where the weight stays. All functions are pure.
 
 An N:M mask keeps n values of every m that follow each other along the *input channels* (axis 1 of a convolution's
-(K, C, R, S) and of a linear layer's (out, in) weight), each group at one kernel position. That is the order in which
-NVIDIA's sparse tensor cores read a weight (Mishra et al., arXiv 2104.08378), so the same mask serves any layout of
-the file. Per group the n largest scores stay, which is the best of all C(m, n) choices since groups do not overlap;
-equal scores favour the lower channel, so a mask is a function of its weight alone.
+(K, C, R, S) and of a linear layer's (out, in) weight), each group at one kernel position. NVIDIA's sparse tensor cores
+read a weight in that order (Mishra et al., arXiv 2104.08378), so the same mask is valid for any layout of the file. In
+each group the n largest scores stay, which is the best of all C(m, n) choices since groups do not overlap; of equal
+scores the lower channel stays, so that a mask is a function of its weight alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def nm_mask(weight: Tensor, n: int, m: int, *, scores: Tensor | None = None) -> 
         weight: (out, in, ...) of any floating type.
         n: values kept of every m, 1 to m - 1.
         m: divides the input channels.
-        scores: what to rank by, of the weight's shape; None = magnitudes.
+        scores: rank of the elements, of the weight's shape; None = magnitudes.
 
     Returns:
         Boolean mask of the weight's shape and device, True = kept.
@@ -45,7 +45,7 @@ def nm_mask(weight: Tensor, n: int, m: int, *, scores: Tensor | None = None) -> 
             f"{tuple(weight.shape)}: leave this layer dense"
         )
     groups = _scores(weight, scores).movedim(1, -1).unflatten(-1, (-1, m))  # (out, ..., in / m, m)
-    # Rank by counting who is better: no sort, and ties go to the lower channel.
+    # The rank is the number of better elements, which needs no sort; of equal elements the lower channel is better.
     rank = torch.zeros(groups.shape, dtype=torch.int16, device=weight.device)
     index = torch.arange(m, device=weight.device)
     for j in range(m):
@@ -55,12 +55,12 @@ def nm_mask(weight: Tensor, n: int, m: int, *, scores: Tensor | None = None) -> 
 
 
 def unstructured_mask(weight: Tensor, ratio: float, *, scores: Tensor | None = None) -> Tensor:
-    """Take away the `ratio` of the weight's elements with the smallest scores, wherever they stand.
+    """Remove the share `ratio` of the weight's elements that has the smallest scores, anywhere in the weight.
 
     Args:
         weight: any shape.
-        ratio: share taken away, rounded to whole elements.
-        scores: what to rank by; None = magnitudes.
+        ratio: share removed, rounded to whole elements.
+        scores: rank of the elements; None = magnitudes.
 
     Returns:
         Boolean mask of the weight's shape, True = kept.
@@ -90,12 +90,12 @@ def pattern_mask(weight: Tensor, pattern: Pattern, *, scores: Tensor | None = No
 
 
 def partial_mask(weight: Tensor, mask: Tensor, level: float) -> Tensor:
-    """A step on the way to `mask`: only the `level` share of what it takes away, smallest magnitudes first.
+    """A step on the way to `mask`: it removes only the share `level` of its elements, smallest magnitudes first.
 
     Args:
         weight: of the mask's shape.
-        mask: the mask to arrive at.
-        level: 0 = nothing is taken away, 1 = `mask` itself.
+        mask: the final mask.
+        level: 0 removes nothing, 1 is `mask` itself.
 
     Returns:
         Boolean mask, True = kept.
@@ -122,7 +122,7 @@ def verify_nm(weight: np.ndarray[Any, Any], n: int, m: int, *, axis: int = 1) ->
         weight: an array of any type, such as an ONNX initializer; an integer one must have zero point 0.
         n: values that a group may hold.
         m: size of a group.
-        axis: where the input channels are: 1 for Conv, and for Gemm with transB; 0 for MatMul's right operand.
+        axis: axis of the input channels: 1 for Conv, and for Gemm with transB; 0 for MatMul's right operand.
 
     Returns:
         Number of violations; 0 = the pattern holds.

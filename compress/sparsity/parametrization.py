@@ -1,12 +1,12 @@
-"""Masks on a model: a parametrization of `weight` that every training loop, copy and checkpoint carries along.
+"""Masks on a model: a parametrization of `weight` that works in every training loop, copy and checkpoint.
 
 `module.weight` becomes original * mask; the trained parameter, the same object as before, is
 `module.parametrizations.weight.original`, and the mask is a boolean buffer beside it. A masked element gets no
-gradient, so a mask holds under any optimizer. While masks are still being chosen (`straight_through`) the gradient
-passes to all elements instead, as if nothing were masked.
+gradient, so a mask holds under any optimizer. While masks are still being chosen (`straight_through`), the gradient
+passes to all elements, as if nothing were masked.
 
-A masked model deep-copies (EMA), pickles and compiles. Its state dict holds `weight`'s parts under other names than a
-dense one's; loading one into the other is refused with what to do.
+A masked model deep-copies (EMA), pickles and compiles. Its state dict names the parts of `weight` differently than a
+dense model's; loading one into the other is refused with advice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NMMask(nn.Module):
 
     Attributes:
         mask: boolean buffer of the weight's shape, True = kept.
-        pattern: what the mask follows, such as `2:4`; "" = no more than the mask itself is known.
+        pattern: pattern of the mask, such as `2:4`; "" if it is not known.
         straight_through: True passes the gradient to masked elements too.
     """
 
@@ -47,11 +47,11 @@ class NMMask(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         """The weight, zero where masked."""
         masked = torch.where(self.mask, weight, 0.0)
-        # The second term is zero and has the gradient of what the first one leaves out.
+        # The second term is zero and has the gradient of the elements that the first one leaves out.
         return masked + torch.where(self.mask, 0.0, weight - weight.detach()) if self.straight_through else masked
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """What to store when somebody assigns `module.weight`: all of it."""
+        """The value to store when `module.weight` is assigned, which is all of it."""
         return weight
 
     def extra_repr(self) -> str:
@@ -80,12 +80,12 @@ def apply_masks(
     Args:
         model: any model; `layer.weight` must be a plain parameter.
         masks: path of a layer -> boolean mask of its weight's shape.
-        pattern: what they follow, for the record.
+        pattern: pattern of the masks, which `print(model)` shows.
         straight_through: as in `NMMask`.
 
     Raises:
-        SparsityError: an unknown layer, one that is masked or otherwise parametrized already, or a mask of another
-            shape or type. Nothing is changed then.
+        SparsityError: a layer is unknown, or masked or otherwise parametrized already, or a mask has another shape or
+            type. Nothing is changed then.
     """
     modules = dict(model.named_modules())
     for path, mask in masks.items():
@@ -116,7 +116,7 @@ class MaskedLayer:
 
     @property
     def mask(self) -> Tensor:
-        """The mask, the buffer itself."""
+        """The buffer that holds the mask."""
         return self.part.mask
 
 
@@ -127,15 +127,15 @@ def masked_layers(model: nn.Module) -> dict[str, MaskedLayer]:
 
 
 def masks_of(model: nn.Module) -> dict[str, Tensor]:
-    """Path -> mask of every masked layer; copies."""
+    """Copies of the masks of all masked layers, by path."""
     return {path: layer.mask.clone() for path, layer in masked_layers(model).items()}
 
 
 def squash_masks(model: nn.Module) -> dict[str, Tensor]:
-    """Bake the masks in: weights become plain parameters again, zero where masked; in place.
+    """Bake the masks in: weights become plain parameters, zero where masked; in place.
 
-    The parameters stay the same objects, and deep copies of the model keep their masks. Further training would fill the
-    zeros: hold them with `apply_masks(model, masks)`, as when quantizers are put in between.
+    The parameters stay the same objects, and deep copies of the model keep their masks. Further training would change
+    the zeros: hold them with `apply_masks(model, masks)`, for example after quantizers were inserted.
 
     Returns:
         The masks, by layer path.
@@ -168,7 +168,7 @@ def _dense_into_sparse(layer: str) -> str:
 def _check_fits(path: str, module: nn.Module, mask: Tensor) -> None:
     if parametrize.is_parametrized(module):
         how = "masked" if _masked(module) is not None else "parametrized by something else"
-        raise SparsityError(f"layer {path} is {how} already: call squash_masks (or remove it) before masking again")
+        raise SparsityError(f"layer {path} is {how} already: call squash_masks (or remove it) before masking it")
     weight = module._parameters.get("weight")
     if weight is None:
         raise SparsityError(f"layer {path} ({type(module).__name__}) has no parameter `weight` to mask")

@@ -1,13 +1,13 @@
-"""Second-order saliency: which weights a layer's output misses least, and how the others make up for them.
+"""Second-order saliency: removes the weights that change a layer's output least, and corrects the others.
 
 A layer computes y = W x. Over calibration inputs the squared error of y is a quadratic form in the change of each row
 of W with the Hessian H = X X^T, known exactly from the inputs alone. Optimal Brain Surgeon (Hassibi and Stork, 1993)
-takes the weight with the smallest w^2 / [H^-1]_ii and corrects the rest; SparseGPT (Frantar and Alistarh, arXiv
-2301.00774, section 3) makes that affordable by walking over the columns in one order for all rows, each column
-correcting only those to its right, so that one Cholesky factor of H^-1 serves every step.
+removes the weight with the smallest w^2 / [H^-1]_ii and corrects the rest. SparseGPT (Frantar and Alistarh, arXiv
+2301.00774, section 3) makes that affordable: it walks over the columns in one order for all rows, and each column
+corrects only those to its right, so that one Cholesky factor of H^-1 is enough for all steps.
 
 A convolution is a linear layer over unfolded patches. Its columns are walked with the input channels innermost,
-(r, s, c), so that an n:m group of input channels stands side by side.
+(r, s, c), so that an n:m group of input channels is contiguous.
 
 Cost: H has (in channels * kernel)^2 elements, 85 MB for a 3x3 convolution of 512 channels. Layers are measured in
 rounds that stay under a memory limit, in the order in which they run, so that later layers see what pruning the
@@ -31,17 +31,18 @@ from compress.sparsity.masks import nm_mask, unstructured_mask
 from compress.sparsity.spec import Pattern
 
 BLOCK = 128  # columns whose corrections to the right are applied together
-MEMORY_BYTES = 2 * 2**30  # of the Hessians that are measured in one pass
+MEMORY_BYTES = 2 * 2**30  # memory for the Hessians that are measured in one pass
 
 
 def prune_by_hessian(weight: Tensor, hessian: Tensor, pattern: Pattern, *, damping: float) -> tuple[Tensor, Tensor]:
-    """Mask a matrix and update what stays, so that the output error over the calibration inputs is small.
+    """Mask a matrix and update the other weights, so that the output error over the calibration inputs is small.
 
     Args:
         weight: (out, in); for n:m the groups are m consecutive columns.
         hessian: (in, in), mean of x x^T over the inputs x.
-        pattern: `nm` or `unstructured`. An unstructured share is taken of every 128 columns, as in the paper.
-        damping: share of the mean diagonal added to the diagonal; inputs that are always zero count as that little.
+        pattern: `nm` or `unstructured`. An unstructured share is removed from every 128 columns, as in the paper.
+        damping: share of the mean diagonal that is added to the diagonal, so that inputs that are always zero count
+            little.
 
     Returns:
         The updated weight, zero where masked, and the mask.
@@ -92,19 +93,19 @@ def prune_layers(
     """Mask layers by their Hessians over calibration images.
 
     Args:
-        model: whose layers these are; not changed.
-        layers: path -> convolution or linear layer, each without parametrization.
+        model: holds the layers; it is not changed.
+        layers: convolutions and linear layers by path, none with a parametrization.
         batches: as for `compress.quantize`.
         pattern: n:m or unstructured.
-        images: how many images to use at most.
-        damping: as `prune_by_hessian`.
-        progress: hears of every batch and layer.
+        images: largest number of images to use.
+        damping: as in `prune_by_hessian`.
+        progress: is advanced at every batch and layer.
 
     Returns:
-        path -> (updated weight, mask).
+        (updated weight, mask) by path.
 
     Raises:
-        SparsityError: no batches, or layers that never ran; they are named.
+        SparsityError: there are no batches, or some layers never ran, which are named.
         DataError: a batch does not hold the model's inputs.
     """
     progress = progress or NoProgress()
@@ -136,10 +137,10 @@ def prune_layers(
 
 
 def calibration_inputs(model: nn.Module, batches: Iterable[Any], images: int) -> list[tuple[Tensor, ...]]:
-    """What `model` is called with, the first `images` images, batch by batch.
+    """The inputs of `model` for the first `images` images, batch by batch.
 
     Raises:
-        SparsityError: nothing came.
+        SparsityError: there are no images.
         DataError: a batch does not hold the model's inputs.
     """
     inputs: list[tuple[Tensor, ...]] = []
@@ -155,14 +156,14 @@ def calibration_inputs(model: nn.Module, batches: Iterable[Any], images: int) ->
 
 
 def unfolded(layer: nn.Module, x: Tensor) -> Tensor:
-    """A layer's inputs as the vectors that its weight rows multiply.
+    """Unfold a layer's input into the vectors that the rows of its weight multiply.
 
     Args:
         layer: convolution of any number of axes, groups, stride, padding and dilation, or linear layer.
         x: its input.
 
     Returns:
-        (groups, vectors, kernel * in channels / groups), input channels innermost; `as_matrix` orders weights so.
+        (groups, vectors, kernel * in channels / groups), input channels innermost as in `as_matrix`.
     """
     if isinstance(layer, nn.Linear):
         return x.flatten(0, -2).unsqueeze(0)
@@ -200,25 +201,25 @@ def _padded(convolution: nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def _rounds(layers: Mapping[str, nn.Module]) -> Iterator[list[str]]:
-    """Paths in order, in lots whose Hessians fit in memory together."""
-    lot: list[str] = []
+    """Paths in order, in groups whose Hessians fit in memory together."""
+    group: list[str] = []
     used = 0
     for path, layer in layers.items():
         weight = cast(Tensor, layer.weight)
         size = 4 * getattr(layer, "groups", 1) * weight[0].numel() ** 2
-        if lot and used + size > MEMORY_BYTES:
-            yield lot
-            lot, used = [], 0
-        lot.append(path)
+        if group and used + size > MEMORY_BYTES:
+            yield group
+            group, used = [], 0
+        group.append(path)
         used += size
-    if lot:
-        yield lot
+    if group:
+        yield group
 
 
 def _measure(
     model: nn.Module, layers: dict[str, nn.Module], inputs: list[tuple[Tensor, ...]], progress: Progress
 ) -> dict[str, Tensor]:
-    """Path -> (groups, d, d) mean of x x^T over every vector x that the layer met."""
+    """(groups, d, d) mean of x x^T over all input vectors x of a layer, by its path."""
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
 

@@ -1,15 +1,15 @@
-"""Masks that change during training, and the optimizer's memory of what they mask.
+"""Masks that change during training, and the optimizer's state for masked elements.
 
-A training loop needs one line: `schedule.after_step(step, total_steps, optimizer)` behind `optimizer.step()`. What a
-mask is at a step follows from the weights and the step's number alone, so a resumed run, and every process of a
-distributed one, gets the same masks without exchanging anything.
+A training loop needs one line: `schedule.after_step(step, total_steps, optimizer)` after `optimizer.step()`. A mask
+depends on the weights and the number of the step alone, so a resumed run, and every process of a distributed one, has
+the same masks without communication.
 
-* `gradual`: the mask takes away a growing share of what n:m would, smallest magnitudes first, 1 - (1 - t)^3 of it at
-  time t in [0, 1] (Zhu and Gupta, arXiv 1710.01878, equation 1).
-* `sr-ste`: the mask is computed from the dense weights again and again; the gradient reaches masked weights too, and
-  these are drawn to zero, so that few return (Zhou et al., arXiv 2102.04010, equation 9). The pull is applied after
-  the step, w -= lr * decay * w, as AdamW does with its decay: for plain SGD that is the paper's term in the
-  gradient, and neither loss scaling nor gradient accumulation changes it.
+* `gradual`: the mask removes a growing share of the elements that the pattern removes, smallest magnitudes first,
+  1 - (1 - t)^3 of them at time t in [0, 1] (Zhu and Gupta, arXiv 1710.01878, equation 1).
+* `sr-ste`: the mask is recomputed from the dense weights at every update; the gradient reaches masked weights too, and
+  these decay to zero, so that few return (Zhou et al., arXiv 2102.04010, equation 9). The decay is applied after the
+  step, w -= lr * decay * w, as in AdamW: for plain SGD that equals the paper's term in the gradient, and neither loss
+  scaling nor gradient accumulation changes it.
 * `one-shot`: the masks stay.
 """
 
@@ -33,7 +33,7 @@ class MaskSchedule:
     """Changes the masks of a model while it trains.
 
     Args:
-        model: masked by `sparsify` with the same spec; wrappers (DistributedDataParallel, torch.compile) may be around.
+        model: masked by `sparsify` with the same spec; it may be wrapped (DistributedDataParallel, torch.compile).
         spec: schedule, pattern, begin, end, update_steps and sr_ste_decay.
 
     Raises:
@@ -48,15 +48,15 @@ class MaskSchedule:
             raise SparsityError("no layer of the model is masked: call sparsify before MaskSchedule")
 
     def after_step(self, step: int, total_steps: int, optimizer: torch.optim.Optimizer) -> None:
-        """Call behind every optimizer step.
+        """Update the masks; to be called after every optimizer step.
 
         Args:
             step: optimizer steps done, 1 to total_steps.
-            total_steps: of the whole training.
-            optimizer: whose step it was; its state is masked where masks change.
+            total_steps: optimizer steps of the whole training.
+            optimizer: made the step; its state is masked if masks change.
         """
         if self.spec.schedule == "one-shot":
-            if step == 1:  # an optimizer that is older than the masks would go on moving what they mask
+            if step == 1:  # the momentum of an optimizer that is older than the masks would move masked weights
                 mask_optimizer_state(optimizer, self.model)
             return
         begin, end = self.spec.begin * total_steps, self.spec.end * total_steps
@@ -71,7 +71,7 @@ class MaskSchedule:
                 mask_optimizer_state(optimizer, self.model)
 
     def _due(self, step: int, begin: float, end: float) -> bool:
-        """Whether masks change at this step; always at the first one at or past the end, which makes them final."""
+        """Return True if masks change at this step; the first step at or after the end makes them final."""
         if not begin <= step < end + 1:
             return False
         every = self.spec.update_steps
@@ -80,7 +80,7 @@ class MaskSchedule:
         return step >= end or step % every == 0
 
     def _change(self, time: float) -> None:
-        """Give every layer the mask of this time in [0, 1]."""
+        """Set the mask of every layer for this time in [0, 1]."""
         for layer in masked_layers(self.model).values():
             mask = pattern_mask(layer.original, self.pattern)
             if self.spec.schedule == "gradual":
@@ -91,7 +91,7 @@ class MaskSchedule:
 def mask_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
     """Zero the optimizer's momentum and moments of masked elements.
 
-    Without it a weight that has just been masked goes on moving by its momentum, and its magnitude with it.
+    Otherwise the momentum of a weight that has just been masked would go on changing its magnitude.
 
     Returns:
         Number of state tensors that were masked.
@@ -108,7 +108,7 @@ def mask_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> 
 
 
 def _pull(model: nn.Module, optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Draw masked weights to zero by lr * decay."""
+    """Shrink masked weights by the share lr * decay."""
     rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
     with torch.no_grad():
         for layer in masked_layers(model).values():

@@ -13,10 +13,10 @@ from compress.errors import SparsityError
 from compress.graph.inputs import Inputs
 from compress.graph.trace import check_module
 from compress.progress import NoProgress, Progress
+from compress.sparsity.channel_permutation import PermutationReport, permute_channels
 from compress.sparsity.eligibility import chosen_layers, eligibility
 from compress.sparsity.masks import kept_magnitude, pattern_mask
 from compress.sparsity.parametrization import apply_masks, masked_layers
-from compress.sparsity.permute import PermutationReport, permute_channels
 from compress.sparsity.saliency import prune_layers
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
 
@@ -27,12 +27,12 @@ class SparsityRow:
 
     Attributes:
         layer: module path.
-        type: class.
-        shape: of the weight.
-        eligible: whether it is masked.
-        reason: why not; where it is masked, a word on what speed to expect.
-        density: share of the weight's elements that are kept; 1 when dense.
-        kept_magnitude: share of the weight's L1 norm (before any update of the weights) that the mask keeps; None when
+        type: its class.
+        shape: shape of the weight.
+        eligible: True if it is masked.
+        reason: why it is not masked; if it is, the speed to expect.
+        density: share of the weight's elements that stay; 1 if it is dense.
+        kept_magnitude: share of the weight's L1 norm (before any update of the weights) that stays; None if it is
             dense.
     """
 
@@ -47,12 +47,12 @@ class SparsityRow:
 
 @dataclass(frozen=True, kw_only=True)
 class SparsityReport:
-    """What `sparsify` did.
+    """Result of `sparsify`.
 
     Attributes:
         pattern: as in the spec.
         rows: every convolution and linear layer, in order.
-        permutation: of the channels before masking; None = not asked for.
+        permutation: channel permutation before masking; None if it was not asked for.
     """
 
     pattern: str
@@ -66,7 +66,7 @@ class SparsityReport:
 
     @property
     def density(self) -> float:
-        """Share of all weights of convolutions and linear layers that are kept."""
+        """Share of all weights of convolutions and linear layers that stay."""
         sizes = [torch.Size(row.shape).numel() for row in self.rows]
         return sum(n * row.density for n, row in zip(sizes, self.rows, strict=True)) / max(1, sum(sizes))
 
@@ -81,24 +81,24 @@ def sparsify(
 ) -> SparsityReport:
     """Mask the eligible layers of `model`, in place.
 
-    With schedule `gradual` the masks begin as all ones and `MaskSchedule` closes them; with `sr-ste` they begin as
-    the pattern's and stay open to the gradient. `squash_masks` bakes them in at the end.
+    With schedule `gradual` the masks begin as all ones, and `MaskSchedule` changes them; with `sr-ste` they begin as
+    the pattern's, and the gradient passes through them. `squash_masks` bakes them in at the end.
 
     Args:
         model: a dense float model; for saliency `hessian` its weights are updated.
-        spec: what to do.
-        example_inputs: a small batch on the model's device: needed by `permute`; also shows which layer is first and
-            last, and which do not run.
+        spec: pattern, saliency, schedule and rules.
+        example_inputs: a small batch on the model's device: needed by `permute`; it also shows which layer is first
+            and last, and which do not run.
         batches: calibration batches, as for `compress.quantize`: needed by saliency `hessian`.
-        progress: hears of the permutation and the Hessians.
+        progress: is advanced by the permutation and the Hessians.
 
     Returns:
-        Every layer with whether it is masked and what the mask keeps. Where `permute` was asked for and the graph
-        cannot be followed, `permutation.refused` says why, and masks are made all the same.
+        A row for every layer. If `permute` was asked for and the graph cannot be followed, `permutation.refused` says
+        why, and the masks are made without it.
 
     Raises:
-        SparsityError: the spec or a rule is not acceptable, the model is masked already, no layer is eligible, or
-            what the spec needs was not given.
+        SparsityError: the spec or a rule is not acceptable, the model is masked already, no layer is eligible, or an
+            argument that the spec needs is missing.
     """
     progress = progress or NoProgress()
     check_module(model)
@@ -140,7 +140,7 @@ def _check_given(
     if already:
         raise SparsityError(
             f"the model is sparse already ({', '.join(already[:3])}{', ...' if len(already) > 3 else ''}): call "
-            "squash_masks before sparsifying again"
+            "squash_masks before another sparsify"
         )
     if spec.saliency == "hessian" and batches is None:
         raise SparsityError("saliency 'hessian' needs calibration batches: give batches, or use saliency 'magnitude'")
@@ -156,7 +156,7 @@ def _masks(
     batches: Iterable[Any] | None,
     progress: Progress,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """(path -> mask, path -> share of the magnitude before pruning); `hessian` writes the updated weights."""
+    """(masks, shares of the magnitude before pruning that stay), both by path; `hessian` sets the updated weights."""
     weights: dict[str, Tensor] = {path: layer.weight for path, layer in layers.items()}  # type: ignore[misc]
     if spec.saliency == "magnitude" or batches is None:
         masks = {path: _named(path, weight, pattern) for path, weight in weights.items()}

@@ -1,4 +1,4 @@
-"""The running mean of the weights: what is evaluated and kept in place of the last step's, where a recipe asks for it.
+"""The running mean of the weights, evaluated and saved in place of the last step's weights if a recipe asks for it.
 
 After step t the mean takes a share 1 - d of the weights, d = min(decay, (1 + t) / (10 + t)), so that the first weights
 do not linger (the schedule of TensorFlow's ExponentialMovingAverage). Only trainable parameters are averaged, learned
@@ -22,8 +22,8 @@ class WeightAverage:
     """Running mean of a model's trainable parameters.
 
     Args:
-        model: whose parameters, under their names; the mean begins at what they are.
-        decay: most of the mean that a step keeps, 0 to 1.
+        model: model whose parameters are averaged; the mean begins at their present values.
+        decay: largest share of the mean that a step preserves, 0 to 1.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -33,13 +33,13 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights as they are after `step` steps, counted from 1."""
+        """Update the mean with the weights after `step` steps, counted from 1."""
         share = 1 - min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(self.means.values()), [p.data for p in self.parameters.values()], share)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """The model has the mean's weights while the block runs, and its own again afterwards."""
+        """Give the model the mean's weights while the block runs, and restore its own afterwards."""
         own = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.install()
         try:
@@ -52,10 +52,10 @@ class WeightAverage:
         _copy(self.means, self.parameters)
 
     def load(self, means: Mapping[str, Tensor]) -> None:
-        """Go on from the means of a checkpoint.
+        """Take over the means of a checkpoint.
 
         Raises:
-            CheckpointError: they are of other parameters.
+            CheckpointError: they belong to other parameters.
         """
         if means.keys() != self.means.keys() or any(means[n].shape != m.shape for n, m in self.means.items()):
             raise CheckpointError(

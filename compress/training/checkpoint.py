@@ -2,7 +2,7 @@
 
 A model's file holds the tensors of its `state_dict` under their plain names; a checkpoint holds them as `model.*`,
 beside `optimizer.<parameter>.<state>` and, where weights are averaged, `average.<parameter>`. Both hold one JSON
-document in their header. Loading runs no code. A file is written beside its place and renamed into it, so a process
+document in their header. Loading runs no code. A file is written under another name and renamed, so that a process
 that is killed at any moment leaves the previous one. Before anything is copied into a model, every name, shape and type
 is compared.
 
@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from compress.errors import CheckpointError
+from compress.errors import CheckpointError, first_few
 from compress.files import replacing
 from compress.training.average import WeightAverage
 from compress.weights import mask_hint
@@ -36,11 +36,11 @@ HEADER = "compress"  # the key of our JSON among the file's metadata
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a file of ours holds.
+    """Contents of a model's file or of a checkpoint.
 
     Attributes:
-        path: where it was read from.
-        tensors: by name, on the CPU; names that share memory hold the same tensor.
+        path: the file.
+        tensors: tensors by name, on the CPU; names that share memory hold the same tensor.
         data: the caller's JSON document.
     """
 
@@ -54,8 +54,8 @@ def save_model(model: nn.Module, path: Path | str, metadata: Mapping[str, Any] |
 
     Args:
         model: on any device, in any memory format; tied weights are stored once.
-        path: of the safetensors file.
-        metadata: what JSON can hold, returned by `load_model`.
+        path: path of the safetensors file.
+        metadata: JSON document that `load_model` returns.
 
     Raises:
         CheckpointError: a state that is not a tensor, or a file that cannot be written.
@@ -89,13 +89,13 @@ def save_checkpoint(
     """Write everything that a training needs to go on, whole or not at all.
 
     Args:
-        path: of the safetensors file.
-        model: its state is written; as is that of
-        optimizer: by parameter name, and that of
-        scaler: an empty one where it is not enabled.
-        identity: of the training, as JSON holds it: `load_checkpoint` must be given the same.
-        position: where in the training this is, as JSON holds it.
-        average: the running mean of the weights, where there is one.
+        path: path of the safetensors file.
+        model: model whose state is written.
+        optimizer: optimizer whose state is written, by parameter name.
+        scaler: gradient scaler whose state is written; empty if it is not enabled.
+        identity: JSON document that identifies the training; `load_checkpoint` must be given the same.
+        position: JSON document with the position in the training.
+        average: the running mean of the weights, if there is one.
 
     Raises:
         CheckpointError: a state that is not a tensor, or a file that cannot be written.
@@ -118,7 +118,7 @@ def load_checkpoint(
     identity: Mapping[str, Any],
     average: WeightAverage | None = None,
 ) -> dict[str, Any]:
-    """Bring model, optimizer and scaler to where `save_checkpoint` left them, and return the position.
+    """Restore the states of model, optimizer and scaler that `save_checkpoint` wrote, and return the position.
 
     Raises:
         CheckpointError: a missing, truncated or foreign file, another identity (the differing keys are named), or
@@ -140,7 +140,7 @@ def read_checkpoint(path: Path | str, identity: Mapping[str, Any]) -> Contents:
     if different:
         raise CheckpointError(
             f"{contents.path} belongs to another training: {', '.join(different)}. Resume with the values it was "
-            "started with, or start anew in another folder"
+            "started with, or start a new training in another folder"
         )
     return contents
 
@@ -176,15 +176,15 @@ def writing(path: Path | str) -> Iterator[Path]:
             yield temporary
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"cannot write {path}: {error}. What stood there before is untouched; free space, or choose another folder"
+            f"cannot write {path}: {error}. An older file there is unchanged; free space, or choose another folder"
         ) from error
 
 
 def _write(path: Path | str, kind: str, tensors: Mapping[str, Tensor], data: dict[str, Any]) -> Path:
-    kept, shared = _without_shared_memory(tensors)
+    alone, shared = _without_shared_memory(tensors)
     header = {"kind": kind, "version": VERSION, "torch": torch.__version__, "shared": shared, "data": data}
     with writing(path) as temporary:
-        save_file(kept, temporary, metadata={HEADER: json.dumps(header)})
+        save_file(alone, temporary, metadata={HEADER: json.dumps(header)})
     return Path(path)
 
 
@@ -201,11 +201,11 @@ def _read(path: Path | str, kind: str) -> Contents:
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
     except FileNotFoundError as error:
-        raise CheckpointError(f"there is no {kind} at {path}: check the path, or start anew") from error
+        raise CheckpointError(f"there is no {kind} at {path}: check the path, or start a new training") from error
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is no whole safetensors file ({error}): it was truncated on its way or is of another program; "
-            "take a good copy, or start anew"
+            f"{path} is no whole safetensors file ({error}): it was truncated or is of another program; "
+            "take a good copy, or start a new training"
         ) from error
     tensors |= {alias: tensors[name] for alias, name in header["shared"].items()}
     return Contents(path=str(path), tensors=tensors, data=header["data"])
@@ -223,8 +223,8 @@ def _model_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _without_shared_memory(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """CPU copies that own their memory, and alias -> name for tensors that are one and the same (tied weights)."""
-    kept: dict[str, Tensor] = {}
+    """Return CPU copies that own their memory, and alias -> name for tensors that are the same one (tied weights)."""
+    copies: dict[str, Tensor] = {}
     shared: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
     storages: set[int] = set()
@@ -234,11 +234,11 @@ def _without_shared_memory(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Ten
         if tensor.numel() and first.setdefault(place, name) != name:
             shared[name] = first[place]
             continue
-        alone = storage not in storages and tensor.nbytes == tensor.untyped_storage().nbytes()
+        owned = storage not in storages and tensor.nbytes == tensor.untyped_storage().nbytes()
         storages.add(storage)
         copy = tensor.detach().cpu().contiguous()
-        kept[name] = copy if alone else copy.clone()
-    return kept, shared
+        copies[name] = copy if owned else copy.clone()
+    return copies, shared
 
 
 def _check_model(path: str, got: Mapping[str, Tensor], model: nn.Module) -> None:
@@ -255,7 +255,7 @@ def _check_model(path: str, got: Mapping[str, Tensor], model: nn.Module) -> None
         "unexpected": [name for name in got if name not in common],
         "different": mismatched,
     }
-    parts = [f"{len(names)} {what}: {_some(names)}" for what, names in complaints.items() if names]
+    parts = [f"{len(names)} {kind}: {first_few(names)}" for kind, names in complaints.items() if names]
     if parts:
         raise CheckpointError(
             f"{path} is of another model ({'; '.join(parts)}). Nothing was loaded; build the model as it was "
@@ -272,7 +272,7 @@ def _optimizer_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def _read_optimizer(
     contents: Contents, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[int, dict[str, Tensor]]:
-    """The state of each parameter, by its index in the optimizer, laid out in memory as the parameter is."""
+    """Return the state of each parameter, by its index in the optimizer, in the parameter's memory format."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     index = {names[parameter]: i for i, parameter in enumerate(order)}
@@ -293,7 +293,3 @@ def _read_optimizer(
             torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor) if same else tensor
         )
     return states
-
-
-def _some(names: list[str], limit: int = 5) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

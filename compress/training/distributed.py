@@ -1,14 +1,14 @@
-"""The processes of one training: who this one is, and the few exchanges that training, evaluation and calibration need.
+"""The processes of one training, and the exchanges between them for training, evaluation and calibration.
 
-`torchrun --nproc-per-node N` starts N processes and tells each its place in environment variables. Every process
+`torchrun --nproc-per-node N` starts N processes and sets environment variables with the rank of each. Every process
 holds the whole model and a share of every batch; gradients are averaged by DistributedDataParallel, sums go through
-`Processes.all_reduce_sum`. A lone process has no process group: its exchanges return what they were given, so that
-callers need no second code path.
+`Processes.all_reduce_sum`. A single process has no process group: its exchanges return their argument, so that callers
+need no second code path.
 
-Results do not depend on how a batch is cut, but for BatchNorm, which normalizes by the share of its own process (as
-DistributedDataParallel users expect; synchronized statistics cost a collective per layer and step). What a
-checkpoint, an evaluation or an export reads are the running statistics, and those are averaged over the processes
-(`average_running_statistics`): each is an exponential average, thus linear in the shares' statistics, so averaging
+Results do not depend on how a batch is divided, except for BatchNorm, which normalizes by the share of its own process
+(as DistributedDataParallel users expect; synchronized statistics cost a collective per layer and step). Checkpoints,
+evaluation and export use the running statistics, and those are averaged over the processes
+(`average_running_statistics`). Each is an exponential average, thus linear in the shares' statistics, so averaging
 now or later is the same, and no process's share is lost.
 """
 
@@ -33,12 +33,12 @@ TIMEOUT = timedelta(minutes=30)  # a rank may wait while rank 0 writes a large c
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """This process among those of the training. The default is a lone process on the CPU.
+    """This process among those of the training. The default is a single process on the CPU.
 
     Attributes:
         rank: 0 to world_size - 1; rank 0 writes files and shows progress.
         world_size: number of processes on all machines together.
-        device: where this process computes.
+        device: device on which this process computes.
     """
 
     rank: int = 0
@@ -47,14 +47,14 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one that writes files and shows progress."""
+        """True if this process is the one that writes files and shows progress."""
         return self.rank == 0
 
     def on(self, device: torch.device | str | None) -> torch.device:
-        """`device`, with its index, or this process's own where it is None.
+        """Return `device` with its index, or this process's own device if it is None.
 
         Raises:
-            CompressError: several processes, and another kind of device than the one that they exchange on.
+            CompressError: several processes, and another kind of device than that of their exchanges.
         """
         chosen = self.device if device is None else torch.device(device)
         if self.world_size > 1 and chosen.type != self.device.type:
@@ -108,19 +108,19 @@ class Processes:
 
 
 SINGLE = Processes()
-"""A lone process on the CPU."""
+"""A single process on the CPU."""
 
 
 def init_processes(device: str | None = None, *, environment: Mapping[str, str] | None = None) -> Processes:
-    """Join the processes that torchrun started, or be a lone one where it did not.
+    """Join the processes that torchrun started, or be a single process without torchrun.
 
     Args:
-        device: `cpu` or `cuda`; None = `cuda` where there is a GPU. With several processes each takes the GPU of
+        device: `cpu` or `cuda`; None = `cuda` if there is a GPU. With several processes each takes the GPU of
             its local rank. The exchanges use gloo on the CPU and NCCL on GPUs.
-        environment: in place of `os.environ`.
+        environment: variables to use in place of `os.environ`.
 
     Returns:
-        This process's place; call its `close` at the end.
+        This process among the others; call its `close` at the end.
 
     Raises:
         CompressError: an environment that is incomplete or contradicts itself, a GPU that is not there, or
@@ -159,7 +159,7 @@ def init_processes(device: str | None = None, *, environment: Mapping[str, str] 
 def average_running_statistics(model: nn.Module, processes: Processes) -> None:
     """Replace BatchNorm's running means and variances by their mean over the processes, in place.
 
-    Other buffers are left alone: a quantizer's scale is the same everywhere and must not pick up rounding.
+    Other buffers are not averaged: a quantizer's scale is the same in every process and must not get rounding errors.
     """
     if processes.world_size == 1:
         return
@@ -212,8 +212,8 @@ def _variable(environment: Mapping[str, str], name: str, *, least: int = 0, belo
     return number
 
 
-def _bad_environment(name: str, what: str) -> CompressError:
+def _bad_environment(name: str, problem: str) -> CompressError:
     return CompressError(
-        f"environment variable {name}: {what}. torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+        f"environment variable {name}: {problem}. torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
         "MASTER_PORT: start with `torchrun --nproc-per-node N -m compress ...`, or unset them all for one process"
     )

@@ -1,4 +1,4 @@
-"""Accuracy of a module over a split. Each process takes a share of every batch; sums meet once, at the end."""
+"""Accuracy of a module over a split. Each process takes a share of every batch; sums are reduced once, at the end."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ QUIET = NoProgress()
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """How well a model tells images apart.
+    """Accuracy of a classifier.
 
     Attributes:
         top1: share of images whose highest logit is the target's, 0 to 1.
-        top5: share of images whose target is among the 5 highest logits (among all, where there are fewer), 0 to 1.
+        top5: share of images whose target is among the 5 highest logits (among all, if there are fewer), 0 to 1.
         loss: mean cross entropy, without smoothing.
-        images: how many were evaluated.
+        images: number of evaluated images.
     """
 
     top1: float
@@ -49,22 +49,22 @@ def evaluate(
     progress: Progress = QUIET,
     name: str = "evaluate",
 ) -> Accuracy:
-    """Accuracy of `model` on `split`, in evaluation mode; every module's mode is then as it was.
+    """Measure the accuracy of `model` on `split` in evaluation mode; every module's mode is restored afterwards.
 
     Args:
         model: moved to `device`; images (N, C, H, W) to logits (N, classes).
-        split: what to evaluate on, in its stored order.
+        split: images and targets, in their stored order.
         batch_size: images of one step over all processes together.
-        device: where to compute; None = the process's own.
-        processes: every one of them must call, and gets the same result.
+        device: device on which to compute; None = the process's own.
+        processes: all processes; each must call, and gets the same result.
         precision: `fp32`, or autocast in `bf16` or `fp16`.
         limit: evaluate only this many images; None = the whole split.
-        progress: hears of every batch.
-        name: of the progress bar.
+        progress: is informed of every batch.
+        name: name of the progress bar.
 
     Raises:
         DataError: no image to evaluate on, or fewer images a batch than processes.
-        ModelError: the model fails on the images, or its output is not one row of logits an image.
+        ModelError: the model fails on the images, or its output is not one row of logits for each image.
         RecipeError: fp16 on the CPU.
     """
     device = processes.on(device)
@@ -73,7 +73,7 @@ def evaluate(
     forward = LogitsOf(model.to(device))
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     progress.start(name, split.steps(plan))
-    with modes_kept(model), torch.no_grad(), autocast(device, precision):
+    with modes_restored(model), torch.no_grad(), autocast(device, precision):
         model.eval()
         for images, targets in split.batches(plan, device=device):
             logits = logits_of(forward, images)
@@ -89,8 +89,8 @@ def evaluate(
 
 
 @contextmanager
-def modes_kept(*models: nn.Module | None) -> Iterator[None]:
-    """Give every submodule its own training or evaluation mode back at the end."""
+def modes_restored(*models: nn.Module | None) -> Iterator[None]:
+    """Restore the training or evaluation mode of every submodule at the end."""
     modes = [(module, module.training) for model in models if model is not None for module in model.modules()]
     try:
         yield
@@ -100,7 +100,7 @@ def modes_kept(*models: nn.Module | None) -> Iterator[None]:
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
-    """The autocast context of `precision`; it does nothing for fp32.
+    """Return the autocast context of `precision`, which does nothing for fp32.
 
     Raises:
         RecipeError: fp16 on the CPU.

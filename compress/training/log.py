@@ -1,4 +1,4 @@
-"""What a training reports: a row an epoch, as a table in memory, in the checkpoint and in a CSV file."""
+"""The report of a training: a row for each epoch, in memory, in the checkpoint and in a CSV file."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class EpochRow:
     """One epoch of training. Shares are 0 to 1; None = not evaluated after this epoch.
 
     Attributes:
-        epoch: counted from 1.
+        epoch: number of the epoch, counted from 1.
         step: optimizer steps since the training began.
-        lr: of the epoch's last step.
+        lr: learning rate of the epoch's last step.
         train_loss: mean over the epoch's images of the loss that was minimized (smoothing and distillation included).
-        train_top1: share of the epoch's training images classified rightly, in training mode, as they came by.
+        train_top1: share of the epoch's training images classified correctly, in training mode, during the epoch.
         val_top1, val_top5: accuracy on the evaluation split.
         val_loss: mean cross entropy on the evaluation split.
-        images_per_s: training images of all processes a second.
-        seconds: of training, without evaluation and checkpoints.
+        images_per_s: training images of all processes per second.
+        seconds: time of training, without evaluation and checkpoints.
     """
 
     epoch: int
@@ -33,25 +33,25 @@ class EpochRow:
     lr: float
     train_loss: float
     train_top1: float
-    val_top1: float | None
-    val_top5: float | None
-    val_loss: float | None
+    val_top1: float | None = None
+    val_top5: float | None = None
+    val_loss: float | None = None
     images_per_s: float
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainReport:
-    """What a training did.
+    """Result of a training.
 
     Attributes:
         history: a row for each epoch, those before a resume included.
-        final: accuracy of the model as it is now.
+        final: accuracy of the model after the training.
         best: the row of the highest val_top1, the first of equals; None without epochs.
-        images_per_s: training images of all processes a second, over all epochs.
-        seconds: of training, without evaluation and checkpoints; those before a resume included.
-        steps: optimizer steps.
-        resumed_from: the optimizer step that a checkpoint was resumed at; None for a training from its start.
+        images_per_s: training images of all processes per second, over all epochs.
+        seconds: time of training, without evaluation and checkpoints; that before a resume included.
+        steps: number of optimizer steps.
+        resumed_from: optimizer step at which a checkpoint was resumed; None for a training from its start.
     """
 
     history: tuple[EpochRow, ...]
@@ -64,7 +64,7 @@ class TrainReport:
 
 
 def summarize(history: tuple[EpochRow, ...], final: Accuracy, *, resumed_from: int | None) -> TrainReport:
-    """The report of a training whose epochs are `history`."""
+    """Return the report of a training whose epochs are `history`."""
     seconds = sum(row.seconds for row in history)
     images = sum(row.images_per_s * row.seconds for row in history)
     evaluated = [row for row in history if row.val_top1 is not None]

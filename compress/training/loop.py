@@ -1,9 +1,9 @@
-"""The training loop, for the float baseline and for QAT alike: a quantized model is an ordinary module to it.
+"""The training loop of the float baseline and of QAT, to which a quantized model is an ordinary module.
 
-Everything that a step does follows from (spec, step): its images (from seed, epoch and place in the epoch), its
-learning rate, and its random numbers (torch's generator is seeded anew at each step). So a checkpoint holds the
-model, the optimizer, the mean of the weights and a position, and no generator, scheduler or loader state; a training
-that is killed and resumed takes the same steps as one that is not, on the CPU to the bit.
+Each step follows from (spec, step): its images (from seed, epoch and position in the epoch), its learning rate, and
+its random numbers (torch's generator is seeded at each step). So a checkpoint holds the model, the optimizer, the mean
+of the weights and a position, and no generator, scheduler or loader state; a training that is killed and resumed takes
+the same steps as one that is not, on the CPU to the bit.
 
 `batch_size` is the global batch of one forward pass: all processes together. With `grad_accumulation` k, an optimizer
 step takes k such batches and the mean of their gradients. Each process weights its share by its size, so that the
@@ -11,7 +11,7 @@ gradient is the mean over all images however unevenly they are shared out. Train
 smaller batch (other images in each epoch), so that every process takes the same number of steps.
 
 On a GPU the loss is read every `READ_EVERY` steps: reading makes the host wait for the device. Progress shows the
-figures as of the last reading, and a loss that is not finite is found at the next one, before any checkpoint.
+figures of the last reading, and a loss that is not finite is found at the next one, before any checkpoint.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from compress.training.spec import TrainSpec, check_train_spec
 READ_EVERY = 20
 
 AfterStep = Callable[[int, int, torch.optim.Optimizer], None]
-"""A sparsity schedule's `after_step`, or anybody's."""
+"""Called with (steps done, all steps, the optimizer), such as a sparsity schedule's `after_step`."""
 
 
 def fit(
@@ -70,21 +70,21 @@ def fit(
         model: any module from images (N, C, H, W) to logits (N, classes), or to a tuple or dict that holds them
             first. It is moved to `device`. Afterwards its modes and torch's random state are as they were, its weights
             contiguous and its gradients gone.
-        data: `train` is trained on, `val` evaluated on.
-        spec: how.
+        data: `train` is for training, `val` for evaluation.
+        spec: epochs, learning rate and all other settings.
         batch_size: images of one forward pass over all processes; `grad_accumulation` of them make a step.
-        folder: takes `<name>.checkpoint.safetensors`, from before the first step on, and `<name>.csv`; None = write
-            nothing.
-        teacher: the float model to learn from where `spec.distill` is set; otherwise unused.
-        device: where to compute; None = the process's own.
-        processes: every one of them must call, and gets the same report; rank 0 writes the files.
-        resume: go on from the folder's checkpoint where there is one.
-        name: of the files and the progress bar.
-        first_epoch: number of the first epoch, for all that is random in it: a training that goes on where one of n
-            epochs ended gives n, and sees its images in another order and otherwise augmented than that one did.
-        after_step: called behind every optimizer step with (steps done, all steps, the optimizer); what it does must
+        folder: folder for `<name>.checkpoint.safetensors`, which is written before the first step too, and for
+            `<name>.csv`; None = write nothing.
+        teacher: the float model to learn from if `spec.distill` is set; otherwise unused.
+        device: device on which to compute; None = the process's own.
+        processes: all processes; each must call, and gets the same report; rank 0 writes the files.
+        resume: go on from the folder's checkpoint if there is one.
+        name: name of the files and the progress bar.
+        first_epoch: number of the first epoch, for its random order and augmentation: a training that continues one of
+            n epochs gives n, so that its images come in another order and otherwise augmented.
+        after_step: called after every optimizer step with (steps done, all steps, the optimizer); its effect must
             follow from the model and the step alone, so that a resumed training does the same.
-        progress: hears of every optimizer step, and of evaluations.
+        progress: is informed of every optimizer step, and of evaluations.
 
     Raises:
         RecipeError: a value of `spec` out of range, fp16 on the CPU, distillation without a teacher.
@@ -112,10 +112,10 @@ def fit(
 
 @dataclass
 class _Position:
-    """Where a training is; what an epoch has summed up so far, over all processes."""
+    """Position in a training, and the sums of the present epoch so far, over all processes."""
 
-    epoch: int = 0  # epochs behind us
-    step: int = 0  # optimizer steps of this epoch behind us
+    epoch: int = 0  # finished epochs
+    step: int = 0  # finished optimizer steps of this epoch
     loss: float = 0.0
     correct: float = 0.0
     images: float = 0.0
@@ -173,7 +173,7 @@ class _Training:
 
     @property
     def step(self) -> int:
-        """Optimizer steps behind us."""
+        """Number of finished optimizer steps."""
         return self.position.epoch * self.steps_per_epoch + self.position.step
 
     def run(self, resume: bool) -> TrainReport:
@@ -187,7 +187,7 @@ class _Training:
         return summarize(history, self._final(), resumed_from=resumed_from)
 
     def _begin(self, resume: bool) -> int | None:
-        """Restore the checkpoint, or write the first one, so that an older training's cannot be taken for ours."""
+        """Restore the checkpoint, or write the first one, so that no older training's checkpoint remains."""
         if self.folder is None:
             return None
         path = self._checkpoint_path(self.folder)
@@ -229,8 +229,8 @@ class _Training:
         spec, lr = self.spec, self._learning_rate(self.step)
         left = self.batches_per_epoch - self.position.step * spec.grad_accumulation
         group = min(spec.grad_accumulation, left)
-        behind = self.first_epoch * self.steps_per_epoch
-        torch.manual_seed(hash_seed(spec.seed, behind + self.step, self.processes.rank))
+        before = self.first_epoch * self.steps_per_epoch
+        torch.manual_seed(hash_seed(spec.seed, before + self.step, self.processes.rank))
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = lr
         sums = [self._backward(*self._next(batches), group=group, last=i == group - 1) for i in range(group)]
@@ -273,7 +273,7 @@ class _Training:
         return batch
 
     def _read(self) -> None:
-        """Add what the steps since the last reading have summed up; refuse a loss that is not finite."""
+        """Add the sums of the steps since the last reading; refuse a loss that is not finite."""
         if not self.unread:
             return
         rows = self.processes.all_reduce_sum(torch.stack(self.unread)).tolist()
@@ -323,7 +323,7 @@ class _Training:
             )
 
     def _final(self) -> Accuracy:
-        """The last epoch's evaluation, which a resumed training that had ended takes from its history."""
+        """Return the last epoch's evaluation; a resumed training that had ended takes it from its history."""
         if not self.position.history:
             return self._evaluate()
         last = self.position.history[-1]
@@ -344,7 +344,7 @@ class _Training:
         )
 
     def _parts(self) -> dict[str, Any]:
-        """What a checkpoint holds the state of."""
+        """Return the objects whose state a checkpoint holds."""
         return {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, "average": self.average}
 
     def _write_log(self) -> None:
@@ -369,16 +369,16 @@ class _Training:
         )
 
     def _figures(self) -> dict[str, float]:
-        """The epoch's means so far; nothing before the first reading."""
+        """Return the epoch's means so far; nothing before the first reading."""
         at = self.position
         if not at.images or not at.seconds:
             return {}
         return {"loss": at.loss / at.images, "accuracy": at.correct / at.images, "images_per_s": at.images / at.seconds}
 
-    def _diverged(self, what: str, step: int) -> CompressError:
-        kept = "" if self.folder is None else f" {self._checkpoint_path(self.folder)} is from before."
+    def _diverged(self, problem: str, step: int) -> CompressError:
+        saved = "" if self.folder is None else f" {self._checkpoint_path(self.folder)} is from before."
         return CompressError(
-            f"{self.name}: {what} at epoch {step // self.steps_per_epoch + 1}, step {step + 1} "
+            f"{self.name}: {problem} at epoch {step // self.steps_per_epoch + 1}, step {step + 1} "
             f"(lr {self._learning_rate(step):.3g}, precision {self.spec.precision}): the training has diverged."
-            f"{kept} Try a lower lr, a longer warm-up, clip_grad_norm: 1, or precision bf16 or fp32 in place of fp16"
+            f"{saved} Try a lower lr, a longer warm-up, clip_grad_norm: 1, or precision bf16 or fp32 in place of fp16"
         )

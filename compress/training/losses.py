@@ -1,4 +1,4 @@
-"""What training minimizes: cross entropy, and with a teacher also the distance to the teacher's logits."""
+"""The loss of training: cross entropy, and with a teacher also the distance to the teacher's logits."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from compress.training.spec import TrainSpec
 
 
 def distillation_loss(logits: Tensor, teacher_logits: Tensor, temperature: float) -> Tensor:
-    """KL divergence of the student from the teacher at `temperature` T, times T squared, mean over images.
+    """Return the KL divergence of the student from the teacher at `temperature` T, times T squared, mean over images.
 
-    The factor keeps the size of the gradients when T changes (Hinton et al., arXiv 1503.02531, section 2).
+    With the factor, the size of the gradients does not depend on T (Hinton et al., arXiv 1503.02531, section 2).
 
     Args:
-        logits: of the student, (N, classes).
-        teacher_logits: (N, classes); no gradient should reach them.
-        temperature: divides both before the softmax.
+        logits: logits of the student, (N, classes).
+        teacher_logits: (N, classes), without gradient.
+        temperature: divisor of both before the softmax.
     """
     student = F.log_softmax(logits / temperature, dim=1)
     teacher = F.log_softmax(teacher_logits / temperature, dim=1)
@@ -24,7 +24,7 @@ def distillation_loss(logits: Tensor, teacher_logits: Tensor, temperature: float
 
 
 def training_loss(logits: Tensor, targets: Tensor, teacher_logits: Tensor | None, spec: TrainSpec) -> Tensor:
-    """Mean loss of a batch: (1 - distill_weight) cross entropy + distill_weight distillation, in float32.
+    """Return the mean loss of a batch: (1 - distill_weight) cross entropy + distill_weight distillation, in float32.
 
     Args:
         logits: (N, classes), of any floating type.

@@ -1,4 +1,4 @@
-"""The optimizer and its learning rate, which is a pure function of the step: a resumed run needs no scheduler state."""
+"""The optimizer and its learning rate, a pure function of the step, so that a resumed run needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ WARMUP_START = 0.01  # of the peak
 
 
 def learning_rate(step: int, *, steps: int, warmup_steps: int, peak: float, schedule: str) -> float:
-    """Learning rate of optimizer step `step`, counted from 0.
+    """Return the learning rate of optimizer step `step`, counted from 0.
 
-    A linear rise from peak / 100 over `warmup_steps` (Goyal et al., arXiv 1706.02677, section 2.2), then half a
-    cosine to zero at step `steps` (Loshchilov and Hutter, arXiv 1608.03983, equation 5), or `peak` for ever.
+    It rises linearly from peak / 100 over `warmup_steps` (Goyal et al., arXiv 1706.02677, section 2.2), then falls as
+    half a cosine to zero at step `steps` (Loshchilov and Hutter, arXiv 1608.03983, equation 5) or stays at `peak`.
 
     >>> learning_rate(50, steps=100, warmup_steps=0, peak=0.1, schedule="cosine")
     0.05
@@ -29,7 +29,7 @@ def learning_rate(step: int, *, steps: int, warmup_steps: int, peak: float, sche
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Trainable parameters in two groups: two and more dimensions with weight decay, biases and norms without."""
+    """Return trainable parameters in two groups: those of two and more dimensions with weight decay, others without."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = [parameter for parameter in trainable if parameter.ndim >= 2]
     others = [parameter for parameter in trainable if parameter.ndim < 2]
@@ -38,7 +38,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
 
 
 def make_optimizer(model: nn.Module, spec: TrainSpec) -> torch.optim.Optimizer:
-    """SGD with Nesterov momentum, or AdamW (arXiv 1711.05101) with torch's default betas.
+    """Return SGD with Nesterov momentum, or AdamW (arXiv 1711.05101) with torch's default betas.
 
     On GPUs the step is one fused kernel.
     """

@@ -1,4 +1,4 @@
-"""A model's logits, whatever it returns: some return a tuple, a named tuple or a dict (auxiliary heads in training)."""
+"""A model's logits, also if it returns a tuple, a named tuple or a dict (as with auxiliary heads in training)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from compress.errors import ModelError
 
 
 class LogitsOf(nn.Module):
-    """Calls `model` and returns its logits alone: what DistributedDataParallel and torch.compile are given."""
+    """Calls `model` and returns its logits alone, for DistributedDataParallel and torch.compile."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (N, classes) of images (N, C, H, W)."""
+        """Return the logits (N, classes) of images (N, C, H, W)."""
         return first_tensor(self.model(images))
 
 
 def first_tensor(output: Any) -> Tensor:
-    """The logits in `output`: itself, its "logits" or "out" (a key or an attribute), or its first element.
+    """Return the logits in `output`: itself, its "logits" or "out" (a key or an attribute), or its first element.
 
     Raises:
         ModelError: it holds no tensor in these places.
@@ -46,7 +46,7 @@ def first_tensor(output: Any) -> Tensor:
 
 
 def logits_of(forward: LogitsOf, images: Tensor) -> Tensor:
-    """Logits of images that `forward` may fail on.
+    """Return the logits of images, and report images that the model fails on.
 
     Raises:
         ModelError: the model fails on them, or returns no logits.
@@ -57,8 +57,8 @@ def logits_of(forward: LogitsOf, images: Tensor) -> Tensor:
         raise
     except Exception as error:  # the model is its user's and can fail in any way
         raise ModelError(
-            f"{type(forward.model).__name__} fails on images of shape {tuple(images.shape)}, which is what the data "
-            f"holds ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+            f"{type(forward.model).__name__} fails on images of shape {tuple(images.shape)}, the shape of the data's "
+            f"images ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         ) from error
     return logits
 
@@ -67,7 +67,7 @@ def check_logits(logits: Tensor, *, images: int, num_classes: int) -> None:
     """Refuse logits that do not hold a row for each image and a column for each class.
 
     Raises:
-        ModelError: with the shape that was got.
+        ModelError: names the shape that was got.
     """
     if logits.ndim != 2 or logits.shape[0] != images or logits.shape[1] < num_classes:
         raise ModelError(

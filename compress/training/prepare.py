@@ -1,8 +1,8 @@
-"""What is found out about a model before its first step, by one forward pass on two images in evaluation mode.
+"""Checks of a model before its first training step, by one forward pass on two images in evaluation mode.
 
-The pass is cheap and changes nothing, and it refuses early what would otherwise fail late or obscurely: too few
+The pass is cheap and changes nothing, and it finds early a fault that would otherwise appear late or obscurely: too few
 logits, a teacher of other classes, parameters that the logits do not depend on (DistributedDataParallel waits for
-their gradients for ever unless it is told), a model that cannot run in channels_last.
+their gradients for ever without its option for them), a model that cannot run in channels_last.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from compress.data.base import Split
 from compress.errors import DataError, ModelError, RecipeError
-from compress.quantization.fused import fuse_for_training, is_fusible, pays_off
-from compress.quantization.fused_codes import Forward
+from compress.qat_fusion.fuse import fuse_for_training, is_fusible, pays_off
+from compress.qat_fusion.int8 import Forward
 from compress.training.distributed import Processes
-from compress.training.evaluate import modes_kept
+from compress.training.evaluate import modes_restored
 from compress.training.outputs import LogitsOf, check_logits, logits_of
 from compress.training.spec import QATSpec, TrainSpec
 
@@ -31,11 +31,11 @@ _NO_BUFFER_BROADCAST: dict[str, Any] = {
 }
 
 NoSync = Callable[[], AbstractContextManager[None]]
-"""Makes a context in which DistributedDataParallel leaves the gradients of its process alone."""
+"""Makes a context in which DistributedDataParallel does not average gradients."""
 
 
 def example_images(split: Split, device: torch.device, processes: Processes) -> Tensor:
-    """Two images of `split`, or its only one, (N, C, H, W) on `device`.
+    """Return two images of `split`, or its only one, (N, C, H, W) on `device`.
 
     Raises:
         DataError: a split with fewer images than there are processes.
@@ -78,10 +78,10 @@ def check_models(
 
 
 def to_channels_last(model: nn.Module, images: Tensor, wanted: bool | None) -> bool:
-    """Lay the weights out as channels_last where that is wanted, and say whether it was done.
+    """Convert the weights to channels_last if that is wanted, and return True if it was done.
 
-    `wanted` None means wherever the model runs in it. Models that call `view` on what they take for a contiguous
-    tensor do not; they keep the usual layout. The layout changes the speed, not the function.
+    `wanted` None means if the model runs in it. Models that call `view` on a tensor that they expect to be contiguous
+    do not; they stay in the usual layout. The layout changes the speed, not the function.
     """
     if wanted is False or images.ndim != 4:
         return False
@@ -96,7 +96,7 @@ def to_channels_last(model: nn.Module, images: Tensor, wanted: bool | None) -> b
 
 
 def not_finite(model: nn.Module) -> str | None:
-    """The first parameter that holds NaN or infinity, by name; None where all are finite."""
+    """Return the name of the first parameter that holds NaN or infinity; None if all are finite."""
     names = [name for name, _ in model.named_parameters()]
     finite = torch.stack([parameter.isfinite().all() for parameter in model.parameters()]).tolist()
     return next((name for name, good in zip(names, finite, strict=True) if not good), None)
@@ -105,9 +105,9 @@ def not_finite(model: nn.Module) -> str | None:
 def wrap(
     model: nn.Module, images: Tensor, *, spec: TrainSpec, processes: Processes, device: torch.device
 ) -> tuple[Callable[[Tensor], Tensor], NoSync]:
-    """The callable from images to logits that training runs, and the context that holds back the gradients' exchange.
+    """Return the callable from images to logits that training runs, and a context without exchange of gradients.
 
-    Buffers are not broadcast: each process keeps its own BatchNorm statistics until they are averaged.
+    Buffers are not broadcast: each process has its own BatchNorm statistics until they are averaged.
 
     Raises:
         QuantizationError: fused training is asked for and the model has no quantizers.
@@ -130,10 +130,10 @@ def wrap(
 
 @contextmanager
 def surroundings(model: nn.Module, teacher: nn.Module | None, device: torch.device) -> Iterator[None]:
-    """Set modes and the search for convolution algorithms; put back both, and the random state, at the end."""
+    """Turn on cuDNN's search for algorithms; restore it, the modules' modes and the random state at the end."""
     devices = [device] if device.type == "cuda" else []
     benchmark = torch.backends.cudnn.benchmark
-    with torch.random.fork_rng(devices=devices), modes_kept(model, teacher):
+    with torch.random.fork_rng(devices=devices), modes_restored(model, teacher):
         torch.backends.cudnn.benchmark = True  # every batch has the same shape, so the search is paid once
         try:
             yield
@@ -142,20 +142,20 @@ def surroundings(model: nn.Module, teacher: nn.Module | None, device: torch.devi
 
 
 def _is_fused(model: nn.Module, spec: TrainSpec, device: torch.device) -> bool:
-    """Whether quantization-aware training goes through a second graph over the same parameters."""
+    """Return True if quantization-aware training runs a second, fused graph over the same parameters."""
     if not isinstance(spec, QATSpec) or spec.fused == "off":
         return False
     return spec.fused in {"on", "int8"} or (pays_off(device) and is_fusible(model))
 
 
 def _evaluation_logits(model: nn.Module, images: Tensor) -> Tensor:
-    with modes_kept(model), torch.no_grad():
+    with modes_restored(model), torch.no_grad():
         return logits_of(LogitsOf(model.eval()), images)
 
 
 def _has_unused_parameters(model: nn.Module, images: Tensor) -> bool:
-    """Whether the logits are independent of a trainable parameter, such as an auxiliary head's."""
+    """Return True if the logits do not depend on some trainable parameter, such as an auxiliary head's."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with modes_kept(model), torch.enable_grad():
+    with modes_restored(model), torch.enable_grad():
         total = LogitsOf(model.eval())(images).sum()
         return None in torch.autograd.grad(total, parameters, allow_unused=True)

@@ -1,9 +1,9 @@
-"""BatchNorm's statistics measured anew, after weights were taken away and nothing was trained.
+"""New statistics for BatchNorm, after weights were taken away and nothing was trained.
 
-A mask changes the mean and the variance of every layer's output, and BatchNorm goes on normalizing by those of the
-dense network: layer by layer the error grows, and a network whose weights would still do ends at chance. Gathering the
-statistics again from a few hundred images needs no labels and no gradient (adaptive BatchNorm, Li et al., arXiv
-2007.02491, section 3.2). Training does the same by the way, so a network that is fine-tuned needs none of this.
+A mask changes the mean and the variance of every layer's output, while BatchNorm still normalizes by those of the
+dense network: the error grows layer by layer, until a network with useful weights classifies at chance. Measuring the
+statistics on a few hundred images needs no labels and no gradient (adaptive BatchNorm, Li et al., arXiv 2007.02491,
+section 3.2). Training updates the statistics anyway, so a network that is fine-tuned needs none of this.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from compress.errors import DataError
 from compress.graph.batches import model_inputs
-from compress.training.evaluate import modes_kept
+from compress.training.evaluate import modes_restored
 
 
 def recalibrate_batchnorm(model: nn.Module, batches: Iterable[Any]) -> int:
     """Replace the running statistics of every BatchNorm by their means over `batches`, in place.
 
     Args:
-        model: a network with BatchNorm layers of its own (not folded ones); its modes are afterwards as they were.
-        batches: images of the training split, as evaluation sees them, many of all classes in each batch: tensors, or
-            whatever else `compress.calibrate` takes.
+        model: a network with BatchNorm layers that are not folded; its modes are restored afterwards.
+        batches: images of the training split, preprocessed as for evaluation, many of all classes in each batch:
+            tensors, or whatever else `compress.calibrate` takes.
 
     Returns:
         Number of layers whose statistics were replaced; 0 = the model has none, and the batches were not read.
@@ -41,7 +41,7 @@ def recalibrate_batchnorm(model: nn.Module, batches: Iterable[Any]) -> int:
     before = [(layer, layer.momentum, copy.deepcopy(layer.state_dict())) for layer in layers]
     count = 0
     try:
-        with modes_kept(model), torch.no_grad():
+        with modes_restored(model), torch.no_grad():
             model.eval()
             for layer in layers:
                 layer.reset_running_stats()

@@ -33,7 +33,7 @@ def compress(*arguments):
 
 def test_an_onnx_file_becomes_an_engine_and_commands(tmp_path):
     path = classifier(tmp_path / "m.onnx", metadata={"compress.recipe": "0123"})
-    done = compress("build", "--onnx", path, "--engine", "tensorrt-rtx", "--sm", "89,120", "--json")
+    done = compress("build", "onnx", path, "--engine", "tensorrt-rtx", "--sm", "89,120", "--json")
     assert done.exit_code == 0, done.exception
     told = json.loads(done.stdout)
     engine = tmp_path / "m.tensorrt-rtx.sm89-120.engine"
@@ -45,7 +45,7 @@ def test_an_onnx_file_becomes_an_engine_and_commands(tmp_path):
 
 def test_sm_90_is_told_to_need_tensorrt_itself(tmp_path):
     path = classifier(tmp_path / "m.onnx")
-    done = compress("build", "--onnx", path, "--engine", "tensorrt-rtx", "--sm", "90")
+    done = compress("build", "onnx", path, "--engine", "tensorrt-rtx", "--sm", "90")
     assert isinstance(done.exception, EngineError)
     assert "SM 90 needs TensorRT itself" in str(done.exception)
     assert [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
@@ -53,14 +53,14 @@ def test_sm_90_is_told_to_need_tensorrt_itself(tmp_path):
 
 def test_commands_are_printed_without_a_build(tmp_path):
     path = classifier(tmp_path / "m.onnx")
-    done = compress("build", "--onnx", path, "--commands", "--batch", "1,2,4")
+    done = compress("build", "onnx", path, "--commands", "--batch", "1,2,4")
     assert done.exit_code == 0
     assert "--maxShapes=input:4x3x8x8" in done.stdout
     assert [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
 
 
 def test_a_run_that_was_stopped_is_gone_on_with(tmp_path, monkeypatch):
-    """`build --recipe` runs the recipe first; of a run that it had begun, it takes the rest."""
+    """`build recipe` runs the recipe first; of a run that it had begun, it takes the rest."""
     recipe, asked = parse_recipe(TREE), []
 
     def stopped(recipe, command, folder, *, resume, progress):
@@ -68,28 +68,28 @@ def test_a_run_that_was_stopped_is_gone_on_with(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("compress.cli.building.run", stopped)
+    monkeypatch.setattr("compress.cli.build.run", stopped)
     Path("tiny.yaml").write_text(recipe.to_yaml())
-    compress("build", "--recipe", "tiny.yaml")
+    compress("build", "recipe", "tiny.yaml")
     open_run(Path("runs/tiny-ptq"), recipe, "ptq", resume=False).release()
-    compress("build", "--recipe", "tiny.yaml")
-    compress("build", "--recipe", "tiny.yaml", "--set", "train.epochs=2")
+    compress("build", "recipe", "tiny.yaml")
+    compress("build", "recipe", "tiny.yaml", "--set", "train.epochs=2")
     assert asked == [("runs/tiny-ptq", False), ("runs/tiny-ptq", True), ("runs/tiny-ptq-2", False)]
 
 
 def test_each_recipe_finds_its_own_run_among_those_of_one_name(tmp_path, monkeypatch):
-    """`build --set` begins a folder beside the user's run; the user's `--resume` must not end in that one."""
+    """`build recipe --set` begins a folder beside the user's run; the user's `--resume` must not end in that one."""
     asked = []
     monkeypatch.chdir(tmp_path)
-    for place in ("compress.cli.building.run", "compress.cli.running.run"):
+    for place in ("compress.cli.build.run", "compress.cli.run.run_recipe"):
         monkeypatch.setattr(place, lambda recipe, command, folder, **_: asked.append(folder.name) or sys.exit())
     Path("tiny.yaml").write_text(parse_recipe(TREE).to_yaml())
     other = load_recipe("tiny.yaml", ["train.epochs=2"])
     open_run(Path("runs/tiny-ptq"), load_recipe("tiny.yaml"), "ptq", resume=False).release()
     open_run(Path("runs/tiny-ptq-2"), other, "ptq", resume=False).release()
-    for words in (["ptq", "--resume"], ["build"]):
-        compress(*words, "--recipe", "tiny.yaml")
-        compress(*words, "--recipe", "tiny.yaml", "--set", "train.epochs=2")
+    for words in (["ptq", "--resume", "--recipe"], ["build", "recipe"]):
+        compress(*words, "tiny.yaml")
+        compress(*words, "tiny.yaml", "--set", "train.epochs=2")
     assert asked == ["tiny-ptq", "tiny-ptq-2"] * 2
     compress("ptq", "--resume", "--recipe", "tiny.yaml", "--set", "train.epochs=3")
     assert asked[-1] == "tiny-ptq-2"  # which then says what differs

@@ -39,16 +39,17 @@ REFUSALS_OF_A_PROCESS = [
     (("qat", "--recipe", "resnet5O.yaml"), "did you mean 'resnet50'"),
     (("ptq", "--recipe", "resnet50", "--set", "data.name=folder", "--set", "data.root=/none"), "/none"),
     (("report", "nowhere"), "nowhere"),
-    (("inspect", "--onnx", "none.onnx"), "does not exist"),
+    (("inspect", "onnx", "none.onnx"), "does not exist"),
 ]
 REFUSALS = [
     (("qat", "--recipe", "resnet50", "--set", "qat.epoch=1"), "did you mean 'epochs'"),
     (("ptq", "--recipe", "resnet50", "--set", "model.weights=/none.pt"), "/none.pt"),
     (("sensitivity", "--recipe", "resnet50", "--max-drop", "1", "--costs", "h2000"), "did you mean 'h200'"),
     (("bench", "none.onnx", "--engine", "openvino"), "there is no file none.onnx"),
-    (("inspect",), "give --recipe, --model, --onnx or --engine"),
-    (("inspect", "--model", "resnet18", "--sparsity", "--device", "t4"), "has no peak for int8-2:4"),
-    (("inspect", "--recipe", "resnet50-sparse", "--sparsity", "-s", "sparsity.pattern='1:4'"), "for 2:4 only"),
+    (("inspect",), "a model, an onnx file, an engine"),
+    (("inspect", "model"), "give one of --recipe and --model"),
+    (("inspect", "model", "--model", "resnet18", "--sparsity", "--device", "t4"), "has no peak for int8-2:4"),
+    (("inspect", "model", "--recipe", "resnet50-sparse", "--sparsity", "-s", "sparsity.pattern='1:4'"), "for 2:4 only"),
 ]
 
 
@@ -70,7 +71,7 @@ def check_refused(done, text, folder):
 
 
 def test_inspect_as_json_is_one_document(compress):
-    done = compress("inspect", "--model", "resnet18", "--set", "data.image_size=64", "--json")
+    done = compress("inspect", "model", "--model", "resnet18", "--set", "data.image_size=64", "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert len([row for row in document["placement"] if row["rule"] == "weight"]) == 21
@@ -78,7 +79,7 @@ def test_inspect_as_json_is_one_document(compress):
 
 
 def test_inspect_says_what_sparsity_could_bring_before_training(compress):
-    arguments = ("inspect", "--model", "resnet18", "--sparsity", "--device", "a100", "--batch-size", "8")
+    arguments = ("inspect", "model", "--model", "resnet18", "--sparsity", "--device", "a100", "--batch-size", "8")
     document = json.loads(compress(*arguments, "--json").stdout)
     rows = {row["layer"]: row for row in document["rows"]}
     assert len(rows) == 21 and document["batch_size"] == 8
@@ -107,11 +108,11 @@ def stop(*_, **__):
 
 
 def test_ctrl_c_says_what_is_left(compress, monkeypatch, tmp_path):
-    monkeypatch.setattr("compress.cli.running.run", stop)
+    monkeypatch.setattr("compress.cli.run.run_recipe", stop)
     done = compress("qat", "--recipe", "resnet50", "--out", str(tmp_path / "run"))
     assert done.returncode == 130 and done.stdout == ""
     assert "stopped; what was finished is kept, and --resume goes on with it" in done.stderr
-    monkeypatch.setattr("compress.cli.showing.write_report", stop)
+    monkeypatch.setattr("compress.cli.report.write_report", stop)
     done = compress("report", str(tmp_path))  # has no --resume
     assert done.returncode == 130 and done.stderr.strip() == "stopped"
 
@@ -128,11 +129,13 @@ def test_ctrl_c_while_torch_is_imported_leaves_no_traceback(tmp_path):
 
     done = started("-m", "compress", "doctor")
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
-    assert "KeyboardInterrupt" in started("-c", "import compress").stderr  # a program of one's own decides for itself
+    assert (
+        "KeyboardInterrupt" in started("-c", "import compress; compress.quantize").stderr
+    )  # others decide for themselves
 
 
 def test_resume_says_what_it_finds(compress, monkeypatch, tmp_path):
-    monkeypatch.setattr("compress.cli.running.run", stop)
+    monkeypatch.setattr("compress.cli.run.run_recipe", stop)
     told = compress("qat", "--recipe", "resnet50", "--resume", "--out", str(tmp_path / "typo")).stderr
     assert "typo holds no run: a new one begins" in told
     folder = open_run(tmp_path / "run", load_recipe("resnet50"), "qat", resume=False)
@@ -151,11 +154,62 @@ def commands_in(text):
             yield name, tuple(re.split(r"\s{2,}", rest.strip())[0].split())
 
 
+def command_of(name, arguments):
+    """The command that words of a command line name, in a group where they do, with its full name and its arguments."""
+    command = get_command(app).commands[name]
+    while hasattr(command, "commands"):
+        command, name, arguments = command.commands[arguments[0]], f"{name} {arguments[0]}", arguments[1:]
+    return command, name, list(arguments)
+
+
+def all_commands(group, prefix=""):
+    for name, command in group.commands.items():
+        yield from all_commands(command, f"{name} ") if hasattr(command, "commands") else [prefix + name]
+
+
 @pytest.mark.parametrize(("name", "arguments"), sorted(set(commands_in((ROOT / "README.md").read_text("utf-8")))))
 def test_commands_of_the_readme_are_taken(name, arguments):
-    get_command(app).commands[name].make_context(name, list(arguments))  # parses, and runs nothing
+    command, name, arguments = command_of(name, arguments)
+    command.make_context(name, arguments)  # parses, and runs nothing
 
 
 def test_every_command_is_in_the_readme():
-    told = {name for name, _ in commands_in((ROOT / "README.md").read_text("utf-8"))}
-    assert told == set(get_command(app).commands)
+    readme = commands_in((ROOT / "README.md").read_text("utf-8"))
+    assert {command_of(name, arguments)[1] for name, arguments in readme} == set(all_commands(get_command(app)))
+
+
+@pytest.mark.parametrize("name", ["", "inspect", "build", "qat"])
+def test_help_is_shown_without_torch(name):
+    """The whole list and those of the groups; a command's own help imports what the command does."""
+    lines = (
+        "import sys",
+        "from compress.cli.app import app",
+        f"try: app({[*name.split(), '--help']!r})",
+        "except SystemExit as ended: assert not ended.code",
+        "print(*sys.modules)",
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "compress.cli.app" in loaded and ("torch" in loaded) == (name == "qat")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("inspect --onnx m.onnx --json", "inspect onnx m.onnx --json"),
+        ("inspect --engine=e.log --onnx m.onnx --device orin", "inspect engine e.log --onnx m.onnx --device orin"),
+        ("inspect --parity --run runs/x", "inspect parity --run runs/x"),
+        ("inspect --recipe r --sparsity --device a100", "inspect model --recipe r --sparsity --device a100"),
+        ("inspect -m resnet18 --draw layer1.0 --out b.png", "inspect model -m resnet18 --draw layer1.0 --out b.png"),
+        ("build --onnx m.onnx --sm 89", "build onnx m.onnx --sm 89"),
+        ("build -r resnet50 --variant ptq", "build recipe resnet50 --variant ptq"),
+        ("build --recipe resnet50 --explore --device rtx4090", "build explore resnet50 --device rtx4090"),
+    ],
+)
+def test_old_forms_are_refused_with_the_new_one_named(compress, old, new):
+    done = compress(*old.split())
+    assert done.returncode == 2 and f"`{old}` is now `{new}`" in done.stderr
+    command, name, arguments = command_of(new.split()[0], new.split()[1:])
+    command.make_context(name, arguments)

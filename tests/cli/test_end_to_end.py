@@ -17,9 +17,9 @@ from compress.data.preprocessing import Preprocessing
 from compress.data.spec import DataSpec
 from compress.errors import DataError, RunError
 from compress.measure.end_to_end import STAGES, EndToEnd
-from compress.pipeline.end_to_end import _evaluation_pictures
-from compress.report.plot_end_to_end import draw_end_to_end, end_to_end_png
-from compress.report.style import NARROW, WIDE, styled
+from compress.pipeline.steps.end_to_end import _evaluation_pictures
+from compress.plots.end_to_end import draw_end_to_end
+from compress.plots.style import NARROW, WIDE, styled, to_png
 
 
 @pytest.fixture(scope="module")
@@ -116,4 +116,4 @@ def test_bars_are_as_long_as_the_stages():
             axes = draw_end_to_end(results, form).axes[0]
             assert [patch.get_width() for patch in axes.patches] == [3.0, 2.0, 4.0, 0.5, 0.5, 4.5]  # a picture
             assert [patch.get_x() for patch in axes.patches] == [0.0, 3.0, 5.0, 9.0, 0.0, 0.5]
-    assert end_to_end_png(results).startswith(b"\x89PNG")
+        assert to_png(draw_end_to_end(results, WIDE)).startswith(b"\x89PNG")

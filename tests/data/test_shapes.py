@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from compress.data import BatchPlan, DataSpec, load_data
 from compress.data.shapes import noise, paint
 from compress.data.shapes_outlines import EXTENT, OUTLINES, outline_bank, polygon
-from compress.data.shapes_patterns import PATTERNS, VARIANTS, pattern_bank
+from compress.data.shapes_patterns import PATTERNS, VERSIONS, pattern_bank
 from compress.data.shapes_scene import LAYERS, OBJECT, TONES, Scenes, class_names, make_scenes, with_clutter
 from compress.errors import DataError
 
@@ -61,7 +61,7 @@ def test_outlines_fit_their_pictures_and_differ():
 
 def test_patterns_are_half_dark_and_have_contrast():
     bank = pattern_bank()
-    assert len(bank) == len(PATTERNS) * VARIANTS
+    assert len(bank) == len(PATTERNS) * VERSIONS
     assert 0 <= bank.min() <= bank.max() <= 1
     for pattern in bank:
         assert 0.25 < pattern.mean() < 0.75
@@ -132,7 +132,7 @@ def test_the_object_has_its_class_and_nothing_else_does():
     for n in range(200):
         outline, pattern, tone = names[n % num_classes].rsplit(" ", 2)
         assert OUTLINES[scenes.outlines[n, OBJECT]] == outline
-        assert PATTERNS[scenes.patterns[n, OBJECT] // VARIANTS] == pattern
+        assert PATTERNS[scenes.patterns[n, OBJECT] // VERSIONS] == pattern
         red, _, blue = scenes.colours[n, OBJECT].mean(0).tolist()
         assert TONES[int(red < blue)] == tone
     shaped = scenes.outlines < len(OUTLINES)
@@ -192,7 +192,7 @@ def test_the_camera_moves_the_drawn_scene_as_it_would_move_the_picture():
     numbers = torch.arange(6)
     mirror = torch.tensor([[-1.0, 0.0, 0.0], [0.0, 1.0, 0.0]], dtype=torch.float64).expand(6, 2, 3)
     plain, mirrored = (make_scenes(0, numbers, numbers, num_classes=20, camera=camera) for camera in (None, mirror))
-    even = torch.full_like(plain.base, 0.5)  # the light behind everything stays where it is
+    even = torch.full_like(plain.base, 0.5)  # the light of the background is the same
     pictures = [paint(Scenes(**{**vars(scenes), "base": even}), 48) for scenes in (plain, mirrored)]
     torch.testing.assert_close(pictures[1], pictures[0].flip(-1), atol=1e-4, rtol=0)
 
@@ -254,5 +254,5 @@ def test_without_clutter_the_object_stands_alone():
 def test_clutter_of_the_recipe():
     few, usual = (next(shapes(clutter=c).val.batches(BatchPlan(batch_size=8)))[0] for c in (0.0, 1.0))
     assert not torch.allclose(few, usual, atol=0.1)
-    with pytest.raises(DataError, match=r"data.clutter is 1.5.*0 .* to 1"):
+    with pytest.raises(DataError, match=r"data.clutter is 1.5: .*0 to 1"):
         shapes(clutter=1.5)

@@ -6,7 +6,7 @@ import pytest
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from compress.engines import build_engine, runtime_layers
+from compress.engines import build_engine
 from compress.errors import EngineError, EngineUnavailableError
 from tests.engines.models import classifier, images, quantized_classifier, write
 
@@ -64,7 +64,7 @@ def test_openvino_says_which_float_precision_ran(tmp_path):
     assert forced.info.label == "openvino (f32)"
     assert forced.info.float_precision == "f32"
     assert own.info.label == f"openvino ({own.info.float_precision})"
-    kinds = {layer.precision for layer in runtime_layers(own) if layer.kind == "Convolution"}
+    kinds = {layer.precision for layer in own.runtime_layers() if layer.kind == "Convolution"}
     assert kinds == {own.info.float_precision}
 
 
@@ -86,12 +86,12 @@ def test_onnxruntime_says_f32_only_of_files_that_are(tmp_path):
 
 def test_openvino_runtime_layers_show_the_int8_convolution(tmp_path):
     engine = build_engine(quantized_classifier(tmp_path / "q.onnx"), "openvino", batch_size=1)
-    convolutions = [layer for layer in runtime_layers(engine) if layer.kind == "Convolution"]
+    convolutions = [layer for layer in engine.runtime_layers() if layer.kind == "Convolution"]
     assert [layer.precision in {"i8", "u8"} for layer in convolutions] == [True]
-    assert not [layer for layer in runtime_layers(engine) if layer.kind == "Const"]
+    assert not [layer for layer in engine.runtime_layers() if layer.kind == "Const"]
     assert any(layer.original_names for layer in convolutions)
-    with pytest.raises(EngineError, match="does not tell"):
-        runtime_layers(build_engine(tmp_path / "q.onnx", "onnxruntime"))
+    with pytest.raises(EngineError, match="does not report"):
+        build_engine(tmp_path / "q.onnx", "onnxruntime").runtime_layers()
 
 
 @both

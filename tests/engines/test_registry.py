@@ -6,9 +6,14 @@ import sys
 import pytest
 import torch
 
-from compress.engines import ENGINES, build_engine, engine_availability
+from compress.engines import ENGINES, Availability, build_engine, engine_availability
+from compress.engines.registry import EngineEntry
 from compress.errors import EngineError, EngineUnavailableError
+from compress.measure import BenchSpec, check_bench_spec
+from compress.pipeline.steps.evaluate import bench
+from compress.progress import NoProgress
 from tests.engines.models import classifier
+from tests.measure.fakes import GivenEngine
 
 
 def test_every_engine_is_listed_and_says_why_not():
@@ -73,3 +78,20 @@ def test_numbers_out_of_range_are_refused(tmp_path, number):
     for name in ("batch_size", "threads"):
         with pytest.raises(EngineError, match=f"{name} is {number}"):
             build_engine(path, **{name: number})
+
+
+def test_a_row_is_all_that_a_new_engine_needs(tmp_path, monkeypatch):
+    entry = EngineEntry(
+        availability=lambda: Availability(name="mine", available=True, version="1", devices=("CPU",)),
+        load=lambda path, build: GivenEngine(lambda x: x.mean(axis=(2, 3)), shape=(build.batch_size, 3, 8, 8)),
+        options={"speed": "how fast"},
+    )
+    monkeypatch.setitem(ENGINES, "mine", entry)
+    assert "mine" in {row.name for row in engine_availability() if row.available}
+    spec = BenchSpec(engines=("mine",), batch_sizes=(2,), runs=1, warmup=0)
+    check_bench_spec(spec)
+    metrics = bench({"float": tmp_path / "m.onnx"}, spec, progress=NoProgress())
+    assert {(m.engine, m.status) for m in metrics} == {("given", "complete")}
+    assert build_engine(tmp_path / "m.onnx", "mine", batch_size=1, speed="high").inputs[0].shape == (1, 3, 8, 8)
+    with pytest.raises(EngineError, match="unknown option 'sped', did you mean 'speed'"):
+        build_engine(tmp_path / "m.onnx", "mine", sped="high")

@@ -23,10 +23,10 @@ print("alive")
 
 
 def signal_stack():
-    """What sigaltstack(2) tells of this thread: pointer, flags and size, as they lie in memory."""
-    told = ctypes.create_string_buffer(24)
-    ctypes.CDLL(None).sigaltstack(None, told)
-    return told.raw
+    """Return this thread's stack from sigaltstack(2) as bytes: pointer, flags and size."""
+    stack = ctypes.create_string_buffer(24)
+    ctypes.CDLL(None).sigaltstack(None, stack)
+    return stack.raw
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="alternate signal stacks are looked at on Linux only")

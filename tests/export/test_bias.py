@@ -8,8 +8,8 @@ from torch import nn
 
 from compress.engines import build_engine
 from compress.export.onnx import export_onnx
-from compress.quantization.calibrate import quantize
-from compress.quantization.compare import sqnr
+from compress.quantization.ptq.quantize import quantize
+from compress.quantization.sensitivity.compare import sqnr
 from compress.quantization.spec import ActivationSpec, QuantSpec
 
 X = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Channel scales behind the layer: the same numbers, by ONNX Runtime without any optimization."""
+"""Channel scales after the layer: the same numbers, by ONNX Runtime without any optimization."""
 
 import numpy as np
 import onnx
@@ -114,7 +114,7 @@ def test_export_option(tmp_path):
 
 
 def test_another_place_is_refused(tmp_path):
-    with pytest.raises(ExportError, match="'weight' and 'output'"):
+    with pytest.raises(ExportError, match="channel_scales is 'both' .*weight, output"):
         compress.export_onnx(nn.Conv2d(3, 4, 3), torch.zeros(1, 3, 8, 8), tmp_path / "x.onnx", channel_scales="both")
 
 

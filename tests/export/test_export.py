@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torchvision.models import DenseNet, MobileNetV2, ShuffleNetV2
 
+from compress.audit.onnx import audit_onnx
 from compress.data.preprocessing import Preprocessing
 from compress.errors import AuditError, ExportError, ModelError
-from compress.export.audit import audit_onnx
 from compress.export.onnx import export_onnx
 from compress.graph.inputs import flat_tensors
-from compress.quantization.calibrate import quantize
-from compress.quantization.insert import insert_quantizers
+from compress.quantization.placement.insert import insert_quantizers
+from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import TARGETS, ActivationSpec, QuantSpec, Rule, WeightSpec
 from tests.networks import TinyResNet, network
 
@@ -210,7 +210,7 @@ class Boxes:
 
 
 class Detector(nn.Module):
-    """Returns what it is told to: a dict, a dataclass or a tuple."""
+    """Returns a dict, a dataclass or a tuple, made by `form`."""
 
     def __init__(self, form):
         super().__init__()
@@ -284,3 +284,11 @@ def test_what_stops_the_exporter_is_told_in_one_line(tmp_path, capfd):
     text = str(caught.value)
     assert "\x1b" not in text and "\n" not in text and "Next steps" not in text
     assert capfd.readouterr() == ("", "")  # torch prints the graph that it had so far
+
+
+def test_the_audit_follows_what_placement_follows(tmp_path):
+    """The quantizer is before a pixel shuffle, and the convolution after it computes in INT8."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.ReLU(), nn.PixelShuffle(2), nn.Conv2d(3, 4, 1)), torch.randn(2, 12, 6, 6)
+    audit = audit_onnx(export_onnx(quantize(model, x, [x]), x, tmp_path / "m.onnx"))
+    assert "DepthToSpace" in audit.ops and [row.reason for row in audit.rows] == [""]

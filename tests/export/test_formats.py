@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from compress.audit.onnx import audit_onnx
 from compress.engines import build_engine
 from compress.errors import QuantizationError
-from compress.export.audit import audit_onnx
 from compress.export.onnx import export_onnx
-from compress.quantization.calibrate import quantize
-from compress.quantization.compare import sqnr
-from compress.quantization.numerics import QuantFormat, dequantize, fake_quantize, scale_from_amax
-from compress.quantization.numerics import quantize as to_format
+from compress.quantization.numerics import QuantFormat, dequantize, fake_quantize, quantize_tensor, scale_from_amax
+from compress.quantization.ptq.quantize import quantize
+from compress.quantization.sensitivity.compare import sqnr
 from compress.quantization.spec import ActivationSpec, QuantSpec, Rule, WeightSpec
 from tests.networks import network
 
@@ -32,7 +31,7 @@ def test_e4m3_is_torchs_cast_saturated(values, amax):
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     every = every[every.isfinite()]
     x = torch.cat([x, every * scale, (every[1:] + every[:-1]) / 2 * scale, torch.tensor([1e6, -1e6])])
-    q = to_format(x, scale, E4M3)
+    q = quantize_tensor(x, scale, E4M3)
     assert q.dtype == torch.float8_e4m3fn
     expected = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     assert torch.equal(q.float(), expected.float())

@@ -1,4 +1,4 @@
-"""Gathers by tables of indices: OpenVINO takes them behind an INT8 layer, and computes what fake quantization does."""
+"""Gathers by tables of indices: OpenVINO takes them after an INT8 layer, and computes what fake quantization does."""
 
 import onnx
 import pytest
@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from compress.engines.registry import build_engine
 from compress.export.onnx import export_onnx
-from compress.quantization.calibrate import quantize
-from compress.quantization.compare import sqnr
+from compress.quantization.ptq.quantize import quantize
+from compress.quantization.sensitivity.compare import sqnr
 from compress.quantization.spec import ActivationSpec, QuantSpec
 
 X = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))

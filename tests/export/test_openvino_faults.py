@@ -8,8 +8,8 @@ from torch import nn
 
 from compress.engines.registry import build_engine
 from compress.export.onnx import export_onnx
-from compress.quantization.calibrate import quantize
-from compress.quantization.compare import sqnr
+from compress.quantization.ptq.quantize import quantize
+from compress.quantization.sensitivity.compare import sqnr
 from compress.quantization.spec import QuantSpec
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -33,7 +33,7 @@ class Branches(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A convolution of a signed tensor that an operation stands between and the concat."""
+    """A convolution of a signed tensor, with an operation between it and the concat."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ class Averages(nn.Module):
     [
         pytest.param(lambda: Branches(split=False), "fp32", "openvino", id="concat"),
         pytest.param(lambda: Branches(split=True), "fp32", "openvino", id="concat of parts"),
-        pytest.param(Scaled, "fp32", "openvino", id="behind a concat"),
+        pytest.param(Scaled, "fp32", "openvino", id="after a concat"),
         pytest.param(Products, "fp32", "openvino", id="matrix product of a concat"),
         pytest.param(Averages, "fp32", "openvino", id="averages"),
         pytest.param(Averages, "fp16", "openvino", id="averages, fp16"),
@@ -113,7 +113,7 @@ def test_openvino_computes_what_the_file_says(model, precision, target, tmp_path
 
 
 class Both(nn.Module):
-    """What OpenVINO gets in another form, twice."""
+    """Two operations that are rewritten for OpenVINO."""
 
     def __init__(self):
         super().__init__()

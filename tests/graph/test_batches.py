@@ -6,7 +6,7 @@ from torch import nn
 
 from compress.errors import DataError
 from compress.graph.batches import batch_inputs, model_inputs
-from compress.quantization.calibrate import quantize
+from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import ActivationSpec, AdaRoundSpec, QuantSpec
 from compress.sparsity.saliency import calibration_inputs
 

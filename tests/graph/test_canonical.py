@@ -12,7 +12,8 @@ from torch import nn
 from compress.graph.canonical import canonical_graph
 from compress.graph.einsum import matrix_product
 from compress.graph.ops import node_kind
-from compress.graph.trace import leaves_of, trace
+from compress.graph.report import leaves_of
+from compress.graph.trace import trace
 from tests.networks import with_statistics
 
 G = torch.Generator().manual_seed(0)

@@ -7,7 +7,8 @@ from torch import nn
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from compress.errors import ModelError
-from compress.graph.trace import leaves_of, trace
+from compress.graph.report import leaves_of
+from compress.graph.trace import trace
 from tests.networks import TinyResNet
 
 
@@ -73,10 +74,10 @@ def test_wrong_inputs_are_named():
 def test_what_is_no_module_and_names_that_graphs_keep_are_refused():
     with pytest.raises(ModelError, match="is a function: it must be"):
         trace(lambda x: x, torch.zeros(1))
-    for name in ("graph", "code", "meta", "placement"):
+    for name in ("graph", "code", "meta", "placement", "report"):
         model = nn.Sequential()
         model.add_module(name, nn.ReLU())
-        with pytest.raises(ModelError, match=f"'{name}', a name that graphs keep"):
+        with pytest.raises(ModelError, match=f"'{name}', a name that graph modules use"):
             trace(model, torch.zeros(1))
 
 
@@ -206,5 +207,5 @@ def test_a_refusal_gives_the_reason_of_the_trace_that_got_furthest():
         y[:, 7] = 0
         return self.conv(y[:, :3])
 
-    with pytest.raises(ModelError, match=r"reads by another name what \+= changed"):
+    with pytest.raises(ModelError, match=r"reads a tensor by another name after \+= changed it"):
         trace(net_of(changes_a_view), torch.randn(2, 3, 5, 7))

@@ -33,18 +33,18 @@ class GivenEngine(Engine):
 
 
 class Listener:
-    """Progress that keeps what it heard."""
+    """Progress that counts its calls."""
 
     def __init__(self) -> None:
         self.total: int | None = None
-        self.heard = 0
+        self.advanced = 0
         self.finished = False
 
     def start(self, task, total, *, done=0):
         self.total = total
 
     def advance(self, task, amount=1, **fields):
-        self.heard += amount
+        self.advanced += amount
 
     def finish(self, task):
         self.finished = True

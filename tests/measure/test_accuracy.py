@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from sklearn.metrics import top_k_accuracy_score
 
-from compress.data.preprocessing import METADATA_KEY, Preprocessing
+from compress.data.preprocessing import Preprocessing
 from compress.engines import build_engine
 from compress.errors import DataError, EngineError
+from compress.export.names import PREPROCESSING_KEY
 from compress.export.onnx import export_onnx
 from compress.measure import measure_accuracy
 from compress.measure.accuracy import target_ranks
@@ -60,11 +61,11 @@ def test_a_fixed_batch_is_padded_and_cut(size):
 
 def test_tensors_a_limit_and_progress():
     logits, targets = torch.eye(5).repeat(4, 1), torch.arange(5).repeat(4)
-    engine, heard = GivenEngine(lambda x: x, shape=(-1, 5)), Listener()
-    seen = measure_accuracy(engine, batches(logits, targets, 6), limit=8, keep_logits=True, progress=heard)
+    engine, listener = GivenEngine(lambda x: x, shape=(-1, 5)), Listener()
+    seen = measure_accuracy(engine, batches(logits, targets, 6), limit=8, keep_logits=True, progress=listener)
     assert (seen.top1, seen.images, seen.logits.shape, seen.logits.dtype) == (1.0, 8, (8, 5), np.float32)
     assert [len(array) for _, array in engine.calls] == [6, 2]
-    assert (heard.total, heard.heard, heard.finished) == (4, 2, True)
+    assert (listener.total, listener.advanced, listener.finished) == (4, 2, True)
     unsized = measure_accuracy(engine, iter(batches(logits, targets, 6)))
     assert (unsized.images, unsized.logits) == (20, None)
 
@@ -80,7 +81,7 @@ PREPARED = Preprocessing(image_size=8)
 
 
 def test_other_preprocessing_is_refused(tmp_path):
-    path = classifier(tmp_path / "m.onnx", metadata={METADATA_KEY: PREPARED.to_json()})
+    path = classifier(tmp_path / "m.onnx", metadata={PREPROCESSING_KEY: PREPARED.to_json()})
     data = [(images(3), np.zeros(3, np.int64))]
     with build_engine(path, "onnxruntime") as engine:
         assert measure_accuracy(engine, data, preprocessing=PREPARED).notes == ()
@@ -95,7 +96,7 @@ def test_missing_preprocessing_is_noted_and_broken_refused():
     ones = lambda x: np.ones((len(x), 6), np.float32)  # noqa: E731
     assert "could not be checked" in measure_accuracy(GivenEngine(ones), data, preprocessing=PREPARED).notes[0]
     with pytest.raises(DataError, match="not readable"):
-        measure_accuracy(GivenEngine(ones, metadata={METADATA_KEY: "[1"}), data, preprocessing=PREPARED)
+        measure_accuracy(GivenEngine(ones, metadata={PREPROCESSING_KEY: "[1"}), data, preprocessing=PREPARED)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

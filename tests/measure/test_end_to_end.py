@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from PIL import Image
 
-from compress.data.preprocessing import METADATA_KEY, Preprocessing
+from compress.data.preprocessing import Preprocessing
 from compress.errors import DataError, EngineError
+from compress.export.names import PREPROCESSING_KEY
 from compress.measure.end_to_end import STAGES, classes, decode, measure_end_to_end, preprocess, resize_tensor
 from compress.measure.latency import RUNS_PER_TURN
 from tests.measure.fakes import GivenEngine
 
 PREPROCESSING = Preprocessing(image_size=8, crop_ratio=0.8)
-TOLD = {METADATA_KEY: PREPROCESSING.to_json()}
+TOLD = {PREPROCESSING_KEY: PREPROCESSING.to_json()}
 
 
 def pixels(height=20, width=14):

@@ -12,7 +12,7 @@ from compress import build_engine
 from compress.errors import EngineError
 from compress.measure.first_difference import first_difference, probe_file
 from compress.measure.parity import sqnr_db
-from compress.pipeline.measure import where_it_differs
+from compress.pipeline.steps.evaluate import where_it_differs
 from tests.networks import TinyResNet
 
 
@@ -100,7 +100,7 @@ class Sines(nn.Module):
 
 
 def test_a_layer_at_fault_is_told_from_rounding_that_adds_up(tmp_path):
-    """OpenVINO 2026.4 gives signed tensors behind a concat 9 levels (targets.py): here in a file for another target."""
+    """OpenVINO 2026.4 gives signed tensors after a concat 9 levels (targets.py): here in a file for another target."""
     torch.manual_seed(0)
     x = torch.randn(4, 3, 16, 16)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), Sines(), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 8, 1)).eval()

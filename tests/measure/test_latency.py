@@ -102,12 +102,12 @@ def test_real_engines_side_by_side(tmp_path):
     path = classifier(tmp_path / "m.onnx")
     head = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 5))
     engines = [build_engine(path, "openvino", batch_size=2, precision="f32"), build_engine(path, "onnxruntime")]
-    heard = Listener()
-    results = measure_latency([*engines, TorchEngine(head, (3, 8, 8))], batch_size=2, warmup=1, runs=7, progress=heard)
+    bar = Listener()
+    results = measure_latency([*engines, TorchEngine(head, (3, 8, 8))], batch_size=2, warmup=1, runs=7, progress=bar)
     assert [result.label for result in results] == ["openvino (f32)", "onnxruntime", "torch (cpu)"]
     assert [result.float_precision for result in results] == ["f32"] * 3
     assert all(0 < result.p50_ms <= result.p90_ms <= result.p99_ms for result in results)
-    assert (heard.total, heard.heard, heard.finished) == (2, 2, True)
+    assert (bar.total, bar.advanced, bar.finished) == (2, 2, True)
 
 
 def test_refusals(tmp_path):

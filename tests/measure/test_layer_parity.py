@@ -11,7 +11,7 @@ from onnx import numpy_helper
 from compress.errors import EngineError
 from compress.export.onnx import export_onnx
 from compress.measure.layer_parity import layer_parity
-from compress.quantization.calibrate import quantize
+from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import ActivationSpec, QuantSpec
 from tests.networks import network
 
@@ -55,7 +55,7 @@ def test_a_wrong_weight_is_found_where_it_stands(exported, tmp_path, engine):
     found = layer_parity(qmodel, bad, X, engine=engine, precision="f32")
     assert "block2.conv1" in found.first.operations, found.verdict
     assert "block2.conv2" not in found.first.operations
-    assert [point for point in found.points if point.diverges] == [found.first]  # none behind it inherits it
+    assert [point for point in found.points if point.diverges] == [found.first]  # none after it inherits it
     assert "block2.conv1" in found.verdict and found.first.more_steps > found.tolerance
 
 

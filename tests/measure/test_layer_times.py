@@ -8,8 +8,8 @@ import torch
 from compress.engines import build_engine
 from compress.errors import EngineError
 from compress.export.onnx import export_onnx
-from compress.measure.layer_times import measure_layer_times
-from compress.quantization.calibrate import quantize
+from compress.measure.layer_times import measure_engine_layers
+from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import QuantSpec
 from tests.networks import network
 
@@ -28,7 +28,7 @@ def files(tmp_path_factory):
 
 
 def test_every_layer_takes_time_in_both_forms(files):
-    times = measure_layer_times(files, LAYERS, batch_size=8, precision="f32", runs=5, warmup=1)
+    times = measure_engine_layers(files, LAYERS, batch_size=8, precision="f32", runs=5, warmup=1)
     for row in times.values():
         assert list(row.ms) == LAYERS
         assert all(ms > 0 for ms in row.ms.values()), row
@@ -50,4 +50,4 @@ def test_engines_that_do_not_tell_are_refused(files):
     with build_engine(files["float"], "onnxruntime") as engine, pytest.raises(EngineError, match="openvino"):
         engine.layer_times_ms()
     with pytest.raises(EngineError, match="runs"):
-        measure_layer_times(files, LAYERS, runs=0)
+        measure_engine_layers(files, LAYERS, runs=0)

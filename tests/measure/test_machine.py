@@ -24,7 +24,7 @@ def test_it_is_this_machine():
     assert len(machine.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
-@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="only Linux tells its instruction sets in a file")
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="only Linux lists its instruction sets in a file")
 def test_instruction_sets_are_torchs():
     isa = describe_machine().isa
     capability = torch.backends.cpu.get_cpu_capability()

@@ -1,4 +1,4 @@
-"""What a recipe's bench section may hold."""
+"""Values that the bench section of a recipe may hold."""
 
 import pytest
 

@@ -7,10 +7,10 @@ import pytest
 from compress.data.load import load_data
 from compress.errors import AuditError, RecipeError
 from compress.pipeline import run
-from compress.pipeline.audit import check_required
-from compress.pipeline.explore import FORMS, Form, FormResult, best, module_path, with_overrides
 from compress.pipeline.folder import read_state
 from compress.pipeline.run import Run
+from compress.pipeline.steps.audit import check_required
+from compress.pipeline.studies.explore import FORMS, Form, FormResult, best, with_overrides
 from compress.recipe import parse_recipe
 
 TREE = {
@@ -81,7 +81,6 @@ def test_forms_are_overrides_that_the_recipe_takes():
     assert len({(r.digest(), f.where_it_pays) for r, f in zip(found.values(), FORMS, strict=True)}) == len(FORMS)
     with pytest.raises(RecipeError):
         with_overrides(base, ("export.presicion=fp16",))
-    assert module_path("/layer1/0/conv1/Conv") == "layer1.0.conv1"
 
 
 def test_the_best_form():
@@ -110,8 +109,8 @@ def test_exploring_a_small_network(tmp_path):
     import torch
     from torch import nn
 
-    from compress.engines.tensorrt_options import TensorRTOptions
-    from compress.pipeline.explore import Explorer
+    from compress.engines.tensorrt.options import TensorRTOptions
+    from compress.pipeline.studies.explore import Explorer
 
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -9,8 +9,9 @@ import torch
 from compress.data.load import load_data
 from compress.errors import RecipeError
 from compress.pipeline.folder import open_run
-from compress.pipeline.models import build_float, ptq_step
 from compress.pipeline.run import Run
+from compress.pipeline.steps.float import build_float
+from compress.pipeline.steps.ptq import ptq_step
 from compress.recipe import load_recipe, parse_recipe
 
 TREE = {
@@ -31,7 +32,7 @@ def test_a_run_keeps_what_it_improved(tmp_path):
     recipe = parse_recipe(TREE)
     folder = open_run(tmp_path / "run", recipe, "ptq", resume=False)
     this = Run(recipe=recipe, folder=folder, data=load_data(recipe.data))
-    model = build_float(recipe, this.data).model.eval()
+    model = build_float(recipe).model.eval()
     made = ptq_step(this, model)
     assert [note.split(" ")[1] for note in this.all_notes()] == ["equalized", "AdaRound", "corrected"]
     assert not (tmp_path / "run" / "ptq.adaround").exists()
@@ -47,7 +48,7 @@ def test_a_run_keeps_what_it_improved(tmp_path):
     ("override", "words"),
     [
         ("quantization.bias_correction=guess", "bias_correction"),
-        ("quantization.smooth=2", "smooth is 2.0"),
+        ("quantization.smooth=2", "smooth is 2: it must be 0 to 1"),
         ("quantization.adaround={steps: 0}", "adaround.steps is 0"),
         ("quantization.adaround={step: 5}", "step"),
         ("quantization.batchnorm=keep", "set batchnorm: fold"),

@@ -1,4 +1,4 @@
-"""`inspect --parity` on a recipe: one JSON document with every quantizer of the network, on both engines."""
+"""`inspect parity` on a recipe: one JSON document with every quantizer of the network, on both engines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 from compress.cli.app import app
 from compress.errors import RecipeError, RunError
-from compress.pipeline.parity import parity_of_recipe, parity_of_run
-from compress.quantization.insert import insert_quantizers, placement_of
+from compress.pipeline.studies.parity import parity_of_recipe, parity_of_run
+from compress.quantization.placement.insert import insert_quantizers
+from compress.quantization.report import placement_of
 from compress.recipe import parse_recipe
 from tests.networks import tiny
 
@@ -26,7 +27,7 @@ def test_both_engines_at_every_quantizer(tmp_path, capsys):
     path = tmp_path / "tiny.yaml"
     path.write_text(RECIPE.to_yaml())
     with pytest.raises(SystemExit) as done:
-        app(["inspect", "--parity", "--recipe", str(path), "--json"])
+        app(["inspect", "parity", "--recipe", str(path), "--json"])
     assert not done.value.code
     document = json.loads(capsys.readouterr().out)
     qmodel = insert_quantizers(tiny(), torch.zeros(2, 3, 16, 16), RECIPE.quantization)
@@ -41,6 +42,6 @@ def test_refusals(tmp_path):
         parity_of_recipe(parse_recipe({**TREE, "quantization": None, "qat": None}))
     with pytest.raises(RunError, match="no quantized network"):
         parity_of_run(tmp_path)
-    for arguments, words in ((["--parity"], "--recipe, or --run"), (["--run", "x", "--recipe", "y"], "--parity")):
-        with pytest.raises(RecipeError, match=words):
-            app(["inspect", *arguments])
+    for arguments in ([], ["--run", "x", "--recipe", "y"]):
+        with pytest.raises(RecipeError, match="give --recipe, or --run"):
+            app(["inspect", "parity", *arguments])

@@ -12,9 +12,9 @@ from onnx import numpy_helper
 from safetensors.torch import load_file
 
 from compress import build_model, evaluate, load_data
+from compress.audit.onnx import audit_sparsity
 from compress.data.memory import MemorySplit
 from compress.errors import AuditError, RecipeError
-from compress.export.audit import audit_sparsity
 from compress.pipeline import run
 from compress.pipeline.again import export_again
 from compress.recipe import parse_recipe

@@ -10,10 +10,11 @@ import pytest
 
 from compress.cli.app import app
 from compress.errors import QuantizationError, RecipeError
-from compress.pipeline.mixed import Point, mixed_front, pick, sheet_costs, write_recipe
-from compress.pipeline.sensitivity import sensitivity_run
-from compress.quantization.insert import insert_quantizers, placement_of
-from compress.quantization.mixed import mixed_spec
+from compress.pipeline.studies.mixed import Point, mixed_front, pick, sheet_costs, write_recipe
+from compress.pipeline.studies.sensitivity import sensitivity_run
+from compress.quantization.placement.insert import insert_quantizers
+from compress.quantization.report import placement_of
+from compress.quantization.sensitivity.mixed import mixed_spec
 from compress.recipe import load_recipe, parse_recipe
 
 TREE = {

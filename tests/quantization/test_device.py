@@ -9,8 +9,9 @@ import compress
 from compress.graph.attention import open_attention
 from compress.graph.canonical import canonical_graph
 from compress.graph.trace import trace
-from compress.quantization.insert import apply_placement
-from compress.quantization.placement import place
+from compress.quantization.placement.insert import apply_placement
+from compress.quantization.placement.place import place
+from compress.quantization.placement.read_fx import read_fx
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -23,7 +24,7 @@ def network():
 def test_quantizers_are_inserted_on_the_device_of_the_model():
     """`meta` stands for any device that is not the CPU; nothing can be computed there, so placement is done before."""
     graph = canonical_graph(network(), torch.zeros(1, 3, 8, 8))
-    placement = place(graph, compress.QuantSpec())
+    placement = place(read_fx(graph), compress.QuantSpec())
     apply_placement(graph.to("meta"), placement)
     assert len(list(graph.buffers())) == len(placement.weights) + len(placement.activations)
     assert {buffer.device.type for buffer in graph.buffers()} == {"meta"}

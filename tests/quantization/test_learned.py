@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import compress
 from compress.errors import QuantizationError
 from compress.export.prepare import prepare
-from compress.quantization.insert import insert_quantizers, quantizers
 from compress.quantization.learned import (
     LearnedQuantizer,
     freeze_scales,
@@ -22,7 +21,8 @@ from compress.quantization.learned import (
     learned_fake_quantize,
 )
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
-from compress.quantization.quantizer import Quantizer
+from compress.quantization.placement.insert import insert_quantizers
+from compress.quantization.quantizer import Quantizer, quantizers
 from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
 from tests.networks import network
 

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from compress.errors import QuantizationError
-from compress.quantization.numerics import QuantFormat, dequantize, fake_quantize, quantize, scale_from_amax
+from compress.quantization.numerics import QuantFormat, dequantize, fake_quantize, quantize_tensor, scale_from_amax
 
 INT8, UINT8, OFFSET = QuantFormat(), QuantFormat(signed=False), QuantFormat(offset=True)
 WEIGHT = QuantFormat(axis=0, narrow=True)
@@ -54,7 +54,7 @@ def test_same_integers_as_onnx(runner, values, amax, form):
         q, y = ReferenceEvaluator(model).run(None, {"x": x.numpy()})
     else:
         q, y = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x.numpy()})
-    mine = quantize(x, scale, quant_format)
+    mine = quantize_tensor(x, scale, quant_format)
     np.testing.assert_array_equal(mine.numpy(), q)
     np.testing.assert_array_equal(dequantize(mine, scale, quant_format).numpy(), y)
     np.testing.assert_array_equal(fake_quantize(x, scale, quant_format).numpy(), y)
@@ -63,7 +63,7 @@ def test_same_integers_as_onnx(runner, values, amax, form):
 def test_per_channel_integers_as_onnx():
     x, scale = torch.randn(5, 3, 2, 2), torch.rand(5) * 0.1 + 1e-3
     q, y = ReferenceEvaluator(onnx_round_trip(x, scale, QuantFormat(axis=0))).run(None, {"x": x.numpy()})
-    np.testing.assert_array_equal(quantize(x, scale, QuantFormat(axis=0)).numpy(), q)
+    np.testing.assert_array_equal(quantize_tensor(x, scale, QuantFormat(axis=0)).numpy(), q)
     np.testing.assert_array_equal(fake_quantize(x, scale, QuantFormat(axis=0)).numpy(), y)
 
 

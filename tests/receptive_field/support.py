@@ -1,4 +1,4 @@
-"""The oracle: where the gradient of one unit with respect to the image is not exactly zero."""
+"""The oracle: pixels at which the gradient of a unit with respect to the image is not exactly zero."""
 
 import contextlib
 from unittest import mock
@@ -12,7 +12,7 @@ SMOOTH = (nn.ReLU, nn.ReLU6, nn.Hardswish, nn.Hardsigmoid, nn.SiLU, nn.GELU, nn.
 
 
 def torchvision_model(name, *, head=False):
-    """An untrained torchvision classifier, quickly: nothing is initialized, and large heads are left out."""
+    """Return an untrained torchvision classifier, quickly: without initialization and without large heads."""
     options = {"init_weights": False} if name in {"inception_v3", "googlenet"} else {}
     if name.startswith("regnet"):  # computes its widths with tensors
         return torchvision.models.get_model(name, weights=None)
@@ -30,8 +30,11 @@ def torchvision_model(name, *, head=False):
 
 
 def without_chance(model, *, seed=0):
-    """The model in float64, such that no gradient can vanish by chance: all weights positive, every activation and
-    norm the identity, batch norms at their start. Which unit reads which is as it was."""
+    """Return the model in float64 such that no gradient can vanish by chance.
+
+    All weights are positive, every activation and norm is the identity, and batch norms are at their start. The
+    dependencies between units do not change.
+    """
     generator = torch.Generator().manual_seed(seed)
     model = model.double().eval()
     for module in model.modules():
@@ -48,7 +51,7 @@ def without_chance(model, *, seed=0):
 
 @contextlib.contextmanager
 def average_pools():
-    """Max pools read their whole window only over many images; an average over the same window does so at once."""
+    """Replace max pools, which depend on their whole window only over many images, by averages over the window."""
 
     def pool(x, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False):
         assert dilation == 1
@@ -59,23 +62,23 @@ def average_pools():
 
 
 def supports(model, image, path, units):
-    """For each unit (row, column) of a module's output: ((first row, last), (first column, last)) of its gradient."""
-    kept = {}
+    """Return ((first row, last), (first column, last)) of the gradient of each unit (row, column) of a module."""
+    seen = {}
 
     def keep(module, inputs, output):
-        kept["out"] = output
-        raise StopIteration  # what follows costs time and is not asked for
+        seen["out"] = output
+        raise StopIteration  # the rest of the network is not needed
 
     handle = model.get_submodule(path).register_forward_hook(keep)
     image = image.clone().requires_grad_()
     with average_pools(), contextlib.suppress(StopIteration):
         model(image)
     handle.remove()
-    return [support(kept["out"], image, (slice(None), slice(None), *unit)) for unit in units]
+    return [support(seen["out"], image, (slice(None), slice(None), *unit)) for unit in units]
 
 
 def support(output, image, index):
-    """First and last pixel of each axis at which the gradient of output[index] is not zero; None without any."""
+    """Return the first and last pixel of each axis at which the gradient of output[index] is not zero, or None."""
     if not output[index].requires_grad:
         return (None,) * (image.ndim - 2)
     (gradient,) = torch.autograd.grad(output[index].sum(), image, retain_graph=True, allow_unused=True)

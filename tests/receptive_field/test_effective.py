@@ -2,6 +2,7 @@
 
 import copy
 import math
+import statistics
 
 import pytest
 import torch
@@ -53,9 +54,7 @@ def test_size_grows_with_the_root_of_the_depth():
     for layers in depths:
         field = effective_receptive_field(uniform_network(layers, 3, relu=True), torch.rand(1, 1, 91, 91))
         sizes.append(field.metrics.size)
-    logs = torch.tensor([[math.log(d), math.log(s)] for d, s in zip(depths, sizes, strict=True)], dtype=torch.float64)
-    centred = logs - logs.mean(0)
-    slope = float((centred[:, 0] * centred[:, 1]).sum() / (centred[:, 0] ** 2).sum())
+    slope = statistics.linear_regression([math.log(d) for d in depths], [math.log(s) for s in sizes]).slope
     assert slope == pytest.approx(0.5, abs=0.03)
 
 
@@ -86,16 +85,16 @@ def small():
     return Small().double().eval()
 
 
-def by_hand(model, images, path, unit):
+def plain_autograd(model, images, path, unit):
     """Mean magnitude of the gradient of the sum of a unit's channels, one image at a time."""
     total = torch.zeros(images.shape[2:], dtype=torch.float64)
     for image in images:
         x = image[None].clone().requires_grad_()
-        kept = {}
-        handle = model.get_submodule(path).register_forward_hook(lambda m, i, o: kept.update(out=o.clone()))  # noqa: B023
+        seen = {}
+        handle = model.get_submodule(path).register_forward_hook(lambda m, i, o: seen.update(out=o.clone()))  # noqa: B023
         model(x)
         handle.remove()
-        (gradient,) = torch.autograd.grad(kept["out"][0, :, unit[0], unit[1]].sum(), x)
+        (gradient,) = torch.autograd.grad(seen["out"][0, :, unit[0], unit[1]].sum(), x)
         total += gradient.abs().sum((0, 1))
     return total / len(images)
 
@@ -106,19 +105,19 @@ def test_graph_and_batches_equal_plain_autograd(small, path, batch_size):
     images = torch.rand(5, 3, 12, 14, dtype=torch.float64)
     options = ErfOptions(upstream="ones", batch_size=batch_size)
     field = effective_receptive_field(small, images, layer=path, options=options)
-    torch.testing.assert_close(field.heat, by_hand(small, images, path, field.unit))
+    torch.testing.assert_close(field.heat, plain_autograd(small, images, path, field.unit))
     assert field.method == "graph"
     assert field.images == 5
 
 
 def test_several_layers_at_once_equal_one_at_a_time(small):
-    """Operations that overwrite their input must not change what an earlier layer returned."""
+    """Operations that overwrite their input must not change the result of an earlier layer."""
     images = torch.rand(3, 3, 12, 12, dtype=torch.float64)
     names = ["a", "b", "norm", "act", "block.0", "block"]
     together = effective_receptive_fields(small, images, layers=names, options=ONES)
     for name, field in zip(names, together, strict=True):
         torch.testing.assert_close(field.heat, effective_receptive_field(small, images, layer=name, options=ONES).heat)
-        torch.testing.assert_close(field.heat, by_hand(small, images, name, field.unit))
+        torch.testing.assert_close(field.heat, plain_autograd(small, images, name, field.unit))
 
 
 def test_batches_and_pairs_and_generators_give_the_same(small):
@@ -151,8 +150,8 @@ def test_random_upstream_is_repeatable_and_measures_the_norm(small):
     image = torch.rand(1, 3, 8, 8, dtype=torch.float64)
     options = ErfOptions(batch_size=50)
     field = effective_receptive_field(small, image.expand(3000, -1, -1, -1), layer="a", options=options)
-    again = effective_receptive_field(small, image.expand(3000, -1, -1, -1), layer="a", options=options)
-    assert torch.equal(field.heat, again.heat)
+    second = effective_receptive_field(small, image.expand(3000, -1, -1, -1), layer="a", options=options)
+    assert torch.equal(field.heat, second.heat)
     jacobian = small.a.weight.detach()  # a convolution's gradient is its kernel
     expected = jacobian.square().sum(0).sqrt().sum(0) * math.sqrt(2 / math.pi)
     torch.testing.assert_close(field.heat[3:6, 3:6], expected, rtol=0.06, atol=0)
@@ -188,7 +187,7 @@ def test_transformers_and_convnext_without_editing(model, layer, grid):
 
 
 def test_tokens_are_found_behind_the_class_token():
-    """The gradient of a patch embedding's token is its own patch."""
+    """The gradient of a token of a patch embedding covers its own patch."""
     torch.manual_seed(0)
     model = torchvision.models.VisionTransformer(32, 8, 1, 2, 16, 16, num_classes=3).eval()
     field = effective_receptive_field(
@@ -200,7 +199,7 @@ def test_tokens_are_found_behind_the_class_token():
 
 
 class Loops(nn.Module):
-    """torch.fx cannot trace its forward; returns a dict."""
+    """A model that torch.fx cannot trace, and that returns a dict."""
 
     def __init__(self):
         super().__init__()
@@ -222,7 +221,7 @@ def test_a_model_that_cannot_be_traced_is_reached_with_hooks_that_are_removed():
     field = effective_receptive_field(model, images, layer="steps.1", options=ONES)
     assert field.method.startswith("hooks (")
     assert field.theoretical is None
-    torch.testing.assert_close(field.heat, by_hand(model, images, "steps.1", (4, 4)))
+    torch.testing.assert_close(field.heat, plain_autograd(model, images, "steps.1", (4, 4)))
     assert effective_receptive_field(model, images).layer == "act"
     assert all(not module._forward_hooks for module in model.modules())
     with pytest.raises(ReceptiveFieldError, match=r"did you mean 'steps\.1'"):
@@ -296,7 +295,7 @@ def test_a_model_that_breaks_its_own_gradient_is_said():
 
         def forward(self, x):
             y = self.a(x).exp()
-            y.mul_(2.0)  # exp needs its result for the gradient
+            y.mul_(2.0)  # the gradient of exp needs its result
             return y * 1.0
 
     with pytest.raises(ReceptiveFieldError, match="inplace operation"):
@@ -318,7 +317,7 @@ class Detached(nn.Module):
         ("b", torch.rand(1, 3, 8, 8), "no gradient leads"),
         ("bb", torch.rand(1, 3, 8, 8), "no layer 'bb'"),
         ("a", torch.full((1, 3, 8, 8), float("nan")), "not finite|computes something else"),
-        ("sum_1", torch.rand(1, 3, 8, 8), "no place"),
+        ("sum_1", torch.rand(1, 3, 8, 8), "no position"),
         ("a", torch.rand(3, 8, 8), r"\(N, C, height, width\)"),
         ("a", torch.rand(0, 3, 8, 8), "no images"),
     ],
@@ -371,7 +370,7 @@ def test_drift_is_zero_for_the_same_network_and_grows_with_the_change():
         drifts.append(erf_drift(model, narrow, images))
     assert 0 < drifts[0].total_variation < drifts[1].total_variation <= 1
     assert drifts[1].radius_change_px < drifts[0].radius_change_px < 0
-    assert drifts[1].moved_px == pytest.approx(-drifts[1].radius_change_px)  # all of it inwards
+    assert drifts[1].moved_px == pytest.approx(-drifts[1].radius_change_px)  # all influence moved inwards
     assert drifts[1].size_ratio < drifts[0].size_ratio < 1
 
 

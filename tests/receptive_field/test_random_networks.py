@@ -31,7 +31,7 @@ class Pad(nn.Module):
 
 
 class Branches(nn.Module):
-    """Two branches side by side, added or concatenated; the second is cropped or kept as long as the first."""
+    """Two branches side by side, added or concatenated; the second is cropped or as long as the first."""
 
     def __init__(self, kernel, dilation, concat):
         super().__init__()
@@ -133,7 +133,7 @@ def positive(model):
 def runs(model, image):
     try:
         return model(image).shape[-1] > 0
-    except (RuntimeError, ValueError):  # a kernel larger than the map, a pad larger than it wraps
+    except (RuntimeError, ValueError):  # a kernel or a circular padding larger than the map
         return False
 
 
@@ -162,7 +162,7 @@ def test_every_unit_sees_what_its_gradient_reaches(stack, length):
 @settings(max_examples=50, deadline=None)
 @given(st.lists(layers, min_size=1, max_size=4))
 def test_size_without_borders_is_that_of_a_long_image(stack):
-    """Where a window exists, a unit in the middle of a long image sees just that window."""
+    """If a window exists, a unit in the middle of a long image depends on exactly that window."""
     model = positive(nn.Sequential(*stack))
     image = torch.rand(1, CHANNELS, 400, dtype=torch.float64, requires_grad=True)
     if not runs(model, image):
@@ -172,7 +172,7 @@ def test_size_without_borders_is_that_of_a_long_image(stack):
         return
     output = model(image)
     length = output.shape[-1]
-    if length < 80:  # too near to the borders, or made small by a resize
+    if length < 80:  # too near to the borders, or reduced by a resize
         return
     found = [support(output, image, (slice(None), slice(None), u))[0] for u in range(length // 2, length // 2 + 24)]
     sizes = [b - a + 1 for a, b in (pair for pair in found if pair)]

@@ -1,4 +1,4 @@
-"""What the table says beyond sizes: global, unknown, misaligned, lost, and bad input."""
+"""Rows of the table beyond sizes: global, unknown, misaligned and lost fields, and bad input."""
 
 import json
 
@@ -17,8 +17,8 @@ def table(model, *shape):
     return receptive_field(model, torch.rand(shape or (1, 3, 32, 32)))
 
 
-class Gate(nn.Module):
-    """Squeeze and excite."""
+class SqueezeExcite(nn.Module):
+    """Squeeze-and-excite."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class Gate(nn.Module):
 
 
 def test_squeeze_and_excite_is_global_and_keeps_its_local_size():
-    row = table(Gate()).rows[-1]
+    row = table(SqueezeExcite()).rows[-1]
     assert row.status == "global"
     assert "pool" in row.reason
     assert row.size == (32, 32)
@@ -92,13 +92,13 @@ def test_shifted_windows_equal_the_support_of_the_gradient():
     model = torchvision.models.SwinTransformer([2, 2], 8, [4, 4], [2, 2], [4, 4], num_classes=3).eval()
     image = torch.rand(1, 3, 40, 32)  # 10 x 8 units: padded to whole windows in one axis
     row = receptive_field(model, image).row("features.1")
-    kept = {}
-    model.features[1].register_forward_hook(lambda m, i, o: kept.update(out=o))
+    seen = {}
+    model.features[1].register_forward_hook(lambda m, i, o: seen.update(out=o))
     image.requires_grad_()
     model(image)
     for unit in [(0, 0), (3, 3), (4, 5), (5, 2), (9, 7)]:
-        weights = torch.randn(kept["out"].shape[-1])
-        value = (kept["out"][0, unit[0], unit[1]] * weights).sum()
+        weights = torch.randn(seen["out"].shape[-1])
+        value = (seen["out"][0, unit[0], unit[1]] * weights).sum()
         (gradient,) = torch.autograd.grad(value, image, retain_graph=True)
         reached = gradient.abs().amax((0, 1)) > 1e-18
         rows, columns = reached.any(1).nonzero().flatten(), reached.any(0).nonzero().flatten()
@@ -128,6 +128,19 @@ def test_an_unknown_operation_is_unknown_from_there_on_by_name():
 class Sorting(nn.Module):
     def forward(self, x):
         return torch.sort(x, -1)[0] + 1
+
+
+class Spelled(nn.Module):
+    """Two swaps of the axes of an image, the second by attribute, and a maximum between."""
+
+    def forward(self, x):
+        y = x.transpose(2, 3)
+        return torch.maximum(y, torch.nn.functional.max_pool2d(y, 3, 1, 1)).mT.flip(3)
+
+
+def test_spellings_and_functions_that_other_analyses_know():
+    row = table(nn.Sequential(nn.Conv2d(3, 3, 3), Spelled())).rows[-1]
+    assert row.interval((0, 0, 4, 4)) == ((3, 7), (24, 28))
 
 
 def test_an_unknown_function_that_returns_a_tuple():
@@ -235,9 +248,9 @@ def test_dict_and_tuple_outputs_and_graph_modules():
 
     image = torch.rand(1, 3, 16, 16)
     found = receptive_field(Many(), image)
-    again = receptive_field(trace(Many(), image), image)
+    traced = receptive_field(trace(Many(), image), image)
     assert found.row("a").size == (7, 7)  # its last call
-    assert [row.size for row in found] == [row.size for row in again]
+    assert [row.size for row in found] == [row.size for row in traced]
 
 
 def test_a_misspelt_layer_names_near_misses():
@@ -271,7 +284,7 @@ def test_the_model_is_left_as_it_was():
 
 
 def test_records_are_json():
-    records = json.loads(json.dumps(table(Gate()).records()))
+    records = json.loads(json.dumps(table(SqueezeExcite()).records()))
     assert records[-1]["local_size"] == [3, 3]
     assert records[-1]["status"] == "global"
 

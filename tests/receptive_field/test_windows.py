@@ -1,4 +1,4 @@
-"""The algebra of windows against enumeration: reads as sets of positions, composed by hand."""
+"""The algebra of windows against enumeration of sets of positions."""
 
 from fractions import Fraction
 

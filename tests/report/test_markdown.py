@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from compress.report import SUMMARY_COLUMNS, read_run, summary_table
+from compress.records import SUMMARY_COLUMNS, read_run, summary_table
 from compress.report.blocks import Code, Document, Section, Tiles, table
 from compress.report.markdown import escape, to_markdown
-from compress.report.style import plain
+from compress.text import plain
 from tests.report.conftest import HOSTILE
 from tests.report.page import Page
 

@@ -1,11 +1,11 @@
-"""Small networks whose costs can be counted by hand."""
+"""Small networks with costs that are easy to count."""
 
 import torch
 from torch import nn
 
 
 class Residual(nn.Module):
-    """conv-bn-relu, conv-bn, and a residual addition with a ReLU behind it, on 4 channels."""
+    """conv-bn-relu, conv-bn, and a residual addition with a ReLU after it, on 4 channels."""
 
     def __init__(self, channels=4):
         super().__init__()
@@ -20,8 +20,8 @@ class Residual(nn.Module):
         return torch.relu(y + x)
 
 
-class Gate(nn.Module):
-    """Squeeze and excite: the gate's convolution must not swallow the product with the map."""
+class SqueezeExcite(nn.Module):
+    """Squeeze-and-excite, whose second convolution must not be fused with the product with the map."""
 
     def __init__(self):
         super().__init__()
@@ -47,14 +47,14 @@ class PreActivation(nn.Module):
 
 
 class Opaque(nn.Module):
-    """A layer whose Python depends on values: fx keeps it whole, and nobody knows what it costs."""
+    """A layer whose Python code depends on values: it is a leaf for fx, and its cost is unknown."""
 
     def forward(self, x):
         return x * 2 if x.sum() > 0 else x
 
 
 class WithOpaque(nn.Module):
-    """An opaque layer behind a convolution."""
+    """An opaque layer after a convolution."""
 
     def __init__(self):
         super().__init__()

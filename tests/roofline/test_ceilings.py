@@ -1,4 +1,4 @@
-"""Measured roofs: what is written down of a measurement, on tiny sizes; no test judges a time."""
+"""Records of measured roofs, on tiny sizes; no test depends on a time."""
 
 import json
 

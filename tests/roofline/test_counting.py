@@ -1,4 +1,4 @@
-"""macs and bytes against hand counts and against torch's own flop counter, which watches what really runs."""
+"""macs and bytes against closed forms and against torch's own flop counter, which observes execution."""
 
 import pytest
 import torch
@@ -10,15 +10,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from compress.errors import ModelError, RooflineError
 from compress.graph.layers import layers
 from compress.graph.trace import trace
-from compress.quantization.calibrate import quantize
+from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import QuantSpec
 from compress.roofline import convolution, workload
 from compress.roofline.counting import count
-from tests.roofline.networks import Block, Gate, PreActivation, Residual, WithOpaque
+from tests.roofline.networks import Block, PreActivation, Residual, SqueezeExcite, WithOpaque
 
 
 def counted_by_torch(model, x):
-    """macs of everything that torch dispatches, with attention taken apart."""
+    """Return the macs of all operations that torch dispatches, with attention as separate products."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -56,7 +56,7 @@ def test_residual_block_fused_by_hand():
 
 
 def test_gate_is_not_fused_into_the_map():
-    work = workload(Gate(), torch.randn(1, 3, 8, 8), fused=True)
+    work = workload(SqueezeExcite(), torch.randn(1, 3, 8, 8), fused=True)
     assert [op.members for op in work.operations] == [("conv",), ("pool",), ("fc", "sigmoid"), ("mul",)]
     assert work.operations[-1].activation_elements == 2 * 4 * 64 + 4
 
@@ -93,7 +93,7 @@ def test_transformer_block_by_hand():
     # One input, one output, and between its three kernels query, key, value and context, written and read.
     assert attention.activation_elements == n * width * (2 + 8)
     norm = next(op for op in work.operations if op.kind == "layer_norm")
-    assert norm.float_elements == n * width  # it reads floating point, and writes what only products read
+    assert norm.float_elements == n * width  # its input is floating point, its result is consumed by products alone
 
 
 def test_views_cost_nothing_and_are_looked_through():
@@ -107,11 +107,11 @@ def test_views_cost_nothing_and_are_looked_through():
 
     (only,) = workload(Views(), torch.randn(2, 4, 4)).operations
     assert only.name == "fc"
-    assert only.activation_elements == 2 * 8 + 2 * 4  # the slice, not all that it was cut from
+    assert only.activation_elements == 2 * 8 + 2 * 4  # the slice, not the tensor from which it was cut
 
 
 def zeroed(name):
-    """A torchvision network without the seconds that random weights take; costs do not depend on them."""
+    """Return a torchvision network without random weights, which take seconds and do not affect costs."""
     with torch.device("meta"):
         model = getattr(torchvision.models, name)()
     model.to_empty(device="cpu")
@@ -122,7 +122,7 @@ def zeroed(name):
 
 
 def resnet50_by_hand():
-    """Sum over the paper's table (He et al., arXiv 1512.03385), stride in the 3x3 as torchvision has it."""
+    """Compare with the sum over the paper's table (He et al., arXiv 1512.03385), with the stride in the 3x3."""
     total = 112**2 * 64 * 3 * 49
     width_in, size = 64, 56
     for planes, blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
@@ -135,7 +135,7 @@ def resnet50_by_hand():
 
 
 def vgg16_by_hand():
-    """Sum over table 1, column D, of arXiv 1409.1556."""
+    """Compare with the sum over table 1, column D, of arXiv 1409.1556."""
     total, channels, size = 0, 3, 224
     for width, layers_ in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
         for _ in range(layers_):
@@ -188,9 +188,9 @@ def test_vision_transformer_agrees_with_torchs_counter():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("model", [Residual(), Gate(), Block()], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("model", [Residual(), SqueezeExcite(), Block()], ids=lambda m: type(m).__name__)
 def test_another_batch_is_what_tracing_it_gives(model, fused):
-    shape = {"Residual": (4, 6, 6), "Gate": (3, 6, 6), "Block": (5, 16)}[type(model).__name__]
+    shape = {"Residual": (4, 6, 6), "SqueezeExcite": (3, 6, 6), "Block": (5, 16)}[type(model).__name__]
     scaled = workload(model, torch.randn(2, *shape), fused=fused).with_batch(6)
     assert scaled == workload(model, torch.randn(6, *shape), fused=fused)
 
@@ -258,3 +258,16 @@ def test_quantized_network_costs_what_the_float_one_does():
     float_work, quantized_work = (workload(m, x, fused=True) for m in (model, quantized))
     for a, b in zip(float_work.operations, quantized_work.operations, strict=True):
         assert (a.macs, a.activation_elements, a.weight_elements) == (b.macs, b.activation_elements, b.weight_elements)
+
+
+def test_a_channel_shuffle_costs_the_same_in_every_spelling():
+    """In torchvision it is a view, a transpose and a view, which cost nothing."""
+
+    class Spelled(nn.Module):
+        def forward(self, x):
+            return x.view(2, 2, 4, 5, 5).transpose(1, 2).reshape(2, 8, 5, 5)
+
+    x = torch.randn(2, 8, 5, 5)
+    assert torch.equal(Spelled()(x), nn.ChannelShuffle(2)(x))
+    spelled, module = (workload(nn.Sequential(nn.ReLU(), shuffle), x) for shuffle in (Spelled(), nn.ChannelShuffle(2)))
+    assert [op.activation_elements for op in spelled.operations] == [op.activation_elements for op in module.operations]

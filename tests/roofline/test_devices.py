@@ -1,4 +1,4 @@
-"""Devices against the figures of their makers' sheets, written down here a second time, by hand."""
+"""Devices against the figures of the makers' data sheets, typed in a second time."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from compress.errors import RooflineError
 from compress.roofline import DEVICE_NAMES, PRECISIONS, TABLE, Device, find_device
 from compress.roofline.devices import parse_precision
 
-# name: (GB/s, dense fp16 TFLOPS, dense int8 TOPS); where a sheet prints sparsity only, half of what it prints.
+# name: (GB/s, dense fp16 TFLOPS, dense int8 TOPS); half of the sparse figure if the data sheet has no other.
 SHEETS = {
     "t4": (320, 65, 130),
     "a10": (600, 125, 250),
@@ -90,6 +90,6 @@ def test_precision_names_read_back(base, sparse):
     precision = parse_precision(base + "-2:4" * sparse)
     assert precision.name == base + "-2:4" * sparse
     assert parse_precision(precision.name.upper()) == precision
-    # Half the values, and 2 bits of index for each value that is kept.
+    # Half the values, each with an index of 2 bits.
     assert precision.sparse_weight_bytes * 8 == PRECISIONS[base] * 8 / 2 + 1
     assert precision.float_bytes >= precision.bytes_per_element

@@ -1,4 +1,4 @@
-"""The roofline law on devices with round numbers, by hand, and its properties on any."""
+"""The roofline formula on devices with round numbers, and its properties on any device."""
 
 import json
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from compress.errors import RooflineError
-from compress.roofline import Device, Operation, Workload, place, roofline, workload
+from compress.roofline import Device, Operation, Workload, roofline, roofline_of, workload
 from tests.roofline.networks import Block, Residual, WithOpaque
 
 
@@ -33,7 +33,7 @@ def one(**numbers):
 
 
 def only_row(work, precision, **toy):
-    (row,) = place(work, device=device(**toy), precision=precision).rows
+    (row,) = roofline_of(work, device=device(**toy), precision=precision).rows
     return row
 
 
@@ -143,7 +143,7 @@ def test_measured_times_become_points_below_the_roof():
 
 def test_times_of_strangers_are_refused():
     result = roofline(Residual(), torch.randn(1, 4, 6, 6), device=device(), precision="fp32")
-    with pytest.raises(RooflineError, match="'conv9', which is no layer of this roofline, did you mean 'conv"):
+    with pytest.raises(RooflineError, match="'conv9', which is not a layer of this roofline, did you mean 'conv"):
         result.with_times({"conv9": 1.0})
     for bad in (0.0, -1.0, float("nan")):
         with pytest.raises(RooflineError, match="must be more than 0 ms"):
@@ -172,6 +172,6 @@ def test_refused_before_the_model_runs():
 
 def test_int8_never_exceeds_half_of_fp16s_bytes_by_more_than_what_stays_float():
     work = workload(Block(), torch.randn(2, 5, 16), fused=True)
-    half, eight = (place(work, device=device(), precision=p) for p in ("fp16", "int8"))
+    half, eight = (roofline_of(work, device=device(), precision=p) for p in ("fp16", "int8"))
     assert half.activation_bytes / 2 < eight.activation_bytes < half.activation_bytes
     assert eight.least_time_ms < half.least_time_ms

@@ -1,4 +1,4 @@
-"""What 2:4 could bring at most: by hand on a device with round numbers, and laws that hold on any network."""
+"""Bounds of 2:4 on a device with round numbers, and properties that hold for any network."""
 
 import json
 
@@ -97,7 +97,7 @@ def test_unknown_costs_are_named():
 
 def test_what_cannot_be_is_refused():
     model, x = chain()
-    with pytest.raises(RooflineError, match="'9' is no layer that runs"):
+    with pytest.raises(RooflineError, match="'9' is not a layer that runs"):
         sparse_bound(model, x, masked=["9"], device=device(1.0))
     with pytest.raises(RooflineError, match="NVIDIA T4 has no peak for int8-2:4"):
         sparse_bound(model, x, masked=["2"], device="t4")

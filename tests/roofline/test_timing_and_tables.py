@@ -1,4 +1,4 @@
-"""Times of nodes, and the text that people read."""
+"""Times of nodes, and text tables."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from compress.roofline import (
     ceilings_text,
     devices_text,
     measure_ceilings,
-    measure_layer_times,
+    measure_torch_times,
     roofline,
     rows_text,
     summary_text,
@@ -20,7 +20,7 @@ from tests.roofline.networks import Residual, WithOpaque
 
 
 def cells(text):
-    """The cells of the Markdown tables in a text."""
+    """Return the cells of the Markdown tables in a text."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len({len(line) for line in lines}) == 1, "columns are aligned"
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -28,7 +28,7 @@ def cells(text):
 
 def test_times_name_every_row_of_the_roofline():
     model, x = Residual(), torch.randn(2, 4, 8, 8)
-    times = measure_layer_times(model, x, repeats=2, warmup=1)
+    times = measure_torch_times(model, x, repeats=2, warmup=1)
     result = roofline(model, x, device="t4", precision="fp32")
     assert list(times) == [row.name for row in result.rows]
     assert all(ms > 0 for ms in times.values())
@@ -40,11 +40,11 @@ def test_times_name_every_row_of_the_roofline():
 
 def test_times_leave_no_gradient_and_no_mode_behind():
     model = Residual().train()
-    measure_layer_times(model, torch.randn(1, 4, 8, 8), repeats=1, warmup=0)
+    measure_torch_times(model, torch.randn(1, 4, 8, 8), repeats=1, warmup=0)
     assert model.training
     assert all(p.grad is None for p in model.parameters())
     with pytest.raises(RooflineError, match="repeats must be 1 or more"):
-        measure_layer_times(model, torch.randn(1, 4, 8, 8), repeats=0)
+        measure_torch_times(model, torch.randn(1, 4, 8, 8), repeats=0)
 
 
 def test_rows_table_holds_the_rows():
@@ -60,7 +60,7 @@ def test_rows_table_holds_the_rows():
 
 def test_unknown_layers_are_said():
     result = roofline(WithOpaque(), torch.randn(1, 3, 8, 8), device="t4", precision="fp32")
-    assert "unknown, not in these figures: odd" in summary_text(result)
+    assert "unknown and not included: odd" in summary_text(result)
     assert [line[2] for line in cells(rows_text(result))[2:]].count("unknown") == 1
 
 

@@ -1,10 +1,10 @@
-"""Scenarios against the rooflines that they are made of."""
+"""Scenarios against the rooflines of which they consist."""
 
 import pytest
 import torch
 
 from compress.errors import RooflineError
-from compress.roofline import place, what_if, workload
+from compress.roofline import roofline_of, what_if, workload
 from tests.roofline.networks import Residual
 
 
@@ -20,10 +20,10 @@ def test_scenarios_are_rooflines_of_their_settings():
         "int8-2:4 + fusion, batch 1",
         "int8-2:4 + fusion, batch 64",
     ]
-    base = place(workload(model, x), device="a100", precision="fp16")
+    base = roofline_of(workload(model, x), device="a100", precision="fp16")
     for s in scenarios:
         images = torch.randn(s.batch_size, 4, 9, 9)
-        expected = place(workload(model, images, fused=s.fused), device="a100", precision=s.precision)
+        expected = roofline_of(workload(model, images, fused=s.fused), device="a100", precision=s.precision)
         assert s.least_time_ms == pytest.approx(expected.least_time_ms / s.batch_size)
         assert s.speedup == pytest.approx(expected.images_per_s / base.images_per_s)
         assert s.memory_bound_share == expected.memory_bound_share

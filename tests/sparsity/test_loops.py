@@ -43,17 +43,17 @@ def sparse(schedule="one-shot", **options):
 
 def train(model, schedule, after_step=None, folder=None, resume=False, **options):
     spec = FinetuneSpec(**({"epochs": 8, "lr": 0.02, "distill": False, "evaluate_every": 20} | options))
-    heard = []
+    totals = []
 
     def step(done, total, optimizer):
         schedule.after_step(done, total, optimizer)
-        heard.append(total)
+        totals.append(total)
         if after_step is not None:
             after_step(done)
 
     teacher = small() if spec.distill else None
     fit(model, DATA, spec, batch_size=8, folder=folder, teacher=teacher, after_step=step, resume=resume, device="cpu")
-    return len(heard)
+    return len(totals)
 
 
 def check(model):

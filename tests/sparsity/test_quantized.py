@@ -6,9 +6,9 @@ import pickle
 import pytest
 import torch
 
-from compress.quantization.calibrate import calibrate
-from compress.quantization.insert import insert_quantizers
+from compress.quantization.calibration.calibrate import calibrate
 from compress.quantization.learned import freeze_scales, learn_scales
+from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.spec import QuantSpec
 from compress.sparsity.masks import verify_nm
 from compress.sparsity.parametrization import apply_masks, masked_layers, masks_of, squash_masks

@@ -133,7 +133,7 @@ def test_gradual_unstructured_ends_at_its_share():
 
 
 def test_sr_ste_step_is_the_papers():
-    """w - lr (dL/d(masked w) + decay (1 - mask) w), equation 9, by hand and plain SGD, up to lr^2 decay."""
+    """w - lr (dL/d(masked w) + decay (1 - mask) w), equation 9, written out for plain SGD, up to lr^2 decay."""
     spec = SparsitySpec(schedule="sr-ste", sr_ste_decay=0.1, end=1.0)
     model, reference = small(), small()
     sparsify(model, spec)

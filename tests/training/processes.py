@@ -49,7 +49,7 @@ def die():
 
 
 class DieAtStep(NoProgress):
-    """A listener that kills its process when it hears of the optimizer step `at` of its life."""
+    """A progress listener that kills its process at its optimizer step number `at`."""
 
     def __init__(self, at):
         self.left = at

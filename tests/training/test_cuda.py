@@ -1,4 +1,4 @@
-"""What only a GPU does: half precision with a scaler, fused optimizers, compilation, readings far apart."""
+"""Training on a GPU: half precision with a scaler, fused optimizers, compilation, readings far apart."""
 
 import math
 

@@ -26,13 +26,13 @@ def train(model, folder=None, *, batch_size=8, data=None, teacher=None, resume=F
 
 class Listener(NoProgress):
     def __init__(self):
-        self.tasks, self.heard, self.finished = {}, {}, []
+        self.tasks, self.figures, self.finished = {}, {}, []
 
     def start(self, task, total, *, done=0):
         self.tasks[task] = (total, done)
 
     def advance(self, task, amount=1, **fields):
-        self.heard.setdefault(task, []).append(fields)
+        self.figures.setdefault(task, []).append(fields)
 
     def finish(self, task):
         self.finished.append(task)
@@ -110,9 +110,9 @@ def test_learns_and_reports(tmp_path):
     assert report.images_per_s == pytest.approx(96 * 6 / report.seconds)
 
     assert listener.tasks["train"] == (72, 0)
-    assert len(listener.heard["train"]) == 72
-    assert listener.heard["train"][-1].keys() == {"loss", "accuracy", "lr", "images_per_s"}
-    assert listener.heard["train"][-1]["loss"] == pytest.approx(report.history[-1].train_loss)
+    assert len(listener.figures["train"]) == 72
+    assert listener.figures["train"][-1].keys() == {"loss", "accuracy", "lr", "images_per_s"}
+    assert listener.figures["train"][-1]["loss"] == pytest.approx(report.history[-1].train_loss)
     assert listener.finished[-1] == "train"
 
     with (tmp_path / "train.csv").open() as file:

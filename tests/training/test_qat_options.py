@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from compress.errors import CheckpointError, CompressError, RecipeError
-from compress.quantization.calibrate import quantize
-from compress.quantization.insert import quantizers
 from compress.quantization.learned import learn_scales
+from compress.quantization.ptq.quantize import quantize
+from compress.quantization.quantizer import quantizers
 from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
 from compress.recipe import parse_recipe
 from compress.training import QATSpec, TrainSpec, evaluate, fit
@@ -44,7 +44,7 @@ def train(model, spec, **options):
 
 
 class StoppedError(Exception):
-    """Of a training that was killed."""
+    """Stops a training in place of a kill."""
 
 
 def stop_at(step):

@@ -47,7 +47,7 @@ def test_a_model_without_batchnorm_is_left_alone():
 
 
 def test_a_masked_network_gets_its_own_statistics():
-    """What a mask does to the outputs of the layers behind it, recalibration takes back in large part."""
+    """Recalibration restores most of the shift that a mask causes in the outputs of later layers."""
     torch.manual_seed(0)
     layers = [part for _ in range(6) for part in (nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())]
     dense = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())

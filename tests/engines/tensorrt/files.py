@@ -37,16 +37,16 @@ def write_all(folder: Path) -> dict[str, Path]:
             module.weight.data *= nm_mask(module.weight.data.abs(), 2, 4)
     spec = compress.QuantSpec(target="tensorrt")
     made = {
-        "float": (model, "fp32"),
-        "fp16": (model, "fp16"),
-        "int8": (compress.quantize(model, x, [x], spec=spec), "fp16"),
-        "sparse-int8": (compress.quantize(sparse, x, [x], spec=spec), "fp16"),
+        "float": (model, "fp32", "float"),
+        "fp16": (model, "fp16", "float"),
+        "int8": (compress.quantize(model, x, [x], spec=spec), "fp16", "ptq"),
+        "sparse-int8": (compress.quantize(sparse, x, [x], spec=spec), "fp16", "sparse-ptq"),
     }
     return {
         kind: compress.export_onnx(
-            net, x, folder / f"{kind}.onnx", precision=precision, metadata={"compress.variant": kind}
+            net, x, folder / f"{kind}.onnx", precision=precision, metadata={"compress.variant": variant}
         )
-        for kind, (net, precision) in made.items()
+        for kind, (net, precision, variant) in made.items()
     }
 
 

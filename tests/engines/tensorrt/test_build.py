@@ -12,11 +12,11 @@ import torch
 
 import compress
 from compress import build_engine
-from compress.engines.engine_files import read_engine_layers
-from compress.engines.tensorrt_build import build_tensorrt
-from compress.engines.tensorrt_engine import checked_metadata
-from compress.engines.tensorrt_library import Library, tensorrt_library
-from compress.engines.tensorrt_metadata import (
+from compress.audit.files import read_engine_layers
+from compress.engines.tensorrt.build import build_tensorrt
+from compress.engines.tensorrt.engine import checked_metadata
+from compress.engines.tensorrt.library import Library, tensorrt_library
+from compress.engines.tensorrt.metadata import (
     EngineMetadata,
     check_runnable,
     log_path,
@@ -24,8 +24,8 @@ from compress.engines.tensorrt_metadata import (
     read_metadata,
     sha256,
 )
-from compress.engines.tensorrt_options import TensorRTOptions, parse_options
-from compress.engines.tensorrt_timing_cache import keep_timing_cache, use_timing_cache
+from compress.engines.tensorrt.options import TensorRTOptions, parse_options
+from compress.engines.tensorrt.timing_cache import keep_timing_cache, use_timing_cache
 from compress.errors import EngineError, EngineUnavailableError
 from compress.progress import NoProgress
 from tests.engines.tensorrt.files import KINDS, network, unsupported, write_all
@@ -73,12 +73,12 @@ def test_what_stands_beside_an_engine(built, files):
     made = built["sparse-int8"]
     assert made.path == files["sparse-int8"].with_name("sparse-int8.tensorrt-rtx.sm89-120.engine")
     assert log_path(made.path).read_text() == made.log
-    told = json.loads(metadata_path(made.path).read_text())
-    assert told["version"] == tensorrt_library("tensorrt-rtx").version
-    assert told["onnx_sha256"] == sha256(files["sparse-int8"])
-    assert told["engine_sha256"] == sha256(made.path)
-    assert told["profiles"]["input"]["max"] == [32, 3, 16, 16]
-    assert told["options"]["sparse"] is True  # the file says that it is
+    row = json.loads(metadata_path(made.path).read_text())
+    assert row["version"] == tensorrt_library("tensorrt-rtx").version
+    assert row["onnx_sha256"] == sha256(files["sparse-int8"])
+    assert row["engine_sha256"] == sha256(made.path)
+    assert row["profiles"]["input"]["max"] == [32, 3, 16, 16]
+    assert row["options"]["sparse"] is True  # the file says that it is
     assert built["int8"].metadata.options["sparse"] is False
     assert read_metadata(made.path) == made.metadata
     assert EngineMetadata.from_dict(made.metadata.to_dict()) == made.metadata
@@ -137,20 +137,20 @@ def test_a_batch_that_the_model_does_not_leave_open_is_said(tmp_path):
 
 
 def test_progress_goes_to_the_end(files, tmp_path):
-    class Heard(NoProgress):
+    class Recorder(NoProgress):
         units = 0
 
         def advance(self, task, amount=1, **fields):
             self.units += amount
 
-    heard = Heard()
-    build_tensorrt(files["float"], out=tmp_path / "m.engine", progress=heard)
-    assert heard.units == 100
+    listener = Recorder()
+    build_tensorrt(files["float"], out=tmp_path / "m.engine", progress=listener)
+    assert listener.units == 100
 
 
 STOPPED = """
 import os, signal, sys, time
-from compress.engines.tensorrt_build import build_tensorrt
+from compress.engines.tensorrt.build import build_tensorrt
 from compress.progress import NoProgress
 
 class Interrupts(NoProgress):
@@ -160,7 +160,7 @@ class Interrupts(NoProgress):
         if not self.sent:
             self.sent = True
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)  # on a busy machine the build would end before the main thread hears of it
+            time.sleep(1)  # on a busy machine the build would end before the main thread gets it
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background hands down that it is ignored
 source, target = sys.argv[1:]
@@ -211,7 +211,7 @@ def test_what_needs_a_gpu_is_refused_without_one(files, built, tmp_path):
         build_engine(built["float"].path, "tensorrt-rtx")
     lone = tmp_path / "lone.onnx"
     lone.write_bytes(files["float"].read_bytes())
-    with pytest.raises(EngineUnavailableError, match=r"python -m compress build --onnx \S+lone.onnx"):
+    with pytest.raises(EngineUnavailableError, match=r"python -m compress build onnx \S+lone.onnx"):
         build_engine(lone, "tensorrt-rtx")
 
 
@@ -272,13 +272,13 @@ def test_engine_files_that_are_not_what_they_were_are_refused(built, files, tmp_
     ],
 )
 def test_where_an_engine_may_run(built, engine, options, here, refused):
-    told = dataclasses.replace(built["int8"].metadata, engine=engine, version="1.7", gpu="L40S", options=options)
+    row = dataclasses.replace(built["int8"].metadata, engine=engine, version="1.7", gpu="L40S", options=options)
     version, gpu, sm = here
     if not refused:
-        check_runnable(built["int8"].path, told, version=version, gpu=gpu, sm=sm)
+        check_runnable(built["int8"].path, row, version=version, gpu=gpu, sm=sm)
         return
     with pytest.raises(EngineError, match=refused):
-        check_runnable(built["int8"].path, told, version=version, gpu=gpu, sm=sm)
+        check_runnable(built["int8"].path, row, version=version, gpu=gpu, sm=sm)
 
 
 class Times:

@@ -1,12 +1,12 @@
-"""What is printed for people elsewhere: the flags of each version, and none that the version has dropped."""
+"""Commands for other machines hold the flags of each version, and none that the version has dropped."""
 
 import shlex
 
 import pytest
 
 from compress.engines.onnx_file import read_onnx
-from compress.engines.tensorrt_commands import build_commands, commands_markdown
-from compress.engines.tensorrt_options import parse_options
+from compress.engines.tensorrt.commands import build_commands, commands_markdown
+from compress.engines.tensorrt.options import parse_options
 from tests.engines.models import classifier
 
 OPTIONS = {"sm": "89,120", "batch": "1,4,16", "sparse": "yes", "workspace_mib": "64", "optimization_level": "5"}

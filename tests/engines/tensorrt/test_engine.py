@@ -8,12 +8,12 @@ import torch
 
 from compress import build_engine
 from compress.engines import engine_availability
-from compress.engines.base import TensorInfo
-from compress.engines.tensorrt_engine import check_tensors
-from compress.engines.tensorrt_lane import TORCH_TYPES
-from compress.engines.tensorrt_metadata import EngineMetadata
-from compress.engines.tensorrt_options import TensorRTOptions, profiles_of
-from compress.engines.tensorrt_timing import GpuTimes, best_batch, time_on_gpu
+from compress.engines.base import GpuTimes, TensorInfo
+from compress.engines.tensorrt.context import TORCH_TYPES
+from compress.engines.tensorrt.engine import check_tensors
+from compress.engines.tensorrt.metadata import EngineMetadata
+from compress.engines.tensorrt.options import TensorRTOptions, profiles_of
+from compress.engines.tensorrt.timing import best_batch
 from compress.errors import EngineError
 from tests.engines.tensorrt.files import IMAGE, write_all
 
@@ -62,7 +62,7 @@ def test_tensors_that_cannot_be_read_where_they_lie_are_refused(inputs, message)
 
 
 @pytest.mark.parametrize(
-    ("kinds", "options", "sms", "told"),
+    ("kinds", "options", "sms", "expected"),
     [
         (("f16", "f32"), {}, (89,), "f16"),
         (("bf16", "f16"), {}, (89,), "unknown"),
@@ -71,8 +71,8 @@ def test_tensors_that_cannot_be_read_where_they_lie_are_refused(inputs, message)
         (("f32",), {"tf32": True}, (75,), "f32"),
     ],
 )
-def test_the_type_of_the_remainder_is_the_files_and_tf32_is_told(kinds, options, sms, told):
-    assert dataclasses.replace(METADATA, float_types=kinds, options=options, sms=sms).float_precision == told
+def test_the_type_of_the_remainder_is_the_files_and_tf32_is_reported(kinds, options, sms, expected):
+    assert dataclasses.replace(METADATA, float_types=kinds, options=options, sms=sms).float_precision == expected
 
 
 def test_types_of_torch_and_of_the_file_are_of_one_size():
@@ -114,7 +114,7 @@ def test_on_a_gpu_all_ways_to_run_agree_with_onnxruntime(tmp_path, name, graph):
         torch.cuda.synchronize()
         for got in (one_by_one, overlapped, [out["logits"].cpu().numpy() for out in resident]):
             np.testing.assert_allclose(np.stack(got), np.stack(expected), rtol=2e-2, atol=2e-2)
-        measured = time_on_gpu(engine, {"input": batches[0]}, runs=5)
+        measured = engine.gpu_times({"input": batches[0]}, runs=5)
         assert min(measured.compute_ms) > 0
         with pytest.raises(EngineError, match="batch=1,33,33"):
             engine.run({"input": np.zeros((33, *IMAGE), np.float32)})

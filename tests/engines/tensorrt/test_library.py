@@ -1,11 +1,11 @@
-"""The library: placeholders, mixtures of versions, drivers that are too old, and what it says while it is heard."""
+"""The library: placeholders, mixtures of versions, drivers that are too old, and its collected messages."""
 
 import importlib
 import sys
 
 import pytest
 
-from compress.engines.tensorrt_library import (
+from compress.engines.tensorrt.library import (
     FLAVOURS,
     driver_problem,
     library_cuda,
@@ -57,14 +57,14 @@ def test_two_versions_over_each_other_are_told_apart_from_one():
 
 
 @pytest.mark.parametrize(
-    ("driver", "library", "told"),
+    ("driver", "library", "problem_text"),
     [(13000, 13, ""), (13020, 12, ""), (None, 13, ""), (12080, None, ""), (12080, 13, "supports CUDA 12.8 .* CUDA 13")],
 )
-def test_a_driver_older_than_the_library(driver, library, told):
+def test_a_driver_older_than_the_library(driver, library, problem_text):
     problem = driver_problem(driver, library, title="TensorRT")
-    assert bool(problem) == bool(told)
-    if told:
-        assert importlib.import_module("re").search(told, problem)
+    assert bool(problem) == bool(problem_text)
+    if problem_text:
+        assert importlib.import_module("re").search(problem_text, problem)
 
 
 def test_a_gpu_that_rtx_does_not_run_on_needs_tensorrt_itself():

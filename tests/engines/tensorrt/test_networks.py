@@ -17,13 +17,13 @@ from torchvision.models.efficientnet import EfficientNet, MBConvConfig
 from torchvision.models.inception import BasicConv2d, InceptionA, InceptionC
 
 import compress
-from compress.engines.engine_audit import audit_engine
-from compress.engines.nvidia_log import parse_build_log
-from compress.engines.requirement import unmet_by_audit
-from compress.engines.tensorrt_build import build_tensorrt
-from compress.engines.tensorrt_options import TensorRTOptions
+from compress.audit.engine import audit_engine
+from compress.audit.nvidia_log import parse_build_log
+from compress.audit.onnx import audit_onnx, audit_sparsity
+from compress.audit.requirement import unmet_by_audit
+from compress.engines.tensorrt.build import build_tensorrt
+from compress.engines.tensorrt.options import TensorRTOptions
 from compress.errors import EngineError
-from compress.export.audit import audit_onnx, audit_sparsity
 from compress.recipe import load_recipe, recipe_names
 from compress.sparsity.masks import nm_mask
 from tests.networks import TinyResNet
@@ -104,10 +104,10 @@ def build(path, sms=SMS, **options):
     built = build_tensorrt(path, options=options, out=out)
     assert built.metadata.sms == sms and out.stat().st_size > 5_000
     sparse = [row.name for row in audit_sparsity(path) if row.violations == 0 and row.zeros >= 0.5]
-    return built, audit_engine(parse_build_log(built.log), onnx=path, sparse_nodes=sparse), told(built.log)
+    return built, audit_engine(parse_build_log(built.log), onnx=path, sparse_nodes=sparse), listed(built.log)
 
 
-def told(log):
+def listed(log):
     """{ONNX node: types of the activations that the layers read in which it was put}, from the builder's list."""
     found = {}
     for line in log[log.rindex("Layers:") :].splitlines():
@@ -176,7 +176,7 @@ def test_int8_and_two_of_four(network, tmp_path):
     assert unmet_by_audit(audit, "int8", quantized) == ()
     masked = {row.name for row in audit_sparsity(path) if row.violations == 0 and row.zeros >= 0.5}
     assert len(masked) == count
-    (silent,) = [f for f in audit.findings if f.kind == "untold" and "2:4" in f.text]
+    (silent,) = [f for f in audit.findings if f.kind == "unknown" and "2:4" in f.text]
     found = {node for layer in audit.weighted if layer.name in silent.layers for node in layer.onnx_nodes}
     assert masked <= found  # whether its kernel is sparse is said of every masked layer: here, that it cannot be known
 

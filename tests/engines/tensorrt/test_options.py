@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compress.engines.base import TensorInfo
-from compress.engines.tensorrt_options import (
+from compress.engines.tensorrt.options import (
     TensorRTOptions,
     check_admitted,
     choose_sms,

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.engines.tensorrt_progress import UNITS, BuildProgress, PhaseMeter
+from compress.engines.tensorrt.progress import UNITS, BuildProgress, PhaseMeter
 
 
 def test_a_phase_fills_a_part_of_the_step_that_it_runs_in():
@@ -47,7 +47,7 @@ def test_the_share_never_falls_nor_passes_one(events):
 
 
 def test_the_bar_moves_in_whole_units_and_ends_full_only_where_the_build_succeeds():
-    class Heard:
+    class Recorder:
         def __init__(self):
             self.units, self.ended = 0, False
 
@@ -61,11 +61,11 @@ def test_the_bar_moves_in_whole_units_and_ends_full_only_where_the_build_succeed
             self.ended = True
 
     for whole, expected in ((True, UNITS), (False, 50)):
-        heard = Heard()
-        bar = BuildProgress(heard, "build")
+        listener = Recorder()
+        bar = BuildProgress(listener, "build")
         bar.meter.start("all", None, 2)
         bar.meter.step("all", 0)
-        bar.tell()
-        bar.tell()
+        bar.update()
+        bar.update()
         bar.finish(whole=whole)
-        assert (heard.units, heard.ended) == (expected, True)
+        assert (listener.units, listener.ended) == (expected, True)

@@ -1,0 +1,1 @@
+"""Studies behind the figures in results/: run one from the repository root with `python -m analysis.STUDY.run`."""

@@ -1,0 +1,239 @@
+"""The networks that the studies of quantization-aware training train, and the variants of each.
+
+- float: the network as it is; folded: BatchNorm folded into the convolutions, a lower bound of the cost of QAT;
+- fused: `compress.quantize`, trained through `compress.fuse_for_training`; fused-int8: the same, with the forward pass
+  of convolutions on INT8 tensor cores; plain: the quantized network without fusion;
+- torch-ops: BatchNorm not folded, torch's fake-quantize operations on inputs and weights;
+- modelopt, pytorch-quantization: these tools, where they are installed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import Tensor, nn
+
+import compress
+from analysis.common.study import Row, gpu_software
+from compress.graph.fold import fold_batchnorm
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network, the size of its images and its batch size."""
+
+    make: Callable[[], nn.Module]
+    batch: int = 128
+    pixels: int = 224
+
+
+def _vit_s() -> nn.Module:
+    sizes = {"patch_size": 16, "num_layers": 12, "num_heads": 6, "hidden_dim": 384, "mlp_dim": 1536}
+    return torchvision.models.VisionTransformer(image_size=224, **sizes)
+
+
+def _tiny() -> nn.Module:
+    """Return a network for trying a study on a CPU."""
+    layers = (nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.BatchNorm2d(16))
+    return nn.Sequential(*layers, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+
+
+NETWORKS = {
+    "resnet50": Network(torchvision.models.resnet50),
+    "resnet18": Network(torchvision.models.resnet18),
+    "mobilenet_v2": Network(torchvision.models.mobilenet_v2),
+    "vgg16": Network(torchvision.models.vgg16, batch=64),
+    "vit_s": Network(_vit_s),
+    "tiny": Network(_tiny, batch=4, pixels=16),
+}
+
+
+def pretrained(network: Network) -> nn.Module:
+    """Return the network with BatchNorm statistics of images, so that folding does not change activations' size."""
+    torch.manual_seed(0)
+    model = network.make().to(DEVICE)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None
+        if isinstance(module, nn.Linear) and not bool(module.weight.any()):
+            nn.init.normal_(module.weight, std=0.02)  # a classifier of zeros has no range
+    with torch.no_grad():
+        model.train()(images(network, min(32, network.batch)))
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 0.1  # None would make the compiler break the graph
+    return model
+
+
+def images(network: Network, count: int) -> Tensor:
+    """Return random images, (count, 3, pixels, pixels)."""
+    x = torch.randn(count, 3, network.pixels, network.pixels, device=DEVICE)
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def trained(variant: str, model: nn.Module, network: Network) -> tuple[nn.Module, nn.Module]:
+    """Return the module that a training step calls, and the module that holds the parameters."""
+    x = images(network, min(32, network.batch))
+    if variant == "float":
+        return model, model
+    if variant == "folded":
+        graph = compress.trace(model.eval(), x[:2])
+        fold_batchnorm(graph)
+        return graph, graph
+    if variant in {"plain", "fused", "fused-int8"}:
+        spec = compress.QuantSpec(activations=compress.ActivationSpec(calibrator="max"))
+        qmodel = compress.quantize(model.eval(), x[:2], [x], spec=spec)
+        qmodel.to(memory_format=torch.channels_last)
+        if variant == "plain":
+            return qmodel, qmodel
+        return compress.fuse_for_training(qmodel, forward="int8" if variant == "fused-int8" else "float"), qmodel
+    made = pytorch_quantization(network) if variant == "pytorch-quantization" else _OTHERS[variant](model, x)
+    return made, made
+
+
+class _Native:
+    """Torch's fake-quantize operations on the input and the weight of a layer."""
+
+    def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the fake-quantized input and weight."""
+        layer: Any = self
+        weight = layer.weight.float()
+        scale = weight.detach().abs().amax(tuple(range(1, weight.dim()))) / 127
+        points = torch.zeros(len(scale), dtype=torch.int32, device=x.device)
+        weight = torch.fake_quantize_per_channel_affine(weight, scale, points, 0, -127, 127)
+        return torch.fake_quantize_per_tensor_affine(x, layer.step, points[0], -128, 127), weight
+
+
+class NativeConv(nn.Conv2d, _Native):
+    """A convolution with fake-quantized input and weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Convolve a tensor (N, C, H, W)."""
+        return self._conv_forward(*self.quantized(input), self.bias)
+
+
+class NativeLinear(nn.Linear, _Native):
+    """A linear layer with fake-quantized input and weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply a tensor (..., C)."""
+        return F.linear(*self.quantized(input), self.bias)
+
+
+def torch_ops(model: nn.Module, x: Tensor) -> nn.Module:
+    """Give every convolution and linear layer torch's own operations; BatchNorm is not folded."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            twin: Any = {nn.Conv2d: NativeConv, nn.Linear: NativeLinear}.get(type(child))
+            if twin is None:
+                continue
+            layer = twin.__new__(twin)
+            layer.__dict__.update(child.__dict__)
+            layer.register_buffer("step", torch.tensor(0.03, device=x.device))
+            setattr(module, name, layer)
+    return model
+
+
+def modelopt(model: nn.Module, x: Tensor) -> nn.Module:
+    """Quantize with NVIDIA ModelOpt and its INT8 default."""
+    import modelopt.torch.quantization as mtq  # optional: a peer that is measured where it is installed
+
+    return mtq.quantize(model.eval(), copy.deepcopy(mtq.INT8_DEFAULT_CFG), lambda m: m(x[:8]))
+
+
+def pytorch_quantization(network: Network) -> nn.Module:
+    """Build the network with pytorch-quantization's layers in place of torch's."""
+    from pytorch_quantization import nn as qnn  # optional: a peer that is measured where it is installed
+    from pytorch_quantization import quant_modules
+
+    quant_modules.initialize()
+    try:
+        model = network.make()
+    finally:
+        quant_modules.deactivate()
+    for module in model.modules():
+        if isinstance(module, qnn.TensorQuantizer):
+            module.amax = torch.tensor(3.0)
+    return model.to(DEVICE)
+
+
+_OTHERS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {"torch-ops": torch_ops, "modelopt": modelopt}
+
+
+def as_run(call: nn.Module, mode: str) -> Callable[[Tensor], Tensor]:
+    """Return the module for mode `eager`, else compiled, or compiled into CUDA graphs (`graphs`)."""
+    if mode == "eager":
+        return call
+    return torch.compile(call, mode="reduce-overhead" if mode == "graphs" else None)
+
+
+def training_step(
+    variant: str,
+    network: Network,
+    precision: str,
+    mode: str,
+    phase: Callable[[str], AbstractContextManager[object]] = nullcontext,
+) -> tuple[Callable[[], None], nn.Module]:
+    """Build a variant and take three steps of SGD, in which compilation and cuDNN's search happen.
+
+    Args:
+        variant: name of a variant (see the top of the file).
+        network: network to train.
+        precision: `bf16` (autocast) or `fp32`.
+        mode: `eager`, `compiled` or `graphs`.
+        phase: makes a context in which each phase of a step runs, from the phase's name.
+
+    Returns:
+        A function that takes a step, and the module that holds the parameters.
+    """
+    call, owner = trained(variant, pretrained(network), network)
+    owner.to(memory_format=torch.channels_last).to(DEVICE).train()
+    call.train()
+    optimizer = torch.optim.SGD(owner.parameters(), lr=1e-5, momentum=0.9)
+    run = as_run(call, mode)
+    x = images(network, network.batch)
+    y = torch.randint(0, 10, (network.batch,), device=DEVICE)
+
+    def step() -> None:
+        with phase("forward"), torch.autocast(DEVICE.type, torch.bfloat16, enabled=precision == "bf16"):
+            loss = F.cross_entropy(run(x).float(), y)
+        with phase("backward"):
+            loss.backward()
+        with phase("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    for _ in range(3):
+        step()
+    finish()
+    return step, owner
+
+
+def allocated() -> int:
+    """Return the bytes of tensors on the GPU."""
+    return torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
+
+
+def finish() -> None:
+    """Wait until the GPU has finished."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def fast_arithmetic() -> None:
+    """Allow TF32 and cuDNN's search for the fastest algorithm, as training does."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+
+
+def machine() -> Row:
+    """Return the GPU and the versions of the libraries."""
+    return gpu_software("torchvision", "triton")

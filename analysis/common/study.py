@@ -1,0 +1,75 @@
+"""The command line, the provenance and the exit that all studies share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+PATH_OPTIONS = frozenset({"--out", "--before", "--cache"})
+"""Options whose values are paths of one machine. They do not belong to what was measured."""
+
+
+def study_parser(description: str | None, *, out: str) -> argparse.ArgumentParser:
+    """Return a parser with `--out`, the folder of the results; the environment variable OUT changes its default."""
+    parser = argparse.ArgumentParser(description=description)
+    folder = Path(os.environ.get("OUT", out))
+    parser.add_argument("--out", type=Path, default=folder, help=f"folder of the results; default: {out}")
+    return parser
+
+
+def command_line(arguments: Sequence[str] | None = None) -> str:
+    """Return the command of this process as it is typed in the repository root, without paths of this machine.
+
+    Args:
+        arguments: arguments after the module's name; None takes those of this process.
+    """
+    spec = sys.modules["__main__"].__spec__
+    words, kept = list(sys.argv[1:] if arguments is None else arguments), []
+    while words:
+        word = words.pop(0)
+        if word in PATH_OPTIONS:
+            words = words[1:]
+        elif word.partition("=")[0] not in PATH_OPTIONS:
+            kept.append(word)
+    return " ".join(["python -m", spec.name if spec else sys.argv[0], *kept])
+
+
+def software(*packages: str) -> dict[str, str]:
+    """Return the versions of Python and of those packages that are installed."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def gpu_software(*packages: str) -> Row:
+    """Return the versions of Python, of `packages`, of the GPU's name and of cuDNN where there is a GPU."""
+    import torch  # lazy: parts of this module are used without it
+
+    found: Row = {**software(*packages), "torch": torch.__version__}
+    if torch.cuda.is_available():
+        found |= {"gpu": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
+    return found
+
+
+def listed(row: Row) -> str:
+    """Return `key value, key value, ...` of a flat row."""
+    return ", ".join(f"{key} {value}" for key, value in row.items())
+
+
+def report_from_file(description: str | None, write: Callable[[Path], object]) -> None:
+    """Parse the command line of a report, which names a JSON file, and write the report beside that file."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("file", type=Path, help="JSON file that the study wrote")
+    write(parser.parse_args().file)

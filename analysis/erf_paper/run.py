@@ -1,0 +1,286 @@
+"""The figures of Luo et al., "Understanding the Effective Receptive Field" (arXiv 1701.04128), reproduced on a CPU.
+
+Networks are stacks of 3 x 3 convolutions without bias. `uniform`: one channel, all weights 1/9. `random`: 16 channels,
+normal weights of variance 1/fan-in (2/fan-in with ReLU), the mean over --runs networks, each on a fresh noise image.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from analysis.common.study import Row, study_parser
+from compress.files import write_json
+from compress.plots.erf import draw_gallery
+from compress.plots.erf_study import draw_depth, draw_training, power_law, ring_share
+from compress.plots.style import save_figure
+from compress.receptive_field import EffectiveReceptiveField, ErfOptions, effective_receptive_field, mean_field
+from compress.receptive_field.metrics import (
+    above_threshold,
+    gaussian_size,
+    second_moment,
+    uniform_profile,
+    uniform_sigma,
+)
+
+DEPTHS = (5, 10, 20, 40)
+CHANNELS = 16
+
+
+class Dropout(nn.Module):
+    """Dropout that is active in evaluation too, because its effect on the gradient is measured."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Set half of the values to zero at random."""
+        return F.dropout(x, 0.5, training=True)
+
+
+class Skip(nn.Module):
+    """A residual block of two convolutions, scaled so that the variance is preserved."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the scaled sum of `x` and the result of the layers."""
+        return (x + self.layers(x)) / math.sqrt(2)
+
+
+def conv(inputs: int, outputs: int, *, gain: float = 2.0, stride: int = 1, dilation: int = 1) -> nn.Conv2d:
+    """Return a 3 x 3 convolution with normal weights of variance gain / fan-in that preserves the size of the map."""
+    layer = nn.Conv2d(inputs, outputs, 3, stride, dilation, dilation, bias=False)
+    nn.init.normal_(layer.weight, std=math.sqrt(gain / (9 * inputs)))
+    return layer
+
+
+def stack(depth: int, *, act: Callable[[], nn.Module] | None = nn.ReLU, gain: float = 2.0) -> nn.Sequential:
+    """Return `depth` random convolutions, each followed by an activation."""
+    layers: list[nn.Module] = []
+    for i in range(depth):
+        layers += [conv(1 if i == 0 else CHANNELS, CHANNELS, gain=gain), *([act()] if act else [])]
+    return nn.Sequential(*layers)
+
+
+def uniform(depth: int) -> nn.Sequential:
+    """Return `depth` convolutions of one channel and equal weights."""
+    layers = [nn.Conv2d(1, 1, 3, padding=1, bias=False) for _ in range(depth)]
+    for layer in layers:
+        nn.init.constant_(layer.weight, 1 / 9)
+    return nn.Sequential(*layers)
+
+
+def measure(make: Callable[[], nn.Module], side: int, runs: int, *, label: str) -> EffectiveReceptiveField:
+    """Return the mean field of `runs` networks, each on its own noise image."""
+    fields = []
+    for run in range(runs):
+        torch.manual_seed(run)
+        model, image = make(), torch.randn(1, 1, side, side)
+        fields.append(effective_receptive_field(model, image, options=ErfOptions(double=True, seed=run)))
+    field = mean_field(fields)
+    return EffectiveReceptiveField(**{**vars(field), "layer": label})
+
+
+def numbers(field: EffectiveReceptiveField) -> Row:
+    """Return the figures of a field for JSON."""
+    return {
+        "size_px": field.metrics.size,
+        "sigma_moment_px": second_moment(field.heat)[0],
+        "sigma_fit_px": field.metrics.gaussian.sigma[0],
+        "gaussian_r_squared": field.metrics.gaussian.r_squared,
+        "share_of_theoretical": field.metrics.theoretical_share,
+    }
+
+
+def growth(out: Path, runs: int) -> None:
+    """Draw size against depth for equal and random weights, linear and with activations, and the closed forms."""
+    kinds: dict[str, Callable[[int], Callable[[], nn.Module]]] = {
+        "equal weights": lambda n: lambda: uniform(n),
+        "random, linear": lambda n: lambda: stack(n, act=None, gain=1.0),
+        "random, ReLU": lambda n: lambda: stack(n),
+        "random, tanh": lambda n: lambda: stack(n, act=nn.Tanh, gain=1.0),
+    }
+    fields = {
+        kind: [measure(make(n), 2 * n + 9, 1 if kind == "equal weights" else runs, label=f"{n} layers") for n in DEPTHS]
+        for kind, make in kinds.items()
+    }
+    sizes = {kind: [(n, f.metrics.size) for n, f in zip(DEPTHS, row, strict=True)] for kind, row in fields.items()}
+    exact = []
+    for n in range(DEPTHS[0], DEPTHS[-1] + 1):
+        profile = uniform_profile(n, 3)
+        exact.append((n, math.sqrt(above_threshold(profile[:, None] * profile[None]))))
+    wider = [(n, gaussian_size(math.sqrt(2) * uniform_sigma(n, 3))) for n, _ in exact]
+    laws = {kind: power_law(*zip(*points, strict=True)).exponent for kind, points in sizes.items()}
+    text = (
+        "Mean field side (square root of the pixels above 4.55 % of the largest). With equal weights the sizes are "
+        "those of the closed form to the pixel: 8.31, 11.70, 16.16, 22.74. With random weights the gradient's "
+        "variance, not the gradient, is that Gaussian, and so its magnitude is wider, by the square root of 2 in the "
+        "limit of many runs and layers (dotted). "
+        "All grow with about the square root of the depth, while the theoretical field grows with the depth."
+    )
+    figure = draw_depth(
+        sizes,
+        {"closed form, equal weights": exact, "Gaussian, σ · √2": wider},
+        {n: 2 * n + 1 for n, _ in exact},
+        text,
+    )
+    print(save_figure(figure, out / "paper_growth.png"))
+    text = (
+        "One row for each kind of network, from 5 to 40 layers; the dashed box is the theoretical field. The field is "
+        "a Gaussian that fills less and less of the box. Each column has its own scale."
+    )
+    print(save_figure(draw_gallery(list(fields.items()), text=text), out / "paper_maps.png"))
+    found = {
+        kind: {str(n): numbers(f) for n, f in zip(DEPTHS, row, strict=True)} | {"growth_exponent": laws[kind]}
+        for kind, row in fields.items()
+    }
+    write_json(out / "paper_growth.json", {"runs": runs, "channels": CHANNELS, "kinds": found})
+
+
+def dilated() -> nn.Module:
+    """Return 20 layers, the last twelve dilated by 2 and 4."""
+    layers: list[nn.Module] = []
+    for i in range(20):
+        layers += [conv(1 if i == 0 else CHANNELS, CHANNELS, dilation=1 if i < 8 else 2 if i < 14 else 4), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def subsampled() -> nn.Module:
+    """Return 20 layers, of which the 7th and the 14th have stride 2."""
+    layers: list[nn.Module] = []
+    for i in range(20):
+        layers += [conv(1 if i == 0 else CHANNELS, CHANNELS, stride=2 if i in (6, 13) else 1), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def residual() -> nn.Module:
+    """Return 20 layers as ten residual blocks."""
+    blocks: list[nn.Module] = [conv(1, CHANNELS), nn.ReLU()]
+    for i in range(10):
+        first = [] if i == 0 else [conv(CHANNELS, CHANNELS), nn.ReLU()]
+        blocks.append(Skip(*first, conv(CHANNELS, CHANNELS)))
+        blocks.append(nn.ReLU())
+    return nn.Sequential(*blocks)
+
+
+def with_dropout() -> nn.Module:
+    """Return 20 layers with dropout after each."""
+    layers: list[nn.Module] = []
+    for i in range(20):
+        layers += [conv(1 if i == 0 else CHANNELS, CHANNELS), nn.ReLU(), Dropout()]
+    return nn.Sequential(*layers)
+
+
+def architecture(out: Path, runs: int) -> None:
+    """Draw twenty layers: plain, with dropout, with skip connections, with dilation, with subsampling."""
+    variants: dict[str, Callable[[], nn.Module]] = {
+        "plain": lambda: stack(20),
+        "dropout 0.5": with_dropout,
+        "skip connections": residual,
+        "dilation": dilated,
+        "subsampling": subsampled,
+    }
+    fields = [measure(make, 161, runs, label=name) for name, make in variants.items()]
+    text = (
+        "Twenty 3 × 3 convolutions with ReLU and random weights, the same scale of pixels everywhere. Dropout hardly "
+        "changes it; skip connections make the field smaller, as short paths weigh most; dilation and subsampling "
+        "widen it to more than twice the side with the same number of weights."
+    )
+    print(save_figure(draw_gallery([("20 layers", fields)], text=text), out / "paper_architecture.png"))
+    write_json(out / "paper_architecture.json", {"runs": runs, "variants": {f.layer: numbers(f) for f in fields}})
+
+
+RING = (10.0, 14.0)
+SIDE = 33
+
+
+def compass(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return noise images with a bright spot 10 to 14 pixels from the centre, and which of 8 directions it lies in."""
+    images = 0.3 * torch.randn(count, 1, SIDE, SIDE, generator=generator)
+    targets = torch.randint(0, 8, (count,), generator=generator)
+    radius = RING[0] + (RING[1] - RING[0]) * torch.rand(count, generator=generator)
+    angle = targets * (math.pi / 4) + 0.3 * (torch.rand(count, generator=generator) - 0.5)
+    rows = (SIDE // 2 + radius * angle.sin()).round().long()
+    columns = (SIDE // 2 + radius * angle.cos()).round().long()
+    for i in range(count):
+        images[i, 0, rows[i] - 1 : rows[i] + 2, columns[i] - 1 : columns[i] + 2] += 2.0
+    return images, targets
+
+
+def training(out: Path, steps: int) -> None:
+    """Train a network whose central unit names the direction of a distant spot, and draw its field on the way."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for i in range(15):
+        layer = conv(1 if i == 0 else CHANNELS, CHANNELS)
+        layer.padding = (0, 0)  # 33 pixels become 3, so that only the central units are computed
+        layers += [layer, nn.BatchNorm2d(CHANNELS), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Conv2d(CHANNELS, 8, 1))
+    generator = torch.Generator().manual_seed(1)
+    test_images, test_targets = compass(256, torch.Generator().manual_seed(2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps)
+    looks = sorted({0, *(round(steps * i / 10) for i in range(11))})
+    found = []
+    for step in range(steps + 1):
+        if step in looks:
+            found.append((step, accuracy(model, test_images, test_targets), field_of(model, test_images[:64])))
+        if step < steps:
+            images, targets = compass(64, generator)
+            loss = F.cross_entropy(model.train()(images)[:, :, 1, 1], targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    shares = [100 * ring_share(f, RING) for _, _, f in found]
+    text = (
+        "15 convolutions, of which the central unit learns to name the direction of a spot that lies between the blue "
+        f"circles. Before training, {shares[0]:.0f} % of its influence lies there; after it, {shares[-1]:.0f} %, and "
+        f"the side has grown from {found[0][2].metrics.size:.0f} to {found[-1][2].metrics.size:.0f} px: a network "
+        "learns to look where the answer is, within its theoretical field (dashed)."
+    )
+    print(save_figure(draw_training(found, ring=RING, text=text), out / "paper_training.png"))
+    write_json(
+        out / "paper_training.json",
+        {
+            "steps": [
+                {"step": s, "accuracy_percent": a, "ring_share": ring_share(f, RING), **numbers(f)} for s, a, f in found
+            ]
+        },
+    )
+
+
+def accuracy(model: nn.Module, images: Tensor, targets: Tensor) -> float:
+    """Return the percentage of correct answers of the central unit."""
+    with torch.no_grad():
+        predicted = model.eval()(images)[:, :, 1, 1].argmax(1)
+    return 100 * float((predicted == targets).float().mean())
+
+
+def field_of(model: nn.Module, images: Tensor) -> EffectiveReceptiveField:
+    """Return the field of the central unit."""
+    return effective_receptive_field(model, images, options=ErfOptions(batch_size=64))
+
+
+def main() -> None:
+    """Run all parts, or the one that is asked for."""
+    parser = study_parser(__doc__, out="results/receptive_field")
+    parser.add_argument("--part", choices=("growth", "architecture", "training"), default=None)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=600)
+    arguments = parser.parse_args()
+    if arguments.part in (None, "growth"):
+        growth(arguments.out, arguments.runs)
+    if arguments.part in (None, "architecture"):
+        architecture(arguments.out, arguments.runs)
+    if arguments.part in (None, "training"):
+        training(arguments.out, arguments.steps)
+
+
+if __name__ == "__main__":
+    main()

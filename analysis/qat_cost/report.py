@@ -1,0 +1,111 @@
+"""Write qat_cost.md and .png from qat_cost.json; further files add their runs to the first one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from analysis.common.study import Row, listed
+from compress.files import write_json, write_text
+from compress.plots.style import LIGHT, save_figure, styled
+
+ORDER = ("resnet50", "resnet18", "mobilenet_v2", "vgg16", "vit_s", "tiny")
+MODES = ("compiled", "graphs", "eager", "calibration")
+
+
+def read_runs(file: Path) -> list[Row]:
+    """Return the runs in a file, each with its number, date, command, machine, cases, and what it did not measure."""
+    runs: list[Row] = json.loads(file.read_text())["runs"]
+    return runs
+
+
+def cases_of(runs: Sequence[Row]) -> list[tuple[int, Row]]:
+    """Return (number of the run, case) of all runs, by network, precision and mode, and then by run."""
+    found = [(run["run"], case) for run in runs for case in [*run["cases"], *run.get("unfinished", [])]]
+    places = {name: place for place, name in enumerate((*ORDER, *MODES))}
+    return sorted(found, key=lambda x: (places[x[1]["network"]], x[1]["precision"], places[x[1]["mode"]], x[0]))
+
+
+def table(runs: Sequence[Row]) -> str:
+    """Return all cases as Markdown; the last column gives the run of each row."""
+    steps = ["| case | variant | ms a step | time / float | peak GiB | memory / float | run |", "|" + "---|" * 7]
+    passes = ["| case | calibrator | images/s | of plain inference | ms a pass | ms a call | run |", "|" + "---|" * 7]
+    for number, case in cases_of(runs):
+        title = f"| {case['network']} b{case['batch']} {case['precision']} {case['mode']}"
+        for row in case["rows"]:
+            if case["mode"] == "calibration":
+                passes.append(f"{title} | {row['variant']} | {_pass(row)} | {number} |")
+            else:
+                steps.append(f"{title} | {row['variant']} | {_step(row)} | {number} |")
+    missing = [f"- Not measured in run {r['run']}: {m['case']} ({m['reason']})." for r in runs for m in r["missing"]]
+    return "\n".join([*steps, *(["", *passes] if len(passes) > 2 else []), "", *missing])
+
+
+def _step(row: Row) -> str:
+    numbers = (row["ms"], row.get("time_ratio"), row.get("peak_gib"), row.get("memory_ratio"))
+    return " | ".join("" if n is None else f"{n:.1f}" if i in (0, 2) else f"{n:.2f}" for i, n in enumerate(numbers))
+
+
+def _pass(row: Row) -> str:
+    return f"{row['images_per_s']:.0f} | {row['throughput_ratio']:.2f} | {row['pass_ms']:.2f} | {row['fixed_ms']:.1f}"
+
+
+def write(file: Path) -> None:
+    """Write the page and the figure beside the JSON file."""
+    runs = read_runs(file)
+    machines = list(dict.fromkeys(listed(run["machine"]) for run in runs))
+    lines = ["# The cost of quantization-aware training", "", *(f"{text}." for text in machines), "", table(runs), ""]
+    lines += ["## Runs", "", "| run | recorded | command | remarks |", "|---|---|---|---|"]
+    lines += [f"| {r['run']} | {r['recorded']} | `{r['command']}` | {r.get('note', '')} |" for r in runs]
+    write_text(file.with_suffix(".md"), "\n".join(lines) + "\n")
+    save_figure(draw(runs), file.with_suffix(".png"))
+
+
+def draw(runs: Sequence[Row]) -> Figure:
+    """Draw time and memory over those of float training; of several runs of a case, the first one."""
+    best: dict[str, Row] = {}
+    for _, case in cases_of(runs):
+        for row in case["rows"]:
+            if "time_ratio" in row and row["variant"] != "float":
+                best.setdefault(f"{case['network']} {case['precision']} {case['mode']}: {row['variant']}", row)
+    with styled():
+        figure = Figure(figsize=(9, 0.9 + 0.27 * len(best)), layout="constrained")
+        axes = figure.subplots(1, 2, sharey=True)
+        names = list(best)[::-1]
+        titles = (("time_ratio", "time of a step"), ("memory_ratio", "peak memory"))
+        for axis, (key, title) in zip(axes, titles, strict=True):
+            values = [best[name].get(key) or 0.0 for name in names]
+            colours = [LIGHT["blue" if "fused" in name else "grey"] for name in names]
+            axis.barh(names, values, color=colours, height=0.7)
+            axis.axvline(1.0, color=LIGHT["ink"], linewidth=0.8)
+            axis.set(title=f"{title}, float = 1")
+            axis.margins(x=0.12)
+            paper = {"facecolor": LIGHT["paper"], "edgecolor": "none", "pad": 1.0}
+            for row, value in enumerate(values):
+                text = f"{value:.2f}" if value else "not measured"
+                place: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+                axis.annotate(text, (value, row), **place, fontsize=8, bbox=paper)
+    return figure
+
+
+def main() -> None:
+    """Add the runs of further files to the first one, and write its page and figure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("others", type=Path, nargs="*", help="files of other runs, which are added to the first file")
+    arguments = parser.parse_args()
+    runs = read_runs(arguments.file)
+    for other in arguments.others:
+        runs += [run | {"run": len(runs) + i} for i, run in enumerate(read_runs(other), 1)]
+    if arguments.others:
+        write_json(arguments.file, {"runs": runs})
+    write(arguments.file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Time and peak memory of a step of quantization-aware training, beside float training and other tools."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import torch
+
+from analysis.common.qat_variants import DEVICE, NETWORKS, fast_arithmetic, machine
+from analysis.common.study import Row, command_line, study_parser
+from analysis.qat_cost.report import read_runs, table
+from analysis.qat_cost.steps import Step, calibration, make_step, row_of, time_in_turn
+from compress.files import write_json
+
+PAIR = ("float", "fused")
+OTHERS = list(NETWORKS)[1:5]
+TOOLS = ("torch-ops", "modelopt", "pytorch-quantization")
+CASES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("resnet50", "bf16", "eager", ("float", "fused", "plain")),
+    ("resnet50", "bf16", "compiled", PAIR),
+    ("resnet50", "bf16", "eager", ("float", "fused-int8")),
+    ("resnet50", "bf16", "compiled", ("float", "fused-int8")),
+    ("resnet50", "bf16", "graphs", ("float", "fused", "fused-int8")),
+    ("resnet50", "fp32", "calibration", ("max", "entropy")),
+    ("resnet50", "bf16", "compiled", ("float", "folded", "plain")),
+    ("resnet50", "bf16", "eager", ("float", *TOOLS)),
+    ("resnet50", "fp32", "eager", ("float", "fused", "torch-ops")),
+    ("resnet50", "bf16", "compiled", ("float", "torch-ops")),
+    *((name, "bf16", mode, PAIR) for name in OTHERS for mode in ("eager", "compiled")),
+    ("vit_s", "bf16", "graphs", PAIR),
+    ("resnet50", "fp32", "compiled", PAIR),
+    *((name, "fp32", "eager", PAIR) for name in OTHERS),
+    ("tiny", "bf16", "eager", ("float", "fused", "fused-int8", "plain", *TOOLS)),
+    ("tiny", "fp32", "compiled", PAIR),
+    ("tiny", "fp32", "calibration", ("max", "entropy")),
+)
+"""Network, precision, mode and variants, in the order in which they are measured."""
+NEEDED_S = {"eager": 8.0, "compiled": 45.0, "graphs": 45.0, "calibration": 10.0}
+"""Seconds that a variant needs; with compilation, until one has been measured."""
+
+
+class BudgetSpentError(BaseException):
+    """The time has run out; not an Exception, so that no library takes it for a failure of its own."""
+
+
+class Run:
+    """The cases of one call, within its time. They are appended to the runs in qat_cost.json."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.file: Path = arguments.out / "qat_cost.json"
+        self.earlier = read_runs(self.file) if self.file.is_file() else []
+        self.rounds, self.repeats = arguments.rounds, arguments.repeats
+        self.ends = time.monotonic() + arguments.budget_s
+        self.report: Row = {
+            "run": len(self.earlier) + 1,
+            "recorded": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "command": command_line(),
+            "machine": machine(),
+            "cases": [],
+            "missing": [],
+        }
+        self.unfinished: list[Row] = []
+        self.built: dict[tuple[str, str, str, str], Step] = {}
+        self.compile_s: list[float] = []
+
+    def measure(self, name: str, precision: str, mode: str, variants: tuple[str, ...]) -> None:
+        """Measure one case; failures and cases without time are noted with the reason."""
+        case: Row = {"network": name, "precision": precision, "mode": mode, "batch": NETWORKS[name].batch, "rows": []}
+        if mode == "calibration":
+            if self.has_time(NEEDED_S[mode] * len(variants), f"{name}/{precision}/{mode}"):
+                case["rows"] = calibration(NETWORKS[name], variants, self.rounds)
+                self.add(case)
+            return
+        steps: dict[str, Step] = {}
+        for variant in variants:
+            step = self.step(name, precision, mode, variant)
+            if step is not None:
+                steps[variant] = step
+                step.ms.clear()
+                time_in_turn({variant: step}, 1, self.repeats)  # one row at least if the time ends now
+                case["rows"] = [row_of(key, item, steps) for key, item in steps.items()]
+                self.unfinished = [case]
+                self.write()
+        if not steps:
+            return
+        for step in steps.values():
+            step.ms.clear()
+        time_in_turn(steps, self.rounds, self.repeats)
+        if mode == "graphs":
+            for step in steps.values():
+                step.peak_bytes = None  # a replay allocates nothing, so the peak is not known
+        case["rows"] = [row_of(key, item, steps) for key, item in steps.items()]
+        self.add(case)
+
+    def step(self, name: str, precision: str, mode: str, variant: str) -> Step | None:
+        """Return a variant, built now or before; None if it cannot be built."""
+        key = (name, precision, mode, variant)
+        if key in self.built:
+            return self.built[key]
+        if any(other[0] != name for other in self.built):
+            self.built.clear()
+            torch.compiler.reset()
+        gc.collect()
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+        label = "/".join(key)
+        needed = NEEDED_S[mode] if mode == "eager" else max(self.compile_s, default=NEEDED_S[mode])
+        if not self.has_time(needed, label):
+            return None
+        try:
+            made = make_step(variant, NETWORKS[name], precision, mode)
+        except Exception as error:  # a tool that is missing, or fails, must not end the run
+            self.miss(label, f"{type(error).__name__}: {error}")
+            return None
+        if mode != "eager":
+            self.compile_s.append(made.first_s)
+        self.built[key] = made
+        return made
+
+    def has_time(self, needed: float, label: str) -> bool:
+        """Return True if `needed` seconds are left, and note the case where they are not."""
+        left = self.ends - time.monotonic()
+        if left < needed:
+            self.miss(label, f"no time: {left:.0f} s left, about {needed:.0f} s needed")
+        return left >= needed
+
+    def miss(self, label: str, reason: str) -> None:
+        """Note a case that was not measured."""
+        self.report["missing"].append({"case": label, "reason": reason[:300]})
+
+    def add(self, case: Row) -> None:
+        """Add a complete case and write the file."""
+        self.report["cases"].append(case)
+        self.unfinished = []
+        self.write()
+
+    def write(self) -> None:
+        """Write the earlier runs and this one."""
+        write_json(self.file, {"runs": [*self.earlier, self.report | {"unfinished": self.unfinished}]})
+
+
+def main() -> None:
+    """Measure until all cases are done or the time has run out; the table of this run comes last."""
+    parser = study_parser(__doc__, out="results/h200")
+    parser.add_argument("--budget-s", type=float, default=110.0, help="seconds for all cases")
+    parser.add_argument("--only", nargs="+", default=[], metavar="CASE", help="such as resnet50/bf16/compiled, tiny")
+    parser.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="such as float fused")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each variant, in turn")
+    parser.add_argument("--repeats", type=int, default=10, help="steps of a round")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    fast_arithmetic()
+    run = Run(arguments)
+
+    def stop(*_: object) -> None:
+        raise BudgetSpentError
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, arguments.budget_s)
+    asked = arguments.only or [name for name in NETWORKS if name != "tiny"]
+    case: tuple[str, str, str, tuple[str, ...]] = CASES[0]
+    try:
+        for case in CASES:
+            wanted = tuple(v for v in case[3] if not arguments.variants or v in arguments.variants)
+            alone = wanted == ("float",) and arguments.variants != ["float"]
+            if "/".join(case[:3]).startswith(tuple(asked)) and wanted and not alone:
+                run.measure(*case[:3], wanted)
+    except BudgetSpentError:
+        run.miss("/".join(case[:3]), "the time ran out while it was measured")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    run.write()
+    print(table(read_runs(run.file)[-1:]), flush=True)
+    os._exit(0)  # threads of the compiler may still be at work
+
+
+if __name__ == "__main__":
+    main()

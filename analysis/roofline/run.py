@@ -1,0 +1,94 @@
+"""Rooflines of torchvision networks on several devices: one figure a network, one table for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torchvision
+
+from analysis.common.study import command_line, study_parser
+from compress.errors import RooflineError
+from compress.files import write_text
+from compress.graph.trace import trace
+from compress.plots.roofline import draw_roofline, draw_rooflines
+from compress.plots.style import save_figure
+from compress.roofline import Workload, devices_text, find_device, roofline_of, what_if, what_if_text
+from compress.roofline.counting import count
+from compress.roofline.tables import quantity, table
+
+NETWORKS = ("resnet50", "vgg16", "mobilenet_v2", "vit_b_16")
+DEVICES = ("t4", "a100", "h200", "orin")
+PRECISIONS = ("fp16", "int8", "int8-2:4")
+HEADERS = ("network", "device", "precision", "flop/B", "ridge", "bytes/image", "images/s", "bound by memory")
+
+
+def bounds(work: Workload, devices: Sequence[str]) -> list[list[str]]:
+    """Return a row for each device and precision of a fused network; a precision that a device lacks is named."""
+    rows = []
+    for name in devices:
+        for precision in PRECISIONS:
+            head = [work.model, find_device(name).title, precision]
+            try:
+                r = roofline_of(work, device=name, precision=precision)
+            except RooflineError:
+                rows.append([*head, "-", "-", "-", "-", "the device lacks it"])
+                continue
+            moved = quantity((r.weight_bytes + r.activation_bytes) / r.batch_size, "B")
+            figures = [f"{r.arithmetic_intensity:.0f}", f"{r.ridge_point:.0f}", moved, f"{r.images_per_s:,.0f}"]
+            rows.append([*head, *figures, f"{r.memory_bound_share:.0%}"])
+    return rows
+
+
+def main() -> None:
+    """Count, draw and write."""
+    parser = study_parser(__doc__, out="results/roofline")
+    parser.add_argument("--networks", nargs="+", default=NETWORKS)
+    parser.add_argument("--devices", nargs="+", default=DEVICES)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--image", type=int, default=224)
+    arguments = parser.parse_args()
+    shown = arguments.devices[-2:][0]  # the device of the figures and scenarios of one network
+    rows, parts = [], []
+    for network in arguments.networks:
+        model = getattr(torchvision.models, network)(weights=None).eval()
+        x = torch.randn(1, 3, arguments.image, arguments.image)
+        graph_module = trace(model, x)
+        work = replace(count(graph_module, x, fused=True).with_batch(arguments.batch), model=network)
+        panels = {name: roofline_of(work, device=name, precision="int8") for name in arguments.devices}
+        save_figure(draw_rooflines(list(panels.values())), arguments.out / f"{network}.png")
+        save_figure(draw_roofline(panels[shown]), arguments.out / f"{network}_{shown}.png")
+        rows += bounds(work, arguments.devices)
+        scenarios = what_if_text(what_if(graph_module, x, device=shown))
+        parts.append(f"## What compression could buy: {network}, {find_device(shown).title}\n\n{scenarios}\n")
+        print(network, flush=True)
+    notes = [f"- {d.title}: {d.note}." for d in map(find_device, arguments.devices) if d.note]
+    lines = [
+        HEAD.format(command=command_line(), batch=arguments.batch, image=arguments.image),
+        table(HEADERS, rows),
+        "",
+        *parts,
+        "## Devices",
+        "",
+        "Tera-operations a second, dense, and with 2:4 sparsity.",
+        "",
+        devices_text(),
+        "",
+        *notes,
+    ]
+    write_text(arguments.out / "roofline.md", "\n".join(lines) + "\n")
+
+
+HEAD = """# Rooflines
+
+`{command}`. Batch {batch}, {image}x{image}, fused as an engine does (convolution, BatchNorm, activation and residual
+addition in one kernel). The bounds come from the makers' dense peaks and bandwidths: no engine can beat them from main
+memory, and none reaches them. Kernel launches, which dominate small batches on a large GPU, are not part of them.
+`flop/B` is the arithmetic intensity of the whole network; where it exceeds the ridge point of the device, single layers
+may still be bound by memory, and the last column gives their share of the time.
+"""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The models of the sweep."""
+
+from __future__ import annotations
+
+import torchvision
+
+SEGMENTATION = (
+    "lraspp_mobilenet_v3_large",
+    "fcn_resnet50",
+    "fcn_resnet101",
+    "deeplabv3_mobilenet_v3_large",
+    "deeplabv3_resnet50",
+    "deeplabv3_resnet101",
+)
+TIMM = tuple(
+    """
+inception_resnet_v2 mobileone_s0 inception_v4 regnetz_b16 nextvit_small tnt_s_patch16_224 cait_xxs24_224
+vitamin_small_224 caformer_s18 maxvit_nano_rw_256 tresnet_m crossvit_tiny_240 beit_base_patch16_224 densenet121
+ghostnetv2_100 volo_d1_224 focalnet_tiny_srf vit_relpos_small_patch16_224 xception41 vgg11 hrnet_w18_small
+twins_svt_small gcvit_xxtiny repghostnet_050 swinv2_cr_tiny_ns_224 coatnet_nano_rw_224 repvit_m0_9 gmlp_ti16_224
+mobilevit_xxs fastvit_t8 tf_efficientnetv2_b0 swinv2_tiny_window8_256 sequencer2d_s xcit_nano_12_p16_224 mixnet_s
+deit3_small_patch16_224 davit_tiny ghostnet_100 gcresnet33ts cspresnet50 efficientvit_m0 efficientformerv2_s0
+res2net50_26w_4s fbnetc_100 spnasnet_100 swin_tiny_patch4_window7_224 repvgg_a0 pit_ti_224 resnetblur50
+vit_tiny_patch16_224 deit_tiny_patch16_224 convmixer_768_32 dpn68 mvitv2_tiny hiera_tiny_224 regnety_002 rexnet_100
+mobilevitv2_050 resnetv2_50x1_bit rdnet_tiny gernet_s eva02_tiny_patch14_224 nest_tiny poolformer_s12 shvit_s1
+efficientvit_b0 mnasnet_small mobilenetv4_conv_small gmixer_12_224 efficientnet_es efficientformer_l1 eca_nfnet_l0
+selecsls42b tf_efficientnet_lite0 visformer_tiny tiny_vit_5m_224 convit_tiny hgnetv2_b0 regnetx_002 nf_resnet50
+swiftformer_xs levit_128s cs3darknet_m hardcorenas_a halonet26t lambda_resnet26t mobilenetv3_small_050 mixer_s32_224
+botnet26t_256 ecaresnet26t resmlp_12_224 mambaout_femto tinynet_e pvt_v2_b0 skresnet18 dla34 edgenext_xx_small
+convnextv2_atto convnext_atto coat_lite_tiny inception_next_atto lcnet_050 test_vit resnest14d legacy_seresnet18
+ese_vovnet19b_dw test_convnext fasternet_t0 resnetv2_18 starnet_s050 test_efficientnet test_resnet
+""".split()  # noqa: SIM905  (a list of so many would be a page)
+)
+
+
+def names() -> list[str]:
+    """Return all models of the sweep, the largest first, so that no large one runs alone at the end."""
+
+    def size(name: str) -> int:
+        return int(next(iter(torchvision.models.get_model_weights(name))).meta["num_params"])
+
+    known = sorted(torchvision.models.list_models(module=torchvision.models), key=size, reverse=True)
+    big = [name for name in known if size(name) > 40_000_000]
+    others = [f"timm:{name}" for name in TIMM] + [f"segmentation:{name}" for name in SEGMENTATION]
+    return big + mixed(known[len(big) :], others)
+
+
+def mixed(first: list[str], second: list[str]) -> list[str]:
+    """Merge two lists, each spread evenly over the result."""
+    places = [(i / len(part), name) for part in (first, second) for i, name in enumerate(part)]
+    return [name for _, name in sorted(places, key=lambda place: place[0])]

@@ -1,0 +1,78 @@
+"""Quantize all classifiers and segmentation networks of torchvision, and networks of all families of timm."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from analysis.common.side_by_side import Ended, side_by_side
+from analysis.common.study import Row, study_parser
+from analysis.sweep import report
+from analysis.sweep.names import names
+from analysis.sweep.report import read
+from compress.measure import describe_machine
+
+
+def main() -> None:
+    """Run the models without a row, or those that are asked for, and write the table."""
+    parser = study_parser(__doc__, out="results")
+    parser.add_argument("--models", nargs="+", help="these, with or without a row; default: all without one")
+    parser.add_argument("--retry", action="store_true", help="also the models whose row is a failure")
+    parser.add_argument("--limit", type=int, help="largest number of models")
+    parser.add_argument("--timeout", type=int, default=900, help="seconds for a model")
+    parser.add_argument("--processes", type=int, default=1, help="models side by side, one thread each")
+    parser.add_argument("--budget-s", type=float, help="seconds for all; unfinished models get no row")
+    arguments = parser.parse_args()
+    log = arguments.out / "sweep.jsonl"
+    todo = queue(arguments.models, read(log), retry=arguments.retry)[: arguments.limit]
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    run(todo, log, arguments)
+    report.write(log)
+
+
+def run(models: list[str], log: Path, arguments: argparse.Namespace) -> None:
+    """Study models side by side, and append a line to the log when one ends."""
+    measured = machine() | {"side_by_side": arguments.processes}
+    commands = [(name, ["analysis.sweep.unit", name]) for name in models]
+    options = {"processes": arguments.processes, "timeout": arguments.timeout, "budget_s": arguments.budget_s}
+    done = 0
+    for one in side_by_side(commands, **options):
+        done += 1
+        row = {"model": one.name, **row_of(one), "seconds": round(one.seconds, 1), "machine": measured}
+        with log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{one.name}: {row['status']} {row.get('error', '')} ({row['seconds']:.0f} s)", flush=True)
+    if done < len(models):
+        print(
+            f"{len(models) - done} of {len(models)} not done in {arguments.budget_s:.0f} s; the same command continues"
+        )
+
+
+def row_of(ended: Ended) -> Row:
+    """Return the row that the model's process wrote; a crash or a run past the limit is a row too."""
+    found: Row = json.loads(ended.last_line) if ended.last_line.startswith("{") else {}
+    return found or {"status": "failed", "stage": "?", "error": ended.why}
+
+
+def queue(models: list[str] | None, rows: dict[str, Row], *, retry: bool) -> list[str]:
+    """Return the models to run, in order."""
+    if models:
+        return models
+    done = {name for name, row in rows.items() if row["status"] == "ok" or not retry}
+    return [name for name in names() if name not in done]
+
+
+def machine() -> Row:
+    """Return the machine and the versions for a row."""
+    found = describe_machine()
+    libraries = ("torch", "onnxruntime", "openvino", "timm")
+    return {
+        "cpu": found.cpu,
+        "cores": found.usable_cores,
+        "versions": {name: found.versions[name] for name in libraries if name in found.versions},
+    }
+
+
+if __name__ == "__main__":
+    main()

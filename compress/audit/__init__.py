@@ -1,0 +1,1 @@
+"""Audits of ONNX files, and of the engines that are built from them."""

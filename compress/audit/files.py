@@ -1,0 +1,72 @@
+"""Finds and reads the layers of an engine: from the files beside it, a build log, or the inspector's JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from compress.audit.layers import EngineListing
+from compress.audit.nvidia_inspector import parse_inspector
+from compress.audit.nvidia_log import parse_build_log
+from compress.engines.tensorrt.metadata import (
+    check_fresh,
+    check_whole,
+    layers_path,
+    log_path,
+    metadata_path,
+    read_metadata,
+)
+from compress.errors import AuditError, EngineError
+
+
+def read_engine_layers(path: Path | str) -> EngineListing:
+    """Read the layers of an engine.
+
+    Args:
+        path: an engine with `<engine>.layers.json` (the inspector's, preferred) or `<engine>.log` beside it; or one of
+            these files itself.
+
+    Raises:
+        AuditError: the file does not exist, no file is beside the engine, or the file lists no layer.
+        EngineError: the engine is truncated, or another than was built.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise AuditError(f"{path} does not exist; give an engine, its build log or the inspector's JSON")
+    if path.suffix == ".onnx":
+        raise AuditError(f"{path} is a model, not an engine of it: --onnx shows what is in it, build makes an engine")
+    if path.suffix == ".json":
+        return parse_inspector(_text(path))
+    if path.suffix in {".log", ".txt"}:
+        return parse_build_log(_text(path))
+    if metadata_path(path).is_file():
+        check_whole(path, read_metadata(path))
+    layers, log = layers_path(path), log_path(path)
+    for beside in (layers, path.with_suffix(".layers.json"), log, path.with_suffix(".log")):
+        if beside.is_file():
+            return read_engine_layers(beside)
+    raise AuditError(
+        f"no file beside {path} lists its layers (looked for {layers.name} and {log.name}). Build it with "
+        f"`python -m compress build onnx`, which keeps the log; or write {layers.name} with "
+        f"trtexec --loadEngine={path} --profilingVerbosity=detailed --exportLayerInfo={layers.name}"
+    )
+
+
+def onnx_beside(path: Path | str) -> Path | None:
+    """Return the ONNX file that an engine was built from, if it is beside the engine and unchanged."""
+    path = Path(path)
+    for engine in (path, path.with_suffix("")):  # the second if `path` is the engine's log
+        try:
+            metadata = read_metadata(engine)
+            onnx = engine.with_name(metadata.onnx)
+            check_fresh(engine, metadata, onnx)
+        except (EngineError, OSError):
+            continue
+        return onnx
+    return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise AuditError(f"{path} cannot be read: {error}") from None

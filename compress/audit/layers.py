@@ -1,0 +1,255 @@
+"""The layers of a built engine, in one form for all sources: build logs and the inspector's JSON.
+
+An engine can differ from its ONNX file: an INT8 convolution may write FP32 and leave it to another kernel to quantize
+the result, a sum may not fuse, a layer may fall back to floating point. The parsers (`nvidia_log`, `nvidia_inspector`)
+fill these classes; `audit.engine` evaluates them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Operation = Literal["conv", "product", "pool", "pointwise", "reformat", "host", "other"]
+
+TYPE_BYTES: dict[str, float] = {
+    "fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "fp4": 0.5,
+    "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "int4": 0.5, "bool": 1,
+}  # fmt: skip
+"""Bytes of one element of each type that TensorRT names."""
+
+FLOATS = frozenset({"fp64", "fp32", "tf32", "fp16", "bf16"})
+EIGHT_BITS = frozenset({"int8", "uint8", "fp8"})
+
+_SPELLINGS = {
+    "float": "fp32", "float32": "fp32", "fp32": "fp32", "double": "fp64", "half": "fp16", "float16": "fp16",
+    "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16", "fp8": "fp8", "fp8e4m3": "fp8", "e4m3": "fp8", "fp4": "fp4",
+    "fp4e2m1": "fp4", "int8": "int8", "uint8": "uint8", "int32": "int32", "int64": "int64", "int4": "int4",
+    "bool": "bool",
+}  # fmt: skip
+
+
+def type_name(text: str) -> str:
+    """Return the short name of a type in any of TensorRT's spellings, or in a sentence that holds one; else "unknown".
+
+    >>> type_name("Half"), type_name("Thirty-two wide channel vectorized row major Int8 format"), type_name("N/A")
+    ('fp16', 'int8', 'unknown')
+    """
+    for word in re.findall(r"[A-Za-z]+\d*[A-Za-z]*\d*", text):
+        if word.lower() in _SPELLINGS:
+            return _SPELLINGS[word.lower()]
+    return "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineTensor:
+    """A tensor that a layer reads or writes.
+
+    Attributes:
+        name: in the engine.
+        dtype: key of `TYPE_BYTES`, or "unknown".
+        shape: in the engine; -1 is a dimension that is known only when it runs.
+        format: memory layout, in TensorRT's words.
+        strides: elements from one index to the next of each dimension; () if unknown. A part of a larger tensor has the
+            strides of that tensor.
+        rows: part of the open dimension that belongs to one image, such as its tokens (`audit.rows`); None = unknown,
+            or, without a shape, of a tensor of unknown shape.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    format: str = ""
+    strides: tuple[int, ...] = ()
+    rows: int | None = 1
+
+    def elements(self, batch: int = 1) -> int | None:
+        """Return the elements in memory for `batch` images, with the channels that a vectorized format pads.
+
+        None if the rows of the open dimension are unknown.
+        """
+        if self.rows is None and (-1 in self.shape or not self.shape):
+            return None
+        shape = [batch * (self.rows or 1) if size < 0 else size for size in self.shape]
+        if len(shape) >= 3:
+            step = _channel_step(self.format)
+            shape[1] = -(-shape[1] // step) * step
+        return math.prod(shape)
+
+    def bytes(self, batch: int = 1) -> float | None:
+        """Return the bytes in memory; None if the type or the number of elements is unknown."""
+        size, elements = TYPE_BYTES.get(self.dtype), self.elements(batch)
+        return None if size is None or elements is None else elements * size
+
+
+_WIDE = {"two": 2, "four": 4, "eight": 8, "sixteen": 16, "thirty-two": 32}
+
+
+def _channel_step(text: str) -> int:
+    """Return the number of channels that a format stores together."""
+    match = re.search(r"channel % (\d+)", text)
+    if match:
+        return int(match[1])
+    match = re.match(r"([A-Za-z-]+) wide channel", text)
+    return _WIDE.get(match[1].lower(), 1) if match else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLayer:
+    """One layer of an engine.
+
+    Attributes:
+        name: in the engine.
+        kind: the engine's own name of the operation, such as `CaskConvolution`, `correlation` or `kgen`.
+        onnx_nodes: nodes of the ONNX file that it came from; () if the engine does not report them.
+        inputs, outputs: activations read and written.
+        constants: weights and other constants; () if the engine does not list them.
+        tactic: kernel chosen; "" if it is chosen later or unknown.
+        weight_elements: elements of its weight, if reported apart from the constants.
+        weight_type: their type; "" if it is not reported apart.
+        out_channels: of a convolution, if reported.
+        sparse_weights: True if the builder found a 2:4 weight; None if it does not report it.
+        more: further facts that the engine reports, such as `Kernel` or `TacticValue`.
+    """
+
+    name: str
+    kind: str
+    onnx_nodes: tuple[str, ...] = ()
+    inputs: tuple[EngineTensor, ...] = ()
+    outputs: tuple[EngineTensor, ...] = ()
+    constants: tuple[EngineTensor, ...] = ()
+    tactic: str = ""
+    weight_elements: int | None = None
+    weight_type: str = ""
+    out_channels: int | None = None
+    sparse_weights: bool | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineListing:
+    """All layers of an engine, and their source.
+
+    Attributes:
+        source: such as `TensorRT-RTX build log`.
+        layers: in the order in which they run.
+        inputs, outputs: names of the network's own tensors; () if they are not reported.
+        notes: sentences on facts that the source does not report.
+    """
+
+    source: str
+    layers: tuple[EngineLayer, ...]
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+_KINDS: tuple[tuple[Operation, str], ...] = (
+    ("host", r"^(shape_call|shapecall|constant|signal|wait|device_?to_?shape|shape_?host.*|trainstation|noop)"),
+    ("conv", r"conv|correlation"),
+    ("product", r"gemm|matri|fullyconnected|matmul|^fc\b|mha|attention"),
+    ("pool", r"pool"),
+    ("reformat", r"reformat|shuffle|copy|^move|^slice|concat|^cast|^transpose"),
+    ("pointwise", r"^kgen|pointwise|elementwise|activation|^scale|quantize|reduce|unary|softmax|^foreignnode|^pwn"),
+)
+_MOVES = {"Tran", "Cast", "Move", "Repl", "Conc", "Resh", "Res", "Slic", "Squ", "Copy", "Perm"}
+
+
+def operation(layer: EngineLayer) -> Operation:
+    """Return the kind of computation of a layer, from the engine's name of its kind; `other` if that is unknown."""
+    if layer.kind.lower() in {"runtime_fusion", "fusion"}:  # products and small convolutions with what follows them
+        named = re.search("Fc|Gemm|Mha|Mat", layer.name) or "gemm" in layer.tactic
+        return "product" if weight_of(layer) is not None or named else "pointwise"
+    if is_attention(layer):
+        return "product"
+    for name, pattern in _KINDS:
+        if re.search(pattern, layer.kind, re.IGNORECASE):
+            moves = name == "pointwise" and fused_steps(layer.name) and set(fused_steps(layer.name)) <= _MOVES
+            return "reformat" if moves else name
+    return "other"
+
+
+def is_attention(layer: EngineLayer) -> bool:
+    """Return True if a layer is both products of an attention and the softmax between them, in one kernel."""
+    return layer.kind.lower() == "kgen" and re.match(r"_gemm_mha", layer.name) is not None
+
+
+def fused_steps(name: str) -> tuple[str, ...]:
+    """Return the steps that a generated kernel is named after; () if the name has another form.
+
+    >>> fused_steps("__myl_MulAddReluMulMinMaxRounCast_myl0_3")
+    ('Mul', 'Add', 'Relu', 'Mul', 'Min', 'Max', 'Roun', 'Cast')
+    """
+    match = re.match(r"__myl_([A-Za-z0-9]+)_myl", name)
+    return tuple(re.findall(r"[A-Z][a-z0-9]*", match[1])) if match else ()
+
+
+def weight_of(layer: EngineLayer) -> EngineTensor | None:
+    """Return the constant that is a layer's weight: the largest with two dimensions that are more than one."""
+    found = [c for c in layer.constants if sum(size > 1 for size in c.shape) > 1]
+    return max(found, key=lambda c: c.elements() or 0, default=None)
+
+
+def macs(layer: EngineLayer, batch: int = 1) -> int | None:
+    """Return the multiply-accumulates for `batch` images: 0 if no matrix is multiplied, None if the weight is unknown.
+
+    Every output element of a convolution or product takes (weight elements / output channels) of them.
+    """
+    kind = operation(layer)
+    if kind not in {"conv", "product"}:
+        return None if kind == "other" else 0
+    if not layer.outputs:
+        return None
+    out = layer.outputs[0]
+    if -1 in out.shape and out.rows is None:
+        return None
+    elements = math.prod(batch * (out.rows or 1) if size < 0 else size for size in out.shape)
+    if is_attention(layer):
+        return _attention_macs(layer, elements)
+    weight = weight_of(layer) or _weight_input(layer)
+    count = layer.weight_elements or (weight.elements() if weight else None)
+    if count is None:
+        return None
+    channels = layer.out_channels or _out_channels(kind, weight, out.shape)
+    return elements * count // channels if channels else None
+
+
+def _attention_macs(layer: EngineLayer, elements: int) -> int | None:
+    """Return T * S * (d + width of a value) for each head: queries (..., T, d), keys (..., d, S) in either order."""
+    if len(layer.inputs) < 3 or any(len(t.shape) < 2 for t in (*layer.inputs[:2], layer.outputs[0])):
+        return None
+    depth, width, keys = layer.inputs[0].shape[-1], layer.outputs[0].shape[-1], list(layer.inputs[1].shape[-2:])
+    if depth not in keys or min(depth, width, *keys) < 1:
+        return None
+    keys.remove(depth)
+    return elements // width * keys[0] * (depth + width)
+
+
+def _out_channels(kind: Operation, weight: EngineTensor | None, out: Sequence[int]) -> int | None:
+    if weight is None or len(out) < 2:
+        return None
+    if kind == "conv":
+        return weight.shape[0]
+    shared = [size for size in weight.shape if size > 1 and size in out[1:]]
+    return shared[-1] if len(set(shared)) == 1 or shared else None
+
+
+def _weight_input(layer: EngineLayer) -> EngineTensor | None:
+    """Return a convolution's weight that another layer prepares while the engine runs (dequantized, or refitted)."""
+    if operation(layer) != "conv" or not layer.outputs:
+        return None
+    out = layer.outputs[0].shape
+    for tensor in layer.inputs[1:]:
+        if len(tensor.shape) >= 4 and min(tensor.shape) > 0 and tensor.shape != out and tensor.shape[0] == out[1]:
+            return tensor
+    return None
+
+
+def activations(layer: EngineLayer) -> tuple[tuple[EngineTensor, ...], tuple[EngineTensor, ...]]:
+    """Return (read, written) activations of a layer, each tensor once, without weights prepared by other layers."""
+    weight = _weight_input(layer)
+    read = {t.name: t for t in layer.inputs if t is not weight}
+    return tuple(read.values()), tuple({t.name: t for t in layer.outputs}.values())

@@ -1,0 +1,225 @@
+"""Audits an ONNX file: which weighted operations are INT8, why the others are not, and if the scales are valid.
+
+Only the file is read, so that files of other tools can be audited too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from compress.errors import AuditError
+from compress.export.onnx_graph import PASSES, WEIGHTED_OPS, OnnxGraph, attribute, opset_of
+from compress.sparsity.masks import verify_nm
+
+_INTEGERS = frozenset({"int8", "uint8", "int4", "uint4"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditedNode:
+    """One weighted operation of an ONNX file.
+
+    Attributes:
+        name: ONNX node.
+        op_type: `Conv`, `ConvTranspose`, `Gemm` or `MatMul`.
+        input_type, weight_type: `int8`, `uint8`, `int4`, `float8_e4m3fn`, ... after a DequantizeLinear; else `float`.
+        per_channel: True if the weight has a scale for each channel.
+        weight_elements: elements of a constant weight; 0 for a product of two activations.
+        int8: True if both inputs are integers of 8 bits or fewer.
+        reason: the inputs that are not; "" if `int8`.
+    """
+
+    name: str
+    op_type: str
+    input_type: str
+    weight_type: str
+    per_channel: bool
+    weight_elements: int
+    int8: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxAudit:
+    """Content of an ONNX file.
+
+    Attributes:
+        path: the file.
+        opset: version of the standard operators.
+        rows: the weighted operations, in graph order.
+        activation_pairs: number of QuantizeLinear nodes.
+        float_type: type of the part that is not quantized (`float32` or `float16`).
+        ops: number of nodes by type.
+        metadata: entries of the model.
+    """
+
+    path: Path
+    opset: int
+    rows: tuple[AuditedNode, ...]
+    activation_pairs: int
+    float_type: str
+    ops: dict[str, int]
+    metadata: dict[str, str]
+
+    @property
+    def int8_share(self) -> float:
+        """Share of weight elements that are in INT8 operations, 0 to 1."""
+        total = sum(row.weight_elements for row in self.rows)
+        return sum(row.weight_elements for row in self.rows if row.int8) / total if total else 0.0
+
+
+def audit_onnx(path: Path | str) -> OnnxAudit:
+    """Read an ONNX file and list its weighted operations, each INT8 or with the reason why not.
+
+    Args:
+        path: ONNX file, with its external weights beside it if it has any.
+
+    Raises:
+        AuditError: the file is not ONNX, or a scale is zero, NaN, infinite or negative; the message names the node.
+    """
+    path = Path(path)
+    proto = _load(path)
+    view = OnnxGraph(proto.graph)
+    _check_scales(view)
+    ops = Counter(node.op_type for node in proto.graph.node)
+    half = any(t.data_type == onnx.TensorProto.FLOAT16 for t in proto.graph.initializer)
+    return OnnxAudit(
+        path=path,
+        opset=opset_of(proto),
+        rows=tuple(_audited(node, view) for node in proto.graph.node if node.op_type in WEIGHTED_OPS),
+        activation_pairs=ops["QuantizeLinear"],
+        float_type="float16" if half else "float32",
+        ops=dict(sorted(ops.items())),
+        metadata={prop.key: prop.value for prop in proto.metadata_props},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSparsity:
+    """Zeros in the constant weight of one operation.
+
+    Attributes:
+        name: ONNX node.
+        dtype: of the constant: `int8` if it is quantized.
+        zeros: share of the elements that are zero.
+        violations: groups of m consecutive input channels that hold more than n values; None if m does not divide the
+            channels.
+    """
+
+    name: str
+    dtype: str
+    zeros: float
+    violations: int | None
+
+
+def audit_sparsity(path: Path | str, n: int = 2, m: int = 4) -> tuple[NodeSparsity, ...]:
+    """Look for an n:m pattern along the input channels of every constant weight, in the integers if it is INT8.
+
+    Args:
+        path: ONNX file.
+        n: values that a group may hold.
+        m: consecutive input channels of a group.
+
+    Raises:
+        AuditError: the file is not ONNX.
+    """
+    view = OnnxGraph(_load(Path(path)).graph)
+    rows = []
+    for node in view.graph.node:
+        if node.op_type not in WEIGHTED_OPS:
+            continue
+        source = view.dequantizer(node.input[1], PASSES)
+        weight = view.array(node.input[1] if source is None else source.input[0])
+        if weight is None or weight.ndim < 2:
+            continue
+        axis = 1
+        if node.op_type in {"MatMul", "Gemm"}:
+            axis = (attribute(node, "transB", 0) + _transposes(node.input[1], view)) % 2
+        fits = weight.shape[axis] % m == 0
+        rows.append(
+            NodeSparsity(
+                name=node.name or node.output[0],
+                dtype=str(weight.dtype),
+                zeros=float((weight == 0).mean()),
+                violations=verify_nm(weight, n, m, axis=axis) if fits else None,
+            )
+        )
+    return tuple(rows)
+
+
+def sparse_nodes(path: Path | str) -> tuple[str, ...]:
+    """Return the names of the operations of an ONNX file whose weights are 2:4.
+
+    Raises:
+        AuditError: the file is not ONNX.
+    """
+    return tuple(row.name for row in audit_sparsity(path) if row.violations == 0 and row.zeros >= 0.5)
+
+
+def _load(path: Path) -> onnx.ModelProto:
+    try:
+        proto = onnx.load(path)
+        onnx.checker.check_model(proto)
+    except FileNotFoundError:
+        raise AuditError(f"{path} does not exist; give an ONNX file") from None
+    except Exception as error:
+        raise AuditError(f"{path} is not a valid ONNX file: {' '.join(str(error).split())[:300]}") from error
+    return proto
+
+
+def _check_scales(view: OnnxGraph) -> None:
+    """Refuse scales that are not positive and finite; scales that are computed at run time are not in the file."""
+    for node in view.graph.node:
+        scale = view.array(node.input[1]) if node.op_type in {"QuantizeLinear", "DequantizeLinear"} else None
+        if scale is None:
+            continue
+        value = scale.astype(np.float64)
+        bad = ~(np.isfinite(value) & (value > 0))
+        if bad.any():
+            raise AuditError(
+                f"{node.name or node.output[0]}: scale is {value[bad].flat[0]} in {int(bad.sum())} of {value.size} "
+                "places; a scale is positive and finite. Calibrate again, or leave the layer float"
+            )
+
+
+def _transposes(name: str, view: OnnxGraph) -> int:
+    """Count the Transpose nodes between a tensor and the constant that it comes from."""
+    producer, count = view.producers.get(name), 0
+    while producer is not None and producer.op_type in PASSES | {"DequantizeLinear"}:
+        count += producer.op_type == "Transpose"
+        producer = view.producers.get(producer.input[0])
+    return count
+
+
+def _integer_type(node: onnx.NodeProto, view: OnnxGraph) -> str:
+    """Return the type of the integers that a DequantizeLinear reads."""
+    source = view.array(node.input[0])
+    if source is None and len(node.input) > 2:
+        source = view.array(node.input[2])  # the zero point has the same type
+    return "uint8" if source is None else str(source.dtype)
+
+
+def _audited(node: onnx.NodeProto, view: OnnxGraph) -> AuditedNode:
+    data, weight = (view.dequantizer(name, PASSES) for name in node.input[:2])
+    constant = view.array(node.input[1] if weight is None else weight.input[0])
+    scale = None if weight is None else view.array(weight.input[1])
+    types = ["float" if source is None else _integer_type(source, view) for source in (data, weight)]
+    missing = [
+        f"{name} is {'FP8, not INT8' if dtype.startswith('float8') else 'not quantized'}"
+        for dtype, name in zip(types, ("its input", "its weight"), strict=True)
+        if dtype not in _INTEGERS
+    ]
+    return AuditedNode(
+        name=node.name or node.output[0],
+        op_type=node.op_type,
+        input_type=types[0],
+        weight_type=types[1],
+        per_channel=scale is not None and scale.ndim > 0 and scale.size > 1,
+        weight_elements=0 if constant is None else int(constant.size),
+        int8=not missing,
+        reason="; ".join(missing),
+    )

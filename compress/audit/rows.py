@@ -1,0 +1,199 @@
+"""Infers how many rows each image has in the open dimension of an engine's tensors.
+
+TensorRT flattens: in a transformer `[-1, 768]` holds batch times tokens, and `[-1, 197, 64]` batch times heads. If the
+open dimension were the batch alone, such a tensor would count a two-hundredth of its bytes.
+
+Two sources are certain: the network's own inputs and outputs have one row for each image; and if all known dimensions
+of a tensor occur in the shape of an ONNX result of the layer that writes it, the other dimensions of that result are
+its rows. From there the rows of other tensors follow: of other views of the same tensor, which have as many elements or
+are parts of it, and through kernels that keep their rows or their elements. All others stay unknown, and are reported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from compress.audit.layers import (
+    EngineLayer,
+    EngineListing,
+    EngineTensor,
+    fused_steps,
+    operation,
+)
+from compress.audit.onnx_shapes import NodeOutput, OnnxShapes
+
+_View = tuple[str, tuple[int, ...]]
+_Rows = dict[_View, int]
+_MIXES = {"Resh", "Tran", "Slic", "Gath", "Repl", "Squ", "Perm"}
+"""Steps after which the open dimension may hold something else."""
+_GROWS = {"Repl", "Conc", "Iota", "Gath"}
+"""Steps that may write more than was read."""
+_KEEPS = {
+    "Add", "Sub", "Mul", "Div", "Cast", "Relu", "Erf", "Exp", "Sqrt", "Min", "Max", "Roun", "Resh", "Tran", "Move",
+}  # fmt: skip
+"""Steps that write one element for each that they read."""
+
+
+def with_rows(listing: EngineListing, shapes: OnnxShapes | None = None) -> EngineListing:
+    """Return the listing with `rows` of every tensor, None if they are unknown.
+
+    Args:
+        listing: from a parser.
+        shapes: of the ONNX file that the engine was built from; None without that file.
+    """
+    known = _borders(listing)
+    _spread(listing, shapes or {}, known)
+    _drop_contradictions(listing, known)
+
+    def filled(tensors: Sequence[EngineTensor]) -> tuple[EngineTensor, ...]:
+        return tuple(replace(t, rows=known.get(_view(t))) if -1 in t.shape else t for t in tensors)
+
+    layers = tuple(replace(x, inputs=filled(x.inputs), outputs=filled(x.outputs)) for x in listing.layers)
+    return replace(listing, layers=layers)
+
+
+def _view(tensor: EngineTensor) -> _View:
+    return tensor.name, tensor.shape
+
+
+def _open(tensors: Sequence[EngineTensor]) -> Iterator[EngineTensor]:
+    """Yield the tensors with exactly one open dimension; of two, the rows are ambiguous."""
+    return (t for t in tensors if t.shape.count(-1) == 1)
+
+
+def _known_size(shape: tuple[int, ...]) -> int:
+    return math.prod(size for size in shape if size >= 0)
+
+
+def _borders(listing: EngineListing) -> _Rows:
+    """Return the rows of the network's own inputs and outputs, whose first dimension is the batch."""
+    border = {*listing.inputs, *listing.outputs}
+    every = [t for layer in listing.layers for t in (*_open(layer.inputs), *_open(layer.outputs)) if t.name in border]
+    ranks = {name: max(len(t.shape) for t in every if t.name == name) for name in {t.name for t in every}}
+    return {_view(t): 1 for t in every if t.shape[0] == -1 and len(t.shape) == ranks[t.name]}
+
+
+def _from_onnx(layer: EngineLayer, shapes: OnnxShapes, known: _Rows) -> None:
+    """Infer rows from ONNX results of the same shape that the layer writes, if all of them agree."""
+    leaving = [out for node in layer.onnx_nodes for out in shapes.get(node, ()) if _leaves(out, layer)]
+    most = _most_written(layer, known)
+    for tensor in _open(layer.outputs):
+        rows = {n for out in leaving if (n := _rows_left(tensor.shape, out.dims)) is not None}
+        rows = {n for n in rows if n * _known_size(tensor.shape) <= most}
+        if len(rows) == 1:
+            known.setdefault(_view(tensor), rows.pop())
+
+
+def _most_written(layer: EngineLayer, known: _Rows) -> float:
+    """Return the largest number of elements that a layer can write.
+
+    A kernel that repeats and joins nothing writes at most as many as it reads. It may read only a part of the result of
+    the ONNX node, whose shape would count the whole.
+    """
+    steps, read = fused_steps(layer.name), list(_open(layer.inputs))
+    if not steps or set(steps) & _GROWS or not read or operation(layer) == "product":
+        return math.inf
+    sizes = [known[_view(t)] * _known_size(t.shape) for t in read if _view(t) in known]
+    return max(sizes) if len(sizes) == len(read) else math.inf
+
+
+def _leaves(out: NodeOutput, layer: EngineLayer) -> bool:
+    return out.result or not out.users <= set(layer.onnx_nodes)
+
+
+def _rows_left(shape: tuple[int, ...], dims: tuple[int, ...]) -> int | None:
+    """Return the rows of the open dimension for a result of `dims`; None if the shape is not a view of it.
+
+    >>> _rows_left((-1, 64), (17, 64)), _rows_left((-1, 17, 32), (2, 17, 32)), _rows_left((-1, 1), (17, 64))
+    (17, 2, None)
+    """
+    own, whole = (Counter(size for size in sizes if size > 1) for sizes in (shape, dims))
+    reduced = shape[-1] == 1 and dims[-1:] != (1,)
+    if not own or reduced or own - whole:
+        return None
+    return math.prod((whole - own).elements())
+
+
+def _spread(listing: EngineListing, shapes: OnnxShapes, known: _Rows) -> None:
+    """Infer further rows from `known`, layer after layer, until none follow."""
+    views: dict[str, dict[_View, EngineTensor]] = {}
+    for layer in listing.layers:
+        for tensor in (*_open(layer.inputs), *_open(layer.outputs)):
+            views.setdefault(tensor.name, {})[_view(tensor)] = tensor
+    before = -1
+    while len(known) > before:
+        before = len(known)
+        for layer in listing.layers:
+            for tensor in (*_open(layer.inputs), *_open(layer.outputs)):
+                _from_other_views(tensor, views[tensor.name], known)
+            _conserve(layer, known)
+            _from_onnx(layer, shapes, known)
+            _through(layer, known)
+
+
+def _from_other_views(tensor: EngineTensor, views: dict[_View, EngineTensor], known: _Rows) -> None:
+    """Infer rows from other views of the same tensor: a part has its strides and rows, any other all its elements."""
+    if _view(tensor) in known:
+        return
+    found = set()
+    for view, other in views.items():
+        if view not in known:
+            continue
+        part = tensor.strides and tensor.strides == other.strides and tensor.shape.index(-1) == other.shape.index(-1)
+        size, own = known[view] * _known_size(other.shape), _known_size(tensor.shape)
+        if part:
+            found.add(known[view])
+        elif size % own == 0:
+            found.add(size // own)
+    if len(found) == 1:
+        known[_view(tensor)] = found.pop()
+
+
+def _conserve(layer: EngineLayer, known: _Rows) -> None:
+    """Infer rows through a kernel that only moves and computes elements: it writes as many as it reads."""
+    read, written = list(_open(layer.inputs)), list(_open(layer.outputs))
+    steps = set(fused_steps(layer.name))
+    if not steps or steps - _KEEPS or len(read) != 1 or len(written) != 1 or _view(read[0]) not in known:
+        return
+    size = known[_view(read[0])] * _known_size(read[0].shape)
+    if size % _known_size(written[0].shape) == 0:
+        known.setdefault(_view(written[0]), size // _known_size(written[0].shape))
+
+
+def _through(layer: EngineLayer, known: _Rows) -> None:
+    """Infer rows from other tensors of the layer whose rows are the same."""
+    tensors = [*_open(layer.inputs), *_open(layer.outputs)]
+    for tensor in tensors:
+        if _view(tensor) in known:
+            continue
+        rows = {known[_view(t)] for t in tensors if _view(t) in known and _same_rows(layer, tensor.shape, t.shape)}
+        if len(rows) == 1:
+            known[_view(tensor)] = rows.pop()
+
+
+def _same_rows(layer: EngineLayer, one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Return True if the open dimensions of two tensors of a layer hold the same rows."""
+    if len(one) != len(other) or one.index(-1) != other.index(-1):
+        return False
+    if one[:-1] == other[:-1] and 1 in (one[-1], other[-1]) and one[-1] != other[-1]:
+        return True  # a mean over the last dimension, and what it is the mean of
+    steps = fused_steps(layer.name)
+    if steps:
+        return not set(steps) & _MIXES or (set(steps) & _MIXES == {"Repl"} and "Conc" in steps)
+    return one == other or operation(layer) in {"conv", "product", "pool"} or "gemm" in layer.name
+
+
+def _drop_contradictions(listing: EngineListing, known: _Rows) -> None:
+    """Remove tensors of which a layer would read more than another wrote."""
+    written = {
+        t.name: known[_view(t)] * _known_size(t.shape)
+        for layer in listing.layers
+        for t in _open(layer.outputs)
+        if _view(t) in known
+    }
+    wrong = {name for (name, shape), n in known.items() if n * _known_size(shape) > written.get(name, math.inf)}
+    for view in [view for view in known if view[0] in wrong]:
+        del known[view]

@@ -1,0 +1,108 @@
+"""The command `bench`: latency of files, or with --end-to-end the time of every stage from pictures to classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from compress.cli.console import OUT, print_json, print_table, progress
+from compress.cli.options import JsonOption
+from compress.cli.run_summary import show_run
+from compress.errors import RunError
+from compress.measure import BenchSpec, check_bench_spec
+from compress.measure.end_to_end import STAGES, EndToEnd
+from compress.pipeline.again import bench_again
+from compress.pipeline.steps.end_to_end import bench_end_to_end
+from compress.plots.end_to_end import draw_end_to_end
+from compress.plots.style import WIDE, save_figure, styled
+from compress.records.files import END_TO_END
+from compress.report import write_report
+
+
+def bench(
+    files: Annotated[list[Path], typer.Argument(help="ONNX files, or one run folder.")],
+    engine: Annotated[list[str] | None, typer.Option("--engine", help="Repeat for several.")] = None,
+    batch_size: Annotated[list[int] | None, typer.Option("--batch-size", help="Repeat for several.")] = None,
+    seconds: Annotated[float, typer.Option(help="Longest time for each variant and batch size.")] = 3.0,
+    end_to_end: Annotated[
+        bool, typer.Option("--end-to-end", help="From pictures to classes: decoding, preprocessing, engine, top 5.")
+    ] = False,
+    images: Annotated[
+        Path | None, typer.Option(help="With --end-to-end: a folder of JPEG or PNG files; default: the run's own data.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="With --end-to-end: where pixels are resized, cpu or cuda.")] = "cpu",
+    figure: Annotated[
+        Path | None, typer.Option(help="With --end-to-end: PNG to draw; default end_to_end.png in a run folder.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure latency, or the stages of `--end-to-end`, and print a table.
+
+    Raises:
+        RunError: options of `--end-to-end` without it.
+        CompressError: as `bench_again` and `bench_end_to_end`.
+    """
+    spec = BenchSpec(
+        engines=tuple(engine or ("openvino", "onnxruntime")), batch_sizes=tuple(batch_size or (1, 32)), seconds=seconds
+    )
+    check_bench_spec(spec)
+    if end_to_end:
+        _end_to_end(files, spec, images=images, device=device, figure=figure, as_json=as_json)
+        return
+    if images is not None or figure is not None or device != "cpu":
+        raise RunError("--images, --device and --figure go with --end-to-end")
+    with progress() as bars:
+        metrics = bench_again(files, spec, progress=bars)
+    if len(files) == 1 and files[0].is_dir():
+        write_report(files[0])
+        show_run(files[0], as_json=as_json)
+        return
+    if as_json:
+        print_json([metric.to_dict() for metric in metrics])
+        return
+    rows = [
+        (
+            m.variant,
+            m.engine,
+            m.batch_size,
+            m.name,
+            "unavailable" if m.value is None else f"{m.value:.4g} {m.unit}",
+            m.reason,
+        )
+        for m in metrics
+    ]
+    print_table("latency", ("file", "engine", "batch", "figure", "value", "why not"), rows)
+
+
+def _end_to_end(
+    files: Sequence[Path], spec: BenchSpec, *, images: Path | None, device: str, figure: Path | None, as_json: bool
+) -> None:
+    """Measure, draw and print; the results of a run folder are written into it, with their figure."""
+    with progress() as bars:
+        found = bench_end_to_end(files, spec, images=images, device=device, progress=bars)
+    folder = files[0] if files[0].is_dir() else None
+    if folder is not None:
+        END_TO_END.write(folder, found)
+    drawn = figure or (folder / "end_to_end.png" if folder is not None else None)
+    if drawn is not None:
+        with styled():
+            save_figure(draw_end_to_end(found.results, WIDE), drawn)
+    if as_json:
+        print_json({**found.to_dict(), "figure": None if drawn is None else str(drawn)})
+        return
+    columns = ("variant and engine", "batch", *(f"{stage} ms" for stage in STAGES), "all ms", "engine's share")
+    print_table("from pictures to classes", columns, map(_stages, found.results), numbers=columns[1:])
+    for method in dict.fromkeys(row.method for row in found.results):
+        OUT.print(method, markup=False, highlight=False)
+    for name, reason in found.unavailable.items():
+        OUT.print(f"unavailable {name}: {reason}", markup=False, highlight=False)
+    if drawn is not None:
+        OUT.print(f"figure: {drawn}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _stages(row: EndToEnd) -> tuple[str, ...]:
+    times = (f"{row.stage_ms[stage]:.3f}" if stage in row.stage_ms else "not needed" for stage in STAGES)
+    return (row.label, str(row.batch_size), *times, f"{row.total_ms:.3f}", f"{row.share('engine'):.0%}")

@@ -1,0 +1,171 @@
+"""The commands `build onnx` and `build recipe`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from compress.cli.console import OUT, print_json, print_table, progress
+from compress.cli.options import JsonOption, SetOption
+from compress.engines.onnx_file import read_onnx
+from compress.engines.tensorrt.build import BuiltEngine, build_tensorrt
+from compress.engines.tensorrt.commands import build_commands
+from compress.engines.tensorrt.library import FLAVOURS
+from compress.engines.tensorrt.metadata import log_path
+from compress.engines.tensorrt.options import TensorRTOptions, parse_options
+from compress.errors import EngineError, RecipeError, near_misses
+from compress.pipeline import default_folder, run
+from compress.pipeline.again import variants_in
+from compress.pipeline.folder import read_state
+from compress.recipe import Recipe, load_recipe
+
+RecipeArgument = Annotated[str, typer.Argument(help="A recipe: a path, or a name such as resnet50.yaml.")]
+EngineOption = Annotated[str, typer.Option("--engine", help="tensorrt-rtx (any machine) or tensorrt.")]
+SmOption = Annotated[str | None, typer.Option("--sm", help="Compute capabilities, such as 89,120 (tensorrt-rtx).")]
+BatchOption = Annotated[str | None, typer.Option(help="Least, best and largest batch: 1,8,32.")]
+SizeOption = Annotated[str | None, typer.Option(help="Least, best and largest side, where the file leaves it open.")]
+FurtherOption = Annotated[
+    list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="Further ones: optimization_level=5, ...")
+]
+VariantOption = Annotated[str, typer.Option(help="float, ptq, qat, ...; default: the last that the run made.")]
+FileOption = Annotated[Path | None, typer.Option("--out", "-o", help="Engine file; default beside the ONNX file.")]
+CommandsOption = Annotated[bool, typer.Option("--commands", help="Print the commands of the build, and build nothing.")]
+ENGINE = "tensorrt-rtx"
+
+
+def build_file(
+    file: Annotated[Path, typer.Argument(help="An ONNX file.")],
+    engine: EngineOption = ENGINE,
+    sm: SmOption = None,
+    batch: BatchOption = None,
+    size: SizeOption = None,
+    option: FurtherOption = None,
+    out: FileOption = None,
+    commands: CommandsOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Build the engine of a file, or print its commands."""
+    options = engine_options(engine, sm=sm, batch=batch, size=size, further=option)
+    _build(file, engine, options, out=out, commands=commands, as_json=as_json)
+
+
+def build_recipe(
+    recipe: RecipeArgument,
+    engine: EngineOption = ENGINE,
+    sm: SmOption = None,
+    batch: BatchOption = None,
+    size: SizeOption = None,
+    option: FurtherOption = None,
+    variant: VariantOption = "",
+    out: FileOption = None,
+    commands: CommandsOption = False,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Build the engine of a recipe's network, after finishing its run where need be, or print its commands."""
+    parsed = load_recipe(recipe, set_ or ())
+    options = engine_options(engine, sm=sm, batch=batch, size=size, further=option, recipe=parsed)
+    _build(exported_file(recipe, parsed, variant), engine, options, out=out, commands=commands, as_json=as_json)
+
+
+def engine_options(
+    engine: str,
+    *,
+    sm: str | None,
+    batch: str | None,
+    size: str | None,
+    further: list[str] | None,
+    recipe: Recipe | None = None,
+) -> TensorRTOptions:
+    """The options of a build; without `sm`, portable engines are built for the capabilities that the recipe names.
+
+    Raises:
+        EngineError: an unknown engine, or an option that it does not take.
+    """
+    if engine not in FLAVOURS:
+        raise EngineError(f"--engine is {engine!r}{near_misses(engine, FLAVOURS)} (one of: {', '.join(FLAVOURS)})")
+    portable = recipe is not None and FLAVOURS[engine].portable
+    sms = sm or (",".join(map(str, recipe.bench.sm)) if recipe is not None and portable else "")
+    given = {name: value for name, value in (("sm", sms), ("batch", batch), ("size", size)) if value}
+    for text in further or []:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise EngineError(f"--option {text!r} is not of the form name=value, such as optimization_level=5")
+        given[name] = value
+    return parse_options(given)
+
+
+def exported_file(name: str, recipe: Recipe, variant: str = "") -> Path:
+    """The ONNX file of a network of the recipe, from its last run; a run that is missing or stopped is finished first.
+
+    Raises:
+        RecipeError: the run has no such network.
+    """
+    command = "prune" if recipe.sparsity else "qat" if recipe.qat and recipe.quantization else "ptq"
+    command = command if recipe.sparsity or recipe.quantization else "train"
+    folder = default_folder(name, command, resume=True, recipe=recipe)
+    if not _holds(folder, recipe, "export"):
+        begun = _holds(folder, recipe)
+        folder = folder if begun else default_folder(name, command, resume=False)
+        with progress() as bars:
+            run(recipe, command, folder, resume=begun, progress=bars)
+    known = variants_in(folder)
+    chosen = variant or known[-1]
+    if chosen not in known:
+        raise RecipeError(f"{folder} holds no {chosen!r}{near_misses(chosen, known)}; it holds {', '.join(known)}")
+    return folder / f"{chosen}.onnx"
+
+
+def _holds(folder: Path, recipe: Recipe, step: str = "") -> bool:
+    """Return True if a folder holds a run of this very recipe, in which the step, if one is named, is finished."""
+    if not (folder / "state.json").is_file():
+        return False
+    state = read_state(folder)
+    return state.recipe == recipe.digest() and (not step or state.done(step))
+
+
+def _build(
+    path: Path, engine: str, options: TensorRTOptions, *, out: Path | None, commands: bool, as_json: bool
+) -> None:
+    if commands:
+        _show_commands(path, options, as_json)
+        return
+    with progress() as bars:
+        built = build_tensorrt(path, engine, options=options, out=out, progress=bars)
+    _show(built, path, options, as_json)
+
+
+def _show(built: BuiltEngine, path: Path, options: TensorRTOptions, as_json: bool) -> None:
+    metadata = built.metadata
+    texts = build_commands(read_onnx(path), options, engine=built.path)
+    if as_json:
+        document: dict[str, Any] = {"file": str(built.path), "reused": built.reused, **metadata.to_dict()}
+        print_json({**document, "commands": [{"target": c.target, "text": c.text()} for c in texts]})
+        return
+    state = "there already" if built.reused else f"built in {metadata.build_seconds:.1f} s"
+    rows = [
+        ("engine", f"{built.path} ({metadata.engine_bytes:,} bytes), {state}"),
+        ("library", f"{metadata.engine} {metadata.version}"),
+        ("runs on", f"SM {', '.join(map(str, metadata.sms))}" + (f" ({metadata.gpu})" if metadata.gpu else "")),
+        ("takes", "; ".join(f"{name} {p.min} to {p.max}, best {p.opt}" for name, p in metadata.profiles.items())),
+        ("log", str(log_path(built.path))),
+        *(("note", note) for note in metadata.notes),
+    ]
+    print_table(str(path), ("", ""), rows)
+    OUT.print("The same elsewhere (--commands prints all of them):", highlight=False)
+    for command in texts:
+        if command.purpose == "build" and command.words[0] in {"trtexec", "tensorrt_rtx"}:
+            OUT.print(f"# {command.target}\n{command.text()}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_commands(path: Path, options: TensorRTOptions, as_json: bool) -> None:
+    texts = build_commands(read_onnx(path), options)
+    if as_json:
+        print_json([{"target": c.target, "purpose": c.purpose, "text": c.text()} for c in texts])
+        return
+    for command in texts:
+        OUT.print(
+            f"# {command.target}: {command.purpose}\n{command.text()}", markup=False, highlight=False, soft_wrap=True
+        )

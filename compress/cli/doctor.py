@@ -1,0 +1,33 @@
+"""The command `doctor`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from compress.cli.console import print_json, print_table
+from compress.cli.options import JsonOption
+from compress.engines import engine_availability
+from compress.measure import describe_machine
+
+
+def doctor(as_json: JsonOption = False) -> None:
+    """Print the machine, and every engine with its version or the reason why it does not work."""
+    machine, engines = describe_machine(), engine_availability()
+    if as_json:
+        print_json({"machine": machine.to_dict(), "engines": [asdict(engine) for engine in engines]})
+        return
+    print_table("machine", ("", ""), [(k, _text(v)) for k, v in machine.to_dict().items()])
+    rows = [
+        (e.name, "works" if e.available else "no", e.version, ", ".join(e.devices), e.reason, e.install)
+        for e in engines
+    ]
+    print_table("engines", ("engine", "here", "version", "devices", "why not", "what to do"), rows)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "\n".join(f"{k} {v}" for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return "\n".join(map(str, value)) or "none"
+    return str(value)

@@ -1,0 +1,98 @@
+"""The command `erf`: effective receptive fields of one network, or of a run's networks before and after compression."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+from compress.cli.console import OUT, print_json, print_table, progress
+from compress.cli.networks import chosen_recipe, network_of
+from compress.cli.options import ImageSizeOption, JsonOption, ModelChoice, RecipeChoice, SetOption
+from compress.data import BatchPlan, load_data
+from compress.errors import RecipeError
+from compress.pipeline.again import finished_run, network, variants_in
+from compress.receptive_field import ErfOptions
+from compress.recipe import Recipe
+from compress.report.receptive_field import drift_report, erf_report
+
+
+def erf(
+    recipe: RecipeChoice = None,
+    model: ModelChoice = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", help="A run folder: compare its float network with each compressed one.")
+    ] = None,
+    image_size: ImageSizeOption = 224,
+    set_: SetOption = None,
+    layer: Annotated[
+        list[str] | None, typer.Option("--layer", help="Repeat for several; default: some of each depth.")
+    ] = None,
+    images: Annotated[int, typer.Option(help="How many images to average over.")] = 16,
+    data: Annotated[str, typer.Option(help="Without a recipe: shapes, digits or noise.")] = "shapes",
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the pictures.")] = Path("runs/erf"),
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the fields, write pictures, page and numbers, and print where they are.
+
+    Raises:
+        RecipeError: a run together with a recipe or a model.
+        CompressError: as `erf_report` and `drift_report`.
+    """
+    if run is not None:
+        if recipe is not None or model is not None:
+            raise RecipeError("--run has a model of its own; leave out --recipe and --model")
+        _drift(run, layer or [], images, out, as_json)
+        return
+    noise = recipe is None and data == "noise"
+    overrides = [*(set_ or []), f"data.name={data}"] if recipe is None and not noise else set_
+    parsed = chosen_recipe(recipe, model, overrides, image_size=image_size)
+    built, batch = network_of(parsed), _images(parsed, images, noise=noise)
+    with progress() as bars:
+        written = erf_report(
+            built, batch, out=out, name=parsed.model.name, layers=layer, options=ErfOptions(), progress=bars
+        )
+    if as_json:
+        print_json({"picture": str(written.picture), "page": str(written.page), "numbers": str(written.numbers)})
+        return
+    OUT.print(f"picture: {written.picture}\npage:    {written.page}\nnumbers: {written.numbers}", highlight=False)
+
+
+def _drift(folder: Path, layers: list[str], images: int, out: Path, as_json: bool) -> None:
+    """Compare the field of a run's float network with those of its compressed networks."""
+    if len(layers) > 1:
+        raise RecipeError(f"--run compares one layer, and --layer names {len(layers)}: {', '.join(layers)}")
+    run = finished_run(folder)
+    networks = {str(variant): network(run, variant) for variant in variants_in(folder)}
+    name = run.recipe.model.name
+    batch = _images(run.recipe, images, noise=False)
+    written = drift_report(networks, batch, out=out, name=name, layer=layers[0] if layers else None)
+    if as_json:
+        print_json({"pictures": [str(p) for p in written.pictures], "numbers": str(written.numbers)})
+        return
+    rows = [
+        (
+            key,
+            f"{100 * d.total_variation:.1f} %",
+            f"{d.moved_px:.2f}",
+            f"{d.radius_change_px:+.2f}",
+            f"{d.size_ratio:.3f}",
+        )
+        for key, d in written.drifts.items()
+    ]
+    columns = ("network", "influence on other pixels", "moved, px", "mean radius, px", "side, ratio")
+    print_table(f"{name}: effective receptive field against the float network's", columns, rows)
+    OUT.print("\n".join(map(str, (*written.pictures, written.numbers))), highlight=False)
+
+
+def _images(recipe: Recipe, count: int, *, noise: bool) -> list[Tensor]:
+    """Batches of images: of the recipe's training split, or Gaussian noise."""
+    if noise:
+        generator = torch.Generator().manual_seed(recipe.data.seed)
+        size = recipe.data.image_size
+        return list(torch.randn(count, 3, size, size, generator=generator).split(8))
+    split = load_data(recipe.data).train
+    return [images for images, _ in split.batches(BatchPlan(batch_size=8, limit=count))]

@@ -1,0 +1,106 @@
+"""The command `inspect engine`: the audit of a built engine, and its layers under the roofs of a device."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from compress.audit.engine import EngineAudit, audit_engine
+from compress.audit.files import onnx_beside, read_engine_layers
+from compress.audit.findings import megabytes, unknown_part
+from compress.audit.onnx import sparse_nodes
+from compress.audit.roofline import choices_text, engine_roofline, int8_choices
+from compress.cli.console import OUT, print_json, print_table
+from compress.cli.options import JsonOption
+
+_COLUMNS = ("layer", "kind", "role", "reads", "writes", "computes in", "MB an image", "macs", "kernel")
+
+
+def inspect_engine(
+    file: Annotated[Path, typer.Argument(help="A built engine, its build log, or the inspector's JSON.")],
+    onnx: Annotated[
+        Path | None,
+        typer.Option("--onnx", help="The file that it was built from: 2:4 weights, rows of flattened tensors."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Device whose roofs bound the time, such as rtx4090.")] = None,
+    batch_size: Annotated[int, typer.Option(help="With --device: images of one run.")] = 32,
+    as_json: JsonOption = False,
+) -> None:
+    """Audit the engine and print its layers, findings and advice; without `--onnx`, the file beside it is read."""
+    listing, onnx = read_engine_layers(file), onnx or onnx_beside(file)
+    audit = audit_engine(listing, onnx=onnx, sparse_nodes=() if onnx is None else sparse_nodes(onnx))
+    if as_json:
+        print_json(_document(audit, device, batch_size))
+        return
+    bound = engine_roofline(audit, device=device, batch_size=batch_size) if device is not None else None
+    print_table(f"{file}: {audit.source}", _COLUMNS, _rows(audit), numbers=("MB an image", "macs"))
+    OUT.print(summary_line(audit), highlight=False)
+    for finding in audit.findings:
+        OUT.print(f"- {finding.text}", markup=False, highlight=False)
+    if audit.advice:
+        OUT.print(f"advice: {audit.advice}", markup=False, highlight=False)
+    if bound is not None and device is not None:
+        choices = int8_choices(audit, device=device, batch_size=batch_size)
+        OUT.print(
+            f"{bound.device.title}, batch {batch_size}: at least {bound.least_time_ms:.3f} ms "
+            f"({bound.images_per_s:,.0f} images/s), {bound.memory_bound_share:.0%} of it bound by memory. "
+            + choices_text(choices, device=device, batch_size=batch_size),
+            markup=False,
+            highlight=False,
+        )
+
+
+def summary_line(audit: EngineAudit) -> str:
+    """The engine in one line."""
+    shares = {name: audit.share(name) for name in dict.fromkeys(layer.precision for layer in audit.weighted)}
+    types = ", ".join(f"{share:.0%} {name.upper()}" for name, share in shares.items()) or "none"
+    moved = megabytes(audit.activation_bytes, unknown=audit.unknown_sizes)
+    masked = f"; layers with 2:4 weights: {audit.sparse_kernels()}" if audit.masked else ""
+    return (
+        f"{audit.kernels} kernels; {moved} of activations an image, "
+        f"{megabytes(audit.weight_bytes)} of weights; macs: {types}{masked}"
+    )
+
+
+def _rows(audit: EngineAudit) -> list[tuple[str, ...]]:
+    return [
+        (
+            layer.onnx_nodes[0] if layer.onnx_nodes and layer.name.startswith("__my") else layer.name,
+            layer.kind,
+            layer.role,
+            " ".join(layer.input_types),
+            " ".join(layer.output_types),
+            layer.precision,
+            f"{layer.activation_bytes / 1e6:.2f}{unknown_part(layer.unknown_sizes)}",
+            "unknown" if layer.macs is None else f"{layer.macs:,}" if layer.macs else "",
+            _kernel(layer.sparse, layer.tactic),
+        )
+        for layer in audit.layers
+        if layer.role != "host"
+    ]
+
+
+def _kernel(sparse: bool | None, tactic: str) -> str:
+    return "sparse" if sparse else tactic[:40] if tactic else "chosen when run"
+
+
+def _document(audit: EngineAudit, device: str | None, batch_size: int) -> dict[str, Any]:
+    document = asdict(audit)
+    document["masked"] = [layer.name for layer in audit.masked]
+    document["totals"] = {
+        "kernels": audit.kernels,
+        "activation_bytes": audit.activation_bytes,
+        "unknown_sizes": audit.unknown_sizes,
+        "weight_bytes": audit.weight_bytes,
+        "fp16_bytes": audit.fp16_bytes,
+        "int8_share": audit.share("int8", "uint8"),
+        "sparse_kernels": audit.sparse_kernels(),
+    }
+    if device is not None:
+        document["roofline"] = engine_roofline(audit, device=device, batch_size=batch_size).as_dict()
+        choices = int8_choices(audit, device=device, batch_size=batch_size)
+        document["int8_choices"] = [{**asdict(choice), "int8_pays": choice.int8_pays} for choice in choices]
+    return document

@@ -1,0 +1,54 @@
+"""The network that a command looks at: the one of a recipe, or a model by its name alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from compress.data.classes import class_count
+from compress.errors import RecipeError
+from compress.models import build_model
+from compress.recipe import Recipe, load_recipe, parse_recipe
+
+IMAGENET_CLASSES = 1000
+
+
+def chosen_recipe(
+    recipe: str | None, model: str | None, overrides: Sequence[str] | None, *, image_size: int = 224
+) -> Recipe:
+    """Return the recipe of that name, or one of defaults around a model with 1,000 classes.
+
+    Raises:
+        RecipeError: both or neither are given, or the recipe is refused.
+    """
+    if (recipe is None) == (model is None):
+        raise RecipeError("give one of --recipe and --model")
+    if recipe is not None:
+        return load_recipe(recipe, overrides or ())
+    data = {"name": "shapes", "image_size": image_size}
+    tree = {"model": {"name": model, "num_classes": IMAGENET_CLASSES}, "data": data}
+    return parse_recipe(tree, overrides or (), source="--model")
+
+
+def network_of(recipe: Recipe, *, weights: bool = True) -> nn.Module:
+    """Return the network that training starts from: in evaluation mode, from the recipe's seed.
+
+    Args:
+        recipe: its data need not be on this machine, unless only its folders name the number of classes.
+        weights: load the recipe's weights; False leaves those from the seed.
+
+    Raises:
+        ModelError: as `build_model`.
+        DataError: the number of classes cannot be found.
+    """
+    spec = recipe.model if weights else dataclasses.replace(recipe.model, weights=None)
+    torch.manual_seed(recipe.train.seed)
+    return build_model(spec, num_classes=spec.num_classes or class_count(recipe.data)).eval()
+
+
+def blank_images(recipe: Recipe, count: int = 2) -> Tensor:
+    """Zeros of the network's input shape, (count, 3, S, S)."""
+    return torch.zeros(count, 3, recipe.data.image_size, recipe.data.image_size)

@@ -1,0 +1,61 @@
+"""The command `roofline`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from compress.cli.console import OUT, print_json
+from compress.cli.networks import blank_images, chosen_recipe, network_of
+from compress.cli.options import ImageSizeOption, JsonOption, ModelChoice, RecipeChoice, SetOption
+from compress.errors import RecipeError
+from compress.plots.roofline import draw_ceilings, draw_roofline
+from compress.plots.style import save_figure
+from compress.roofline import ceilings_text, measure_ceilings, rows_text, summary_text, what_if, what_if_text
+from compress.roofline import roofline as roofline_of
+
+
+def roofline(
+    recipe: RecipeChoice = None,
+    model: ModelChoice = None,
+    image_size: ImageSizeOption = 224,
+    set_: SetOption = None,
+    device: Annotated[str, typer.Option(help="Such as h200, a100, t4, orin; or machine, after --measure.")] = "h200",
+    precision: Annotated[str, typer.Option(help="fp32, tf32, fp16, bf16, int8, int8-2:4, fp8.")] = "int8",
+    batch_size: Annotated[int, typer.Option(help="Images of one run.")] = 32,
+    measure: Annotated[str | None, typer.Option("--measure", help="cpu or cuda: measure this machine's roofs.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the figures.")] = Path("runs/roofline"),
+    as_json: JsonOption = False,
+) -> None:
+    """Draw the roofline and print its layers and scenarios; with `--measure`, time this machine instead."""
+    if measure is not None:
+        _measure(measure, out, as_json)
+        return
+    parsed = chosen_recipe(recipe, model, set_, image_size=image_size)
+    built, name = network_of(parsed), parsed.model.name
+    images = blank_images(parsed, batch_size)
+    bound = roofline_of(built, images, device=device, precision=precision, name=name)
+    scenarios = what_if(built, images, device=device)
+    figure = save_figure(draw_roofline(bound), out / f"{name.replace(':', '-')}-{device}-{precision}.png")
+    if as_json:
+        print_json({"figure": str(figure), "roofline": bound.as_dict()})
+        return
+    OUT.print("\n\n".join((summary_text(bound), rows_text(bound), what_if_text(scenarios))), markup=False)
+    OUT.print(f"figure: {figure}", highlight=False)
+
+
+def _measure(device: str, out: Path, as_json: bool) -> None:
+    """Time copies and matrix products on this machine, and store the roofs for `--device machine`."""
+    if device not in {"cpu", "cuda"}:
+        raise RecipeError(f"--measure is {device!r}; allowed are cpu and cuda")
+    measured = measure_ceilings("cuda" if device == "cuda" else "cpu")
+    measured.save()
+    path = measured.save(out / f"ceilings_{device}.json")
+    figure = save_figure(draw_ceilings(measured), out / f"ceilings_{device}.png")
+    if as_json:
+        print_json({"file": str(path), "figure": str(figure)})
+    else:
+        OUT.print(ceilings_text(measured), markup=False)
+        OUT.print(f"figure: {figure}", highlight=False)

@@ -1,0 +1,48 @@
+"""What is printed about a run folder: the steps that are finished, and the table of what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.markup import escape
+
+from compress.cli.console import ERRORS, OUT, print_json, print_table
+from compress.pipeline.folder import read_state
+from compress.records import SUMMARY_COLUMNS, read_run, summary_notes, summary_table, unavailable_engines
+from compress.text import MISSING
+
+
+def show_finished_steps(folder: Path) -> None:
+    """Print which steps `--resume` finds finished: a new run in a misspelt folder would go unnoticed for hours."""
+    if (folder / "state.json").is_file():
+        text = f"{folder}: finished so far: {', '.join(read_state(folder).steps) or 'no step'}"
+    else:
+        text = f"{folder} holds no run: a new one begins"
+    ERRORS.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def show_run(folder: Path, *, as_json: bool) -> None:
+    """Print what a run measured, and where its reports are."""
+    data = read_run(folder)
+    if as_json:
+        metrics = [metric.to_dict() for metric in data.metrics]
+        print_json(
+            {"folder": str(folder), "report": str(folder / "report.html"), "metrics": metrics, "notes": data.notes}
+        )
+        return
+    agreement = {(m.variant, m.engine): m.value for m in data.metrics if m.name == "agreement"}
+    found = summary_table(data.metrics)
+    rows = []
+    for row in [row for row in found if row.batch_size is not None] or found:  # torch is not timed: shown if alone
+        agrees = agreement.get((row.variant, row.engine))
+        rows.append((*row.cells(), MISSING if agrees is None else f"{agrees:.2f}"))
+    columns = (*SUMMARY_COLUMNS, "agrees %")
+    print_table(str(folder), columns, rows, numbers=columns[3:])
+    OUT.print("agrees %: share of evaluation images that the engine puts in the same class as torch, fake quantization")
+    for note in summary_notes(data.metrics):
+        OUT.print(escape(note))
+    for note in data.notes:
+        OUT.print(f"[yellow]note[/] {escape(note)}")
+    for engine, reason in unavailable_engines(data.metrics).items():
+        OUT.print(f"[yellow]unavailable[/] {escape(engine)}: {escape(reason)}")
+    OUT.print(f"report: {folder / 'report.html'}\n        {folder / 'report.md'}", highlight=False, soft_wrap=True)

@@ -1,0 +1,136 @@
+"""The command that says which layers quantization hurts, and chooses a format for each: sensitivity."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from compress.cli.console import OUT, print_json, print_table, progress
+from compress.cli.options import DeviceOption, JsonOption, RecipeOption, ResumeOption, SetOption
+from compress.cli.run_summary import show_finished_steps
+from compress.errors import RecipeError
+from compress.pipeline import default_folder
+from compress.pipeline.studies.mixed import Point, check_costs, mixed_front, pick, write_recipe
+from compress.pipeline.studies.sensitivity import Measured, plain, sensitivity_run
+from compress.recipe import load_recipe
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("sensitivity")(sensitivity)
+
+
+def sensitivity(
+    recipe: RecipeOption,
+    set_: SetOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Run folder; default runs/<recipe>-sensitivity.")
+    ] = None,
+    images: Annotated[int, typer.Option(help="Images of the evaluation split that effects are measured on.")] = 256,
+    weight_bits: Annotated[
+        list[int] | None, typer.Option("--weight-bits", help="A further format: weights of so many bits. Repeatable.")
+    ] = None,
+    budget_ms: Annotated[
+        float | None, typer.Option(help="Choose a format for each layer: least noise in this time.")
+    ] = None,
+    max_drop: Annotated[
+        float | None,
+        typer.Option(help="Choose a format for each layer: fastest that loses at most these points of top-1."),
+    ] = None,
+    write: Annotated[Path | None, typer.Option(help="Recipe of that choice; default <out>/mixed.yaml.")] = None,
+    costs: Annotated[str, typer.Option(help="openvino: times measured here; or a device of `roofline`.")] = "openvino",
+    batch_size: Annotated[int, typer.Option(help="Images of one timed run.")] = 1,
+    precision: Annotated[
+        str | None, typer.Option(help="Float part on the engine: f32, bf16; default its choice.")
+    ] = None,
+    resume: ResumeOption = False,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Each layer alone quantized and each alone left float: SQNR and top-1. With a budget: a mixed-precision recipe."""
+    if budget_ms is not None and max_drop is not None:
+        raise RecipeError("--budget-ms and --max-drop are two ways to choose: give one of them")
+    mixed = budget_ms is not None or max_drop is not None
+    if write is not None and not mixed:
+        raise RecipeError("--write names the recipe of a choice: add --budget-ms or --max-drop")
+    if mixed:
+        check_costs(costs)
+    parsed = load_recipe(recipe, set_ or ())
+    folder = out or default_folder(recipe, "sensitivity", resume=resume, recipe=parsed)
+    if resume:
+        show_finished_steps(folder)
+    points: tuple[Point, ...] = ()
+    chosen, path = None, write or folder / "mixed.yaml"
+    with progress() as bars:
+        measured = sensitivity_run(
+            parsed, folder, images=images, weight_bits=weight_bits or (), resume=resume, device=device, progress=bars
+        )
+        if mixed:
+            points, _ = mixed_front(measured, costs=costs, batch_size=batch_size, precision=precision, images=images)
+            chosen = pick(points, budget_ms=budget_ms, max_drop=max_drop)
+            write_recipe(measured, chosen, path)
+    if as_json:
+        print_json(_document(measured, points, chosen, path))
+        return
+    _show(measured)
+    if chosen is not None:
+        _show_points(points, chosen)
+        OUT.print(f"{chosen.label}: {path}", highlight=False, soft_wrap=True)
+
+
+def _document(measured: Measured, points: tuple[Point, ...], chosen: Point | None, path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "files": [str(file) for file in measured.files],
+        "formats": {name: asdict(report) for name, report in measured.reports.items()},
+    }
+    if chosen is not None:
+        document |= {"points": [asdict(point) for point in points], "chosen": chosen.label, "recipe": str(path)}
+    document = plain(document)
+    return document
+
+
+def _show(measured: Measured) -> None:
+    columns = ("layer", "weights", "alone, dB", "top-1 %", "left float, dB", "top-1 %")
+    for name, report in measured.reports.items():
+        rows = [
+            (
+                row.layer,
+                row.weight_elements,
+                f"{row.alone.sqnr_db:.1f}",
+                _percent(row.alone.top1),
+                f"{row.left_out.sqnr_db:.1f}",
+                _percent(row.left_out.top1),
+            )
+            for row in sorted(report.rows, key=lambda row: row.alone.sqnr_db)
+        ]
+        print_table(f"{name}: worst layer first", columns, rows, numbers=columns[1:])
+        whole = report.quantized
+        OUT.print(
+            f"{report.images} images: float {_percent(report.float_top1)} % top-1; all quantized "
+            f"{_percent(whole.top1)} %, {whole.sqnr_db:.1f} dB"
+        )
+    OUT.print("\n".join(map(str, measured.files)), highlight=False, soft_wrap=True)
+
+
+def _show_points(points: tuple[Point, ...], chosen: Point) -> None:
+    columns = ("network", "quantized layers", "sum of layers, ms", "measured, ms", "top-1 %", "agrees %", "SQNR, dB")
+    rows = [
+        (
+            f"{point.label}{' (chosen)' if point is chosen else ''}",
+            sum(name != "float" for name in point.formats.values()),
+            f"{point.predicted_ms:.3f}",
+            "n/a" if point.latency_ms is None else f"{point.latency_ms:.3f}",
+            _percent(point.top1),
+            _percent(point.agreement),
+            f"{point.sqnr_db:.1f}",
+        )
+        for point in points
+    ]
+    print_table("formats", columns, rows, numbers=columns[1:])
+
+
+def _percent(share: float | None) -> str:
+    return "n/a" if share is None else f"{100 * share:.2f}"

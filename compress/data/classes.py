@@ -1,0 +1,70 @@
+"""The number of classes of a data set, found without reading any image."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from compress.data.spec import DataSpec
+from compress.errors import DataError
+
+FIXED_COUNTS = {"digits": 10, "cifar10": 10, "cifar100": 100}
+"""Data sets that always have the same classes."""
+
+DEFAULT_SHAPES = 20
+"""Classes of `shapes` where the recipe names no number."""
+
+
+def class_count(spec: DataSpec) -> int:
+    """Return the number of classes of a recipe's data, which a new classifier is made for.
+
+    Commands that only look at a network use it too, so that all of them see the network that training would make.
+
+    Args:
+        spec: the recipe's `data` section; the images of `digits`, `shapes` and CIFAR need not be on this machine.
+
+    Raises:
+        DataError: `data.num_classes` contradicts the data set, or the class folders of `folder` are not on this
+            machine and the recipe names no number.
+    """
+    if spec.name == "shapes":
+        return DEFAULT_SHAPES if spec.num_classes is None else spec.num_classes
+    if spec.name == "folder":
+        train = Path(str(spec.root)).expanduser() / "train"
+        if train.is_dir():
+            return agreed_count(spec, len(class_folders(train)))
+        if spec.num_classes is None:
+            raise DataError(
+                f"the classes of data.name folder cannot be counted, because there is no folder {train.absolute()}: "
+                "set data.root to the folder that holds train/ and val/, or data.num_classes to their number"
+            )
+        return spec.num_classes
+    if spec.name in FIXED_COUNTS:
+        return agreed_count(spec, FIXED_COUNTS[spec.name])
+    if spec.num_classes is None:
+        raise DataError(f"data.name {spec.name} has no fixed classes: set data.num_classes to their number")
+    return spec.num_classes
+
+
+def agreed_count(spec: DataSpec, found: int) -> int:
+    """Return `found`, the number of classes that the data have.
+
+    Raises:
+        DataError: the recipe names another number.
+    """
+    if spec.num_classes not in (None, found):
+        raise DataError(
+            f"data.num_classes is {spec.num_classes}, but {spec.name} has {found}; leave the key out, or set it to null"
+        )
+    return found
+
+
+def class_folders(folder: Path) -> tuple[str, ...]:
+    """Return the names of the class folders in `folder`, sorted; hidden folders are left out.
+
+    Raises:
+        DataError: there are none.
+    """
+    labels = tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."))
+    if not labels:
+        raise DataError(f"{folder} holds no class folders; expected {folder}/CLASS/IMAGE.jpg")
+    return labels

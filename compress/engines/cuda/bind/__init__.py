@@ -1,0 +1,54 @@
+"""How each kind of step is launched, and which ways there are to choose from.
+
+A `Candidate` is one way to compute a step. The first of a list is a good guess from the shapes alone; `tuning` measures
+all of them. Launches take whatever strides their tensors have; where rows of pixels do not lie evenly they are copied
+first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from compress.engines.cuda.bind import others, products
+from compress.engines.cuda.bind.common import Bindings, Candidate
+from compress.engines.cuda.plan.layout import Copy, Layout
+from compress.engines.cuda.plan.stem import PackImage
+from compress.engines.cuda.plan.steps import (
+    Attention,
+    AveragePool,
+    Convolution,
+    Elementwise,
+    FloatOperation,
+    LayerNorm,
+    Linear,
+    MaxPool,
+    Move,
+    Step,
+)
+
+__all__ = ["Bindings", "Candidate", "candidates"]
+
+_KINDS: dict[type[Step], Callable[..., list[Candidate]]] = {
+    PackImage: others.bind_pack_image,
+    Copy: others.bind_copy,
+    Convolution: products.bind_convolution,
+    Linear: products.bind_linear,
+    MaxPool: others.bind_max_pool,
+    AveragePool: others.bind_average_pool,
+    Elementwise: others.bind_elementwise,
+    LayerNorm: others.bind_layer_norm,
+    Attention: others.bind_attention,
+    Move: others.bind_operation,
+    FloatOperation: others.bind_operation,
+}
+
+
+def candidates(step: Step, layout: Layout, bindings: Bindings) -> list[Candidate]:
+    """All ways to compute a step; the first is the guess.
+
+    Args:
+        step: of the layout.
+        layout: of the plan.
+        bindings: what steps keep on the device.
+    """
+    return _KINDS[type(step)](step, layout, bindings)

@@ -1,0 +1,119 @@
+"""What the functions that bind kernels to steps share: candidates, what is kept for a device, rows of pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from compress.engines.cuda.executor import Runner, Tensors
+from compress.engines.cuda.plan.activation import Activation
+from compress.engines.cuda.plan.quantizers import Grid
+from compress.engines.cuda.plan.steps import Output, Step
+from compress.kernels.triton.int8_epilogue import Finish, Function, OutputGrid, Outputs, finish_of
+
+
+class Candidate(NamedTuple):
+    """One way to compute a step.
+
+    Attributes:
+        name: of the kernel and how it is set up; the same in every process.
+        run: the launch.
+    """
+
+    name: str
+    run: Runner
+
+
+@dataclass
+class Bindings:
+    """What steps need on a device and keep from one launch to the next: packed weights, epilogues, workspaces.
+
+    Weights are kept by step, so that plans for several batch sizes of one network share them.
+    """
+
+    device: torch.device
+    kept: dict[tuple[Any, ...], Any]
+
+    def keep(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """What `make` gave when it was first called under this key."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        return self.kept[key]
+
+    def finish(self, step: Step, **arguments: Any) -> Finish:
+        """The epilogue of a step on the device."""
+        return cast(Finish, self.keep((step.name, "finish"), lambda: finish_of(**arguments).to(self.device)))
+
+
+def function_of(activation: Activation) -> Function:
+    """An activation in words of the kernels."""
+    if activation.kind == "leaky_relu":
+        return Function("leaky_relu", activation.slope)
+    return Function(activation.kind, activation.lower, activation.upper)
+
+
+def output_grid(grid: Grid | None) -> OutputGrid | None:
+    """A grid in words of the kernels; None for none."""
+    if grid is None:
+        return None
+    return OutputGrid(torch.tensor(grid.scale, dtype=torch.float64), grid.zero, grid.low, grid.high)
+
+
+def plain_finish(
+    step: Step, out: Output, bindings: Bindings, *, factor: Tensor | None = None, activation: Activation | None = None
+) -> Finish:
+    """The epilogue of a step without a product."""
+    one = torch.ones(1, dtype=torch.float64)
+    return bindings.finish(
+        step, factor=one if factor is None else factor, bias=torch.zeros_like(one if factor is None else factor),
+        first=Function() if activation is None else function_of(activation),
+        grid=output_grid(out.grid) if out.codes else None, value=bool(out.value),
+    )  # fmt: skip
+
+
+def pixel_rows(x: Tensor, channel_axis: int) -> Tensor | None:
+    """A tensor as (rows, channels), a view with neighbouring channels; None if it does not lie so."""
+    turned = x.movedim(channel_axis, -1)
+    try:
+        rows = turned.view(-1, turned.shape[-1])
+    except RuntimeError:
+        return None
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else None
+
+
+class Results:
+    """The outputs of a step as rows; what does not lie evenly is written aside and copied."""
+
+    def __init__(self, out: Output, residual: str, tensors: Tensors, axis: int) -> None:
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        added = None
+        if residual:
+            turned = tensors[residual].movedim(axis, -1)
+            added = pixel_rows(tensors[residual], axis)
+            added = turned.reshape(-1, turned.shape[-1]) if added is None else added
+        codes, value = (self._rows(tensors[name], axis) if name else None for name in (out.codes, out.value))
+        pitches = [0 if t is None else t.stride(0) for t in (added, codes, value)]
+        self.outputs = Outputs(added, codes, value, *pitches)
+
+    def _rows(self, target: Tensor, axis: int) -> Tensor:
+        rows = pixel_rows(target, axis)
+        if rows is not None:
+            return rows
+        turned = target.movedim(axis, -1)
+        aside = torch.empty(turned.shape, dtype=target.dtype, device=target.device)
+        self._copies.append((turned, aside))
+        return aside.view(-1, turned.shape[-1])
+
+    def finish(self) -> None:
+        """Copy what was written aside."""
+        for target, aside in self._copies:
+            target.copy_(aside)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """`x` (N, C, H, W), a copy if its channels are not neighbours."""
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous(memory_format=torch.channels_last)

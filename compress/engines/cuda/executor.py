@@ -1,0 +1,95 @@
+"""Runs the steps of a plan over one arena, by the functions that a backend binds to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from compress.engines.cuda import reference
+from compress.engines.cuda.plan.layout import Layout
+from compress.engines.cuda.plan.steps import Step
+
+Tensors = dict[str, Tensor]
+Runner = Callable[[Tensors], None]
+"""Runs a step on the tensors of a plan: writes to those that have a place, and puts the others in."""
+Bind = Callable[[Step, Layout, torch.device], Runner]
+
+
+def bind_reference(step: Step, layout: Layout, device: torch.device) -> Runner:
+    """The runner of a step in exact arithmetic (`reference`)."""
+
+    def run(tensors: Tensors) -> None:
+        for name, value in reference.compute(step, tensors).items():
+            if name in layout.places:
+                tensors[name].copy_(value)
+            else:
+                tensors[name] = value
+
+    return run
+
+
+class Executor:
+    """A laid out plan with memory and a runner for every step.
+
+    Args:
+        layout: of the plan.
+        runners: one for each of its steps.
+        device: where it runs.
+
+    Raises:
+        torch.OutOfMemoryError: the arena does not fit.
+    """
+
+    def __init__(self, layout: Layout, runners: Sequence[Runner], device: torch.device) -> None:
+        self.layout = layout
+        self.runners = list(runners)
+        self.device = device
+        self.arena = torch.empty(max(1, layout.arena_bytes), dtype=torch.uint8, device=device)
+        self._placed = layout.views(self.arena)
+        self._constants = {name: value.to(device) for name, value in layout.plan.constants.items()}
+        self._forgotten = _forgotten(layout)
+
+    def run(self, inputs: Mapping[str, Tensor]) -> Tensors:
+        """Run all steps on the current stream.
+
+        Args:
+            inputs: the network's inputs by name, on the device.
+
+        Returns:
+            The network's outputs by the file's names. They may lie in the arena: the next run overwrites them.
+        """
+        tensors = self.start(inputs)
+        for index in range(len(self.runners)):
+            self.step(index, tensors)
+        return self.results(tensors)
+
+    def start(self, inputs: Mapping[str, Tensor]) -> Tensors:
+        """The tensors that are there before the first step."""
+        return {**self._placed, **self._constants, **inputs}
+
+    def step(self, index: int, tensors: Tensors) -> None:
+        """Run one step, and drop what no later step needs and has no place of its own."""
+        self.runners[index](tensors)
+        for name in self._forgotten[index]:
+            tensors.pop(name, None)
+
+    def results(self, tensors: Tensors) -> Tensors:
+        """The network's outputs, of its types."""
+        plan = self.layout.plan
+        return {name: tensors[made].to(plan.tensors[made].dtype) for name, made in plan.outputs.items()}
+
+
+def _forgotten(layout: Layout) -> list[tuple[str, ...]]:
+    """After each step: the tensors without a place that no later step reads."""
+    last: dict[str, int] = {}
+    for i, step in enumerate(layout.steps):
+        for name in (*step.reads, *step.writes):
+            last[name] = i
+    kept = {*layout.plan.outputs.values(), *layout.places, *layout.plan.inputs, *layout.plan.constants}
+    found: list[list[str]] = [[] for _ in layout.steps]
+    for name, i in last.items():
+        if name not in kept:
+            found[i].append(name)
+    return [tuple(names) for names in found]

@@ -1,0 +1,223 @@
+"""Element by element: arithmetic, comparisons, activations, types; and reductions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress.engines.cuda.onnx_ops.table import DTYPES, Attributes, Inputs, Operation, axes_of, given, needed
+from compress.errors import EngineError
+
+
+def _unary(function: Callable[[Tensor], Tensor]) -> Operation:
+    return lambda attributes, inputs: function(needed(inputs, 0))
+
+
+def _binary(function: Callable[[Tensor, Tensor], Tensor]) -> Operation:
+    return lambda attributes, inputs: function(*_alike(needed(inputs, 0), needed(inputs, 1)))
+
+
+def _alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Operands of one type: a float32 constant beside float16 activations becomes float16."""
+    if x.dtype != y.dtype and x.is_floating_point() and y.is_floating_point():
+        lower = x.dtype if x.element_size() <= y.element_size() else y.dtype
+        return x.to(lower), y.to(lower)
+    return x, y
+
+
+def _variadic(function: Callable[[Tensor, Tensor], Tensor]) -> Operation:
+    return lambda attributes, inputs: functools.reduce(
+        lambda x, y: function(*_alike(x, y)), [needed(inputs, i) for i in range(len(inputs))]
+    )
+
+
+def _divide(x: Tensor, y: Tensor) -> Tensor:
+    """A quotient; that of integers is cut towards zero."""
+    return x / y if x.is_floating_point() else torch.div(x, y, rounding_mode="trunc")
+
+
+def _modulo(attributes: Attributes, inputs: Inputs) -> Tensor:
+    function = torch.fmod if attributes.get("fmod", 0) else torch.remainder
+    return function(needed(inputs, 0), needed(inputs, 1))
+
+
+def _clip(attributes: Attributes, inputs: Inputs) -> Tensor:
+    x = needed(inputs, 0)
+    bounds = [attributes.get("min"), attributes.get("max")]
+    for i in (1, 2):
+        bound = given(inputs, i)
+        if bound is not None:
+            bounds[i - 1] = bound.item() if not bound.is_meta else None
+            if bound.is_meta and not x.is_meta:
+                raise EngineError("the bounds of a Clip are computed from the network's input: they must be constants")
+    return x if bounds == [None, None] else torch.clamp(x, *bounds)
+
+
+def _gelu(attributes: Attributes, inputs: Inputs) -> Tensor:
+    return F.gelu(needed(inputs, 0), approximate=attributes.get("approximate", "none"))
+
+
+def _prelu(attributes: Attributes, inputs: Inputs) -> Tensor:
+    x, slope = _alike(needed(inputs, 0), needed(inputs, 1))
+    return torch.where(x < 0, x * slope, x)
+
+
+def _hard_sigmoid(attributes: Attributes, inputs: Inputs) -> Tensor:
+    x = needed(inputs, 0)
+    return torch.clamp(attributes.get("alpha", 0.2) * x + attributes.get("beta", 0.5), 0, 1)
+
+
+def _softmax(function: Callable[[Tensor, int], Tensor]) -> Operation:
+    def run(attributes: Attributes, inputs: Inputs) -> Tensor:
+        return function(needed(inputs, 0), int(attributes.get("axis", -1)))
+
+    return run
+
+
+def _cast(attributes: Attributes, inputs: Inputs) -> Tensor:
+    number = int(attributes["to"])
+    if number not in DTYPES:
+        raise EngineError(f"Cast to ONNX type {number} is not supported; the types are {sorted(DTYPES)}")
+    return needed(inputs, 0).to(DTYPES[number])
+
+
+def _where(attributes: Attributes, inputs: Inputs) -> Tensor:
+    return torch.where(needed(inputs, 0).bool(), *_alike(needed(inputs, 1), needed(inputs, 2)))
+
+
+def _reduce(function: Callable[[Tensor, list[int], bool], Tensor]) -> Operation:
+    def run(attributes: Attributes, inputs: Inputs) -> Tensor:
+        x, axes = needed(inputs, 0), axes_of(attributes, inputs)
+        if not axes and attributes.get("noop_with_empty_axes", 0):
+            return x
+        return function(x, axes or list(range(x.dim())), bool(attributes.get("keepdims", 1)))
+
+    return run
+
+
+def _product(x: Tensor, axes: list[int], keep: bool) -> Tensor:
+    for axis in sorted((a % x.dim() for a in axes), reverse=True):
+        x = x.prod(axis, keepdim=keep)
+    return x
+
+
+def _mean(x: Tensor, axes: list[int], keep: bool) -> Tensor:
+    """Averages are summed in float32 at least."""
+    return x.mean(axes, keepdim=keep, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+def _arg(function: Callable[..., Tensor]) -> Operation:
+    def run(attributes: Attributes, inputs: Inputs) -> Tensor:
+        if attributes.get("select_last_index", 0):
+            raise EngineError(
+                "ArgMax and ArgMin with select_last_index are not supported; run the file with 'onnxruntime'"
+            )
+        return function(needed(inputs, 0), int(attributes.get("axis", 0)), bool(attributes.get("keepdims", 1)))
+
+    return run
+
+
+def _cumulative_sum(attributes: Attributes, inputs: Inputs) -> Tensor:
+    if attributes.get("exclusive", 0) or attributes.get("reverse", 0):
+        raise EngineError("CumSum that is exclusive or reversed is not supported; run the file with 'onnxruntime'")
+    return needed(inputs, 0).cumsum(int(needed(inputs, 1).item()))
+
+
+def _top_k(attributes: Attributes, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Of equal values the first comes first."""
+    axis, count = int(attributes.get("axis", -1)), int(needed(inputs, 1).item())
+    largest = bool(attributes.get("largest", 1))
+    values, places = torch.sort(needed(inputs, 0), dim=axis, descending=largest, stable=True)
+    return values.narrow(axis, 0, count), places.narrow(axis, 0, count)
+
+
+def _selu(attributes: Attributes, inputs: Inputs) -> Tensor:
+    alpha, gamma = (
+        attributes.get("alpha", 1.67326319217681884765625),
+        attributes.get("gamma", 1.05070102214813232421875),
+    )
+    return gamma * F.elu(needed(inputs, 0), alpha)
+
+
+OPERATIONS: dict[str, Operation] = {
+    **{
+        name: _unary(cast("Callable[[Tensor], Tensor]", getattr(torch, name.lower())))
+        for name in (
+            "Abs",
+            "Acos",
+            "Asin",
+            "Atan",
+            "Ceil",
+            "Cos",
+            "Erf",
+            "Exp",
+            "Floor",
+            "Log",
+            "Neg",
+            "Reciprocal",
+            "Round",
+            "Sigmoid",
+            "Sign",
+            "Sin",
+            "Sqrt",
+            "Tan",
+            "Tanh",
+            "IsNaN",
+        )
+    },
+    "Relu": _unary(F.relu),
+    "Softplus": _unary(F.softplus),
+    "Softsign": _unary(F.softsign),
+    "Mish": _unary(F.mish),
+    "HardSwish": _unary(F.hardswish),
+    "Not": _unary(torch.logical_not),
+    "Identity": _unary(lambda x: x),
+    "Dropout": _unary(lambda x: x),
+    "Gelu": _gelu,
+    "PRelu": _prelu,
+    "HardSigmoid": _hard_sigmoid,
+    "LeakyRelu": lambda a, i: F.leaky_relu(needed(i, 0), a.get("alpha", 0.01)),
+    "Elu": lambda a, i: F.elu(needed(i, 0), a.get("alpha", 1.0)),
+    "Celu": lambda a, i: F.celu(needed(i, 0), a.get("alpha", 1.0)),
+    "Selu": _selu,
+    "Clip": _clip,
+    "Cast": _cast,
+    "Where": _where,
+    "Add": _binary(torch.add),
+    "Sub": _binary(torch.sub),
+    "Mul": _binary(torch.mul),
+    "Div": _binary(_divide),
+    "Mod": _modulo,
+    "Pow": lambda a, i: torch.pow(needed(i, 0), needed(i, 1)).to(needed(i, 0).dtype),
+    "And": _binary(torch.logical_and),
+    "Or": _binary(torch.logical_or),
+    "Xor": _binary(torch.logical_xor),
+    "Equal": _binary(torch.eq),
+    "Greater": _binary(torch.gt),
+    "GreaterOrEqual": _binary(torch.ge),
+    "Less": _binary(torch.lt),
+    "LessOrEqual": _binary(torch.le),
+    "Min": _variadic(torch.minimum),
+    "Max": _variadic(torch.maximum),
+    "Sum": _variadic(torch.add),
+    "Softmax": _softmax(lambda x, axis: F.softmax(x, axis)),
+    "LogSoftmax": _softmax(lambda x, axis: F.log_softmax(x, axis)),
+    "ReduceMean": _reduce(_mean),
+    "ReduceSum": _reduce(lambda x, axes, keep: x.sum(axes, keepdim=keep)),
+    "ReduceMax": _reduce(lambda x, axes, keep: x.amax(axes, keepdim=keep)),
+    "ReduceMin": _reduce(lambda x, axes, keep: x.amin(axes, keepdim=keep)),
+    "ReduceProd": _reduce(_product),
+    "ReduceL1": _reduce(lambda x, axes, keep: x.abs().sum(axes, keepdim=keep)),
+    "ReduceL2": _reduce(lambda x, axes, keep: x.square().sum(axes, keepdim=keep).sqrt()),
+    "ReduceSumSquare": _reduce(lambda x, axes, keep: x.square().sum(axes, keepdim=keep)),
+    "ReduceLogSumExp": _reduce(lambda x, axes, keep: x.logsumexp(axes, keepdim=keep)),
+    "ArgMax": _arg(torch.argmax),
+    "ArgMin": _arg(torch.argmin),
+    "CumSum": _cumulative_sum,
+    "TopK": _top_k,
+}

@@ -1,0 +1,265 @@
+"""Convolutions, products, pools, normalization and resizing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compress.engines.cuda.onnx_ops.table import Attributes, Inputs, Operation, given, needed, numbers
+from compress.errors import EngineError
+
+
+def window_pads(attributes: Attributes, size: Sequence[int], kernel: Sequence[int]) -> list[tuple[int, int]]:
+    """(before, after) of each spatial axis of a convolution or pool, from `pads` or `auto_pad`.
+
+    Args:
+        attributes: of the node.
+        size: of the image, without batch and channels.
+        kernel: size of the window.
+    """
+    rank = len(size)
+    automatic = attributes.get("auto_pad", "NOTSET")
+    if automatic in ("NOTSET", "VALID", ""):
+        pads = list(attributes.get("pads", [0] * 2 * rank)) if automatic != "VALID" else [0] * 2 * rank
+        return [(int(pads[i]), int(pads[rank + i])) for i in range(rank)]
+    strides = list(attributes.get("strides", [1] * rank))
+    dilations = list(attributes.get("dilations", [1] * rank))
+    found = []
+    for n, k, s, d in zip(size, kernel, strides, dilations, strict=True):
+        total = max(0, (-(-n // s) - 1) * s + d * (k - 1) + 1 - n)
+        small = total // 2
+        found.append((small, total - small) if automatic == "SAME_UPPER" else (total - small, small))
+    return found
+
+
+def _padded(x: Tensor, pads: Sequence[tuple[int, int]], value: float = 0.0) -> tuple[Tensor, list[int]]:
+    """(`x` padded where the two ends of an axis differ, the padding that is left to the operation)."""
+    if all(before == after for before, after in pads):
+        return x, [before for before, _ in pads]
+    return F.pad(x, [n for pair in reversed(pads) for n in pair], value=value), [0] * len(pads)
+
+
+_CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def _conv(attributes: Attributes, inputs: Inputs) -> Tensor:
+    x, weight, bias = needed(inputs, 0), needed(inputs, 1), given(inputs, 2)
+    rank = x.dim() - 2
+    if rank not in _CONVOLUTIONS:
+        raise EngineError(f"a convolution over {rank} axes is not supported; they may have 1, 2 or 3")
+    x, padding = _padded(x, window_pads(attributes, x.shape[2:], weight.shape[2:]))
+    return _CONVOLUTIONS[rank](
+        x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), list(attributes.get("strides", [1] * rank)),
+        padding, list(attributes.get("dilations", [1] * rank)), int(attributes.get("group", 1)),
+    )  # fmt: skip
+
+
+def _conv_transpose(attributes: Attributes, inputs: Inputs) -> Tensor:
+    x, weight, bias = needed(inputs, 0), needed(inputs, 1), given(inputs, 2)
+    rank = x.dim() - 2
+    if attributes.get("auto_pad", "NOTSET") != "NOTSET" or "output_shape" in attributes or rank not in _TRANSPOSED:
+        raise EngineError("a ConvTranspose with auto_pad or output_shape is not supported; export it with pads")
+    pads = list(attributes.get("pads", [0] * 2 * rank))
+    extra = list(attributes.get("output_padding", [0] * rank))
+    crop = [pads[rank + i] - pads[i] for i in range(rank)]  # torch pads both ends alike: the rest is cut off
+    if any(n < 0 for n in crop):
+        raise EngineError("a ConvTranspose with more padding before than after is not supported")
+    y = _TRANSPOSED[rank](
+        x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), list(attributes.get("strides", [1] * rank)),
+        pads[:rank], extra, int(attributes.get("group", 1)), list(attributes.get("dilations", [1] * rank)),
+    )  # fmt: skip
+    for i, n in enumerate(crop):
+        y = y.narrow(2 + i, 0, y.shape[2 + i] - n)
+    return y
+
+
+def _gemm(attributes: Attributes, inputs: Inputs) -> Tensor:
+    a, b, c = needed(inputs, 0), needed(inputs, 1), given(inputs, 2)
+    a = a.t() if attributes.get("transA", 0) else a
+    b = b.t() if attributes.get("transB", 0) else b
+    y = attributes.get("alpha", 1.0) * (a @ b.to(a.dtype))
+    return y if c is None else y + attributes.get("beta", 1.0) * c.to(a.dtype)
+
+
+def _matmul(attributes: Attributes, inputs: Inputs) -> Tensor:
+    a, b = needed(inputs, 0), needed(inputs, 1)
+    if a.dtype != b.dtype:
+        lower = a.dtype if a.element_size() <= b.element_size() else b.dtype
+        a, b = a.to(lower), b.to(lower)
+    return a @ b
+
+
+def _einsum(attributes: Attributes, inputs: Inputs) -> Tensor:
+    return torch.einsum(attributes["equation"], *(needed(inputs, i) for i in range(len(inputs))))
+
+
+def _pool_window(attributes: Attributes) -> tuple[list[int], list[int], list[int], bool]:
+    kernel = [int(n) for n in attributes["kernel_shape"]]
+    strides = [int(n) for n in attributes.get("strides", [1] * len(kernel))]
+    dilations = [int(n) for n in attributes.get("dilations", [1] * len(kernel))]
+    return kernel, strides, dilations, bool(attributes.get("ceil_mode", 0))
+
+
+_MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+_AVERAGE_POOLS = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+
+def _max_pool(attributes: Attributes, inputs: Inputs) -> Tensor:
+    x = needed(inputs, 0)
+    kernel, strides, dilations, ceil_mode = _pool_window(attributes)
+    lowest = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+    pads = window_pads(attributes, x.shape[2:], kernel)
+    if any(2 * max(pair) > k for pair, k in zip(pads, kernel, strict=True)):  # more than torch takes
+        x, padding = F.pad(x, [n for pair in reversed(pads) for n in pair], value=lowest), [0] * len(kernel)
+    else:
+        x, padding = _padded(x, pads, lowest)
+    return _MAX_POOLS[len(kernel)](x, kernel, strides, padding, dilations, ceil_mode)
+
+
+def _average_pool(attributes: Attributes, inputs: Inputs) -> Tensor:
+    x = needed(inputs, 0)
+    kernel, strides, dilations, ceil_mode = _pool_window(attributes)
+    counts = bool(attributes.get("count_include_pad", 0))
+    pads = window_pads(attributes, x.shape[2:], kernel)
+    if any(d != 1 for d in dilations):
+        raise EngineError("an AveragePool with dilation is not supported; run the file with 'onnxruntime'")
+    if all(before == after and 2 * before <= k for (before, after), k in zip(pads, kernel, strict=True)):
+        padding = [before for before, _ in pads]
+        return _AVERAGE_POOLS[len(kernel)](x, kernel, strides, padding, ceil_mode, counts)
+    flat = [n for pair in reversed(pads) for n in pair]
+    total = _AVERAGE_POOLS[len(kernel)](F.pad(x, flat), kernel, strides, 0, ceil_mode)
+    if counts:
+        return total
+    share = _AVERAGE_POOLS[len(kernel)](F.pad(torch.ones_like(x), flat), kernel, strides, 0, ceil_mode)
+    return total / share
+
+
+def _global_average(attributes: Attributes, inputs: Inputs) -> Tensor:
+    x = needed(inputs, 0)
+    dims = list(range(2, x.dim()))
+    return x.mean(dims, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+def _global_max(attributes: Attributes, inputs: Inputs) -> Tensor:
+    x = needed(inputs, 0)
+    return x.amax(list(range(2, x.dim())), keepdim=True)
+
+
+def _layer_norm(attributes: Attributes, inputs: Inputs) -> Tensor:
+    x, weight, bias = needed(inputs, 0), given(inputs, 1), given(inputs, 2)
+    axis = int(attributes.get("axis", -1)) % x.dim()
+    sizes = list(x.shape[axis:])
+    w, b = (None if t is None else t.to(x.dtype).expand(sizes) for t in (weight, bias))
+    return F.layer_norm(x, sizes, w, b, float(attributes.get("epsilon", 1e-5)))
+
+
+def _instance_norm(attributes: Attributes, inputs: Inputs) -> Tensor:
+    x, weight, bias = (needed(inputs, i) for i in range(3))
+    return F.instance_norm(
+        x, weight=weight.to(x.dtype), bias=bias.to(x.dtype), eps=float(attributes.get("epsilon", 1e-5))
+    )
+
+
+def _group_norm(attributes: Attributes, inputs: Inputs) -> Tensor:
+    x, weight, bias = (needed(inputs, i) for i in range(3))
+    groups, eps = int(attributes["num_groups"]), float(attributes.get("epsilon", 1e-5))
+    if weight.numel() == x.shape[1]:
+        return F.group_norm(x, groups, weight.to(x.dtype), bias.to(x.dtype), eps)
+    each = x.shape[1] // groups
+    return F.group_norm(
+        x, groups, weight.to(x.dtype).repeat_interleave(each), bias.to(x.dtype).repeat_interleave(each), eps
+    )
+
+
+def _batch_norm(attributes: Attributes, inputs: Inputs) -> Tensor:
+    x, weight, bias, mean, variance = (needed(inputs, i) for i in range(5))
+    if attributes.get("training_mode", 0):
+        raise EngineError("a BatchNormalization in training mode is not supported; export the model in eval mode")
+    eps = float(attributes.get("epsilon", 1e-5))
+    factor = weight.double() / torch.sqrt(variance.double() + eps)
+    offset = bias.double() - mean.double() * factor
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    return x * factor.to(x.dtype).reshape(shape) + offset.to(x.dtype).reshape(shape)
+
+
+def _lrn(attributes: Attributes, inputs: Inputs) -> Tensor:
+    return F.local_response_norm(
+        needed(inputs, 0), int(attributes["size"]), float(attributes.get("alpha", 1e-4)),
+        float(attributes.get("beta", 0.75)), float(attributes.get("bias", 1.0)),
+    )  # fmt: skip
+
+
+def resize_sizes(attributes: Attributes, inputs: Inputs, shape: Sequence[int]) -> list[int]:
+    """Sizes of all axes of the result of a Resize."""
+    sizes = [int(n) for n in numbers(given(inputs, 3), of="the sizes of a Resize")]
+    scales = [float(n) for n in numbers(given(inputs, 2), of="the scales of a Resize")]
+    axes = [int(n) % len(shape) for n in attributes.get("axes", range(len(shape)))]
+    found = list(shape)
+    for i, axis in enumerate(axes):
+        found[axis] = sizes[i] if sizes else int(shape[axis] * scales[i])
+    return found
+
+
+def _resize(attributes: Attributes, inputs: Inputs) -> Tensor:
+    x = needed(inputs, 0)
+    sizes = resize_sizes(attributes, inputs, x.shape)
+    mode = attributes.get("mode", "nearest")
+    places = attributes.get("coordinate_transformation_mode", "half_pixel")
+    if sizes[:2] != list(x.shape[:2]) or attributes.get("keep_aspect_ratio_policy", "stretch") != "stretch":
+        raise EngineError("a Resize of batch or channels, or one that keeps an aspect ratio, is not supported")
+    if mode == "nearest":
+        if not _is_plain_nearest(attributes, places, x.shape, sizes):
+            raise EngineError(f"a nearest Resize with {places!r} coordinates is not supported; run 'onnxruntime'")
+        return _nearest(x, sizes)
+    scales = [float(n) for n in numbers(given(inputs, 2), of="the scales of a Resize")]
+    whole = not scales or all(n * scale == m for n, scale, m in zip(x.shape, scales, sizes, strict=False))
+    plain = places in {"half_pixel", "pytorch_half_pixel", "align_corners"} and not attributes.get("antialias", 0)
+    plain = plain and whole and (places == "half_pixel" or 1 not in sizes[2:])
+    names = {"linear": {3: "linear", 4: "bilinear", 5: "trilinear"}, "cubic": {4: "bicubic"}}.get(mode, {})
+    if not plain or x.dim() not in names or attributes.get("cubic_coeff_a", -0.75) != -0.75:
+        raise EngineError(f"a Resize of mode {mode!r} with {places!r} coordinates is not supported; run 'onnxruntime'")
+    return F.interpolate(x, sizes[2:], mode=names[x.dim()], align_corners=places == "align_corners")
+
+
+def _is_plain_nearest(attributes: Attributes, places: str, shape: Sequence[int], sizes: Sequence[int]) -> bool:
+    """True if a nearest Resize takes the pixel at the place cut down, as torch does, or repeats every pixel."""
+    rounding = attributes.get("nearest_mode", "round_prefer_floor")
+    factors = {m // n for n, m in zip(shape, sizes, strict=True)}
+    repeats = all(m % n == 0 for n, m in zip(shape, sizes, strict=True))
+    if places == "asymmetric":
+        return bool(rounding == "floor" or (repeats and factors <= {1, 2} and rounding == "round_prefer_floor"))
+    return places == "half_pixel" and repeats and rounding in {"round_prefer_floor", "round_prefer_ceil"}
+
+
+def _nearest(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Nearest neighbours, of any type; whole factors are repetitions."""
+    for axis in range(2, x.dim()):
+        if sizes[axis] % x.shape[axis] == 0:
+            x = x.repeat_interleave(sizes[axis] // x.shape[axis], dim=axis)
+        else:
+            places = torch.arange(sizes[axis], device=x.device) * x.shape[axis] // sizes[axis]
+            x = x.index_select(axis, places)
+    return x
+
+
+OPERATIONS: dict[str, Operation] = {
+    "Conv": _conv,
+    "ConvTranspose": _conv_transpose,
+    "Gemm": _gemm,
+    "MatMul": _matmul,
+    "Einsum": _einsum,
+    "MaxPool": _max_pool,
+    "AveragePool": _average_pool,
+    "GlobalAveragePool": _global_average,
+    "GlobalMaxPool": _global_max,
+    "LayerNormalization": _layer_norm,
+    "InstanceNormalization": _instance_norm,
+    "GroupNormalization": _group_norm,
+    "BatchNormalization": _batch_norm,
+    "LRN": _lrn,
+    "Resize": _resize,
+}

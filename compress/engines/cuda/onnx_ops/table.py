@@ -1,0 +1,60 @@
+"""What the tables of operations share: types, and how a shape or a number is read off an input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.errors import EngineError
+
+Attributes = Mapping[str, Any]
+Inputs = tuple[Tensor | None, ...]
+Operation = Callable[[Attributes, Inputs], Tensor | tuple[Tensor, ...]]
+
+DTYPES: dict[int, torch.dtype] = {
+    1: torch.float32, 2: torch.uint8, 3: torch.int8, 5: torch.int16, 6: torch.int32, 7: torch.int64, 9: torch.bool,
+    10: torch.float16, 11: torch.float64, 16: torch.bfloat16,
+}  # fmt: skip
+"""Types of `onnx.TensorProto.DataType`, by their numbers."""
+
+
+def given(inputs: Inputs, index: int) -> Tensor | None:
+    """An optional input; None where it is left out."""
+    return inputs[index] if index < len(inputs) else None
+
+
+def needed(inputs: Inputs, index: int) -> Tensor:
+    """An input that the operator must have.
+
+    Raises:
+        EngineError: it is left out.
+    """
+    found = given(inputs, index)
+    if found is None:
+        raise EngineError(f"input {index} of an operator is missing: the file is not a valid ONNX model")
+    return found
+
+
+def numbers(tensor: Tensor | None, *, of: str) -> list[Any]:
+    """The values of a small input that decides about a shape.
+
+    Raises:
+        EngineError: it depends on the data that the network is run with.
+    """
+    if tensor is None:
+        return []
+    if tensor.is_meta:
+        raise EngineError(
+            f"{of} is computed from the network's input: only shapes that are fixed beforehand can be run"
+        )
+    return list(tensor.reshape(-1).tolist())
+
+
+def axes_of(attributes: Attributes, inputs: Inputs, index: int = 1) -> list[int]:
+    """Axes that are an attribute in older opsets and an input in newer ones; [] where there are none."""
+    if "axes" in attributes:
+        return [int(axis) for axis in attributes["axes"]]
+    return [int(axis) for axis in numbers(given(inputs, index), of="an operator's axes")]

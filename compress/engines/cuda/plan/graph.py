@@ -1,0 +1,318 @@
+"""An ONNX file as a small graph with static shapes and folded constants: what the planner works on.
+
+A plan is made for one set of input shapes, so every shape is a number. Shapes are inferred by running the network on
+tensors without data (`onnx_ops`); what depends on constants and shapes alone is computed here, once. Quantized weights
+stay integers: a DequantizeLinear is never folded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import helper, numpy_helper
+from torch import Tensor
+
+from compress.engines.arrays import shape_text
+from compress.engines.base import TensorInfo
+from compress.engines.cuda.onnx_ops import apply
+from compress.engines.onnx_file import OnnxFile, read_onnx
+from compress.errors import EngineError
+
+QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
+_DOMAINS = frozenset({"", "ai.onnx", "com.microsoft"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One operation. An input that is left out is "".
+
+    Attributes:
+        op: ONNX operator, or a name of the planner's own for what its passes recognized.
+        name: as in the file.
+        inputs, outputs: names of tensors.
+        attributes: plain Python values and tensors.
+        origins: names of the file's nodes that it was made of.
+    """
+
+    op: str
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    origins: tuple[str, ...] = ()
+
+    def given(self, index: int) -> str:
+        """Name of an input; "" where it is left out."""
+        return self.inputs[index] if index < len(self.inputs) else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """A network with static shapes. Passes return a changed copy.
+
+    Attributes:
+        nodes: in an order in which they can run.
+        constants: values known beforehand, on the CPU.
+        shapes, dtypes: of every tensor.
+        inputs, outputs: names of the network's own.
+    """
+
+    nodes: tuple[Node, ...]
+    constants: Mapping[str, Tensor]
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def producers(self) -> dict[str, Node]:
+        """The node that writes each tensor."""
+        return {name: node for node in self.nodes for name in node.outputs if name}
+
+    def consumers(self) -> dict[str, list[Node]]:
+        """The nodes that read each tensor, in order; a node that reads it twice is there twice."""
+        found: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            for name in node.inputs:
+                if name:
+                    found.setdefault(name, []).append(node)
+        return found
+
+
+def read_graph(path: Path | str, sizes: Mapping[str, Sequence[int]] | None = None, *, batch_size: int = 1) -> Graph:
+    """Read a file for inputs of given shapes.
+
+    Args:
+        path: of an ONNX file.
+        sizes: shape of an input, by name; the file's own where it is left out.
+        batch_size: of inputs whose first dimension the file leaves open.
+
+    Raises:
+        EngineError: a file that is missing, broken or not of tensors only, an operator that is not supported, or a
+            shape that is not known.
+    """
+    outside = read_onnx(path)
+    try:
+        proto = onnx.load(str(outside.path))
+    except Exception as error:
+        raise EngineError(f"{path}: its weights cannot be read ({type(error).__name__}: {error})") from error
+    shapes = _input_shapes(outside, sizes or {}, batch_size)
+    nodes = tuple(_nodes(proto, path))
+    known: dict[str, Tensor] = {}
+    for tensor in proto.graph.initializer:
+        known[tensor.name] = _tensor(numpy_helper.to_array(tensor))
+    values: dict[str, Tensor] = dict(known)
+    for info in outside.inputs:
+        values[info.name] = torch.empty(shapes[info.name], dtype=_dtype(info), device="meta")
+    kept = _infer(nodes, values, path)
+    missing = [value.name for value in proto.graph.output if value.name not in values]
+    if missing:
+        raise EngineError(f"{path}: nothing computes the output {missing[0]!r}; export the file again")
+    graph = Graph(
+        nodes=tuple(kept),
+        constants={name: value for name, value in values.items() if not value.is_meta},
+        shapes={name: tuple(value.shape) for name, value in values.items()},
+        dtypes={name: value.dtype for name, value in values.items()},
+        inputs=tuple(info.name for info in outside.inputs),
+        outputs=tuple(value.name for value in proto.graph.output),
+    )
+    return without_casts(without_dead(graph))
+
+
+def without_dead(graph: Graph, nodes: Iterable[Node] | None = None) -> Graph:
+    """`graph` (of other nodes, if given) without nodes and constants that no output depends on."""
+    wanted, kept = set(graph.outputs), []
+    for node in reversed(tuple(graph.nodes if nodes is None else nodes)):
+        if wanted.intersection(node.outputs):
+            kept.append(node)
+            wanted.update(name for name in node.inputs if name)
+    constants = {name: value for name, value in graph.constants.items() if name in wanted}
+    return replace(graph, nodes=tuple(reversed(kept)), constants=constants)
+
+
+def without_casts(graph: Graph) -> Graph:
+    """`graph` without casts between floating-point types: a plan has one such type inside, whatever the file has."""
+    same: dict[str, str] = {}
+    nodes: list[Node] = []
+    consumers = graph.consumers()
+    for node in graph.nodes:
+        node = replace(node, inputs=tuple(same.get(name, name) for name in node.inputs))
+        if not _is_float_cast(graph, node):
+            nodes.append(node)
+            continue
+        source, result = node.inputs[0], node.outputs[0]
+        if result not in graph.outputs:
+            same[result] = source
+            continue
+        maker = next((i for i, n in enumerate(nodes) if source in n.outputs), None)
+        if maker is None or source in graph.outputs or len(consumers[source]) > 1:
+            nodes.append(node)
+            continue
+        renamed = tuple(result if name == source else name for name in nodes[maker].outputs)
+        nodes[maker] = replace(nodes[maker], outputs=renamed)
+    return without_dead(graph, nodes)
+
+
+def _is_float_cast(graph: Graph, node: Node) -> bool:
+    if node.op != "Cast":
+        return False
+    types = [graph.dtypes[name] for name in (node.inputs[0], node.outputs[0])]
+    return all(dtype.is_floating_point for dtype in types)
+
+
+def sorted_nodes(nodes: Sequence[Node], known: Iterable[str]) -> list[Node]:
+    """`nodes` in an order in which they can run, as near to the given one as possible.
+
+    Args:
+        nodes: in any order.
+        known: tensors that are there before any of them runs.
+    """
+    producers = {name: node for node in nodes for name in node.outputs}
+    done, ready, result = set(known), set(), []
+    for node in nodes:
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            needed = [producers[n] for n in top.inputs if n and n not in done and n in producers]
+            if id(top) in ready:
+                stack.pop()
+            elif needed:
+                stack.extend(reversed(needed))
+            else:
+                result.append(top)
+                done.update(top.outputs)
+                ready.add(id(top))
+                stack.pop()
+    return result
+
+
+def _input_shapes(outside: OnnxFile, sizes: Mapping[str, Sequence[int]], batch_size: int) -> dict[str, tuple[int, ...]]:
+    names = [info.name for info in outside.inputs]
+    for name in sizes:
+        if name not in names:
+            raise EngineError(f"{outside.path}: there is no input {name!r} (inputs: {', '.join(names)})")
+    shapes = {}
+    for info in outside.inputs:
+        shape = list(sizes.get(info.name, info.shape))
+        if info.name not in sizes and shape and shape[0] == -1:
+            shape[0] = batch_size
+        fits = len(shape) == len(info.shape) and all(w in (-1, n) for n, w in zip(shape, info.shape, strict=True))
+        if not fits or any(n < 1 for n in shape):
+            raise EngineError(
+                f"{outside.path}: input {info.name!r} has shape {shape_text(info.shape)} and was asked for as "
+                f"{shape_text(shape)}: every dimension must be a number; give the option shapes, such as "
+                f"shapes='{info.name}:1x3x224x224'"
+            )
+        shapes[info.name] = tuple(shape)
+    return shapes
+
+
+def _nodes(proto: onnx.ModelProto, path: Path | str) -> Iterable[Node]:
+    softmax_axis = 1 if _opset(proto) < 13 else -1
+    for node in proto.graph.node:
+        if node.domain not in _DOMAINS:
+            raise EngineError(
+                f"{path}: {node.name or node.op_type} is an operator of the domain {node.domain!r}, which only its own "
+                "runtime knows; export the file with standard operators"
+            )
+        attributes = {a.name: _attribute(a, node, path) for a in node.attribute}
+        if node.op_type in {"Softmax", "LogSoftmax"}:
+            attributes.setdefault("axis", softmax_axis)
+        if node.op_type == "Split":
+            attributes["outputs"] = len(node.output)
+        name = node.name or node.output[0]
+        outputs = tuple(node.output)
+        yield Node(
+            op=node.op_type, name=name, inputs=tuple(node.input), outputs=outputs, attributes=attributes,
+            origins=(name,),
+        )  # fmt: skip
+
+
+def _opset(proto: onnx.ModelProto) -> int:
+    return max((entry.version for entry in proto.opset_import if entry.domain in {"", "ai.onnx"}), default=0)
+
+
+def _attribute(attribute: onnx.AttributeProto, node: onnx.NodeProto, path: Path | str) -> Any:
+    value = helper.get_attribute_value(attribute)
+    if isinstance(value, onnx.TensorProto):
+        return _tensor(numpy_helper.to_array(value))
+    if isinstance(value, onnx.GraphProto):
+        raise EngineError(
+            f"{path}: {node.name or node.op_type} is a {node.op_type} with a graph of its own; control flow is not "
+            "supported: run the file with 'onnxruntime'"
+        )
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
+    if array.dtype.kind not in "fiub" or array.dtype.name in {"uint16", "uint32", "uint64"}:
+        name = array.dtype.name
+        if name not in {"bfloat16", "int4", "uint4"}:
+            raise EngineError(f"a constant of type {name} is not supported: INT8, FP16, BF16, FP32 and indices are")
+        array = (
+            array.astype(np.float32) if name == "bfloat16" else array.astype(np.int8 if name == "int4" else np.uint8)
+        )
+    return torch.from_numpy(np.array(array))  # a copy that is writable and contiguous, () included
+
+
+def _dtype(info: TensorInfo) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, np.dtype(info.dtype))).dtype
+
+
+def _infer(nodes: Sequence[Node], values: dict[str, Tensor], path: Path | str) -> list[Node]:
+    """Run what is known, and all else on tensors without data; add the results to `values`, return what must run."""
+    kept = []
+    for node in nodes:
+        inputs = [values[name] if name else None for name in _checked(node, values, path)]
+        if node.op in QUANTIZERS:
+            values[node.outputs[0]] = _quantized(node, inputs)
+            kept.append(node)
+            continue
+        constant = all(value is None or not value.is_meta for value in inputs)
+        try:
+            results = apply(node.op, node.attributes, inputs if constant else _on_meta(node.op, inputs))
+        except EngineError as error:
+            raise EngineError(f"{path}: {node.name}: {error}") from error
+        except Exception as error:
+            raise EngineError(f"{path}: {node.name} ({node.op}) cannot be run on the given shapes: {error}") from error
+        values.update(zip(node.outputs, results, strict=False))
+        if any(value.is_meta for value in results):
+            kept.append(node)
+    return kept
+
+
+def _checked(node: Node, values: Mapping[str, Tensor], path: Path | str) -> tuple[str, ...]:
+    for name in node.inputs:
+        if name and name not in values:
+            raise EngineError(f"{path}: {node.name} reads {name!r}, which nothing computes; export the file again")
+    return node.inputs
+
+
+def _quantized(node: Node, inputs: Sequence[Tensor | None]) -> Tensor:
+    """The result of a Q or DQ node, without data."""
+    x, scale = inputs[0], inputs[1]
+    zero = inputs[2] if len(inputs) > 2 else None
+    if x is None or scale is None:
+        raise EngineError(f"{node.name}: a quantizer without data or scale is not valid ONNX")
+    if node.op == "QuantizeLinear":
+        return torch.empty(x.shape, dtype=torch.uint8 if zero is None else zero.dtype, device="meta")
+    return torch.empty(x.shape, dtype=scale.dtype, device="meta")
+
+
+_VALUES = {
+    "Reshape": {1}, "Slice": {1, 2, 3, 4}, "Expand": {1}, "Tile": {1}, "Pad": {1, 2, 3}, "Resize": {1, 2, 3},
+    "Squeeze": {1}, "Unsqueeze": {1}, "Split": {1}, "TopK": {1}, "Clip": {1, 2}, "CumSum": {1}, "OneHot": {1},
+    "Trilu": {1}, "Range": {0, 1, 2}, "ConstantOfShape": {0}, "Gather": {1},
+}  # fmt: skip
+"""Inputs whose values decide about the result's shape, or that are numbers."""
+
+
+def _on_meta(op: str, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """`inputs` for a run without data: those that shapes depend on keep theirs."""
+    kept = set(range(1, len(inputs))) if op.startswith("Reduce") else _VALUES.get(op, set())
+    return [x if x is None or i in kept or op == "Shape" else x.to("meta") for i, x in enumerate(inputs)]

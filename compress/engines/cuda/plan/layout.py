@@ -1,0 +1,353 @@
+"""Where every tensor of a plan lies: in which buffer, at which offset, with which strides; and which moves are copies.
+
+Images lie channels last, so that a pixel's channels are neighbours, and a row of channels takes a multiple of 16
+bytes, so that every pixel can be read in wide accesses. A reshape, a transpose or a slice is then mostly a view and
+costs nothing; the rest become copies. The parts of a concatenation are written where the whole lies.
+
+Results of operations that torch computes are allocated by torch; they and their views are called loose here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from compress.engines.cuda.onnx_ops import apply
+from compress.engines.cuda.onnx_ops.shapes import pads_of
+from compress.engines.cuda.plan.memory import Lifetime, assign_offsets
+from compress.engines.cuda.plan.stem import PackImage, overlapping_rows, pack_stems
+from compress.engines.cuda.plan.steps import (
+    Attention,
+    AveragePool,
+    Computed,
+    Convolution,
+    MaxPool,
+    Move,
+    Plan,
+    Product,
+    Step,
+)
+
+_ROW_BYTES = 16  # rows of channels begin at multiples of this
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies.
+
+    Attributes:
+        buffer: that it is a part of.
+        shape, strides, offset: in elements, as of a torch tensor.
+        dtype: of its elements.
+    """
+
+    buffer: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def meta(self) -> Tensor:
+        """A tensor without data that lies so."""
+        size = 1 + self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        base = torch.empty(size, dtype=self.dtype, device="meta")
+        return base.as_strided(self.shape, self.strides, self.offset)
+
+    def like(self, view: Tensor) -> Place:
+        """The place of a view of `meta`."""
+        offset = int(view.storage_offset())
+        return replace(self, shape=tuple(view.shape), strides=tuple(view.stride()), offset=offset)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Copy(Step):
+    """Elements copied from one place to another of the same shape.
+
+    Attributes:
+        source: tensor, or a constant.
+        target: tensor.
+        fill: what `whole` is set to before; None = it is not.
+        whole: the tensor that the target is a part of; "" without `fill`.
+    """
+
+    source: str | Tensor
+    target: str
+    fill: int | None = None
+    whole: str = ""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """See `Step`."""
+        return (self.source,) if isinstance(self.source, str) else ()
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """See `Step`."""
+        return (self.whole, self.target) if self.whole else (self.target,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A plan with a place for everything.
+
+    Attributes:
+        plan: that was laid out.
+        steps: of the plan, without the moves that are views; copies in the place of those that are not.
+        places: of all tensors but the loose ones.
+        offsets: of the buffers in the arena, bytes.
+        arena_bytes: size of the arena.
+        buffer_bytes: sizes of the buffers.
+    """
+
+    plan: Plan
+    steps: tuple[Step, ...]
+    places: dict[str, Place]
+    offsets: dict[str, int]
+    arena_bytes: int
+    buffer_bytes: dict[str, int]
+
+    def views(self, arena: Tensor) -> dict[str, Tensor]:
+        """All placed tensors as views of an arena.
+
+        Args:
+            arena: uint8, of `arena_bytes`.
+        """
+        found = {}
+        for name, place in self.places.items():
+            if place.buffer in self.offsets:
+                start = self.offsets[place.buffer]
+                flat = arena[start : start + self.buffer_bytes[place.buffer]].view(place.dtype)
+                found[name] = flat.as_strided(place.shape, place.strides, flat.storage_offset() + place.offset)
+        return found
+
+
+def lay_out(plan: Plan) -> Layout:
+    """Place all tensors of a plan; first convolutions of few channels are rearranged."""
+    return _Layouter(pack_stems(plan)).run()
+
+
+@dataclass
+class _Layouter:
+    plan: Plan
+    places: dict[str, Place] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+    inside: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+    """A part of a concatenation: (the whole, axis, where it begins)."""
+
+    def run(self) -> Layout:
+        self._join_parts()
+        for step in self.plan.steps:
+            if isinstance(step, PackImage):
+                packed = self._dense(step.out.codes, range(4))
+                self.places[step.out.codes] = packed
+                self.places[step.view] = packed.like(
+                    overlapping_rows(packed.meta(), self.plan.tensors[step.view].shape)
+                )
+                self.steps.append(step)
+            elif isinstance(step, (Product, Computed)):
+                for name in step.writes:
+                    self._place(name, step)
+                self.steps.append(step)
+            elif isinstance(step, Move) and all(name in self.places for name in step.reads) and step.reads:
+                self._move(step)
+            else:
+                self.steps.append(step)
+        offsets, total = assign_offsets(self._lifetimes())
+        return Layout(
+            plan=self.plan, steps=tuple(self.steps), places=self.places, offsets=offsets, arena_bytes=total,
+            buffer_bytes=self.sizes,
+        )  # fmt: skip
+
+    # Allocation
+
+    def _place(self, name: str, step: Step) -> Place:
+        """The place of a tensor that a step writes."""
+        if name in self.inside:
+            whole, axis, start = self.inside[name]
+            parent = self.places.get(whole) or self._place(whole, step)
+            part = parent.meta().narrow(axis, start, self.plan.tensors[name].shape[axis])
+            self.places[name] = parent.like(part)
+        elif name not in self.places:
+            self.places[name] = self._dense(name, self._order(name, step))
+        return self.places[name]
+
+    def _dense(self, name: str, order: Sequence[int]) -> Place:
+        """A new buffer, whose axes lie in `order`, outermost first."""
+        tensor = self.plan.tensors[name]
+        size, strides = 1, [1] * len(tensor.shape)
+        step = max(1, _ROW_BYTES // tensor.dtype.itemsize)
+        for i, axis in enumerate(reversed(order)):
+            strides[axis] = size
+            count = tensor.shape[axis]
+            padded = i == 0 and len(order) > 1 and self._pads_rows(name, order)
+            size *= -(-count // step) * step if padded else count
+        self.sizes[name] = max(1, size) * tensor.dtype.itemsize
+        return Place(name, tensor.shape, tuple(strides), 0, tensor.dtype)
+
+    def _pads_rows(self, name: str, order: Sequence[int]) -> bool:
+        """True if rows of channels are padded: of images, and of matrices, but not of what the network returns."""
+        image = len(order) == 4 and tuple(order) == (0, 2, 3, 1)
+        rows = len(order) in (2, 3) and list(order) == sorted(order)
+        same = len(order) == 4 and list(order) == sorted(order) and name in self._followers
+        return (image or rows or same) and name not in self.plan.outputs.values()
+
+    @property
+    def _followers(self) -> set[str]:
+        """Tensors of four axes that a normalization writes: pixels of images whose channels lie last."""
+        kinds = (Attention, PackImage)
+        return {n for s in self.plan.steps if isinstance(s, Computed) and not isinstance(s, kinds) for n in s.writes}
+
+    def _order(self, name: str, step: Step) -> list[int]:
+        """In which order the axes of a result lie."""
+        rank = len(self.plan.tensors[name].shape)
+        last = [0, 2, 3, 1]
+        if rank == 4 and isinstance(step, (Convolution, MaxPool, AveragePool)):
+            return last
+        turned = self._only_transpose(name)
+        if turned is not None:
+            return turned
+        source = self.places.get(step.reads[0]) if isinstance(step, Computed) else None
+        if source is not None and len(source.shape) == rank and not isinstance(step, Attention):
+            return sorted(range(rank), key=lambda axis: (-source.strides[axis], axis))
+        if rank == 4 and isinstance(step, Computed) and self._feeds_image(name):
+            return last
+        return list(range(rank))
+
+    def _only_transpose(self, name: str) -> list[int] | None:
+        readers = [s for s in self.plan.steps if name in s.reads]
+        if len(readers) == 1 and isinstance(readers[0], Move) and readers[0].op == "Transpose":
+            return list(readers[0].attributes.get("perm", ())) or None
+        return None
+
+    def _feeds_image(self, name: str) -> bool:
+        """True if something that wants channels last reads a tensor of four axes, at once or after moves."""
+        for step in self.plan.steps:
+            if name not in step.reads:
+                continue
+            after = [n for n in step.writes if len(self.plan.tensors[n].shape) == 4]
+            moves = isinstance(step, Move) and step.op != "Transpose"
+            if isinstance(step, (Convolution, MaxPool, AveragePool)) or (moves and any(map(self._feeds_image, after))):
+                return True
+        return False
+
+    # Moves
+
+    def _move(self, step: Move) -> None:
+        if step.op == "Concat":
+            self._concat(step)
+            return
+        source = self.places[step.reads[0]]
+        results = _viewed(step, source)
+        for name, result in zip(step.outputs, results, strict=False):
+            if result._base is not None and 0 not in result.stride():
+                self.places[name] = source.like(result)
+            else:
+                self._copied(step, name, source)
+
+    def _copied(self, step: Move, name: str, source: Place) -> None:
+        """A move that is no view: what it reads is copied to where its result lies."""
+        shape = self.plan.tensors[name].shape
+        image = len(shape) == 4 and self._feeds_image(name)
+        place = self._dense(name, [0, 2, 3, 1] if image else list(range(len(shape))))
+        self.places[name] = place
+        if step.op == "Pad" and _is_enlarging(step, source.shape, shape):
+            self._copy(step, step.reads[0], place.like(_inner(step, place.meta(), source.shape)), whole=name)
+            return
+        if step.op in {"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Dropout"}:
+            back = place.meta().reshape(source.shape)
+            if back._base is not None:
+                self._copy(step, step.reads[0], place.like(back))
+                return
+        self.steps.append(step)
+
+    def _copy(self, step: Move, source: str | Tensor, target: Place, whole: str = "") -> None:
+        """Append a copy to a place that gets a name of its own."""
+        name = f"{step.name}/target_{len(self.places)}"
+        self.places[name] = target
+        fill = step.fill if whole else None
+        self.steps.append(
+            Copy(name=step.name, origins=step.origins, source=source, target=name, fill=fill, whole=whole)
+        )
+
+    def _concat(self, step: Move) -> None:
+        name = step.outputs[0]
+        axis = int(step.attributes["axis"]) % len(self.plan.tensors[name].shape)
+        if name not in self.places:
+            if name in self.inside:
+                self._place(name, step)
+            else:
+                rank = len(self.plan.tensors[name].shape)
+                first = self.places[step.reads[0]]
+                order = sorted(range(rank), key=lambda a: (-first.strides[a], a))
+                self.places[name] = self._dense(name, [0, 2, 3, 1] if rank == 4 and axis == 1 else order)
+        whole, start = self.places[name], 0
+        for part in cast("tuple[str | Tensor, ...]", step.inputs):
+            size = part.shape[axis] if isinstance(part, Tensor) else self.plan.tensors[part].shape[axis]
+            target = whole.like(whole.meta().narrow(axis, start, size))
+            if isinstance(part, Tensor) or self.places[part] != target:
+                self._copy(step, part, target)
+            start += size
+
+    def _join_parts(self) -> None:
+        """Decide which tensors are written where the concatenation that reads them lies."""
+        made = {n for s in self.plan.steps if isinstance(s, (Product, Computed)) for n in s.writes}
+        concats = [s for s in self.plan.steps if isinstance(s, Move) and s.op == "Concat"]
+        border = set(self.plan.outputs.values())
+        for i in reversed(range(len(concats))):
+            step = concats[i]
+            if any(not isinstance(part, str) for part in step.inputs):
+                continue
+            name, parts = step.outputs[0], cast("tuple[str, ...]", step.inputs)
+            axis = int(step.attributes["axis"]) % len(self.plan.tensors[name].shape)
+            for shorter in concats[:i]:  # one whose parts are the first of these (DenseNet) lies at the beginning
+                if shorter.inputs == parts[: len(shorter.inputs)] and shorter.outputs[0] not in self.inside:
+                    self.inside[shorter.outputs[0]] = (name, axis, 0)
+            start = 0
+            for part in parts:
+                if part in made and part not in self.inside and part not in border and self._fits(name, axis, start):
+                    self.inside[part] = (name, axis, start)
+                start += self.plan.tensors[part].shape[axis]
+
+    def _fits(self, name: str, axis: int, start: int) -> bool:
+        """True if a part that begins at `start` begins where a wide access may."""
+        tensor = self.plan.tensors[name]
+        return axis == 1 and len(tensor.shape) == 4 and start * tensor.dtype.itemsize % _ROW_BYTES == 0
+
+    # Lifetimes
+
+    def _lifetimes(self) -> dict[str, Lifetime]:
+        first: dict[str, int] = {}
+        last: dict[str, int] = {}
+        for i, step in enumerate(self.steps):
+            for name in (*step.reads, *step.writes):
+                if name in self.places:
+                    buffer = self.places[name].buffer
+                    first.setdefault(buffer, i)
+                    last[buffer] = i
+        for name in self.plan.outputs.values():
+            if name in self.places:
+                last[self.places[name].buffer] = len(self.steps)
+        return {buffer: Lifetime(self.sizes[buffer], first[buffer], last[buffer]) for buffer in first}
+
+
+def _viewed(step: Move, source: Place) -> tuple[Tensor, ...]:
+    """What a move gives of a tensor without data."""
+    inputs = [source.meta() if isinstance(x, str) else x for x in step.inputs]
+    return apply(step.op, step.attributes, inputs)
+
+
+def _is_enlarging(step: Move, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    return all(n <= m for n, m in zip(before, after, strict=True))
+
+
+def _inner(step: Move, whole: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The part of a padded tensor that holds what was padded."""
+    inputs = tuple(None if isinstance(x, str) else x for x in step.inputs)
+    for axis, (before, _) in enumerate(pads_of(step.attributes, inputs, whole.dim())):
+        whole = whole.narrow(axis, before, shape[axis])
+    return whole

@@ -1,0 +1,287 @@
+"""Quantizers moved to where they fuse.
+
+A quantizer with one scale commutes with what only moves values (reshapes, transposes, slices, concatenations on one
+grid) and with maxima. So a Quantize is moved up to the operation that computes the values, which then writes one byte
+instead of two or four, and a Dequantize down to the operation that needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from compress.engines.cuda.onnx_ops import apply
+from compress.engines.cuda.onnx_ops.shapes import pads_of
+from compress.engines.cuda.plan.graph import Graph, Node, sorted_nodes, without_dead
+from compress.engines.cuda.plan.quantizers import MOVES, TAKES, Grid
+
+_PRODUCTS = frozenset({"Conv", "MatMul", "Gemm"})
+
+
+def move_quantizers(graph: Graph) -> Graph:
+    """Move every Dequantize down and every Quantize up as far as they go; join those that are equal."""
+    graph = _move_down(_joined(graph))
+    for _ in range(len(graph.nodes)):
+        moved = _move_up(graph) or _split_columns(graph)
+        if moved is None:
+            break
+        graph = moved
+    return _move_down(_joined(graph))
+
+
+def _joined(graph: Graph) -> Graph:
+    """One node for all Quantize (or Dequantize) nodes of one tensor and one grid."""
+    seen: dict[tuple[str, str, Grid], str] = {}
+    same: dict[str, str] = {}
+    nodes = []
+    for node in graph.nodes:
+        node = replace(node, inputs=tuple(same.get(name, name) for name in node.inputs))
+        if node.op in {"Quantize", "Dequantize"} and node.outputs[0] not in graph.outputs:
+            key = (node.op, node.inputs[0], node.attributes["grid"])
+            if key in seen:
+                same[node.outputs[0]] = seen[key]
+                continue
+            seen[key] = node.outputs[0]
+        nodes.append(node)
+    return without_dead(graph, nodes)
+
+
+def _move_down(graph: Graph) -> Graph:
+    """Dequantize after an operation in place of before it, where that is the same."""
+    dequantizers = {n.outputs[0]: n for n in graph.nodes if n.op == "Dequantize"}
+    nodes: list[Node] = []
+    dtypes, shapes = dict(graph.dtypes), dict(graph.shapes)
+    for node in graph.nodes:
+        found = _commuting_inputs(graph, node, dequantizers)
+        if found is None:
+            nodes.append(node)
+            continue
+        codes, grid = found
+        outputs = tuple(f"{name}/codes" if name else "" for name in node.outputs)
+        nodes.append(replace(node, inputs=(*codes, *node.inputs[len(codes) :]), outputs=outputs))
+        for name, code in zip(node.outputs, outputs, strict=True):
+            if name:
+                dtypes[code], shapes[code] = torch.int8, graph.shapes[name]
+                after = Node(
+                    op="Dequantize", name=f"{name}/Dequantize", inputs=(code,), outputs=(name,),
+                    attributes={"grid": grid}, origins=(),
+                )  # fmt: skip
+                dequantizers[name] = after
+                nodes.append(after)
+    return without_dead(replace(graph, dtypes=dtypes, shapes=shapes), nodes)
+
+
+def _commuting_inputs(
+    graph: Graph, node: Node, dequantizers: Mapping[str, Node]
+) -> tuple[tuple[str, ...], Grid] | None:
+    """(the integers that a node's data inputs stand for, their grid), if it may compute on them; else None."""
+    data = node.inputs if node.op == "Concat" else node.inputs[:1]
+    if not data or any(name not in dequantizers for name in data):
+        return None
+    grids = {dequantizers[name].attributes["grid"] for name in data}
+    if len(grids) != 1 or not _commutes(graph, node, next(iter(grids))):
+        return None
+    return tuple(dequantizers[name].inputs[0] for name in data), next(iter(grids))
+
+
+def _commutes(graph: Graph, node: Node, grid: Grid) -> bool:
+    """True if an operation gives the same whether its input or its result is put on `grid`."""
+    if len(grid.scale) != 1:
+        return False
+    if node.op in MOVES | {"Concat"} or (node.op in TAKES and all(n in graph.constants for n in node.inputs[1:] if n)):
+        return True
+    if node.op == "MaxPool":
+        return len([name for name in node.outputs if name]) == 1
+    if node.op == "Pad":
+        value = graph.constants.get(node.given(2))
+        number = float(node.attributes.get("value", 0.0)) if value is None else float(value)
+        return node.attributes.get("mode", "constant") == "constant" and number == 0.0 and grid.zero == 0
+    return node.op == "Resize" and node.attributes.get("mode", "nearest") == "nearest"
+
+
+def _move_up(graph: Graph) -> Graph | None:
+    """Move one Quantize before the operation that it follows; None where none can be moved."""
+    producers, consumers = graph.producers(), graph.consumers()
+    for node in graph.nodes:
+        above = producers.get(node.inputs[0]) if node.op == "Quantize" else None
+        if above is None or node.inputs[0] in graph.outputs:
+            continue
+        grid: Grid = node.attributes["grid"]
+        alike = all(r.op == "Quantize" and r.attributes["grid"] == grid for r in consumers[node.inputs[0]])
+        if not alike or len(grid.scale) != 1:
+            continue
+        factor = _scalar_factor(graph, above)
+        if factor is not None:
+            source, number = factor
+            scaled = replace(grid, scale=(grid.scale[0] / number,))
+            moved = replace(
+                node, inputs=(source,), attributes={"grid": scaled}, origins=(*above.origins, *node.origins)
+            )
+            return without_dead(graph, [moved if n is node else n for n in graph.nodes])
+        keeps = above.op in MOVES | {"Concat", "MaxPool", "Pad", "Resize", "Expand", "Tile"}
+        data = above.inputs if above.op == "Concat" else above.inputs[:1]
+        if keeps and _commutes(graph, above, grid) and not any(name in graph.constants for name in data):
+            return _exchanged(graph, above, node)
+    return None
+
+
+def _scalar_factor(graph: Graph, node: Node) -> tuple[str, float] | None:
+    """(input, factor) of a product with, or a division by, one positive number."""
+    if node.op not in {"Mul", "Div"}:
+        return None
+    for i in (0, 1) if node.op == "Mul" else (1,):
+        constant = graph.constants.get(node.inputs[i])
+        if constant is not None and constant.numel() == 1 and float(constant) > 0:
+            number = float(constant)
+            same = graph.shapes[node.inputs[1 - i]] == graph.shapes[node.outputs[0]]
+            return (node.inputs[1 - i], number if node.op == "Mul" else 1 / number) if same else None
+    return None
+
+
+def _exchanged(graph: Graph, above: Node, quantize: Node) -> Graph:
+    """A graph in which `quantize` comes before `above`, on each of its data inputs."""
+    count = len(above.inputs) if above.op == "Concat" else 1
+    dtypes, shapes, added = dict(graph.dtypes), dict(graph.shapes), []
+    codes = []
+    for i, name in enumerate(above.inputs[:count]):
+        code = f"{quantize.outputs[0]}/{above.op}_{i}"
+        dtypes[code], shapes[code] = torch.int8, graph.shapes[name]
+        codes.append(code)
+        added.append(replace(quantize, name=f"{quantize.name}/{i}", inputs=(name,), outputs=(code,)))
+    moved = replace(
+        above, name=f"{above.name}/codes", inputs=(*codes, *above.inputs[count:]), outputs=quantize.outputs,
+        attributes={**above.attributes}, origins=above.origins,
+    )  # fmt: skip
+    dtypes[quantize.outputs[0]] = torch.int8
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        nodes.extend([*added, moved] if node is quantize else [node])
+    return without_dead(replace(graph, dtypes=dtypes, shapes=shapes), nodes)
+
+
+# One product whose columns are quantized apart (query, key and value of attention) ------------------------------------
+
+
+def _split_columns(graph: Graph) -> Graph | None:
+    """Quantize a product's columns each with the scale of the slice that they belong to; None where there is none."""
+    producers, consumers = graph.producers(), graph.consumers()
+    for node in graph.nodes:
+        name = node.outputs[0]
+        if not _is_product(graph, node, producers) or len(consumers.get(name, [])) == 0 or name in graph.outputs:
+            continue
+        first = consumers[name]
+        if all(r.op == "Quantize" for r in first) or not all(r.op in MOVES | TAKES for r in first):
+            continue
+        leaves = _leaves(graph, name, consumers, 1.0)
+        if leaves is None or len(leaves) < 2:
+            continue
+        moved = _on_columns(graph, node, leaves)
+        if moved is not None:
+            return moved
+    return None
+
+
+def _is_product(graph: Graph, node: Node, producers: Mapping[str, Node]) -> bool:
+    """True for a convolution or matrix product with a constant factor, and for the sum of one and a bias."""
+    if node.op in {"Add", "Sub"}:
+        parts = [name for name in node.inputs if name not in graph.constants]
+        above = producers.get(parts[0]) if len(parts) == 1 else None
+        return above is not None and above.op in _PRODUCTS and _is_product(graph, above, producers)
+    return node.op in _PRODUCTS and (node.inputs[1] in graph.constants or node.inputs[1] not in producers)
+
+
+def _leaves(
+    graph: Graph, name: str, consumers: Mapping[str, list[Node]], factor: float
+) -> list[tuple[Node, list[Node], float]] | None:
+    """(Quantize, the nodes before it, factor) of each end of a tree of moves; None if one ends in something else."""
+    found: list[tuple[Node, list[Node], float]] = []
+    for reader in consumers.get(name, []):
+        scalar = _scalar_factor(graph, reader)
+        if reader.op == "Quantize":
+            found.append((reader, [], factor))
+            continue
+        number = 1.0 if scalar is None else scalar[1]
+        movable = scalar is not None or reader.op in MOVES | (TAKES - {"Expand", "Tile"})
+        if not movable or len(reader.outputs) != 1 or reader.outputs[0] in graph.outputs:
+            return None
+        below = _leaves(graph, reader.outputs[0], consumers, factor * number)
+        if below is None:
+            return None
+        found += [(leaf, [reader, *path], f) for leaf, path, f in below]
+    return found
+
+
+def _on_columns(graph: Graph, product: Node, leaves: list[tuple[Node, list[Node], float]]) -> Graph | None:
+    """The graph with one Quantize of a scale for each column; None if two leaves share columns."""
+    name = product.outputs[0]
+    shape = graph.shapes[name]
+    axis = 1 if len(shape) == 4 else len(shape) - 1
+    size = shape[axis]
+    probe = torch.arange(size, dtype=torch.int32).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+    probe = probe.expand(shape)
+    scales = torch.zeros(size, dtype=torch.float64)
+    grids: list[Grid] = [leaf.attributes["grid"] for leaf, _, _ in leaves]
+    if len({(g.zero, g.low, g.high, len(g.scale)) for g in grids}) != 1:
+        return None
+    for (_, path, factor), grid in zip(leaves, grids, strict=True):
+        columns = _columns(graph, path, probe, size)
+        if bool((scales[columns] != 0).any()):
+            return None
+        scales[columns] = grid.scale[0] / factor
+    scales[scales == 0] = 1.0
+    joint = Grid(tuple(scales.tolist()), grids[0].zero, grids[0].low, grids[0].high)
+    code = f"{name}/codes"
+    dtypes, shapes = {**graph.dtypes, code: torch.int8}, {**graph.shapes, code: shape}
+    added = [
+        Node(
+            op="Quantize", name=f"{name}/Quantize", inputs=(name,), outputs=(code,), attributes={"grid": joint},
+            origins=tuple(o for leaf, _, _ in leaves for o in leaf.origins),
+        )
+    ]  # fmt: skip
+    same = {name: code}
+    removed: dict[str, Node] = {}
+    for leaf, path, _ in leaves:
+        for node in path:
+            if node.outputs[0] not in same:
+                if node.op in {"Mul", "Div"}:
+                    source = next(n for n in node.inputs if n not in graph.constants)
+                    same[node.outputs[0]] = same[source]
+                    continue
+                moved = f"{node.outputs[0]}/codes"
+                same[node.outputs[0]] = moved
+                dtypes[moved], shapes[moved] = torch.int8, graph.shapes[node.outputs[0]]
+                inputs = (same[node.inputs[0]], *node.inputs[1:])
+                added.append(replace(node, name=f"{node.name}/codes", inputs=inputs, outputs=(moved,)))
+        removed[leaf.outputs[0]] = leaf
+        same[leaf.outputs[0]] = same[leaf.inputs[0]]
+    kept = [n for n in graph.nodes if n.outputs[0] not in removed]
+    for i, node in enumerate(kept):
+        renamed = tuple(same[n] if n in removed else n for n in node.inputs)
+        if renamed != node.inputs:
+            kept[i] = replace(node, inputs=renamed)
+    place = kept.index(product) + 1
+    graph = replace(graph, dtypes=dtypes, shapes=shapes)
+    ordered = sorted_nodes([*kept[:place], *added, *kept[place:]], [*graph.constants, *graph.inputs])
+    return without_dead(graph, ordered)
+
+
+def _columns(graph: Graph, path: list[Node], probe: Tensor, size: int) -> Tensor:
+    """Which of the columns 0 to `size` arrive at the end of a path; a mask."""
+    for node in path:
+        if node.op not in {"Mul", "Div"}:
+            inputs = (probe, *(graph.constants[name] if name else None for name in node.inputs[1:]))
+            probe = apply(node.op, node.attributes, inputs)[0]
+    for axis, stride in enumerate(probe.stride()):
+        probe = probe.narrow(axis, 0, 1) if stride == 0 else probe  # images are alike
+    seen = torch.zeros(size, dtype=torch.bool)
+    seen[probe.reshape(-1).long()] = True
+    return seen
+
+
+def padding_of(graph: Graph, node: Node) -> list[tuple[int, int]]:
+    """(before, after) of each axis of a Pad whose amounts are constant."""
+    inputs = (None, *(graph.constants.get(name) for name in node.inputs[1:]))
+    return pads_of(node.attributes, inputs, len(graph.shapes[node.outputs[0]]))

@@ -1,0 +1,341 @@
+"""What a plan consists of: steps, each one launch or a few, over named tensors.
+
+A step is data only. How it is computed is the matter of a backend (`reference`, `triton`), which has a function for
+every kind of step here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from compress.engines.cuda.plan.activation import NONE, Activation
+from compress.engines.cuda.plan.quantizers import Grid
+
+Pair = tuple[int, int]
+Padding = tuple[Pair, Pair]
+"""((above, below), (left, right))."""
+NO_PADDING: Padding = ((0, 0), (0, 0))
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a step writes its result; codes, values, or both.
+
+    Attributes:
+        codes: tensor of codes; "" = none.
+        grid: of the codes; one scale, or one for each channel.
+        value: tensor of floating-point values; "" = none.
+    """
+
+    codes: str = ""
+    grid: Grid | None = None
+    value: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors."""
+        return tuple(name for name in (self.codes, self.value) if name)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a step reads: codes on a grid, or floating-point values.
+
+    Attributes:
+        name: of the tensor; "" for nothing.
+        grid: of codes; None for values.
+    """
+
+    name: str = ""
+    grid: Grid | None = None
+
+
+NOTHING = Source()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """One operation of a plan.
+
+    Attributes:
+        name: of the ONNX node that gives it its name.
+        origins: names of all ONNX nodes that it computes.
+    """
+
+    name: str
+    origins: tuple[str, ...] = ()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Tensors that it reads; constants are left out."""
+        raise NotImplementedError
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Tensors that it writes."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Epilogue:
+    """What is done with the exact sums of a product before anything is written.
+
+        y = first(sum * factor + bias)
+        y = y rounded to the grid `middle`
+        y = second(y + residual)
+
+    Attributes:
+        factor: real value of one step of the sum, for each output channel; float64.
+        bias: for each output channel; float64.
+        first, second: activations before and after the residual.
+        middle: grid on which the branch is rounded before the residual is added; None = it is not.
+        residual: what is added, of the shape of the result.
+        out: where the result goes.
+    """
+
+    factor: Tensor
+    bias: Tensor
+    first: Activation = NONE
+    middle: Grid | None = None
+    residual: Source = NOTHING
+    second: Activation = NONE
+    out: Output = Output()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Product(Step):
+    """A convolution, or a matrix product, of codes with a constant weight.
+
+    Attributes:
+        x: codes; their grid's `zero` is the code of a real 0, which also pads.
+        weight: int8.
+        epilogue: all that follows.
+    """
+
+    x: Source
+    weight: Tensor
+    epilogue: Epilogue
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """See `Step`."""
+        residual = self.epilogue.residual.name
+        return (self.x.name, residual) if residual else (self.x.name,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """See `Step`."""
+        return self.epilogue.out.names
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Convolution(Product):
+    """A two-dimensional convolution of codes (N, C, H, W) with a weight (O, C / groups, R, S).
+
+    Attributes:
+        stride, dilation: each (vertical, horizontal).
+        padding: of the image, with zeros.
+        groups: of channels.
+    """
+
+    stride: Pair = (1, 1)
+    dilation: Pair = (1, 1)
+    padding: Padding = NO_PADDING
+    groups: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Linear(Product):
+    """A matrix product of codes (..., K) with a weight (O, K)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Computed(Step):
+    """A step of one or two operands that writes codes, values or both.
+
+    Attributes:
+        x: first operand.
+        out: where the result goes.
+    """
+
+    x: Source
+    out: Output
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """See `Step`."""
+        return (self.x.name,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """See `Step`."""
+        return self.out.names
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MaxPool(Computed):
+    """Maxima of windows of codes (N, C, H, W), on the same grid."""
+
+    kernel: Pair
+    stride: Pair
+    dilation: Pair = (1, 1)
+    padding: Padding = NO_PADDING
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AveragePool(Computed):
+    """Averages of windows of codes (N, C, H, W).
+
+    Attributes:
+        kernel: of the whole image for a global average.
+        stride, padding: of the window.
+        counts_padding: padding counts as zeros; else only what lies in the image is averaged.
+    """
+
+    kernel: Pair
+    stride: Pair
+    padding: Padding = NO_PADDING
+    counts_padding: bool = False
+
+
+Combination = Literal["none", "add", "sub", "mul"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Elementwise(Computed):
+    """activation(x combined with y), element by element; also what quantizes, dequantizes and requantizes.
+
+    Attributes:
+        y: second operand, which broadcasts.
+        combination: of the two.
+        activation: of the result.
+    """
+
+    y: Source = NOTHING
+    combination: Combination = "none"
+    activation: Activation = NONE
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """See `Step`."""
+        return (self.x.name, self.y.name) if self.y.name else (self.x.name,)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerNorm(Computed):
+    """Normalization over the last axis.
+
+    Attributes:
+        weight, bias: float32, of the last axis; None for ones and zeros.
+        epsilon: added to the variance.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    epsilon: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Attention(Computed):
+    """softmax(scale q k' + mask) v of codes; the probabilities are rounded to a grid.
+
+    Attributes:
+        x: queries (..., L, D); the zero of their grid is 0.
+        k, v: keys (..., S, D) and values (..., S, E); the zeros of their grids are 0.
+        scale: factor of the scores.
+        mask: constant that is added to the scores, float32, broadcasts; None = none.
+        probabilities: grid of the softmax's result.
+    """
+
+    k: Source
+    v: Source
+    scale: float
+    mask: Tensor | None
+    probabilities: Grid
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """See `Step`."""
+        return (self.x.name, self.k.name, self.v.name)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Operation(Step):
+    """An ONNX operator on tensors.
+
+    Attributes:
+        op: ONNX operator.
+        inputs: tensors; a `Tensor` in the place of a constant, None for one that is left out.
+        outputs: tensors.
+        attributes: of the operator.
+    """
+
+    op: str
+    inputs: tuple[str | Tensor | None, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """See `Step`."""
+        return tuple(name for name in self.inputs if isinstance(name, str))
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """See `Step`."""
+        return tuple(name for name in self.outputs if name)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Move(Operation):
+    """An operation that only moves values, of any type; nothing is launched where the result is a view of its input.
+
+    Attributes:
+        fill: what a Pad of codes pads with.
+    """
+
+    fill: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FloatOperation(Operation):
+    """An operation in floating point, by torch; `op` may be `Activation`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanTensor:
+    """A tensor of a plan.
+
+    Attributes:
+        shape: as in the ONNX file.
+        dtype: int8 for codes, the plan's floating-point type for values; indices and booleans as they are.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """A network as steps.
+
+    Attributes:
+        steps: in the order in which they run.
+        tensors: by name, the network's inputs included.
+        inputs: names of the network's inputs.
+        outputs: the tensor that holds each of the network's outputs, by the file's name.
+        dtype: floating-point type of what is not quantized.
+        constants: tensors that are known beforehand and that a step reads as an operand.
+    """
+
+    steps: tuple[Step, ...]
+    tensors: Mapping[str, PlanTensor]
+    inputs: tuple[str, ...]
+    outputs: Mapping[str, str]
+    dtype: torch.dtype = torch.float16
+    constants: Mapping[str, Tensor] = field(default_factory=dict)

@@ -1,0 +1,82 @@
+"""Which tiles are worth a try for a step: the guess from its shapes first, then those that tuning measures."""
+
+from __future__ import annotations
+
+from compress.kernels.triton.int8_depthwise import DepthwiseTile
+from compress.kernels.triton.int8_product import Tile
+
+_PROGRAMS = 132  # multiprocessors of the GPUs that the guesses were made for
+_MOST_SPLITS = 32
+
+
+def product_tiles(rows: int, channels: int, columns: int, taps: int, groups: int = 1) -> list[Tile]:
+    """Tiles of a product of (rows, taps x channels) and (taps x channels, columns), the guess first.
+
+    Args:
+        rows: pixels of the result.
+        channels: of a tap.
+        columns: output channels of a group.
+        taps: of the filter.
+        groups: products of this size.
+    """
+    width = max(16, 1 << (columns - 1).bit_length())
+    deep = 128 if channels % 128 == 0 else 64 if channels % 64 == 0 or channels > 96 else 32
+    found: list[Tile] = []
+    for high in (128, 64, 256, 32, 16):
+        for wide in (128, 64, 256, 32, 16):
+            if wide > max(16, width) or high > max(16, 2 * rows) or high * wide > 256 * 128 or high * wide < 16 * 32:
+                continue
+            found += _variants(high, wide, deep)
+    found = [_with_splits(tile, rows, channels, columns, taps, groups) for tile in found]
+    return sorted(dict.fromkeys(found), key=lambda tile: _cost(tile, rows, channels, columns, taps, groups))
+
+
+def _variants(high: int, wide: int, deep: int) -> list[Tile]:
+    """Tiles of one size."""
+    warps = 8 if high * wide >= 128 * 128 else 4
+    found = [Tile(high, wide, deep, 3, warps, min(wide, 64))]
+    if deep == 128:
+        found.append(Tile(high, wide, 64, 4, warps, min(wide, 64)))
+    if high * wide == 128 * 64:
+        found.append(Tile(high, wide, deep, 4, 8, 64))
+    return found
+
+
+def _with_splits(tile: Tile, rows: int, channels: int, columns: int, taps: int, groups: int) -> Tile:
+    """The tile with as many splits as fill the GPU, where its steps allow it."""
+    tiles = -(-rows // tile.rows) * -(-columns // tile.columns) * groups
+    steps = taps * -(-channels // tile.depth)
+    splits = 1
+    while tiles * splits * 2 <= 2 * _PROGRAMS and steps // (2 * splits) >= 2 and splits < _MOST_SPLITS:
+        splits *= 2
+    return tile._replace(splits=splits)
+
+
+def _cost(tile: Tile, rows: int, channels: int, columns: int, taps: int, groups: int) -> float:
+    """A rough time: waves of programs, each as long as its products, its reads and its writes."""
+    tiles = -(-rows // tile.rows) * -(-columns // tile.columns) * groups * tile.splits
+    depth = taps * -(-channels // tile.depth) * tile.depth / tile.splits
+    products = tile.rows * tile.columns * depth / 2048
+    moved = (tile.rows + tile.columns) * depth / 32 + tile.rows * tile.columns / 8 * (1 + 4 * (tile.splits > 1))
+    at_once = _PROGRAMS * max(1, min(4, 128 * 128 * 2 // (tile.rows * tile.columns)))
+    return -(-tiles // at_once) * (products + moved + 400) * at_once / _PROGRAMS
+
+
+def depthwise_tiles(
+    shape: tuple[int, int, int, int], taps: tuple[int, int], stride: tuple[int, int]
+) -> list[DepthwiseTile]:
+    """Tiles of a depthwise convolution, the guess first.
+
+    Args:
+        shape: (N, C, OH, OW) of the result.
+        taps: of the filter.
+        stride: of the filter.
+    """
+    wide = min(64, max(16, 1 << (shape[1] - 1).bit_length()))
+    strips = [4, 2, 1] if stride[1] == 1 else [2, 4, 1]
+    strips = [strip for strip in strips if strip <= max(1, shape[3])]
+    found = [DepthwiseTile(1024 // wide, wide, strip, 4) for strip in strips]
+    found += [DepthwiseTile(512 // wide, wide, strip, 4) for strip in strips]
+    if wide == 64:
+        found += [DepthwiseTile(32, 32, strip, 4) for strip in strips]
+    return found

@@ -1,0 +1,175 @@
+"""ONNX Runtime: runs an ONNX file in the types that it holds, on the CPU or another execution provider.
+
+It has no FP8 kernels, and fails to load a file in which its optimizations would fuse FP8 pairs. Such a file is run with
+its Q/DQ pairs unfused, which gives the right results at the speed of float; its label says so.
+
+Its threads spin for tens of milliseconds after a run, waiting for the next. In a comparison this would slow down the
+engine that is measured next, so spinning ends with the run (`session.force_spinning_stop`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compress.engines.arrays import check_inputs, import_library, reason, with_batch
+from compress.engines.base import Arrays, Availability, BuildOptions, Engine, EngineInfo, TensorInfo
+from compress.engines.onnx_file import OnnxFile, read_onnx
+from compress.errors import EngineError, EngineUnavailableError, near_misses
+
+NAME = "onnxruntime"
+CPU = "CPUExecutionProvider"
+OPTIONS = {
+    "provider": f"execution provider; {CPU} by default",
+    "fuse": "no: run every node as the file has it, Q/DQ pairs included; by default all optimizations (for files with "
+    "FP8, those that leave Q/DQ pairs alone)",
+}
+_INSTALL = "pip install onnxruntime"
+_ERRORS_ONLY = 3
+_HARMFUL_IN_HALF = ["WeightBiasQuantization"]
+"""Optimizers that quantize biases with the product of two scales, which may underflow in float16. Measured on one
+ResNet-50: 6 dB of signal to noise with it, 29 without; that underflow is the cause is likely, not proven."""
+
+_TYPED_OPSET = 21
+"""First opset whose QuantizeLinear may name its output type. ONNX Runtime 1.31 turns INT8 activations into UINT8 and
+does not change that name in its own nodes (`output_dtype INT8 does not match y_zero_point type UINT8`), unless an
+option makes it leave INT8 alone."""
+
+
+def availability() -> Availability:
+    """Report if ONNX Runtime is installed, and its execution providers."""
+    try:
+        ort = import_library(NAME, _INSTALL)
+    except EngineUnavailableError as error:
+        return Availability(name=NAME, available=False, reason=str(error), install=_INSTALL)
+    return Availability(
+        name=NAME, available=True, version=ort.__version__, devices=tuple(ort.get_available_providers())
+    )
+
+
+def load(path: Path | str, build: BuildOptions) -> ONNXRuntimeEngine:
+    """Make a session of an ONNX file with all graph optimizations.
+
+    Raises:
+        EngineUnavailableError: ONNX Runtime or the requested provider is not here.
+        EngineError: it cannot take the file (an operator or opset that it does not know, for example), did not use the
+            provider, or another precision is requested than the file has.
+    """
+    ort = import_library(NAME, _INSTALL)
+    provider = build.options.get("provider", CPU)
+    allowed = ort.get_available_providers()
+    if provider not in allowed:
+        raise EngineUnavailableError(
+            f"onnxruntime: no provider {provider!r} here{near_misses(provider, allowed)} (there is: "
+            f"{', '.join(allowed)}); install the onnxruntime package that holds it"
+        )
+    return ONNXRuntimeEngine(ort, read_onnx(path), provider, build)
+
+
+class ONNXRuntimeEngine(Engine):
+    """A session; made by `load`."""
+
+    def __init__(self, ort: Any, file: OnnxFile, provider: str, build: BuildOptions) -> None:
+        precision = _float_precision(file, provider)
+        if build.precision not in (None, precision):
+            raise EngineError(
+                f"onnxruntime: precision {build.precision!r} was asked of {file.path}, which runs in {precision!r}: "
+                "ONNX Runtime takes the types of the file; export it in that precision, or leave it out"
+            )
+        self.inputs = with_batch(file.inputs, build.batch_size, where=str(file.path))
+        self.outputs = _outputs(file, build.batch_size)
+        self.metadata = file.metadata
+        session_options, options = _session_options(ort, file, build)
+        try:
+            self._session = ort.InferenceSession(
+                str(file.path),
+                session_options,
+                providers=[provider],
+                disabled_optimizers=None if file.float_types <= {"f32"} else _HARMFUL_IN_HALF,
+            )
+        except Exception as error:
+            raise EngineError(f"onnxruntime cannot load {file.path}: {reason(error)}") from error
+        used = self._session.get_providers()[0]
+        if used != provider:
+            raise EngineError(f"onnxruntime: {provider} was asked of {file.path}, but it fell back to {used}")
+        device = provider.removesuffix("ExecutionProvider")
+        self.info = EngineInfo(
+            engine=NAME,
+            label=_label(device if provider != CPU else "", file),
+            version=ort.__version__,
+            device=device,
+            float_precision=precision,
+            options={"provider": provider, **options},
+            path=str(file.path),
+        )
+
+    def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
+        """See `Engine.run`."""
+        if self._session is None:
+            raise EngineError(f"{self.info.label}: the engine is closed")
+        checked = check_inputs(inputs, self.inputs, label=self.info.label)
+        try:
+            results = self._session.run([tensor.name for tensor in self.outputs], checked)
+        except Exception as error:
+            raise EngineError(f"{self.info.label} failed to run {self.info.path}: {reason(error)}") from error
+        return {tensor.name: np.asarray(result) for tensor, result in zip(self.outputs, results, strict=True)}
+
+    def close(self) -> None:
+        """Free the session."""
+        self._session = None
+
+
+def _session_options(ort: Any, file: OnnxFile, build: BuildOptions) -> tuple[Any, dict[str, str]]:
+    """Return the library's options, and the same as text."""
+    options = ort.SessionOptions()
+    fuse = build.options.get("fuse", "yes")
+    if fuse not in {"yes", "no"}:
+        raise EngineError(f"onnxruntime: fuse is {fuse!r}: it must be yes or no")
+    level = "none" if fuse == "no" else "basic" if "fp8" in file.quantized_types else "all"
+    levels = ort.GraphOptimizationLevel
+    options.graph_optimization_level = {
+        "none": levels.ORT_DISABLE_ALL,
+        "basic": levels.ORT_ENABLE_BASIC,
+        "all": levels.ORT_ENABLE_ALL,
+    }[level]
+    options.log_severity_level = _ERRORS_ONLY
+    options.inter_op_num_threads = 1
+    entries = {"session.force_spinning_stop": "1"}
+    if file.opset >= _TYPED_OPSET and "i8" in file.quantized_types:
+        entries["session.qdqisint8allowed"] = "1"
+    for name, value in entries.items():
+        options.add_session_config_entry(name, value)
+    texts = {"graph_optimization_level": level, **entries}
+    if build.threads is not None:
+        options.intra_op_num_threads = build.threads
+        texts["intra_op_num_threads"] = str(build.threads)
+    if build.batch_size is not None:
+        for name in file.batch_names:
+            options.add_free_dimension_override_by_name(name, build.batch_size)
+    return options, texts
+
+
+def _label(device: str, file: OnnxFile) -> str:
+    """Return the name of the row, which says that products of FP8 are computed in float."""
+    words = [device] if device else []
+    if "fp8" in file.quantized_types:
+        words.append("FP8 computed in float")
+    return f"{NAME} ({', '.join(words)})" if words else NAME
+
+
+def _outputs(file: OnnxFile, batch_size: int | None) -> tuple[TensorInfo, ...]:
+    if batch_size is None:
+        return file.outputs
+    return tuple(
+        tensor.with_batch(batch_size) if name in file.batch_names else tensor
+        for tensor, name in zip(file.outputs, file.output_batch_names, strict=True)
+    )
+
+
+def _float_precision(file: OnnxFile, provider: str) -> str:
+    """Return `f32` if nothing else is possible, else "unknown": half types are cast, and GPUs may use TF32."""
+    return "f32" if provider == CPU and file.float_types <= {"f32"} else "unknown"

@@ -1,0 +1,206 @@
+"""OpenVINO, the default engine: it runs on every x86 and ARM CPU.
+
+On CPUs with bfloat16 instructions OpenVINO computes the float part of a model in bf16 by default, which is faster and
+less exact. So the type is read from the compiled model and shown in the label, and a `precision` that the model did not
+take is an error. A fixed batch size makes a model much faster than a dynamic one: shapes are known when it compiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compress.engines.arrays import check_inputs, import_library, reason, with_batch
+from compress.engines.base import Arrays, Availability, BuildOptions, Engine, EngineInfo, RuntimeLayer, TensorInfo
+from compress.engines.onnx_file import OnnxFile, existing_file, read_onnx
+from compress.engines.signal_stack import keep_signal_stack
+from compress.errors import EngineError, EngineUnavailableError, near_misses
+
+NAME = "openvino"
+OPTIONS = {
+    "device": "device that it runs on, such as CPU or GPU; CPU by default",
+    "profile": "yes: time every layer of a run, for layer_times_ms; this takes some time itself",
+}
+PRECISIONS = ("f32", "bf16", "f16")
+_INSTALL = "pip install openvino"
+
+
+def availability() -> Availability:
+    """Report if OpenVINO is installed, and the devices that it finds."""
+    try:
+        ov = import_library(NAME, _INSTALL)
+        with keep_signal_stack():
+            devices = tuple(ov.Core().available_devices)
+    except EngineUnavailableError as error:
+        return Availability(name=NAME, available=False, reason=str(error), install=_INSTALL)
+    except RuntimeError as error:
+        return Availability(name=NAME, available=False, reason=reason(error), install="reinstall openvino")
+    if not devices:
+        return Availability(
+            name=NAME, available=False, version=_version(ov), reason="it finds no device", install="reinstall openvino"
+        )
+    return Availability(name=NAME, available=True, version=_version(ov), devices=devices)
+
+
+def load(path: Path | str, build: BuildOptions) -> OpenVINOEngine:
+    """Compile an ONNX file, or an OpenVINO `.xml` file, for one synchronous request at a time.
+
+    Raises:
+        EngineUnavailableError: OpenVINO or the requested device is not here.
+        EngineError: OpenVINO cannot take the file or an option, or runs in another precision than requested.
+    """
+    if build.precision is not None and build.precision not in PRECISIONS:
+        raise EngineError(
+            f"openvino: precision is {build.precision!r}{near_misses(build.precision, PRECISIONS)} "
+            f"(one of: {', '.join(PRECISIONS)}, or None for OpenVINO's own choice)"
+        )
+    ov = import_library(NAME, _INSTALL)
+    with keep_signal_stack():
+        core = ov.Core()
+        device = build.options.get("device", "CPU")
+        if device.split(".")[0] not in {seen.split(".")[0] for seen in core.available_devices}:
+            raise EngineUnavailableError(
+                f"openvino: no device {device!r} on this machine (there is: {', '.join(core.available_devices)})"
+            )
+        return OpenVINOEngine(ov, core, existing_file(path), device, build)
+
+
+class OpenVINOEngine(Engine):
+    """A compiled model with one infer request; made by `load`."""
+
+    def __init__(self, ov: Any, core: Any, path: Path, device: str, build: BuildOptions) -> None:
+        model, file = _read(core, path)
+        self.metadata = file.metadata if file else {}
+        found = _tensors(model.inputs, file.inputs if file else None, where=str(path))
+        self.inputs = with_batch(found, build.batch_size, where=str(path))
+        options = _options(build)
+        try:
+            if build.batch_size is not None:
+                model.reshape({tensor.name: list(tensor.shape) for tensor in self.inputs})
+            self._compiled = core.compile_model(model, device, options)
+            self._request = self._compiled.create_infer_request()
+        except Exception as error:
+            raise EngineError(f"openvino cannot compile {path}: {reason(error)}") from error
+        self.outputs = _tensors(self._compiled.outputs, file.outputs if file else None, where=str(path))
+        precision = _float_precision(self._compiled)
+        if build.precision not in (None, precision):
+            raise EngineError(
+                f"openvino: precision {build.precision!r} was asked of {path}, but {device} runs it in {precision!r}; "
+                "choose another, or leave it out for OpenVINO's own choice"
+            )
+        place = "" if device == "CPU" else f"{device}, "
+        self.info = EngineInfo(
+            engine=NAME,
+            label=f"openvino ({place}{precision})",
+            version=_version(ov),
+            device=device,
+            float_precision=precision,
+            options=options,
+            path=str(path),
+        )
+
+    def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
+        """See `Engine.run`."""
+        if self._request is None:
+            raise EngineError(f"{self.info.label}: the engine is closed")
+        checked = check_inputs(inputs, self.inputs, label=self.info.label)
+        try:
+            results = self._request.infer(checked, share_inputs=True)
+        except Exception as error:
+            raise EngineError(f"{self.info.label} failed to run {self.info.path}: {reason(error)}") from error
+        return {tensor.name: np.asarray(results[tensor.name]) for tensor in self.outputs}
+
+    def runtime_layers(self) -> tuple[RuntimeLayer, ...]:
+        """See `Engine.runtime_layers`."""
+        if self._compiled is None:
+            raise EngineError(f"{self.info.label}: the engine is closed")
+        rows = [
+            (op.get_friendly_name(), _texts(op.get_rt_info())) for op in self._compiled.get_runtime_model().get_ops()
+        ]
+        rows = sorted((row for row in rows if row[1].get("layerType") != "Const"), key=_execution_order)
+        return tuple(
+            RuntimeLayer(
+                name=name,
+                kind=facts.get("layerType", ""),
+                precision=facts.get("runtimePrecision", "unknown"),
+                output_precisions=_split(facts.get("outputPrecisions", "")),
+                kernel=facts.get("primitiveType", ""),
+                original_names=_split(facts.get("originalLayersNames", "")),
+            )
+            for name, facts in rows
+        )
+
+    def layer_times_ms(self) -> dict[str, float]:
+        """See `Engine.layer_times_ms`."""
+        if self._request is None:
+            raise EngineError(f"{self.info.label}: the engine is closed")
+        if "PERF_COUNT" not in self.info.options:
+            raise EngineError(f"{self.info.label} was not built to time its layers; give build_engine profile='yes'")
+        rows = self._request.get_profiling_info()
+        return {row.node_name: row.real_time.total_seconds() * 1e3 for row in rows if row.real_time}
+
+    def close(self) -> None:
+        """Free the compiled model."""
+        self._request = self._compiled = None
+
+
+def _options(build: BuildOptions) -> dict[str, str]:
+    """Return the library's own names and values of the build options."""
+    options = {"PERFORMANCE_HINT": "LATENCY"}
+    if build.threads is not None:
+        options["INFERENCE_NUM_THREADS"] = str(build.threads)
+    if build.options.get("profile", "no") == "yes":
+        options["PERF_COUNT"] = "YES"
+    if build.precision is not None:
+        options["INFERENCE_PRECISION_HINT"] = build.precision
+    return options
+
+
+def _read(core: Any, path: Path) -> tuple[Any, OnnxFile | None]:
+    """Return the model, and the interface of its file; None for an `.xml` file, whose names are OpenVINO's own."""
+    file = None if path.suffix == ".xml" else read_onnx(path)
+    try:
+        return core.read_model(str(path)), file
+    except Exception as error:
+        raise EngineError(f"openvino cannot read {path}: {reason(error)}") from error
+
+
+def _tensors(ports: Any, declared: tuple[TensorInfo, ...] | None, *, where: str) -> tuple[TensorInfo, ...]:
+    """Return inputs or outputs in the file's order and under its names; a port may have several of its own."""
+    if declared is None:
+        return tuple(_tensor(port, port.get_any_name()) for port in ports)
+    by_name = {name: port for port in ports for name in port.get_names()}
+    lost = [tensor.name for tensor in declared if tensor.name not in by_name]
+    if lost:
+        raise EngineError(f"openvino dropped {', '.join(lost)} of {where}: remove what the model does not use")
+    return tuple(_tensor(by_name[tensor.name], tensor.name) for tensor in declared)
+
+
+def _tensor(port: Any, name: str) -> TensorInfo:
+    shape = tuple(dim.get_length() if dim.is_static else -1 for dim in port.get_partial_shape())
+    return TensorInfo(name=name, dtype=port.get_element_type().to_dtype().name, shape=shape)
+
+
+def _float_precision(compiled: Any) -> str:
+    name = str(compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name())
+    return name if name in PRECISIONS else "unknown"
+
+
+def _texts(facts: Mapping[str, Any]) -> dict[str, str]:
+    return {key: str(value.astype(str)) if hasattr(value, "astype") else str(value) for key, value in facts.items()}
+
+
+def _execution_order(row: tuple[str, dict[str, str]]) -> int:
+    return int(row[1].get("execOrder", 0))
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part)
+
+
+def _version(ov: Any) -> str:
+    return str(ov.__version__).split("-")[0]

@@ -1,0 +1,209 @@
+"""Builds a TensorRT engine file from an ONNX file, or reuses one that was built from the same file and options.
+
+TensorRT-RTX builds on any machine, for compute capabilities that are named; TensorRT builds on the GPU that will run
+the engine. Beside `model.engine` are written `model.engine.json` (`EngineMetadata`) and `model.engine.log`, the verbose
+log of the builder: it lists the engine's layers, which the audit reads.
+
+Each of the three is whole or absent, and the metadata are written last: an interrupted build leaves no engine in use.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compress.engines.onnx_file import OnnxFile, read_onnx
+from compress.engines.tensorrt.builder import Request, serialized_engine
+from compress.engines.tensorrt.library import Flavour, Library, gpu, gpu_problem, tensorrt_library
+from compress.engines.tensorrt.metadata import (
+    EngineMetadata,
+    check_fresh,
+    check_whole,
+    log_path,
+    metadata_path,
+    model_sha256,
+    read_metadata,
+    sha256,
+)
+from compress.engines.tensorrt.options import DEFAULT_BATCH, TensorRTOptions, choose_sms, profiles_of
+from compress.engines.tensorrt.progress import BuildProgress
+from compress.errors import EngineError, EngineUnavailableError
+from compress.export.names import RECIPE_KEY, VARIANT_KEY, is_sparse
+from compress.files import replacing, write_json, write_text
+from compress.progress import NoProgress, Progress
+
+_QUIET = NoProgress()
+_DEFAULTS = TensorRTOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltEngine:
+    """An engine file with its metadata and log.
+
+    Attributes:
+        path: the engine; `log_path(path)` and `metadata_path(path)` name the other two files.
+        metadata: content of the `.json` file.
+        log: messages of the builder.
+        reused: True if it was there already, from the same file with the same options.
+    """
+
+    path: Path
+    metadata: EngineMetadata
+    log: str
+    reused: bool = False
+
+
+def default_engine_path(onnx: Path, engine: str, sms: tuple[int, ...], options: TensorRTOptions) -> Path:
+    """Return `ptq.tensorrt-rtx.sm89-120.engine` beside `ptq.onnx`; `.b8` is added if it admits one batch alone."""
+    batch = f".b{options.batch[0]}" if len(set(options.batch)) == 1 else ""
+    return onnx.with_name(f"{onnx.stem}.{engine}.sm{'-'.join(map(str, sms))}{batch}.engine")
+
+
+def build_tensorrt(
+    onnx: Path | str,
+    engine: str = "tensorrt-rtx",
+    *,
+    options: TensorRTOptions = _DEFAULTS,
+    out: Path | str | None = None,
+    reuse: bool = True,
+    progress: Progress = _QUIET,
+) -> BuiltEngine:
+    """Build an engine file.
+
+    Args:
+        onnx: the model; the engine computes in its types.
+        engine: `tensorrt-rtx`, or `tensorrt`, which needs the GPU that will run the engine.
+        options: shapes, compute capabilities, effort.
+        out: engine file; None = `default_engine_path` beside the model.
+        reuse: return the engine in `out` if it was built from this very file, version and options.
+        progress: listener of the build's progress.
+
+    Raises:
+        EngineError: the library does not take the file, a node, a shape or an option, memory is short, or `out` is the
+            model itself.
+        EngineUnavailableError: the library, or a GPU that it needs, is not here.
+        KeyboardInterrupt: Ctrl-C; no file is left.
+    """
+    request = _request(read_onnx(onnx), tensorrt_library(engine), options)
+    path = Path(out) if out is not None else default_engine_path(request.file.path, engine, request.sms, options)
+    if path.resolve() in {file.resolve() for file in (request.file.path, *request.file.weight_files)}:
+        raise EngineError(f"{path} is the model itself: the engine would be written over it; name another file")
+    digest = model_sha256(request.file.path)
+    if reuse and (found := _reusable(path, request, digest)):
+        return found
+    bar = BuildProgress(progress, f"build {path.name}")
+    begin = time.perf_counter()
+    with request.library.listening() as log:
+        blob, notes = serialized_engine(request, log, bar)
+    seconds = time.perf_counter() - begin
+    with replacing(path) as temporary:
+        temporary.write_bytes(blob)
+    metadata = _metadata(request, path, digest, seconds, notes + _unused(request))
+    write_text(log_path(path), log.text())
+    write_json(metadata_path(path), metadata.to_dict())
+    return BuiltEngine(path=path, metadata=metadata, log=log.text())
+
+
+def _request(file: OnnxFile, library: Library, options: TensorRTOptions) -> Request:
+    """Check everything that can be checked before the builder starts."""
+    flavour, here = library.flavour, gpu(options.device)
+    sm = here[1] if here else None
+    if flavour.portable:
+        sms = choose_sms(options, library.sms(), sm, title=flavour.title)
+        _check_portable(flavour, options, has_gpu=here is not None)
+    else:
+        problem = gpu_problem(flavour, options.device)
+        if problem or sm is None:
+            raise EngineUnavailableError(
+                f"{flavour.title} builds on the GPU that will run the engine, and {problem or 'none is here'}; "
+                "--engine tensorrt-rtx builds without one, and --commands prints the commands for another machine"
+            )
+        if options.sms and options.sms != (sm,):
+            asked = ", ".join(map(str, options.sms))
+            raise EngineError(
+                f"sm is {asked}, but {flavour.title} builds for the GPU of this machine (SM {sm}); build on that other "
+                "machine, or for several GPUs with hardware=ampere-plus"
+            )
+        sms = (sm,)
+    return Request(
+        library=library,
+        file=file,
+        options=options,
+        sms=sms,
+        profiles=profiles_of(file.inputs, options, where=str(file.path)),
+        sparse=is_sparse(file.metadata) if options.sparse is None else options.sparse,
+        gpu=here[0] if here else "",
+    )
+
+
+def _check_portable(flavour: Flavour, options: TensorRTOptions, *, has_gpu: bool) -> None:
+    """Refuse options that TensorRT-RTX lacks: it would ignore them, or fail with a message about something else."""
+    lacks = (
+        ("timing_cache", options.timing_cache is not None, "it times nothing while it builds"),
+        ("hardware", options.hardware != "none", "name the compute capabilities with sm"),
+        ("version_compatible", options.version_compatible, "its engines run with the version that built them"),
+        ("refit", options.refit and not has_gpu, "it compiles refittable engines on a GPU, and none is here"),
+    )
+    for name, asked, why in lacks:
+        if asked:
+            raise EngineError(f"{flavour.title} does not take {name} here: {why}; leave it out")
+
+
+def _reusable(path: Path, request: Request, digest: str) -> BuiltEngine | None:
+    """Return the engine that is there already, if a build now would give the same."""
+    try:
+        metadata = read_metadata(path)
+        check_whole(path, metadata)
+        check_fresh(path, metadata, request.file.path)
+        log = log_path(path).read_text(encoding="utf-8")
+    except (EngineError, OSError):
+        return None
+    same = (
+        metadata.engine == request.library.flavour.name
+        and metadata.version == request.library.version
+        and metadata.sms == request.sms
+        and (request.library.flavour.portable or metadata.gpu == request.gpu)
+        and metadata.onnx_sha256 == digest
+        and dict(metadata.options) == _options(request)
+    )
+    return BuiltEngine(path=path, metadata=metadata, log=log, reused=True) if same else None
+
+
+def _options(request: Request) -> dict[str, Any]:
+    return {**request.options.to_dict(), "sms": list(request.sms), "sparse": request.sparse}
+
+
+def _unused(request: Request) -> tuple[str, ...]:
+    """Describe options that had no effect."""
+    batches = {tensor.shape[0] for tensor in request.file.inputs if tensor.shape}
+    if request.options.batch == DEFAULT_BATCH or -1 in batches:
+        return ()
+    fixed, asked = (", ".join(map(str, sizes)) for sizes in (sorted(batches), dict.fromkeys(request.options.batch)))
+    return (f"the model's batch is fixed at {fixed}: batch {asked} was not used; export it with an open one",)
+
+
+def _metadata(request: Request, path: Path, digest: str, seconds: float, notes: tuple[str, ...]) -> EngineMetadata:
+    file = request.file
+    return EngineMetadata(
+        engine=request.library.flavour.name,
+        version=request.library.version,
+        parser_version=str(request.library.trt.get_nv_onnx_parser_version()),
+        gpu=request.gpu,
+        sms=request.sms,
+        recipe=file.metadata.get(RECIPE_KEY, ""),
+        variant=file.metadata.get(VARIANT_KEY, ""),
+        onnx=file.path.name,
+        onnx_sha256=digest,
+        engine_bytes=path.stat().st_size,
+        engine_sha256=sha256(path),
+        options=_options(request),
+        profiles=dict(request.profiles),
+        inputs=file.inputs,
+        outputs=file.outputs,
+        float_types=tuple(sorted(file.float_types)),
+        onnx_metadata=dict(file.metadata),
+        build_seconds=round(seconds, 3),
+        notes=notes,
+    )

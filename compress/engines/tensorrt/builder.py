@@ -1,0 +1,214 @@
+"""Runs one build by the library's own builder: parse, strongly typed network, configuration, serialized engine.
+
+The library blocks the thread that calls it, so the build has a thread of its own while the caller's waits for Ctrl-C;
+an interrupted build stops at its next step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compress.engines.onnx_file import OnnxFile
+from compress.engines.tensorrt.library import Library, Log
+from compress.engines.tensorrt.options import Profile, TensorRTOptions
+from compress.engines.tensorrt.progress import BuildProgress
+from compress.engines.tensorrt.timing_cache import keep_timing_cache, use_timing_cache
+from compress.errors import EngineError, EngineUnavailableError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Everything that a build depends on."""
+
+    library: Library
+    file: OnnxFile
+    options: TensorRTOptions
+    sms: tuple[int, ...]
+    profiles: Mapping[str, Profile]
+    sparse: bool
+    gpu: str
+
+
+def serialized_engine(request: Request, log: Log, bar: BuildProgress) -> tuple[bytes, tuple[str, ...]]:
+    """Build an engine, and return its bytes and notes on the build.
+
+    Args:
+        request: file, options and library.
+        log: collects the library's messages.
+        bar: shows the builder's phases.
+
+    Raises:
+        EngineError: the library does not take a node, memory is short, or no engine is made.
+        EngineUnavailableError: the library does not start.
+        KeyboardInterrupt: Ctrl-C, once the builder has stopped.
+    """
+    stop = threading.Event()
+
+    def work() -> tuple[bytes, tuple[str, ...]]:
+        trt, library = request.library.trt, request.library
+        _use_device(request)
+        builder = _created(trt.Builder, library, log)
+        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        _parse(request, network)
+        config = _config(request, builder, network)
+        config.progress_monitor = monitor = _monitor(trt, bar, stop)
+        cache, notes = use_timing_cache(library, config, request.options.timing_cache, gpu=request.gpu)
+        blob = builder.build_serialized_network(network, config)
+        del monitor  # the builder holds no reference of its own
+        if blob is None and not stop.is_set():
+            raise EngineError(_failure(request, log))
+        if blob is not None and cache is not None:
+            keep_timing_cache(cache, config)
+        return bytes(blob) if blob is not None else b"", notes
+
+    try:
+        blob, notes = _interruptible(work, stop)
+    except BaseException:
+        bar.finish(whole=False)
+        raise
+    bar.finish(whole=True)
+    return blob, notes
+
+
+def _use_device(request: Request) -> None:
+    """Make the GPU of the options current in this thread."""
+    if request.gpu:
+        torch.cuda.set_device(request.options.device)
+
+
+def _created(make: Callable[[Any], Any], library: Library, log: Log) -> Any:
+    """Make a builder; without a working driver its constructor returns nothing or raises."""
+    try:
+        made = make(library.logger)
+    except (TypeError, RuntimeError) as error:
+        raise EngineUnavailableError(f"{library.flavour.title} does not start: {log.errors() or error}") from None
+    if made is None:
+        raise EngineUnavailableError(f"{library.flavour.title} does not start: {log.errors() or 'no reason given'}")
+    return made
+
+
+def _interruptible(work: Callable[[], Any], stop: threading.Event) -> Any:
+    """Run `work` in a thread; on Ctrl-C set `stop`, wait for the thread to end, and raise KeyboardInterrupt."""
+    with ThreadPoolExecutor(1, thread_name_prefix="tensorrt-build") as pool:  # its end waits for the thread
+        future = pool.submit(work)
+        try:
+            while not future.done():
+                wait([future], timeout=0.1)
+        except KeyboardInterrupt:
+            stop.set()
+            raise
+        return future.result()
+
+
+def _monitor(trt: Any, bar: BuildProgress, stop: threading.Event) -> Any:
+    """Make the object that the builder reports its phases to; if `step_complete` returns False, it stops."""
+
+    class Monitor(trt.IProgressMonitor):
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            bar.meter.start(phase_name, parent_phase, num_steps)
+
+        def phase_finish(self, phase_name: str) -> None:
+            bar.meter.finish(phase_name)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            bar.meter.step(phase_name, step)
+            bar.update()
+            return not stop.is_set()
+
+    return Monitor()
+
+
+def _parse(request: Request, network: Any) -> None:
+    """Fill a network from the ONNX file.
+
+    Raises:
+        EngineError: the library does not take some nodes; the message names each.
+    """
+    trt, path = request.library.trt, request.file.path
+    parser = trt.OnnxParser(network, request.library.logger)
+    if parser.parse_from_file(str(path)):
+        return
+    problems = [parser.get_error(i) for i in range(parser.num_errors)]
+    lines = list(dict.fromkeys(map(_parser_error, problems)))
+    title = f"{request.library.flavour.title} {request.library.version}"
+    text = "; ".join(lines) or "it gives no reason"
+    if "zero point" in text.lower():
+        text += "; files for the targets openvino and onnxruntime hold zero points: quantize with target: tensorrt"
+    raise EngineError(f"{title} cannot take {path}: {text}")
+
+
+def _parser_error(error: Any) -> str:
+    name, operator = error.node_name(), error.node_operator()
+    what = f"node {name!r} ({operator})" if operator else "the file"
+    code = str(getattr(error.code(), "name", error.code())).lower().replace("_", " ")
+    said = " ".join(str(error.desc()).split())
+    return f"{what}: {code}" + (f" ({said})" if said and said != "false" else "")
+
+
+def _config(request: Request, builder: Any, network: Any) -> Any:
+    """Return the builder's configuration. It does not choose precisions: they are those of the ONNX file."""
+    trt, options = request.library.trt, request.options
+    config = builder.create_builder_config()
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    if request.library.flavour.portable:
+        config.num_compute_capabilities = len(request.sms)
+        for index, sm in enumerate(request.sms):
+            if not config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), index):
+                raise EngineError(f"{request.library.flavour.title} refuses SM {sm} beside {request.sms}")
+    if options.workspace_mib is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mib << 20)
+    if options.optimization_level is not None:
+        config.builder_optimization_level = options.optimization_level
+    if options.hardware != "none":
+        level = options.hardware.upper().replace("-", "_")
+        if not hasattr(trt.HardwareCompatibilityLevel, level):
+            raise EngineError(f"hardware {options.hardware!r} is not known to {request.library.version}; update it")
+        config.hardware_compatibility_level = getattr(trt.HardwareCompatibilityLevel, level)
+    _set_flags(config, request)
+    profile = builder.create_optimization_profile()
+    for index in range(network.num_inputs):
+        shapes = request.profiles[network.get_input(index).name]
+        profile.set_shape(network.get_input(index).name, shapes.min, shapes.opt, shapes.max)
+    config.add_optimization_profile(profile)
+    return config
+
+
+def _set_flags(config: Any, request: Request) -> None:
+    flags, options = request.library.trt.BuilderFlag, request.options
+    wanted = {
+        "SPARSE_WEIGHTS": request.sparse,
+        "REFIT": options.refit,
+        "VERSION_COMPATIBLE": options.version_compatible,
+    }
+    for name in (name for name, want in wanted.items() if want):
+        if not hasattr(flags, name):
+            raise EngineError(
+                f"{request.library.flavour.title} {request.library.version} has no {name.lower()}; leave it out"
+            )
+        config.set_flag(getattr(flags, name))
+    if not options.tf32:
+        config.clear_flag(flags.TF32)
+
+
+def _failure(request: Request, log: Log) -> str:
+    """Explain why there is no engine, and say what to do if that is known."""
+    said = log.errors() or "it gives no reason"
+    lower = said.lower()
+    advice = ""
+    if "workspace" in lower:
+        advice = "; raise workspace_mib, or leave it out"
+    elif "outofmemory" in lower.replace(" ", "") or "mem_alloc" in lower:
+        advice = "; memory ran out: lower workspace_mib or the largest batch, or free the GPU"
+    elif "driver version is insufficient" in lower:
+        advice = "; the driver is too old for this library: update it"
+    library = request.library
+    return f"{library.flavour.title} {library.version} built no engine of {request.file.path}: {said}{advice}"

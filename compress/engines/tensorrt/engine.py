@@ -1,0 +1,307 @@
+"""Runs a built TensorRT engine: arrays or torch tensors in and out, streams, CUDA graphs, overlapping batches.
+
+One execution context runs one batch at a time. An `ExecutionContext` has a stream of its own, pinned memory for inputs
+and outputs, and buffers on the GPU; while one context computes, the next one copies. `run_tensors` takes tensors that
+are on the GPU already, runs on torch's current stream and copies nothing.
+
+An engine file that cannot run here (another GPU, version or model, a truncated file) is refused before it is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compress.engines.arrays import check_inputs, reason
+from compress.engines.base import Arrays, BuildOptions, Engine, EngineInfo, GpuTimes, TensorInfo
+from compress.engines.onnx_file import ENGINE_SUFFIXES, existing_file
+from compress.engines.tensorrt.build import build_tensorrt
+from compress.engines.tensorrt.context import ExecutionContext
+from compress.engines.tensorrt.library import FLAVOURS, Library, gpu, gpu_problem, sm_problem, tensorrt_library
+from compress.engines.tensorrt.metadata import (
+    EngineMetadata,
+    check_fresh,
+    check_runnable,
+    check_whole,
+    layers_path,
+    metadata_path,
+    read_metadata,
+)
+from compress.engines.tensorrt.options import TensorRTOptions, check_admitted, parse_options, yes_or_no
+from compress.engines.tensorrt.timing import time_context
+from compress.errors import EngineError, EngineUnavailableError
+from compress.files import replacing, write_text
+
+
+def load(path: Path | str, build: BuildOptions, *, engine: str) -> TensorRTEngine:
+    """Load an engine file, or an ONNX file, from which the engine is built first if there is none yet.
+
+    Args:
+        path: the file.
+        build: `threads` has no meaning here; `precision` must be that of the file, whose types the engine runs.
+        engine: `tensorrt` or `tensorrt-rtx`.
+
+    Raises:
+        EngineUnavailableError: the library or a GPU is not here; the message names an engine for another machine.
+        EngineError: the file or an option is bad, or the engine is foreign, stale or truncated.
+    """
+    path = existing_file(path)
+    given = {"tf32": "no", **build.options} if build.precision == "f32" else build.options
+    options = parse_options(given, batch_size=build.batch_size)
+    graph = yes_or_no("cuda_graph", build.options.get("cuda_graph", "no"))
+    built = path.suffix in ENGINE_SUFFIXES
+    metadata = checked_metadata(path, engine) if built else None
+    library = tensorrt_library(engine)
+    problem = gpu_problem(library.flavour, options.device)
+    problem = problem or sm_problem(library.flavour, library.sms(), gpu(options.device))
+    if problem:
+        raise EngineUnavailableError(cannot_run(path, engine, problem))
+    made = build_tensorrt(path, engine, options=options) if metadata is None else None
+    if made is not None:
+        path, metadata = made.path, made.metadata
+    assert metadata is not None
+    if build.precision not in (None, metadata.float_precision):
+        raise EngineError(
+            f"{engine}: precision {build.precision!r} was asked of {path}, whose types are "
+            f"{metadata.float_precision!r}: it is strongly typed and runs the types of the ONNX file; export it in "
+            "that precision, or leave it out"
+        )
+    loaded = TensorRTEngine(library, path, metadata, options=options, cuda_graph=graph)
+    if made is not None and not made.reused and not library.flavour.portable:
+        write_text(layers_path(path), loaded.inspector_json())  # TensorRT-RTX writes its layers into the build log
+    return loaded
+
+
+def checked_metadata(path: Path, engine: str) -> EngineMetadata:
+    """Read the metadata of an engine file, and refuse one that is damaged, of another kind or older than its model.
+
+    Raises:
+        EngineError: the file is refused.
+    """
+    metadata = read_metadata(path)
+    if metadata.engine != engine:
+        raise EngineError(
+            f"{path} was built with {metadata.engine}; load it as {metadata.engine!r}, or build it for {engine!r}"
+        )
+    check_whole(path, metadata)
+    onnx = path.with_name(metadata.onnx)
+    if onnx.is_file():
+        check_fresh(path, metadata, onnx)
+    return metadata
+
+
+def cannot_run(path: Path, engine: str, problem: str) -> str:
+    """Explain why a file cannot run here, and name the engine for another machine or how to build it."""
+    built = [path] if path.suffix in ENGINE_SUFFIXES else sorted(path.parent.glob(f"{path.stem}.{engine}.sm*.engine"))
+    sms = {file.name: read_metadata(file).sms for file in built if metadata_path(file).is_file()}
+    if not sms:
+        advice = f"python -m compress build onnx {path} --engine {engine}"
+        more = f"{advice} builds it for another machine" if FLAVOURS[engine].portable else "use a machine with that GPU"
+        return f"{engine} cannot run here: {problem}; {more}"
+    names = ", ".join(f"{name} for SM {', '.join(map(str, of))}" for name, of in sms.items())
+    return f"built {names}, but it cannot be run here: {problem}; copy it and its .json to a machine with such a GPU"
+
+
+class TensorRTEngine(Engine):
+    """An engine file on one GPU; made by `load`.
+
+    Args:
+        library: TensorRT or TensorRT-RTX.
+        path: the engine file.
+        metadata: of the engine file, already checked against it.
+        options: `device` is the GPU; `batch` of equal numbers fixes the batch of `inputs`.
+        cuda_graph: replay a run as one CUDA graph. It pays for small batches, whose launches take longer than their
+            work.
+        contexts: execution contexts that `run_many` overlaps.
+
+    Raises:
+        EngineError: the engine was built for another GPU or version, the library refuses the file, or memory is short.
+    """
+
+    takes_tensors = True
+
+    def __init__(
+        self,
+        library: Library,
+        path: Path,
+        metadata: EngineMetadata,
+        *,
+        options: TensorRTOptions,
+        cuda_graph: bool = False,
+        contexts: int = 2,
+    ) -> None:
+        here = gpu(options.device)
+        if here is None:
+            problem = gpu_problem(library.flavour, options.device)
+            raise EngineUnavailableError(cannot_run(path, metadata.engine, problem))
+        check_runnable(path, metadata, version=library.version, gpu=here[0], sm=here[1])
+        self._library, self._engine_metadata, self._device = library, metadata, torch.device("cuda", options.device)
+        fixed = options.batch[0] if len(set(options.batch)) == 1 else None
+        self.metadata = metadata.onnx_metadata
+        self.inputs = _with_batch(metadata.inputs, fixed)
+        self.outputs = _with_batch(metadata.outputs, fixed)
+        self.info = EngineInfo(
+            engine=metadata.engine,
+            label=f"{metadata.engine} ({metadata.float_precision})",
+            version=library.version,
+            device=here[0],
+            float_precision=metadata.float_precision,
+            options={"cuda_graph": "yes" if cuda_graph else "no", "sms": ",".join(map(str, metadata.sms))},
+            path=str(path),
+        )
+        self._cache_path = path.with_name(f"{path.name}.runtime-cache")
+        self._cuda_graph, self._context_count = cuda_graph, contexts
+        self._runtime, self._engine = self._deserialize(path)
+        self._config, self._cache = self._runtime_config()
+        self._contexts: list[ExecutionContext] = []
+
+    def _deserialize(self, path: Path) -> tuple[Any, Any]:
+        with self._library.listening() as log, torch.cuda.device(self._device):
+            runtime = self._library.trt.Runtime(self._library.logger)
+            if self._engine_metadata.options.get("version_compatible"):
+                runtime.engine_host_code_allowed = True  # such an engine contains a runtime of its own
+            engine = runtime.deserialize_cuda_engine(path.read_bytes())
+        if engine is None:
+            raise EngineError(f"{self.info.label} refuses {path}: {log.errors() or 'no reason given'}; build it again")
+        return runtime, engine
+
+    def _runtime_config(self) -> tuple[Any, Any]:
+        """Load the kernels that TensorRT-RTX compiled in earlier runs; they are stored beside the engine."""
+        if not self._library.flavour.portable or not hasattr(self._engine, "create_runtime_config"):
+            return None, None
+        trt, config = self._library.trt, self._engine.create_runtime_config()
+        if self._cuda_graph and hasattr(trt, "CudaGraphStrategy"):
+            config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+        cache = config.create_runtime_cache()
+        if self._cache_path.is_file():
+            cache.deserialize(self._cache_path.read_bytes())  # refused if of another driver or GPU
+        config.set_runtime_cache(cache)
+        return config, cache
+
+    def _context(self, index: int) -> ExecutionContext:
+        if self._engine is None:
+            raise EngineError(f"{self.info.label}: the engine is closed")
+        while len(self._contexts) <= index:
+            with self._library.listening() as log, torch.cuda.device(self._device):
+                arguments = () if self._config is None else (self._config,)
+                context = self._engine.create_execution_context(*arguments)
+            if context is None:
+                raise EngineError(
+                    f"{self.info.label}: no execution context ({log.errors() or 'no reason given'}); free memory of "
+                    "the GPU, or build with a smaller largest batch"
+                )
+            own_graph = self._cuda_graph and self._config is None  # TensorRT-RTX captures graphs by itself
+            self._contexts.append(
+                ExecutionContext(context, self._engine_metadata, device=self._device, cuda_graph=own_graph)
+            )
+        return self._contexts[index]
+
+    def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
+        """See `Engine.run`. The time of a run includes the copies to the GPU and back."""
+        context = self._context(0)
+        self._submit(context, inputs)
+        return self._result(context)
+
+    def run_many(self, batches: Iterable[Mapping[str, NDArray[np.generic]]]) -> Iterator[Arrays]:
+        """Run batches in order; each is copied to the GPU while the one before computes.
+
+        Raises:
+            EngineError: as in `run`.
+        """
+        waiting: list[ExecutionContext] = []
+        for index, inputs in enumerate(batches):
+            if len(waiting) == self._context_count:
+                yield self._result(waiting.pop(0))
+            context = self._context(index % self._context_count)
+            self._submit(context, inputs)
+            waiting.append(context)
+        for context in waiting:
+            yield self._result(context)
+
+    def run_tensors(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `Engine.run_tensors`."""
+        check_tensors(inputs, self._engine_metadata, self._device, label=self.info.label)
+        with self._failing():
+            return self._context(0).run_tensors(inputs)
+
+    def gpu_times(self, inputs: Mapping[str, NDArray[np.generic]], *, warmup: int = 10, runs: int = 100) -> GpuTimes:
+        """See `Engine.gpu_times`."""
+        self.run(inputs)  # leaves the inputs on the GPU
+        return time_context(self._context(0), len(next(iter(inputs.values()))), warmup=warmup, runs=runs)
+
+    def inspector_json(self) -> str:
+        """Return the layers of the engine as JSON from its inspector.
+
+        Raises:
+            EngineError: the engine is closed, or the inspector returns nothing.
+        """
+        if self._engine is None:
+            raise EngineError(f"{self.info.label}: the engine is closed")
+        with self._library.listening() as log:
+            inspector = self._engine.create_engine_inspector()
+            text = inspector.get_engine_information(self._library.trt.LayerInformationFormat.JSON)
+        if not text:
+            raise EngineError(f"{self.info.label}: the inspector returns nothing ({log.errors() or 'no reason given'})")
+        return str(text)
+
+    def _submit(self, context: ExecutionContext, inputs: Mapping[str, NDArray[np.generic]]) -> None:
+        checked = check_inputs(inputs, self.inputs, label=self.info.label)
+        for name, array in checked.items():
+            check_admitted(name, array.shape, self._engine_metadata.profiles[name], label=self.info.label)
+        with self._failing():
+            context.submit(checked)
+
+    def _result(self, context: ExecutionContext) -> Arrays:
+        with self._failing():
+            return context.result()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Add the engine's name and the library's log to an error that CUDA or the library raises."""
+        with self._library.listening() as log:
+            try:
+                yield
+            except RuntimeError as error:
+                message = log.errors() or reason(error)
+                raise EngineError(f"{self.info.label} failed to run {self.info.path}: {message}") from error
+
+    def close(self) -> None:
+        """Store the kernels that were compiled at run time, and free the GPU's memory."""
+        if self._engine is not None and self._cache is not None and self._contexts:
+            with replacing(self._cache_path) as temporary:
+                temporary.write_bytes(bytes(self._cache.serialize()))
+        self._contexts.clear()
+        self._config = self._cache = self._engine = self._runtime = None
+
+
+def _with_batch(tensors: tuple[TensorInfo, ...], batch: int | None) -> tuple[TensorInfo, ...]:
+    """Fix an open batch to `batch`; None leaves it open."""
+    return tuple(t.with_batch(batch) if batch is not None and t.shape[:1] == (-1,) else t for t in tensors)
+
+
+def check_tensors(inputs: Mapping[str, Tensor], metadata: EngineMetadata, device: torch.device, *, label: str) -> None:
+    """Refuse tensors that an engine cannot read without a copy.
+
+    Raises:
+        EngineError: a tensor is refused; the message says what it is and what the engine takes.
+    """
+    names = [tensor.name for tensor in metadata.inputs]
+    if set(inputs) != set(names):
+        raise EngineError(f"{label}: got inputs {', '.join(inputs) or 'none'}; the engine takes {', '.join(names)}")
+    for tensor in metadata.inputs:
+        given = inputs[tensor.name]
+        dtype = str(given.dtype).removeprefix("torch.")
+        if dtype != tensor.dtype:
+            raise EngineError(f"{label}: input {tensor.name!r} is {dtype}; the engine takes {tensor.dtype}")
+        if given.device != device:
+            raise EngineError(f"{label}: input {tensor.name!r} is on {given.device}; the engine runs on {device}")
+        if not given.is_contiguous():
+            raise EngineError(f"{label}: input {tensor.name!r} is not contiguous in NCHW; call .contiguous() on it")
+        check_admitted(tensor.name, tuple(given.shape), metadata.profiles[tensor.name], label=label)

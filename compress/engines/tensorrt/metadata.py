@@ -1,0 +1,216 @@
+"""Metadata of a built engine: its model, where it may run, and checks that refuse an engine that may not.
+
+An engine file is opaque. Loaded on another GPU, with another version, or after its ONNX file has changed, it fails late
+or, worse, runs another network than the requested one. So each is written with a `.json`, and checked against it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from compress.engines.base import TensorInfo
+from compress.engines.onnx_file import read_onnx
+from compress.engines.tensorrt.library import FLAVOURS
+from compress.engines.tensorrt.options import Profile
+from compress.errors import EngineError
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineMetadata:
+    """Description of an engine file.
+
+    Attributes:
+        engine: `tensorrt` or `tensorrt-rtx`.
+        version: of the library that built it; `parser_version` of its ONNX parser.
+        gpu: name of the GPU that it was built on; "" if it was built without one.
+        sms: compute capabilities that it was built for.
+        recipe, variant: digest of the recipe and variant of the network, from the ONNX file; "" if it has none.
+        onnx, onnx_sha256: name and hash (`model_sha256`) of the file that it was built from.
+        engine_bytes, engine_sha256: size and hash of the engine file.
+        options: as in `TensorRTOptions`.
+        profiles: shapes that it admits, by input.
+        inputs, outputs: those of the ONNX file; -1 where the profile has a range.
+        float_types: types in the ONNX file of everything that is not quantized.
+        onnx_metadata: `metadata_props` of the ONNX file: preprocessing, labels.
+        build_seconds: duration of the build.
+        notes: remarks on the build that a user might not expect.
+    """
+
+    engine: str
+    version: str
+    parser_version: str
+    gpu: str
+    sms: tuple[int, ...]
+    recipe: str
+    variant: str
+    onnx: str
+    onnx_sha256: str
+    engine_bytes: int
+    engine_sha256: str
+    options: Mapping[str, Any]
+    profiles: Mapping[str, Profile]
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    float_types: tuple[str, ...]
+    onnx_metadata: Mapping[str, str]
+    build_seconds: float
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {"format": _FORMAT, **TypeAdapter(EngineMetadata).dump_python(self, mode="json")}
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> EngineMetadata:
+        """Read `to_dict`'s form back.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is of another form.
+        """
+        if row["format"] != _FORMAT:
+            raise ValueError(f"format {row['format']}; this version of compress reads {_FORMAT}")
+        return TypeAdapter(cls).validate_python(row)
+
+    @property
+    def float_precision(self) -> str:
+        """Type of everything that is not quantized. Strongly typed engines compute in the types of the file.
+
+        A file of half types has float inputs and outputs, which are cast at its edges; its products are in half.
+        Products of float32 are in TF32 if the GPU has it (Ampere and later) and the build allowed it.
+        """
+        kinds = set(self.float_types)
+        narrow = kinds - {"f32"} or kinds
+        kind = narrow.pop() if len(narrow) == 1 else "unknown"
+        return "tf32" if kind == "f32" and self.options.get("tf32", True) and max(self.sms, default=0) >= 80 else kind
+
+
+def sha256(path: Path) -> str:
+    """Return the hash of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def model_sha256(onnx: Path) -> str:
+    """Return the hash of an ONNX model, in hex: of its file, and of the files of its weights if it has any.
+
+    Raises:
+        EngineError: the file is no ONNX model, or a file of its weights is missing.
+    """
+    weights = read_onnx(onnx).weight_files
+    for path in weights:
+        if not path.is_file():
+            raise EngineError(f"{onnx}: {path.name}, which holds its weights, is missing beside it; copy that file too")
+    hashes = [sha256(path) for path in (onnx, *weights)]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest() if weights else hashes[0]
+
+
+def metadata_path(engine: Path) -> Path:
+    """Return `<engine>.json`."""
+    return engine.with_name(engine.name + ".json")
+
+
+def log_path(engine: Path) -> Path:
+    """Return `<engine>.log`, the file with all messages of the builder."""
+    return engine.with_name(engine.name + ".log")
+
+
+def layers_path(engine: Path) -> Path:
+    """Return `<engine>.layers.json`, the file with the inspector's layers; written for TensorRT alone, on the GPU."""
+    return engine.with_name(engine.name + ".layers.json")
+
+
+def read_metadata(engine: Path) -> EngineMetadata:
+    """Read the metadata of an engine file.
+
+    Raises:
+        EngineError: it is missing or cannot be read: the engine was not built by compress, or lost its `.json`.
+    """
+    path = metadata_path(engine)
+    if not path.is_file():
+        raise EngineError(
+            f"{engine}: {path.name} is missing beside it, so its model, GPU and library version are unknown; copy that "
+            "file too, or build the engine again with python -m compress build onnx"
+        )
+    try:
+        return EngineMetadata.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise EngineError(f"{path} cannot be read ({type(error).__name__}: {error}); build the engine again") from None
+
+
+def check_whole(engine: Path, metadata: EngineMetadata) -> None:
+    """Refuse an engine file that is not the one that was written.
+
+    Raises:
+        EngineError: it is truncated, or its bytes have changed.
+    """
+    size = engine.stat().st_size
+    if size != metadata.engine_bytes:
+        state = "truncated" if size < metadata.engine_bytes else "another file than was built"
+        raise EngineError(f"{engine} is {state}: {size:,} bytes of {metadata.engine_bytes:,}; copy or build it again")
+    if sha256(engine) != metadata.engine_sha256:
+        raise EngineError(f"{engine}: its bytes are not those that were built (sha256 differs); copy or build it again")
+
+
+def check_fresh(engine: Path, metadata: EngineMetadata, onnx: Path) -> None:
+    """Refuse an engine whose ONNX file, or a file of its weights, has changed since the build.
+
+    Raises:
+        EngineError: `onnx` is another model than it was built from.
+    """
+    try:
+        same = model_sha256(onnx) == metadata.onnx_sha256
+    except EngineError as error:
+        raise EngineError(f"{engine}: it is unknown whether it is stale: {error}") from None
+    if not same:
+        raise EngineError(f"{engine} is stale: {onnx} or its weights have changed since it was built; build it again")
+
+
+def check_runnable(engine: Path, metadata: EngineMetadata, *, version: str, gpu: str, sm: int) -> None:
+    """Refuse an engine that this library and GPU cannot run.
+
+    Args:
+        engine: the file, for messages.
+        metadata: of the engine.
+        version: of the library here.
+        gpu: name of the GPU here.
+        sm: its compute capability, 89 for 8.9.
+
+    Raises:
+        EngineError: the engine is refused; the message says what it was built for, what is here, and what to do.
+    """
+    flavour = FLAVOURS[metadata.engine]
+    later = metadata.options.get("version_compatible") and _major(version) >= _major(metadata.version)
+    if version != metadata.version and not later:
+        advice = "" if flavour.portable else ", or build with version_compatible"
+        raise EngineError(
+            f"{engine} was built with {flavour.title} {metadata.version} and here is {version}: engines run with the "
+            f"version that built them; build it again here{advice}"
+        )
+    hardware = metadata.options.get("hardware", "none")
+    problem = ""
+    if flavour.portable:
+        if sm not in metadata.sms:
+            problem = f"it was built for SM {', '.join(map(str, metadata.sms))}"
+    elif hardware == "ampere-plus":
+        problem = "" if sm >= 80 else "it was built for Ampere and later (SM 80)"
+    elif sm not in metadata.sms:
+        problem = f"it was built for SM {', '.join(map(str, metadata.sms))}"
+    elif hardware == "none" and gpu != metadata.gpu:
+        problem = f"it was built on {metadata.gpu}, for that GPU alone"
+    if problem:
+        advice = f"with --sm {sm}" if flavour.portable else "on this machine, or with another `hardware`"
+        raise EngineError(f"{engine} does not run on {gpu} (SM {sm}): {problem}; build it again {advice}")
+
+
+def _major(version: str) -> int:
+    head = version.partition(".")[0]
+    return int(head) if head.isdigit() else -1

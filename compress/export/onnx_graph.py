@@ -1,0 +1,96 @@
+"""An ONNX graph with its constants, producers and consumers at hand, for passes that read or change it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+from compress.graph.onnx_kinds import onnx_operators
+
+WEIGHTED_OPS = onnx_operators(lambda t: t.category == "weighted") | {"MatMul"}
+
+MOVES = onnx_operators(lambda t: t.category == "movement" and t.commutes_with_quantization)
+"""Operators that move the elements of their first input."""
+
+PASSES = onnx_operators(lambda t: t.commutes_with_quantization) | {"Concat"}
+"""Operators whose result is quantized if their first input is."""
+
+
+class OnnxGraph:
+    """An index over a graph. It follows the constants that are added through it, and no other change of the graph.
+
+    Attributes:
+        graph: the graph itself.
+        constants: initializers and results of Constant nodes, by name.
+        producers: the node that writes each tensor, by name.
+        consumers: the nodes that read each tensor, by name; a node that reads it twice is there twice. Outputs of the
+            graph are not nodes and do not count.
+    """
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self.graph = graph
+        self.constants: dict[str, onnx.TensorProto] = {tensor.name: tensor for tensor in graph.initializer}
+        self.producers: dict[str, onnx.NodeProto] = {}
+        self.consumers: dict[str, list[onnx.NodeProto]] = {}
+        for node in graph.node:
+            for name in node.input:
+                self.consumers.setdefault(name, []).append(node)
+            for name in node.output:
+                self.producers[name] = node
+            if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
+                self.constants[node.output[0]] = node.attribute[0].t
+
+    def array(self, name: str) -> NDArray[Any] | None:
+        """Return a constant's value, also through Identity; None if `name` is computed."""
+        if name in self.constants:
+            return numpy_helper.to_array(self.constants[name])
+        producer = self.producers.get(name)
+        return self.array(producer.input[0]) if producer is not None and producer.op_type == "Identity" else None
+
+    def dequantizer(self, name: str, through: Iterable[str] = ()) -> onnx.NodeProto | None:
+        """Return the DequantizeLinear that a tensor comes from; None if there is none.
+
+        Args:
+            name: tensor.
+            through: operators that may lie between, of which the first input is followed.
+        """
+        producer = self.producers.get(name)
+        while producer is not None and producer.op_type in through:
+            producer = self.producers.get(producer.input[0])
+        return producer if producer is not None and producer.op_type == "DequantizeLinear" else None
+
+    def add_constant(self, name: str, value: NDArray[Any]) -> str:
+        """Add an initializer, and return its name."""
+        tensor = numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name)
+        self.graph.initializer.append(tensor)
+        self.constants[name] = tensor
+        return name
+
+    def replace_nodes(self, nodes: Iterable[onnx.NodeProto]) -> None:
+        """Give the graph other nodes, in topological order."""
+        nodes = list(nodes)
+        del self.graph.node[:]
+        self.graph.node.extend(nodes)
+
+
+def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
+    """Return the value of a node's attribute, or `default` if the node has no such attribute."""
+    return next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
+
+
+def opset_of(proto: onnx.ModelProto) -> int:
+    """Return the version of the standard operators; 0 if the file names none."""
+    return max((entry.version for entry in proto.opset_import if entry.domain in {"", "ai.onnx"}), default=0)
+
+
+def drop_unused(graph: onnx.GraphProto) -> None:
+    """Remove initializers that nothing reads; ONNX Runtime warns of each."""
+    used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+    kept = [tensor for tensor in graph.initializer if tensor.name in used]
+    del graph.initializer[:]
+    graph.initializer.extend(kept)

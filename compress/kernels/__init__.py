@@ -1,0 +1,1 @@
+"""Computation on tensors: no nn.Module and no torch.fx."""

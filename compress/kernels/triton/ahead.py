@@ -1,0 +1,218 @@
+"""Compile Triton kernels before they are needed: in many processes at once, and for GPUs that are not there.
+
+Choosing among a hundred tiles costs mostly the compiler's time. So the launches are made once without launching
+anything (`recorded`), which leaves one request for each kernel with its types and constants, and processes that need
+no GPU compile them into Triton's cache on disk, where the process that launches them finds them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class TensorType(NamedTuple):
+    """A tensor as the compiler sees it.
+
+    Attributes:
+        dtype: of its elements, such as `int8`.
+        aligned: it begins at a multiple of 16 bytes.
+    """
+
+    dtype: str
+    aligned: bool
+
+
+@dataclass(frozen=True)
+class Request:
+    """A kernel to compile.
+
+    Attributes:
+        module, name: where the kernel is.
+        arguments: as it is launched; tensors as `TensorType`.
+        options: of the launch, such as `num_warps`, as sorted pairs.
+    """
+
+    module: str
+    name: str
+    arguments: tuple[Any, ...]
+    options: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What became of a request.
+
+    Attributes:
+        error: why it cannot be compiled; "" when it was.
+        registers: of a thread; 0 where it is not known.
+        spilled: bytes of a thread that do not fit into registers.
+        shared: bytes of shared memory of a program.
+    """
+
+    error: str = ""
+    registers: int = 0
+    spilled: int = 0
+    shared: int = 0
+
+
+@dataclass
+class Recording:
+    """The launches that were made while nothing was launched.
+
+    Attributes:
+        requests: in order, each once.
+    """
+
+    requests: dict[Request, None] = field(default_factory=dict)
+
+
+@contextmanager
+def recorded() -> Iterator[Recording]:
+    """Within, launches of Triton kernels are noted and not made."""
+    from triton.runtime.jit import JITFunction  # optional: Triton is not installed everywhere
+
+    recording = Recording()
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        arguments = tuple(map(_seen, args, self.params))
+        kept = {key: value for key, value in options.items() if value is not None}
+        request = Request(self.fn.__module__, self.fn.__name__, arguments, tuple(sorted(kept.items())))
+        recording.requests[request] = None
+
+    before = JITFunction.run
+    JITFunction.run = run
+    try:
+        yield recording
+    finally:
+        JITFunction.run = before
+
+
+def _seen(argument: Any, parameter: Any) -> Any:
+    """An argument as the compiler sees it: of numbers that are no constants only a few kinds."""
+    if isinstance(argument, Tensor):
+        return TensorType(str(argument.dtype).removeprefix("torch."), argument.data_ptr() % 16 == 0)
+    if parameter.is_constexpr or argument is None or isinstance(argument, bool):
+        return argument
+    if isinstance(argument, tuple):
+        inner = [_seen(element, parameter) for element in argument]
+        return type(argument)(*inner) if hasattr(argument, "_fields") else tuple(inner)
+    if isinstance(argument, float):
+        return 0.5
+    if isinstance(argument, int) and -(2**31) <= argument < 2**31:
+        if parameter.do_not_specialize:
+            return 17
+        return 1 if argument == 1 else 16 if argument % 16 == 0 else 17
+    return argument
+
+
+def compile_requests(
+    requests: Sequence[Request],
+    capability: tuple[int, int],
+    *,
+    jobs: int,
+    resources: bool = False,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[Compiled]:
+    """Compile kernels in processes of their own.
+
+    Args:
+        requests: of `recorded`.
+        capability: of the GPU, such as (9, 0).
+        jobs: processes at a time.
+        resources: find registers and spills too, which costs a call of a tool for each.
+        progress: called with the number of kernels that are done.
+
+    Returns:
+        One result for each request; one that fails is no error here.
+    """
+    context = multiprocessing.get_context("spawn")
+    results = []
+    with ProcessPoolExecutor(
+        min(jobs, max(1, len(requests))), mp_context=context, initializer=_start, initargs=(capability,)
+    ) as pool:
+        for done, result in enumerate(pool.map(_compile, requests, [resources] * len(requests)), 1):
+            results.append(result)
+            progress(done)
+    return results
+
+
+class _Target:
+    """Triton's driver of a GPU that is not there."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        from triton.backends.compiler import GPUTarget  # optional: Triton is not installed everywhere
+
+        self._target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _start(capability: tuple[int, int]) -> None:
+    """Make a process compile for a GPU without looking for one."""
+    from triton.runtime.driver import driver  # optional: Triton is not installed everywhere
+
+    torch.set_num_threads(1)
+    driver.set_active(_Target(capability))
+
+
+def _stand_in(argument: Any) -> Any:
+    """An argument for the compiler alone: tensors without memory."""
+    from triton.runtime.jit import MockTensor  # optional: Triton is not installed everywhere
+
+    if isinstance(argument, TensorType):
+        tensor = MockTensor(getattr(torch, argument.dtype))
+        if not argument.aligned:
+            tensor.data_ptr = lambda: 1
+        return tensor
+    if isinstance(argument, tuple):
+        inner = [_stand_in(element) for element in argument]
+        return type(argument)(*inner) if hasattr(argument, "_fields") else tuple(inner)
+    return argument
+
+
+def _compile(request: Request, resources: bool) -> Compiled:
+    try:
+        kernel = getattr(importlib.import_module(request.module), request.name)
+        arguments = [_stand_in(argument) for argument in request.arguments]
+        compiled = kernel.warmup(*arguments, grid=(1,), **dict(request.options))
+        shared = int(compiled.metadata.shared)
+        registers, spilled = _resources(compiled.asm["cubin"]) if resources else (0, 0)
+    except Exception as error:
+        return Compiled(error=f"{type(error).__name__}: {' '.join(str(error).split())[-400:]}")
+    return Compiled(registers=registers, spilled=spilled, shared=shared)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack) of a thread."""
+    from triton.backends import nvidia  # optional: Triton is not installed everywhere
+
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    numbers: Mapping[str, int] = {
+        key: int(value)
+        for key, _, value in (part.partition(":") for part in text.split())
+        if key in {"REG", "STACK", "LOCAL"} and value.isdigit()
+    }
+    return numbers.get("REG", 0), numbers.get("STACK", 0) + numbers.get("LOCAL", 0)

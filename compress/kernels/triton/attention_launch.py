@@ -1,0 +1,268 @@
+"""Launches of the kernels of `fused_attention_triton`: tiles, and how heads lie; attention of tensors apart.
+
+`fused_attention_packed` has the same for queries, keys and values that lie side by side.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from compress.kernels.epilogue import least_kept, refuse_second_derivative
+from compress.kernels.triton.attention import forward_kernel, keys_kernel, queries_kernel
+from compress.kernels.triton.launch import launch
+from compress.qat_fusion.attention import WIDEST
+
+LARGEST = 2**31
+"""Numbers of a head, or of the rows of a batch, that 32 bits count."""
+_LOG2_E = math.log2(math.e)
+_MOST = 128  # rows or columns of a tile
+
+
+class Tile(NamedTuple):
+    """What a program of a kernel holds at a time, and how it runs.
+
+    Attributes:
+        rows: of the result: queries, and keys in `keys_kernel`.
+        columns: of the scores: keys, and queries in `keys_kernel`.
+        whole: one block of columns holds all.
+        warps: of a program.
+        stages: blocks of columns whose loads are on their way at a time.
+    """
+
+    rows: int
+    columns: int
+    whole: bool
+    warps: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    """One for each kernel.
+
+    Their sizes are powers of two, at most `_MOST`; `keys.columns` is no more than `forward.rows`, so that of whole
+    blocks every number was written that it reads.
+    """
+
+    forward: Tile
+    queries: Tile
+    keys: Tile
+
+
+class Layout(NamedTuple):
+    """Sizes of heads, and how they lie, in numbers; arguments of the kernels.
+
+    Attributes:
+        total: heads, of all batches.
+        tokens, keys: of a head.
+        heads: side by side in a row.
+        row, v_row, out_row: from one row of q and k, of v, of the result to the next.
+        k_at, v_at: from q to k and v; 0 where they are tensors of their own.
+        k_to, v_to: from the gradient of q to those of k and v.
+        deep, wide: numbers of a query and of a value.
+    """
+
+    total: int
+    tokens: int
+    keys: int
+    heads: int
+    row: int
+    v_row: int
+    out_row: int
+    k_at: int
+    v_at: int
+    k_to: int
+    v_to: int
+    deep: int
+    wide: int
+
+
+def default_tiles(tokens: int, keys: int, width: int, dtype: torch.dtype) -> Tiles:
+    """Tiles for heads of `tokens` queries and `keys` keys, of at most `width` numbers each.
+
+    In half precision, up to 64 numbers: steps of 32 with three in flight were the fastest of seven tiles for each
+    kernel on an H200 (197 tokens, `analysis/attention_tiles.py`); all keys at once where there are no more than 64 was
+    not measured. Others by what compiled kernels need on an H100's multiprocessor; float32 is not multiplied by tensor
+    cores.
+    """
+    half = dtype.itemsize == 2
+    if half and width <= 64:
+        rows, columns = min(64, _padded(tokens)), min(64, _padded(keys))
+        ahead = Tile(rows, 32, False, 4, 3) if keys > 64 else Tile(rows, columns, True, 4, 2)
+        return Tiles(ahead, ahead, Tile(columns, min(32, _padded(tokens)), False, 4, 3))
+    most = 64 if half and width <= 128 else 32 if half or width <= 64 else 16
+    rows, columns = min(most, _padded(tokens)), min(most, _padded(keys))
+    whole = keys <= columns
+    ahead = Tile(rows, columns, whole, 4, 2)
+    step = min(most, 32 if half else 16, _padded(tokens))
+    return Tiles(ahead, ahead, Tile(columns, step, False, 4, 2))
+
+
+def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether types and shapes are those of the kernels: (..., T, D), (..., S, D), (..., S, E)."""
+    alike = q.dtype == k.dtype == v.dtype and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    shaped = q.dim() >= 2 and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]
+    if not alike or not shaped or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
+        return False
+    widest = max(q.shape[-1], v.shape[-1])
+    longest = max(q.shape[-2], k.shape[-2])
+    return widest <= WIDEST and widest * longest < LARGEST and min(q.numel(), k.numel(), v.numel()) > 0
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, amax: Tensor, scaling: float, high: int, tiles: Tiles | None = None
+) -> Tensor:
+    """fake_quantize(softmax(scaling * q k^T)) v of what `fits`; (..., T, E), contiguous.
+
+    Args:
+        q: (..., T, D).
+        k: (..., S, D).
+        v: (..., S, E).
+        amax: (), the range of the probabilities; one step is amax / high.
+        scaling: what the scores are multiplied by.
+        high: largest integer: odd, at most 255; the smallest is 0 or less.
+        tiles: None = `default_tiles`.
+    """
+    if tiles is None:
+        tiles = default_tiles(q.shape[-2], k.shape[-2], max(q.shape[-1], v.shape[-1]), q.dtype)
+    return cast(Tensor, _Attention.apply(q, k, v, amax, scaling, high, *flat(tiles)))
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps its inputs and a number a row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, amax: Tensor, scaling: float, high: int, *tiles: Any
+    ) -> Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+        sums = torch.empty((*q.shape[:-2], room_for(q.shape[-2])), dtype=torch.float32, device=q.device)
+        run_forward((q, k, v, amax, out, sums), _apart(q, k, v), (scaling, high), Tile(*tiles[:5]))
+        ctx.save_for_backward(q, k, v, amax, sums)
+        ctx.numbers, ctx.tiles = (scaling, high), tiles[5:]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(grad)
+        q, k, v, amax, sums = ctx.saved_tensors
+        layout = _apart(q, k, v)
+        grads = torch.empty(q.numel() + k.numel() + v.numel(), dtype=q.dtype, device=q.device)
+        run_backward((q, k, v, amax, sums, grad.contiguous()), grads, layout, ctx.numbers, ctx.tiles)
+        q_grad, k_grad, v_grad = grads.split([q.numel(), k.numel(), v.numel()])
+        return q_grad.view(q.shape), k_grad.view(k.shape), v_grad.view(v.shape), *(None,) * 18
+
+
+def run_forward(
+    tensors: tuple[Tensor, ...],
+    layout: Layout,
+    numbers: tuple[float, int],
+    tile: Tile,
+    bounds: tuple[int, int] = (0, 0),
+    rounded: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Write the result and the logarithms of the sums.
+
+    Args:
+        tensors: q, k, v, the range of the probabilities, the result, the sums.
+        layout: of them.
+        numbers: what the scores are multiplied by, and the largest integer of a probability.
+        tile: of the kernel.
+        bounds: smallest and largest integer of the result, if it is rounded.
+        rounded: its range, and its bits, which are written; None = it is not rounded.
+    """
+    scaling, high = numbers
+    amax = tensors[3]
+    out_amax, out_bits = rounded or (amax, amax)
+    blocks = -(-layout.tokens // tile.rows)
+    launch(
+        forward_kernel,
+        (blocks * layout.total,),
+        (*tensors[:4], out_amax, *tensors[4:], out_bits),
+        (layout.tokens, tensors[5].shape[-1], layout.keys, blocks, *layout[3:9], scaling * _LOG2_E, float(high),
+         least_kept(bounds[0]), float(bounds[0]), float(bounds[1]), *_sizes(layout),
+         rounded is not None, tile.whole, tile.rows, tile.columns),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def run_backward(
+    tensors: tuple[Tensor, ...],
+    grads: Tensor,
+    layout: Layout,
+    numbers: tuple[float, int],
+    tiles: tuple[Any, ...],
+    bits: Tensor | None = None,
+    out_bits: Tensor | None = None,
+) -> None:
+    """Write the gradients of q, k and v.
+
+    Args:
+        tensors: q, k, v, the range of the probabilities, the sums, the gradient of the result.
+        grads: what is written.
+        layout: of them.
+        numbers: as of `run_forward`.
+        tiles: numbers of two tiles.
+        bits: of q, k and v, where they were rounded.
+        out_bits: of the result, where it was rounded.
+    """
+    scaling, high = numbers
+    q, k, v, amax, sums, grad = tensors
+    by_queries, by_keys = Tile(*tiles[:5]), Tile(*tiles[5:])
+    sizes, room = (*_sizes(layout), bits is not None), sums.shape[-1]
+    masks, grad_masks = [amax if found is None else found for found in (bits, out_bits)]
+    passed = grad if out_bits is None else torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+    deltas = torch.empty(sums.shape, dtype=torch.float32, device=sums.device)
+    blocks = -(-layout.tokens // by_queries.rows)
+    launch(
+        queries_kernel,
+        (blocks * layout.total,),
+        (q, k, v, grad, sums, amax, masks, grad_masks, grads, deltas, passed),
+        (layout.tokens, room, layout.keys, blocks, *layout[3:9], scaling * _LOG2_E, scaling, float(high), *sizes,
+         out_bits is not None, by_queries.whole, by_queries.rows, by_queries.columns),
+        num_warps=by_queries.warps, num_stages=by_queries.stages,
+    )  # fmt: skip
+    blocks = -(-layout.keys // by_keys.rows)
+    launch(
+        keys_kernel,
+        (blocks * layout.total,),
+        (q, k, v, passed, sums, deltas, amax, masks, grads),
+        (layout.tokens, room, layout.keys, blocks, *layout[3:11], scaling * _LOG2_E, scaling, float(high), *sizes,
+         by_keys.rows, by_keys.columns),
+        num_warps=by_keys.warps, num_stages=by_keys.stages,
+    )  # fmt: skip
+
+
+def room_for(tokens: int) -> int:
+    """Numbers kept for the rows of a head: of whole blocks, so that they are written and read without a mask."""
+    return -(-tokens // _MOST) * _MOST
+
+
+def flat(tiles: Tiles) -> tuple[Any, ...]:
+    """Their numbers, one behind the other, as an `autograd.Function` takes them."""
+    return tuple(number for tile in tiles for number in tile)
+
+
+def _apart(q: Tensor, k: Tensor, v: Tensor) -> Layout:
+    """Of three contiguous tensors."""
+    deep, wide = q.shape[-1], v.shape[-1]
+    total = q.numel() // (q.shape[-2] * deep)
+    ends = (q.numel(), q.numel() + k.numel())
+    return Layout(total, q.shape[-2], k.shape[-2], 1, deep, wide, wide, 0, 0, *ends, deep, wide)
+
+
+def _sizes(layout: Layout) -> tuple[int, int, int, int]:
+    """DEEP, WIDE, DEPTH and WIDTH of the kernels."""
+    return layout.deep, layout.wide, _padded(layout.deep), _padded(layout.wide)
+
+
+def _padded(count: int) -> int:
+    """The next power of two, 16 or more, as tensor cores want it; `count` may be the compiler's symbol of a size."""
+    size = 16
+    while size < count:
+        size *= 2
+    return size

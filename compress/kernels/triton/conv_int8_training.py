@@ -1,0 +1,234 @@
+"""A convolution on codes with the gradient of the float one, and codes of values: what `fused_codes` runs on a GPU.
+
+Eager, the kernels are launched directly (`launch`). Under torch.compile the compiler's own code launches them in the
+forward pass, and the backward pass, but for a pool's, is torch's operations.
+"""
+
+# ruff: noqa: ANN001, ANN202, N803  (kernels: Triton gives their parameters types, and constants stand in capitals)
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compress.kernels.epilogue import Epilogue, Window, backward_torch, refuse_second_derivative
+from compress.kernels.stem import stem_filter, stem_image
+from compress.kernels.triton.conv_int8 import Codes, ConvResult, Geometry, conv_codes
+from compress.kernels.triton.fake_quantize import plan_of
+from compress.kernels.triton.launch import launch
+from compress.kernels.triton.pool import pool, unpool
+
+_TILE = 4096  # elements of a program that reads codes off values
+_LAST = torch.channels_last
+
+
+class Layer(NamedTuple):
+    """What is known of a convolution and of what follows it, besides the tensors.
+
+    Attributes:
+        geometry: of the convolution.
+        stem: it is to be rearranged (`stem_codes`).
+        highs: the integers that stand for amax, of input, weight and residual.
+        epilogue: bias, activation and rounding.
+        window: of the max pool behind; None = there is none.
+        emits: codes of the result are wanted.
+    """
+
+    geometry: Geometry
+    stem: bool
+    highs: tuple[int, int, int]
+    epilogue: Epilogue
+    window: Window | None
+    emits: bool
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    codes: Tensor,
+    weight_codes: Tensor,
+    residual_codes: Tensor | None,
+    x_amax: Tensor,
+    weight_amax: Tensor,
+    residual_amax: Tensor,
+    amax: Tensor,
+    layer: Layer,
+) -> tuple[Tensor, Tensor]:
+    """quantize(activation(conv(x, weight) + bias + residual)), pooled; from codes, and its gradient is that of floats.
+
+    Args:
+        x: (N, C, H, W) channels_last, quantized values.
+        weight: (O, C, R, S), quantized values in the type of `x`.
+        bias: (O,).
+        residual: (N, O, OH, OW).
+        codes: int8, of `x`.
+        weight_codes: int8, of `weight`.
+        residual_codes: int8, of `residual`; None = it is read as it is.
+        x_amax: (), range of `x`.
+        weight_amax: (O,).
+        residual_amax: ().
+        amax: (), range of the result.
+        layer: all else.
+
+    Returns:
+        Quantized values in the type of `x`, and their codes, empty unless wanted; (N, O, OH, OW), or smaller where they
+        are pooled; channels_last.
+    """
+    added = residual_codes if residual_codes is not None else residual
+    # The compiler takes no tensor twice: a residual may be the input too, and both its ranges one
+    if torch.compiler.is_compiling():
+        added = None if added is None else added.detach()
+        residual = None if residual is None else residual.view_as(residual)
+        residual_amax = residual_amax.detach()
+    ranges = (x_amax, weight_amax, residual_amax, amax)
+    numbers = (
+        tuple(layer.geometry),
+        *layer[1:3],
+        tuple(layer.epilogue),
+        layer.window and tuple(layer.window),
+        layer.emits,
+    )
+    return cast(
+        "tuple[Tensor, Tensor]",
+        _Convolve.apply(x, weight, bias, residual, codes, weight_codes, added, *ranges, numbers),
+    )
+
+
+class _Convolve(torch.autograd.Function):
+    """Keeps the quantized input and weight, which others keep too, and the packed bits, or a pool's places."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        codes: Tensor,
+        weight_codes: Tensor,
+        added: Tensor | None,
+        x_amax: Tensor,
+        weight_amax: Tensor,
+        residual_amax: Tensor,
+        amax: Tensor,
+        numbers: tuple[Any, ...],
+    ) -> tuple[Tensor, Tensor]:
+        geometry, stem, highs, epilogue, window, emits = numbers
+        epilogue, dtype = Epilogue(*epilogue), x.dtype
+        read: Codes | Tensor | None = added
+        if added is not None and added.dtype == torch.int8:
+            read = Codes(added, residual_amax, highs[2])
+        pools = window is not None
+        written, bits, value = _conv_codes(
+            Codes(codes, x_amax, highs[0]), Codes(weight_codes, weight_amax, highs[1]), read, amax,
+            epilogue, Geometry(*geometry), stem, bias, emits or pools, None if pools else dtype,
+        )  # fmt: skip
+        ctx.size = None
+        if pools:
+            ctx.size = tuple(cast(Tensor, written).shape[2:])
+            pooled = pool(cast(Tensor, written), amax, epilogue, Window(*window), dtype=dtype, bits=bits, emits=emits)
+            value, bits, written = pooled
+        elif not torch.compiler.is_compiling():
+            ctx.plan = plan_of(cast(Tensor, value), bias, None, amax, epilogue, dtype)
+        if not torch.compiler.is_compiling():
+            ctx.set_materialize_grads(False)
+        written = codes.new_empty(0) if written is None else written
+        ctx.save_for_backward(x, weight, bits)
+        ctx.mark_non_differentiable(written)
+        ctx.geometry, ctx.window = geometry, window
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.residual_dtype = None if residual is None else residual.dtype
+        return cast(Tensor, value), written
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, bits = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        wants_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]
+        passed, bias_grad = _epilogue_gradient(ctx, grad, bits, x.dtype, wants_bias)
+        x_grad, weight_grad, _none = torch.ops.aten.convolution_backward(
+            passed, x, weight, None, *ctx.geometry, False, (0, 0), 1, (wants_x, wants_weight, False)
+        )
+        residual_grad = None
+        if ctx.residual_dtype is not None:
+            residual_grad = passed if ctx.residual_dtype == passed.dtype else passed.to(ctx.residual_dtype)
+        if wants_bias:
+            bias_grad = bias_grad if bias_grad.dtype == ctx.bias_dtype else bias_grad.to(ctx.bias_dtype)
+        return (
+            x_grad if wants_x else None,
+            weight_grad if wants_weight else None,
+            bias_grad if wants_bias else None,
+            residual_grad,
+            *(None,) * 8,
+        )
+
+
+def _epilogue_gradient(
+    ctx: Any, grad: Tensor, bits: Tensor, dtype: torch.dtype, wants_bias: bool
+) -> tuple[Tensor, Any]:
+    """(the gradient of the convolution's result, that of the bias, float32)."""
+    if ctx.window is not None:
+        return unpool(grad, bits, Window(*ctx.window), ctx.size, dtype, wants_bias)
+    grad = grad.contiguous(memory_format=_LAST)
+    if torch.compiler.is_compiling():
+        return backward_torch(grad, bits, dtype, 1, wants_bias)
+    refuse_second_derivative(grad)
+    return cast("tuple[Tensor, Any]", ctx.plan.backward(grad, bits, wants_bias))
+
+
+def _conv_codes(
+    codes: Codes,
+    weight: Codes,
+    residual: Codes | Tensor | None,
+    amax: Tensor,
+    epilogue: Epilogue,
+    geometry: Geometry,
+    stem: bool,
+    bias: Tensor | None,
+    emits: bool,
+    dtype: torch.dtype | None,
+) -> ConvResult:
+    """As `conv_codes`, of tensors in any layout; a stem is rearranged first."""
+    q, w = codes.integers, weight.integers
+    if stem:
+        q, w = stem_image(q, w.shape[2], geometry.padding[0]), stem_filter(w, geometry.padding[0])
+        geometry = Geometry()
+    else:
+        q, w = q.contiguous(memory_format=_LAST), w.contiguous(memory_format=_LAST)
+    if isinstance(residual, Codes):
+        residual = Codes(residual.integers.contiguous(memory_format=_LAST), *residual[1:])
+    elif residual is not None:
+        residual = residual.contiguous(memory_format=_LAST)
+    return conv_codes(
+        Codes(q, *codes[1:]), Codes(w, *weight[1:]), amax, epilogue, geometry,
+        bias=bias, residual=residual, codes=emits, dtype=dtype,
+    )  # fmt: skip
+
+
+def codes_of(value: Tensor, amax: Tensor, high: int) -> Tensor:
+    """What quantized values are multiples of; int8, laid out as `value`, which is dense.
+
+    Args:
+        value: quantized values, of any floating point type.
+        amax: (), their range.
+        high: the integer that stands for it.
+    """
+    codes = torch.empty_like(value, dtype=torch.int8)
+    n = value.numel()
+    launch(_codes_kernel, (triton.cdiv(n, _TILE),), (value, amax, codes), (n, float(high), _TILE))
+    return codes
+
+
+@triton.jit
+def _codes_kernel(value_ptr, amax_ptr, codes_ptr, n, high, TILE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    value = tl.load(value_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    steps = value * tl.div_rn(high, tl.load(amax_ptr).to(tl.float32))  # within a quarter of an integer
+    shifted = steps + 12582912.0  # 1.5 * 2^23: rounds, and the integer stands in the lowest bits
+    tl.store(codes_ptr + at, shifted.to(tl.int32, bitcast=True).to(tl.int8), mask=at < n)

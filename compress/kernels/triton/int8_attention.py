@@ -1,0 +1,137 @@
+"""Attention of codes for inference: softmax(scale q k) on a grid, times v, in one kernel.
+
+The quantizer after the softmax needs the whole row's sum before it can round, so keys are read twice: once for the
+largest score and the sum, once for the rounded probabilities and their product with the values. Scores never reach
+memory. Products of codes are computed by the half-precision tensor cores, which hold codes exactly, and are summed in
+float32: exact below 2^24, which 1,000 keys do not reach.
+"""
+
+# ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compress.kernels.triton.int8_epilogue import Finish, Outputs, finished, on_integers, to_codes
+
+_LOG2_E = 1.4426950408889634
+LARGEST_HEAD = 256
+"""Channels of a head that one program holds."""
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    factor: float,
+    probability: float,
+    limits: tuple[int, int],
+    finish: Finish,
+    codes: Tensor | None,
+    value: Tensor | None,
+    *,
+    queries: int = 64,
+    keys: int = 64,
+    warps: int = 4,
+) -> None:
+    """Launch the attention of all heads.
+
+    Args:
+        q: codes (B, H, L, D).
+        k: codes (B, H, D, S).
+        v: codes (B, H, S, E).
+        mask: float32 (B, H, L, S), strides of 0 where it broadcasts; added to the scores. None = none.
+        factor: of a product of codes, in the scores.
+        probability: scale of the probabilities' grid.
+        limits: lowest and highest integer of that grid.
+        finish: of `finish_of`, on the device; its factor is that of a sum of products of codes.
+        codes: (B, H, L, E), what is written; None = not.
+        value: the same.
+        queries: of one program.
+        keys: of one step.
+        warps: of a program.
+    """
+    batch, heads, length, depth = q.shape
+    size, width = v.shape[2], v.shape[3]
+    steps = [(0, 0, 0, 0) if t is None else t.stride() for t in (q, k, v, mask, codes, value)]
+    _attention_kernel[(triton.cdiv(length, queries), batch * heads)](
+        q, k, v, mask, finish.vectors, Outputs(None, codes, value), finish.numbers, heads, length, size, depth, width,
+        *steps, factor * _LOG2_E, _LOG2_E, 1.0 / probability, float(limits[0]), float(limits[1]), finish.kind,
+        queries, keys, max(16, triton.next_power_of_2(depth)), max(16, triton.next_power_of_2(width)), num_warps=warps,
+    )  # fmt: skip
+
+
+@triton.jit
+def _scores(q, k_ptr, key, depth_at, k_step, depth, size, mask_ptr, mask_step, factor, mask_factor):
+    """Scores of a block of keys in base 2; minus infinity where there is no key."""
+    there = (depth_at < depth)[:, None] & (key < size)[None, :]
+    k = tl.load(k_ptr + depth_at[:, None] * k_step[2] + key[None, :] * k_step[3], mask=there, other=0)
+    scores = tl.dot(q, k.to(tl.float16), out_dtype=tl.float32) * factor
+    if mask_ptr is not None:
+        scores += tl.load(mask_ptr + key[None, :] * mask_step[3], mask=(key < size)[None, :], other=0.0) * mask_factor
+    return tl.where((key < size)[None, :], scores, float("-inf"))
+
+
+@triton.jit
+def _attention_kernel(
+    q_ptr, k_ptr, v_ptr, mask_ptr, vectors, outputs, numbers, heads, length, size, depth, width,
+    q_step, k_step, v_step, mask_step, codes_step, value_step, score, mask_score, to_probability, p_low, p_high,
+    KIND: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    image = (tl.program_id(1) // heads).to(tl.int64)
+    head = (tl.program_id(1) % heads).to(tl.int64)
+    query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    depth_at = tl.arange(0, DEPTH)
+    there = (query < length)[:, None] & (depth_at < depth)[None, :]
+    q_ptr += image * q_step[0] + head * q_step[1]
+    q = tl.load(q_ptr + query[:, None] * q_step[2] + depth_at[None, :] * q_step[3], mask=there, other=0).to(tl.float16)
+    k_ptr += image * k_step[0] + head * k_step[1]
+    v_ptr += image * v_step[0] + head * v_step[1]
+    rows_ptr = mask_ptr
+    if mask_ptr is not None:
+        last = tl.minimum(query, length - 1)
+        rows_ptr = mask_ptr + image * mask_step[0] + head * mask_step[1] + last[:, None] * mask_step[2]
+    largest = tl.full([QUERIES], -1e30, tl.float32)
+    total = tl.zeros([QUERIES], dtype=tl.float32)
+    for start in range(0, size, KEYS):
+        key = start + tl.arange(0, KEYS)
+        scores = _scores(q, k_ptr, key, depth_at, k_step, depth, size, rows_ptr, mask_step, score, mask_score)
+        higher = tl.maximum(largest, tl.max(scores, axis=1))
+        total = total * tl.exp2(largest - higher) + tl.sum(tl.exp2(scores - higher[:, None]), axis=1)
+        largest = higher
+    shift = largest + tl.log2(total)  # exp2(score - shift) is the probability
+    column = tl.arange(0, WIDTH)
+    inside = column < width
+    sums = tl.zeros([QUERIES, WIDTH], dtype=tl.float32)
+    for start in range(0, size, KEYS):
+        key = start + tl.arange(0, KEYS)
+        scores = _scores(q, k_ptr, key, depth_at, k_step, depth, size, rows_ptr, mask_step, score, mask_score)
+        p = on_integers(tl.exp2(scores - shift[:, None]) * to_probability, p_low, p_high)
+        v_there = (key < size)[:, None] & inside[None, :]
+        v = tl.load(v_ptr + key[:, None] * v_step[2] + column[None, :] * v_step[3], mask=v_there, other=0)
+        sums = tl.dot(p.to(tl.float16), v.to(tl.float16), sums, out_dtype=tl.float32)
+    y, steps = finished(
+        sums, sums, tl.load(vectors.factor), tl.load(vectors.bias), vectors, column, inside, numbers, KIND
+    )
+    there = (query < length)[:, None] & inside[None, :]
+    if KIND.writes_codes:
+        at = (
+            image * codes_step[0]
+            + head * codes_step[1]
+            + query[:, None] * codes_step[2]
+            + column[None, :] * codes_step[3]
+        )
+        tl.store(
+            outputs.codes + at, to_codes(steps, numbers.low, numbers.high, numbers.zero, KIND.has_zero), mask=there
+        )
+    if KIND.writes_value:
+        at = (
+            image * value_step[0]
+            + head * value_step[1]
+            + query[:, None] * value_step[2]
+            + column[None, :] * value_step[3]
+        )
+        tl.store(outputs.value + at, y.to(outputs.value.dtype.element_ty), mask=there)

@@ -1,0 +1,325 @@
+"""Convolutions and matrix products of codes for inference, in one kernel with all that follows them.
+
+The convolution is a matrix product of (pixels, taps x channels) and (taps x channels, output channels) whose first
+factor is never stored: each tap is a shifted view of the image (implicit GEMM). Images lie channels last; a pixel's
+channels take a multiple of 16 bytes, and weights of the channels that fill it up are 0, so that what is read there
+does not matter.
+
+Where there are too few tiles to fill the GPU (small batches), the sum is split: several programs add their parts to a
+workspace of INT32, exactly and in any order, and the last one finishes the tile and leaves zeros for the next run.
+"""
+
+# ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compress.kernels.triton.int8_epilogue import Finish, Outputs, finish_tile
+
+ALIGNED = 16
+"""Bytes of one memory access; rows of channels are multiples of it."""
+
+
+class Geometry(NamedTuple):
+    """How a filter moves; padding is above and on the left, pixels beyond the image are never read.
+
+    Attributes:
+        stride_y, stride_x, pad_y, pad_x, dilation_y, dilation_x: vertical and horizontal.
+    """
+
+    stride_y: int = 1
+    stride_x: int = 1
+    pad_y: int = 0
+    pad_x: int = 0
+    dilation_y: int = 1
+    dilation_x: int = 1
+
+
+class Steps(NamedTuple):
+    """Elements from one image, row and pixel of the input to the next."""
+
+    image: int
+    row: int
+    pixel: int
+
+
+class Sizes(NamedTuple):
+    """Height and width of the input and of the result."""
+
+    height: int
+    width: int
+    out_height: int
+    out_width: int
+
+
+class Tile(NamedTuple):
+    """What one program computes, and how.
+
+    Attributes:
+        rows: output pixels.
+        columns: output channels.
+        depth: input channels of one step.
+        stages: steps whose loads are under way at a time.
+        warps: of a program.
+        part: columns that the epilogue holds in registers at a time.
+        registers: most registers of a thread; None = as many as the compiler takes.
+        splits: programs that share the sum of one tile.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int = 3
+    warps: int = 4
+    part: int = 64
+    registers: int | None = None
+    splits: int = 1
+
+
+class Weight(NamedTuple):
+    """A weight as the kernel reads it.
+
+    Attributes:
+        codes: int8 (O, R, S, C), C filled up with zeros to a multiple of 16.
+        correction: int32 (O,), -zero * sum of the weight, for inputs whose zero is not 0; None for others.
+        groups: of output channels, which read as many groups of input channels.
+        step: input channels from one group to the next.
+    """
+
+    codes: Tensor
+    correction: Tensor | None
+    groups: int = 1
+    step: int = 0
+
+
+def pack_weight(weight: Tensor, zero: int = 0, groups: int = 1, device: torch.device | str = "cpu") -> Weight:
+    """Lay a weight out for the kernel.
+
+    Groups of fewer than 16 channels are joined, with zeros between them, until tensor cores can read them.
+
+    Args:
+        weight: int8 (O, C / groups, R, S), or (O, C) of a matrix product.
+        zero: code of 0 of the input.
+        groups: of channels.
+        device: where it is put.
+    """
+    weight = weight.reshape(*weight.shape, *[1] * (4 - weight.dim()))
+    correction = -zero * weight.flatten(1).sum(1, dtype=torch.int32) if zero else None
+    joined = 1
+    while groups // joined % 2 == 0 and (weight.shape[1] * joined) % ALIGNED:
+        joined *= 2
+    if joined > 1:
+        weight, groups = _joined_groups(weight, groups, joined), groups // joined
+    codes = torch.nn.functional.pad(weight.permute(0, 2, 3, 1), (0, -weight.shape[1] % ALIGNED)).contiguous()
+    correction = None if correction is None else correction.to(device)
+    return Weight(codes.to(device), correction, groups, weight.shape[1])
+
+
+def _joined_groups(weight: Tensor, groups: int, joined: int) -> Tensor:
+    """A weight of `groups` / `joined` groups, each of them `joined` of the old ones on its diagonal."""
+    outputs, inputs, *taps = weight.shape
+    each = outputs // groups
+    wide = weight.new_zeros(groups // joined, joined, each, joined, inputs, *taps)
+    old = weight.reshape(groups // joined, joined, each, inputs, *taps)
+    for i in range(joined):
+        wide[:, i, :, i] = old[:, i]
+    return wide.reshape(outputs, joined * inputs, *taps)
+
+
+class Workspace(NamedTuple):
+    """Memory for sums that are split; zeros before and after every run.
+
+    Attributes:
+        sums: int32.
+        counts: int32, for each tile.
+    """
+
+    sums: Tensor
+    counts: Tensor
+
+
+def workspace(device: torch.device, tiles: int, elements: int) -> Workspace:
+    """Zeros for `tiles` tiles of `elements` elements each."""
+    return Workspace(
+        torch.zeros(tiles * elements, dtype=torch.int32, device=device),
+        torch.zeros(tiles, dtype=torch.int32, device=device),
+    )
+
+
+def tiles_of(rows: int, columns: int, tile: Tile) -> int:
+    """How many tiles a result has."""
+    return -(-rows // tile.rows) * -(-columns // tile.columns)
+
+
+def product(
+    x: Tensor,
+    weight: Weight,
+    finish: Finish,
+    outputs: Outputs,
+    columns: int,
+    geometry: Geometry,
+    out_size: tuple[int, int],
+    tile: Tile,
+    *,
+    zero: int = 0,
+    space: Workspace | None = None,
+    programmatic: bool = False,
+) -> None:
+    """Launch the convolution of `x`.
+
+    Args:
+        x: int8 (N, C, H, W), any strides with neighbouring channels; (rows, K, 1, 1) for a matrix product.
+        weight: of `pack_weight`.
+        finish: of `finish_of`, on the device.
+        outputs: what is added and written.
+        columns: output channels.
+        geometry: of the filter.
+        out_size: (OH, OW).
+        tile: of a program.
+        zero: code of 0 of the input, which pads.
+        space: for a tile with splits.
+        programmatic: the launch may begin before its predecessor ends (Hopper and later).
+    """
+    images, _, height, width = x.shape
+    image_step, _, row_step, pixel_step = x.stride()
+    _, taps_y, taps_x, channels = weight.codes.shape
+    rows = images * out_size[0] * out_size[1]
+    padded = _reaches_out((height, width), (taps_y, taps_x), geometry, out_size)
+    dense = row_step == width * pixel_step and image_step == height * row_step
+    flat = taps_y * taps_x == 1 and geometry.stride_y == geometry.stride_x == 1 and not padded and dense
+    columns //= weight.groups
+    grid = (tiles_of(rows, columns, tile), tile.splits, weight.groups)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
+    if programmatic:
+        options["launch_pdl"] = True
+    _product_kernel[grid](
+        x, weight.codes, weight.correction, finish.vectors, outputs, finish.numbers,
+        None if space is None else space.sums, None if space is None else space.counts,
+        rows, channels, columns, Steps(image_step, row_step, pixel_step), Sizes(height, width, *out_size), geometry,
+        zero, weight.step,
+        finish.kind, taps_y, taps_x, flat, padded, channels % tile.depth == 0, zero != 0, tile.splits, programmatic,
+        tile.rows, tile.columns, tile.depth, min(tile.part, tile.columns), **options,
+    )  # fmt: skip
+
+
+def _reaches_out(size: tuple[int, int], taps: tuple[int, int], geometry: Geometry, out_size: tuple[int, int]) -> bool:
+    """True if a filter reads outside of the image."""
+    pairs = zip(*[iter(geometry)] * 2, strict=True)
+    for n, k, s, p, d, o in zip(size, taps, *pairs, out_size, strict=True):
+        if p > 0 or (o - 1) * s + d * (k - 1) >= n + p:
+            return True
+    return False
+
+
+@triton.jit(do_not_specialize=["sizes", "x_zero"])
+def _product_kernel(
+    x_ptr, weight_ptr, correction_ptr, vectors, outputs, numbers, sums_ptr, counts_ptr,
+    rows, channels, columns, step, sizes, geometry, x_zero, group_step,
+    KIND: tl.constexpr, TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, FLAT: tl.constexpr, PADDED: tl.constexpr,
+    EVEN: tl.constexpr, X_ZERO: tl.constexpr, SPLITS: tl.constexpr, PROGRAMMATIC: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    strips = tl.cdiv(columns, COLUMNS)  # neighbours in time share pixels: those come out of the cache
+    tile = tl.program_id(0)
+    group = tl.program_id(2)
+    x_ptr += group * group_step
+    weight_ptr += group * columns * (TAPS_Y * TAPS_X * channels)
+    first_row = (tile // strips) * ROWS
+    first_column = (tile % strips) * COLUMNS
+    row = first_row + tl.arange(0, ROWS)
+    column = first_column + tl.arange(0, COLUMNS)
+    pixel = tl.where(row < rows, row, rows - 1)  # read something that is there; it is not stored
+    depth = tl.arange(0, DEPTH)
+    if FLAT:
+        x_ptr += first_row.to(tl.int64) * step.pixel
+        at = (pixel - first_row) * step.pixel
+        y = pixel
+        x = pixel
+    else:
+        size = sizes.out_height * sizes.out_width
+        within = pixel % size
+        first_image = first_row // size
+        x_ptr += first_image.to(tl.int64) * step.image
+        y = (within // sizes.out_width) * geometry.stride_y - geometry.pad_y
+        x = (within % sizes.out_width) * geometry.stride_x - geometry.pad_x
+        at = (pixel // size - first_image) * step.image + y * step.row + x * step.pixel
+    x_at = at[:, None] + depth[None, :]
+    weight_at = tl.where(column < columns, column, 0)[None, :] * (TAPS_Y * TAPS_X * channels) + depth[:, None]
+
+    per_tap = tl.cdiv(channels, DEPTH)
+    steps = TAPS_Y * TAPS_X * per_tap
+    first = 0
+    if SPLITS > 1:
+        each = tl.cdiv(steps, SPLITS)
+        first = tl.program_id(1) * each
+        steps = tl.maximum(tl.minimum(each, steps - first), 0)
+    tap = first // per_tap
+    channel = (first % per_tap) * DEPTH
+    tap_y = tap // TAPS_X
+    tap_x = tap % TAPS_X
+    if PROGRAMMATIC:
+        tl.extra.cuda.gdc_wait()
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)
+    for _ in range(steps):
+        shift = tap_y * geometry.dilation_y * step.row + tap_x * geometry.dilation_x * step.pixel + channel
+        weight_shift = (tap_y * TAPS_X + tap_x) * channels + channel
+        if PADDED:
+            there = (y + tap_y * geometry.dilation_y).to(tl.uint32, bitcast=True) < tl.cast(sizes.height, tl.uint32)
+            x_there = (x + tap_x * geometry.dilation_x).to(tl.uint32, bitcast=True) < tl.cast(sizes.width, tl.uint32)
+            there = there & x_there
+            filler = x_zero.to(tl.int8) if X_ZERO else 0
+            if EVEN:
+                pixels = tl.load(x_ptr + x_at + shift, mask=there[:, None], other=filler)
+            else:
+                pixels = tl.load(
+                    x_ptr + x_at + shift, mask=there[:, None] & (depth < channels - channel)[None, :], other=filler
+                )
+        else:
+            if EVEN:
+                pixels = tl.load(x_ptr + x_at + shift)
+            else:
+                pixels = tl.load(x_ptr + x_at + shift, mask=(depth < channels - channel)[None, :], other=0)
+        if EVEN:
+            filters = tl.load(weight_ptr + weight_at + weight_shift)
+        else:
+            filters = tl.load(
+                weight_ptr + weight_at + weight_shift, mask=(depth < channels - channel)[:, None], other=0
+            )
+        total = tl.dot(pixels, filters, total, out_dtype=tl.int32)
+        channel += DEPTH
+        if TAPS_Y * TAPS_X > 1:  # by selection, not by branches: loads after a branch would not be made ahead of time
+            done = channel >= channels
+            channel = tl.where(done, 0, channel)
+            tap_x = tl.where(done, tap_x + 1, tap_x)
+            done = tap_x == TAPS_X
+            tap_x = tl.where(done, 0, tap_x)
+            tap_y = tl.where(done, tap_y + 1, tap_y)
+    if PROGRAMMATIC:
+        tl.extra.cuda.gdc_launch_dependents()
+
+    last = True
+    first_column += group * columns
+    if SPLITS > 1:
+        tile += group * tl.num_programs(0)
+        place = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        sums = sums_ptr + tile.to(tl.int64) * (ROWS * COLUMNS) + place
+        tl.atomic_add(sums, total, sem="relaxed")
+        tl.debug_barrier()
+        last = tl.atomic_add(counts_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+        if last:
+            total = tl.load(sums, cache_modifier=".cg")
+            tl.store(sums, tl.zeros([ROWS, COLUMNS], dtype=tl.int32))
+            tl.store(counts_ptr + tile, 0)
+    if last:
+        if X_ZERO:
+            total += tl.load(correction_ptr + group * columns + column, mask=column < columns, other=0)[None, :]
+        finish_tile(
+            total, total, row.to(tl.int64), row < rows, first_column, (group + 1) * columns, vectors, outputs, numbers,
+            KIND, False, ROWS, COLUMNS, PART,
+        )  # fmt: skip

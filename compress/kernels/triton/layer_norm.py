@@ -1,0 +1,157 @@
+"""The Triton kernel of `fused_norm`, and the operation around it.
+
+A program is one warp, so that the two means of a row are sums within it, and takes a few rows at a time; it walks down
+a part of the matrix and keeps its sums of the gradients of weight and bias in registers.
+"""
+
+# ruff: noqa: ANN001, ANN201, N803  (kernels: Triton gives their parameters types, and constants stand in capitals)
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compress.kernels.epilogue import Epilogue, forward_torch, least_kept, refuse_second_derivative
+from compress.kernels.triton.fake_quantize import plan_of
+from compress.kernels.triton.launch import launch
+from compress.kernels.triton.rounding import step_of
+
+_PROGRAMS = 1056  # 8 on each of 132 multiprocessors
+_ROWS = 2  # that a program takes at a time
+_WARPS = 1
+
+
+@triton.jit
+def backward_kernel(
+    grad_ptr, around_ptr, x_ptr, mean_ptr, deviation_ptr, weight_ptr, bias_ptr, amax_ptr, out_ptr, copy_ptr, sums_ptr,
+    rows, steps, least, high,
+    WIDE: tl.constexpr, AROUND: tl.constexpr, COPY: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Rows: the gradient through rounding and norm, plus that around them; twice, in two types, if COPY.
+
+    `grad` is that of the rounded norm, `around` that of what is normalized, from its other readers; `deviation` the
+    reciprocal of each row's standard deviation; `sums` (programs, 2, WIDE), of the gradients of weight and bias.
+    """
+    least = tl.cast(least, tl.float32)  # the compiler of torch.compile hands Python's numbers over in float64
+    high = tl.cast(high, tl.float32)
+    _, reciprocal = step_of(tl.load(amax_ptr), high)
+    column = tl.arange(0, PADDED)
+    inside = column < WIDE
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if BIAS:
+        bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    of_weight = tl.zeros([ROWS, PADDED], dtype=tl.float32)
+    of_bias = tl.zeros([ROWS, PADDED], dtype=tl.float32)
+    local = tl.arange(0, ROWS)
+    at = local[:, None] * WIDE + column[None, :]
+    for step in range(0, steps):
+        row = (tl.program_id(0).to(tl.int64) * steps + step) * ROWS
+        known = local < rows - row
+        there = known[:, None] & inside[None, :]
+        grad = tl.load(grad_ptr + row * WIDE + at, mask=there, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * WIDE + at, mask=there, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + row + local, mask=known, other=0.0)
+        deviation = tl.load(deviation_ptr + row + local, mask=known, other=0.0)
+        x = (x - mean[:, None]) * deviation[:, None]
+        found = x * weight
+        if BIAS:
+            found += bias
+        found *= reciprocal
+        grad = tl.where((found > least) & (found < high + 0.5), grad, 0.0)  # `high` is odd: halves round away from it
+        of_bias += grad
+        of_weight += grad * x
+        grad *= weight
+        straight = tl.sum(grad, axis=1) / WIDE
+        along = tl.sum(grad * x, axis=1) / WIDE
+        result = (grad - straight[:, None] - x * along[:, None]) * deviation[:, None]
+        if AROUND:
+            result += tl.load(around_ptr + row * WIDE + at, mask=there, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row * WIDE + at, result.to(out_ptr.dtype.element_ty), mask=there)
+        if COPY:
+            tl.store(copy_ptr + row * WIDE + at, result.to(copy_ptr.dtype.element_ty), mask=there)
+    sums_ptr += tl.program_id(0) * (2 * WIDE)
+    tl.store(sums_ptr + column, tl.sum(of_weight, axis=0), mask=inside)
+    tl.store(sums_ptr + WIDE + column, tl.sum(of_bias, axis=0), mask=inside)
+
+
+class NormQuantize(torch.autograd.Function):
+    """Keeps the sum, and two numbers a row; the result is kept by whichever layer reads it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        added: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        amax: Tensor,
+        eps: float,
+        low: int,
+        high: int,
+        dtype: torch.dtype,
+        kept: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """As `fused_norm.FusedNormModule.forward`, the rounded norm in `dtype`."""
+        total = x if added is None else x + added
+        tensors = (_wide(weight), None if bias is None else _wide(bias))
+        y, mean, deviation = torch.native_layer_norm(_wide(total), weight.shape, *tensors, eps)
+        ctx.save_for_backward(total, mean, deviation, weight, amax, *([] if bias is None else [bias]))
+        ctx.dtypes = (x.dtype, None if added is None else added.dtype)
+        ctx.high, ctx.least = float(high), least_kept(low)
+        result = _rounded(y, amax, Epilogue(low, high), dtype)
+        return (result, total) if kept else result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, around: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """Of `x`, `added`, weight and bias."""
+        refuse_second_derivative(grad, around)
+        total, mean, deviation, weight, amax, *rest = ctx.saved_tensors
+        bias = rest[0] if len(rest) else None
+        width = weight.numel()
+        rows = total.numel() // width
+        steps = -(-rows // (_PROGRAMS * _ROWS))
+        programs = -(-rows // (steps * _ROWS))
+        of_x, of_added = ctx.dtypes
+        other = of_x if of_x != total.dtype else of_added  # a sum has the type of one of its terms at least
+        copies = other is not None and other != total.dtype
+        out = torch.empty(total.shape, dtype=total.dtype, device=total.device)
+        copy = torch.empty(total.shape, dtype=other, device=total.device) if copies else out
+        sums = torch.empty((programs, 2, width), dtype=torch.float32, device=total.device)
+        grad = grad.contiguous()
+        around = None if around is None else around.contiguous()
+        launch(
+            backward_kernel,
+            (programs,),
+            (grad, grad if around is None else around, total, mean, deviation, weight, weight if bias is None else bias,
+             amax, out, copy, sums),
+            (rows, steps, ctx.least, ctx.high, width, around is not None, copies, bias is not None, _ROWS,
+             1 << (width - 1).bit_length()),
+            num_warps=_WARPS,
+        )  # fmt: skip
+        found = sums.sum(0)
+        of_bias = None if bias is None else found[1].to(bias.dtype)
+        return (
+            out if of_x == total.dtype else copy,
+            None if of_added is None else out if of_added == total.dtype else copy,
+            found[0].to(weight.dtype),
+            of_bias,
+            *(None,) * 6,
+        )
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32. Torch 2.11's compiler loses the gradient of what a `.float()` that changes nothing is called on."""
+    return x if x.dtype == torch.float32 else x.float()
+
+
+def _rounded(y: Tensor, amax: Tensor, epilogue: Epilogue, dtype: torch.dtype) -> Tensor:
+    """To the grid; compiled, the bits that say what saturated are read by nobody, and are not computed."""
+    plan = None if torch.compiler.is_compiling() else plan_of(y, None, None, amax, epilogue, dtype)
+    if plan is None:
+        return forward_torch(y, None, None, amax, epilogue, dtype)[0]
+    return plan.forward(y, None, None, amax)[0]

@@ -1,0 +1,1 @@
+"""The steps of a run, one file each."""

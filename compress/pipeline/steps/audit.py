@@ -1,0 +1,94 @@
+"""The step that looks into the engines: what each made of its file, and whether that is what the recipe requires."""
+
+from __future__ import annotations
+
+from compress.audit.engine import EngineAudit, audit_engine
+from compress.audit.files import read_engine_layers
+from compress.audit.onnx import audit_onnx, sparse_nodes
+from compress.audit.requirement import unmet_by_audit, unmet_by_runtime
+from compress.engines import build_engine
+from compress.errors import AuditError, EngineError
+from compress.pipeline.run import Run
+from compress.records.files import BUILT_ENGINES, ENGINES
+from compress.records.rows import EngineRow
+from compress.variants import Variant
+
+
+def audit_step(run: Run, variants: list[str]) -> None:
+    """Audit every engine file of the run, and every engine that tells of its layers; write engine_audit.json."""
+    if run.folder.done("engine_audit"):
+        return
+    rows = _file_rows(run) + _openvino_rows(run, variants)
+    if rows:
+        ENGINES.write(run.folder.path, rows)
+    run.finish("engine_audit", engines=len(rows))
+
+
+def check_required(run: Run) -> None:
+    """Fail where an engine is not what `export.require` asks.
+
+    Raises:
+        AuditError: names the engine and what is otherwise.
+    """
+    require = run.recipe.export.require
+    if require is None:
+        return
+    rows = ENGINES.read(run.folder.path) or ()
+    unmet = [f"{row.variant} on {row.engine}: {text}" for row in rows for text in row.unmet]
+    if unmet:
+        lines = "\n".join(f"  {text}" for text in unmet)
+        raise AuditError(
+            f"export.require is {require}, and an engine is not that:\n{lines}\nsee the report's audit of engines; "
+            "export.require: null accepts what was built"
+        )
+    if not rows:
+        raise AuditError(
+            f"export.require is {require}, and no engine of this run tells of its layers: name openvino, tensorrt or "
+            "tensorrt-rtx in bench.engines, or set export.require: null"
+        )
+
+
+def _file_rows(run: Run) -> list[EngineRow]:
+    """Audit the engine files that `build_step` wrote."""
+    rows = []
+    for built in BUILT_ENGINES.read(run.folder.path) or ():
+        if built.status != "built":
+            continue
+        onnx = run.path(f"{built.variant}.onnx")
+        try:
+            listing = read_engine_layers(run.path(built.file))
+            audit = audit_engine(listing, onnx=onnx, sparse_nodes=sparse_nodes(onnx))
+        except AuditError as error:
+            run.notes.append(f"{built.variant}, {built.engine}: the engine is not audited: {error}")
+            continue
+        label = f"{built.engine} SM {', '.join(map(str, built.sms))}"
+        unmet = _unmet(run, Variant(built.variant), audit)
+        rows.append(EngineRow.of(audit, variant=built.variant, engine=label, unmet=unmet))
+    return rows
+
+
+def _unmet(run: Run, variant: Variant, audit: EngineAudit) -> list[str]:
+    require = run.recipe.export.require
+    if require is None or variant is Variant.FLOAT or (require == "int8" and not variant.is_quantized):
+        return []
+    return list(unmet_by_audit(audit, require, _int8_nodes(run, variant)))
+
+
+def _openvino_rows(run: Run, variants: list[str]) -> list[EngineRow]:
+    """OpenVINO's own account of quantized networks; only asked for where INT8 is required."""
+    recipe = run.recipe
+    if recipe.export.require != "int8" or "openvino" not in recipe.bench.engines:
+        return []
+    rows = []
+    for variant in (Variant(name) for name in variants if Variant(name).is_quantized):
+        try:
+            with build_engine(run.path(f"{variant}.onnx"), "openvino", batch_size=1) as engine:
+                unmet = unmet_by_runtime(engine.runtime_layers(), _int8_nodes(run, variant))
+                rows.append(EngineRow(variant=variant, engine=engine.info.label, unmet=tuple(unmet)))
+        except EngineError as error:
+            run.notes.append(f"{variant}, openvino: the engine is not audited: {error}")
+    return rows
+
+
+def _int8_nodes(run: Run, variant: str) -> list[str]:
+    return [row.name for row in audit_onnx(run.path(f"{variant}.onnx")).rows if row.int8]

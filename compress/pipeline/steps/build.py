@@ -1,0 +1,84 @@
+"""The step that builds engine files to keep and ship, for the GPUs that the recipe names, with or without one here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from compress.engines.onnx_file import read_onnx
+from compress.engines.tensorrt.build import BuiltEngine, build_tensorrt
+from compress.engines.tensorrt.commands import build_commands, commands_markdown
+from compress.engines.tensorrt.library import FLAVOURS
+from compress.engines.tensorrt.options import DEFAULT_BATCH, TensorRTOptions
+from compress.errors import EngineError, EngineUnavailableError
+from compress.files import write_text
+from compress.measure import BenchSpec
+from compress.pipeline.run import Run
+from compress.progress import Progress
+from compress.records.files import BUILT_ENGINES
+from compress.records.rows import BuiltRow
+
+
+def build_step(run: Run, variants: Sequence[str]) -> None:
+    """Build `<variant>.<engine>.sm<...>.engine` of every network, and write engines.json and build.md.
+
+    Only for recipes whose `bench.engines` name TensorRT or TensorRT-RTX. A library that cannot build here is no error:
+    the rows of its engine say why, and build.md holds what to type on the other machine.
+    """
+    spec = run.recipe.bench
+    names = [name for name in spec.engines if name in FLAVOURS]
+    if not names or run.folder.done("engines"):
+        return
+    files = [run.path(f"{variant}.onnx") for variant in variants]
+    write_commands(run.path("build.md"), files, engine_options(spec))
+    rows: list[BuiltRow] = []
+    for name in names:
+        options = engine_options(spec, name)
+        for path in files:
+            built = build_or_reason(path, name, options, run.progress)
+            rows.append(_row(path.stem, name, run.folder.without_path(built) if isinstance(built, str) else built))
+    BUILT_ENGINES.write(run.folder.path, rows)
+    refused = [row for row in rows if row.status != "built" and FLAVOURS[row.engine].portable]
+    run.notes.extend(f"{row.variant}, {row.engine}: {row.reason}" for row in refused)
+    run.notes.extend(f"{row.variant}, {row.engine}: {note}" for row in rows for note in row.notes)
+    run.finish("engines", built=sum(row.status == "built" for row in rows))
+
+
+def engine_options(spec: BenchSpec, engine: str = "tensorrt-rtx") -> TensorRTOptions:
+    """How a recipe's engines are built: for its compute capabilities, best at its largest batch."""
+    largest = max(spec.batch_sizes, default=DEFAULT_BATCH[2])
+    return TensorRTOptions(
+        sms=spec.sm if FLAVOURS[engine].portable else (), batch=(1, largest, max(largest, DEFAULT_BATCH[2]))
+    )
+
+
+def build_or_reason(path: Path, engine: str, options: TensorRTOptions, progress: Progress) -> BuiltEngine | str:
+    """The engine of an ONNX file, or why there is none."""
+    try:
+        return build_tensorrt(path, engine, options=options, progress=progress)
+    except (EngineError, EngineUnavailableError) as error:
+        return str(error)
+
+
+def write_commands(path: Path, files: Sequence[Path], options: TensorRTOptions) -> Path:
+    """`build.md`: the same engines with trtexec and Polygraphy."""
+    return write_text(
+        path, commands_markdown([(file.name, build_commands(read_onnx(file), options)) for file in files])
+    )
+
+
+def _row(variant: str, engine: str, built: BuiltEngine | str) -> BuiltRow:
+    if isinstance(built, str):
+        return BuiltRow(variant=variant, engine=engine, status="unavailable", reason=built)
+    metadata = built.metadata
+    return BuiltRow(
+        variant=variant,
+        engine=engine,
+        status="built",
+        file=built.path.name,
+        version=metadata.version,
+        sms=tuple(metadata.sms),
+        bytes=metadata.engine_bytes,
+        seconds=metadata.build_seconds,
+        notes=tuple(metadata.notes),
+    )

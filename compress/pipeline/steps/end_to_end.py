@@ -1,0 +1,125 @@
+"""The end-to-end breakdown of ONNX files or of a run's: its pictures, its engines, all in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from compress.data.base import Split
+from compress.data.folder import FolderSplit
+from compress.data.memory import MemorySplit
+from compress.engines import Engine, build_engine
+from compress.errors import DataError, EngineError, EngineUnavailableError
+from compress.measure import BenchSpec
+from compress.measure.end_to_end import EndToEnd, Picture, measure_end_to_end
+from compress.pipeline.again import finished_run, networks_of
+from compress.pipeline.run import Run
+from compress.progress import NoProgress, Progress
+from compress.records.files import END_TO_END
+from compress.records.rows import Breakdown
+
+_QUIET = NoProgress()
+_ENDINGS = frozenset({".jpg", ".jpeg", ".png"})
+
+
+def bench_end_to_end(
+    files: Sequence[Path],
+    spec: BenchSpec,
+    *,
+    images: Path | None = None,
+    split: Split | None = None,
+    device: str = "cpu",
+    progress: Progress = _QUIET,
+) -> Breakdown:
+    """Time every file on every engine from pictures to classes, at each batch size.
+
+    Args:
+        files: ONNX files, or one run folder.
+        spec: engines and how long.
+        images: folder with JPEG or PNG files, searched to any depth; None = a run's evaluation images: the files of an
+            image folder, or pixels, which need no decoding, of a built-in data set (those of `shapes` have the
+            network's size already).
+        split: the run's evaluation images, where they are loaded already.
+        device: where pixels are resized and normalized.
+        progress: hears of every round.
+
+    Raises:
+        RunError: files and folders mixed, or a folder without ONNX files.
+        DataError: no pictures.
+        EngineError: as `measure_end_to_end`, or none of the engines can run here.
+    """
+    networks = networks_of(files)
+    most = max(spec.batch_sizes, default=1)
+    if split is not None and images is None:
+        pictures = _evaluation_pictures(split, most)
+    else:
+        pictures = _pictures(files[0] if files[0].is_dir() else None, images, most)
+    results: list[EndToEnd] = []
+    unavailable: dict[str, str] = {}
+    for batch_size in spec.batch_sizes:
+        with ExitStack() as stack:
+            engines: dict[str, Engine] = {}
+            for variant, path in networks.items():
+                for name in spec.engines:
+                    try:
+                        built = build_engine(path, name, batch_size=batch_size, threads=spec.threads)
+                    except EngineUnavailableError as error:
+                        unavailable[name] = str(error)
+                        continue
+                    stack.enter_context(built)
+                    engines[f"{variant}: {built.info.label}"] = built
+            if not engines:
+                raise EngineError("none of the engines can run here: " + "; ".join(unavailable.values()))
+            results += measure_end_to_end(
+                engines,
+                pictures,
+                batch_size=batch_size,
+                device=device,
+                warmup=spec.warmup,
+                runs=spec.runs,
+                seconds=spec.seconds,
+                progress=progress,
+            )
+    return Breakdown(results=tuple(results), unavailable=unavailable)
+
+
+def end_to_end_step(run: Run) -> None:
+    """Write end_to_end.json, which the report draws, where `bench.end_to_end` asks for it."""
+    spec = run.recipe.bench
+    if not spec.end_to_end or run.folder.done("end_to_end"):
+        return
+    try:
+        found = bench_end_to_end([run.folder.path], spec, split=run.data.val, progress=run.progress)
+    except (DataError, EngineError) as error:
+        run.notes.append(f"end to end: not measured: {error}")
+    else:
+        END_TO_END.write(run.folder.path, found)
+    run.finish("end_to_end")
+
+
+def _pictures(run: Path | None, images: Path | None, count: int) -> list[Picture]:
+    """The first `count` pictures."""
+    if images is not None:
+        if not images.is_dir():
+            raise DataError(f"there is no folder {images}; --images names one with JPEG or PNG files")
+        found = sorted(path for path in images.rglob("*") if path.suffix.lower() in _ENDINGS)[:count]
+        if not found:
+            raise DataError(f"{images} holds no JPEG or PNG files ({', '.join(sorted(_ENDINGS))})")
+        return [path.read_bytes() for path in found]
+    if run is None:
+        raise DataError("an ONNX file holds no pictures: name a folder with JPEG or PNG files with --images")
+    return _evaluation_pictures(finished_run(run).data.val, count)
+
+
+def _evaluation_pictures(split: Split, count: int) -> list[Picture]:
+    if isinstance(split, FolderSplit):
+        return [path.read_bytes() for path in split.files[:count]]
+    if isinstance(split, MemorySplit):
+        rows = split.images[:count].permute(0, 2, 3, 1).numpy()
+        return [np.repeat(row, 3, axis=2) if row.shape[2] == 1 else row.copy() for row in rows]
+    images, _ = split.load(list(range(min(count, len(split)))), epoch=None, device=torch.device("cpu"))
+    return list(split.preprocessing.pixels(images).permute(0, 2, 3, 1).contiguous().numpy())

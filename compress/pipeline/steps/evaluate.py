@@ -1,0 +1,284 @@
+"""The steps that measure: accuracy of every engine on the whole evaluation split, and latency of all in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from compress.data.base import Batch, BatchPlan
+from compress.engines import Engine, TorchEngine, build_engine
+from compress.errors import EngineError, EngineUnavailableError
+from compress.files import write_json
+from compress.measure import (
+    BenchSpec,
+    EngineAccuracy,
+    compare_logits,
+    describe_machine,
+    measure_accuracy,
+    measure_latency,
+)
+from compress.measure.first_difference import LayerDifference, first_difference
+from compress.measure.metric import Metric
+from compress.pipeline.run import Run
+from compress.progress import Progress
+from compress.quantization.spec import TARGETS, QuantSpec
+from compress.training import QATSpec
+from compress.variants import Variant
+
+EVALUATION_BATCH = 32
+PROBE_IMAGES = 8
+POOR_PARITY_DB = 20.0
+"""Signal to noise of an engine's logits against torch's under which the first layer that differs is looked for."""
+ADDS_UP_DB = 10.0
+"""Loss within one layer that rounding explains."""
+
+
+def evaluate_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
+    """Top-1 and top-5 of every network on every engine, and how far each engine is from fake quantization."""
+    if run.folder.done("evaluate"):
+        return
+    write_json(run.path("environment.json"), describe_machine().to_dict())
+    metrics: list[Metric] = []
+    references: dict[Variant, EngineAccuracy] = {}
+    for variant, model in models.items():
+        references[variant] = _evaluate_torch(run, variant, model, metrics)
+        for engine, precision in _engines(run.recipe.bench):
+            metrics += _evaluate_engine(run, variant, engine, precision, references[variant])
+    run.notes += _training_lost(run, references)
+    run.folder.add_metrics(metrics)
+    run.finish("evaluate")
+
+
+def _evaluate_torch(run: Run, variant: Variant, model: nn.Module, metrics: list[Metric]) -> EngineAccuracy:
+    """The network itself, in torch: for a quantized one that is fake quantization, the reference of its engines."""
+    label = "torch (fake quantization)" if variant.is_quantized else "torch"
+    size = run.data.val.preprocessing.image_size
+    with TorchEngine(model, (3, size, size), device=str(run.device), label=label) as engine:
+        seen = measure_accuracy(engine, _Evaluation(run), keep_logits=True, progress=run.progress)
+    metrics += _accuracy_metrics(variant, label, seen)
+    return seen
+
+
+def _evaluate_engine(
+    run: Run, variant: Variant, engine: str, precision: str | None, reference: EngineAccuracy
+) -> list[Metric]:
+    path = run.path(variant.onnx_file)
+    try:
+        with build_engine(path, engine, batch_size=EVALUATION_BATCH, precision=precision) as built:
+            seen = measure_accuracy(
+                built,
+                _Evaluation(run),
+                preprocessing=run.data.val.preprocessing,
+                keep_logits=True,
+                progress=run.progress,
+            )
+            label = built.info.label
+    except (EngineUnavailableError, EngineError) as error:
+        return _unavailable(("top1", "%"), variant, engine, None, error)
+    metrics = _accuracy_metrics(variant, label, seen)
+    parity = compare_logits(reference.logits, seen.logits)
+    method = "engine against torch on the evaluation split, same ONNX"
+    rows = (("agreement", 100 * parity.agreement, "%"), ("sqnr_db", parity.sqnr_db, "dB"))
+    for name, value, unit in rows:
+        metrics.append(Metric(name=name, variant=variant, engine=label, value=value, unit=unit, method=method))
+    if parity.sqnr_db < POOR_PARITY_DB:
+        images = run.batches("val", PROBE_IMAGES, limit=PROBE_IMAGES)[0].numpy()
+        where = where_it_differs(path, engine, images, precision)
+        run.notes.append(f"{variant} on {label}: {where}{_of_another_target(run, variant, engine)}")
+    return metrics
+
+
+def where_it_differs(path: Path, engine: str, images: NDArray[np.float32], precision: str | None = None) -> str:
+    """Where an engine whose logits are far from the model's leaves what its file says, in words."""
+    try:
+        found = first_difference(path, engine, images, precision=precision)
+    except EngineError as error:
+        return f"its logits are far from torch's, and its layers could not be compared ({error})"
+    if found is None:
+        return (
+            "its logits are far from torch's, yet every layer computes what the file says: it is the file that differs"
+        )
+    return (
+        f"the first layer that differs from the file (fake quantization) is {found.node} ({found.op_type}), "
+        f"{found.sqnr_db:.1f} dB; {_of_those_before(found)}"
+    )
+
+
+def _training_lost(run: Run, seen: Mapping[Variant, EngineAccuracy]) -> list[str]:
+    """A word of warning where QAT took accuracy away, by more than twice the standard error of the difference."""
+    notes = []
+    for after in seen:
+        before = after.trained_from
+        if before is None or before not in seen:
+            continue
+        had, has = seen[before].top1, seen[after].top1
+        error = ((had * (1 - had) + has * (1 - has)) / max(1, seen[after].images)) ** 0.5
+        if had - has > 2 * error:
+            spec, kept = cast(QATSpec, run.recipe.qat), cast(QuantSpec, run.recipe.quantization).batchnorm == "keep"
+            way = "" if kept else ", or quantization.batchnorm: keep, which bears higher rates"
+            notes.append(
+                f"{after}: training took top-1 from {had:.2%} to {has:.2%} (in torch); qat.lr {spec.lr:g} with "
+                f"{spec.optimizer} is too high for it, if {after}.csv shows no other cause: try a tenth{way}"
+            )
+    return notes
+
+
+def _of_another_target(run: Run, variant: Variant, engine: str) -> str:
+    """A word on files that are written for one engine and measured on another."""
+    spec = run.recipe.quantization
+    if spec is None or not variant.is_quantized or spec.target == engine or engine not in TARGETS:
+        return ""
+    return (
+        f"; the file is for target {spec.target}, and quantization.target {engine} is the form that suits this engine"
+    )
+
+
+def _of_those_before(found: LayerDifference) -> str:
+    """Whether a layer is at fault, or rounding that adds up."""
+    if found.before_db == float("inf"):
+        return "nothing differs before it"
+    if found.before_db - found.sqnr_db < ADDS_UP_DB:
+        return f"{found.before_db:.1f} dB before it, so that rounding adds up and no layer is at fault"
+    return f"those before it are at {found.before_db:.1f} dB and more, so look there"
+
+
+class _Evaluation:
+    """The evaluation split in batches; iterable more than once."""
+
+    def __init__(self, run: Run) -> None:
+        self.split, self.plan = run.data.val, BatchPlan(batch_size=EVALUATION_BATCH)
+
+    def __len__(self) -> int:
+        return self.split.steps(self.plan)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.split.batches(self.plan)
+
+
+def _accuracy_metrics(variant: str, label: str, seen: EngineAccuracy) -> list[Metric]:
+    method = f"{seen.images} images, the whole evaluation split"
+    return [
+        Metric(name="top1", variant=variant, engine=label, value=100 * seen.top1, unit="%", method=method),
+        Metric(name="top5", variant=variant, engine=label, value=100 * seen.top5, unit="%", method=method),
+    ]
+
+
+def bench_step(run: Run, variants: list[str]) -> None:
+    """Latency and throughput of every network on every engine."""
+    if run.folder.done("bench"):
+        return
+    files = {variant: run.path(f"{variant}.onnx") for variant in variants}
+    run.folder.add_metrics(bench(files, run.recipe.bench, progress=run.progress))
+    run.finish("bench")
+
+
+def bench(files: dict[str, Path], spec: BenchSpec, *, progress: Progress) -> list[Metric]:
+    """Latency of ONNX files on engines, all variants in turn at each batch size."""
+    metrics: list[Metric] = []
+    for batch_size in spec.batch_sizes:
+        with ExitStack() as stack:
+            engines: dict[str, tuple[str, Engine]] = {}
+            for variant, path in files.items():
+                for name, precision in _engines(spec):
+                    try:
+                        built = build_engine(
+                            path, name, batch_size=batch_size, threads=spec.threads, precision=precision
+                        )
+                    except EngineError as error:
+                        metrics += _unavailable(("p50_ms", "ms"), variant, name, batch_size, error)
+                        continue
+                    stack.enter_context(built)
+                    engines[f"{variant}: {built.info.label}"] = (variant, built)
+            metrics += _latencies(engines, spec, batch_size, progress)
+    return metrics
+
+
+def _latencies(
+    engines: dict[str, tuple[str, Engine]], spec: BenchSpec, batch_size: int, progress: Progress
+) -> list[Metric]:
+    if not engines:
+        return []
+    timed = measure_latency(
+        {key: engine for key, (_, engine) in engines.items()},
+        batch_size=batch_size,
+        warmup=spec.warmup,
+        runs=spec.runs,
+        seconds=spec.seconds,
+        progress=progress,
+    )
+    metrics = _gpu_times(engines, batch_size)
+    for row in timed:
+        variant, engine = engines[row.label]
+        method = f"{row.runs} runs, {len(engines)} variants in turn, after {spec.warmup} warm-up runs"
+        figures = (
+            ("p50_ms", row.p50_ms, "ms"),
+            ("p90_ms", row.p90_ms, "ms"),
+            ("p99_ms", row.p99_ms, "ms"),
+            ("images_per_s", row.images_per_s, "images/s"),
+        )
+        metrics += [
+            Metric(
+                name=name,
+                variant=variant,
+                engine=engine.info.label,
+                batch_size=batch_size,
+                value=value,
+                unit=unit,
+                method=method,
+            )
+            for name, value, unit in figures
+        ]
+    return metrics
+
+
+def _gpu_times(engines: dict[str, tuple[str, Engine]], batch_size: int) -> list[Metric]:
+    """Times by the GPU's own clock of the engines that have access to it, with and without the copies."""
+    metrics = []
+    for variant, engine in engines.values():
+        seen = engine.gpu_times({t.name: np.zeros((batch_size, *t.shape[1:]), t.dtype) for t in engine.inputs})
+        if seen is None:
+            continue
+        method = f"median of {len(seen.compute_ms)} runs, CUDA events"
+        for name, times in (("gpu_p50_ms", seen.compute_ms), ("gpu_with_transfers_p50_ms", seen.total_ms)):
+            metrics.append(
+                Metric(
+                    name=name,
+                    variant=variant,
+                    engine=engine.info.label,
+                    batch_size=batch_size,
+                    value=float(np.median(times)),
+                    unit="ms",
+                    method=method,
+                )
+            )
+    return metrics
+
+
+def _engines(spec: BenchSpec) -> list[tuple[str, str | None]]:
+    """(engine, precision): OpenVINO in float32 and in its own choice, the others as they are."""
+    pairs: list[tuple[str, str | None]] = []
+    for name in spec.engines:
+        pairs += [(name, "f32"), (name, None)] if name == "openvino" else [(name, None)]
+    return pairs
+
+
+def _unavailable(
+    name: tuple[str, str], variant: str, engine: str, batch_size: int | None, error: Exception
+) -> list[Metric]:
+    row = Metric(
+        name=name[0],
+        variant=variant,
+        engine=engine,
+        batch_size=batch_size,
+        value=None,
+        unit=name[1],
+        status="unavailable",
+        reason=str(error),
+    )
+    return [row]

@@ -1,0 +1,127 @@
+"""The step that writes files: ONNX of every network, the audit of each, and what each layer weighs and loses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import fx, nn
+
+from compress.audit.onnx import OnnxAudit, audit_onnx
+from compress.errors import ModelError
+from compress.export.names import RECIPE_KEY, VARIANT_KEY
+from compress.export.onnx import export_onnx
+from compress.graph.canonical import canonical_graph
+from compress.graph.layers import Layer, layers
+from compress.measure.metric import Metric
+from compress.measure.sizes import model_sizes
+from compress.pipeline.run import Run
+from compress.quantization.report import placement_of
+from compress.quantization.sensitivity.compare import output_sqnr, weight_sqnr
+from compress.quantization.spec import QuantSpec
+from compress.records.files import LAYERS, OPERATIONS
+from compress.records.rows import LayerRow, OperationRow
+from compress.variants import Variant
+
+SQNR_IMAGES = 64
+"""Images of the evaluation split that layer outputs are compared on."""
+
+
+def export_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
+    """Write `<variant>.onnx` for each network, audit.json, layers.json and the sizes."""
+    if run.folder.done("export"):
+        return
+    spec = run.recipe.export
+    audits, metrics = [], []
+    run.progress.start("export", len(models))
+    for variant, model in models.items():
+        path = export_onnx(
+            model.cpu(),
+            run.example,
+            run.path(variant.onnx_file),
+            precision=spec.precision if variant is not Variant.FLOAT else "fp32",
+            dynamic_batch=spec.dynamic_batch,
+            opset=spec.opset,
+            channel_scales=spec.channel_scales,
+            preprocessing=run.data.val.preprocessing,
+            labels=run.data.val.labels,
+            metadata={RECIPE_KEY: run.recipe.digest(), VARIANT_KEY: str(variant)},
+        )
+        audits.append((variant, audit_onnx(path)))
+        sizes = model_sizes(path)
+        for name, value in (("file_bytes", sizes.file_bytes), ("weight_bytes", sizes.weight_bytes)):
+            method = f"of {path.name}" if name == "file_bytes" else f"initializers of {path.name}"
+            metrics.append(
+                Metric(name=name, variant=variant, engine="", value=float(value), unit="bytes", method=method)
+            )
+        run.progress.advance("export")
+    run.progress.finish("export")
+    OPERATIONS.write(run.folder.path, [row for variant, audit in audits for row in _operation_rows(variant, audit)])
+    LAYERS.write(run.folder.path, _layer_rows(run, models))
+    run.folder.add_metrics(metrics)
+    run.finish("export", variants=list(models))
+
+
+def _operation_rows(variant: str, audit: OnnxAudit) -> list[OperationRow]:
+    return [
+        OperationRow(
+            variant=variant,
+            name=row.name,
+            op_type=row.op_type,
+            int8=row.int8,
+            weight_elements=row.weight_elements,
+            reason=row.reason,
+        )
+        for row in audit.rows
+    ]
+
+
+def _layer_rows(run: Run, models: Mapping[Variant, nn.Module]) -> list[LayerRow]:
+    """One row a weighted layer of the float network, with the losses of the last quantized one."""
+    quantized = next((models[v] for v in (Variant.QAT, Variant.PTQ) if v in models), None)
+    try:
+        graph = canonical_graph(models[Variant.FLOAT], run.example)
+    except ModelError as error:
+        run.notes.append(f"layers are not listed: {error}")
+        return []
+    weights: dict[str, float] = {}
+    outputs: dict[str, float] = {}
+    channels: dict[str, int] = {}
+    if quantized is not None:
+        weights = weight_sqnr(quantized)
+        images = run.batches("val", min(SQNR_IMAGES, run.recipe.data.batch_size), limit=SQNR_IMAGES)
+        if cast(QuantSpec, run.recipe.quantization).batchnorm == "fold":
+            outputs = output_sqnr(graph, cast(fx.GraphModule, quantized), images)
+        channels = {
+            site.path: 1 if site.format.axis is None else _scales(quantized, site.path)
+            for site in placement_of(quantized).weights
+        }
+    return [
+        _layer_row(layer, weights, outputs, channels) for layer in layers(graph) if layer.weight_elements and layer.macs
+    ]
+
+
+def _scales(model: nn.Module, path: str) -> int:
+    return int(cast(Any, model.get_submodule(path)).weight_quantizer.amax.numel())
+
+
+def _layer_row(
+    layer: Layer, weights: dict[str, float], outputs: dict[str, float], channels: dict[str, int]
+) -> LayerRow:
+    batch = layer.output_shape[0] if layer.output_shape else 1
+    quantized = layer.path in channels
+    return LayerRow(
+        name=layer.path,
+        kind=layer.kind,
+        macs=None if layer.macs is None else layer.macs // batch,
+        weight_elements=layer.weight_elements,
+        float_weight_bytes=4 * layer.weight_elements,
+        quantized_weight_bytes=layer.weight_elements + 4 * channels[layer.path] if quantized else None,
+        weight_sqnr_db=_finite(weights.get(layer.path)),
+        activation_sqnr_db=_finite(outputs.get(layer.path)),
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

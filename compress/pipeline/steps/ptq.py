@@ -1,0 +1,127 @@
+"""The step that quantizes a float network after training, and the files that report it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from compress.data.base import BatchPlan, Split
+from compress.files import write_json, write_text
+from compress.pipeline.run import Run
+from compress.pipeline.steps.training import save_variant
+from compress.quantization.placement.insert import insert_quantizers
+from compress.quantization.ptq.quantize import quantize
+from compress.quantization.report import CalibrationReport, QuantizationReport, quantization_report_of
+from compress.quantization.spec import QuantSpec
+from compress.training import load_model
+from compress.variants import Variant
+
+_MANY_CLIPPED = 0.02  # share of the values beyond the range; percentile and mse leave out far fewer
+
+
+def ptq_step(run: Run, float_model: nn.Module, variant: Variant = Variant.PTQ) -> fx.GraphModule:
+    """Quantize a float network, calibrated on images of the training split; a finished step loads its weights."""
+    spec = cast(QuantSpec, run.recipe.quantization)
+    example = run.example.to(run.device)
+    if run.folder.done(variant.step):
+        qmodel = insert_quantizers(float_model, example, spec)
+        load_model(qmodel, run.path(variant.weights_file))
+        return qmodel.eval()
+    rounded = run.path(f"{variant}.adaround")
+    qmodel = quantize(
+        float_model,
+        example,
+        _calibration_images(run, spec),
+        spec=spec,
+        folder=rounded if run.processes.is_main else None,
+        all_reduce=run.processes.world_size > 1,
+        progress=run.progress,
+    )
+    report = quantization_report_of(qmodel)
+    calibration = cast(CalibrationReport, report.calibration)
+    notes = (*_clipping_note(calibration), *_dead_note(calibration), *report.notes())
+    run.notes += [f"{variant}: {note}" for note in notes]
+    run.processes.on_main(lambda: _write_report(run, report, calibration))
+    save_variant(run, variant, qmodel, images=calibration.images)
+    run.processes.on_main(lambda: shutil.rmtree(rounded, ignore_errors=True))  # the weights replace it
+    return qmodel
+
+
+@dataclass(frozen=True)
+class CalibrationImages:
+    """This process's share of the calibration images, batch by batch, with a length for the progress bar."""
+
+    split: Split
+    plan: BatchPlan
+
+    def __len__(self) -> int:
+        return self.split.steps(self.plan)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (images for images, _ in self.split.batches(self.plan))
+
+
+def _calibration_images(run: Run, spec: QuantSpec) -> CalibrationImages:
+    """Return the images that ranges are measured on: of the training split, never of the evaluation split."""
+    plan = BatchPlan(
+        batch_size=run.recipe.data.batch_size,
+        limit=min(spec.calibration_images, len(run.data.train)),
+        rank=run.processes.rank,
+        world_size=run.processes.world_size,
+    )
+    return CalibrationImages(run.data.train, plan)
+
+
+def _clipping_note(seen: CalibrationReport) -> list[str]:
+    """Warn if the ranges leave out a large share of the values."""
+    cut = {name: share for name, share in seen.clipped.items() if share > _MANY_CLIPPED}
+    if not cut:
+        return []
+    worst = max(cut, key=lambda name: cut[name])
+    return [
+        f"calibration cuts off {cut[worst]:.0%} of the values at {worst}, over {_MANY_CLIPPED:.0%} at {len(cut)} "
+        f"of {len(seen.amax)} quantizers; if accuracy is lost, compare quantization.activations.calibrator=mse and max"
+    ]
+
+
+def _dead_note(seen: CalibrationReport) -> list[str]:
+    """Warn if tensors are zero for every image."""
+    if not seen.dead:
+        return []
+    return [
+        f"{len(seen.dead)} of {len(seen.amax)} quantizers, {seen.dead[0]} among them, see zeros whatever the image "
+        "and have a range of 1; train the model, then quantize it"
+    ]
+
+
+def _write_report(run: Run, report: QuantizationReport, seen: CalibrationReport) -> None:
+    """Write the table of decisions, and the histograms that calibration counted."""
+    write_text(run.path("placement.csv"), report.placement.to_csv())
+    formats = {site.name: site.format for site in report.placement.activations}
+    rows = []
+    for name, (counts, edges) in seen.histograms.items():
+        counts, edges = _coarse(counts, edges)
+        rows.append(
+            {
+                "name": name,
+                "counts": counts.tolist(),
+                "bin_edges": [edges[0].item(), edges[-1].item()],
+                "amax": seen.amax[name].item(),
+                "signed": formats[name].signed,
+            }
+        )
+    write_json(run.path("histograms.json"), rows)
+
+
+def _coarse(counts: Tensor, edges: Tensor, bins: int = 128) -> tuple[Tensor, Tensor]:
+    """Merge neighbouring bins until about `bins` are left, for drawing; empty bins fill the last group."""
+    group = max(1, -(-len(counts) // bins))
+    missing = -len(counts) % group
+    padded = torch.cat([counts, counts.new_zeros(missing)]).view(-1, group).sum(1)
+    width = edges[1] - edges[0]
+    return padded, torch.arange(len(padded) + 1, dtype=edges.dtype) * width * group

@@ -1,0 +1,171 @@
+"""The steps that take weights away: masks or channels, fine-tuning, and quantization with the masks held."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from compress.audit.onnx import audit_sparsity
+from compress.data.base import BatchPlan
+from compress.errors import AuditError, ModelError, RooflineError
+from compress.export.names import module_prefix
+from compress.files import write_json
+from compress.pipeline.run import Run
+from compress.pipeline.steps.training import facts_of, save_variant, train
+from compress.roofline import sparse_bound
+from compress.sparsity.channel_pruning import prune_channels
+from compress.sparsity.eligibility import NOTEWORTHY_CHANNELS, large_enough
+from compress.sparsity.parametrization import apply_masks, masked_layers, squash_masks
+from compress.sparsity.schedule import MaskSchedule
+from compress.sparsity.sparsifier import sparsify
+from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
+from compress.training import load_model, recalibrate_batchnorm, save_model
+from compress.variants import Variant
+from compress.weights import read_state_dict
+
+GPU = "a100"
+"""The device that a run's report names a bound for: the first kind that has 2:4 tensor cores."""
+
+RECALIBRATION_IMAGES = 1024
+"""Images of the training split that BatchNorm is recalibrated from where nothing is trained behind the sparsity."""
+
+_MASK = ".parametrizations.weight.0.mask"
+
+
+def sparse_step(run: Run, float_model: nn.Module) -> nn.Module:
+    """The float network with weights or channels taken away, fine-tuned; a plain module again.
+
+    Without fine-tuning, BatchNorm is recalibrated: by the dense network's statistics it would be at chance.
+    """
+    spec = cast(SparsitySpec, run.recipe.sparsity)
+    pattern = check_sparsity_spec(spec)
+    model = copy.deepcopy(float_model)
+    if pattern.kind == "channel":
+        report = prune_channels(model, spec, example_inputs=run.example.to(run.device), progress=run.progress)
+        write_json(run.path("sparsity.json"), asdict(report))
+    finished, tuning = run.folder.done("sparse"), run.recipe.finetune
+    if pattern.kind != "channel" and not finished:
+        _mask(run, model, float_model, spec, pattern)
+    if finished:
+        load_model(model, run.path("sparse.safetensors"))
+        return model.eval()
+    _note(run)
+    if tuning.epochs == 0:
+        recalibrate_batchnorm(model.to(run.device), _recalibration_images(run))
+    schedule = MaskSchedule(model, spec) if masked_layers(model) else None
+    after_step = schedule.after_step if schedule is not None else None
+    first = run.recipe.train.epochs
+    done = train(
+        run, model.train(), tuning, Variant.SPARSE, teacher=float_model, first_epoch=first, after_step=after_step
+    )
+    if schedule is not None:
+        squash_masks(model)
+    save_variant(run, Variant.SPARSE, model, **facts_of(done))
+    return model.eval()
+
+
+def _mask(run: Run, model: nn.Module, dense: nn.Module, spec: SparsitySpec, pattern: Pattern) -> None:
+    """Mask the network, or take the masks that a stopped run had found: a timed search does not find them twice."""
+    path = run.path("masked.safetensors")
+    if not run.folder.done("mask"):
+        report = sparsify(
+            model,
+            spec,
+            example_inputs=run.example.to(run.device),
+            batches=[x.to(run.device) for x in run.batches("train", 32, limit=spec.calibration_images)],
+            progress=run.progress,
+        )
+        document = asdict(report) | {"at_most": _at_most(run, dense, report.masked, pattern)}
+
+        def write() -> None:
+            save_model(model, path, {"step": "mask", "recipe": run.recipe.digest()})
+            write_json(run.path("sparsity.json"), document)
+            run.finish("mask", density=report.density)
+
+        run.processes.on_main(write)
+        return
+    masks = {key.removesuffix(_MASK): mask for key, mask in read_state_dict(path).items() if key.endswith(_MASK)}
+    apply_masks(model, masks, pattern=str(pattern), straight_through=spec.schedule == "sr-ste")
+    load_model(model, path)
+
+
+def _at_most(run: Run, dense: nn.Module, masked: tuple[str, ...], pattern: Pattern) -> str:
+    """What the pattern can bring to this network's speed at best, in words."""
+    if str(pattern) != "2:4":
+        return f"no engine is faster for {pattern}"
+    precision = "fp16" if run.recipe.quantization is None else "int8"
+    try:
+        bound = sparse_bound(
+            dense,
+            run.example.to(run.device),
+            masked=masked,
+            device=GPU,
+            precision=precision,
+            batch_size=run.recipe.data.batch_size,
+        )
+    except (ModelError, RooflineError) as error:
+        return f"how much faster 2:4 can make the network is not known: {error}"
+    shapes = {path: tuple(cast(Tensor, dense.get_submodule(path).weight).shape) for path in masked}
+    large = bound.speedup_with([path for path, shape in shapes.items() if large_enough(shape)])
+    return (
+        f"2:4 makes the network at most {bound.speedup:.2f} times as fast ({GPU}, {precision}, batch "
+        f"{bound.batch_size}, from its roofline), {large:.2f} where layers of fewer than {NOTEWORTHY_CHANNELS} "
+        "channels stay dense; engines for CPUs have no 2:4 kernels (inspect model --sparsity lists the layers)"
+    )
+
+
+def _note(run: Run) -> None:
+    """Say in the report what the masks' file knows and a reader might not expect, also if found before a stop."""
+    known = json.loads(run.path("sparsity.json").read_text(encoding="utf-8"))
+    refused = (known.get("permutation") or {}).get("refused")
+    notes = [known.get("at_most"), f"channels were not permuted: {refused}" if refused else None]
+    if run.recipe.finetune.epochs == 0:
+        notes.append(
+            "finetune.epochs is 0: the sparse network was not trained on, only its BatchNorm statistics were measured "
+            "again on images of the training split; a few epochs bring back most of what is lost"
+        )
+    run.notes += [note for note in notes if note]
+
+
+def _recalibration_images(run: Run) -> Iterator[Tensor]:
+    """A sample of the training split, the same on every process; each batch is spread over it, and so over classes."""
+    split = run.data.train
+    sample = split.order(BatchPlan(batch_size=1, limit=min(RECALIBRATION_IMAGES, len(split))))
+    count = max(1, len(sample) // 32)
+    return (split.load(sample[i::count], epoch=None, device=run.device)[0] for i in range(count))
+
+
+def zeros_of(run: Run, model: nn.Module) -> Mapping[str, Tensor]:
+    """Masks that keep at zero what is zero now, of the layers that the run masked; none after channel pruning."""
+    path = run.path("masked.safetensors")
+    if not path.is_file():
+        return {}
+    layers = [key.removesuffix(_MASK) for key in read_state_dict(path) if key.endswith(_MASK)]
+    return {layer: cast(Any, model.get_submodule(layer)).weight.detach() != 0 for layer in layers}
+
+
+def check_pattern(run: Run, variants: list[str]) -> None:
+    """Refuse an exported file whose constants break the n:m pattern of the masked layers.
+
+    Raises:
+        AuditError: names the operation and how many groups hold too many values.
+    """
+    pattern = check_sparsity_spec(cast(SparsitySpec, run.recipe.sparsity))
+    if pattern.kind != "nm":
+        return
+    layers = [key.removesuffix(_MASK) for key in read_state_dict(run.path("masked.safetensors")) if key.endswith(_MASK)]
+    rows = []
+    for variant in variants:
+        audit = audit_sparsity(run.path(f"{variant}.onnx"), pattern.n, pattern.m)
+        for layer in layers:
+            row = next((r for r in audit if r.name.startswith(module_prefix(layer))), None)
+            if row is None or row.violations:
+                held = "is not in the file" if row is None else f"breaks {pattern} in {row.violations} groups"
+                raise AuditError(f"{variant}.onnx: {layer} {held}; the masks were lost on the way to the file")
+            rows.append({"variant": variant, **asdict(row)})
+    write_json(run.path("sparsity_audit.json"), rows)

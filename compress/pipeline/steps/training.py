@@ -1,0 +1,65 @@
+"""Training as a run asks for it, and the weights of a finished step; shared by the steps that make networks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from compress.pipeline.run import Run
+from compress.training import TrainReport, TrainSpec, fit, save_model
+from compress.training.loop import AfterStep
+from compress.variants import Variant
+
+
+def train(
+    run: Run,
+    model: nn.Module,
+    spec: TrainSpec,
+    variant: Variant,
+    *,
+    teacher: nn.Module | None = None,
+    first_epoch: int = 0,
+    after_step: AfterStep | None = None,
+) -> TrainReport:
+    """Train `model` in place with the data, the processes and the folder of the run.
+
+    Args:
+        run: the run under way.
+        model: network to train.
+        spec: section of the recipe that this training follows.
+        variant: network that is made; its step names the files and the progress bar.
+        teacher: model to distill from, if `spec` asks for distillation.
+        first_epoch: number of epochs trained before. Without it the network would see the same images in the same
+            order, augmented alike, as in the phase before.
+        after_step: called after each optimizer step.
+    """
+    return fit(
+        model,
+        run.data,
+        spec,
+        batch_size=run.recipe.data.batch_size,
+        folder=run.folder.path,
+        teacher=teacher if spec.distill else None,
+        device=run.device,
+        processes=run.processes,
+        resume=run.resume,
+        name=variant.step,
+        first_epoch=first_epoch,
+        after_step=after_step,
+        progress=run.progress,
+    )
+
+
+def facts_of(report: TrainReport) -> dict[str, float]:
+    """Return the figures of a training that `state.json` holds."""
+    return {"top1": report.final.top1, "images_per_s": report.images_per_s, "seconds": report.seconds}
+
+
+def save_variant(run: Run, variant: Variant, model: nn.Module, **facts: float) -> None:
+    """Write the weights and mark the variant's step as finished, on the main process; the others wait."""
+
+    def work() -> None:
+        save_model(model, run.path(variant.weights_file), {"step": variant.step, "recipe": run.recipe.digest()})
+        run.finish(variant.step, **facts)
+        run.path(f"{variant.step}.checkpoint.safetensors").unlink(missing_ok=True)  # the weights replace it
+
+    run.processes.on_main(work)

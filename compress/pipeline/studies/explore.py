@@ -1,0 +1,298 @@
+"""Which form of a network its engine likes best: the same weights exported in several forms, built, and audited.
+
+A form is a list of overrides of the recipe, so what is found can be typed as it stands. Each form is quantized after
+training (calibrated anew where its quantizers stand elsewhere), exported, built for each compute capability alone, and
+compared by the bytes that its kernels move, their number, and the least time under a device's roofs. ONNX Runtime says
+how far each form's answers are from the float network's; those below a bound on agreement are not chosen.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from compress.audit.engine import EngineAudit, audit_engine
+from compress.audit.nvidia_log import parse_build_log
+from compress.audit.roofline import engine_roofline, int8_choices
+from compress.engines import build_engine
+from compress.engines.tensorrt.build import build_tensorrt
+from compress.engines.tensorrt.options import TensorRTOptions
+from compress.errors import AuditError, CompressError, RecipeError
+from compress.export.names import module_of
+from compress.export.onnx import export_onnx
+from compress.measure.parity import compare_logits
+from compress.progress import NoProgress, Progress
+from compress.quantization.ptq.quantize import quantize
+from compress.quantization.spec import QuantSpec, Rule
+from compress.recipe import Recipe, parse_recipe
+
+LEAST_AGREEMENT = 0.98
+"""Share of images whose class must be the float network's, for a form to be chosen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A way to export a network.
+
+    Attributes:
+        name: in tables.
+        overrides: of the recipe, as --set takes them.
+        where_it_pays: leave those layers float in which the roofs of the device let fp16 be faster, judged by the
+            engine of the form without this.
+    """
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    where_it_pays: bool = False
+
+
+_HALF = "export.precision=fp16"
+_BEHIND = "export.channel_scales=output"
+_FP8 = (
+    "quantization.weights.kind=e4m3",
+    "quantization.weights.calibrator=max",
+    "quantization.activations.kind=e4m3",
+    "quantization.activations.calibrator=max",
+)
+
+FORMS: tuple[Form, ...] = (
+    Form(name="fp32", overrides=("quantization=null", "export.precision=fp32")),
+    Form(name="fp16", overrides=("quantization=null", _HALF)),
+    Form(name="INT8, fp32 remainder", overrides=("export.precision=fp32",)),
+    Form(name="INT8, fp16 remainder", overrides=(_HALF,)),
+    Form(name="INT8, fp16, one scale a weight", overrides=(_HALF, "quantization.weights.axis=null")),
+    Form(name="INT8, fp16, scales behind", overrides=(_HALF, _BEHIND)),
+    Form(name="INT8, fp16, scales behind, sums both", overrides=(_HALF, _BEHIND, "quantization.residual=both")),
+    Form(name="INT8, fp16, scales behind, sums float", overrides=(_HALF, _BEHIND, "quantization.residual=none")),
+    Form(name="FP8, fp16, scales behind", overrides=(_HALF, _BEHIND, *_FP8)),
+    Form(name="INT8 where it pays, else fp16", overrides=(_HALF, _BEHIND), where_it_pays=True),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormResult:
+    """What became of a form on one compute capability.
+
+    Attributes:
+        form: its name.
+        overrides: that lead to it.
+        sm: compute capability.
+        kernels: that run on the GPU.
+        activation_bytes: moved for one image.
+        unknown_sizes: activations whose bytes are unknown and not among these.
+        weight_bytes: of all constants.
+        int8_share: of the macs.
+        least_ms: under the roofs of the device, for the batch; None without a device.
+        agreement, sqnr_db: of the answers with the float network's, in ONNX Runtime; None when it cannot run the file.
+        error: why there is no engine; "" when there is one.
+    """
+
+    form: str
+    overrides: tuple[str, ...]
+    sm: int
+    kernels: int = 0
+    activation_bytes: float = 0.0
+    unknown_sizes: int = 0
+    weight_bytes: float = 0.0
+    int8_share: float = 0.0
+    least_ms: float | None = None
+    agreement: float | None = None
+    sqnr_db: float | None = None
+    error: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(kw_only=True)
+class Explorer:
+    """A network, what it is calibrated and judged on, and where files go.
+
+    Attributes:
+        model: float, trained, not changed.
+        recipe: what the forms are overrides of.
+        example: images that it is traced and exported with.
+        calibration: batches that ranges are measured on.
+        images: (N, 3, H, W) that answers are compared on.
+        folder: of the ONNX files and engines.
+        engine: `tensorrt-rtx` or `tensorrt`.
+        options: how engines are built; its compute capabilities are taken one by one.
+        device: under whose roofs times are bounded; None = not bounded, and no form looks for where INT8 pays.
+        batch_size: of these bounds.
+        progress: hears of each form.
+    """
+
+    model: nn.Module
+    recipe: Recipe
+    example: Tensor
+    calibration: Sequence[Tensor]
+    images: Tensor
+    folder: Path
+    engine: str = "tensorrt-rtx"
+    options: TensorRTOptions = field(default_factory=TensorRTOptions)
+    device: str | None = None
+    batch_size: int = 32
+    progress: Progress = field(default_factory=NoProgress)
+    _quantized: dict[str, nn.Module] = field(default_factory=dict, init=False)
+    _reference: NDArray[Any] | None = field(default=None, init=False)
+
+    def explore(self, forms: Sequence[Form] = FORMS) -> tuple[FormResult, ...]:
+        """Every form on every compute capability, in the forms' order.
+
+        Raises:
+            RecipeError: an override that the recipe does not take, or no compute capability.
+        """
+        if not self.options.sms:
+            raise RecipeError("exploring needs the compute capabilities to build for, such as 89,120")
+        forms = [form for form in forms if self.device is not None or not form.where_it_pays]
+        self.progress.start("explore", len(forms))
+        results: list[FormResult] = []
+        for form in forms:
+            results += self._try(form)
+            self.progress.advance("explore")
+        self.progress.finish("explore")
+        return tuple(results)
+
+    def _try(self, form: Form) -> list[FormResult]:
+        recipe = with_overrides(self.recipe, form.overrides)
+        overrides = form.overrides
+        if form.where_it_pays:
+            rules = json.dumps([asdict(rule) for rule in self._unprofitable(recipe)])
+            overrides = (*overrides, f"quantization.rules={rules}")
+            recipe = with_overrides(self.recipe, overrides)
+        results = [FormResult(form=form.name, overrides=overrides, sm=sm) for sm in self.options.sms]
+        try:
+            path = self.export(recipe, form.name)
+        except CompressError as error:
+            return [replace(result, error=str(error)) for result in results]
+        agreement, sqnr = self._answers(path)
+        return [self._built(replace(r, agreement=agreement, sqnr_db=sqnr), path) for r in results]
+
+    def _built(self, result: FormResult, path: Path) -> FormResult:
+        try:
+            audit = self.build(path, result.sm)
+        except CompressError as error:
+            return replace(result, error=str(error))
+        return replace(
+            result,
+            kernels=audit.kernels,
+            activation_bytes=audit.activation_bytes,
+            unknown_sizes=audit.unknown_sizes,
+            weight_bytes=audit.weight_bytes,
+            int8_share=audit.share("int8", "fp8"),
+            least_ms=self.least_ms(audit),
+        )
+
+    def least_ms(self, audit: EngineAudit) -> float | None:
+        """Least time of an engine for the batch under the device's roofs."""
+        if self.device is None:
+            return None
+        return engine_roofline(audit, device=self.device, batch_size=self.batch_size).least_time_ms
+
+    def export(self, recipe: Recipe, name: str) -> Path:
+        """The ONNX file of a recipe's form."""
+        model, spec = self._network(recipe.quantization), recipe.export
+        return export_onnx(
+            model,
+            self.example,
+            self.folder / f"{_file_name(name)}.onnx",
+            precision=spec.precision,
+            dynamic_batch=spec.dynamic_batch,
+            opset=spec.opset,
+            channel_scales=spec.channel_scales,
+        )
+
+    def build(self, path: Path, sm: int) -> EngineAudit:
+        """The audit of an ONNX file's engine for one compute capability."""
+        out = path.with_suffix(f".sm{sm}.engine")
+        built = build_tensorrt(path, self.engine, options=replace(self.options, sms=(sm,)), out=out)
+        try:
+            return audit_engine(parse_build_log(built.log), onnx=path)
+        finally:
+            out.unlink(missing_ok=True)  # tens of megabytes each; the log beside it tells all
+
+    def _network(self, spec: QuantSpec | None) -> nn.Module:
+        if spec is None:
+            return self.model
+        key = json.dumps(asdict(spec), sort_keys=True, default=str)
+        if key not in self._quantized:
+            self._quantized[key] = quantize(self.model, self.example, self.calibration, spec=spec)
+        return self._quantized[key]
+
+    def _unprofitable(self, recipe: Recipe) -> list[Rule]:
+        """Rules that leave layers float in which INT8 cannot pay, on the first compute capability."""
+        path = self.export(recipe, "all INT8")
+        audit = self.build(path, self.options.sms[0])
+        choices = int8_choices(audit, device=str(self.device), batch_size=self.batch_size)
+        nodes = {layer.name: layer.onnx_nodes for layer in audit.weighted}
+        spec = recipe.quantization
+        kept = list(spec.rules) if spec is not None else []
+        return kept + [
+            Rule(match=module_of(nodes[c.name][0]), enable=False) for c in choices if not c.int8_pays and nodes[c.name]
+        ]
+
+    def _answers(self, path: Path) -> tuple[float | None, float | None]:
+        """(agreement, SQNR in dB) of a file's answers with those of the float network."""
+        try:
+            if self._reference is None:
+                plain = export_onnx(self.model, self.example, self.folder / "reference.onnx")
+                self._reference = self._run(plain)
+            parity = compare_logits(self._reference, self._run(path))
+        except CompressError:
+            return None, None
+        return parity.agreement, parity.sqnr_db
+
+    def _run(self, path: Path) -> NDArray[Any]:
+        with build_engine(path, "onnxruntime") as engine:
+            name = engine.inputs[0].name
+            batches = self.images.split(8)
+            return np.concatenate([next(iter(engine.run({name: b.numpy()}).values())) for b in batches])
+
+
+def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """A recipe with overrides applied.
+
+    Raises:
+        RecipeError: one that it does not take.
+    """
+    return parse_recipe(yaml.safe_load(recipe.to_yaml()), overrides, source="explore")
+
+
+def best(
+    results: Sequence[FormResult], *, least_agreement: float = LEAST_AGREEMENT, int8: bool = False
+) -> Mapping[int, FormResult]:
+    """For each compute capability, the form that moves the fewest bytes among those near enough to the float network.
+
+    Args:
+        results: of `Explorer.explore`.
+        least_agreement: share of images that must get the float network's class; forms without a figure do not count.
+        int8: only forms that compute at least half of the macs in 8 bits.
+
+    Raises:
+        AuditError: no form is near enough.
+    """
+    fit = [r for r in results if not r.error and r.agreement is not None and r.agreement >= least_agreement]
+    fit = [r for r in fit if not int8 or r.int8_share >= 0.5]
+    if not fit:
+        raise AuditError(
+            f"no form that was built agrees with the float network on {least_agreement:.0%} of the images; give more "
+            "calibration images, or a lower bound"
+        )
+    return {sm: min((r for r in fit if r.sm == sm), key=_cost) for sm in dict.fromkeys(r.sm for r in fit)}
+
+
+def _cost(result: FormResult) -> tuple[bool, float, int]:
+    return result.unknown_sizes > 0, result.activation_bytes, result.kernels
+
+
+def _file_name(text: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in text.lower())

@@ -1,0 +1,252 @@
+"""From sensitivity to a recipe of mixed precision: the front of accuracy against time, and the point of it that fits.
+
+Noises and layer times, both measured, choose the candidates: an integer program for each of several budgets. What a
+candidate then really costs is not taken from their sums: each is quantized, exported, evaluated on the engine and
+timed there, all in turn, and the point is picked by those figures.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from compress.engines import build_engine
+from compress.errors import QuantizationError
+from compress.export.onnx import export_onnx
+from compress.files import write_text
+from compress.measure import EngineAccuracy, compare_logits, measure_accuracy, measure_latency
+from compress.measure.layer_times import measure_engine_layers
+from compress.pipeline.run import Run
+from compress.pipeline.studies.sensitivity import Measured, calibration_batches, evaluation_batches
+from compress.quantization.ptq.quantize import quantize
+from compress.quantization.sensitivity.mixed import FLOAT, front, mixed_spec
+from compress.quantization.spec import QuantSpec
+from compress.roofline.model import find_device, roofline
+
+ENGINE = "openvino"
+"""What candidates are evaluated on; it tells the time of each layer, too."""
+
+_LARGEST_NOISE = 1e6  # a layer that leaves nothing of the signal; the program needs a finite number
+
+Formats = Mapping[str, str]
+"""Format by layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostTable:
+    """What each layer takes in each format.
+
+    Attributes:
+        ms: by layer and format.
+        rest_ms: what no choice changes.
+        method: where the times come from, in words.
+    """
+
+    ms: Mapping[str, Mapping[str, float]]
+    rest_ms: float
+    method: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One network between float and all quantized.
+
+    Attributes:
+        label: `float`, a format that all layers have, or `mixed 1`, ...
+        formats: by layer.
+        spec: its quantization; None for the float network.
+        predicted_ms: sum of its layers' times.
+        latency_ms: median of a run on the engine; None where times come from a data sheet.
+        top1: share of the images that the engine classifies rightly, 0 to 1.
+        agreement: share of the images in the same class as the float network on the engine, 0 to 1.
+        sqnr_db: of the engine's logits against the float network's.
+    """
+
+    label: str
+    formats: Formats
+    spec: QuantSpec | None
+    predicted_ms: float
+    latency_ms: float | None
+    top1: float
+    agreement: float
+    sqnr_db: float
+
+    @property
+    def ms(self) -> float:
+        """The measured time where there is one."""
+        return self.predicted_ms if self.latency_ms is None else self.latency_ms
+
+
+def check_costs(costs: str) -> None:
+    """Refuse a source of times that `mixed_front` does not know, before hours are spent on what it needs.
+
+    Raises:
+        RooflineError: neither `openvino` nor a device of the roofline's table.
+    """
+    if costs != ENGINE:
+        find_device(costs)
+
+
+def mixed_front(
+    measured: Measured,
+    *,
+    costs: str = ENGINE,
+    batch_size: int = 1,
+    precision: str | None = None,
+    images: int = 256,
+    points: int = 8,
+    seconds: float = 3.0,
+    others: Mapping[str, Formats] | None = None,
+) -> tuple[tuple[Point, ...], CostTable]:
+    """Measure a network in float, in each format everywhere, and in the choices between them.
+
+    Args:
+        measured: of `sensitivity_run`.
+        costs: `openvino`, for times measured here; or a device of the roofline's table, such as `h200`.
+        batch_size: images of one run.
+        precision: of what is not quantized, on the engine; None = its own choice.
+        images: of the evaluation split that accuracy is measured on.
+        points: choices tried, at most.
+        seconds: time for the latency of each, at most.
+        others: further choices of formats to measure along with them, by label.
+
+    Returns:
+        The points, float first, and the times that the choices were made by.
+
+    Raises:
+        EngineError: a network that the engine cannot take.
+        RooflineError: an unknown device, or a precision that it lacks.
+    """
+    run = measured.run
+    layers = [row.layer for row in measured.reports[measured.base].rows]
+    named: dict[str, Formats] = {name: dict.fromkeys(layers, name) for name in (FLOAT, *measured.specs)}
+    files = {name: _export(measured, name, formats) for name, formats in named.items()}
+    if costs == ENGINE:
+        table = _engine_costs(files, layers, measured.base, batch_size, precision)
+    else:
+        table = sheet_costs(measured, layers, costs, batch_size)
+    for choice in front(_noise(measured), table.ms, points=points):
+        if not any(dict(choice.formats) == dict(seen) for seen in named.values()):
+            named[f"mixed {len(named) - len(measured.specs)}"] = choice.formats
+    named |= others or {}
+    run.progress.start("mixed precision", len(named), done=len(files))
+    for name, formats in named.items():
+        if name not in files:
+            files[name] = _export(measured, name, formats)
+            run.progress.advance("mixed precision")
+    run.progress.finish("mixed precision")
+    latency = _latency(files, batch_size, precision, seconds, run) if costs == ENGINE else {}
+    seen = {name: _accuracy(run, path, precision, images) for name, path in files.items()}
+    found = []
+    for name, formats in named.items():
+        parity = compare_logits(seen[FLOAT].logits, seen[name].logits)
+        point = Point(
+            label=name,
+            formats=formats,
+            spec=None if name == FLOAT else _spec(measured, formats),
+            predicted_ms=table.rest_ms + sum(table.ms[layer][formats[layer]] for layer in layers),
+            latency_ms=latency.get(name),
+            top1=seen[name].top1,
+            agreement=parity.agreement,
+            sqnr_db=parity.sqnr_db,
+        )
+        found.append(point)
+    return tuple(found), table
+
+
+def pick(points: Sequence[Point], *, budget_ms: float | None = None, max_drop: float | None = None) -> Point:
+    """The point of least noise within a time, or the fastest whose top-1 is near float's.
+
+    Args:
+        points: of `mixed_front`, float first.
+        budget_ms: longest time of a run.
+        max_drop: largest loss of top-1 against float, in percent points; exactly one of the two is given.
+
+    Raises:
+        QuantizationError: both limits or none, or no point meets it.
+    """
+    if (budget_ms is None) == (max_drop is None):
+        raise QuantizationError("mixed precision takes one of a budget in ms and a largest drop of top-1")
+    if budget_ms is not None:
+        fitting = [point for point in points if point.ms <= budget_ms]
+        if not fitting:
+            least = min(point.ms for point in points)
+            raise QuantizationError(f"no choice of formats runs in {budget_ms:g} ms; the fastest takes {least:.4g} ms")
+        return max(fitting, key=lambda point: (point.sqnr_db, -point.ms))
+    lost = {point.label: 100 * (points[0].top1 - point.top1) for point in points}
+    near = [point for point in points if lost[point.label] <= float(max_drop or 0) + 1e-9]
+    if not near:
+        raise QuantizationError(
+            f"no choice of formats loses {max_drop} points or less; the least is {min(lost.values())}"
+        )
+    return min(near, key=lambda point: point.ms)
+
+
+def write_recipe(measured: Measured, point: Point, path: Path) -> Path:
+    """Write the recipe that `ptq` and `qat` run to make the network of `point`."""
+    return write_text(path, replace(measured.run.recipe, quantization=point.spec).to_yaml())
+
+
+def _spec(measured: Measured, formats: Formats) -> QuantSpec:
+    return mixed_spec(measured.specs[measured.base], formats, measured.settings, base=measured.base)
+
+
+def _export(measured: Measured, name: str, formats: Formats) -> Path:
+    """The ONNX file of a choice, quantized from the float baseline."""
+    run, model = measured.run, measured.model
+    if set(formats.values()) != {FLOAT}:
+        spec = _spec(measured, formats)
+        model = quantize(model, run.example.to(run.device), calibration_batches(run, spec), spec=spec)
+    path = run.path(f"mixed/{name.replace(' ', '-')}.onnx")
+    return export_onnx(copy.deepcopy(model).cpu(), run.example, path, preprocessing=run.data.val.preprocessing)
+
+
+def _noise(measured: Measured) -> dict[str, dict[str, float]]:
+    table: dict[str, dict[str, float]] = {}
+    for name, report in measured.reports.items():
+        for row in report.rows:
+            table.setdefault(row.layer, {FLOAT: 0.0})[name] = min(row.alone.noise, _LARGEST_NOISE)
+    return table
+
+
+def _engine_costs(
+    files: Mapping[str, Path], layers: Sequence[str], base: str, batch_size: int, precision: str | None
+) -> CostTable:
+    times = measure_engine_layers(files, layers, engine=ENGINE, batch_size=batch_size, precision=precision)
+    ms = {layer: {name: row.ms[layer] for name, row in times.items()} for layer in layers}
+    label = times[base].label
+    return CostTable(ms=ms, rest_ms=times[base].rest_ms, method=f"layer times on {label}, batch {batch_size}")
+
+
+def sheet_costs(measured: Measured, layers: Sequence[str], device: str, batch_size: int) -> CostTable:
+    """Least times by a data sheet: float layers in fp16, quantized ones in int8, whatever the bits of their weights."""
+    run, ms = measured.run, {layer: dict.fromkeys((FLOAT, *measured.specs), 0.0) for layer in layers}
+    image = run.example[:1].repeat(batch_size, 1, 1, 1).to(run.device)
+    rest_ms = 0.0
+    for precision, names in (("fp16", [FLOAT]), ("int8", list(measured.specs))):
+        rows = roofline(measured.model, image, device=device, precision=precision, fused=True).rows
+        for row in rows:
+            for layer in set(layers) & set(row.paths):
+                ms[layer] |= dict.fromkeys(names, row.least_time_ms or 0.0)
+        rest_ms = sum(row.least_time_ms or 0.0 for row in rows if not set(layers) & set(row.paths))
+    return CostTable(ms=ms, rest_ms=rest_ms, method=f"least times by the roofline of {device}, fp16 and int8")
+
+
+def _latency(
+    files: Mapping[str, Path], batch_size: int, precision: str | None, seconds: float, run: Run
+) -> dict[str, float]:
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(build_engine(path, ENGINE, batch_size=batch_size, precision=precision))
+            for name, path in files.items()
+        }
+        timed = measure_latency(engines, batch_size=batch_size, runs=200, seconds=seconds, progress=run.progress)
+    return {row.label: row.p50_ms for row in timed}
+
+
+def _accuracy(run: Run, path: Path, precision: str | None, images: int) -> EngineAccuracy:
+    with build_engine(path, ENGINE, precision=precision) as engine:
+        return measure_accuracy(engine, evaluation_batches(run, images), keep_logits=True)

@@ -1,0 +1,100 @@
+"""Layer-by-layer parity of a recipe's network, or of one that a run has made, on engines."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from torch import Tensor, fx
+
+from compress.data.base import BatchPlan, Split
+from compress.data.load import load_data
+from compress.errors import EngineError, RecipeError, RunError
+from compress.export.onnx import export_onnx
+from compress.measure.layer_parity import TOLERANCE, LayerParity, layer_parity
+from compress.pipeline.again import finished_run, network, variants_in
+from compress.pipeline.steps.float import build_float
+from compress.quantization.ptq.quantize import quantize
+from compress.recipe import Recipe
+from compress.variants import Variant
+
+ENGINES = ("onnxruntime", "openvino")
+
+Results = dict[str, LayerParity | EngineError]
+
+
+def parity_of_recipe(
+    recipe: Recipe, *, images: int = 8, engines: Sequence[str] = ENGINES, tolerance: float = TOLERANCE
+) -> Results:
+    """Quantize the recipe's model as it is before training, export it, and compare each engine with it.
+
+    Args:
+        recipe: with a `quantization` section.
+        images: of the evaluation split that are compared on.
+        engines: by name.
+        tolerance: share of a tensor's elements that may be more than one step apart.
+
+    Returns:
+        By engine: the comparison, or why there is none.
+
+    Raises:
+        RecipeError: no `quantization` section.
+    """
+    if recipe.quantization is None:
+        raise RecipeError("parity compares a quantized network, and the recipe has quantization: null")
+    data = load_data(recipe.data)
+    model = build_float(recipe).model.eval()
+    plan = BatchPlan(
+        batch_size=recipe.data.batch_size, limit=min(recipe.quantization.calibration_images, len(data.train))
+    )
+    batches = [x for x, _ in data.train.batches(plan)]
+    qmodel = quantize(model, batches[0][:2], batches, spec=recipe.quantization)
+    return _compare(qmodel, batches[0][:2], _images(data.val, images), engines, tolerance)
+
+
+def parity_of_run(
+    folder: Path, *, variant: str = "", images: int = 8, engines: Sequence[str] = ENGINES, tolerance: float = TOLERANCE
+) -> Results:
+    """Export a quantized network of a run anew, and compare each engine with it.
+
+    Args:
+        folder: of the run.
+        variant: which network; "" = the last quantized one.
+        images: as of `parity_of_recipe`.
+        engines: as of `parity_of_recipe`.
+        tolerance: as of `parity_of_recipe`.
+
+    Raises:
+        RunError: the folder holds no such network.
+    """
+    known = [name for name in variants_in(folder) if name.is_quantized]
+    chosen = Variant.named(variant) if variant or not known else known[-1]
+    if chosen not in known:
+        held = ", ".join(known) or "none"
+        raise RunError(f"{folder} holds no quantized network {variant!r} (there is: {held}); ptq and qat make them")
+    run = finished_run(folder)
+    qmodel = cast(fx.GraphModule, network(run, chosen))
+    return _compare(qmodel, run.example, _images(run.data.val, images), engines, tolerance)
+
+
+def _images(split: Split, count: int) -> Tensor:
+    return next(iter(split.batches(BatchPlan(batch_size=count, limit=count))))[0]
+
+
+def _compare(
+    qmodel: fx.GraphModule, example: Tensor, images: Tensor, engines: Sequence[str], tolerance: float
+) -> Results:
+    results: Results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = export_onnx(qmodel.cpu(), example, Path(folder) / "model.onnx")
+        for engine in engines:
+            precision = "f32" if engine == "openvino" else None
+            try:
+                results[engine] = layer_parity(
+                    qmodel, path, images, engine=engine, precision=precision, tolerance=tolerance
+                )
+            except EngineError as error:
+                results[engine] = error
+    return results

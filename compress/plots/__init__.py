@@ -1,0 +1,1 @@
+"""Each figure once, in one style."""

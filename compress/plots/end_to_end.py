@@ -1,0 +1,58 @@
+"""Where the time goes from a picture to its classes: a bar for each variant, cut into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from compress.measure.end_to_end import STAGES, EndToEnd, Stage
+from compress.plots.style import LIGHT, Format, label, name_rows, new_figure
+from compress.text import display
+
+_SHOWN: dict[Stage, tuple[str, str]] = {
+    "decode": ("decoding", "purple"),
+    "preprocess": ("resizing and normalizing", "amber"),
+    "engine": ("the engine", "blue"),
+    "postprocess": ("softmax and top 5", "green"),
+}
+_READABLE = 0.08
+"""Share of the longest bar from which a stage has room for its share in words."""
+
+
+def draw_end_to_end(results: Sequence[EndToEnd], form: Format) -> Figure:
+    """Stacked bars of milliseconds for one picture, one for each variant and batch size, so that batches compare.
+
+    Args:
+        results: not empty.
+        form: what it is drawn for.
+    """
+    figure = new_figure(form, 0.5 * len(results) + (2.1 if form.narrow else 1.5))
+    axes = figure.subplots()
+    longest = max(result.total_ms / result.batch_size for result in results)
+    drawn: set[Stage] = set()
+    for y, result in enumerate(results):
+        left = 0.0
+        for stage in (stage for stage in STAGES if stage in result.stage_ms):
+            title, colour = _SHOWN[stage]
+            width = result.stage_ms[stage] / result.batch_size
+            axes.barh(y, width, left=left, height=0.6, color=LIGHT[colour], label=None if stage in drawn else title)
+            if width >= _READABLE * longest * (2 if form.narrow else 1):
+                shade = LIGHT["ink"] if stage == "preprocess" else LIGHT["paper"]
+                text = f"{result.share(stage):.0%}"
+                axes.text(left + width / 2, y, text, ha="center", va="center", fontsize=8, color=shade)
+            drawn.add(stage)
+            left += width
+        axes.text(left + 0.015 * longest, y, f"{left:.3g} ms", va="center", fontsize=8)
+    name_rows(axes, [_name(result, form) for result in results], end=(1.35 if form.narrow else 1.15) * longest)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.set_xlabel("ms a picture" if form.narrow else "ms a picture, to its classes; median of each stage")
+    figure.legend(loc="outside lower left", ncols=2 if form.narrow else 4, handlelength=1.0)
+    return figure
+
+
+def _name(result: EndToEnd, form: Format) -> str:
+    variant, colon, engine = result.label.partition(": ")
+    name = f"{display(variant)}, {display(engine)}" if colon else display(result.label)
+    return f"{label(name, 20 if form.narrow else 34)}\nbatch {result.batch_size}"

@@ -1,0 +1,373 @@
+"""Pictures of receptive fields: where a unit looks, on the image, linear and logarithmic; growth; before and after.
+
+A dashed box is the theoretical field, a cross the unit's centre, ellipses one and two sigma of the fitted Gaussian.
+Axes are in pixels of the image.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Ellipse, Rectangle
+from torch import Tensor
+
+from compress.plots.style import LIGHT, caption, plain_ticks, styled
+from compress.receptive_field import EffectiveReceptiveField, ErfDrift, ReceptiveFieldTable, unproductive_layers
+from compress.receptive_field.metrics import radial_profile
+from compress.text import shorten
+
+HEAT = "magma"
+DECADES = 5
+_WIDE = 10.6
+
+
+def background(image: Tensor) -> Tensor:
+    """A normalized image (3, h, w) as grey levels (h, w) between 0 and 1, for drawing under a map."""
+    grey = image.detach().float().cpu().mean(0)
+    low, high = grey.quantile(0.01), grey.quantile(0.99)
+    return ((grey - low) / (high - low).clamp_min(1e-6)).clamp(0, 1)
+
+
+def draw_field(field: EffectiveReceptiveField, image: Tensor | None = None, *, name: str = "") -> Figure:
+    """One unit's field on the image, on a linear and on a logarithmic scale, with its sizes.
+
+    Args:
+        field: measured.
+        image: one of the images, (C, height, width); None = no picture under the map.
+        name: of the model; "" = its class.
+    """
+    with styled():
+        figure = Figure(figsize=(_WIDE, 4.75), layout="constrained")
+        left, middle, right = figure.subplots(ncols=3)
+        heat = field.normalized
+        _draw_on_image(left, field, image)
+        scale = middle.imshow(heat, cmap=HEAT, vmin=0, vmax=1)
+        figure.colorbar(scale, ax=middle, location="bottom", shrink=0.8, label="influence, largest = 1")
+        floor = -float(DECADES)
+        levels = heat.clamp_min(10**floor).log10()
+        scale = right.imshow(levels, cmap=HEAT, vmin=floor, vmax=0)
+        figure.colorbar(scale, ax=right, location="bottom", shrink=0.8, label="log10 of the influence")
+        for axes, title in ((left, "on the image"), (middle, "linear scale"), (right, "logarithmic scale")):
+            _frame(axes, field, title)
+        for axes, colour in ((middle, "white"), (right, "white"), (left, LIGHT["alarm"])):
+            draw_box(axes, field, colour)
+            _draw_sigmas(axes, field, colour)
+        figure.suptitle(
+            f"{name or field.model} · {shorten(field.layer, 44)}: where unit ({field.unit[0]}, {field.unit[1]}) of "
+            f"{field.grid[0]} × {field.grid[1]} looks",
+            fontsize=11,
+            weight="bold",
+            x=0.01,
+            ha="left",
+        )
+        caption(figure, f"{sizes(field)} {_legend(field)}")
+        return figure
+
+
+def sizes(field: EffectiveReceptiveField) -> str:
+    """The field's sizes in a sentence or two.
+
+    The side is that of a square of as many pixels as have above 4.55 % of the largest influence.
+    """
+    metrics, row = field.metrics, field.theoretical
+    vertical, horizontal = metrics.gaussian.sigma
+    text = (
+        f"Mean of {field.images} images. Side {metrics.size:.0f} px (pixels above 4.55 % of the largest); half of the "
+        f"influence within {metrics.radius_50:.0f} px of the centre, 95 % within {metrics.radius_95:.0f} px; Gaussian "
+        f"σ {vertical:.1f} × {horizontal:.1f} px (explains {100 * max(0.0, metrics.gaussian.r_squared):.0f} %)."
+    )
+    if metrics.count > 0.8 * field.heat.numel():
+        text += " It fills the image, which cuts it off: a larger image shows its real size."
+    if row is None:
+        return f"{text} The theoretical field is not known: torch.fx cannot trace the model."
+    if row.status == "unknown":
+        return f"{text} The theoretical field is {row.reason}."
+    local = " × ".join(str(s) for s in dict.fromkeys(row.local_size) if s is not None)
+    if row.status == "global":
+        without = f"; without global operations it is {local} px" if local else ""
+        return f"{text} In theory the unit sees everything ({row.reason}){without}."
+    share = f", of which the side is {100 * metrics.theoretical_share:.0f} %" if metrics.theoretical_share else ""
+    return f"{text} In theory the unit sees {local or row.seen[0]} px{share}."
+
+
+def _legend(field: EffectiveReceptiveField) -> str:
+    shown = (
+        "Cross: the unit's centre; ellipses: 1 and 2 σ; dashed: the theoretical field"
+        if _box(field)
+        else ("Cross: the unit's centre; ellipses: 1 and 2 σ of the Gaussian")
+    )
+    beyond = ", which reaches beyond the image" if _box(field) and _beyond(field) else ""
+    return f"{shown}{beyond}."
+
+
+def _box(field: EffectiveReceptiveField) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """((first row, last), (first column, last)) of the local theoretical field, not clipped."""
+    row = field.theoretical
+    if row is None or not row.located:
+        return None
+    spans = [row.window(field.unit, axis) for axis in range(2)]
+    return None if spans[0] is None or spans[1] is None else (spans[0], spans[1])
+
+
+def _beyond(field: EffectiveReceptiveField) -> bool:
+    box = _box(field)
+    return box is not None and any(a < 0 or b >= n for (a, b), n in zip(box, field.heat.shape, strict=True))
+
+
+def _draw_on_image(axes: Axes, field: EffectiveReceptiveField, image: Tensor | None) -> None:
+    if image is not None:
+        axes.imshow(background(image), cmap="gray", vmin=0, vmax=1)
+    heat = field.normalized.sqrt()  # the square root shows the flanks
+    axes.imshow(heat, cmap=HEAT, vmin=0, vmax=1, alpha=(0.85 * heat).clamp(0, 1).numpy() if image is not None else None)
+
+
+def draw_box(axes: Axes, field: EffectiveReceptiveField, colour: str) -> None:
+    """Draw the theoretical field, where it is a window, as a dashed box cut at the image."""
+    box = _box(field)
+    if box is None:
+        return
+    edges = [(max(a, 0) - 0.5, min(b, n - 1) + 0.5) for (a, b), n in zip(box, field.heat.shape, strict=True)]
+    (top, bottom), (left, right) = edges
+    axes.add_patch(
+        Rectangle(
+            (left, top),
+            right - left,
+            bottom - top,
+            fill=False,
+            linestyle="--",
+            linewidth=1.3,
+            edgecolor=colour,
+            clip_on=False,
+        )
+    )
+
+
+def _draw_sigmas(axes: Axes, field: EffectiveReceptiveField, colour: str) -> None:
+    fit = field.metrics.gaussian
+    for reach in (1, 2):
+        axes.add_patch(
+            Ellipse(
+                (fit.centre[1], fit.centre[0]),
+                2 * reach * fit.sigma[1],
+                2 * reach * fit.sigma[0],
+                fill=False,
+                edgecolor=colour,
+                linewidth=0.9,
+                alpha=0.9,
+            )
+        )
+    axes.plot(field.centre[1], field.centre[0], "+", color=colour, markersize=8, markeredgewidth=1.2)
+
+
+def _frame(axes: Axes, field: EffectiveReceptiveField, title: str) -> None:
+    height, width = field.heat.shape
+    axes.grid(visible=False)
+    axes.set_xlim(-0.5, width - 0.5)
+    axes.set_ylim(height - 0.5, -0.5)
+    axes.set_title(title, fontsize=9.5)
+    axes.set_xlabel("column, px")
+    axes.set_ylabel("row, px")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(True)
+
+
+def draw_gallery(rows: Sequence[tuple[str, Sequence[EffectiveReceptiveField]]], *, text: str = "") -> Figure:
+    """Models below one another, layers side by side from early to late, logarithmic scale.
+
+    Args:
+        rows: (label, fields in order) for each model, as many fields each.
+        text: what to see.
+    """
+    columns = max(len(fields) for _, fields in rows)
+    with styled():
+        side = min(2.1, 11.5 / columns)
+        figure = Figure(figsize=(side * columns + 0.9, (side + 0.42) * len(rows) + 1.35), layout="constrained")
+        figure.get_layout_engine().set(h_pad=0.09)  # type: ignore[union-attr, call-arg]
+        grid = figure.subplots(nrows=len(rows), ncols=columns, squeeze=False)
+        scale = None
+        for axes_row, (name, fields) in zip(grid, rows, strict=True):
+            for axes in axes_row:
+                axes.set_axis_off()
+            for axes, field in zip(axes_row, fields, strict=False):
+                scale = axes.imshow(field.normalized.clamp_min(1e-5).log10(), cmap=HEAT, vmin=-5, vmax=0)
+                draw_box(axes, field, "white")
+                axes.set_title(
+                    f"{shorten(field.layer, 19)}\nside {field.metrics.size:.0f} px{_of_theory(field)}",
+                    fontsize=7.5,
+                    weight="normal",
+                    loc="left",
+                )
+            axes_row[0].text(
+                -0.1, 0.5, shorten(name, 24), rotation=90, transform=axes_row[0].transAxes, ha="right", va="center",
+                fontsize=9, weight="bold",
+            )  # fmt: skip
+        if scale is not None:
+            figure.colorbar(
+                scale, ax=grid, location="bottom", shrink=0.4, aspect=40, label="log10 of the influence, largest = 0"
+            )
+        if text:
+            caption(figure, text)
+        return figure
+
+
+def _of_theory(field: EffectiveReceptiveField) -> str:
+    row = field.theoretical
+    if row is None or row.status == "unknown":
+        return ""
+    if row.status == "global":
+        return " of all"
+    return f" of {row.local_size[0]}" if row.local_size and row.local_size[0] is not None else f" of {row.seen[0]}"
+
+
+def draw_growth(
+    curves: Sequence[tuple[str, Sequence[EffectiveReceptiveField]]], *, image_side: int, text: str = ""
+) -> Figure:
+    """Size of the theoretical (dashed) and the effective field (full) through networks.
+
+    Args:
+        curves: (label, fields in order) for each model.
+        image_side: of the images, pixels.
+        text: what to see.
+    """
+    with styled():
+        figure = Figure(figsize=(_WIDE, 4.6), layout="constrained")
+        left, right = figure.subplots(ncols=2)
+        palette = ("blue", "alarm", "green", "amber", "purple", "sky", "grey", "ink")
+        for place, (name, fields) in enumerate(curves):
+            colour = LIGHT[palette[place % len(palette)]]
+            depth = [100 * (i + 1) / len(fields) for i in range(len(fields))]
+            theory = [_theory_side(field) for field in fields]
+            left.plot(depth, [f.metrics.size for f in fields], color=colour, marker="o", markersize=3, label=name)
+            left.plot(depth, theory, color=colour, linestyle="--", linewidth=1.1)
+            shares = [f.metrics.size / t if t else math.nan for f, t in zip(fields, theory, strict=True)]
+            right.plot(depth, shares, color=colour, marker="o", markersize=3)
+        _image_side(left, image_side)
+        left.set(xlabel="way through the layers shown, %", ylabel="side of the field, px")
+        _log_sizes(left)
+        left.set_title("Full: effective; dashed: theoretical")
+        right.set(xlabel="way through the layers shown, %", ylabel="effective side over theoretical side")
+        right.set_ylim(bottom=0)
+        right.set_title("Share of the theoretical field in use")
+        figure.legend(loc="outside upper center", ncols=min(len(curves), 6))
+        if text:
+            caption(figure, text)
+        return figure
+
+
+def _theory_side(field: EffectiveReceptiveField) -> float:
+    row = field.theoretical
+    known = [s for s in row.local_size if s] if row is not None else []
+    return math.sqrt(math.prod(known)) if len(known) == 2 else math.nan
+
+
+def draw_drift(drift: ErfDrift, *, before: str = "before", after: str = "after", text: str = "") -> Figure:
+    """A field before and after a change of the network, their difference, and the influence by radius."""
+    with styled():
+        figure = Figure(figsize=(_WIDE + 1.6, 4.1), layout="constrained")
+        panels = figure.subplots(ncols=4, width_ratios=(1, 1, 1, 1.15))
+        maps = [f.heat / f.heat.sum() for f in (drift.before, drift.after)]
+        top = float(torch.stack(maps).amax())
+        for axes, part, name, field in zip(panels, maps, (before, after), (drift.before, drift.after), strict=False):
+            levels = (part / top).clamp_min(10**-DECADES).log10()
+            scale = axes.imshow(levels, cmap=HEAT, vmin=-DECADES, vmax=0)
+            _frame(axes, field, f"{name}: side {field.metrics.size:.0f} px")
+        figure.colorbar(scale, ax=list(panels[:2]), location="bottom", shrink=0.6, label="log10 of the influence")
+        change = (maps[1] - maps[0]) * 1e6
+        limit = max(float(change.abs().quantile(0.999)), 1e-12)
+        scale = panels[2].imshow(change, cmap="RdBu_r", vmin=-limit, vmax=limit)
+        _frame(panels[2], drift.after, f"{after} minus {before}")
+        figure.colorbar(
+            scale, ax=panels[2], location="bottom", shrink=0.9, label="share of the influence, 1e-6 a pixel"
+        )
+        width = max(1.0, drift.before.heat.shape[0] / 64)
+        for part, name, colour in zip(maps, (before, after), ("grey", "alarm"), strict=True):
+            radius, mass = radial_profile(part, drift.before.centre, width=width)
+            panels[3].plot(radius, mass.cumsum(0) * 100, color=LIGHT[colour], label=name)
+        panels[3].set(xlabel="radius around the unit, px", ylabel="influence within, %", ylim=(0, 101))
+        panels[3].legend(loc="lower right")
+        panels[3].set_title("Influence by radius", fontsize=9.5)
+        said = (
+            f"{100 * drift.total_variation:.1f} % of the influence lies on other pixels (0 = the same map); it moved "
+            f"by {drift.moved_px:.2f} px in radius on average, the mean radius changed by "
+            f"{drift.radius_change_px:+.2f} px and the side by a factor of {drift.size_ratio:.3f}."
+        )
+        caption(figure, f"{said} {text}".strip())
+        return figure
+
+
+def draw_table(table: ReceptiveFieldTable, *, name: str = "") -> Figure:
+    """Theoretical size of every node, in order, against the side of the image; macs of layers that see it all."""
+    with styled():
+        figure = Figure(figsize=(_WIDE, 4.6), layout="constrained")
+        axes = figure.subplots()
+        rows = [row for row in table if row.kind != "input"]
+        wide = [_side(row.local_size) for row in rows]
+        narrow = [_side(row.smallest) for row in rows]
+        axes.step(range(len(rows)), wide, where="mid", color=LIGHT["blue"], label="widest path")
+        if any(a != b for a, b in zip(wide, narrow, strict=True) if not math.isnan(a)):
+            axes.step(range(len(rows)), narrow, where="mid", color=LIGHT["sky"], label="narrowest path (shortcuts)")
+        _image_side(axes, min(table.image_size))
+        first = next((i for i, row in enumerate(rows) if row.status == "global"), None)
+        if first is not None:
+            axes.axvspan(first, len(rows), color=LIGHT["amber"], alpha=0.14, linewidth=0)
+            axes.annotate(
+                "global", (first, 0), xycoords=("data", "axes fraction"), xytext=(4, 6), textcoords="offset points",
+                fontsize=8.5, color=LIGHT["ink"],
+            )  # fmt: skip
+        _log_sizes(axes)
+        axes.set(xlabel="node, in the order of the graph", ylabel="side of the theoretical field, px")
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
+        axes.set_title(f"{name or table.model}: what a unit can see")
+        caption(figure, table_caption(table))
+        return figure
+
+
+def _image_side(axes: Axes, side: int) -> None:
+    """A line at the side of the image, with its length."""
+    axes.axhline(side, color=LIGHT["muted"], linewidth=0.9)
+    axes.annotate(
+        f"side of the image, {side} px",
+        (0.01, side),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        fontsize=7.5,
+        color=LIGHT["muted"],
+    )
+
+
+def _log_sizes(axes: Axes) -> None:
+    """A logarithmic axis of pixels with plain numbers."""
+    axes.set_yscale("log", base=2)
+    plain_ticks(axes.yaxis)
+
+
+def _side(size: Sequence[int | None]) -> float:
+    known = [s for s in size if s]
+    return math.prod(known) ** (1 / len(known)) if len(known) == len(size) and known else math.nan
+
+
+def table_caption(table: ReceptiveFieldTable) -> str:
+    """The caption of a table of theoretical fields."""
+    found = unproductive_layers(table)
+    text = ""
+    if found.layers:
+        certain = f", {100 * found.certain_share:.0f} % along every path" if found.certain_share else ""
+        text = (
+            f"{len(found.layers)} convolutions, the first of them {found.layers[0].path}, already read the whole image "
+            f"of {' × '.join(map(str, found.image_size))} px: {100 * found.share:.0f} % of the multiply-accumulates"
+            f"{certain}. "
+        )
+    if table.unknown is not None:
+        text += f"{table.unknown.reason[0].upper()}{table.unknown.reason[1:]}. "
+    first = next((row for row in table if row.status == "global"), None)
+    if first is not None:
+        text += f"Shaded: global from {first.path or first.name} on ({first.reason}). "
+    notes = dict.fromkeys(note for row in table for note in row.notes)
+    text += f"{len(notes)} joins are misaligned, the first: {next(iter(notes))}. " if notes else ""
+    return (text + "Sizes are without borders and, where a line goes on in the shaded part, without the global "
+            "operations.").strip()  # fmt: skip

@@ -1,0 +1,263 @@
+"""How everything looks: one palette that colour-blind readers can tell apart, fonts, sizes, and the two formats.
+
+Colours are those of Okabe and Ito ("Color Universal Design", 2008). Each has a name; the PNG uses its light value, and
+the SVG that goes into the page uses a CSS variable of that name, so one drawing serves light and dark screens. Each
+figure is drawn twice for the page, wide and narrow, as a wide one shrunk to a phone cannot be read.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+import textwrap
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+from compress.files import replacing
+from compress.text import display, in_bytes, shorten
+from compress.variants import Variant
+
+LIGHT: Mapping[str, str] = {
+    "ink": "#1b2430",
+    "muted": "#5b6675",
+    "grid": "#e3e7ec",
+    "paper": "#fefefe",
+    "grey": "#7a8594",
+    "amber": "#e69f00",
+    "blue": "#0072b2",
+    "green": "#009e73",
+    "purple": "#c274a5",
+    "sky": "#56b4e9",
+    "alarm": "#d55e00",
+}
+DARK: Mapping[str, str] = {
+    "ink": "#e6eaf0",
+    "muted": "#a3adba",
+    "grid": "#333c48",
+    "paper": "#161b22",
+    "grey": "#98a3b1",
+    "amber": "#f0b429",
+    "blue": "#4aa8e0",
+    "green": "#2bbd92",
+    "purple": "#d998c2",
+    "sky": "#8ccdf2",
+    "alarm": "#ff7f3f",
+}
+_VARIANT_COLOURS: Mapping[str, str] = {Variant.FLOAT: "grey", Variant.PTQ: "amber", Variant.QAT: "blue"}
+_OTHER_COLOURS = ("green", "purple", "sky", "alarm")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """The page that a figure is drawn for: its width in inches, and whether panels are placed below one another."""
+
+    name: str
+    width: float
+    narrow: bool
+
+
+WIDE = Format(name="wide", width=8.6, narrow=False)
+NARROW = Format(name="narrow", width=3.5, narrow=True)
+
+
+def label(name: str, limit: int = 22) -> str:
+    """A variant or an engine as people write it, no longer than `limit`, so that it leaves room for the drawing."""
+    return shorten(display(name), limit)
+
+
+def variant_colours(variants: tuple[str, ...]) -> dict[str, str]:
+    """A palette colour for each variant; float, PTQ and QAT have the same ones in every figure."""
+    others = [v for v in variants if v not in _VARIANT_COLOURS]
+    rest = {v: _OTHER_COLOURS[i % len(_OTHER_COLOURS)] for i, v in enumerate(others)}
+    return {v: LIGHT[_VARIANT_COLOURS.get(v) or rest[v]] for v in variants}
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """Names without the dotted beginning and end that all of them share; a single name stays as it is.
+
+    >>> distinct(["quantizers.conv1", "quantizers.fc"]), distinct(["conv1.input", "fc.input"])
+    (['conv1', 'fc'], ['conv1', 'fc'])
+    """
+    parts = [name.split(".") for name in names]
+    if len(set(names)) < 2:
+        return list(names)
+    while all(len(p) > 1 for p in parts) and len({p[0] for p in parts}) == 1:
+        parts = [p[1:] for p in parts]
+    while all(len(p) > 1 for p in parts) and len({p[-1] for p in parts}) == 1:
+        parts = [p[:-1] for p in parts]
+    return [".".join(p) for p in parts]
+
+
+def compact(value: float, _position: object = None) -> str:
+    """A number for a tick: 1500 -> 1.5k, 2000000 -> 2M.
+
+    >>> [compact(v) for v in (0, 0.25, 12, 1500, 2_000_000)]
+    ['0', '0.25', '12', '1.5k', '2M']
+    """
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """The style, for as long as figures are made and saved. Names are text, never mathematics or markup."""
+    settings: dict[Any, Any] = {
+        "font.family": "sans-serif",
+        "font.sans-serif": ["DejaVu Sans"],
+        "font.size": 9.0,
+        "axes.titlesize": 10.0,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.labelsize": 9.0,
+        "axes.edgecolor": LIGHT["muted"],
+        "axes.labelcolor": LIGHT["ink"],
+        "axes.linewidth": 0.8,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.facecolor": LIGHT["paper"],
+        "figure.facecolor": LIGHT["paper"],
+        "grid.color": LIGHT["grid"],
+        "grid.linewidth": 0.8,
+        "text.color": LIGHT["ink"],
+        "text.parse_math": False,
+        "xtick.color": LIGHT["muted"],
+        "ytick.color": LIGHT["muted"],
+        "xtick.labelsize": 8.5,
+        "ytick.labelsize": 8.5,
+        "xtick.major.size": 3.0,
+        "ytick.major.size": 3.0,
+        "legend.frameon": False,
+        "legend.fontsize": 8.5,
+        "hatch.linewidth": 0.6,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "compress",
+        "savefig.bbox": "standard",
+    }
+    with mpl.rc_context(), warnings.catch_warnings():
+        mpl.rcdefaults()
+        mpl.rcParams.update(settings)
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the page's own fonts have it
+        yield
+
+
+def new_figure(form: Format, height: float) -> Figure:
+    """An empty figure of `height` inches that lays itself out."""
+    return Figure(figsize=(form.width, height), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.07))
+
+
+def settle(figure: Figure) -> Figure:
+    """Lay the figure out once and for all: what is added or saved afterwards moves nothing."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    return figure
+
+
+def bare(axes: Axes, *, grid: Literal["x", "y"] = "y") -> None:
+    """Keep grid lines of one axis only."""
+    axes.grid(visible=False)
+    axes.grid(visible=True, axis=grid)
+
+
+def name_rows(axes: Axes, names: Sequence[str], *, end: float) -> None:
+    """Name the horizontal bars at 0, 1, ... from the top down, on an axis from 0 to `end`."""
+    axes.set_yticks(range(len(names)), list(names))
+    axes.invert_yaxis()
+    axes.set_xlim(0, end or 1)
+    axes.tick_params(axis="y", length=0)
+    bare(axes, grid="x")
+
+
+def byte_ticks(axes: Axes, count: int) -> None:
+    """At most `count` ticks with sizes on the horizontal axis."""
+    axes.xaxis.set_major_locator(MaxNLocator(count))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: in_bytes(value).replace(".0 ", " ")))
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Plain numbers on a logarithmic axis, and none between its major ticks."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def caption(figure: Figure, text: str) -> None:
+    """Put a caption below a figure; a number and its unit stay on one line."""
+    text = text.replace(" %", "\u00a0%").replace(" px", "\u00a0px")
+    wrapped = textwrap.fill(text, int(figure.get_figwidth() * 15.5))
+    figure.supxlabel(wrapped, fontsize=8.5, color=LIGHT["muted"], x=0.01, ha="left")
+
+
+def save_figure(figure: Figure, path: Path | str, *, dpi: int = 160) -> Path:
+    """Write a figure as PNG, whole or not at all, and return the path."""
+    with styled(), replacing(path) as temporary:
+        temporary.write_bytes(to_png(figure, dpi=dpi))
+    return Path(path)
+
+
+def to_png(figure: Figure, *, dpi: int = 160) -> bytes:
+    """The figure as a PNG that depends on nothing but what is drawn."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def to_inline_svg(figure: Figure, *, key: str, label: str) -> str:
+    """The figure as an <svg> element for a page: colours as CSS variables, ids made unique with `key`.
+
+    Args:
+        figure: drawn under `styled`.
+        key: unique in the page; letters, digits and dashes.
+        label: text alternative, escaped here.
+    """
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<(style|metadata)\b.*?</\1>", "", svg, flags=re.DOTALL)
+    box = re.search(r'viewBox="([^"]*)"', svg)
+    body = svg[svg.index(">") + 1 :]
+    tags = _TAG.findall(body)  # text between tags holds names from outside and is left as it is
+    used = {name for tag in tags for name in re.findall(r'(?:url\(#|xlink:href="#)([^)"]+)', tag)}
+    body = _TAG.sub(lambda match: _page_tag(match[0], key, used), body)
+    body = re.sub(r"\s*\n\s*", " ", body).strip()
+    return f'<svg viewBox="{box[1] if box else ""}" role="img" aria-label="{html.escape(label)}">{body}'
+
+
+_TAG = re.compile(r"<[^>]*>")
+_VARIABLES = {colour: f"var(--{name})" for name, colour in LIGHT.items()}
+
+
+def _page_tag(tag: str, key: str, used: set[str]) -> str:
+    """One tag as the page wants it: short, its colours variables, only ids that something refers to, prefixed."""
+    tag = re.sub(r' id="([^"]*)"', lambda m: f' id="{key}-{m[1]}"' if m[1] in used else "", tag)
+    tag = tag.replace("url(#", f"url(#{key}-").replace('xlink:href="#', f'href="#{key}-')
+    tag = re.sub(r"font-family: [^;\"]*;? ?", "", tag)
+    tag = re.sub(r' transform="rotate\(-0 [^)]*\)"', "", tag)
+    tag = re.sub(r"(\d+\.\d\d)\d+", r"\1", tag)
+    tag = re.sub(r"#[0-9a-f]{6}\b", lambda m: _VARIABLES.get(m[0], m[0]), tag)
+    return re.sub(r"\s*\n\s*", " ", tag)
+
+
+def nice_limits(values: list[float], *, least_span: float) -> tuple[float, float]:
+    """Axis limits around `values` with a margin, spanning at least `least_span`, so noise does not fill the axis."""
+    low, high = min(values), max(values)
+    span = max(high - low, least_span)
+    middle = (low + high) / 2
+    low, high = min(low, middle - span / 2), max(high, middle + span / 2)
+    return low - 0.15 * span, high + 0.15 * span

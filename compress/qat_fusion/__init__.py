@@ -1,0 +1,1 @@
+"""Rewriting of quantized graphs so that training steps cost less."""

@@ -1,0 +1,326 @@
+"""Quantization-aware training at the cost of ordinary training: chains of a quantized graph as one operation each.
+
+`fuse_for_training` finds every chain layer -> (residual add) -> (activation) -> quantizer -> (max pool) in which
+nobody else reads what lies between, and returns a second graph in which each chain is one module around
+`fused_ops.fused_quantize`, or `pooled_quantize` where a pool follows. The modules, and with them parameters and ranges,
+are those of the first graph, by reference: train by calling the second, and all else (state_dict, checkpoints,
+evaluation, deep copies, export) goes on with the first, which is untouched.
+
+All weights are quantized in a few launches (`fused_weights`). Attention whose probabilities are rounded is one
+operation too (`fused_attention`), and so are GELU, SiLU and hard swish with their rounding (`fused_gate`), and layer
+norms with theirs (`fused_norm`).
+
+The result is that of the plain path: the same numbers in the same order in float32 and float64, but for exponentials,
+and for sums over a row, of the kernels. In half precision the plain path rounds after the bias, the add and the
+activation, and the fused one only at its end.
+
+What cannot be fused stays as it was, with the reason: FP8 and quantizers of another class (learned scales need a
+gradient that bits do not hold). While a quantizer is disabled or watched by a calibrator, its chain runs plainly too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from compress.errors import QuantizationError
+from compress.graph.ops import node_kind, node_module
+from compress.kernels.epilogue import (
+    MOST_TAPS,
+    Kernels,
+    Window,
+    epilogue_of,
+    fused_quantize,
+    max_pool,
+    pooled_quantize,
+)
+from compress.kernels.triton.launch import HAS_TRITON
+from compress.qat_fusion.activation import GATES, gated_quantize
+from compress.qat_fusion.attention import fuse_attention
+from compress.qat_fusion.chain import BOUNDS, LAYERS, Chain
+from compress.qat_fusion.int8 import Forward, carry_codes
+from compress.qat_fusion.norm import fuse_norms
+from compress.qat_fusion.weights import group_weights, is_live, is_plain
+from compress.quantization.quantizer import Quantizer
+
+_ACTIVATIONS = {"relu": F.relu, "relu6": F.relu6, **GATES}
+_PLAIN: tuple[float, float] = (-math.inf, math.inf)
+_KEEP_THEIR_INPUT = ("mish", "layer_norm")
+"""Operations that keep for backward what they read, so that what they computed can be computed again."""
+_QUANTIZED_FORWARDS = {layer.forward for layer in LAYERS if hasattr(layer, "quantized_weight")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedChain:
+    """What became of one quantizer of the graph.
+
+    Attributes:
+        quantizer: module path.
+        nodes: names of the nodes that became one module with it, in order.
+        reason: why it is not fused, or why its chain does not begin at a layer; "" when it does.
+        int8: its layer is computed on INT8 tensor cores where they are.
+    """
+
+    quantizer: str
+    nodes: tuple[str, ...]
+    reason: str
+    int8: bool = False
+
+
+def fuse_for_training(
+    qmodel: nn.Module, *, kernels: Kernels | None = None, forward: Forward = "float"
+) -> fx.GraphModule:
+    """A second graph over the same modules, cheaper to train; the same function, with the same gradients.
+
+    Args:
+        qmodel: from `quantize` or `insert_quantizers`; not changed.
+        kernels: `triton` or `torch` for all; None = Triton on a GPU where it fits and pays off.
+        forward: `int8` = convolutions between quantizers are computed on INT8 tensor cores where Triton runs
+            (`fused_codes`): equal but for values within float32's precision of a tie; `float` = as the plain path does.
+
+    Returns:
+        A module to call in place of `qmodel` in training steps. Its `chains` tell what was fused. It shares every
+        parameter and buffer with `qmodel`, under other names: save and optimize `qmodel`.
+
+    Raises:
+        QuantizationError: `qmodel` is no graph with quantizers.
+    """
+    if not is_fusible(qmodel):
+        raise QuantizationError(
+            f"{type(qmodel).__name__} is no graph with quantizers; call compress.quantize first, and fuse its result"
+        )
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(cast(fx.GraphModule, qmodel).graph, {}))
+    fused = fx.GraphModule(qmodel, graph)
+    chains = [_fuse(fused, node, kernels) for node in list(graph.nodes) if node_kind(node) == "quantizer"]
+    attentions = fuse_attention(fused, _roundings(fused), kernels)
+    chains = [_attended(chain, attentions.get(qmodel.get_submodule(chain.quantizer))) for chain in chains]
+    if kernels != "torch":
+        _share_weights(fused, kernels)
+    norms = fuse_norms(fused, _roundings(fused), kernels)
+    chains = [replace(c, nodes=norms.get(qmodel.get_submodule(c.quantizer), c.nodes)) for c in chains]
+    if forward == "int8":
+        coded = carry_codes(fused, _fused_chains(fused))
+        chains = [replace(chain, int8=qmodel.get_submodule(chain.quantizer) in coded) for chain in chains]
+    graph.eliminate_dead_code()
+    graph.lint()
+    # What is not called is left behind here: taking it out of its module would change what `qmodel` holds too
+    fused = fx.GraphModule(fused, graph)
+    cast(Any, fused).chains = tuple(chains)
+    return fused
+
+
+def is_fusible(model: nn.Module) -> bool:
+    """Whether `model` is a graph with quantizers."""
+    return isinstance(model, fx.GraphModule) and any(node_kind(node) == "quantizer" for node in model.graph.nodes)
+
+
+def pays_off(device: torch.device) -> bool:
+    """Whether fused training is faster on `device`: on GPUs, where Triton is installed."""
+    return device.type == "cuda" and HAS_TRITON
+
+
+class FusedChainModule(nn.Module):
+    """layer -> (add) -> (activation) -> quantizer -> (max pool); the layer and the quantizer are the model's own.
+
+    Args:
+        layer: convolution or linear layer; None = the chain begins behind something else.
+        activation: `relu`, `relu6`, one of `fused_gate.GATES`, or "".
+        quantizer: of the result.
+        kernels: as of `fuse_for_training`.
+        window: of the pool; None = there is none.
+        again: what the chain reads is kept for backward by what computed it (`fused_quantize`).
+    """
+
+    is_quantizer = True
+
+    def __init__(
+        self,
+        layer: nn.Module | None,
+        activation: str,
+        quantizer: Quantizer,
+        kernels: Kernels | None,
+        window: Window | None = None,
+        again: bool = False,
+    ) -> None:
+        super().__init__()
+        self.window = window
+        self.again = again
+        self.layer = layer
+        self.activation = activation
+        self.gate = activation if activation in GATES else ""
+        self.quantizer = quantizer
+        self.kernels: Kernels | None = kernels
+        lower, upper = BOUNDS.get(activation, _PLAIN)
+        bias_dim = -1 if isinstance(layer, nn.Linear) else 1
+        self.epilogue = epilogue_of(quantizer.format, lower=lower, upper=upper, bias_dim=bias_dim)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
+        """The quantized result, pooled.
+
+        Args:
+            x: the layer's input; without a layer, what is activated and quantized.
+            residual: shape of the layer's result, added to it.
+            weight: the layer's quantized weight; None = the layer has it.
+        """
+        quantizer = self.quantizer
+        if not is_live(quantizer):
+            return self._plain(x, residual)
+        layer, bias = cast(Any, self.layer), None
+        if layer is not None:
+            bias = layer.bias
+            x = _product(layer, x, weight, None)
+        kernels = self.kernels
+        if kernels is None and layer is None and torch.compiler.is_compiling():
+            kernels = "torch"  # the compiler fuses the rounding with what it computed before
+        if self.gate:
+            return gated_quantize(x, quantizer.amax, self.epilogue, self.gate, bias=bias, kernels=kernels)
+        if self.window is None:
+            return fused_quantize(
+                x, quantizer.amax, self.epilogue, bias=bias, residual=residual, kernels=kernels, again=self.again
+            )
+        return pooled_quantize(x, quantizer.amax, self.epilogue, self.window, bias=bias, kernels=kernels)
+
+    def _plain(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        y = x if self.layer is None else self.layer(x)
+        y = y if residual is None else y + residual
+        y = _ACTIVATIONS[self.activation](y) if self.activation else y
+        y = cast(Tensor, self.quantizer(y))
+        return y if self.window is None else max_pool(y, self.window)
+
+
+class FusedLayerModule(nn.Module):
+    """A quantized layer without a chain, whose weight is quantized with others; the layer is the model's own."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The layer's result.
+
+        Args:
+            x: the layer's input.
+            weight: quantized.
+        """
+        layer = cast(Any, self.layer)
+        return _product(layer, x, weight, layer.bias)
+
+
+def _product(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """What a convolution or linear layer computes with another weight and bias."""
+    if weight is None:
+        weight = layer.quantized_weight if hasattr(layer, "weight_quantizer") else layer.weight
+    matmul: Callable[..., Tensor] = F.linear if isinstance(layer, nn.Linear) else layer._conv_forward
+    return matmul(x, weight, bias)
+
+
+def _fused_chains(graph_module: fx.GraphModule) -> dict[fx.Node, FusedChainModule]:
+    """Nodes of fused chains, each with its module."""
+    called = [node for node in graph_module.graph.nodes if node.op == "call_module"]
+    modules = {node: graph_module.get_submodule(str(node.target)) for node in called}
+    return {node: module for node, module in modules.items() if isinstance(module, FusedChainModule)}
+
+
+def _roundings(graph_module: fx.GraphModule) -> dict[fx.Node, FusedChainModule]:
+    """Nodes of chains that do nothing but round, each with its module."""
+    chains = _fused_chains(graph_module)
+    return {
+        node: chain
+        for node, chain in chains.items()
+        if chain.layer is None and not chain.activation and chain.window is None and len(node.all_input_nodes) == 1
+    }
+
+
+def _attended(chain: FusedChain, found: tuple[tuple[str, ...], str] | None) -> FusedChain:
+    """What became of a quantizer behind a softmax."""
+    if found is None:
+        return chain
+    nodes, reason = found
+    return replace(chain, nodes=nodes or chain.nodes, reason="; ".join(filter(None, (reason and chain.reason, reason))))
+
+
+def _share_weights(graph_module: fx.GraphModule, kernels: Kernels | None) -> None:
+    """Quantize the weights of all layers in groups."""
+    readers: dict[fx.Node, nn.Module] = {}
+    for node in list(graph_module.graph.nodes):
+        if node.op != "call_module":
+            continue
+        module = graph_module.get_submodule(str(node.target))
+        layer = module.layer if isinstance(module, FusedChainModule) else module
+        if layer is None or type(layer).forward not in _QUANTIZED_FORWARDS:
+            continue
+        if not isinstance(module, FusedChainModule):
+            if layer._forward_hooks or layer._forward_pre_hooks:
+                continue
+            name = f"fused_layers.{node.name}"
+            graph_module.add_submodule(name, FusedLayerModule(layer))
+            node.target = name
+        readers[node] = layer
+    group_weights(graph_module, readers, kernels)
+
+
+def _fuse(graph_module: fx.GraphModule, node: fx.Node, kernels: Kernels | None) -> FusedChain:
+    """Put one module in the place of a quantizer and of the chain that ends in it."""
+    quantizer, path = node_module(node), str(node.target)
+    if not is_plain(quantizer):
+        kind = "FP8" if type(quantizer) is Quantizer else type(quantizer).__name__
+        return FusedChain(quantizer=path, nodes=(), reason=f"{kind} is trained on the plain path")
+    chain = Chain(node)
+    pool, window = (None, None) if len(chain.inputs) > 1 or chain.activation in GATES else _pool_behind(node)
+    module = FusedChainModule(
+        None if chain.layer is None else node_module(chain.layer),
+        chain.activation,
+        cast(Quantizer, quantizer),
+        kernels,
+        window,
+        chain.layer is None and len(chain.inputs) == 1 and node_kind(chain.inputs[0]) in _KEEP_THEIR_INPUT,
+    )
+    name = f"fused_chains.{node.name}"
+    graph_module.add_submodule(name, module)
+    with graph_module.graph.inserting_before(node):
+        fused = graph_module.graph.call_module(name, chain.inputs)
+    last = pool or node
+    fused.meta.update(last.meta)
+    last.replace_all_uses_with(fused)
+    names = [old.name for old in chain.nodes[:0:-1]] + ([pool.name] if pool else [])
+    for old in [pool, *chain.nodes] if pool else chain.nodes:  # from the end back: each has lost its only reader
+        graph_module.graph.erase_node(old)
+    return FusedChain(quantizer=path, nodes=tuple(names), reason=chain.reason)
+
+
+def _pool_behind(quantizer: fx.Node) -> tuple[fx.Node, Window] | tuple[None, None]:
+    """The max pool that alone reads a quantizer's result, if it is one that `pooled_quantize` computes."""
+    (pool, *others) = quantizer.users or [None]
+    if pool is None or others or node_kind(pool) != "max_pool":
+        return None, None
+    module = node_module(pool) if pool.op == "call_module" else None
+    if module is not None:
+        if type(module) is not nn.MaxPool2d or module._forward_hooks or module._forward_pre_hooks:
+            return None, None
+        found = {name: getattr(module, name) for name in _POOL_ARGUMENTS}
+    elif pool.target in (F.max_pool2d, torch.max_pool2d):
+        found = {**_POOL_ARGUMENTS, **dict(zip(_POOL_ARGUMENTS, pool.args[1:], strict=False)), **pool.kwargs}
+    else:
+        return None, None
+    kernel = _pair(found["kernel_size"])
+    if _pair(found["dilation"]) != (1, 1) or found["return_indices"] or math.prod(kernel) > MOST_TAPS:
+        return None, None
+    stride = _pair(found["stride"] or kernel)  # F.max_pool2d takes an empty one for none
+    return pool, Window(kernel, stride, _pair(found["padding"]), bool(found["ceil_mode"]))
+
+
+_POOL_ARGUMENTS: dict[str, Any] = {
+    "kernel_size": None, "stride": None, "padding": 0, "dilation": 1, "ceil_mode": False, "return_indices": False
+}  # fmt: skip
+
+
+def _pair(numbers: Any) -> tuple[int, int]:
+    one, other = (numbers, numbers) if isinstance(numbers, int) else numbers if len(numbers) > 1 else numbers * 2
+    return int(one), int(other)

@@ -1,0 +1,1 @@
+"""Ranges of quantizers from calibration images."""

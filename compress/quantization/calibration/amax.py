@@ -1,0 +1,128 @@
+"""Choices of the range `amax`: the largest magnitude, a percentile, or the one of least squared error.
+
+Clipping trades the error of values beyond `amax` for a smaller step below it. `max` clips nothing; `percentile`
+clips a fixed share; `mse` weighs both errors; `entropy`, in a file of its own, compares distributions. All but the
+first work on a histogram of magnitudes and choose one of its bins, whatever their width. The semantics are
+those of pytorch-quantization 2.1.3: Wu et al., Integer Quantization for Deep Learning Inference (arXiv 2004.09602),
+section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compress.errors import CalibrationError
+
+START_BIN = 128
+"""First bin that `mse` and `entropy` may clip at."""
+
+_CANDIDATES = 128  # clipping thresholds weighed at a time: 128 x 2048 float64 are 2 MiB
+
+
+def as_rows(x: Tensor, axis: int | None) -> Tensor:
+    """View `x` as (1, n), or along `axis` as (C, n); copied only where memory is not laid out so.
+
+    The order within a row does not matter to statistics, so a tensor is read as it lies in memory: flattening a
+    channels_last one in its logical order would copy it.
+    """
+    if axis is None:
+        return x.permute(sorted(range(x.dim()), key=x.stride, reverse=True)).reshape(1, -1)
+    return x.movedim(axis, 0).flatten(1) if x.dim() > 1 else x.unsqueeze(1)
+
+
+def row_amax(rows: Tensor) -> Tensor:
+    """Return the largest magnitude of each row of (C, n), as float32 (C,); NaN where a row holds one."""
+    low, high = (v[None] for v in rows.aminmax()) if len(rows) == 1 else rows.aminmax(dim=1)
+    return torch.maximum(-low, high).float()
+
+
+def live_bins(counts: Tensor) -> Tensor:
+    """Return the bins up to the last that holds something, at least 1: int64 (...) for counts (..., bins)."""
+    position = torch.arange(1, counts.shape[-1] + 1, device=counts.device)
+    return ((counts > 0) * position).amax(-1).clamp(min=1)
+
+
+def percentile_amax(counts: Tensor, bin_width: Tensor, percentile: float) -> Tensor:
+    """Return the magnitude that `percentile` percent of the values lie below, to within a bin.
+
+    It is the lower edge of the bin in which the cumulative count reaches that share, as in pytorch-quantization,
+    with two exceptions: it is never less than one bin (a tensor that is 99.99 % zeros would get amax 0), and 100 clips
+    nothing.
+
+    Args:
+        counts: (..., bins) of magnitudes, bin 0 starting at zero.
+        bin_width: (...).
+        percentile: above 0, up to 100.
+
+    Returns:
+        (...) float32.
+
+    Raises:
+        CalibrationError: `percentile` is out of range.
+    """
+    check_percentile(percentile)
+    cumulative = counts.cumsum(-1).double()
+    short = (cumulative < cumulative[..., -1:] * (percentile / 100)).sum(-1)
+    bins = live_bins(counts) if percentile == 100 else short.clamp(min=1)
+    return (bins * bin_width.double()).float()
+
+
+def check_percentile(percentile: float) -> None:
+    """Refuse a number that is no percentage above 0.
+
+    Raises:
+        CalibrationError: names the number and the range.
+    """
+    if not 0 < percentile <= 100:
+        raise CalibrationError(
+            f"percentile is {percentile}: it is the share of magnitudes within amax, in percent, above 0 and up to "
+            "100; 99.99 is usual"
+        )
+
+
+def mse_amax(
+    counts: Tensor,
+    bin_width: Tensor,
+    *,
+    num_bits: int = 8,
+    unsigned: bool = False,
+    start_bin: int = START_BIN,
+    stride: int = 1,
+) -> Tensor:
+    """Return the `amax` at which quantizing changes the values least, in mean square.
+
+    Every value counts as the centre of its bin, and the candidates are the centres of bins `start_bin`,
+    start_bin + stride, ... In units of the width squared, the squared error of bin k under candidate i depends on i and
+    k alone, so that the errors of all rows are one matrix product of the counts with that table. If fewer bins than
+    `start_bin` are in use, the last one in use is the only candidate.
+
+    Args:
+        counts: (..., bins) of magnitudes, bin 0 starting at zero.
+        bin_width: (...).
+        num_bits: width of the quantized values, signed and symmetric unless `unsigned`.
+        unsigned: all 2**num_bits - 1 steps lie above zero.
+        start_bin: first candidate.
+        stride: bins from one candidate to the next.
+
+    Returns:
+        (...) float32.
+    """
+    bound = 2 ** (num_bits - (not unsigned)) - 1
+    live = live_bins(counts)
+    weights = counts.reshape(-1, counts.shape[-1])[:, : int(live.max())].double()
+    centers = torch.arange(weights.shape[1], dtype=torch.float64, device=counts.device) + 0.5
+    candidates = centers[start_bin::stride]
+    if len(candidates) == 0:
+        return ((live - 0.5) * bin_width.double()).float()
+    errors = torch.cat([weights @ _squared_errors(centers, c, bound).T for c in candidates.split(_CANDIDATES)], 1)
+    errors = errors.masked_fill(candidates > live.reshape(-1, 1), torch.inf)
+    chosen = candidates[errors.argmin(1)].reshape(live.shape)
+    return (torch.where(live > start_bin, chosen, live - 0.5) * bin_width.double()).float()
+
+
+def _squared_errors(centers: Tensor, candidates: Tensor, bound: int) -> Tensor:
+    """(candidates, bins): the squared change of each bin's centre when quantized with each amax."""
+    scale = candidates[:, None] / bound
+    quantized = (centers / scale).round_().clamp_(max=bound).mul_(scale)
+    return quantized.sub_(centers).square_()

@@ -1,0 +1,374 @@
+"""Calibrators, which collect statistics of tensors (`collect`) and then choose a range (`compute_amax`).
+
+`MaxCalibrator` remembers the largest magnitude. The others share `HistogramCalibrator`, which counts magnitudes, and
+differ in the pure function that chooses `amax` from the counts (compress.quantization.calibration.amax and .entropy).
+
+Statistics stay on the device of the tensors, and the host reads nothing while they are collected, so that a GPU never
+waits. Values that have no range (NaN, Inf, none at all, only zeros) are therefore found by `compute_amax`, which raises
+`CalibrationError`; its caller adds the layer's name. Between processes, `all_reduce` merges statistics and not ranges,
+so that every rank computes the amax of all images.
+
+Single channels may be zero. A pruned output channel has amax 0, and any scale represents its zeros; it gets the largest
+amax of the tensor's channels, so that its scale is a usable number.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, cast, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from compress.errors import CalibrationError, near_misses
+from compress.quantization.calibration.amax import as_rows, check_percentile, mse_amax, percentile_amax
+from compress.quantization.calibration.entropy import entropy_amax
+from compress.quantization.calibration.histogram import BINS, MAX_BINS, Histogram, raise_amax
+from compress.quantization.spec import LEAST_BITS, MOST_BITS, CalibratorName
+
+SMALLEST_AMAX = 2.0**-118
+"""A smaller amax counts as zero: divided by 255 it is no longer a normal float32 number."""
+
+
+class Calibrator(ABC):
+    """Collects statistics of tensors, then yields `amax`.
+
+    Args:
+        axis: the channel axis, for an amax of shape (C,); None = one for the whole tensor, of shape ().
+    """
+
+    _channels: int  # channels of the tensors so far; 0 = no tensor yet
+    _read: Tensor | None  # largest magnitudes on the CPU, set by `choose_together`
+
+    def __init__(self, *, axis: int | None = None) -> None:
+        self.axis = axis
+        self.reset()
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def collect(self, x: Tensor) -> None:
+        """Take `x` into the statistics: any shape, any floating type (counted as float32); an empty tensor is ignored.
+
+        Raises:
+            CalibrationError: there is no such axis, or another number of channels than before.
+        """
+        if self.axis is not None and not -x.dim() <= self.axis < x.dim():
+            raise CalibrationError(f"axis is {self.axis}, but the tensor has shape {tuple(x.shape)}")
+        if x.numel() == 0:
+            return
+        rows = as_rows(x.detach(), self.axis)
+        if self._channels and self._channels != len(rows):
+            raise CalibrationError(
+                f"a tensor has {len(rows)} channels along axis {self.axis}, those before it {self._channels}: "
+                "per-channel ranges need the same number in every batch; use axis None"
+            )
+        self._channels, self._read = len(rows), None
+        self._observe(rows if rows.is_floating_point() else rows.float())
+
+    @torch.no_grad()
+    def compute_amax(self) -> Tensor:
+        """Return the range, float32: shape () or (C,), all > 0.
+
+        It is on the device of the tensors; after `choose_together` on the CPU.
+
+        Raises:
+            CalibrationError: nothing was collected, or NaN or Inf, or nothing but zeros.
+        """
+        amax = self._checked_largest()
+        live = amax >= SMALLEST_AMAX
+        chosen = self._choose(amax).to(amax.device)
+        chosen = torch.where(live, chosen, chosen[live].amax())
+        return chosen.reshape(()) if self.axis is None else chosen
+
+    @property
+    def only_zeros(self) -> bool:
+        """True if no value but zero was collected."""
+        amax = self._seen()
+        return amax is None or not bool(amax.any())
+
+    def _seen(self) -> Tensor | None:
+        return self._largest() if self._read is None else self._read
+
+    def _checked_largest(self) -> Tensor:
+        """Return the largest magnitude of each row, all finite and not all zero."""
+        amax = self._seen()
+        if amax is None:
+            raise CalibrationError(
+                "nothing was collected: run calibration images through the model; a layer that they do not reach "
+                "has no range and must stay float (a rule with enable: false)"
+            )
+        if not bool(amax.isfinite().all()):
+            raise CalibrationError(
+                "NaN or Inf was collected: look for a broken weight, an image that is not normalized, or a half "
+                "precision overflow before this tensor, and calibrate in float32"
+            )
+        if not bool((amax >= SMALLEST_AMAX).any()):
+            raise CalibrationError(
+                "all collected values are zero, and a scale of zero cannot be: calibrate with images that reach this "
+                "tensor, or leave its layer float (a rule with enable: false)"
+            )
+        return amax
+
+    def reset(self) -> None:
+        """Delete the statistics and free their memory."""
+        self._channels, self._read = 0, None
+        self._forget()
+
+    @property
+    def histogram(self) -> tuple[Tensor, Tensor] | None:
+        """(counts, edges) on the CPU: (bins,) int64 and (bins + 1,) float64, or (C, ...) each; None without one."""
+        return None
+
+    @torch.no_grad()
+    def all_reduce(self, group: ProcessGroup | None = None) -> None:
+        """Merge the statistics of all processes of `group`, in all of them; do nothing for a single process.
+
+        Every process must call this, also one that collected nothing.
+
+        Raises:
+            CalibrationError: the processes collected different numbers of channels.
+        """
+        if not dist.is_initialized() or dist.get_world_size(group) == 1:
+            return
+        device = self._device(group)
+        span = torch.tensor([self._channels, -self._channels or -(1 << 30)], device=device)
+        dist.all_reduce(span, op=dist.ReduceOp.MAX, group=group)
+        most, least = int(span[0]), -int(span[1])
+        if most == 0:
+            return
+        if most != least:
+            raise CalibrationError(
+                f"the processes collected tensors of {least} to {most} channels along axis {self.axis}"
+            )
+        self._channels, self._read = most, None
+        self._reduce(group, device)
+
+    def _device(self, group: ProcessGroup | None) -> torch.device:
+        """Return the device of the statistics; before any, one on which the group can communicate."""
+        amax = self._largest()
+        if amax is not None:
+            return amax.device
+        on_gpu = dist.get_backend(group) == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    @abstractmethod
+    def _observe(self, rows: Tensor) -> None:
+        """Collect (channels, n) values, n > 0, one row if there is no axis; must not wait for the device."""
+
+    @abstractmethod
+    def _largest(self) -> Tensor | None:
+        """Return the largest magnitude of each row so far, (rows,) float32; None before any."""
+
+    @abstractmethod
+    def _choose(self, largest: Tensor) -> Tensor:
+        """Return the amax of each row, (rows,), from the largest magnitude of each; arbitrary for rows of zeros."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Delete the statistics."""
+
+    @abstractmethod
+    def _reduce(self, group: ProcessGroup | None, device: torch.device) -> None:
+        """Merge the statistics of all processes; this process has `self._channels`, and may have no statistics."""
+
+
+class MaxCalibrator(Calibrator):
+    """Clips nothing: amax is the largest magnitude."""
+
+    _amax: Tensor | None
+
+    def _observe(self, rows: Tensor) -> None:
+        if self._amax is None:
+            self._amax = torch.zeros(len(rows), device=rows.device)
+        raise_amax(rows, self._amax)
+
+    def _largest(self) -> Tensor | None:
+        return self._amax
+
+    def _choose(self, largest: Tensor) -> Tensor:
+        return largest
+
+    def _forget(self) -> None:
+        self._amax = None
+
+    def _reduce(self, group: ProcessGroup | None, device: torch.device) -> None:
+        mine = torch.zeros(self._channels, device=device) if self._amax is None else self._amax
+        self._amax = _largest_of_all(mine, group)
+
+
+class HistogramCalibrator(Calibrator):
+    """Counts magnitudes; subclasses choose from the counts."""
+
+    _counted: Histogram | None
+    _chosen: Tensor | None  # set by `choose_together`
+
+    def _observe(self, rows: Tensor) -> None:
+        self._chosen = None
+        self._counted = self._counted or self._empty(len(rows), rows.device)
+        self._counted.add(rows)
+
+    def _empty(self, rows: int, device: torch.device) -> Histogram:
+        return Histogram.empty(rows, MAX_BINS if self.axis is None else BINS, device)
+
+    def _largest(self) -> Tensor | None:
+        return None if self._counted is None else self._counted.amax
+
+    def _choose(self, largest: Tensor) -> Tensor:
+        if self._chosen is not None:
+            return self._chosen
+        counted = self._counted or self._empty(len(largest), largest.device)
+        return self._choose_bin(*counted.live())
+
+    @abstractmethod
+    def _options(self) -> tuple[float, ...]:
+        """Return the settings that `_choose_bin` depends on besides its arguments."""
+
+    @abstractmethod
+    def _choose_bin(self, counts: Tensor, width: Tensor) -> Tensor:
+        """Return the amax of each row: (rows,) from counts (rows, bins) and the bins' width (rows,)."""
+
+    def _forget(self) -> None:
+        self._counted = self._chosen = None
+
+    @property
+    def histogram(self) -> tuple[Tensor, Tensor] | None:
+        """(counts, edges) on the CPU, up to the last bin in use by any channel; None before anything is collected."""
+        if self._counted is None:
+            return None
+        counts, width = self._counted.live()
+        edges = torch.arange(counts.shape[1] + 1) * width.double()[:, None]
+        return (counts[0], edges[0]) if self.axis is None else (counts, edges)
+
+    def _reduce(self, group: ProcessGroup | None, device: torch.device) -> None:
+        self._chosen = None
+        mine = self._counted or self._empty(self._channels, device)
+        amax = _largest_of_all(mine.amax, group)
+        width = mine.width.nan_to_num()
+        dist.all_reduce(width, op=dist.ReduceOp.MAX, group=group)
+        self._counted = mine.rescaled(width, amax)
+        dist.all_reduce(self._counted.counts, group=group)
+
+
+def choose_together(calibrators: Iterable[Calibrator]) -> None:
+    """Prepare `compute_amax` of many calibrators whose statistics are on GPUs, so that it need not wait for one.
+
+    All statistics are read at once, and calibrators of one kind choose their ranges at once. On a CPU each chooses by
+    itself, because there the arithmetic takes the time and not the launches.
+    """
+    found = [(c, largest) for c in calibrators if (largest := c._largest()) is not None]
+    found = [(calibrator, largest) for calibrator, largest in found if largest.device.type != "cpu"]
+    alike: dict[Any, list[HistogramCalibrator]] = {}
+    copies = on_host([largest for _, largest in found])
+    for (calibrator, largest), copy in zip(found, copies, strict=True):
+        calibrator._read = copy
+        if isinstance(calibrator, HistogramCalibrator) and calibrator.axis is None:
+            alike.setdefault((type(calibrator), largest.device, calibrator._options()), []).append(calibrator)
+    for group in alike.values():
+        together([cast(Histogram, calibrator._counted) for calibrator in group], group)
+
+
+def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of small tensors of one type on the CPU, waiting for each device once."""
+    found: dict[int, Tensor] = {}
+    for device in {tensor.device for tensor in tensors}:
+        places = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+        flat = torch.cat([tensors[i].detach().reshape(-1) for i in places]).cpu()
+        parts = flat.split([tensors[i].numel() for i in places])
+        found.update({i: part.reshape(tensors[i].shape).clone() for i, part in zip(places, parts, strict=True)})
+    return [found[i] for i in range(len(tensors))]
+
+
+def together(histograms: Sequence[Histogram], group: Sequence[HistogramCalibrator]) -> None:
+    """Choose the ranges of a `group` of calibrators of one kind and options from their histograms."""
+    counts = torch.cat([h.counts for h in histograms])
+    chosen = group[0]._choose_bin(counts, torch.cat([h.width for h in histograms]).nan_to_num()).cpu()
+    for calibrator, own in zip(group, chosen.split(1), strict=True):
+        calibrator._chosen = own
+
+
+def _largest_of_all(amax: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Return the maximum over processes; NaN is sent as Inf, because not every backend's MAX propagates NaN."""
+    amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+    return amax
+
+
+class PercentileCalibrator(HistogramCalibrator):
+    """Clips all but `percentile` percent of the magnitudes."""
+
+    def __init__(self, *, percentile: float = 99.99, axis: int | None = None) -> None:
+        check_percentile(percentile)
+        super().__init__(axis=axis)
+        self.percentile = percentile
+
+    def _options(self) -> tuple[float, ...]:
+        return (self.percentile,)
+
+    def _choose_bin(self, counts: Tensor, width: Tensor) -> Tensor:
+        return percentile_amax(counts, width, self.percentile)
+
+
+class EntropyCalibrator(HistogramCalibrator):
+    """Clips where the distribution changes least: the smallest Kullback-Leibler divergence."""
+
+    def __init__(self, *, num_bits: int = 8, signed: bool = True, axis: int | None = None) -> None:
+        super().__init__(axis=axis)
+        self.num_bits = num_bits
+        self.signed = signed
+
+    def _options(self) -> tuple[float, ...]:
+        return (self.num_bits, self.signed)
+
+    def _choose_bin(self, counts: Tensor, width: Tensor) -> Tensor:
+        return entropy_amax(counts, width, num_bits=self.num_bits, unsigned=not self.signed)
+
+
+class MSECalibrator(HistogramCalibrator):
+    """Clips where quantizing changes the values least, in mean square."""
+
+    def __init__(self, *, num_bits: int = 8, signed: bool = True, axis: int | None = None) -> None:
+        super().__init__(axis=axis)
+        self.num_bits = num_bits
+        self.signed = signed
+
+    def _options(self) -> tuple[float, ...]:
+        return (self.num_bits, self.signed)
+
+    def _choose_bin(self, counts: Tensor, width: Tensor) -> Tensor:
+        return mse_amax(counts, width, num_bits=self.num_bits, unsigned=not self.signed)
+
+
+CALIBRATORS: tuple[str, ...] = get_args(CalibratorName)
+
+
+def make_calibrator(
+    name: str, *, num_bits: int = 8, axis: int | None = None, signed: bool = True, percentile: float = 99.99
+) -> Calibrator:
+    """Return the calibrator called `name`; arguments that it does not need are ignored.
+
+    Args:
+        name: `max`, `percentile`, `entropy` or `mse`.
+        num_bits: width of the quantized values, 2 to 8.
+        axis: the channel axis; None = one amax for the whole tensor.
+        signed: False where the integers start at zero, so that all 2**num_bits of them lie above it.
+        percentile: share of magnitudes that calibrator `percentile` does not clip, in percent.
+
+    Raises:
+        CalibrationError: an unknown name, or a number out of range.
+    """
+    if not LEAST_BITS <= num_bits <= MOST_BITS:
+        raise CalibrationError(f"num_bits is {num_bits}: it must be {LEAST_BITS} to {MOST_BITS}")
+    if name == "max":
+        return MaxCalibrator(axis=axis)
+    if name == "percentile":
+        return PercentileCalibrator(percentile=percentile, axis=axis)
+    if name == "entropy":
+        return EntropyCalibrator(num_bits=num_bits, signed=signed, axis=axis)
+    if name == "mse":
+        return MSECalibrator(num_bits=num_bits, signed=signed, axis=axis)
+    raise CalibrationError(
+        f"there is no calibrator {name!r}{near_misses(name, CALIBRATORS)}: choose one of {', '.join(CALIBRATORS)}"
+    )

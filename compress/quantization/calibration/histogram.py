@@ -1,0 +1,210 @@
+"""Histograms of magnitudes that widen as larger values come, on the tensor's own device, without losing a count.
+
+A histogram has rows: one for a whole tensor, or one for each channel. The first batch that is not all zero fixes
+the width of its bins, largest magnitude / 2048, as pytorch-quantization's does, so that both choose among the same
+edges. When a later batch holds a larger magnitude, bins are added at the upper end, at the same width: nothing that
+was counted moves. That alone has no bound (a first batch of 1e-6 followed by 1.0 would want two billion bins), so
+past `max_bins` neighbouring bins are merged in pairs and the width doubles, as often as needed. Counts are int64:
+float32 counts, the usual choice, stop growing at 16,777,216, which the zeros of a ReLU exceed within a few batches.
+
+The trade-off: up to 4 times growth costs nothing in resolution and 64 KiB a tensor; beyond it the resolution is
+between range / 8192 and range / 4096, still finer than at the start. Per-channel rows merge pairs at once.
+
+Widening depends on the values. Reading a value from a GPU would stop the queue at every layer, so there width and range
+stay tensors and every step, merging included, is computed even if it is not needed; a whole tensor by a CUDA kernel
+that reads it once (`compress.kernels.cuda.histogram`). A CPU has nothing to wait for and counts in blocks that fit the
+cache, on all threads (`torch.histc` takes 4 times as long).
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.kernels.cuda.histogram import Watch, collect_amax, takes
+from compress.quantization.calibration.amax import live_bins, row_amax
+
+BINS = 2048
+"""Bins that the first batch is spread over."""
+
+MAX_BINS = 8192
+"""Bins of one tensor before neighbours are merged."""
+
+_BLOCK = 1 << 15  # elements: 128 KiB of float32, and few enough that torch starts no threads of its own
+_SHARE = 1 << 18  # elements that are worth a thread
+_EXACT = 1 << 24  # float32 counts of more elements than this need not be exact
+
+
+@dataclass(kw_only=True, eq=False)
+class Histogram:
+    """Counts of |x|, in bins of equal width that start at zero.
+
+    Attributes:
+        counts: (rows, max_bins) int64; bin k of a row holds [k * width, (k + 1) * width).
+        width: (rows,) float32; 0 as long as a row has only zeros, all of which are then in bin 0.
+        amax: (rows,) float32, the largest magnitude; NaN or Inf once such a value has come, after which the counts
+            mean nothing.
+    """
+
+    counts: Tensor
+    width: Tensor
+    amax: Tensor
+    _watch: Watch | None = None
+
+    @classmethod
+    def empty(cls, rows: int, max_bins: int, device: torch.device) -> Histogram:
+        """Return a histogram without counts."""
+        return cls(
+            counts=torch.zeros(rows, max_bins, dtype=torch.int64, device=device),
+            width=torch.zeros(rows, device=device),
+            amax=torch.zeros(rows, device=device),
+        )
+
+    def add(self, values: Tensor) -> None:
+        """Count `values`, (rows, n) of any floating type, on the device of the histogram; n > 0."""
+        if takes(values, self.counts.shape[1]):
+            if self._watch is None:
+                self._watch = Watch(self.amax, self.width, self.counts, BINS)
+            self._watch.collect(values)
+            return
+        self._watch = None
+        batch_amax = row_amax(values)
+        self.amax = torch.maximum(self.amax, batch_amax)
+        self.width = torch.where(self.width > 0, self.width, batch_amax / BINS)
+        self._fit()
+        width = torch.where(self.width > 0, self.width, 1.0)
+        live = (self.amax / width).ceil().clamp(1, self.counts.shape[1])
+        if values.device.type == "cpu" and len(values) == 1:
+            if bool(self.amax.isfinite()):
+                bins = int(live)
+                self.counts[0, :bins] += count_on_host(values[0], float(width), bins)
+        else:
+            self.counts += count_on_device(values, width, live, self.counts.shape[1])
+
+    def rescaled(self, width: Tensor, amax: Tensor) -> Histogram:
+        """Return this histogram on bins of `width` (rows,), none narrower than now, up to `amax` (rows,)."""
+        wider = Histogram(counts=resample(self.counts, self.width, width), width=width, amax=amax)
+        wider._fit()
+        return wider
+
+    def live(self) -> tuple[Tensor, Tensor]:
+        """Return (counts, width) on the CPU, up to the last bin in use: (rows, bins), (rows,)."""
+        counts = self.counts.cpu()
+        return counts[:, : int(live_bins(counts).max())], self.width.cpu()
+
+    def _fit(self) -> None:
+        """Merge neighbouring bins until the largest magnitude lies in one."""
+        crowding = self.amax / self.width / self.counts.shape[1]
+        doublings = crowding.log2().ceil().nan_to_num(0.0).clamp(0, 126)  # 0 / 0 where there are only zeros
+        if self.counts.device.type == "cpu" and not doublings.any():
+            return
+        self.counts = merge_neighbours(self.counts, doublings.long())
+        self.width = self.width * doublings.exp2()
+
+
+def raise_amax(values: Tensor, amax: Tensor) -> None:
+    """Raise `amax`, (rows,), to the largest magnitude of (rows, n) values, in place; NaN where there is one."""
+    if takes(values):
+        collect_amax(values, amax)
+    else:
+        amax.copy_(torch.maximum(amax, row_amax(values)))
+
+
+def merge_neighbours(counts: Tensor, doublings: Tensor) -> Tensor:
+    """Merge each 2**doublings neighbouring bins into one; the upper bins become empty.
+
+    Args:
+        counts: (rows, bins) int64.
+        doublings: (rows,) int64, at least 0.
+    """
+    target = torch.arange(counts.shape[1], device=counts.device) >> doublings[:, None].clamp(max=62)
+    return torch.zeros_like(counts).scatter_add_(1, target, counts)
+
+
+def resample(counts: Tensor, width: Tensor, new_width: Tensor) -> Tensor:
+    """Move counts onto wider bins, as if each bin's values were spread evenly over it.
+
+    The cumulative counts are interpolated at the new edges and rounded, so that the total stays exact, and nothing
+    moves when the new width is the old one or an exact multiple of it.
+
+    Args:
+        counts: (rows, bins) int64.
+        width: (rows,) the present widths; 0 where only bin 0 is filled.
+        new_width: (rows,), none less than `width`.
+
+    Returns:
+        (rows, bins) int64.
+    """
+    bins = counts.shape[1]
+    ratio = torch.where(width > 0, new_width.double() / width.double(), 1.0)
+    edge = (torch.arange(bins + 1, device=counts.device) * ratio[:, None]).clamp(max=bins)
+    whole = edge.floor().long()
+    below = torch.nn.functional.pad(counts.cumsum(1), (1, 0))
+    inside = torch.nn.functional.pad(counts, (0, 1)).gather(1, whole)
+    return (below.gather(1, whole) + ((edge - whole) * inside).round().long()).diff(dim=1)
+
+
+def count_on_host(values: Tensor, width: float, bins: int) -> Tensor:
+    """Count |values| in bins of `width`, the last of which is closed above.
+
+    Args:
+        values: (n,) on the CPU, finite, none of them larger than bins * width.
+        width: width of a bin, > 0.
+        bins: number of bins.
+
+    Returns:
+        (bins,) int64.
+    """
+    workers = max(1, min(torch.get_num_threads(), values.numel() // _SHARE))
+    if workers == 1:
+        counts = _count_serially(values, width, bins)
+    else:
+        with ThreadPoolExecutor(workers) as pool:
+            parts = pool.map(lambda part: _count_serially(part, width, bins), values.chunk(workers))
+            counts = torch.stack(list(parts)).sum(0)
+    counts[bins - 1] += counts[bins]
+    return counts[:bins]
+
+
+def _count_serially(values: Tensor, width: float, bins: int) -> Tensor:
+    """Count in blocks that fit the cache; (bins + 1,), the last one counts values equal to bins * width."""
+    position = torch.empty(_BLOCK)
+    index = torch.empty(_BLOCK, dtype=torch.int32)
+    counts = torch.zeros(bins + 1, dtype=torch.int64)
+    for block in values.split(_BLOCK):
+        size = block.numel()
+        torch.div(block.float(), width, out=position[:size])
+        counts += torch.bincount(index[:size].copy_(position[:size]).abs_(), minlength=bins + 1)
+    return counts
+
+
+def count_on_device(values: Tensor, width: Tensor, live: Tensor, bins: int) -> Tensor:
+    """Count |values| without ever waiting for the device; NaN and Inf land anywhere or nowhere.
+
+    Args:
+        values: (rows, n).
+        width: (rows,) width of the bins, > 0.
+        live: (rows,) float; values beyond bin live - 1 are counted in it.
+        bins: columns of the result.
+
+    Returns:
+        (rows, bins) int64.
+    """
+    rows = len(values)
+    counts = torch.zeros(rows, bins, dtype=torch.int64, device=values.device)
+    first = torch.arange(rows, device=values.device)[:, None] * bins
+    one = counts.new_ones(1)
+    # torch.histc gathers in fast on-chip memory, which matters where half of the values share bin 0; its float32
+    # counts are exact up to 2**24, and torch refuses it under use_deterministic_algorithms
+    by_histc = rows == 1 and not torch.are_deterministic_algorithms_enabled()
+    for block in values.split(max(1, _EXACT // rows), dim=1):
+        position = torch.minimum(block.float().abs() / width[:, None], live[:, None] - 0.5)
+        if by_histc:
+            counts[0] += torch.histc(position, bins=bins, min=0, max=bins).long()
+        else:
+            index = (position.long().clamp_(0, bins - 1) + first).flatten()
+            counts.view(-1).scatter_add_(0, index, one.expand(index.numel()))
+    return counts

@@ -1,0 +1,1 @@
+"""Where quantizers are placed in a graph, and why."""

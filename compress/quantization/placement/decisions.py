@@ -1,0 +1,85 @@
+"""The parts of a placement: the table of decisions, and the sites where quantizers are inserted."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import asdict, dataclass
+
+from compress.quantization.numerics import QuantFormat
+from compress.quantization.spec import ActivationSpec, Target, WeightSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """One row of the table of decisions.
+
+    Attributes:
+        tensor: name of the graph node that computes it; `<layer>.weight` for a weight.
+        layer: the operation that requested the decision.
+        decision: `quantize` or `float`.
+        quantizer: module path of the quantizer; "" if float.
+        num_bits, axis, signed: format of the quantizer; None if float (`axis` None also means per tensor).
+        rule: the rule that decided.
+        reason: the reason as a sentence.
+    """
+
+    tensor: str
+    layer: str
+    decision: str
+    quantizer: str = ""
+    num_bits: int | None = None
+    axis: int | None = None
+    signed: bool | None = None
+    rule: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationSite:
+    """A quantizer to insert after nodes; it is one module, also if several tensors share its scale.
+
+    Attributes:
+        name: module path of the quantizer.
+        edges: (tensor, consumer) pairs of node names: these consumers get the quantized tensor.
+        format: the integers.
+        spec: how its range is calibrated.
+    """
+
+    name: str
+    edges: tuple[tuple[str, str], ...]
+    format: QuantFormat
+    spec: ActivationSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSite:
+    """A layer whose weight is quantized."""
+
+    path: str
+    format: QuantFormat
+    spec: WeightSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """All decisions for one graph.
+
+    Attributes:
+        target: the target whose rules were followed.
+        decisions: the table, in graph order.
+        activations, weights: the quantizers to insert.
+    """
+
+    target: Target
+    decisions: tuple[Decision, ...]
+    activations: tuple[ActivationSite, ...]
+    weights: tuple[WeightSite, ...]
+
+    def to_csv(self) -> str:
+        """The table of decisions with a header line."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(Decision.__dataclass_fields__), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in self.decisions)
+        return text.getvalue()

@@ -1,0 +1,78 @@
+"""From a float model to a graph with quantizers: trace, fold, place, insert."""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+from compress.graph.batches import device_of
+from compress.graph.canonical import canonical_graph
+from compress.graph.float_model import check_float_model
+from compress.graph.inputs import Inputs
+from compress.graph.report import attach_report, leaves_of
+from compress.quantization.modules import quantized_layer
+from compress.quantization.placement.decisions import ActivationSite, Placement
+from compress.quantization.placement.place import place
+from compress.quantization.placement.read_fx import read_fx
+from compress.quantization.ptq.prepare import prepare_float
+from compress.quantization.ptq.ranges import ensure_biases
+from compress.quantization.quantizer import Quantizer
+from compress.quantization.report import Prepared, QuantizationReport
+from compress.quantization.spec import QuantSpec, check_quant_spec
+
+
+def insert_quantizers(model: nn.Module, example_inputs: Inputs, spec: QuantSpec | None = None) -> fx.GraphModule:
+    """A copy of `model` with quantizers where the target fuses them; ranges are unknown until `calibrate`.
+
+    Args:
+        model: any module; it is not changed.
+        example_inputs: its inputs, to trace it.
+        spec: target and rules; None = `QuantSpec()`. Smoothing, AdaRound and bias correction need images: `quantize`
+            does them, or `improve` after `calibrate`.
+
+    Returns:
+        A plain GraphModule in evaluation mode; `.placement` is the table of decisions.
+
+    Raises:
+        ModelError: the model cannot be traced.
+        QuantizationError: nothing can be quantized, a rule matches nothing, the model is quantized already or is not
+            in float32.
+    """
+    spec = spec or QuantSpec()
+    check_quant_spec(spec)
+    check_float_model(model)
+    graph_module = canonical_graph(model, example_inputs, fold=False)
+    prepared = prepare_float(graph_module, spec)
+    placement = place(read_fx(graph_module), spec)
+    if spec.bias_correction:
+        ensure_biases(graph_module, [site.path for site in placement.weights])
+    apply_placement(graph_module, placement, prepared)
+    return graph_module
+
+
+def apply_placement(graph_module: fx.GraphModule, placement: Placement, prepared: Prepared | None = None) -> None:
+    """Insert the quantizers of a placement into the graph it was made for, and attach the report; in place."""
+    for weight in placement.weights:
+        layer = quantized_layer(graph_module.get_submodule(weight.path), weight.format, name=weight.path)
+        graph_module.set_submodule(weight.path, layer)
+    nodes = {node.name: node for node in graph_module.graph.nodes}
+    device = device_of(graph_module)
+    for site in placement.activations:
+        graph_module.add_submodule(site.name, Quantizer(site.format, name=site.name).to(device))
+        _insert_site(graph_module.graph, site, nodes)
+    graph_module.graph.lint()
+    graph_module.recompile()
+    report = QuantizationReport(leaves=leaves_of(graph_module), placement=placement, prepared=prepared)
+    attach_report(graph_module, report)
+
+
+def _insert_site(graph: fx.Graph, site: ActivationSite, nodes: dict[str, fx.Node]) -> None:
+    consumers: dict[str, list[str]] = {}
+    for tensor, consumer in site.edges:
+        consumers.setdefault(tensor, []).append(consumer)
+    for tensor, names in consumers.items():
+        source = nodes[tensor]
+        with graph.inserting_after(source):
+            quantizer = graph.call_module(site.name, (source,))
+        quantizer.meta.update(shape=source.meta.get("shape"), dtype=source.meta.get("dtype"))
+        for name in names:
+            nodes[name].replace_input_with(source, quantizer)

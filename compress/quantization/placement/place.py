@@ -1,0 +1,242 @@
+"""Placement: which tensors of a graph get a quantizer, which do not, and why.
+
+The table of the target (`targets`) names the operations whose inputs or results are to be quantized. Each such request
+(`requests`) is handled in three steps:
+
+1. it is traced back through operations that commute with quantization (max pool, flatten, ...) to the origin of the
+   tensor, and through a concat to all of its inputs, which then share one scale;
+2. requests for one tensor become one quantizer, however many consumers ask for it;
+3. a residual add requests its identity branch only, so that layer, add and activation stay one kernel.
+
+Every request, granted or refused, is a row of the result. Nothing here changes a graph; `insert` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from scipy.cluster.hierarchy import DisjointSet
+
+from compress.errors import QuantizationError
+from compress.graph.traits import kinds
+from compress.quantization.numerics import QuantFormat
+from compress.quantization.placement.decisions import ActivationSite, Decision, Placement, WeightSite
+from compress.quantization.placement.requests import Request, requests_of
+from compress.quantization.placement.residual import depths
+from compress.quantization.placement.rules import resolve_rules
+from compress.quantization.placement.signs import never_negative
+from compress.quantization.placement.targets import TABLES, TAKES_APART, TargetTable
+from compress.quantization.placement.view import GraphView, Node
+from compress.quantization.quantizer import quantizer_path
+from compress.quantization.spec import ActivationSpec, QuantSpec
+
+_PRODUCTS = kinds(lambda t: t.category in {"weighted", "product"})
+_OWN_SCALE = "; a scale of its own, apart from the other parts of the tensor (such as query, key and value)"
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A request at the origin of its tensor.
+
+    Attributes:
+        origin: where the quantizer is placed.
+        consumer: of the origin, on the way to the layer.
+        layer, rule, reason: of the request.
+        spec: settings of the layer.
+    """
+
+    origin: Node
+    consumer: Node
+    layer: Node
+    rule: str
+    reason: str
+    spec: ActivationSpec
+
+
+def place(view: GraphView, spec: QuantSpec) -> Placement:
+    """Decide where quantizers are placed.
+
+    Args:
+        view: a graph whose nodes have shapes, BatchNorm folded or kept.
+        spec: target, defaults and rules.
+
+    Returns:
+        The placement, each decision with its reason.
+
+    Raises:
+        QuantizationError: a rule matches nothing, the graph is quantized already, or nothing in it can be quantized.
+    """
+    if any(node.kind == "quantizer" for node in view.nodes):
+        raise QuantizationError("the model is quantized already; quantize the float model, or train this one as it is")
+    table = TABLES[spec.target]
+    if spec.residual is not None:
+        table = replace(table, residual=spec.residual)
+    settings, depth = resolve_rules(view, spec), depths(view.nodes)
+    order = {node: i for i, node in enumerate(view.nodes)}
+    scales = DisjointSet()
+    weights: dict[str, WeightSite] = {}  # a layer may be called twice
+    traced: list[_Traced] = []
+    floats: list[tuple[int, Decision]] = []
+    for node in view.nodes:
+        found = requests_of(node, table, settings, depth)
+        floats += [(order[node], row) for row in found.refused]
+        if found.weight is not None:
+            weights.setdefault(found.weight.path, found.weight)
+        for request in found.tensors:
+            origins, constants = _trace_back(request, table)
+            floats += [(order[request.layer], row) for row in constants]
+            traced += _share_scale(request, origins, settings[request.layer].activations, scales, table)
+    _check_anything(view, table, bool(weights or traced), [row for _, row in floats])
+    sites, rows = _sites(view, traced, scales, table)
+    first_call = {node.path: order[node] for node in reversed(view.nodes)}
+    rows += [(first_call[site.path], _weight_row(site)) for site in weights.values()]
+    decisions = tuple(row for _, row in sorted(rows + floats, key=lambda item: item[0]))
+    return Placement(target=spec.target, decisions=decisions, activations=tuple(sites), weights=tuple(weights.values()))
+
+
+def _check_anything(view: GraphView, table: TargetTable, anything: bool, rows: list[Decision]) -> None:
+    """Refuse a graph in which nothing gains from quantization."""
+    if anything and any(node.kind in _PRODUCTS & table.inputs.keys() for node in view.nodes):
+        return
+    reasons = [f"{row.layer}: {row.reason}" for row in rows if row.rule == "cannot quantize"]
+    raise QuantizationError(
+        "the model has no layer that can be quantized (convolution, linear or matmul); "
+        + ("; ".join(reasons[:3]) or "see the rows of `python -m compress inspect model` for its operations")
+    )
+
+
+def _trace_back(request: Request, table: TargetTable) -> tuple[list[tuple[Node, Node]], list[Decision]]:
+    """((origin, its consumer on the way) pairs to quantize, rows for constants, which are not)."""
+    origins = _origins(request.tensor, request.consumer, _commuting(request, table))
+    constants = [
+        Decision(
+            tensor=origin.name,
+            layer=request.layer.layer,
+            decision="float",
+            rule="constant",
+            reason="a constant of the graph, not an activation",
+        )
+        for origin, _ in origins
+        if origin.kind == "constant"
+    ]
+    return [pair for pair in origins if pair[0].kind != "constant" and pair[0].floating], constants
+
+
+def _commuting(request: Request, table: TargetTable) -> frozenset[str]:
+    """The operations through which a request is traced back."""
+    return table.commutes - TAKES_APART if request.layer.kind in table.apart else table.commutes
+
+
+def _origins(tensor: Node, consumer: Node, commutes: frozenset[str]) -> list[tuple[Node, Node]]:
+    """(origin, its consumer on the way) pairs of a tensor, back through commuting operations and concats."""
+    if tensor.kind == "concat":
+        return [pair for source in tensor.tensors for pair in _origins(source, tensor, commutes)]
+    if tensor.kind in commutes and tensor.tensors:
+        return _origins(tensor.tensors[0], tensor, commutes)
+    return [(tensor, consumer)]
+
+
+def _share_scale(
+    request: Request,
+    origins: list[tuple[Node, Node]],
+    spec: ActivationSpec,
+    scales: DisjointSet,
+    table: TargetTable,
+) -> list[_Traced]:
+    """The request at each of its origins; more than one are inputs of a concat and share one scale."""
+    for origin, _ in origins:
+        scales.add(origin)
+        scales.merge(origins[0][0], origin)
+    shared = f"; shares one scale with {len(origins) - 1} more inputs of a concat" if len(origins) > 1 else ""
+    apart = _commuting(request, table) != table.commutes
+    return [
+        _Traced(
+            origin=origin,
+            consumer=consumer,
+            layer=request.layer,
+            rule=request.rule,
+            reason=request.reason + shared + (_OWN_SCALE if apart and origin.kind in TAKES_APART else ""),
+            spec=spec,
+        )
+        for origin, consumer in origins
+    ]
+
+
+def _sites(
+    view: GraphView, traced: list[_Traced], scales: DisjointSet, table: TargetTable
+) -> tuple[list[ActivationSite], list[tuple[int, Decision]]]:
+    """One site for the tensors that share a scale, and a row for each tensor."""
+    order = {node: i for i, node in enumerate(view.nodes)}
+    positive = never_negative(view) if table.unsigned else set()
+    groups: dict[Node, list[_Traced]] = {}
+    for item in traced:
+        groups.setdefault(scales[item.origin], []).append(item)
+    sites, rows = [], []
+    for members in groups.values():
+        members.sort(key=lambda item: order[item.origin])
+        name = quantizer_path(members[0].origin.name)
+        spec = _common_spec(members)
+        signed, integers = not positive.issuperset(item.origin for item in members), spec.kind == "int"
+        quant_format = QuantFormat(
+            num_bits=spec.num_bits,
+            signed=signed or not integers,
+            offset=signed and integers and any(item.layer.kind in table.offset for item in members),
+            kind=spec.kind,
+        )
+        edges = tuple(dict.fromkeys((item.origin.name, item.consumer.name) for item in members))
+        sites.append(ActivationSite(name=name, edges=edges, format=quant_format, spec=spec))
+        for origin in dict.fromkeys(item.origin for item in members):
+            asked = [item for item in members if item.origin is origin]
+            rows.append((order[origin], _activation_row(origin, asked, name, quant_format)))
+    return sites, rows
+
+
+def _common_spec(members: list[_Traced]) -> ActivationSpec:
+    """The settings of one quantizer: the widest bit width that any consumer asks for is used.
+
+    Raises:
+        QuantizationError: some consumers ask for integers and some for FP8.
+    """
+    spec = max((item.spec for item in members), key=lambda s: s.num_bits)
+    if any(item.spec.kind != spec.kind for item in members):
+        consumers = ", ".join(dict.fromkeys(f"{item.layer.layer} ({item.spec.kind})" for item in members))
+        raise QuantizationError(
+            f"{members[0].origin.name} is read as integers and as FP8, and has one quantizer: {consumers}; give "
+            "these layers one kind in quantization.rules, or leave one of them float"
+        )
+    if any(item.origin.kind == "input" for item in members):
+        return replace(spec, calibrator="max")  # pixels are bounded, and clipping them loses information
+    return spec
+
+
+def _activation_row(origin: Node, asked: list[_Traced], name: str, quant_format: QuantFormat) -> Decision:
+    return Decision(
+        tensor=origin.name,
+        layer=" ".join(dict.fromkeys(item.layer.layer for item in asked)),
+        decision="quantize",
+        quantizer=name,
+        num_bits=quant_format.num_bits,
+        axis=None,
+        signed=quant_format.signed,
+        rule=", ".join(dict.fromkeys(item.rule for item in asked)),
+        reason="; ".join(dict.fromkeys(item.reason for item in asked)) + _number_type(quant_format),
+    )
+
+
+def _weight_row(site: WeightSite) -> Decision:
+    scales = "per output channel, symmetric" if site.format.axis is not None else "per tensor, symmetric"
+    return Decision(
+        tensor=f"{site.path}.weight",
+        layer=site.path,
+        decision="quantize",
+        quantizer=f"{site.path}.weight_quantizer",
+        num_bits=site.format.num_bits,
+        axis=site.format.axis,
+        signed=True,
+        rule="weight",
+        reason=scales + _number_type(site.format),
+    )
+
+
+def _number_type(quant_format: QuantFormat) -> str:
+    return "; FP8 E4M3" if quant_format.kind == "e4m3" else ""

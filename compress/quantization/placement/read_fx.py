@@ -1,0 +1,79 @@
+"""Reads a torch.fx graph into the view that placement works on."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from compress.graph.ops import node_kind, node_module
+from compress.graph.report import Leaf, leaves_of
+from compress.graph.traits import WEIGHTED
+from compress.quantization.modules import can_quantize, weight_axis
+from compress.quantization.placement.view import GraphView, Node, Parameters
+
+
+def read_fx(graph_module: fx.GraphModule) -> GraphView:
+    """The view of a graph made by `trace`, whose nodes carry shapes; quantizers may be in it."""
+    leaves = leaves_of(graph_module)
+    by_path = {leaf.path: leaf for leaf in leaves}
+    nodes: dict[fx.Node, Node] = {}
+    for source in graph_module.graph.nodes:
+        node = nodes[source] = _node(source, by_path)
+        node.inputs = tuple(nodes[value] for value in source.all_input_nodes)
+    for source, node in nodes.items():
+        node.consumers = [nodes[user] for user in source.users]
+    return GraphView(nodes=tuple(nodes.values()), leaves=leaves)
+
+
+def _node(source: fx.Node, leaves: dict[str, Leaf]) -> Node:
+    kind, dtype = node_kind(source), source.meta.get("dtype")
+    module: Any = node_module(source) if source.op == "call_module" else None
+    path, note = str(source.target) if module is not None else "", str(source.meta.get("whole", ""))
+    node = Node(
+        name=source.name,
+        kind=kind,
+        path=path,
+        shape=source.meta.get("shape"),
+        floating=dtype is not None and dtype.is_floating_point,
+        note=note,
+        leaf=leaves.get(path),
+    )
+    if kind in WEIGHTED:
+        function = f"is a function that cannot become a layer: {note or 'its weight is of no module'}"
+        node.refusal = can_quantize(module) if module is not None else function
+    if module is not None and kind in WEIGHTED | {"batch_norm"}:
+        node.parameters = Parameters(
+            weight=partial(getattr, module, "weight"),
+            bias=partial(getattr, module, "bias"),
+            mean=partial(getattr, module, "running_mean", None),
+            axis=weight_axis(module),
+            groups=getattr(module, "groups", 1),
+        )
+    _read_arguments(source, module, node)
+    return node
+
+
+def _read_arguments(source: fx.Node, module: Any, node: Node) -> None:
+    """Read the arguments that placement asks for."""
+    if node.traits.category == "arithmetic":
+        operands = (*source.args, *source.kwargs.values())  # alpha of torch.add is one
+        node.numbers = tuple(float(value) for value in operands if isinstance(value, (int, float)))
+    elif node.kind == "clamp":
+        low = getattr(module, "min_val", None) if module is not None else _argument(source, 1, "min", "min_val")
+        node.low = float(low) if isinstance(low, (int, float)) else node.low
+    elif node.kind == "resize":
+        node.mode = str(getattr(module, "mode", "") if module is not None else _argument(source, 3, "mode"))
+    elif node.kind == "mean":
+        dims = _argument(source, 1, "dim")
+        shape = source.all_input_nodes[0].meta.get("shape")
+        node.axes = frozenset(d % len(shape) for d in dims) if shape and isinstance(dims, (list, tuple)) else None
+    elif source.op == "call_method" and source.target == "float":
+        node.cast = "float32"
+
+
+def _argument(node: fx.Node, position: int, *names: str) -> Any:
+    """An argument by one of its names, else by its position; None if it is not given."""
+    found = [node.kwargs[name] for name in names if name in node.kwargs]
+    return found[0] if found else node.args[position] if len(node.args) > position else None

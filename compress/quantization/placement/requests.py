@@ -1,0 +1,182 @@
+"""The requests of each operation: tensors to be quantized where it consumes them, or the reason to stay float."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from compress.graph.traits import PASSING, WEIGHTED
+from compress.quantization.numerics import QuantFormat
+from compress.quantization.placement.decisions import Decision, WeightSite
+from compress.quantization.placement.residual import fused_branch, is_residual_add
+from compress.quantization.placement.rules import LayerSettings
+from compress.quantization.placement.targets import TargetTable
+from compress.quantization.placement.view import Node
+from compress.quantization.spec import WeightSpec
+
+_FLOAT32_PRODUCT = (
+    "the model casts what it multiplies to float32 (`.float()`), as linear attention does where values and their "
+    "normalizers are in one tensor; a rule that enables it quantizes it"
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A tensor that `layer` wants quantized where `consumer` consumes it."""
+
+    tensor: Node
+    consumer: Node
+    layer: Node
+    rule: str
+    reason: str
+
+
+@dataclass
+class Requests:
+    """The requests of one operation.
+
+    Attributes:
+        tensors: to be quantized.
+        weight: its own, to be quantized; None if it has none or stays float.
+        refused: rows of the table for what stays float.
+    """
+
+    tensors: list[Request] = field(default_factory=list)
+    weight: WeightSite | None = None
+    refused: list[Decision] = field(default_factory=list)
+
+    def refuse(self, node: Node, rule: str, reason: str) -> None:
+        """Add the row that says why `node` stays float."""
+        self.refused.append(Decision(tensor=node.name, layer=node.layer, decision="float", rule=rule, reason=reason))
+
+
+def requests_of(
+    node: Node, table: TargetTable, settings: Mapping[Node, LayerSettings], depth: Mapping[Node, int]
+) -> Requests:
+    """The requests of one operation.
+
+    Args:
+        node: the operation.
+        table: of the target.
+        settings: of every node, from `resolve_rules`.
+        depth: of every node, from `depths`.
+    """
+    found, own = Requests(), settings[node]
+    residual = is_residual_add(node, table.residual_after)
+    if node.kind not in table.inputs and node.kind not in table.outputs and not residual:
+        if node.kind in table.stays_float and (node.shape is not None or node.path):
+            found.refuse(node, f"{node.kind} stays float", _why_float(node, table.stays_float[node.kind]))
+        return found
+    if node.kind == "mean" and not _is_spatial_mean(node):
+        return found
+    if not own.enable:
+        found.refuse(node, f"rule: {own.rule}", "left float by the recipe")
+        return found
+    if node.kind == "matmul" and not own.rule and any(_cast_to_float32(a, table) for a in node.tensors):
+        found.refuse(node, "float32 product", _FLOAT32_PRODUCT)
+        return found
+    if node.refusal:
+        found.refuse(node, "cannot quantize", f"{node.layer} {node.refusal}")
+        return found
+    if node.kind in WEIGHTED:
+        found.weight = _weight_site(node, own.weights)
+    if residual:
+        _request_residual(found, node, table, settings, depth)
+    elif node.kind in table.inputs:
+        for source in _factors(node):
+            found.tensors.append(Request(source, node, node, f"{node.kind} input", table.inputs[node.kind]))
+    if node.kind in table.outputs and (node.kind != "add" or residual):
+        _request_output(found, node, table)
+    return found
+
+
+def _factors(node: Node) -> list[Node]:
+    """The tensors that an operation multiplies: without the weight of a layer, or the matrix that `addmm` adds."""
+    return node.tensors[:1] if node.kind in WEIGHTED else node.tensors[1:] if node.kind == "addmm" else node.tensors
+
+
+def _why_float(node: Node, reason: str) -> str:
+    """Why an operation stays float; for an opaque submodule, why it could not be traced."""
+    if node.leaf is not None:
+        return f"{node.leaf.kind} is kept whole, with all that is in it: torch.fx cannot trace it ({node.leaf.reason})"
+    return reason + (f" ({node.note})" if node.note else "")
+
+
+def _request_residual(
+    found: Requests,
+    node: Node,
+    table: TargetTable,
+    settings: Mapping[Node, LayerSettings],
+    depth: Mapping[Node, int],
+) -> None:
+    """Request the identity branch of an add (or both), if an INT8 layer fuses with it."""
+    fused = fused_branch(node, table.residual_after, depth)
+    if fused is None:
+        found.refuse(node, "add stays float", "no branch comes from a layer that the add could fuse with")
+        return
+    branch, layer = fused
+    if table.residual == "none":
+        found.refuse(node, "add stays float", "the recipe leaves both branches of residual sums float")
+        return
+    if not settings[layer].enable or layer.refusal:
+        found.refuse(node, "add stays float", f"the layer it would fuse with, {layer.layer}, is float")
+        return
+    for source in node.tensors:
+        if source is not branch or table.residual == "both":
+            text = f"the branch beside {layer.layer} is INT8, so that layer, add and activation are one kernel"
+            found.tensors.append(Request(source, node, node, "residual add", text))
+
+
+def _request_output(found: Requests, node: Node, table: TargetTable) -> None:
+    """Request a result where its fused chain ends, unless the model returns it."""
+    end = node
+    while len(end.consumers) == 1:
+        (consumer,) = end.consumers
+        fuses = consumer.kind in table.fuses or consumer.kind in PASSING | {"batch_norm"}
+        if not fuses and not _absorbs_add(node, end, consumer, table):
+            break
+        end = consumer
+        if end.kind == "add":
+            return  # the add requests its own result
+    if _is_model_output(end, table):
+        found.refuse(node, "output stays float", "the model's result and what follows it are not quantized")
+        return
+    rule, reason = f"{node.kind} output", table.outputs[node.kind]
+    consumers = [consumer for consumer in end.consumers if consumer.kind not in {"output", "shape"}]
+    found.tensors += [Request(end, consumer, node, rule, reason) for consumer in consumers]
+
+
+def _absorbs_add(node: Node, end: Node, consumer: Node, table: TargetTable) -> bool:
+    """Return True if `consumer` is the add that the layer `node` fuses with where only one branch is quantized."""
+    return table.residual == "identity" and node is end and is_residual_add(consumer, table.residual_after)
+
+
+def _is_model_output(node: Node, table: TargetTable) -> bool:
+    """Return True if all consumers of a tensor, through operations that commute, are the graph's output."""
+    return all(
+        consumer.kind == "output" or (consumer.kind in table.commutes and _is_model_output(consumer, table))
+        for consumer in node.consumers
+    )
+
+
+def _cast_to_float32(tensor: Node, table: TargetTable) -> bool:
+    """Return True if the model calls `.float()` on a tensor, or on one whose elements this one moves."""
+    while tensor.cast != "float32":
+        if tensor.kind not in table.commutes or not tensor.tensors:
+            return False
+        tensor = tensor.tensors[0]
+    return True
+
+
+def _is_spatial_mean(node: Node) -> bool:
+    """Return True if a mean is over the last two axes of an image: a global average pool by another name."""
+    return len(node.tensors[0].shape or ()) == 4 and node.axes == frozenset({2, 3})
+
+
+def _weight_site(node: Node, spec: WeightSpec) -> WeightSite:
+    parameters = node.parameters
+    axis = parameters.axis if parameters is not None and spec.axis is not None else None
+    if axis == 1 and parameters is not None and parameters.groups != 1:
+        axis = None  # the axis holds the outputs of one group only; a scale for each does not exist in ONNX
+    quant_format = QuantFormat(num_bits=spec.num_bits, axis=axis, narrow=True, kind=spec.kind)
+    return WeightSite(path=node.path, format=quant_format, spec=spec)

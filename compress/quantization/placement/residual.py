@@ -1,0 +1,50 @@
+"""Residual adds: finds adds that join two branches of one image, and the branch that their kernel fuses with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from compress.graph.traits import PASSING, WEIGHTED
+from compress.quantization.placement.view import Node
+
+_PASSED = PASSING | {"batch_norm"}
+"""Operations between a layer and the add that do not keep them apart: they do nothing in evaluation, or are folded."""
+
+
+def depths(nodes: Iterable[Node]) -> dict[Node, int]:
+    """Number of weighted layers on the longest path from the input to each node."""
+    depth: dict[Node, int] = {}
+    for node in nodes:
+        before = max((depth[source] for source in node.inputs), default=0)
+        depth[node] = before + (node.kind in WEIGHTED)
+    return depth
+
+
+def is_residual_add(node: Node, kinds: frozenset[str]) -> bool:
+    """Return True if `node` adds two feature maps of one shape, one of which may come from a layer of `kinds`."""
+    if node.kind != "add":
+        return False
+    sources = node.tensors
+    shapes = {source.shape for source in sources}
+    rank = 3 if "linear" in kinds else 4
+    return len(sources) == 2 and len(shapes) == 1 and len(sources[0].shape or ()) >= rank
+
+
+def fused_branch(node: Node, kinds: frozenset[str], depth: Mapping[Node, int]) -> tuple[Node, Node] | None:
+    """(branch, layer) that an add fuses with: of the branches that end in a layer, the one with the longest path.
+
+    In a ResNet's downsampling block both branches end in a convolution; the main path is the longer one.
+
+    Returns:
+        The add's argument and the layer that computes it, or None if no branch ends in a layer of `kinds` that the add
+        alone consumes.
+    """
+    found = []
+    for source in node.tensors:
+        layer, alone = source, len(source.consumers) == 1
+        while layer.kind in _PASSED and layer.tensors:
+            layer = layer.tensors[0]
+            alone = alone and len(layer.consumers) == 1
+        if layer.kind in kinds and layer.parameters is not None and alone:
+            found.append((source, layer))
+    return max(found, key=lambda pair: depth[pair[1]], default=None)

@@ -1,0 +1,111 @@
+"""Placement rules of each target, as data: which operations get quantized inputs and results.
+
+A table names kinds of operation (rows of `graph.traits`), and one algorithm (`place`) applies all tables. Their sources
+are the engines' own rules (TensorRT developer guide, "Working with Quantized Types", explicit quantization; ONNX
+Runtime's QDQ transformer; OpenVINO's low precision transformations) and the latencies in results/.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from compress.graph.traits import kinds
+from compress.quantization.spec import Residual, Target
+
+TAKES_APART = kinds(lambda t: t.takes_apart)
+"""Operations whose result is a part of a tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetTable:
+    """The placement rules of one target.
+
+    Attributes:
+        inputs: kinds whose tensor inputs are quantized, each with the reason that `inspect` shows.
+        outputs: kinds whose result is quantized too, after the normalization and activation that fuse with them.
+        residual: inputs of a residual add that are quantized: the `identity` branch, `both`, or `none`.
+        residual_after: kinds of layer that an add fuses with.
+        commutes: kinds that Q/DQ pass through unchanged, so that the tensor before them is quantized instead.
+        apart: kinds for which parts of one tensor are quantized with scales of their own: requests are not traced back
+            through the operation that takes the tensor apart. Query, key and value come from one product and have
+            different ranges: 0.2 to 0.5 dB on ViT-B/32 and Swin-T with random weights, -0.2 to 0.4 on a ViT trained on
+            digits, without a cost in time on OpenVINO and ONNX Runtime.
+        fuses: activations that an engine computes in the epilogue of the layer before.
+        unsigned: True quantizes tensors that are never negative unsigned: that doubles the resolution, and the x86
+            kernels absorb a ReLU only into a quantizer that cannot hold negative values.
+        offset: kinds of layer whose signed activations are stored as unsigned integers around 128, which is the same
+            grid. ONNX Runtime fuses a tensor with several consumers only in that form. OpenVINO 2026.4 converts a
+            signed input of a convolution to that form itself, with 9 levels instead of 256 in many networks with a
+            concat (8 to 20 dB from fake quantization; an AMD EPYC with AVX512-VNNI, CPUs with AMX not tried). It leaves
+            inputs of matrix products signed, and refuses the other form there after some concats.
+        stays_float: kinds that stay float, each with the reason.
+    """
+
+    inputs: dict[str, str]
+    outputs: dict[str, str] = field(default_factory=dict)
+    residual: Residual = "identity"
+    residual_after: frozenset[str] = frozenset({"conv", "conv_transpose"})
+    commutes: frozenset[str] = kinds(lambda t: t.commutes_with_quantization)
+    apart: frozenset[str] = frozenset({"matmul"})
+    fuses: frozenset[str] = kinds(lambda t: t.clips)
+    unsigned: bool = False
+    offset: frozenset[str] = frozenset()
+    stays_float: dict[str, str] = field(default_factory=dict)
+
+
+_WEIGHTED = {
+    "conv": "a convolution computes in INT8 when its input and weight are quantized",
+    "conv_transpose": "a transposed convolution computes in INT8 when its input and weight are quantized",
+    "linear": "a matrix product computes in INT8 when its input and weight are quantized",
+    "matmul": "a matrix product of two activations computes in INT8 when both are quantized",
+    "addmm": "a matrix product of two activations computes in INT8 when both are quantized",
+}
+
+_POOLS = ("avg_pool", "adaptive_avg_pool", "mean", "resize")
+
+_SOFTMAX = ("softmax", "log_softmax")
+_NORMS = sorted(kinds(lambda t: t.category == "normalization" and t.needs_float).difference(_SOFTMAX))
+
+_FLOAT = {
+    "attention": "one opaque attention operation: its products are not visible to quantizers",
+    "mul": "an elementwise product (squeeze-and-excite, gating) is bound by memory and is left to the float remainder",
+    "window_attention": "one opaque attention operation: its products are not visible to quantizers",
+    **dict.fromkeys(_NORMS, "normalization sums squares, which 8 bits do not hold"),
+    **dict.fromkeys(_SOFTMAX, "an exponential over 8-bit steps loses the small probabilities"),
+    "einsum": "an einsum that is no product of two matrices has no quantized form in ONNX",
+    "unknown": "an operation that compress does not know",
+}
+
+_CPU_FLOAT = _FLOAT | {
+    "mul": "an elementwise product (squeeze-and-excite, gating) gains nothing in 8 bits: the engine's kernel for it "
+    "took the time of the float product"
+}
+"""Measured with MobileNetV3-small at 224 pixels, batch 1, one core of an AMD EPYC with AVX512-VNNI, in turn (on a busy
+machine, 6 % noise): with all nine squeeze-and-excite products in 8 bits the network took 1.00 of the time on ONNX
+Runtime and 0.99 on OpenVINO, and lost 0.6 dB of 30.3 on ONNX Runtime, which needs their results in 8 bits too."""
+
+TABLES: dict[Target, TargetTable] = {
+    "tensorrt": TargetTable(
+        inputs=_WEIGHTED | dict.fromkeys(_POOLS, "averages do not commute with Q/DQ: INT8 in and out, or not at all"),
+        outputs=dict.fromkeys(_POOLS, "averages do not commute with Q/DQ: INT8 in and out, or not at all"),
+        stays_float=_FLOAT,
+    ),
+    "openvino": TargetTable(
+        inputs=_WEIGHTED | dict.fromkeys(_POOLS[:3], "an average runs in 8 bits when its input is quantized"),
+        residual="both",
+        unsigned=True,
+        offset=frozenset({"conv", "conv_transpose"}),
+        stays_float=_CPU_FLOAT,
+    ),
+    "onnxruntime": TargetTable(
+        inputs=_WEIGHTED | dict.fromkeys(_POOLS[:3], "an average runs in 8 bits between Q/DQ on both sides"),
+        outputs=dict.fromkeys(
+            ("conv", "conv_transpose", "add", *_POOLS[:3]),
+            "ONNX Runtime fuses an operation to its QLinear form only between Q/DQ on both sides",
+        ),
+        residual="both",
+        unsigned=True,
+        offset=frozenset({*_WEIGHTED, *_POOLS, "add"}),
+        stays_float=_CPU_FLOAT,
+    ),
+}

@@ -1,0 +1,103 @@
+"""The graph as placement sees it: small typed nodes, read from torch.fx (`read_fx`) or from another format.
+
+Placement, dead values, signs and residual sums read nothing else, so that one engine decides for all formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from compress.graph.report import Leaf
+from compress.graph.traits import TRAITS, Traits
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Parameters:
+    """The constants of a layer; tensors are read when they are called for, because they may be computed or in a file.
+
+    Attributes:
+        weight: reads (out, in / groups, k...); (in, out / groups, k...) of transposed convolutions; (C,) of a
+            BatchNorm, where None means ones.
+        bias: reads (out,); None means zeros.
+        mean: reads (C,), the running mean of a BatchNorm; None means zeros.
+        axis: axis of the weight that holds its output channels.
+        groups: of a convolution, else 1.
+    """
+
+    weight: Callable[[], Tensor | None]
+    bias: Callable[[], Tensor | None]
+    mean: Callable[[], Tensor | None] = lambda: None
+    axis: int = 0
+    groups: int = 1
+
+
+@dataclass(kw_only=True, eq=False)
+class Node:
+    """An operation, or an input, output or constant of the graph; nodes are compared by identity.
+
+    Attributes:
+        name: unique name of the node and of the tensor that it computes.
+        kind: row of `graph.traits`.
+        path: where its module is, under which users know it; "" if it is no module.
+        inputs: the nodes whose results it consumes, each once, in order.
+        consumers: the nodes that consume its result, in order.
+        shape: of its result; None if that is no tensor.
+        floating: True if its result is a floating-point tensor.
+        parameters: of a layer with constants of its own; None for other operations.
+        refusal: why the weight of a layer cannot be quantized; "" if it can.
+        note: why it is in the graph in one piece; "" if there is nothing to say.
+        leaf: the opaque submodule that it is; None if it is none.
+        numbers: numbers among the operands of an arithmetic operation.
+        axes: axes that a reduction is over, counted from the front; None means all, or unknown.
+        low: lower bound of a clamp.
+        mode: interpolation of a resize.
+        cast: type that the operation casts to explicitly, such as `float32`; "" if it casts to none.
+    """
+
+    name: str
+    kind: str
+    path: str = ""
+    inputs: tuple[Node, ...] = ()
+    consumers: list[Node] = field(default_factory=list)
+    shape: tuple[int, ...] | None = None
+    floating: bool = False
+    parameters: Parameters | None = None
+    refusal: str = ""
+    note: str = ""
+    leaf: Leaf | None = None
+    numbers: tuple[float, ...] = ()
+    axes: frozenset[int] | None = None
+    low: float = float("-inf")
+    mode: str = ""
+    cast: str = ""
+
+    @property
+    def layer(self) -> str:
+        """Name under which users know the operation: the module's path, or the node's own name."""
+        return self.path or self.name
+
+    @property
+    def traits(self) -> Traits:
+        """The traits of its kind."""
+        return TRAITS[self.kind]
+
+    @property
+    def tensors(self) -> list[Node]:
+        """The inputs that are tensors."""
+        return [node for node in self.inputs if node.shape is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphView:
+    """A graph in topological order.
+
+    Attributes:
+        nodes: all of it.
+        leaves: submodules that are opaque, each with its reason.
+    """
+
+    nodes: tuple[Node, ...]
+    leaves: tuple[Leaf, ...] = ()

@@ -1,0 +1,265 @@
+"""AdaRound: learn to round each weight up or down, so that a layer's outputs change least.
+
+Rounding every weight to nearest minimizes the change of the weights, not of the layer's outputs: errors of weights
+with correlated inputs add up. Nagel et al. ("Up or Down?", arXiv 2004.10568, sections 3.2 and 3.3) relax the choice
+of each weight to h(v) in [0, 1], fit it by gradient descent to the layer's float outputs, and drive it to 0 or 1 by
+a term whose exponent falls while it learns. Inputs are those of the quantized network with all layers before already
+rounded, targets those of the float network (asymmetric reconstruction), both after the activation that follows.
+
+The result is an ordinary quantized model: the float weights are replaced by their rounded values, which lie on the
+grid, so that rounding to nearest, an export or a saved state all reproduce them. A layer whose error on the calibration
+images does not decrease stays rounded to nearest. Scales do not change: another calibration may move the grid.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+
+from compress.errors import QuantizationError
+from compress.files import replacing
+from compress.graph.ops import module_kind, node_kind
+from compress.progress import NoProgress, Progress
+from compress.quantization.numerics import QuantFormat, along_axis
+from compress.quantization.ptq.walk import Visit, walk
+from compress.quantization.quantizer import Quantizer
+from compress.quantization.report import Rounding, placement_of
+from compress.quantization.spec import AdaRoundSpec
+from compress.validation import validate
+
+_STRETCH, _SHIFT = 1.2, -0.1  # zeta - gamma and gamma of the paper's rectified sigmoid
+
+
+def soft_rounding(v: Tensor) -> Tensor:
+    """Return the rectified sigmoid h(v) in [0, 1] (arXiv 2004.10568, eq. 23), which reaches 0 and 1."""
+    return (torch.sigmoid(v) * _STRETCH + _SHIFT).clamp(0, 1)
+
+
+def inverse_rounding(h: Tensor) -> Tensor:
+    """Return the v with soft_rounding(v) = h, for h in [0, 1]."""
+    return torch.logit((h - _SHIFT) / _STRETCH)
+
+
+def regularizer_gradient(h: Tensor, beta: float) -> Tensor:
+    """Return the derivative of the sum of 1 - |2h - 1|^beta (eq. 24); the sum is 0 where every h is 0 or 1."""
+    distance = 2 * h - 1
+    return distance.abs().pow_(beta - 1).mul_(distance.sign()).mul_(-2 * beta)
+
+
+def beta_at(step: int, spec: AdaRoundSpec) -> float:
+    """Return the exponent after `step` of `spec.steps` steps: cosine from start to end after the warm start."""
+    start = spec.warm_start * spec.steps
+    share = min(1.0, max(0.0, (step - start) / max(1.0, spec.steps - start)))
+    cosine = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * share)).item())
+    return spec.beta_end + (spec.beta_start - spec.beta_end) * cosine
+
+
+@torch.no_grad()
+def learn_rounding(
+    layer: nn.Module, inputs: Tensor, targets: Tensor, spec: AdaRoundSpec, *, activation: str = ""
+) -> Tensor:
+    """Return rounded weights with which a layer reproduces `targets` from `inputs`.
+
+    Args:
+        layer: has a calibrated `weight_quantizer`; it is not changed.
+        inputs: (N, ...) inputs in the quantized network.
+        targets: (N, ...) outputs in the float network, before the activation.
+        spec: steps, learning rate and schedule.
+        activation: `relu` or `relu6` if one follows.
+
+    Returns:
+        Weights on the grid of the layer's quantizer, shape of its weight.
+    """
+    quantizer = cast(Quantizer, layer.weight_quantizer)
+    weight = cast(Tensor, layer.weight).detach()
+    form: QuantFormat = quantizer.format
+    scale = along_axis(quantizer.scale.detach(), weight, form.axis)
+    steps = weight / scale
+    floor = steps.floor()
+    # A weight that saturates has one rounding only, and a zero stays zero, so that a sparsity pattern survives
+    free = ((floor >= form.low) & (floor < form.high) & (weight != 0)).to(weight.dtype)
+    base = floor.clamp(form.low, form.high)
+    generator = torch.Generator().manual_seed(spec.seed)
+    targets = _activated(targets, activation)
+    axis = -1 if module_kind(layer) == "linear" else 1
+    v = inverse_rounding((steps - floor).clamp(0, 1))
+    optimizer = torch.optim.Adam([v], lr=spec.lr, fused=v.dtype == torch.float32)
+    for step in range(spec.steps):
+        chosen = torch.randint(len(inputs), (min(spec.batch_size, len(inputs)),), generator=generator).to(inputs.device)
+        sigmoid = torch.sigmoid(v)
+        h = (sigmoid * _STRETCH + _SHIFT).clamp_(0, 1)
+        rounded = torch.addcmul(base, h, free).mul_(scale).requires_grad_()
+        with torch.enable_grad():
+            outputs = _activated(_outputs(layer, rounded, inputs[chosen]), activation)
+            (outputs - targets[chosen]).square().sum(axis).mean().backward()
+        gradient = cast(Tensor, rounded.grad).mul_(scale)
+        if step >= spec.warm_start * spec.steps:
+            gradient.add_(regularizer_gradient(h, beta_at(step, spec)), alpha=spec.regularization)
+        # The chain rule through h(v), whose slope is the sigmoid's where it is not clamped, is written out, because
+        # autograd would read and write the weight a dozen times more
+        slope = sigmoid.mul_(1 - sigmoid).mul_(_STRETCH).mul_((h > 0) & (h < 1))
+        v.grad = gradient.mul_(slope).mul_(free)
+        optimizer.step()
+    return torch.addcmul(base, (soft_rounding(v) >= 0.5).to(base.dtype), free) * scale
+
+
+def adaround(
+    qmodel: fx.GraphModule,
+    batches: Iterable[Any],
+    *,
+    spec: AdaRoundSpec | None = None,
+    folder: Path | None = None,
+    progress: Progress | None = None,
+) -> tuple[Rounding, ...]:
+    """Learn the rounding of the weights of every quantized layer, in graph order; in place.
+
+    Args:
+        qmodel: calibrated.
+        batches: tensors or (tensor, target).
+        spec: steps, learning rate and schedule; None = `AdaRoundSpec()`.
+        folder: folder for the rounding of each finished layer; a run that is stopped and restarted with the same
+            model, data and spec goes on from there.
+        progress: is informed of each layer.
+
+    Returns:
+        A row for each layer.
+
+    Raises:
+        QuantizationError: a value of `spec` out of range.
+        CalibrationError: no images.
+    """
+    spec = spec or AdaRoundSpec()
+    validate(spec, AdaRoundSpec, section="quantization.adaround", error=QuantizationError)
+    worker = Rounder(spec, folder=folder, progress=progress, total=len(placement_of(qmodel).weights))
+    walk(qmodel, batches, worker.visit, images=spec.images)
+    return worker.finish()
+
+
+class Rounder:
+    """Visits layers, learns their rounding, and collects the results."""
+
+    def __init__(
+        self, spec: AdaRoundSpec, *, folder: Path | None = None, progress: Progress | None = None, total: int = 0
+    ) -> None:
+        self.spec = spec
+        self.folder = folder
+        self.progress = progress or NoProgress()
+        self.rows: dict[str, Rounding] = {}
+        self.progress.start("adaround", total)
+
+    def finish(self) -> tuple[Rounding, ...]:
+        """End the progress bar and return the results."""
+        self.progress.finish("adaround")
+        return tuple(self.rows.values())
+
+    def visit(self, this: Visit) -> None:
+        """Learn the rounding of one layer."""
+        if this.path in self.rows:
+            return  # a second call of the layer, whose weights were rounded at the first
+        reason = _refusal(this)
+        if reason:
+            self.rows[this.path] = Rounding(
+                layer=this.path, error_nearest=0.0, error_learned=0.0, changed=0.0, reason=reason
+            )
+        else:
+            self.rows[this.path] = self._round(this)
+        row = self.rows[this.path]
+        self.progress.advance("adaround", 1, error_nearest=row.error_nearest, error_learned=row.error_learned)
+
+    def _round(self, this: Visit) -> Rounding:
+        layer = cast(Any, this.layer)
+        inputs, targets = torch.cat(this.inputs), torch.cat(this.targets)
+        activation = _activation_after(this.node)
+        nearest = layer.quantized_weight.detach().clone()
+        path, digest = self._file(this, inputs)
+        learned = _read(path, digest, nearest)
+        if learned is None:
+            learned = learn_rounding(layer, inputs, targets, self.spec, activation=activation)
+        errors = [reconstruction_error(layer, w, inputs, targets, activation=activation) for w in (nearest, learned)]
+        best = learned if errors[1] < errors[0] else nearest
+        if path is not None:
+            _write(path, digest, best)
+        layer.weight.copy_(best)
+        changed = (best != nearest).float().mean().item()
+        return Rounding(layer=this.path, error_nearest=errors[0], error_learned=min(errors), changed=changed)
+
+    def _file(self, this: Visit, inputs: Tensor) -> tuple[Path | None, str]:
+        """Return the file for a layer's rounding, and a digest of the values that it is learned from."""
+        if self.folder is None:
+            return None, ""
+        layer = cast(Any, this.layer)
+        digest = hashlib.sha256(repr(sorted(asdict(self.spec).items())).encode())
+        for tensor in (layer.weight, layer.weight_quantizer.scale, inputs):
+            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        return self.folder / f"{this.path}.safetensors", digest.hexdigest()
+
+
+@torch.no_grad()
+def reconstruction_error(
+    layer: nn.Module, weight: Tensor, inputs: Tensor, targets: Tensor, *, activation: str = "", batch_size: int = 64
+) -> float:
+    """Return the mean squared error of a layer's outputs with `weight` against `targets`, both after the activation."""
+    total = 0.0
+    for x, target in zip(inputs.split(batch_size), targets.split(batch_size), strict=True):
+        difference = _activated(_outputs(layer, weight, x), activation) - _activated(target, activation)
+        total += difference.double().square().sum().item()
+    return total / targets.numel()
+
+
+def _outputs(layer: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
+    """Return the layer's outputs with another weight, which is used without quantization."""
+    quantizer = cast(Quantizer, layer.weight_quantizer)
+    enabled, quantizer.enabled = quantizer.enabled, False
+    try:
+        return cast(Tensor, torch.func.functional_call(layer, {"weight": weight}, (x,)))
+    finally:
+        quantizer.enabled = enabled
+
+
+def _activated(x: Tensor, activation: str) -> Tensor:
+    if activation == "relu6":
+        return F.relu6(x)
+    return F.relu(x) if activation == "relu" else x
+
+
+def _activation_after(node: fx.Node) -> str:
+    """Return `relu` or `relu6` if it is the only consumer of the layer's output, else ""."""
+    if len(node.users) != 1:
+        return ""
+    kind = node_kind(next(iter(node.users)))
+    return kind if kind in {"relu", "relu6"} else ""
+
+
+def _refusal(this: Visit) -> str:
+    """Return the reason why a layer stays rounded to nearest; "" if its rounding can be learned."""
+    if cast(Quantizer, this.layer.weight_quantizer).format.kind != "int":
+        return "FP8 steps are not evenly spaced: rounded to nearest"
+    if parametrize.is_parametrized(this.layer):
+        return "has a parametrized weight (a sparsity mask): squash it first"
+    return ""
+
+
+def _read(path: Path | None, digest: str, like: Tensor) -> Tensor | None:
+    """Return a saved rounding if it was learned from the same weights, scales, inputs and spec."""
+    if path is None or not path.is_file():
+        return None
+    try:
+        found = load_file(path)
+    except Exception as error:
+        raise QuantizationError(f"{path} is no rounding that AdaRound saved ({error}); remove it") from error
+    weight = found.get(digest)
+    return None if weight is None else weight.to(like)
+
+
+def _write(path: Path, digest: str, weight: Tensor) -> None:
+    with replacing(path) as temporary:
+        save_file({digest: weight.detach().cpu().contiguous()}, temporary)

@@ -1,0 +1,123 @@
+"""The methods of `QuantSpec` beyond calibration, each switched on by itself, in this order.
+
+1. `smooth` rescales the float network's norms, from images, before quantizers are placed;
+2. `relu6` and `equalize` rescale its layers, without images (`prepare`);
+3. ranges are calibrated;
+4. `adaround` and the empirical `bias_correction` process the layers in one walk: a layer is rounded, then its bias is
+   corrected, and the inputs of the next layer include both;
+5. the analytic `bias_correction` follows from the quantized weights, without a walk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from compress.errors import QuantizationError
+from compress.graph.canonical import canonical_graph
+from compress.graph.inputs import Inputs
+from compress.graph.report import attach_report
+from compress.progress import Progress
+from compress.quantization.ptq.adaround import Rounder
+from compress.quantization.ptq.bias_correction import IMAGES, correct_bias_analytic, correct_to_targets
+from compress.quantization.ptq.smoothquant import smooth
+from compress.quantization.ptq.walk import Visit, walk
+from compress.quantization.report import Correction, QuantizationReport, Smoothing, quantization_report_of
+from compress.quantization.spec import QuantSpec
+
+
+def needs_data_twice(spec: QuantSpec) -> bool:
+    """Return True if calibration data are read more than once."""
+    return spec.smooth is not None or spec.adaround is not None or spec.bias_correction == "empirical"
+
+
+def smoothed(
+    model: nn.Module,
+    example_inputs: Inputs,
+    batches: Iterable[Any],
+    spec: QuantSpec,
+    *,
+    all_reduce: bool = False,
+    progress: Progress | None = None,
+) -> tuple[nn.Module, Smoothing | None]:
+    """Smooth a copy of a float model if `spec` asks for it.
+
+    Returns:
+        The smoothed graph module and the result; the model itself and None if `spec` does not ask for it.
+
+    Raises:
+        ModelError: the model cannot be traced.
+        QuantizationError: no norm can be smoothed.
+    """
+    if spec.smooth is None:
+        return model, None
+    graph_module = canonical_graph(model, example_inputs, fold=False)
+    done = smooth(graph_module, batches, alpha=spec.smooth, all_reduce=all_reduce, progress=progress)
+    return graph_module, done
+
+
+@torch.no_grad()
+def improve(
+    qmodel: fx.GraphModule,
+    batches: Iterable[Any],
+    spec: QuantSpec,
+    *,
+    smoothing: Smoothing | None = None,
+    folder: Path | None = None,
+    all_reduce: bool = False,
+    progress: Progress | None = None,
+) -> QuantizationReport:
+    """Apply the rounding and the bias correction that `spec` asks for to a calibrated network; in place.
+
+    Args:
+        qmodel: from `insert_quantizers` with the same spec, calibrated.
+        batches: the calibration data.
+        spec: methods and their settings.
+        smoothing: result of `smoothed`, for the report.
+        folder: folder in which AdaRound saves finished layers, to go on from after a stop.
+        all_reduce: every process learns on its own images, and all take the result of rank 0.
+        progress: is informed of each layer.
+
+    Returns:
+        The report of everything that was done; also at `qmodel.report`.
+
+    Raises:
+        QuantizationError: analytic correction without BatchNorm statistics.
+        CalibrationError: no batches.
+    """
+    report = quantization_report_of(qmodel)
+    if report.prepared is None:
+        raise QuantizationError(
+            "the model was not made by insert_quantizers: improve needs the spec that it was made with"
+        )
+    paths = [site.path for site in report.placement.weights]
+    analytic = paths if spec.bias_correction == "analytic" else []
+    weights = {path: cast(Tensor, qmodel.get_submodule(path).weight).detach().clone() for path in analytic}
+    rounder = None
+    if spec.adaround is not None:
+        rounder = Rounder(spec.adaround, folder=folder, progress=progress, total=len(paths))
+    corrections: dict[str, Correction] = {}
+
+    def visit(this: Visit) -> None:
+        if rounder is not None:
+            rounder.visit(this)
+        if spec.bias_correction == "empirical":
+            corrections[this.path] = correct_to_targets(this, corrections.get(this.path))
+
+    if rounder is not None or spec.bias_correction == "empirical":
+        walk(qmodel, batches, visit, images=spec.adaround.images if spec.adaround else IMAGES)
+    rounding = rounder.finish() if rounder is not None else ()
+    rows = tuple(corrections.values())
+    if spec.bias_correction == "analytic":
+        rows = correct_bias_analytic(qmodel, report.prepared.moments, weights=weights)
+    if all_reduce and (rounding or rows):
+        for tensor in qmodel.parameters():
+            torch.distributed.broadcast(tensor.data, 0)
+    report = replace(report, smoothing=smoothing, rounding=rounding, corrections=rows)
+    attach_report(qmodel, report)
+    return report

@@ -1,0 +1,66 @@
+"""Post-training quantization from a float model to a calibrated one, for library users and for the steps of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from compress.graph.batches import Batches
+from compress.graph.float_model import check_float_model
+from compress.graph.inputs import Inputs
+from compress.progress import Progress
+from compress.quantization.calibration.calibrate import calibrate, check_batches
+from compress.quantization.placement.insert import insert_quantizers
+from compress.quantization.ptq.improve import improve, needs_data_twice, smoothed
+from compress.quantization.spec import QuantSpec, check_quant_spec
+
+
+def quantize(
+    model: nn.Module,
+    example_inputs: Inputs,
+    batches: Batches,
+    *,
+    spec: QuantSpec | None = None,
+    folder: Path | None = None,
+    all_reduce: bool = False,
+    progress: Progress | None = None,
+) -> Any:
+    """Fold BatchNorm, insert quantizers, calibrate them and apply the further methods of `spec`.
+
+    Training the result is quantization-aware training.
+
+    Args:
+        model: any float32 module; it is not changed.
+        example_inputs: inputs that the model is traced with.
+        batches: calibration data, all of it is used: tensors, or (tensor, target); for a model of several inputs
+            tuples that begin with all of them.
+        spec: target and rules; None = `QuantSpec()`, target TensorRT.
+        folder: folder in which AdaRound saves finished layers, to go on from after a stop; None = nothing is saved.
+        all_reduce: merge statistics over the processes of torch.distributed's default group; each process gives its
+            own share of the calibration data.
+        progress: is informed of each batch and of each layer.
+
+    Returns:
+        A GraphModule in evaluation mode; `.placement` is the table of decisions; `.report` also holds the results of
+        calibration, equalization, smoothing, AdaRound and bias correction.
+
+    Raises:
+        ModelError: the model cannot be traced.
+        QuantizationError: nothing can be quantized, a rule matches nothing, the model is quantized already or is not
+            in float32.
+        CalibrationError: no batches, batches that the model fails on, NaN, or a tensor that is constant zero.
+        DataError: a batch does not hold the model's inputs.
+    """
+    spec = spec or QuantSpec()
+    check_quant_spec(spec)
+    check_float_model(model)
+    check_batches(batches)
+    if needs_data_twice(spec) and iter(batches) is batches:
+        batches = list(batches)  # a generator can be read once
+    ready, smoothing = smoothed(model, example_inputs, batches, spec, all_reduce=all_reduce, progress=progress)
+    qmodel = insert_quantizers(ready, example_inputs, spec)
+    calibrate(qmodel, batches, all_reduce=all_reduce, progress=progress)
+    improve(qmodel, batches, spec, smoothing=smoothing, folder=folder, all_reduce=all_reduce, progress=progress)
+    return qmodel

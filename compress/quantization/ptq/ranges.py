@@ -1,0 +1,93 @@
+"""Ranges of a layer's output and input channels, and rescaling of either.
+
+A weight has the shape (out, in / groups, k...) in convolutions and linear layers and (in, out / groups, k...) in
+transposed ones: one side is its first axis, the other is repeated for each group. No other file depends on that layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from compress.graph.ops import module_kind
+
+
+def output_ranges(layer: nn.Module) -> Tensor:
+    """Return the largest magnitude of the weights of each output channel, (out,)."""
+    return _first_axis(layer) if not _transposed(layer) else _second_axis(layer)
+
+
+def input_ranges(layer: nn.Module) -> Tensor:
+    """Return the largest magnitude of the weights of each input channel, (in,)."""
+    return _second_axis(layer) if not _transposed(layer) else _first_axis(layer)
+
+
+@torch.no_grad()
+def scale_outputs(layer: nn.Module, factor: Tensor) -> None:
+    """Multiply each output channel, bias included, by `factor` (out,); in place."""
+    weight = _weight(layer)
+    weight.mul_(_second_factor(layer, factor) if _transposed(layer) else _first_factor(weight, factor))
+    bias = getattr(layer, "bias", None)
+    if bias is not None:
+        bias.mul_(factor)
+
+
+@torch.no_grad()
+def scale_inputs(layer: nn.Module, factor: Tensor) -> None:
+    """Multiply the weights of each input channel by `factor` (in,); in place."""
+    weight = _weight(layer)
+    weight.mul_(_first_factor(weight, factor) if _transposed(layer) else _second_factor(layer, factor))
+
+
+def output_channels(layer: nn.Module) -> int:
+    """Return the number of channels of a weighted layer's output."""
+    weight = _weight(layer)
+    return weight.shape[1] * _groups(layer) if _transposed(layer) else weight.shape[0]
+
+
+def ensure_biases(graph_module: nn.Module, paths: Iterable[str]) -> None:
+    """Give layers without a bias one of zeros, so that a correction can change it; in place."""
+    for path in paths:
+        layer = cast(Any, graph_module.get_submodule(path))
+        if layer.bias is None:
+            zeros = layer.weight.new_zeros(output_channels(layer))
+            layer.bias = nn.Parameter(zeros, requires_grad=layer.weight.requires_grad)
+
+
+def _weight(layer: nn.Module) -> Tensor:
+    return cast(Tensor, layer.weight)
+
+
+def _groups(layer: nn.Module) -> int:
+    return int(getattr(layer, "groups", 1))
+
+
+def _transposed(layer: nn.Module) -> bool:
+    return module_kind(layer) == "conv_transpose"
+
+
+def _first_axis(layer: nn.Module) -> Tensor:
+    return _weight(layer).detach().abs().flatten(1).amax(1)
+
+
+def _second_axis(layer: nn.Module) -> Tensor:
+    """Reduce over all rows of a group: (rows, columns) -> (groups * columns,)."""
+    rows = (
+        _weight(layer).detach().abs().flatten(2)
+        if _weight(layer).dim() > 2
+        else _weight(layer).detach().abs()[..., None]
+    )
+    return rows.amax(2).unflatten(0, (_groups(layer), -1)).amax(1).flatten()
+
+
+def _first_factor(weight: Tensor, factor: Tensor) -> Tensor:
+    return factor.reshape(-1, *[1] * (weight.dim() - 1))
+
+
+def _second_factor(layer: nn.Module, factor: Tensor) -> Tensor:
+    weight, groups = _weight(layer), _groups(layer)
+    columns = factor.reshape(groups, 1, -1).expand(-1, weight.shape[0] // groups, -1)
+    return columns.reshape(weight.shape[0], weight.shape[1], *[1] * (weight.dim() - 2))

@@ -1,0 +1,139 @@
+"""A walk through a quantized network and the same network in float, node by node, with all calibration images.
+
+Methods that process one layer after another (AdaRound, empirical bias correction) need each layer's input in the
+quantized network, in which all layers before it are finished, and its output in the float network. One walk through the
+graph yields both: every node is computed for all images, in float and quantized, before the next one, and values that
+no later node uses are freed. It takes the time of two forward passes. The values that are alive between nodes are in
+memory for all images, twice, which is why callers limit the number of images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from compress.errors import CalibrationError
+from compress.graph.batches import model_inputs
+from compress.graph.ops import node_module
+from compress.quantization.quantizer import Quantizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """A layer with a quantized weight, reached by the walk.
+
+    Attributes:
+        path: path of the module.
+        layer: the module; its weight and bias may be changed, its outputs are computed afterwards.
+        node: node of the graph.
+        inputs: the layer's input in the quantized network, for each batch.
+        targets: the layer's output in the float network, for each batch.
+    """
+
+    path: str
+    layer: nn.Module
+    node: fx.Node
+    inputs: list[Tensor]
+    targets: list[Tensor]
+
+
+@torch.no_grad()
+def walk(qmodel: fx.GraphModule, batches: Iterable[Any], visit: Callable[[Visit], None], *, images: int) -> None:
+    """Call `visit` at every layer with a quantized weight, in graph order.
+
+    Args:
+        qmodel: calibrated; it is put in evaluation mode.
+        batches: calibration data as for `compress.quantize`.
+        visit: may change the layer; the inputs of later layers include the change.
+        images: largest number of images.
+
+    Raises:
+        CalibrationError: no images.
+        DataError: a batch does not hold the model's inputs.
+    """
+    qmodel.eval()
+    values = _images(qmodel, batches, images)
+    interpreter = fx.Interpreter(qmodel)
+    exact: dict[fx.Node, list[Any]] = {}
+    rounded: dict[fx.Node, list[Any]] = {}
+    fed = 0
+    for node in qmodel.graph.nodes:
+        if node.op == "output":
+            break
+        if node.op == "placeholder" and fed < len(values[0]):
+            column = [inputs[fed] for inputs in values]
+            exact[node], rounded[node], fed = column, list(column), fed + 1
+        else:
+            _step(interpreter, node, exact, rounded, visit, len(values))
+        for dead in interpreter.user_to_last_uses.get(node, []):
+            exact.pop(dead, None)
+            rounded.pop(dead, None)
+
+
+def _step(
+    interpreter: fx.Interpreter,
+    node: fx.Node,
+    exact: dict[fx.Node, list[Any]],
+    rounded: dict[fx.Node, list[Any]],
+    visit: Callable[[Visit], None],
+    count: int,
+) -> None:
+    """Compute one node in both networks."""
+    module = node_module(node) if node.op == "call_module" else None
+    if isinstance(module, Quantizer):
+        exact[node] = exact[cast(fx.Node, node.args[0])]
+    else:
+        quantizer = getattr(module, "weight_quantizer", None)
+        if isinstance(quantizer, Quantizer):
+            enabled, quantizer.enabled = quantizer.enabled, False
+            exact[node] = [_value(interpreter, node, exact, i) for i in range(count)]
+            quantizer.enabled = enabled
+            inputs = rounded[cast(fx.Node, node.args[0])]
+            visit(
+                Visit(
+                    path=str(node.target), layer=cast(nn.Module, module), node=node, inputs=inputs, targets=exact[node]
+                )
+            )
+        else:
+            exact[node] = [_value(interpreter, node, exact, i) for i in range(count)]
+    rounded[node] = [_value(interpreter, node, rounded, i) for i in range(count)]
+
+
+def _value(interpreter: fx.Interpreter, node: fx.Node, values: dict[fx.Node, list[Any]], i: int) -> Any:
+    """Return the value of `node` for batch `i`.
+
+    An operation in place works on a copy, because the other network may hold the same input.
+    """
+    if node.op == "placeholder":  # one with a default
+        return node.args[0] if node.args else None
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n][i])
+    if _in_place(node) and args and isinstance(args[0], Tensor):
+        args = (args[0].clone(), *args[1:])
+    return getattr(interpreter, node.op)(node.target, args, kwargs)
+
+
+def _in_place(node: fx.Node) -> bool:
+    """Return True if an operation may overwrite its first argument."""
+    if node.op == "call_module":
+        return bool(getattr(node_module(node), "inplace", False))
+    name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+    return bool(node.kwargs.get("inplace")) or name.endswith("_") or name in {"iadd", "isub", "imul", "itruediv"}
+
+
+def _images(qmodel: nn.Module, batches: Iterable[Any], limit: int) -> list[tuple[Tensor, ...]]:
+    """Inputs of each batch, in the order of the graph's placeholders."""
+    values: list[tuple[Tensor, ...]] = []
+    left = limit
+    for batch in batches:
+        inputs = tuple(x[:left] for x in model_inputs(qmodel, batch))
+        left -= len(inputs[0])
+        if len(inputs[0]) == 0:
+            break
+        values.append(inputs)
+    if not values:
+        raise CalibrationError("the walk got no images: `batches` was empty; give at least one batch")
+    return values

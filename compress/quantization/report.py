@@ -1,0 +1,226 @@
+"""The typed report of a quantized network, at `qmodel.report`: all decisions, and the results of all methods.
+
+The steps of quantization return the types below, and this file imports none of the steps, so that each can import it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from compress.errors import QuantizationError
+from compress.graph.report import GraphReport, report_of
+from compress.quantization.placement.decisions import Placement
+
+Moments = tuple[Tensor, Tensor]
+"""Mean and standard deviation of each channel, (C,) each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two layers between which cross-layer equalization moves scale.
+
+    Attributes:
+        first, second: module paths.
+        repeat: inputs of `second` that come from one channel of `first`: the pixels, where a flatten lies between.
+    """
+
+    first: str
+    second: str
+    repeat: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equalization:
+    """Result of cross-layer equalization.
+
+    Attributes:
+        pairs: the pairs that were equalized, in graph order.
+        refused: reason why the outputs of a layer could not be rescaled, by path, layers before the output left out.
+        divided: factor by which each output channel of a pair's first layer was divided in the end, (out,), by path.
+        rounds: passes over all pairs until nothing moved.
+    """
+
+    pairs: tuple[Pair, ...]
+    refused: dict[str, str]
+    divided: dict[str, Tensor]
+    rounds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """A normalization and the linear layers that consume its output.
+
+    Attributes:
+        path: module path of the normalization, also where the graph calls a function with that module's parameters
+            (timm's norms).
+        node: name of its node.
+        parameters: paths of its weight and, where it has one, bias.
+        consumers: module paths of the linear layers.
+    """
+
+    path: str
+    node: str
+    parameters: tuple[str, ...]
+    consumers: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Smoothing:
+    """Result of SmoothQuant.
+
+    Attributes:
+        norms: the normalizations that were smoothed, in graph order.
+        refused: reason why a normalization could not be smoothed, by name.
+        divided: factor by which each channel of a normalization's output was divided, (C,), by path.
+    """
+
+    norms: tuple[Norm, ...]
+    refused: dict[str, str]
+    divided: dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Changes to the float graph before quantizers are inserted.
+
+    Attributes:
+        relu6: names of the ReLU6 nodes that became ReLU.
+        equalization: pairs and factors; None if it was not asked for.
+        moments: mean and deviation of each layer's result by path, from BatchNorm, for analytic bias correction.
+    """
+
+    relu6: tuple[str, ...] = ()
+    equalization: Equalization | None = None
+    moments: dict[str, Moments] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationReport:
+    """Result of calibration.
+
+    Attributes:
+        images: number of calibration images, over all processes.
+        amax: range by quantizer path: a float, or one for each channel.
+        histograms: (counts, edges) of activation magnitudes, by quantizer path, where the calibrator counts them.
+        dead: quantizers whose tensor is zero for every image; they have a range of 1. Calibrate again once training
+            has changed that.
+    """
+
+    images: int
+    amax: dict[str, Tensor]
+    histograms: dict[str, tuple[Tensor, Tensor]]
+    dead: tuple[str, ...] = ()
+
+    @property
+    def clipped(self) -> dict[str, float]:
+        """Share of the nonzero values beyond the range, by path of each quantizer that has a histogram."""
+        return {name: _share_beyond(*self.histograms[name], self.amax[name]) for name in self.histograms}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """Result of AdaRound for one layer.
+
+    Attributes:
+        layer: module path.
+        error_nearest: mean squared error of the layer's outputs (after its activation) with weights rounded to
+            nearest, against the float network's, on the calibration images.
+        error_learned: the same error with the rounding that was chosen.
+        changed: share of the weights that were not rounded to nearest.
+        reason: why nothing was learned; "" when it was.
+    """
+
+    layer: str
+    error_nearest: float
+    error_learned: float
+    changed: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """Result of bias correction for one layer.
+
+    Attributes:
+        layer: module path.
+        shift: largest change of a channel's bias; 0 when it was left as it is.
+        reason: why it was left as it is; "" when it was corrected.
+    """
+
+    layer: str
+    shift: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationReport(GraphReport):
+    """Report of a quantized network; `report_of` and `placement_of` read it, `attach_report` replaces it.
+
+    Attributes:
+        placement: the table of decisions; also at `qmodel.placement`.
+        prepared: changes to the float graph; None if another library placed the quantizers (`interop`).
+        calibration: ranges and histograms; None before `calibrate`.
+        smoothing: SmoothQuant; None if it was not asked for.
+        rounding: AdaRound, a row for each layer.
+        corrections: bias correction, a row for each layer.
+    """
+
+    placement: Placement
+    prepared: Prepared | None = None
+    calibration: CalibrationReport | None = field(default=None, compare=False)  # tensors have no single truth value
+    smoothing: Smoothing | None = None
+    rounding: tuple[Rounding, ...] = ()
+    corrections: tuple[Correction, ...] = ()
+
+    def notes(self) -> list[str]:
+        """One sentence for each method that was applied beyond calibration."""
+        prepared = self.prepared or Prepared()
+        found = []
+        if prepared.relu6:
+            found.append(f"{len(prepared.relu6)} ReLU6 became ReLU, which changes activations above 6")
+        if (done := prepared.equalization) is not None:
+            found.append(f"equalized {len(done.pairs)} pairs of layers{_left(len(done.refused))}")
+        if self.smoothing is not None:
+            found.append(f"smoothed {len(self.smoothing.norms)} norms{_left(len(self.smoothing.refused))}")
+        for rows, text in ((self.rounding, "AdaRound learned {} layers"), (self.corrections, "corrected {} biases")):
+            if rows:
+                refused = sum(bool(row.reason) for row in rows)
+                found.append(text.format(len(rows) - refused) + _left(refused))
+        return found
+
+
+def quantization_report_of(qmodel: nn.Module) -> QuantizationReport:
+    """The report of a quantized model.
+
+    Raises:
+        QuantizationError: the model is not one that `quantize` or `insert_quantizers` made.
+    """
+    report = report_of(qmodel)
+    if not isinstance(report, QuantizationReport):
+        raise QuantizationError(
+            f"{type(qmodel).__name__} holds no placement: it is not a model that compress quantized; call "
+            "compress.quantize or compress.insert_quantizers first"
+        )
+    return report
+
+
+def placement_of(qmodel: nn.Module) -> Placement:
+    """The table of decisions of a quantized model.
+
+    Raises:
+        QuantizationError: the model is not one that `quantize` or `insert_quantizers` made.
+    """
+    return quantization_report_of(qmodel).placement
+
+
+def _share_beyond(counts: Tensor, edges: Tensor, amax: Tensor) -> float:
+    """Share of a histogram's counts, its first bin left out, in bins that begin at `amax` or above."""
+    seen = counts[1:].double().cpu()
+    beyond = seen[edges[1:-1].double().cpu() >= amax.max().double().cpu()].sum()
+    return float(beyond / seen.sum().clamp_min(1))
+
+
+def _left(count: int) -> str:
+    return f" ({count} left, each with its reason)" if count else ""

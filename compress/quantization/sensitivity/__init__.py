@@ -1,0 +1,1 @@
+"""Sensitivity of each layer to quantization, and mixed precision."""

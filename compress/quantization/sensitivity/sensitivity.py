@@ -1,0 +1,276 @@
+"""Sensitivity to quantization: each layer quantized alone, and each layer alone left float.
+
+The two answer different questions. A layer that is quantized alone shows the noise that it adds by itself; such noises
+are nearly independent, so that their powers add up, on which mixed precision is based. A layer that is left float shows
+the noise that is avoided if all others stay quantized.
+
+No graph is built for a layer: placement decides which quantizers a network would have under the rules "all float but
+this one" and "all but this one", and the one calibrated graph runs with that subset of them (`subset`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from compress.errors import QuantizationError
+from compress.graph.batches import Batches, model_inputs
+from compress.graph.canonical import canonical_graph
+from compress.graph.inputs import Inputs, flat_tensors
+from compress.graph.layers import Layer, layers
+from compress.progress import NoProgress, Progress
+from compress.quantization.placement.decisions import Placement
+from compress.quantization.placement.place import place
+from compress.quantization.placement.read_fx import read_fx
+from compress.quantization.placement.rules import LayerSettings, resolve_rules
+from compress.quantization.placement.view import GraphView
+from compress.quantization.ptq.prepare import prepare_float
+from compress.quantization.ptq.quantize import quantize
+from compress.quantization.sensitivity.compare import sqnr
+from compress.quantization.sensitivity.subset import Subset, run_subset, subset_of
+from compress.quantization.spec import QuantSpec, Rule
+
+TASK = "sensitivity"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """Effect of quantizers on a network's logits.
+
+    Attributes:
+        sqnr_db: signal to noise of the logits against the float network's, dB; inf where nothing changed.
+        agreement: share of images whose highest logit is the float network's, 0 to 1.
+        top1: share of images that are classified correctly, 0 to 1; None for images without targets.
+    """
+
+    sqnr_db: float
+    agreement: float
+    top1: float | None
+
+    @property
+    def noise(self) -> float:
+        """Power of the noise over that of the signal: 10^(-sqnr_db / 10)."""
+        return float(10 ** (-self.sqnr_db / 10))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSensitivity:
+    """Sensitivity of one layer.
+
+    Attributes:
+        layer: its module path, or the node's name if it has no module.
+        kind: kind of the operation.
+        weight_elements: number of elements of its weight.
+        macs: multiply-accumulate operations for one image; None = unknown.
+        alone: effect if this layer is quantized, with its inputs, and nothing else is.
+        left_out: effect if this layer is float, and everything else is quantized.
+    """
+
+    layer: str
+    kind: str
+    weight_elements: int
+    macs: int | None
+    alone: Effect
+    left_out: Effect
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """Sensitivity of all layers of a network under one specification.
+
+    Attributes:
+        images: number of images that the effects were measured on.
+        float_top1: accuracy of the float network, 0 to 1; None for images without targets.
+        quantized: effect if everything is quantized.
+        rows: the layers in graph order. An operation that is only quantized along with another (a residual add) is
+            not a row, because it follows its layer.
+    """
+
+    images: int
+    float_top1: float | None
+    quantized: Effect
+    rows: tuple[LayerSensitivity, ...]
+
+
+def sensitivity(
+    model: nn.Module,
+    example_inputs: Inputs,
+    batches: Batches,
+    images: Iterable[Any],
+    *,
+    spec: QuantSpec | None = None,
+    known: Mapping[str, LayerSensitivity] | None = None,
+    keep: Callable[[LayerSensitivity], None] | None = None,
+    progress: Progress | None = None,
+) -> Sensitivity:
+    """Measure the effect of every layer's quantizers.
+
+    Args:
+        model: float network, with one tensor of logits (N, classes) as its result; not changed.
+        example_inputs: inputs that the model is traced with.
+        batches: calibration data, as for `quantize`.
+        images: batches that effects are measured on, as for `quantize`; with a target for top-1 too. They are read once
+            and stay in memory; two forward passes over them are made for each layer.
+        spec: target and rules; layers that its rules leave float are no rows. AdaRound and bias correction are not
+            applied, because they change the weights that a layer would have in float.
+        known: rows of an earlier call that was stopped; they are not measured a second time.
+        keep: called with each row as soon as it is measured.
+        progress: is informed of each layer.
+
+    Raises:
+        QuantizationError: no images, or nothing can be quantized.
+        CalibrationError: as `quantize`.
+    """
+    known, bars = known or {}, progress or NoProgress()
+    spec = replace(spec or QuantSpec(), adaround=None, bias_correction=None)
+    graph = float_graph(model, example_inputs, spec)
+    qmodel = quantize(model, example_inputs, batches, spec=spec, progress=progress)
+    probe = _Probe(model, qmodel, images)
+    variants = variants_by_layer(graph, spec)
+    facts = {layer.path or layer.name: layer for layer in layers(graph)}
+    images_traced = len(flat_tensors(example_inputs)[0])
+    rows = []
+    bars.start(TASK, len(variants), done=sum(name in known for name in variants))
+    for name, (alone, left_out) in variants.items():
+        if name in known:
+            rows.append(known[name])
+            continue
+        row = _row(name, facts[name], images_traced, probe.effect(alone), probe.effect(left_out))
+        bars.advance(TASK, 1)
+        if keep is not None:
+            keep(row)
+        rows.append(row)
+    bars.finish(TASK)
+    return Sensitivity(
+        images=probe.count,
+        float_top1=probe.top1(probe.reference),
+        quantized=probe.effect(subset_of(place(read_fx(graph), spec))),
+        rows=tuple(rows),
+    )
+
+
+def _row(name: str, layer: Layer, images: int, alone: Effect, left_out: Effect) -> LayerSensitivity:
+    """Join the effects with the facts of a layer that was traced with so many images."""
+    return LayerSensitivity(
+        layer=name,
+        kind=layer.kind,
+        weight_elements=layer.weight_elements,
+        macs=None if layer.macs is None else layer.macs // images,
+        alone=alone,
+        left_out=left_out,
+    )
+
+
+def float_graph(model: nn.Module, example_inputs: Inputs, spec: QuantSpec) -> fx.GraphModule:
+    """Return the float graph that `insert_quantizers` places quantizers in.
+
+    Raises:
+        ModelError: the model cannot be traced.
+    """
+    graph = canonical_graph(model, example_inputs, fold=False)
+    prepare_float(graph, spec)
+    return graph
+
+
+def variants_by_layer(graph: fx.GraphModule, spec: QuantSpec) -> dict[str, tuple[Subset, Subset]]:
+    """Return two subsets for every layer that can be quantized by itself: its quantizers, and all but those.
+
+    Args:
+        graph: from `float_graph`.
+        spec: target and rules.
+
+    Returns:
+        (alone, left out) by layer name, in graph order.
+    """
+    settings = layer_settings(graph, spec)
+    view = read_fx(graph)
+    whole = place(view, spec)
+    names = dict.fromkeys(
+        name for row in whole.decisions if row.decision == "quantize" for name in row.layer.split() if name in settings
+    )
+    order = {node.layer: i for i, node in enumerate(view.nodes)}
+    found = {}
+    for name in sorted(names, key=order.__getitem__):
+        alone = _placed(view, spec, only(name, settings[name]))
+        if alone is None:
+            continue
+        left_out = _placed(view, spec, (*spec.rules, Rule(match=name, enable=False)))
+        found[name] = (subset_of(alone), subset_of(left_out) if left_out else _NOTHING)
+    return found
+
+
+def layer_settings(graph: fx.GraphModule, spec: QuantSpec) -> dict[str, LayerSettings]:
+    """Return the settings of each operation of a graph after the rules, by its name."""
+    return {node.layer: own for node, own in resolve_rules(read_fx(graph), spec).items()}
+
+
+_NOTHING = Subset(weights=frozenset(), edges=frozenset())
+
+
+def only(name: str, settings: LayerSettings) -> tuple[Rule, ...]:
+    """Return rules that leave everything float but one layer."""
+    own = Rule(match=name, enable=True, weights=settings.weights, activations=settings.activations)
+    return (Rule(match="*", enable=False), own)
+
+
+def _placed(view: GraphView, spec: QuantSpec, rules: tuple[Rule, ...]) -> Placement | None:
+    """Return the placement under other rules; None if they leave nothing to quantize."""
+    try:
+        return place(view, replace(spec, rules=rules))
+    except QuantizationError:
+        return None
+
+
+class _Probe:
+    """Holds the images and the float network's logits, and measures the effect of a subset of quantizers."""
+
+    def __init__(self, model: nn.Module, qmodel: fx.GraphModule, images: Iterable[Any]) -> None:
+        self.qmodel = qmodel
+        self.batches, targets = _split(qmodel, images)
+        self.targets = torch.cat(targets) if targets else None
+        self.count = sum(len(inputs[0]) for inputs in self.batches)
+        training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                self.reference = torch.cat([_logits(model(*inputs)) for inputs in self.batches])
+        finally:
+            model.train(training)
+
+    def effect(self, subset: Subset) -> Effect:
+        logits = torch.cat([_logits(run_subset(self.qmodel, subset, *inputs)) for inputs in self.batches])
+        same = logits.argmax(1) == self.reference.argmax(1)
+        return Effect(
+            sqnr_db=sqnr(self.reference, logits), agreement=same.double().mean().item(), top1=self.top1(logits)
+        )
+
+    def top1(self, logits: Tensor) -> float | None:
+        if self.targets is None:
+            return None
+        return (logits.argmax(1) == self.targets.to(logits.device)).double().mean().item()
+
+
+def _split(qmodel: fx.GraphModule, images: Iterable[Any]) -> tuple[list[tuple[Tensor, ...]], list[Tensor]]:
+    """Return the inputs of each batch, and their targets if every batch has them."""
+    inputs: list[tuple[Tensor, ...]] = []
+    targets: list[Tensor] = []
+    for batch in images:
+        inputs.append(model_inputs(qmodel, batch))
+        if isinstance(batch, (tuple, list)):
+            position = 1 if isinstance(batch[0], (tuple, list)) else len(inputs[-1])
+            targets += batch[position : position + 1]
+    if not inputs:
+        raise QuantizationError("sensitivity got no images to measure on; give at least one batch")
+    return inputs, targets if len(targets) == len(inputs) else []
+
+
+def _logits(output: Any) -> Tensor:
+    tensors: Sequence[Tensor] = flat_tensors(output)
+    if not tensors or tensors[0].dim() != 2:
+        shape = tuple(tensors[0].shape) if tensors else "no tensor"
+        raise QuantizationError(f"sensitivity compares logits (N, classes); the network returned {shape}")
+    return tensors[0]

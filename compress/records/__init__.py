@@ -1,0 +1,21 @@
+"""The files of a run folder as types: what steps write is what reports read."""
+
+from compress.records.rows import Breakdown, BuiltRow, EngineRow, Histogram, LayerRow, OperationRow
+from compress.records.run import RunData, read_run
+from compress.records.summary import SUMMARY_COLUMNS, SummaryRow, summary_notes, summary_table, unavailable_engines
+
+__all__ = [
+    "SUMMARY_COLUMNS",
+    "Breakdown",
+    "BuiltRow",
+    "EngineRow",
+    "Histogram",
+    "LayerRow",
+    "OperationRow",
+    "RunData",
+    "SummaryRow",
+    "read_run",
+    "summary_notes",
+    "summary_table",
+    "unavailable_engines",
+]

@@ -1,0 +1,157 @@
+"""Each file of a run folder: its name, the type of its content, and how that is read and written.
+
+Files that were written by a later version are read too: keys and columns that are not known are ignored.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from compress.errors import RunError
+from compress.files import write_json
+from compress.measure.metric import Metric
+from compress.quantization.placement.decisions import Decision
+from compress.records.rows import Breakdown, BuiltRow, EngineRow, Histogram, LayerRow, OperationRow
+from compress.training.log import EpochRow
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordFile(Generic[T]):
+    """A file of a run folder.
+
+    Attributes:
+        name: in the folder.
+        parse: makes the content of the file's text and path; raises RunError where the text is something else.
+    """
+
+    name: str
+    parse: Callable[[str, Path], T]
+
+    def read(self, folder: Path) -> T | None:
+        """The content; None where the file is not there.
+
+        Raises:
+            RunError: the file cannot be read, or is not what its name says; with its path.
+        """
+        path = folder / self.name
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise RunError(f"{path} cannot be read: {error}") from error
+        return self.parse(text, path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonFile(RecordFile[T]):
+    """A JSON file that a step of a run writes.
+
+    Attributes:
+        plain: makes JSON values of the content.
+    """
+
+    plain: Callable[[T], Any]
+
+    def write(self, folder: Path, content: T) -> Path:
+        """Write the content, whole or not at all, and return the path."""
+        return write_json(folder / self.name, self.plain(content))
+
+
+def _json(text: str, path: Path, kind: type, what: str) -> Any:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RunError(f"{path} is not JSON: {error}; delete it or run the step again") from error
+    if not isinstance(value, kind):
+        raise RunError(f"{path} must hold {what}")
+    return value
+
+
+def _listed(text: str, path: Path, kind: type, what: str) -> list[Any]:
+    values = _json(text, path, list, f"a list of {what}")
+    if not all(isinstance(value, kind) for value in values):
+        raise RunError(f"{path} must hold a list of {what}")
+    return list(values)
+
+
+def _typed(rows: Iterable[Mapping[str, Any]], path: Path, kind: type[T]) -> tuple[T, ...]:
+    """Rows as dataclasses; a value that is None takes the field's default."""
+    adapter = TypeAdapter(kind)
+    made = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            made.append(adapter.validate_python({k: v for k, v in row.items() if v is not None}))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            got = f"(got {first.get('input')!r:.200})"
+            raise RunError(f"{path}, row {number}: {where}: {first['msg']} {got}") from error
+        except RunError as error:
+            raise RunError(f"{path}, row {number}: {error}") from error
+    return tuple(made)
+
+
+def _table(name: str, kind: type[T]) -> RecordFile[Sequence[T]]:
+    """A CSV file with a header line; the package that declares its rows writes it."""
+
+    def parse(text: str, path: Path) -> tuple[T, ...]:
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        rows = ({k: v or None for k, v in row.items() if k is not None} for row in reader)
+        return _typed(rows, path, kind)
+
+    return RecordFile(name=name, parse=parse)
+
+
+def _rows(name: str, kind: type[T]) -> JsonFile[Sequence[T]]:
+    def parse(text: str, path: Path) -> tuple[T, ...]:
+        return _typed(_listed(text, path, dict, "objects"), path, kind)
+
+    def plain(rows: Sequence[Any]) -> list[dict[str, Any]]:
+        return [asdict(row) for row in rows]
+
+    return JsonFile(name=name, parse=parse, plain=plain)
+
+
+def _metrics(text: str, path: Path) -> tuple[Metric, ...]:
+    rows = _listed(text, path, dict, "objects")
+    try:
+        return tuple(map(Metric.from_dict, rows))
+    except RunError as error:
+        raise RunError(f"{path}: {error}") from error
+
+
+def _breakdown(text: str, path: Path) -> Breakdown:
+    value = _json(text, path, dict, "an object with a list `results`")
+    return _typed([value], path, Breakdown)[0]
+
+
+RECIPE: RecordFile[str] = RecordFile(name="recipe.yaml", parse=lambda text, path: text)
+ENVIRONMENT: JsonFile[Mapping[str, Any]] = JsonFile(
+    name="environment.json", parse=lambda text, path: _json(text, path, dict, "one object"), plain=dict
+)
+METRICS: JsonFile[Sequence[Metric]] = JsonFile(
+    name="metrics.json", parse=_metrics, plain=lambda rows: [row.to_dict() for row in rows]
+)
+PLACEMENT = _table("placement.csv", Decision)
+TRAIN = _table("train.csv", EpochRow)
+QAT = _table("qat.csv", EpochRow)
+LAYERS = _rows("layers.json", LayerRow)
+HISTOGRAMS = _rows("histograms.json", Histogram)
+OPERATIONS = _rows("audit.json", OperationRow)
+BUILT_ENGINES = _rows("engines.json", BuiltRow)
+ENGINES = _rows("engine_audit.json", EngineRow)
+END_TO_END: JsonFile[Breakdown] = JsonFile(name="end_to_end.json", parse=_breakdown, plain=Breakdown.to_dict)
+NOTES: JsonFile[Sequence[str]] = JsonFile(
+    name="notes.json", parse=lambda text, path: tuple(_listed(text, path, str, "texts")), plain=list
+)

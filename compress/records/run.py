@@ -1,0 +1,91 @@
+"""All that a run folder holds for a report: every part typed, every part optional.
+
+A run that was stopped, or that was asked for less, still has a report. A part whose file is not there is None (or
+empty) and `RunData.absent` says why; a file that holds something else is refused with its path, because a report of
+half-understood numbers is worse than none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from compress.errors import RunError
+from compress.measure.metric import Metric
+from compress.quantization.placement.decisions import Decision
+from compress.records import files
+from compress.records.rows import Breakdown, EngineRow, Histogram, LayerRow, OperationRow
+from compress.training.log import EpochRow
+
+_PARTS: dict[str, files.RecordFile[Any]] = {
+    "recipe": files.RECIPE,
+    "environment": files.ENVIRONMENT,
+    "metrics": files.METRICS,
+    "placement": files.PLACEMENT,
+    "train": files.TRAIN,
+    "qat": files.QAT,
+    "layers": files.LAYERS,
+    "histograms": files.HISTOGRAMS,
+    "operations": files.OPERATIONS,
+    "engines": files.ENGINES,
+    "end_to_end": files.END_TO_END,
+    "notes": files.NOTES,
+}
+_OPTIONAL = {files.ENGINES.name, files.END_TO_END.name}
+"""Files that only some recipes ask for; nothing is said where they are absent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """All that a run folder holds for a report.
+
+    Attributes:
+        folder: the run folder.
+        recipe: as resolved, in YAML.
+        environment: machine and versions.
+        metrics: every measured number.
+        placement: decisions of the quantized network.
+        train, qat: epochs of the float network and of quantization-aware training.
+        layers: bytes and noise of each layer.
+        histograms: activations as calibration counted them.
+        operations: weighted operations of the exported files.
+        engines: audited engines.
+        end_to_end: times from pictures to classes.
+        notes: events of the run that a reader might not expect.
+        absent: a sentence for each missing file, by its name.
+    """
+
+    folder: Path
+    recipe: str | None = None
+    environment: Mapping[str, Any] | None = None
+    metrics: Sequence[Metric] = ()
+    placement: Sequence[Decision] = ()
+    train: Sequence[EpochRow] = ()
+    qat: Sequence[EpochRow] = ()
+    layers: Sequence[LayerRow] = ()
+    histograms: Sequence[Histogram] = ()
+    operations: Sequence[OperationRow] = ()
+    engines: Sequence[EngineRow] = ()
+    end_to_end: Breakdown | None = None
+    notes: Sequence[str] = ()
+    absent: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_run(folder: Path | str) -> RunData:
+    """Read the files of a run.
+
+    Raises:
+        RunError: `folder` does not exist or holds none of a run's files, or a file is not what its name says.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise RunError(f"{folder} is not a folder: give the run folder that --out named")
+    read = {part: file.read(folder) for part, file in _PARTS.items()}
+    parts = {part: content for part, content in read.items() if content is not None}
+    if not parts:
+        names = ", ".join(file.name for file in _PARTS.values())
+        raise RunError(f"{folder} holds none of a run's files ({names}): give the run folder")
+    missing = [file.name for part, file in _PARTS.items() if part not in parts and file.name not in _OPTIONAL]
+    return RunData(folder=folder, absent={name: f"{name} is not in the run folder" for name in missing}, **parts)

@@ -1,0 +1,253 @@
+"""The table that says what was gained and what it cost: variants by engines, as pure functions of the metrics.
+
+The terminal, report.md and report.html show the same rows. A speed-up compares p50 with the float variant on the
+same engine, precision and batch size, and nothing else; a number that is not there is n/a, and `summary_notes`
+says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from compress.measure.metric import Metric
+from compress.text import display, fixed, in_bytes, significant
+from compress.variants import Variant
+
+SUMMARY_COLUMNS = (
+    "engine",
+    "batch",
+    "variant",
+    "top-1 %",
+    "p50 ms",
+    "speed-up",
+    "p99 ms",
+    "images/s",
+    "file",
+    "of float",
+)
+_PER_BATCH = ("p50_ms", "p90_ms", "p99_ms", "images_per_s")
+_OF_THE_FILE = ("", "onnx")
+_ROW_METRICS = ("top1", "p50_ms", "p99_ms", "images_per_s", "file_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummaryRow:
+    """One variant on one engine at one batch size. None = not measured.
+
+    Attributes:
+        engine: label, as in the metrics.
+        batch_size: of the timing; None for a row without timing.
+        variant: `float`, `ptq`, ...
+        top1: percent, on this engine.
+        p50_ms, p99_ms: latency of a batch.
+        images_per_s: throughput.
+        speedup: p50 of float over p50 of this row, same engine and batch size.
+        file_bytes: of the model file.
+        size_ratio: file_bytes over those of float.
+        partial: names of the metrics that are not complete.
+    """
+
+    engine: str
+    batch_size: int | None
+    variant: str
+    top1: float | None = None
+    p50_ms: float | None = None
+    p99_ms: float | None = None
+    images_per_s: float | None = None
+    speedup: float | None = None
+    file_bytes: float | None = None
+    size_ratio: float | None = None
+    partial: frozenset[str] = frozenset()
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text under `SUMMARY_COLUMNS`; * marks a partial number."""
+
+        def mark(name: str, text: str) -> str:
+            return f"{text}*" if name in self.partial else text
+
+        return (
+            display(self.engine),
+            str(self.batch_size) if self.batch_size is not None else "not timed",
+            display(self.variant),
+            mark("top1", fixed(self.top1, 2)),
+            mark("p50_ms", significant(self.p50_ms)),
+            fixed(self.speedup, 2, "×"),
+            mark("p99_ms", significant(self.p99_ms)),
+            mark("images_per_s", significant(self.images_per_s)),
+            mark("file_bytes", in_bytes(self.file_bytes)),
+            fixed(self.size_ratio, 3),
+        )
+
+
+def summary_table(metrics: Iterable[Metric]) -> tuple[SummaryRow, ...]:
+    """One row for each (engine, batch size, variant) that has a number, float first in each group.
+
+    Engines and variants come in the order in which the metrics name them. An engine all of whose numbers are
+    unavailable has no row (see `unavailable_engines`).
+    """
+    metrics = tuple(metrics)
+    index = _Index(metrics)
+    variants = variants_of(metrics)
+    rows = []
+    for engine in engines_of(metrics):
+        if engine in unavailable_engines(metrics):
+            continue
+        timed = sorted({m.batch_size for m in metrics if m.engine == engine and _timing(m) and m.batch_size})
+        shown: list[SummaryRow] = []
+        for batch_size in timed:
+            shown += [row for v in variants if (row := _row(index, v, engine, batch_size)) and _timed(row)]
+        with_timing = {row.variant for row in shown}
+        untimed = (_row(index, v, engine, None) for v in variants if v not in with_timing)
+        rows += shown + [row for row in untimed if row and row.top1 is not None]
+    return tuple(rows)
+
+
+def summary_notes(metrics: Iterable[Metric]) -> tuple[str, ...]:
+    """A line for each number of the table that is partial or missing, with its reason; equal reasons in one line."""
+    metrics = tuple(metrics)
+    away = unavailable_engines(metrics)
+    lines: dict[tuple[str, str, str, str], list[str]] = {}
+    for m in metrics:
+        if m.status != "complete" and m.engine not in away:
+            where = f"{display(m.variant)} on {display(m.engine)}" if m.engine else display(m.variant)
+            batch = f", batch {m.batch_size}" if m.batch_size is not None else ""
+            lines.setdefault((where, batch, m.status, m.reason), []).append(m.name)
+    found = [
+        f"{where}{batch}: {', '.join(names)} {status}: {reason}"
+        for (where, batch, status, reason), names in lines.items()
+    ]
+    return (*found, *_never_asked(metrics))
+
+
+def _never_asked(metrics: Sequence[Metric]) -> Iterator[str]:
+    """Lines for the n/a of the table that no metric speaks of."""
+    rows = summary_table(metrics)
+    variants: dict[str, set[str]] = {}
+    gaps: dict[str, dict[str, set[str]]] = {}
+    for row in rows:
+        variants.setdefault(row.engine, set()).add(row.variant)
+        for gap in _gaps(row, metrics):
+            gaps.setdefault(gap, {}).setdefault(row.engine, set()).add(row.variant)
+    for gap, where in gaps.items():
+        places = [
+            display(engine)
+            if names == variants[engine]
+            else f"{display(engine)} ({', '.join(map(display, sorted(names)))})"
+            for engine, names in where.items()
+        ]
+        yield f"{gap}, anywhere" if where == variants and len(where) > 1 else f"{', '.join(places)}: {gap}"
+
+
+def _gaps(row: SummaryRow, metrics: Sequence[Metric]) -> Iterator[str]:
+    told = {
+        m.name
+        for m in metrics
+        if m.variant == row.variant
+        and m.engine in (row.engine, *_OF_THE_FILE)
+        and (not _timing(m) or row.batch_size in (None, m.batch_size))
+    }
+    if row.batch_size is None:
+        if not told & set(_PER_BATCH):
+            yield "not timed in this run"
+        return
+    if row.p50_ms is not None and row.speedup is None:
+        yield "no speed-up, as float was not timed there"
+    yield from (f"{name} not measured" for name in _ROW_METRICS if getattr(row, name) is None and name not in told)
+
+
+def unavailable_engines(metrics: Iterable[Metric]) -> dict[str, str]:
+    """Engine label -> reason, for engines none of whose numbers could be measured."""
+    by_engine: dict[str, list[Metric]] = {}
+    for m in metrics:
+        if m.engine:
+            by_engine.setdefault(m.engine, []).append(m)
+    return {
+        engine: _merged(dict.fromkeys(m.reason for m in items))
+        for engine, items in by_engine.items()
+        if all(m.status == "unavailable" for m in items)
+    }
+
+
+def _merged(reasons: Iterable[str]) -> str:
+    """Reasons in one line; what several say alike after their ", but " is said once."""
+    starts: dict[str, list[str]] = {}
+    for reason in reasons:
+        start, but, rest = reason.partition(", but ")
+        starts.setdefault(but + rest if but else reason, []).append(start if but else "")
+    return "; ".join(", ".join(filter(None, told)) + rest for rest, told in starts.items())
+
+
+def engines_of(metrics: Iterable[Metric]) -> tuple[str, ...]:
+    """Engine labels in order of appearance, those that were timed first."""
+    metrics = tuple(metrics)
+    timed = {m.engine for m in metrics if _timing(m) and m.value is not None}
+    return tuple(sorted(dict.fromkeys(m.engine for m in metrics if m.engine), key=lambda e: e not in timed))
+
+
+def variants_of(metrics: Iterable[Metric]) -> tuple[str, ...]:
+    """Variants in order of appearance, `float` first."""
+    names = dict.fromkeys(m.variant for m in metrics)
+    return tuple(sorted(names, key=lambda v: v != Variant.FLOAT))
+
+
+def family(engine: str) -> str:
+    """The engine without its precision.
+
+    >>> family("openvino (bf16)")
+    'openvino'
+    """
+    return engine.partition(" (")[0]
+
+
+class _Index:
+    """Metrics by (name, variant), to find the one that fits a row best."""
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self._items: dict[tuple[str, str], list[Metric]] = {}
+        for m in metrics:
+            self._items.setdefault((m.name, m.variant), []).append(m)
+
+    def find(self, name: str, variant: str, engine: str, batch_size: int | None) -> Metric | None:
+        """The metric of this very batch size, or for what does not depend on it the first of the engine.
+
+        A file belongs to no engine: its size is that of the engine's own file (a built engine), else the ONNX
+        file's; torch runs no file.
+        """
+        items = self._items.get((name, variant), [])
+        mine = [m for m in items if m.engine == engine]
+        if name in _PER_BATCH:
+            return next((m for m in mine if m.batch_size == batch_size), None)
+        if name == "file_bytes" and not mine and family(engine) != "torch":
+            mine = [m for m in items if m.engine in _OF_THE_FILE]
+        return next((m for m in mine if m.batch_size == batch_size), mine[0] if mine else None)
+
+    def value(self, name: str, variant: str, engine: str, batch_size: int | None) -> float | None:
+        metric = self.find(name, variant, engine, batch_size)
+        return metric.value if metric else None
+
+
+def _row(index: _Index, variant: str, engine: str, batch_size: int | None) -> SummaryRow:
+    found = {name: index.find(name, variant, engine, batch_size) for name in _ROW_METRICS}
+    values = {name: metric.value if metric else None for name, metric in found.items()}
+    return SummaryRow(
+        engine=engine,
+        batch_size=batch_size,
+        variant=variant,
+        speedup=_ratio(index.value("p50_ms", Variant.FLOAT, engine, batch_size), values["p50_ms"]),
+        size_ratio=_ratio(values["file_bytes"], index.value("file_bytes", Variant.FLOAT, engine, batch_size)),
+        partial=frozenset(name for name, m in found.items() if m and m.status == "partial"),
+        **values,
+    )
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None
+
+
+def _timing(metric: Metric) -> bool:
+    return metric.name in _PER_BATCH
+
+
+def _timed(row: SummaryRow) -> bool:
+    return row.p50_ms is not None or row.p99_ms is not None or row.images_per_s is not None

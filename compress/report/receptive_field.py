@@ -1,0 +1,314 @@
+"""Receptive fields as files: the theoretical table, and the pictures and page of the effective fields."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from torch import Tensor, nn
+
+from compress.errors import ReceptiveFieldError
+from compress.files import replacing, write_json, write_text
+from compress.graph.inputs import Inputs
+from compress.plots.erf import draw_drift, draw_field, draw_table
+from compress.plots.style import save_figure, styled, to_png
+from compress.progress import Progress
+from compress.receptive_field import (
+    EffectiveReceptiveField,
+    ErfDrift,
+    ErfOptions,
+    ReceptiveField,
+    ReceptiveFieldTable,
+    effective_receptive_field,
+    effective_receptive_fields,
+    erf_drift,
+    receptive_field,
+)
+from compress.receptive_field.layers import layers_to_show
+from compress.receptive_field.metrics import SHARES
+from compress.report.erf_page import erf_page
+
+_COLUMNS = (
+    "name",
+    "path",
+    "kind",
+    "shape",
+    "status",
+    "size",
+    "effective_stride",
+    "effective_padding",
+    "local_size",
+    "smallest",
+    "seen",
+    "macs",
+    "reason",
+    "notes",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TheoreticalReport:
+    """The table, and the files that it was written to."""
+
+    table: ReceptiveFieldTable
+    paths: tuple[Path, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErfReport:
+    """The fields, and the files that they were written to.
+
+    Attributes:
+        fields: in the order of the network.
+        picture: PNG of the last field.
+        page: HTML in which one picks the layer.
+        numbers: JSON of all sizes.
+        animation: GIF from the first layer to the last; None where it was not asked for, or there is one layer only.
+    """
+
+    fields: tuple[EffectiveReceptiveField, ...]
+    picture: Path
+    page: Path
+    numbers: Path
+    animation: Path | None
+
+
+def receptive_field_report(
+    model: nn.Module, example_inputs: Inputs, *, out: Path | str, name: str = ""
+) -> TheoreticalReport:
+    """Write the theoretical fields of a model to `receptive_field.{csv,json,png}` in the folder `out`.
+
+    Raises:
+        ReceptiveFieldError: the input is no image.
+        ModelError: the model fails on the input or cannot be traced.
+        OSError: a file cannot be written.
+    """
+    table = receptive_field(model, example_inputs)
+    folder = Path(out)
+    numbers = write_json(
+        folder / "receptive_field.json",
+        {"model": name or table.model, "image_size": list(table.image_size), "rows": table.records()},
+    )
+    text = write_text(folder / "receptive_field.csv", table_csv(table))
+    return TheoreticalReport(
+        table=table,
+        paths=(text, numbers, save_figure(draw_table(table, name=name), folder / "receptive_field.png", dpi=130)),
+    )
+
+
+def table_csv(table: ReceptiveFieldTable) -> str:
+    """The table as CSV; axes are joined with `x`, empty = unknown or none."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    for record in table.records():
+        writer.writerow([_cell(record[column]) for column in _COLUMNS])
+    return buffer.getvalue()
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return "; ".join(value) if value and isinstance(value[0], str) else "x".join(_cell(v) for v in value)
+    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def erf_report(
+    model: nn.Module,
+    images: Tensor | Iterable[Any],
+    *,
+    out: Path | str,
+    name: str = "",
+    layers: Sequence[str] | None = None,
+    count: int = 8,
+    options: ErfOptions | None = None,
+    animate: bool = True,
+    progress: Progress | None = None,
+) -> ErfReport:
+    """Measure effective receptive fields and write `erf.{png,html,json,gif}` into the folder `out`.
+
+    Args:
+        model: any module whose first input is an image.
+        images: (N, C, height, width), or an iterable of batches.
+        out: folder; made when missing.
+        name: of the model, for titles; "" = its class.
+        layers: to look at, in order; None = `count` of them, from the first block to the last.
+        count: how many where `layers` is None.
+        options: of the measurement.
+        animate: also write the animation.
+        progress: listener.
+
+    Raises:
+        ReceptiveFieldError: see `effective_receptive_fields`.
+        OSError: a file cannot be written.
+    """
+    batches: Tensor | list[Any] = images if isinstance(images, Tensor) else list(images)
+    if len(batches) == 0:
+        raise ReceptiveFieldError("no images were given")
+    first = _first(batches)
+    chosen = list(layers) if layers else layers_to_show(model, first[None], count=count)
+    fields = effective_receptive_fields(
+        model, batches, layers=chosen, options=options or ErfOptions(), progress=progress
+    )
+    title = f"{name or fields[0].model}: where its layers look"
+    pictures = [_png(draw_field(field, first, name=name)) for field in fields]
+    folder = Path(out)
+    lead = (
+        f"Effective receptive fields over {fields[-1].images} images of {first.shape[1]} x {first.shape[2]} px: how "
+        "strongly each pixel moves the central unit of a layer, as the mean magnitude of the gradient (Luo et al., "
+        "arXiv 1701.04128)."
+    )
+    numbers = write_json(
+        folder / "erf.json", {"model": name or fields[0].model, "fields": [numbers_of(f) for f in fields]}
+    )
+    with replacing(folder / "erf.png") as path:
+        path.write_bytes(pictures[-1])
+    animation = write_animation(folder / "erf.gif", pictures) if animate and len(pictures) > 1 else None
+    page = write_text(folder / "erf.html", erf_page(title, lead, fields, [_lighter(p) for p in pictures]))
+    return ErfReport(fields=fields, picture=folder / "erf.png", page=page, numbers=numbers, animation=animation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriftReport:
+    """How the field moved from the first network to each of the others, and the files that say so.
+
+    Attributes:
+        drifts: by name of the network.
+        pictures: PNG of each, in the same order.
+        numbers: JSON of all.
+    """
+
+    drifts: dict[str, ErfDrift]
+    pictures: tuple[Path, ...]
+    numbers: Path
+
+
+def drift_report(
+    networks: Mapping[str, nn.Module],
+    images: Tensor | Iterable[Any],
+    *,
+    out: Path | str,
+    name: str = "",
+    layer: str | None = None,
+    options: ErfOptions | None = None,
+) -> DriftReport:
+    """Compare the effective field of the first network with those of the others, over the same images.
+
+    Args:
+        networks: by name; the first is the one before compression.
+        images: (N, C, height, width), or an iterable of batches.
+        out: folder of `erf_drift.json` and `erf_drift_<network>.png`.
+        name: of the model, for captions.
+        layer: name of a layer that all have; None = the last on a grid in each.
+        options: of the measurement.
+
+    Raises:
+        ReceptiveFieldError: fewer than two networks, no images, or what `effective_receptive_field` says.
+        OSError: a file cannot be written.
+    """
+    if len(networks) < 2:
+        raise ReceptiveFieldError(f"a drift is between two networks; got {', '.join(networks) or 'none'}")
+    batches: Tensor | list[Any] = images if isinstance(images, Tensor) else list(images)
+    options = options or ErfOptions()
+    measured = {
+        key: effective_receptive_field(network, batches, layer=layer, options=options)
+        for key, network in networks.items()
+    }
+    before, *others = measured
+    drifts = {key: erf_drift(measured[before], measured[key]) for key in others}
+    folder = Path(out)
+    first = measured[before]
+    text = f"{name or first.model}, {first.layer}, {first.images} images."
+    pictures = tuple(
+        save_figure(draw_drift(drift, before=before, after=key, text=text), folder / f"erf_drift_{key}.png", dpi=130)
+        for key, drift in drifts.items()
+    )
+    rows = [{"before": before, "after": key, **_drift_numbers(drift)} for key, drift in drifts.items()]
+    numbers = write_json(folder / "erf_drift.json", {"model": name, "drifts": rows})
+    return DriftReport(drifts=drifts, pictures=pictures, numbers=numbers)
+
+
+def _drift_numbers(drift: ErfDrift) -> dict[str, Any]:
+    return {
+        "total_variation": drift.total_variation,
+        "moved_px": drift.moved_px,
+        "radius_change_px": drift.radius_change_px,
+        "size_ratio": drift.size_ratio,
+        "fields": [numbers_of(drift.before), numbers_of(drift.after)],
+    }
+
+
+def _first(images: Tensor | list[Any]) -> Tensor:
+    """The first image, (C, height, width)."""
+    item = images[0]
+    if isinstance(item, (tuple, list)):
+        item = item[0]
+    if not isinstance(item, Tensor) or item.ndim not in (3, 4) or 0 in item.shape:
+        raise ReceptiveFieldError("images must be (N, C, height, width), or batches of that shape")
+    image: Tensor = item[0] if item.ndim == 4 else item
+    return image
+
+
+def numbers_of(field: EffectiveReceptiveField) -> dict[str, Any]:
+    """A field's numbers, for JSON."""
+    metrics, row = field.metrics, field.theoretical
+    return {
+        "layer": field.layer,
+        "unit": list(field.unit),
+        "grid": list(field.grid),
+        "centre_px": list(field.centre),
+        "images": field.images,
+        "dead_images": field.dead_images,
+        "upstream": field.upstream,
+        "average": field.average,
+        "method": field.method,
+        "size_px": metrics.size,
+        "pixels_above_4.55_percent": metrics.count,
+        "sigma_px": list(metrics.gaussian.sigma),
+        "gaussian_r_squared": metrics.gaussian.r_squared,
+        "radius_50_px": metrics.radius_50,
+        "radius_95_px": metrics.radius_95,
+        "area_shares": {f"{100 * s:g} %": a for s, a in zip(SHARES, metrics.areas, strict=True)},
+        "share_of_theoretical": metrics.theoretical_share,
+        "theoretical": _theory(row),
+    }
+
+
+def _theory(row: ReceptiveField | None) -> dict[str, Any] | None:
+    if row is None:
+        return None
+    return {
+        "status": row.status,
+        "reason": row.reason,
+        "size_px": list(row.size),
+        "local_size_px": list(row.local_size),
+        "effective_stride_px": [None if s is None else float(s) for s in row.effective_stride],
+    }
+
+
+def _png(figure: Any) -> bytes:
+    with styled():
+        return to_png(figure, dpi=110)
+
+
+def _lighter(picture: bytes) -> bytes:
+    """The PNG in 256 colours, a third of the bytes: a page holds many."""
+    buffer = io.BytesIO()
+    Image.open(io.BytesIO(picture)).convert("RGB").quantize(256).save(buffer, format="PNG", optimize=True)
+    return buffer.getvalue()
+
+
+def write_animation(path: Path | str, pictures: Sequence[bytes], *, seconds: float = 0.8) -> Path:
+    """PNG pictures one after another as an endless GIF, the last shown three times as long."""
+    frames = [Image.open(io.BytesIO(picture)).convert("RGB") for picture in pictures]
+    size = frames[-1].size
+    frames = [f.resize(size) if f.size != size else f for f in frames]
+    shown = [f.quantize(128) for f in frames]
+    times = [int(1000 * seconds)] * (len(shown) - 1) + [int(3000 * seconds)]
+    with replacing(path) as temporary:
+        shown[0].save(temporary, format="GIF", save_all=True, append_images=shown[1:], duration=times, loop=0)
+    return Path(path)

@@ -1,0 +1,191 @@
+"""Channel pruning: whole channels are removed, so that every engine is faster without special kernels.
+
+Removing an output channel removes the input channel of every layer that consumes it and, through sums and
+concatenations, channels of other layers; the torch-pruning library finds these groups (DepGraph, Fang et al., arXiv
+2301.12900) and rates each by the L2 norm of all its weights. One ratio for all layers is chosen by bisection on copies
+of the model, so that the requested share of the macs is met as closely as whole channels allow.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import warnings
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import ModelError, SparsityError
+from compress.graph.inputs import Inputs, as_inputs, flat_tensors
+from compress.graph.layers import layers as layer_table
+from compress.graph.layers import total_macs
+from compress.graph.trace import trace
+from compress.progress import NoProgress, Progress
+from compress.sparsity.eligibility import check_rules, evaluating, left_dense, run_order, weighted_layers
+from compress.sparsity.parametrization import masked_layers
+from compress.sparsity.spec import SparsitySpec, check_sparsity_spec
+
+MULTIPLE = 8  # remaining channels are a multiple of it with kernels `tensorrt`, because tensor-core kernels need that
+TRIALS = 8  # bisection steps; each halves the uncertainty of the ratio
+LARGEST = 0.95  # largest share of a layer's channels that is removed
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelRow:
+    """A layer before and after pruning.
+
+    Attributes:
+        layer: module path.
+        before, after: shapes of the weight.
+    """
+
+    layer: str
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelReport:
+    """Result of channel pruning.
+
+    Attributes:
+        pattern: as in the spec.
+        rows: every convolution and linear layer.
+        macs_before, macs_after: macs for the batch of the example inputs.
+        parameters_before, parameters_after: number of elements.
+    """
+
+    pattern: str
+    rows: tuple[ChannelRow, ...]
+    macs_before: int
+    macs_after: int
+    parameters_before: int
+    parameters_after: int
+
+    @property
+    def removed(self) -> float:
+        """Share of the macs that was removed."""
+        return 1 - self.macs_after / self.macs_before
+
+
+def prune_channels(
+    model: nn.Module, spec: SparsitySpec, *, example_inputs: Inputs, progress: Progress | None = None
+) -> ChannelReport:
+    """Remove channels until the share R of `channel:R` of the macs is removed; in place.
+
+    The parameters become new objects: make the optimizer afterwards. The outputs of the last layer stay, and those of
+    layers that a rule disables.
+
+    Args:
+        model: a dense float model that runs on `example_inputs` and can be traced.
+        spec: pattern `channel:R`, rules and kernels.
+        example_inputs: a small batch, on the model's device.
+        progress: is advanced at each step of the bisection.
+
+    Returns:
+        Shapes and costs before and after; `removed` is the share reached, as near as whole channels allow.
+
+    Raises:
+        SparsityError: the pattern is another one, the model is masked, torch-pruning is not installed or cannot follow
+            the model, or the macs cannot be reduced so far.
+    """
+    progress = progress or NoProgress()
+    pattern = check_sparsity_spec(spec)
+    if pattern.kind != "channel":
+        raise SparsityError(f"pattern {spec.pattern!r} masks weights: call sparsify, or use channel:0.5")
+    if masked_layers(model):
+        raise SparsityError("the model is masked already: call squash_masks before removing channels")
+    inputs = as_inputs(example_inputs)
+    before = _shapes(model)
+    check_rules(spec, before)
+    macs, parameters = _macs(model, inputs), _parameters(model)
+    target = (1 - pattern.ratio) * macs
+    low, high, chosen, nearest = 0.0, LARGEST, 0.0, macs
+    progress.start("prune channels", TRIALS)
+    for _ in range(TRIALS):
+        ratio = (low + high) / 2
+        trial = copy.deepcopy(model)
+        _remove(trial, inputs, ratio, spec)
+        got = _macs(trial, inputs)
+        if abs(got - target) < abs(nearest - target):
+            chosen, nearest = ratio, got
+        low, high = (ratio, high) if got > target else (low, ratio)
+        progress.advance("prune channels", macs_removed=1 - got / macs)
+    progress.finish("prune channels")
+    if abs(nearest - target) > 0.1 * macs:
+        raise SparsityError(
+            f"pattern {spec.pattern!r}: the nearest that whole channels reach is {1 - nearest / macs:.2f} of the macs; "
+            "ask for another share, enable more layers, or set kernels to 'any', which rounds less"
+        )
+    _remove(model, inputs, chosen, spec)
+    rows = tuple(ChannelRow(layer=path, before=before[path], after=after) for path, after in _shapes(model).items())
+    return ChannelReport(
+        pattern=spec.pattern,
+        rows=rows,
+        macs_before=macs,
+        macs_after=_macs(model, inputs),
+        parameters_before=parameters,
+        parameters_after=_parameters(model),
+    )
+
+
+def _remove(model: nn.Module, inputs: tuple[Tensor, ...], ratio: float, spec: SparsitySpec) -> None:
+    """Remove the weakest `ratio` of every layer's channels, in place."""
+    library = _library()
+    layers = weighted_layers(model)
+    ignored = [layers[path] for path in layers if left_dense(path, spec)]
+    ignored.append(layers[run_order(model, layers, inputs)[-1]])
+    with evaluating(model), torch.no_grad():
+        shapes = [t.shape for t in flat_tensors(model(*inputs))]
+        try:
+            with warnings.catch_warnings(), torch.enable_grad():  # torch-pruning reads the graph that autograd records
+                warnings.filterwarnings("ignore", message="Unwrapped parameters", category=UserWarning)
+                library.pruner.BasePruner(
+                    model,
+                    inputs,
+                    importance=library.importance.GroupMagnitudeImportance(p=2),
+                    pruning_ratio=ratio,
+                    ignored_layers=ignored,
+                    round_to=MULTIPLE if spec.kernels == "tensorrt" else None,
+                ).step()
+            after = [t.shape for t in flat_tensors(model(*inputs))]
+        except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError) as error:
+            raise SparsityError(
+                f"torch-pruning cannot remove channels of {type(model).__name__}: {error}; leave out layers with rules "
+                "(enable: false)"
+            ) from error
+    if shapes != after:
+        raise SparsityError(
+            f"removing channels changed the model's outputs from {[tuple(s) for s in shapes]} to "
+            f"{[tuple(s) for s in after]}: leave out the layers that compute them with rules (enable: false)"
+        )
+
+
+def _library() -> Any:
+    """Import the torch-pruning library, which is optional; no other file imports it."""
+    try:
+        return importlib.import_module("torch_pruning")
+    except ImportError as error:
+        raise SparsityError(
+            "channel pruning needs the torch-pruning library: pip install 'compress[pruning]'"
+        ) from error
+
+
+def _macs(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
+    try:
+        macs, unknown = total_macs(layer_table(trace(model, inputs)))
+    except ModelError as error:
+        raise SparsityError(f"the model's macs cannot be counted: {error}") from error
+    if unknown:
+        raise SparsityError(f"the macs of these layers are unknown, so no share of them can be reached: {unknown}")
+    return macs
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {path: tuple(cast(Tensor, layer.weight).shape) for path, layer in weighted_layers(model).items()}
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())

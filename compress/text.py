@@ -1,0 +1,96 @@
+"""Numbers and names as people read them, for the terminal, for reports and for figures."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from typing import TypeGuard
+
+from compress.variants import Variant
+
+MISSING = "n/a"
+"""Text of a number that was not measured."""
+
+_ENGINES = {
+    "openvino": "OpenVINO",
+    "onnxruntime": "ONNX Runtime",
+    "tensorrt": "TensorRT",
+    "tensorrt-rtx": "TensorRT-RTX",
+    "tensorrt_rtx": "TensorRT-RTX",
+}
+
+
+def plain(text: str) -> str:
+    """`text` on one line, without the control and direction characters that break or disguise a page."""
+    kinds = ((c, unicodedata.category(c)) for c in str(text))
+    return "".join(
+        c if kind == "Zs" else " " if c.isspace() else c for c, kind in kinds if c.isspace() or kind[0] != "C"
+    )
+
+
+def display(name: str) -> str:
+    """A variant or an engine label as people write it.
+
+    >>> display("openvino (f32)"), display("sparse-ptq"), display("mine")
+    ('OpenVINO (f32)', 'sparse PTQ', 'mine')
+    """
+    variant = Variant.named(name)
+    if variant is not None:
+        return variant.label
+    head, space, rest = name.partition(" ")
+    return plain(_ENGINES.get(head, head) + space + rest)
+
+
+def shorten(text: str, limit: int) -> str:
+    """`text` with its middle left out where it is longer than `limit`: layers' names differ most at both ends.
+
+    >>> shorten("features.denseblock4.denselayer16.conv2", 24)
+    'features.de…yer16.conv2'
+    """
+    text = plain(text)
+    if len(text) <= limit:
+        return text
+    half = (limit - 1) // 2
+    return f"{text[:half]}…{text[-half:]}"
+
+
+def significant(value: float | None, digits: int = 3) -> str:
+    """`digits` significant digits, without exponents, thousands parted.
+
+    >>> [significant(v) for v in (0.01234, 3.14159, 98.76, 12345.6, None)]
+    ['0.0123', '3.14', '98.8', '12,346', 'n/a']
+    """
+    if value is None:
+        return MISSING
+    if value == 0 or math.isinf(value):
+        return f"{value:g}"
+    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
+    return f"{value:,.{max(0, digits - 1 - exponent)}f}"
+
+
+def fixed(value: float | None, decimals: int, unit: str = "") -> str:
+    """A number with so many decimals.
+
+    >>> fixed(2.0449, 2, "×"), fixed(None, 2, "×")
+    ('2.04×', 'n/a')
+    """
+    return MISSING if value is None else f"{value:,.{decimals}f}{unit}"
+
+
+def in_bytes(value: float | None) -> str:
+    """A size in decimal units.
+
+    >>> [in_bytes(v) for v in (512, 25_600_000, None)]
+    ['512 B', '25.6 MB', 'n/a']
+    """
+    if value is None:
+        return MISSING
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= limit:
+            return f"{significant(value / limit)} {unit}"
+    return f"{value:.0f} B"
+
+
+def finite(value: float | None) -> TypeGuard[float]:
+    """Return True if there is a number, and it is not infinite."""
+    return value is not None and math.isfinite(value)

@@ -1,0 +1,164 @@
+"""The check that a dataclass holds what its fields declare, with one line for each value that it refuses.
+
+A range is declared with its field, as pydantic's `Field` in `Annotated`; `parse` reads a section of a recipe with
+it, `validate` checks a dataclass that was made in Python, and `range_words` puts it into the reference of recipe keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.fields import FieldInfo
+
+from compress.errors import CompressError, near_misses
+
+T = TypeVar("T")
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+NotNegativeInt = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
+
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+"""No unknown keys, no guessed types, no NaN; values travel as JSON, where a list may become a tuple."""
+
+_BOUNDS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"}
+
+
+def parse(cls: type[T], tree: Any, *, where: str = "") -> tuple[T | None, list[str]]:
+    """Make a dataclass, and all dataclasses in it, from a tree of mappings, lists and plain values.
+
+    Args:
+        cls: the dataclass.
+        tree: it must be possible to write it as JSON.
+        where: path to put before each location in a message, such as `train`.
+
+    Returns:
+        The dataclass and no lines, or None and a line for each value that is refused: its location, what was got and
+        what is allowed.
+    """
+    text = json.dumps({"document": tree}, default=_plain)
+    try:
+        return cast(T, cast(Any, _document(cast(Any, cls))).model_validate_json(text).document), []
+    except ValidationError as error:
+        lines = [_explain(cls, item, where) for item in error.errors()]
+        return None, list(dict.fromkeys(lines))
+
+
+def validate(
+    spec: T,
+    cls: type[T],
+    *,
+    section: str,
+    error: type[CompressError],
+    rules: Callable[[T], Iterable[str]] = lambda _: (),
+) -> None:
+    """Refuse a dataclass whose values are not those that its fields declare, or that contradict each other.
+
+    Args:
+        spec: the dataclass.
+        cls: its class, or a base of it.
+        section: name of its recipe section, for messages.
+        error: class of the error to raise.
+        rules: yields a line for each contradiction between values that are in range.
+
+    Raises:
+        CompressError: of class `error`; names each key, what was got and what is allowed.
+    """
+    if not isinstance(spec, cls):
+        raise error(f"{section} is {spec!r}: it must be a compress.{cls.__name__}, such as {cls.__name__}()")
+    lines = parse(type(spec), dataclasses.asdict(cast(Any, spec)), where=section)[1] or list(rules(spec))
+    if lines:
+        raise error("\n".join(lines))
+
+
+def range_words(hint: Any) -> str:
+    """Return the range that an `Annotated` number declares, such as `2 to 8`; "" for any other type.
+
+    >>> range_words(AtLeastOne), range_words(Share), range_words(ShareBelowOne), range_words(int)
+    ('1 or more', '0 to 1', 'at least 0 and below 1', '')
+    """
+    fields = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, FieldInfo)]
+    bounds = {
+        name: getattr(bound, name)
+        for field in fields
+        for bound in field.metadata
+        for name in ("ge", "gt", "le", "lt")
+        if hasattr(bound, name)
+    }
+    if bounds.keys() == {"ge", "le"}:
+        return f"{bounds['ge']:g} to {bounds['le']:g}"
+    if bounds.keys() == {"ge"}:
+        return f"{bounds['ge']:g} or more"
+    words = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
+    return " and ".join(f"{word} {bounds[name]:g}" for name, word in words.items() if name in bounds)
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """Return the alternatives of a union; any other type is its only alternative."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def keys_of(section: type) -> str:
+    """Return the names of a dataclass's fields, as messages list them."""
+    return ", ".join(field.name for field in dataclasses.fields(cast(Any, section)))
+
+
+@functools.cache
+def _document(cls: type) -> type[BaseModel]:
+    """A model around a dataclass; pydantic takes no configuration for a dataclass itself."""
+    return create_model(f"{cls.__name__}Document", __config__=_STRICT, document=(cls, ...))
+
+
+def _plain(value: Any) -> Any:
+    """Convert a value that JSON does not know: numbers of numpy and torch to Python's, all others to text."""
+    return value.tolist() if callable(getattr(value, "tolist", None)) else repr(value)
+
+
+def _explain(cls: type, error: Mapping[str, Any], where: str) -> str:
+    """One line for one of pydantic's errors."""
+    location: Sequence[str | int] = error["loc"][1:]
+    path = ".".join(map(str, (where, *location) if where else location))
+    kind, got, hint = error["type"], error["input"], _declared(cls, location)
+    null = ", or null" if type(None) in members(hint) else ""
+    if kind == "unexpected_keyword_argument":
+        section = next(_sections(_declared(cls, location[:-1])))
+        names = [field.name for field in dataclasses.fields(section)]
+        return f"{path}: unknown key{near_misses(str(location[-1]), names)} (allowed: {', '.join(names)})"
+    if kind == "dataclass_type":
+        return f"{path}: got {got!r}; expected a section with keys {keys_of(next(_sections(hint)))}"
+    if kind == "literal_error":
+        allowed = [
+            str(value) for member in members(hint) if get_origin(member) is Literal for value in get_args(member)
+        ]
+        return f"{path} is {got!r}{near_misses(str(got), allowed)} (one of: {', '.join(allowed)}{null})"
+    if kind in _BOUNDS:
+        words = ", ".join(filter(None, (range_words(member) for member in members(hint))))
+        finite = "a finite number" if kind == "finite_number" else ""
+        return f"{path} is {got!r}: it must be {', '.join(filter(None, (finite, words)))}{null}"
+    return f"{path}: got {got!r}; {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _declared(cls: Any, location: Sequence[str | int]) -> Any:
+    """The type, constraints included, that is declared at a location of a tree."""
+    hint: Any = cls
+    for part in location:
+        if isinstance(part, int):
+            tuples = (member for member in members(hint) if get_origin(member) is tuple)
+            hint = next((get_args(member)[0] for member in tuples), Any)
+        else:
+            section = next(_sections(hint), None)
+            hint = Any if section is None else get_type_hints(section, include_extras=True).get(part, Any)
+    return hint
+
+
+def _sections(hint: Any) -> Iterator[Any]:
+    return (member for member in members(hint) if dataclasses.is_dataclass(member))

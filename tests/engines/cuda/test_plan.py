@@ -1,0 +1,277 @@
+"""What the planner fuses, and that the plan computes what ONNX Runtime computes of the file."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from onnx import helper, numpy_helper
+
+from compress.engines.cuda.plan.activation import RELU
+from compress.engines.cuda.plan.lower import make_plan
+from compress.engines.cuda.plan.steps import Convolution, Linear
+from compress.errors import EngineError
+from tests.engines.cuda.qdq import Builder
+from tests.engines.cuda.running import compare_steps, kinds, run
+
+
+def products(path):
+    return [step for step in make_plan(path, batch_size=2).steps if isinstance(step, (Convolution, Linear))]
+
+
+def check(path, x, *, share=1e-3):
+    """Codes and values are those of ONNX Runtime, but for a share of ties."""
+    compared, codes, differ, worst = compare_steps(path, x)
+    assert compared
+    assert differ <= max(3, share * codes)
+    assert worst < 1e-4
+
+
+def residual_block(b, rounded):
+    """Two convolutions and a sum, as a ResNet has them; `rounded` quantizes both operands of the sum."""
+    x = b.quantize("input")
+    y = b.quantize(b.op("Relu", b.conv(x, 8)))
+    y = b.conv(y, 8)
+    shortcut = b.quantize(b.conv(x, 8, taps=1, padding=0))
+    y = b.quantize(y) if rounded else y
+    return b.quantize(b.op("Relu", b.op("Add", y, shortcut)))
+
+
+@pytest.mark.parametrize("unsigned", [False, True])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_residual_block_is_three_convolutions(tmp_path, rounded, unsigned):
+    b = Builder((2, 3, 7, 6), unsigned=unsigned)
+    path = b.save(tmp_path / "m.onnx", residual_block(b, rounded))
+    steps = products(path)
+    assert kinds(path)[1:-1] == ["Convolution"] * 3  # before: the input's quantizer; after: a Dequantize for the output
+    last = next(step for step in steps if step.epilogue.residual.name)
+    assert last.epilogue.second == RELU or last.epilogue.out.grid.low == last.epilogue.out.grid.zero
+    assert last.epilogue.residual.grid is not None
+    assert (last.epilogue.middle is not None) == rounded
+    check(path, b.x)
+
+
+ACTIVATIONS = {
+    "relu": lambda b, x: b.op("Relu", x),
+    "relu6": lambda b, x: b.op("Clip", x, b.constant(np.float32(0)), b.constant(np.float32(6))),
+    "silu": lambda b, x: b.op("Mul", x, b.op("Sigmoid", x)),
+    "hard_swish": lambda b, x: b.op("HardSwish", x),
+    "hard_swish of parts": lambda b, x: b.op(
+        "Mul", x, b.op("Div", b.op("Clip", b.op("Add", x, b.constant(np.float32(3))), b.constant(np.float32(0)),
+                                   b.constant(np.float32(6))), b.constant(np.float32(6)))
+    ),
+    "gelu": lambda b, x: b.op(
+        "Mul", x, b.op("Mul", b.constant(np.float32(0.5)), b.op("Add", b.constant(np.float32(1)), b.op(
+            "Erf", b.op("Div", x, b.constant(np.float32(np.sqrt(2)))))))
+    ),
+    "leaky_relu": lambda b, x: b.op("LeakyRelu", x, alpha=0.1),
+    "sigmoid": lambda b, x: b.op("Sigmoid", x),
+    "hard_sigmoid": lambda b, x: b.op("HardSigmoid", x, alpha=1 / 6, beta=0.5),
+    "tanh": lambda b, x: b.op("Tanh", x),
+    "elu": lambda b, x: b.op("Elu", x),
+    "mish": lambda b, x: b.op("Mul", x, b.op("Tanh", b.op("Softplus", x))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_is_part_of_the_convolution(tmp_path, name):
+    b = Builder((2, 4, 6, 6))
+    y = b.quantize(ACTIVATIONS[name](b, b.conv(b.quantize("input"), 16)))
+    path = b.save(tmp_path / "m.onnx", y)
+    (step,) = products(path)
+    kind = {"relu": "none", "relu6": "clip"}.get(name, name.removesuffix(" of parts"))  # ReLU: the grid begins at 0
+    assert step.epilogue.first.kind == kind
+    assert len(kinds(path)) == 3
+    check(path, b.x)
+
+
+def test_what_no_epilogue_computes_stays_apart(tmp_path):
+    """A tensor that two operations read is written; a sum of a tensor with itself is no residual."""
+    b = Builder((2, 4, 6, 6))
+    y = b.conv(b.quantize("input"), 8)
+    y = b.quantize(b.op("Add", y, y))
+    path = b.save(tmp_path / "m.onnx", y)
+    assert not products(path)[0].epilogue.residual.name
+    check(path, b.x)
+
+
+def test_factors_and_biases_of_channels_fold(tmp_path):
+    b = Builder((2, 4, 6, 6))
+    y = b.conv(b.quantize("input"), 8, bias=False)
+    y = b.op("Mul", y, b.constant(b.rng.standard_normal((1, 8, 1, 1)).astype(np.float32)))
+    y = b.op("Sub", b.constant(b.rng.standard_normal((8, 1, 1)).astype(np.float32)), y)
+    path = b.save(tmp_path / "m.onnx", b.quantize(b.op("Relu", y)))
+    assert kinds(path)[1] == "Convolution"
+    assert len(kinds(path)) == 3
+    check(path, b.x)
+
+
+def test_pools_concatenations_and_splits(tmp_path):
+    b = Builder((2, 3, 9, 9))
+    x = b.quantize(b.op("Relu", b.conv(b.quantize("input"), 16)))
+    pooled = b.op("MaxPool", x, kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])
+    averaged = b.op("AveragePool", x, kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1], count_include_pad=0)
+    left = b.op("Relu", b.conv(pooled, 16, taps=1, padding=0))
+    right = b.op("Relu", b.conv(b.quantize(averaged), 32, taps=1, padding=0))
+    joined = b.quantize(b.op("Concat", left, right, axis=1))
+    first, _ = b.op("Split", joined, b.constant(np.array([32, 16])), outputs=2, axis=1)
+    y = b.op("GlobalAveragePool", b.quantize(b.conv(first, 8)))
+    y = b.op("Flatten", b.quantize(y))
+    path = b.save(tmp_path / "m.onnx", b.linear(y, 5))
+    assert not [kind for kind in kinds(path) if kind.startswith(("FloatOperation", "Copy"))]
+    check(path, b.x)
+
+
+def test_depthwise_grouped_dilated_and_padded_convolutions(tmp_path):
+    b = Builder((2, 8, 11, 9))
+    x = b.quantize(b.op("Relu", b.conv(b.quantize("input"), 8, groups=8)))
+    x = b.quantize(b.conv(x, 16, groups=4))
+    x = b.quantize(b.conv(x, 8, dilation=2, padding=2))
+    x = b.op("Pad", x, b.constant(np.array([0, 0, 0, 1, 0, 0, 1, 2])))
+    path = b.save(tmp_path / "m.onnx", b.quantize(b.conv(b.quantize(x), 8, stride=2, padding=(0, 1, 1, 0))))
+    assert "Move Pad" not in kinds(path)
+    check(path, b.x)
+
+
+def test_attention_is_one_step_and_query_key_and_value_one_product(tmp_path):
+    b = Builder((2, 3, 5, 16))
+    x = b.quantize(b.op("Reshape", "input", b.constant(np.array([0, 15, 16]))))
+    qkv = b.op("Reshape", b.linear(x, 48), b.constant(np.array([0, 15, 3, 2, 8])))
+    turned = b.op("Transpose", qkv, perm=[2, 0, 3, 1, 4])
+    q, k, v = (b.op("Gather", turned, b.constant(np.array(i)), axis=0) for i in range(3))
+    q = b.quantize(b.op("Mul", q, b.constant(np.float32(8**-0.5))))
+    k = b.op("Transpose", b.quantize(k), perm=[0, 1, 3, 2])
+    mask = b.constant(np.where(b.rng.random((1, 1, 15, 15)) < 0.2, -100, 0).astype(np.float32))
+    p = b.quantize(b.op("Softmax", b.op("Add", b.op("MatMul", q, k), mask), axis=-1))
+    y = b.quantize(b.op("MatMul", p, b.quantize(v)))
+    y = b.op("Reshape", b.op("Transpose", y, perm=[0, 2, 1, 3]), b.constant(np.array([0, 15, 16])))
+    y = b.op("Add", b.linear(y, 16), b.op("Reshape", "input", b.constant(np.array([0, 15, 16]))))
+    norm = [b.constant(b.rng.standard_normal(16).astype(np.float32)) for _ in range(2)]
+    y = b.linear(b.quantize(b.op("LayerNormalization", y, *norm, axis=-1)), 4)
+    path = b.save(tmp_path / "m.onnx", y)
+    steps = [kind for kind in kinds(path) if kind != "Move Reshape"]
+    assert steps == ["Elementwise", "Linear", "Attention", "Linear", "LayerNorm", "Linear"]
+    check(path, b.x, share=3e-3)
+
+
+def test_a_float_file_is_computed_in_floating_point(tmp_path):
+    b = Builder((2, 3, 7, 7))
+    weight = b.constant(b.rng.standard_normal((8, 3, 3, 3)).astype(np.float32))
+    y = b.op("Relu", b.op("Conv", "input", weight, pads=[1, 1, 1, 1]))
+    path = b.save(tmp_path / "m.onnx", y)
+    np.testing.assert_allclose(run(path, b.x)[y], b.values[y], rtol=1e-4, atol=1e-5)
+
+
+@st.composite
+def networks(draw):
+    """A small network of random layers, quantized either way."""
+    b = Builder(
+        tuple(draw(st.integers(1, 2) if i == 0 else st.sampled_from([1, 3, 5, 8, 9])) for i in range(4)),
+        seed=draw(st.integers(0, 99)), unsigned=draw(st.booleans()),
+    )  # fmt: skip
+    x = b.quantize("input")
+    earlier = [x]
+    for _ in range(draw(st.integers(1, 4))):
+        channels, height, width = b.values[x].shape[1:]
+        kind = draw(st.sampled_from(["conv", "depthwise", "grouped", "max", "average", "concat", "add", "mul"]))
+        y = None
+        if kind in {"conv", "depthwise", "grouped"}:
+            taps = draw(st.sampled_from([1, 3, 5]))
+            groups = {"conv": 1, "depthwise": channels, "grouped": 2 if channels % 2 == 0 else 1}[kind]
+            outputs = channels if kind == "depthwise" else draw(st.sampled_from([2, 4, 10, 16, 18]))
+            y = b.conv(x, outputs, taps, draw(st.integers(1, 2)), taps // 2, groups, bias=draw(st.booleans()))
+            y = draw(st.sampled_from([*ACTIVATIONS.values(), lambda b, x: x]))(b, y)
+            same = [e for e in earlier if b.values[e].shape == b.values[y].shape]
+            if same and draw(st.booleans()):
+                y = b.op("Add", b.quantize(y) if draw(st.booleans()) else y, draw(st.sampled_from(same)))
+                y = b.op("Relu", y) if draw(st.booleans()) else y
+        elif kind in {"max", "average"} and min(height, width) > 2:
+            pool = {"max": "MaxPool", "average": "AveragePool"}[kind]
+            padding = draw(st.integers(0, 1))
+            y = b.op(pool, x, kernel_shape=[3, 3], strides=[draw(st.integers(1, 2))] * 2, pads=[padding] * 4)
+        elif kind == "concat":
+            y = b.op("Concat", x, b.op("Relu", b.conv(x, draw(st.sampled_from([3, 16])), 1, padding=0)), axis=1)
+        elif kind == "add":
+            same = [e for e in earlier if b.values[e].shape == b.values[x].shape]
+            y = b.op("Add", x, draw(st.sampled_from(same)))
+        elif kind == "mul":
+            pooled = b.op("Sigmoid", b.conv(b.quantize(b.op("GlobalAveragePool", x)), channels, 1, padding=0))
+            y = b.op("Mul", x, pooled)
+        if y is None:
+            continue
+        x = b.quantize(y)
+        earlier.append(x)
+    return b, x
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(networks())
+def test_random_networks_compute_what_onnx_runtime_does(tmp_path_factory, network):
+    b, y = network
+    path = b.save(tmp_path_factory.mktemp("net") / "m.onnx", y)
+    check(path, b.x, share=5e-3)
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+def test_other_types_of_quantization_are_refused(tmp_path):
+    b = Builder((1, 3, 4, 4))
+    names = [b.constant(np.float32(0.1)), b.constant(np.int16(0))]
+    q = helper.make_node("QuantizeLinear", ["input", *names], ["q"], name="wide")
+    d = helper.make_node("DequantizeLinear", ["q", *names], ["d"])
+    constants = [numpy_helper.from_array(v, n) for n, v in b.constants.items()]
+    value = [helper.make_tensor_value_info(n, 1, [1, 3, 4, 4]) for n in ("input", "d")]
+    model = helper.make_model(
+        helper.make_graph([q, d], "g", value[:1], value[1:], constants),
+        opset_imports=[helper.make_opsetid("", 21)],
+        ir_version=10,
+    )
+    onnx.save(model, str(tmp_path / "m.onnx"))
+    with pytest.raises(EngineError, match="wide: it quantizes to int16.*INT8"):
+        make_plan(tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, np.nan, np.inf])
+def test_scales_that_are_none_are_refused(tmp_path, scale):
+    b = Builder((1, 3, 4, 4))
+    names = [b.constant(np.float32(0.1), "scale"), b.constant(np.int8(0))]
+    y = b.op("DequantizeLinear", b.op("QuantizeLinear", "input", *names), *names)
+    b.constants["scale"] = np.float32(scale)
+    with pytest.raises(EngineError, match="not positive and finite"):
+        make_plan(b.save(tmp_path / "m.onnx", y))
+
+
+def test_open_shapes_and_unknown_inputs_are_refused(tmp_path):
+    b = Builder((1, 3, 4, 4))
+    path = b.save(tmp_path / "m.onnx", b.op("Relu", "input"))
+    with pytest.raises(EngineError, match="there is no input 'x'"):
+        make_plan(path, {"x": (1, 3, 4, 4)})
+    with pytest.raises(EngineError, match="must be a number"):
+        make_plan(path, {"input": (1, 3, -1, 4)})
+
+
+def test_codes_that_something_else_reads_are_refused(tmp_path):
+    b = Builder((1, 3, 4, 4))
+    q = b.op("QuantizeLinear", "input", b.constant(np.float32(0.1)), b.constant(np.int8(0)))
+    with pytest.raises(EngineError, match="only DequantizeLinear may read them"):
+        make_plan(b.save(tmp_path / "m.onnx", b.op("Cast", q, to=1)))
+
+
+def test_control_flow_and_foreign_operators_are_refused(tmp_path):
+    b = Builder((1, 3, 4, 4))
+    model = b.model(b.op("Relu", "input"))
+    model.graph.node[0].domain = "vendor"
+    onnx.save(model, str(tmp_path / "m.onnx"))
+    with pytest.raises(EngineError, match="operator of the domain 'vendor'"):
+        make_plan(tmp_path / "m.onnx")
+
+
+def test_dtype_of_the_float_part(tmp_path):
+    b = Builder((2, 4, 6, 6))
+    y = b.op("Softmax", b.op("Exp", b.conv(b.quantize("input"), 8)), axis=1)
+    plan = make_plan(b.save(tmp_path / "m.onnx", y), dtype=torch.bfloat16)
+    inner = [t.dtype for name, t in plan.tensors.items() if name not in {"input", y}]
+    assert set(inner) == {torch.int8, torch.bfloat16}
+    assert plan.tensors[y].dtype == torch.float32

@@ -1,0 +1,222 @@
+"""Every row of the table of traits against what torch computes, for every spelling of its kind."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from compress.graph.ops import SPELLINGS, module_kind, node_kind
+from compress.graph.trace import trace
+from compress.graph.traits import MANY, TRAITS
+
+POSITIVE_ARGUMENT = {"sqrt", "rsqrt", "log", "pow"}
+"""Functions that are tried on positive numbers only."""
+
+BY_KIND = {  # arguments after the data
+    "split": (2, 1),
+    "reshape": (2, -1),
+    "getitem": ((slice(None), slice(1, 3)),),
+    "repeat": (2, 1),
+    "pixel_shuffle": (2,),
+    "pixel_unshuffle": (2,),
+    "channel_shuffle": (2,),
+    "roll": (1, 2),
+    "flip": ([1],),
+    "unfold": (2,),
+    "max_pool": (2,),
+    "avg_pool": (2,),
+    "adaptive_avg_pool": (2,),
+    "adaptive_max_pool": (2,),
+    "group_norm": (2,),
+    "local_response_norm": (3,),
+    "softmax": (1,),
+    "log_softmax": (1,),
+    "pad": ((1, 1),),
+    "pow": (2.5,),
+    "squeeze": (1,),
+    "dropout": (0.5, False),
+    "resize": (None, 2.0),
+}
+BY_SPELLING = {
+    torch.flatten: (1,), torch.unflatten: (1, (2, -1)), "unflatten": (1, (2, -1)), "flatten": (1,),
+    torch.reshape: ((2, -1),), "view_as": "alike", "reshape_as": "alike", "expand_as": "alike", "type_as": "alike",
+    "type": (torch.float64,), "to": (torch.float64,),
+    torch.transpose: (1, 2), torch.permute: ((0, 2, 1, 3),), torch.swapaxes: (1, 2), torch.movedim: (1, 2),
+    "transpose": (1, 2), "permute": (0, 2, 1, 3), "swapaxes": (1, 2), "movedim": (1, 2),
+    torch.unsqueeze: (1,), "unsqueeze": (1,), torch.unbind: (1,), "unbind": (1,),
+    torch.tensor_split: (2, 1), "select": (1, 2), "narrow": (1, 1, 2), "expand": (3, 2, 8, 4, 4),
+    "repeat": (2, 1, 1, 1), "broadcast_to": ((3, 2, 8, 4, 4),), "unfold": (2, 2, 1), F.prelu: "weight",
+    torch.clamp: (-0.5, 0.5), torch.clip: (-0.5, 0.5), "clamp": (-0.5, 0.5), "clamp_": (-0.5, 0.5), "clip": (-0.5, 0.5),
+    F.batch_norm: "statistics", F.layer_norm: ((4,),), F.rms_norm: ((4,),),
+}  # fmt: skip
+MODULES = {
+    nn.BatchNorm1d: (8,), nn.BatchNorm2d: (8,), nn.BatchNorm3d: (8,), nn.LayerNorm: (4,), nn.RMSNorm: (4,),
+    nn.GroupNorm: (2, 8), nn.InstanceNorm1d: (8,), nn.InstanceNorm2d: (8,), nn.InstanceNorm3d: (8,),
+    nn.LocalResponseNorm: (3,), nn.Softmax: (1,), nn.LogSoftmax: (1,), nn.PixelShuffle: (2,), nn.PixelUnshuffle: (2,),
+    nn.ChannelShuffle: (2,), nn.Unfold: (2,), nn.Unflatten: (1, (2, -1)), nn.Upsample: (None, 2.0),
+    nn.ConstantPad2d: (1, 0.0),
+}  # fmt: skip
+PARAMETRIC = {"conv", "conv_transpose", "linear", "matmul", "addmm", "einsum", "attention", "embedding", "where"}
+UNTRIED = PARAMETRIC | {"masked_fill", "shape", "assert", "compare", "floordiv", "getattr"}
+"""Kinds whose rows claim nothing that the tests below look at, or that have a test of their own."""
+
+
+def shape_for(spelling: object) -> tuple[int, ...]:
+    name = getattr(spelling, "__name__", "")
+    if spelling == "t":
+        return (8, 4)
+    return (2, 8, 8) if name.endswith("1d") else (2, 8, 4, 4, 4) if name.endswith("3d") else (2, 8, 4, 4)
+
+
+def function_of(spelling, kind):
+    """The operation as a function of its data inputs."""
+    if isinstance(spelling, type):
+        size = (1,) if "Pad" in spelling.__name__ else (2,) if "Pool" in spelling.__name__ else ()
+        return spelling(*MODULES.get(spelling, size)).double().eval()
+    arguments = BY_SPELLING.get(spelling, BY_KIND.get(kind, ()))
+
+    def call(*data):
+        others = arguments
+        if others == "alike":
+            others = (data[0],)
+        elif others == "weight":
+            others = (torch.tensor([0.25], dtype=data[0].dtype),)
+        elif others == "statistics":
+            others = (torch.zeros(8).double(), torch.ones(8).double())
+        if kind in {"concat", "stack"}:
+            return spelling(list(data), 1)
+        first, *rest = data[0].clone(), *data[1:]  # it may work in place
+        if isinstance(spelling, str):
+            return getattr(first, spelling)(*rest, *others)
+        return spelling(first, *rest, *others)
+
+    return call
+
+
+def tensors(result):
+    return [t for t in (result if isinstance(result, (tuple, list)) else [result]) if t.is_floating_point()]
+
+
+def data_for(spelling, kind, count, *, positive=False, seed=0):
+    torch.manual_seed(seed)
+    data = [torch.randint(-40, 41, shape_for(spelling)).double() / 16 for _ in range(count)]  # exact in float16
+    return [x.abs() + 1 / 16 for x in data] if positive or kind in POSITIVE_ARGUMENT else data
+
+
+def inputs_of(kind):
+    number = TRAITS[kind].data_inputs
+    return 2 if number == MANY else 1 if kind == "pow" else number
+
+
+CASES = [
+    pytest.param(spelling, kind, id=f"{kind}-{getattr(spelling, '__name__', spelling)}")
+    for kind, row in SPELLINGS.items()
+    if kind not in UNTRIED
+    for spelling in row
+]
+
+
+@pytest.mark.parametrize(("spelling", "kind"), CASES)
+def test_the_claims_of_a_row_hold(spelling, kind):
+    traits, f, count = TRAITS[kind], function_of(spelling, kind), inputs_of(kind)
+    x = data_for(spelling, kind, count)
+    y = tensors(f(*x))
+    assert y
+    if traits.scales_linearly:
+        assert all(torch.allclose(3 * a, b) for a, b in zip(y, tensors(f(*[3 * v for v in x])), strict=True))
+    zeros = [torch.zeros_like(v) for v in x]
+    if traits.keeps_zero:
+        assert not any(t.any() for t in tensors(f(*zeros)))
+    if traits.multiplies:
+        assert not any(t.any() for t in (*tensors(f(zeros[0], *x[1:])), *tensors(f(*x[:-1], zeros[-1]))))
+    if traits.non_negative == "always":
+        assert all((t >= 0).all() for t in y)
+    if traits.non_negative == "if inputs are":
+        assert all((t >= 0).all() for t in tensors(f(*data_for(spelling, kind, count, positive=True))))
+    if traits.moves_elements:
+        known = torch.cat([*(v.flatten() for v in x), torch.zeros(1)])
+        assert all(torch.isin(t.double(), known.to(t.dtype).double()).all() for t in y)
+    if traits.commutes_with_quantization:
+        grid = [(v / 0.25).round().clamp(-4, 3) * 0.25 for v in x]
+        assert all(
+            torch.equal((a / 0.25).round().clamp(-4, 3) * 0.25, b) for a, b in zip(y, tensors(f(*grid)), strict=True)
+        )
+    if traits.idempotent:
+        same = torch.full_like(x[0], 0.7)
+        assert all(torch.allclose(t, torch.full_like(t, 0.7)) for t in tensors(f(same)))
+
+
+@pytest.mark.parametrize(("spelling", "kind"), [c for c in CASES if TRAITS[c.values[1]].elementwise])
+def test_an_elementwise_result_depends_on_its_own_place(spelling, kind):
+    f = function_of(spelling, kind)
+    x = data_for(spelling, kind, inputs_of(kind))
+    changed = [v.clone() for v in x]
+    for v in changed:
+        v[1, 2] += 0.5
+    different = f(*x) != f(*changed)
+    different[1, 2] = False
+    assert not different.any()
+
+
+@pytest.mark.parametrize(("spelling", "kind"), [c for c in CASES if TRAITS[c.values[1]].passes_channels])
+def test_channels_are_apart(spelling, kind):
+    f = function_of(spelling, kind)
+    (x,) = data_for(spelling, kind, 1)
+    changed = x.clone()
+    changed[:, 2] = torch.rand_like(changed[:, 2])
+    one, other = tensors(f(x))[0], tensors(f(changed))[0]
+    assert torch.equal(one[:, :2], other[:, :2]) and torch.equal(one[:, 3:], other[:, 3:])
+
+
+def test_products_that_multiply_are_zero_where_a_factor_is():
+    x, zero = torch.randn(3, 3), torch.zeros(3, 3)
+    for kind, f in (("matmul", torch.matmul), ("einsum", lambda a, b: torch.einsum("ij,jk->ik", a, b))):
+        assert TRAITS[kind].multiplies and not f(x, zero).any() and not f(zero, x).any()
+    assert not TRAITS["addmm"].multiplies and torch.addmm(x, zero, x).any() and not torch.addmm(zero, zero, x).any()
+
+
+def test_clipping_cuts_off_at_two_bounds():
+    x = torch.linspace(-9, 9, 1001)
+    for kind, low, high in (("relu", 0, float("inf")), ("relu6", 0, 6), ("clamp", -1, 1)):
+        f = next(s for s in SPELLINGS[kind] if isinstance(s, type))()
+        assert TRAITS[kind].clips and torch.equal(f(x), x.clamp(low, high))
+
+
+def test_every_spelling_belongs_to_one_kind_and_every_kind_has_a_row():
+    spelled = [s for row in SPELLINGS.values() for s in row]
+    assert len(spelled) == len(set(spelled))
+    assert set(SPELLINGS) <= set(TRAITS)
+    for kind, row in SPELLINGS.items():
+        for spelling in row:
+            if inspect.isclass(spelling) and spelling in MODULES:
+                assert module_kind(spelling(*MODULES[spelling])) == kind
+
+
+def test_kinds_that_shared_a_name_have_one_each():
+    """`log_softmax`, `log`, `min` and `sqrt` were the same kind as operations of another sign."""
+
+    class Net(nn.Module):
+        def forward(self, x):
+            return (
+                F.log_softmax(x.softmax(1), 1) + x.exp().log() + x.max() - x.min() + x.sqrt() + x.T.t().mT + x.square()
+            )
+
+    found = [node_kind(n) for n in trace(Net(), torch.rand(3, 3)).graph.nodes if n.op not in {"placeholder", "output"}]
+    assert found == [
+        *("softmax", "log_softmax", "exp", "log", "add", "max", "add", "min", "sub", "sqrt", "add"),
+        *("transpose", "transpose", "transpose", "add", "square", "add"),
+    ]
+
+
+def test_functions_that_are_not_entered_have_kinds_by_name():
+    graph = fx.Graph()
+
+    def _patch_merging_pad(x):
+        return x
+
+    node = graph.call_function(_patch_merging_pad, (graph.placeholder("x"),))
+    assert node_kind(node) == "patch_merging" and node_kind(graph.call_function(print, ())) == "unknown"

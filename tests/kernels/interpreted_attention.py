@@ -1,0 +1,169 @@
+"""Attention's kernels against torch in float64: in Triton's interpreter when started by `test_fused_attention`.
+
+A probability within the kernel's precision of a tie may round to the other neighbour: its row is left out, also by a
+gradient of zero.
+"""
+
+import os
+
+import torch
+import torch.nn.functional as F
+
+import compress
+from compress.kernels.triton.attention_launch import Tile, Tiles, attention, fits
+from compress.kernels.triton.attention_packed import Grid, packed_attention, packed_fits
+from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
+from tests.kernels.float64 import assert_close_in_norm, beside_float64
+from tests.qat_fusion.test_attention import quantized, vit
+from tests.qat_fusion.test_fuse import assert_same, gradients
+
+SMALL = Tiles(Tile(16, 16, False, 4, 2), Tile(16, 16, False, 4, 2), Tile(16, 16, False, 4, 2))
+SIGNED, UNSIGNED = QuantFormat(num_bits=8), QuantFormat(num_bits=4, signed=False)
+CASES = (
+    # lead, tokens, keys, width, value width, format, dtype, tiles
+    ((2, 2), 19, 19, 8, 8, SIGNED, torch.float32, None),
+    ((2,), 20, 35, 16, 24, SIGNED, torch.float32, SMALL),
+    ((1,), 40, 40, 20, 16, UNSIGNED, torch.float32, None),
+    ((), 5, 70, 33, 7, SIGNED, torch.float32, None),
+    ((1, 2), 70, 130, 16, 16, UNSIGNED, torch.float16, None),
+    ((1, 1), 20, 300, 16, 16, SIGNED, torch.float16, None),
+)
+GPU_CASES = (
+    ((4, 6), 197, 197, 64, 64), ((2, 3), 49, 49, 32, 32), ((2, 2), 300, 577, 80, 64), ((2,), 65, 130, 128, 128),
+    ((1, 2), 40, 33, 200, 256), ((2, 2), 256, 256, 64, 64),
+)  # fmt: skip
+
+
+PACKED = (
+    # batch, tokens, heads, width, parts rounded, result rounded, format of probabilities, dtype, tiles
+    (1, 19, 3, 8, True, False, UNSIGNED, torch.float32, None),
+    (2, 18, 2, 24, True, True, SIGNED, torch.float32, SMALL),
+    (1, 17, 2, 16, False, True, SIGNED, torch.float32, None),
+    (1, 40, 2, 16, True, True, SIGNED, torch.float16, None),
+)
+GPU_PACKED = (
+    (4, 197, 6, 64, True, True), (2, 50, 3, 32, False, False), (1, 577, 2, 72, True, False),
+    (2, 130, 2, 128, False, True), (2, 197, 3, 64, True, False),
+)  # fmt: skip
+
+
+def plain(q, k, v, amax, scaling, quant_format):
+    """(the attended values, which of their rows stand on no tie: a kernel may round a tie to either neighbour)."""
+    weights = torch.softmax(torch.matmul(q, k.transpose(-2, -1)) * scaling, dim=-1)
+    scale = scale_from_amax(amax, quant_format)
+    return torch.matmul(fake_quantize(weights, scale, quant_format), v), ~at_tie(weights / scale).any(-1, keepdim=True)
+
+
+def at_tie(steps):
+    """Within what exponentials and sums of single precision lose."""
+    return (steps.abs() % 1 - 0.5).abs() < 1e-5 * (1 + steps.abs())
+
+
+def check(case, device, compiled=False):
+    """Result and gradients of one attention; the largest probabilities saturate."""
+    lead, tokens, keys, width, value_width, quant_format, dtype, tiles = case
+    scaling = 1.5 * width**-0.5
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = ((*lead, tokens, width), (*lead, keys, width), (*lead, keys, value_width))
+    made = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    assert fits(*made)
+    amax = largest(made[0], made[1], scaling) * 0.4
+
+    def fused(q, k, v):
+        return attention(q, k, v, amax, scaling, quant_format.high, tiles)
+
+    def reference(q, k, v):
+        return plain(q, k, v, amax.double(), scaling, quant_format)
+
+    compare(torch.compile(fused, fullgraph=True) if compiled else fused, reference, made, generator)
+
+
+def largest(q, k, scaling):
+    """Probability."""
+    return torch.softmax(q.double() @ k.double().transpose(-2, -1) * scaling, -1).amax().float()
+
+
+def check_packed(case, device, compiled=False):
+    """As `check`, with q, k and v side by side; the largest of them, the probabilities and the result saturate."""
+    batch, tokens, heads, width, parts_rounded, result_rounded, quant_format, dtype, tiles = case
+    scaling = 1.5 * width**-0.5
+    generator = torch.Generator().manual_seed(tokens)
+    qkv = torch.randn((batch, tokens, 3, heads, width), generator=generator).to(device, dtype)
+    assert packed_fits(qkv)
+    *parts, result = [torch.tensor(value, device=device) for value in (1.3, 1.7, 1.1, 0.25)]
+    weights = largest(*qkv.permute(2, 0, 3, 1, 4)[:2], scaling) * 0.4
+    grids = tuple(Grid(amax, SIGNED.low, SIGNED.high) for amax in parts) if parts_rounded else None
+    last = Grid(result, UNSIGNED.low, UNSIGNED.high) if result_rounded else None
+
+    def fused(qkv):
+        return packed_attention(qkv, Grid(weights, quant_format.low, quant_format.high), scaling, grids, last, tiles)
+
+    def written(x, amax):
+        """As the plain path writes it, in the precision of the network."""
+        value = fake_quantize(x.detach().float(), scale_from_amax(amax, SIGNED), SIGNED).to(dtype)
+        passed = fake_quantize(x, scale_from_amax(amax.double(), SIGNED), SIGNED)
+        return passed + (value - passed).detach()
+
+    def reference(qkv):
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        if parts_rounded:
+            q, k, v = (written(x, amax) for x, amax in zip((q, k, v), parts, strict=True))
+        out, sure = (x.transpose(1, 2) for x in plain(q, k, v, weights.double(), scaling, quant_format))
+        if not result_rounded:
+            return out, sure
+        scale = scale_from_amax(result.double(), UNSIGNED)
+        return fake_quantize(out, scale, UNSIGNED), sure & ~at_tie(out / scale)
+
+    compare(torch.compile(fused, fullgraph=True) if compiled else fused, reference, [qkv], generator)
+
+
+def compare(run, reference, made, generator):
+    """Result and gradients of a function against those in float64, but for what stands at a tie."""
+    dtype = made[0].dtype
+    result, found, expected, sure = beside_float64(run, reference, made, generator)
+    assert sure.double().mean() > 0.7
+    precision = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    if sure.is_cuda:  # exponentials and logarithms of a GPU are good to 22 bits
+        precision = max(precision, 2e-4)
+    assert result.is_contiguous()
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == dtype
+        assert one.is_contiguous()
+        assert_close_in_norm(one, other, precision, made[0].shape)
+
+
+def check_network():
+    """A whole network: but for values at ties, the plain path; in half precision, but for its rounding."""
+    qmodel, x = quantized(vit())
+    fused = compress.fuse_for_training(qmodel, kernels="triton")
+    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-3, atol=1e-3)
+    assert_near(in_half(fused, qmodel, x), in_half(qmodel, qmodel, x), 0.99)
+
+
+def in_half(run, qmodel, x, dtype=torch.float16):
+    """Gradients of the parameters under autocast; float16, as the interpreter multiplies the bits of bfloat16."""
+    qmodel.zero_grad()
+    with torch.autocast(x.device.type, dtype):
+        result = run(x)
+    result.float().square().sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in qmodel.named_parameters()}
+
+
+def assert_near(one, other, least):
+    """Every gradient points into the same direction."""
+    for name, grad in other.items():
+        assert F.cosine_similarity(one[name].flatten(), grad.flatten(), dim=0) > least, name
+
+
+def main():
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    for case in CASES:
+        check(case, "cpu")
+    for case in PACKED:
+        check_packed(case, "cpu")
+    check_network()
+    print(f"{len(CASES) + len(PACKED)} attentions, 1 network")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+import io
+import itertools
+import math
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.text import Text
+from PIL import Image
+
+from compress.plots.histograms import clipped_share, expected_sqnr_db, interesting, largest
+from compress.plots.labels import place_labels
+from compress.plots.layers import draw_bytes, draw_sqnr, sqnr_series, weight_groups, worst
+from compress.plots.style import DARK, LIGHT, NARROW, WIDE, settle, styled, to_inline_svg, to_png, variant_colours
+from compress.plots.tradeoff import Point, draw_tradeoff
+from compress.records.rows import Histogram, LayerRow
+
+
+def histogram_of(values, *, bins=1024, amax, signed=True):
+    counts, edges = np.histogram(values, bins=bins)
+    return Histogram(name="x", counts=tuple(counts), bin_edges=tuple(edges), amax=amax, signed=signed)
+
+
+def layer(name, sqnr=None, *, before=0, after=None):
+    return LayerRow(
+        name=name, kind="conv", float_weight_bytes=before, quantized_weight_bytes=after, activation_sqnr_db=sqnr
+    )
+
+
+@pytest.mark.parametrize("amax", [0.5, 1.0, 2.0, 3.5, 10.0])
+def test_clipped_share_is_that_of_the_values(amax):
+    values = np.random.default_rng(0).normal(size=20_000)
+    for sample in (values, np.abs(values)):
+        truth = float((np.abs(sample) > amax).mean())
+        assert clipped_share(histogram_of(sample, amax=amax)) == pytest.approx(truth, abs=2e-3)
+
+
+def test_two_edges_stand_for_equal_bins():
+    counts = (5.0, 3.0, 2.0, 1.0)
+    full = Histogram(name="x", counts=counts, bin_edges=(0.0, 1.0, 2.0, 3.0, 4.0), amax=2.5)
+    short = Histogram(name="x", counts=counts, bin_edges=(0.0, 4.0), amax=2.5)
+    assert clipped_share(full) == clipped_share(short) == pytest.approx((0.5 * 2 + 1) / 11)
+    assert largest(short) == 4.0
+
+
+@pytest.mark.parametrize("amax", [1.0, 2.0, 4.0])
+@pytest.mark.parametrize("signed", [True, False])
+def test_expected_sqnr_is_that_of_fake_quantization(amax, signed):
+    values = torch.randn(50_000, generator=torch.Generator().manual_seed(1))
+    values = values if signed else values.abs()
+    low, high = (-127, 127) if signed else (0, 255)
+    quantized = torch.fake_quantize_per_tensor_affine(values, amax / high, 0, low, high)
+    truth = 10 * math.log10(float(values.square().sum() / (values - quantized).square().sum()))
+    histogram = histogram_of(values.numpy(), bins=4096, amax=amax, signed=signed)
+    assert expected_sqnr_db(histogram) == pytest.approx(truth, abs=0.1)
+
+
+def test_interesting_leaves_out_what_cannot_be_drawn():
+    good = Histogram(name="good", counts=(4.0, 1.0), bin_edges=(0.0, 2.0), amax=1.0)
+    never = Histogram(name="never ran", counts=(0.0, 0.0), bin_edges=(0.0, 2.0), amax=1.0)
+    zero = Histogram(name="zero", counts=(4.0, 0.0), bin_edges=(0.0, 0.0), amax=0.0)
+    assert interesting([never, good, zero]) == (good,)
+
+
+def test_worst_layers_are_the_lowest():
+    series = sqnr_series([layer(str(i), float(i % 10)) for i in range(30)] + [layer("inf", math.inf), layer("none")])
+    (values,) = series.values()
+    assert len(values) == 30
+    assert [value for _, value in worst(values)] == [0.0, 0.0, 0.0, 1.0, 1.0]
+
+
+def test_groups_keep_every_byte_and_float_layers_count_alike():
+    rows = [layer(f"features.{i}.conv", before=400, after=None if i == 3 else 110) for i in range(40)]
+    groups = weight_groups([*rows, layer("fc", before=4000, after=1010)])
+    assert len(groups) <= 12
+    assert sum(g[1] for g in groups) == 40 * 400 + 4000
+    assert sum(g[2] for g in groups) == 39 * 110 + 400 + 1010
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 800), st.integers(0, 400)), min_size=1, max_size=14), st.integers(20, 90))
+def test_labels_keep_clear_of_each_other_of_points_and_of_the_edge(points, width):
+    boxes = place_labels(points, [(width, 12)] * len(points), bounds=(-150, -60, 950, 460))
+    for a, b in itertools.combinations(boxes, 2):
+        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+    for (x0, y0, x1, y1), (x, y) in itertools.product(boxes, points):
+        assert not (x0 < x < x1 and y0 < y < y1)
+    for x0, y0, x1, y1 in boxes:
+        assert (x0, y0) >= (-150, -60) and x1 <= 950 and y1 <= 460 and y0 >= -60
+
+
+@pytest.mark.parametrize("form", [WIDE, NARROW])
+def test_no_text_of_the_tradeoff_figure_lies_on_another_or_outside(form):
+    points = [
+        Point(variant=v, engine=e, batch_size=1, top1=t + 0.02 * k, p50_ms=ms * s)
+        for k, (e, s) in enumerate({"openvino (f32)": 1.0, "openvino (bf16)": 0.55, "onnxruntime": 1.6}.items())
+        for v, t, ms in (("float", 76.1, 10.0), ("ptq", 75.2, 3.0), ("qat", 76.0, 3.0), ("qat-2:4", 75.1, 2.2))
+    ]
+    with styled():
+        figure = settle(draw_tradeoff(points, form))
+        drawn = {t.text for t in ET.fromstring(to_inline_svg(figure, key="k", label="")).iter("text")}
+        figure.draw_without_rendering()  # back at the figure's own resolution
+        texts = [t for t in figure.findobj(Text) if t.get_text() in drawn]  # without ticks beyond the axes
+        extents = [t.get_window_extent() for t in texts]
+    assert sum("QAT" in t.get_text() for t in texts) == 3
+    for (a, box_a), (b, box_b) in itertools.combinations(zip(texts, extents, strict=True), 2):
+        shared = min(box_a.x1, box_b.x1) - max(box_a.x0, box_b.x0), min(box_a.y1, box_b.y1) - max(box_a.y0, box_b.y0)
+        assert min(shared) <= 1.0, f"{a.get_text()!r} lies on {b.get_text()!r}"
+    width, height = figure.bbox.width, figure.bbox.height
+    for text, box in zip(texts, extents, strict=True):
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, text.get_text()
+
+
+def test_svg_is_well_formed_themed_and_keeps_its_words():
+    label = 'a "quoted" <label> & more'
+    with styled():
+        name = "rate #0072b2 3.14159265 url(#a) $x^2$ <b>"
+        figure = draw_sqnr({name: [("a", 30.0), ("b", 20.0), ("c", 25.0)]}, WIDE)
+        svg = to_inline_svg(figure, key="k", label=label)
+    root = ET.fromstring(svg)
+    assert root.attrib["aria-label"] == label
+    assert name in ["".join(t.itertext()).strip() for t in root.iter("text")]
+    attributes = " ".join(value for element in root.iter() for value in element.attrib.values())
+    assert "var(--blue)" in attributes and "var(--alarm)" in attributes
+    assert not any(colour in attributes for colour in LIGHT.values())
+    assert all(e.attrib["id"].startswith("k-") for e in root.iter() if "id" in e.attrib)
+
+
+def test_png_is_an_image_of_the_figures_size():
+    with styled():
+        figure = draw_bytes([], [("float", 4e6), ("qat", 1e6)], NARROW)
+        image = Image.open(io.BytesIO(to_png(figure, dpi=100)))
+    assert image.width == round(100 * NARROW.width)
+    assert image.convert("L").getextrema()[0] < 100  # something dark is drawn on it
+
+
+def test_the_style_leaves_no_trace():
+    import matplotlib as mpl
+
+    before = dict(mpl.rcParams)
+    with styled():
+        pass
+    assert dict(mpl.rcParams) == before
+
+
+def contrast(a: str, b: str) -> float:
+    """WCAG 2.1 contrast ratio of two #rrggbb colours."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    first, second = sorted((luminance(a), luminance(b)), reverse=True)
+    return (first + 0.05) / (second + 0.05)
+
+
+@pytest.mark.parametrize("palette", [LIGHT, DARK])
+def test_text_can_be_read_and_marks_can_be_seen(palette):
+    assert set(palette) == set(LIGHT)
+    for name in ("ink", "muted"):
+        assert contrast(palette[name], palette["paper"]) >= 4.5  # WCAG AA for text
+    for name in ("grey", "blue", "green", "purple", "alarm"):
+        assert contrast(palette[name], palette["paper"]) >= 3.0  # WCAG AA for graphics
+
+
+def test_well_known_variants_keep_their_colour():
+    alone, among = variant_colours(("float", "qat")), variant_colours(("float", "a", "ptq", "qat", "b"))
+    assert alone["qat"] == among["qat"] and alone["float"] == among["float"]
+    assert len(set(among.values())) == 5

@@ -1,0 +1,61 @@
+"""The figure of a block: which boxes and edges, and that the layout can be read."""
+
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compress.errors import QuantizationError
+from compress.plots.graph import block_graph, draw_block
+from compress.plots.graph_layout import lay_out
+from compress.plots.style import to_png
+from compress.quantization.placement.insert import insert_quantizers
+from compress.quantization.spec import QuantSpec
+from tests.networks import TinyResNet
+
+
+@pytest.fixture(scope="module")
+def qmodel():
+    return insert_quantizers(TinyResNet(), torch.randn(2, 3, 16, 16), QuantSpec(target="openvino"))
+
+
+def test_a_residual_block_shows_what_is_quantized(qmodel):
+    boxes, edges = block_graph(qmodel.graph, "block1")
+    kinds = {name: box.kind for name, box in boxes.items()}
+    assert kinds["block1_conv1"] == kinds["block1_conv2"] == kinds["add"] == "int8"
+    assert kinds["maxpool"] == kinds["block2_conv1"] == "outside"
+    assert boxes["block1_relu"].detail == "relu, in the same kernel"
+    assert [box.title for box in boxes.values() if box.kind == "quantizer"] == ["uint8", "int8", "uint8"]
+    assert {b for a, b in edges if a == "maxpool"} == {"block1_conv1", "add"}
+    _, edges = block_graph(qmodel.graph, "block2")
+    assert {b for a, b in edges if a == "quantizers_block1_relu_1"} == {"block2_conv1", "block2_downsample_0"}
+
+
+def test_a_png_is_drawn(qmodel):
+    assert to_png(draw_block(qmodel, "block2")).startswith(b"\x89PNG")
+
+
+def test_refusals(qmodel):
+    with pytest.raises(QuantizationError, match="no block 'block3', did you mean 'block"):
+        block_graph(qmodel.graph, "block3")
+    with pytest.raises(QuantizationError, match="holds no placement"):
+        draw_block(TinyResNet(), "block1")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 12).flatmap(lambda n: st.sets(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)))))
+def test_boxes_do_not_overlap_and_edges_go_down(pairs):
+    edges = [(f"n{min(p)}", f"n{max(p)}") for p in sorted(pairs) if p[0] != p[1]]
+    nodes = sorted({n for e in edges for n in e}, key=lambda n: int(n[1:]))
+    if not edges:
+        return
+    layout = lay_out(nodes, edges)
+    for (ax, ay), (bx, by) in combinations(layout.places.values(), 2):
+        assert ay != by or abs(ax - bx) > 0.99
+    for edge, route in layout.routes.items():
+        assert (route[0], route[-1]) == (layout.places[edge[0]], layout.places[edge[1]])
+        assert all(a[1] < b[1] for a, b in pairwise(route))
+        for point in route[1:-1]:
+            assert all(point[1] != y or abs(point[0] - x) > 0.7 for x, y in layout.places.values())

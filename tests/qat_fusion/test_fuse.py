@@ -1,0 +1,514 @@
+"""Fused chains for QAT: the same function and gradients as the plain path, in less memory."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+import compress
+from compress.errors import QuantizationError, RecipeError
+from compress.kernels.epilogue import Epilogue, fused_quantize, pack, unpack
+from compress.quantization.numerics import QuantFormat
+from compress.quantization.quantizer import Quantizer, quantizers
+from compress.training import QATSpec, check_train_spec, fit
+from tests.kernels.interpreter import interpreted
+from tests.networks import TinyResNet, network
+from tests.training.toy import CLASSES, toy_data
+
+TARGETS = ("tensorrt", "openvino", "onnxruntime")
+
+
+class Mixed(nn.Module):
+    """ReLU6, a depthwise convolution, an in-place add, a tensor with two readers, a linear layer on (N, L, C)."""
+
+    def __init__(self):
+        super().__init__()
+        self.expand = nn.Conv2d(3, 8, 1)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.project = nn.Conv2d(8, 8, 1, bias=False)
+        self.again = nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect")
+        self.tokens = nn.Linear(8, 16)
+        self.gelu = nn.GELU()
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x):
+        x = F.relu6(self.depthwise(F.relu6(self.expand(x))))
+        y = self.project(x)
+        z = self.again(y)
+        z += y
+        z = self.tokens(torch.relu(z).flatten(2).transpose(1, 2))
+        return self.head(self.gelu(z).mean(1))
+
+
+def convolutions(count, inputs=3):
+    """`count` convolutions with ReLU, and one more."""
+    torch.manual_seed(1)
+    pairs = [(nn.Conv2d(8 if i else inputs, 8, 3, padding=1), nn.ReLU()) for i in range(count)]
+    return [module for pair in pairs for module in pair] + [nn.Conv2d(8, 8, 1)]
+
+
+def mixed():
+    torch.manual_seed(1)
+    return Mixed().eval()
+
+
+def quantized(make=network, target="tensorrt", clip=0.6, size=12, **spec):
+    """A calibrated network whose ranges are too small, so that values saturate."""
+    torch.manual_seed(2)
+    x = 2 * torch.randn(4, 3, size, size)
+    qmodel = compress.quantize(make(), x, [x], spec=compress.QuantSpec(target=target, **spec))
+    for _, quantizer in quantizers(qmodel):
+        quantizer.set_amax(quantizer.amax * clip)
+    return qmodel, x
+
+
+def gradients(run, qmodel, x, **autocast):
+    """(result, gradient of the input, gradients of the parameters) of a loss that weights every output."""
+    x = x.clone().requires_grad_()
+    qmodel.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast)):
+        result = run(x)
+    weights = torch.linspace(-1, 2, result.shape[-1], device=result.device)
+    (result.float() if autocast else result).mul(weights).square().sum().backward()
+    return result.detach(), x.grad, {name: p.grad.clone() for name, p in qmodel.named_parameters()}
+
+
+def compiled_gradients(qmodel, x):
+    """`gradients` of the fused graph, in one graph of the compiler's."""
+    torch.compiler.reset()
+    fused = compress.fuse_for_training(qmodel)
+    return gradients(torch.compile(fused, backend="aot_eager", fullgraph=True), qmodel, x)
+
+
+def assert_same(one, other, rtol=0.0, atol=0.0):
+    torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+    assert any(grad.abs().max() > 1e-3 for grad in one[2].values())
+
+
+def saved_bytes(run, x):
+    """Bytes that autograd keeps for backward, parameters apart, a storage once."""
+    kept = {}
+
+    def note(tensor):
+        if not isinstance(tensor, nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = (tensor.untyped_storage().nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        result = run(x)
+    assert result.requires_grad
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize("make", [network, mixed])
+@pytest.mark.parametrize("target", TARGETS)
+def test_gradients_are_those_of_the_plain_path(make, target):
+    qmodel, x = quantized(make, target)
+    qmodel, x = qmodel.double(), x.double()
+    fused = compress.fuse_for_training(qmodel)
+    assert sum(len(chain.nodes) for chain in fused.chains) >= 8
+    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("batchnorm", ["fold", "keep"])
+def test_gradients_in_float32_and_in_channels_last(batchnorm):
+    qmodel, x = quantized(batchnorm=batchnorm)
+    fused = compress.fuse_for_training(qmodel)
+    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-4, atol=1e-3)
+    qmodel.to(memory_format=torch.channels_last)
+    x = x.contiguous(memory_format=torch.channels_last)
+    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-4, atol=1e-3)
+
+
+def test_autocast():
+    """In bfloat16 the plain path rounds after the bias and after the add as well; a step of a quantizer is 0.8 %."""
+    qmodel, x = quantized()
+    one = gradients(compress.fuse_for_training(qmodel), qmodel, x, autocast=True)
+    other = gradients(qmodel, qmodel, x, autocast=True)
+    assert one[0].dtype == other[0].dtype == torch.bfloat16
+    for name, grad in other[2].items():
+        assert F.cosine_similarity(one[2][name].flatten(), grad.flatten(), dim=0) > 0.97, name
+
+
+def test_compiled():
+    qmodel, x = quantized(lambda: nn.Sequential(*convolutions(2)).eval(), size=8)
+    fused = compress.fuse_for_training(qmodel)
+    assert_same(compiled_gradients(qmodel, x), gradients(fused, qmodel, x), rtol=1e-4, atol=1e-4)
+
+
+class Behind(nn.Module):
+    """A linear layer behind what `make` computes of another's result."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.one, self.norm, self.make = nn.Linear(12, 8), nn.LayerNorm(8), make
+        self.two = nn.Linear(make(torch.zeros(1, 8), self.norm).shape[-1], 3)
+
+    def forward(self, x):
+        return self.two(self.make(self.one(x.flatten(1)), self.norm))
+
+
+@pytest.mark.parametrize(
+    ("make", "kept"),
+    [
+        (lambda y, norm: F.gelu(y), set()),
+        (lambda y, norm: norm(y), set()),
+        (lambda y, norm: torch.cat([y, y.flip(1)], 1), {torch.uint8}),
+    ],
+)
+def test_compiled_masks_are_kept_as_bits_or_computed_again(make, kept):
+    """What the compiler's partition of forward and backward keeps for them: torch's own, no count of ours."""
+    seen = set()
+
+    def look(graph, example):
+        outputs = next(node for node in graph.graph.nodes if node.op == "output").args[0]
+        seen.update(o.meta["val"].dtype for o in outputs if isinstance(o, torch.fx.Node) and "val" in o.meta)
+        return make_boxed_func(graph.forward)
+
+    qmodel, x = quantized(lambda: Behind(make).eval(), size=2)
+    torch.compiler.reset()
+    backend = aot_autograd(
+        fw_compiler=look, bw_compiler=look, partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )  # fmt: skip
+    torch.compile(compress.fuse_for_training(qmodel), backend=backend)(x).sum().backward()
+    assert seen & {torch.bool, torch.uint8} == kept
+
+
+def test_gradient_checkpointing_and_deep_copies():
+    qmodel, x = quantized()
+    fused = compress.fuse_for_training(qmodel)
+    expected = gradients(qmodel, qmodel, x)
+    again = gradients(lambda x: checkpoint(fused, x, use_reentrant=False), qmodel, x)
+    assert_same(again, expected, rtol=1e-4, atol=1e-3)
+    twin = copy.deepcopy(fused)
+    assert {id(p) for p in twin.parameters()}.isdisjoint(id(p) for p in fused.parameters())
+    torch.testing.assert_close(twin(x), fused(x), rtol=0, atol=0)
+
+
+def test_data_parallel(tmp_path):
+    """One process of a group: gradients are reduced in buckets, and the ranges are not parameters."""
+    qmodel, x = quantized()
+    expected = gradients(qmodel, qmodel, x)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        parallel = nn.parallel.DistributedDataParallel(compress.fuse_for_training(qmodel))
+        assert_same(gradients(parallel, qmodel, x), expected, rtol=1e-4, atol=1e-3)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_masked_weights_keep_their_zeros_out_of_the_gradient():
+    class Mask(nn.Module):
+        def forward(self, weight):
+            return weight * (torch.arange(weight[0].numel()) % 2).view(weight.shape[1:])
+
+    qmodel, x = quantized()
+    parametrize.register_parametrization(qmodel.block1.conv1, "weight", Mask())
+    fused = compress.fuse_for_training(qmodel)
+    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-4, atol=1e-3)
+
+
+def test_the_model_itself_is_untouched(tmp_path):
+    qmodel, x = quantized()
+    before = {name: value.clone() for name, value in qmodel.state_dict().items()}
+    code = qmodel.code
+    first = compress.export_onnx(qmodel, x, tmp_path / "before.onnx").read_bytes()
+    fused = compress.fuse_for_training(qmodel)
+    gradients(fused, qmodel, x)
+    assert compress.export_onnx(qmodel, x, tmp_path / "after.onnx").read_bytes() == first
+    assert qmodel.code == code
+    after = qmodel.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert {id(p) for p in fused.parameters()} == {id(p) for p in qmodel.parameters()}
+
+
+def test_an_activation_costs_its_quantized_tensor_and_one_bit():
+    model = nn.Sequential(*convolutions(4, inputs=8))
+    x = torch.randn(2, 8, 16, 16)
+    qmodel = compress.quantize(model, x, [x])
+    elements = x.numel()
+    plain, fused = saved_bytes(qmodel, x), saved_bytes(compress.fuse_for_training(qmodel), x)
+    weights = sum(p.numel() * (4 + 1) for n, p in qmodel.named_parameters() if n.endswith("weight"))
+    small = 200  # ranges and scales
+    # the network's input passes no gradient and keeps no mask; each ReLU's result: 4 bytes, and 4 + 1 or an eighth more
+    assert plain == pytest.approx(4 * elements + 4 * elements * (4 + 4 + 1) + weights, abs=small)
+    assert fused == pytest.approx(4 * elements + 4 * elements * (4 + 1 / 8) + weights, abs=small)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_same_training(precision):
+    """20 steps with momentum: the same losses, ranges and weights, but for rounding."""
+    torch.manual_seed(0)
+    start, _ = quantized(lambda: TinyResNet(CLASSES).eval(), clip=1.0)
+    runs = []
+    for fused in ("on", "off"):
+        qmodel = copy.deepcopy(start)
+        spec = QATSpec(epochs=4, lr=0.05, distill=False, fused=fused, precision=precision)
+        report = fit(qmodel, toy_data(train=80, size=12, noise=0.3), spec, batch_size=16, folder=None)
+        assert report.steps == 20
+        runs.append((qmodel, [row.train_loss for row in report.history]))
+    (one, losses), (other, expected) = runs
+    tolerance = {"fp32": 1e-3, "bf16": 3e-2}[precision]
+    assert expected[-1] < 0.95 * expected[0]
+    assert losses == pytest.approx(expected, rel=tolerance)
+    ranges, weights = dict(one.named_buffers()), dict(one.named_parameters())
+    for name, value in other.named_buffers():
+        assert torch.equal(ranges[name], value), name
+    for name, value in other.named_parameters():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=tolerance)
+
+
+def test_the_same_curve_over_200_steps():
+    """Three seeds, momentum, ranges too small: apart by far less than the curves of two seeds, or what is learned."""
+    curves = {}
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x, y = torch.randn(64, 3, 8, 8), torch.randint(0, CLASSES, (64,))
+        x += y[:, None, None, None] * torch.linspace(-0.3, 0.3, 8)
+        model = nn.Sequential(*convolutions(2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES))
+        start = compress.quantize(model.eval(), x[:2], [x])
+        for fused in (False, True):
+            qmodel = copy.deepcopy(start).train()
+            run = compress.fuse_for_training(qmodel) if fused else qmodel
+            optimizer = torch.optim.SGD(qmodel.parameters(), lr=0.05, momentum=0.9)
+            losses = []
+            for step in range(200):
+                part = slice(step % 4 * 16, step % 4 * 16 + 16)
+                loss = F.cross_entropy(run(x[part]), y[part])
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            curves[seed, fused] = np.convolve(losses, np.ones(20) / 20, "valid")
+            scales = {name: value for name, value in qmodel.named_buffers() if name.endswith("amax")}
+            assert all(torch.equal(value, start.get_buffer(name)) for name, value in scales.items())
+    for seed in range(3):
+        plain, fused = curves[seed, False], curves[seed, True]
+        learned = plain[0] - plain[-1]
+        assert learned > 0.1
+        assert np.abs(plain - fused).mean() < 0.05 * learned
+        assert np.abs(plain - fused).mean() < 0.3 * np.abs(plain - curves[(seed + 1) % 3, False]).mean()
+
+
+def test_what_is_not_fused_says_why():
+    class Learned(Quantizer):
+        pass
+
+    qmodel, x = quantized()
+    qmodel.quantizers.block1_relu.__class__ = Learned
+    amax = qmodel.quantizers.block2_relu.amax
+    qmodel.quantizers.block2_relu = Quantizer(QuantFormat(kind="e4m3"))
+    qmodel.quantizers.block2_relu.set_amax(amax)
+    fused = compress.fuse_for_training(qmodel)
+    chains = {chain.quantizer.removeprefix("quantizers."): chain for chain in fused.chains}
+    assert chains["block1_relu"].nodes == () and "Learned" in chains["block1_relu"].reason
+    assert chains["block2_relu"].nodes == () and "FP8" in chains["block2_relu"].reason
+    assert chains["relu"].nodes == ("conv1", "relu", "maxpool") and chains["relu"].reason == ""
+    assert chains["block1_relu_1"].nodes == ("block1_conv2", "add", "block1_relu_1")
+    assert "input" in chains["x"].reason
+    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-4, atol=1e-3)
+
+
+def test_a_result_with_two_readers_is_not_swallowed():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1)
+
+        def forward(self, x):
+            y = self.first(x)
+            return self.second(torch.relu(y)) + y.sigmoid()
+
+    qmodel, x = quantized(Twice)
+    fused = compress.fuse_for_training(qmodel)
+    torch.testing.assert_close(fused(x), qmodel(x), rtol=0, atol=0)
+    assert all("first" not in chain.nodes for chain in fused.chains)
+
+
+def test_quantizers_that_do_not_round_leave_the_chain_plain():
+    qmodel, x = quantized()
+    fused = compress.fuse_for_training(qmodel)
+    qmodel.quantizers.block1_relu.enabled = False
+    qmodel.block2.conv1.weight_quantizer.enabled = False
+    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-4, atol=1e-3)
+
+
+def test_refusals():
+    with pytest.raises(QuantizationError, match=r"compress\.quantize"):
+        compress.fuse_for_training(nn.Conv2d(3, 3, 1))
+    with pytest.raises(RecipeError, match=r"qat\.fused is 'always'.*auto, on, int8, off"):
+        check_train_spec(QATSpec(fused="always"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 5), min_size=2, max_size=4),
+    last=st.booleans(),
+    unsigned=st.booleans(),
+    bounds=st.sampled_from([(-math.inf, math.inf), (0.0, math.inf), (0.0, 6.0)]),
+    has=st.tuples(st.booleans(), st.booleans()),
+    seed=st.integers(0, 99),
+)
+def test_one_operation_is_torchs_own_chain(shape, last, unsigned, bounds, has, seed):
+    """Against torch's ReLU, ReLU6 and fake quantization; the scale is a power of two, as theirs multiplies by 1 / s."""
+    torch.manual_seed(seed)
+    y = (4 * torch.randn(shape, dtype=torch.float32)).requires_grad_()
+    values = y.contiguous(memory_format=torch.channels_last) if last and y.dim() == 4 else y
+    bias = torch.randn(shape[1], requires_grad=True) if has[0] else None
+    residual = torch.randn(shape, requires_grad=True) if has[1] else None
+    low, high = (0, 255) if unsigned else (-128, 127)
+    scale = 2.0**-6 if unsigned else 2.0**-5
+    epilogue = Epilogue(low, high, *bounds, None, 1)
+    result = fused_quantize(values, torch.tensor(scale * high), epilogue, bias=bias, residual=residual)
+    x = y if bias is None else y + bias.view([-1 if i == 1 else 1 for i in range(y.dim())])
+    x = x if residual is None else x + residual
+    x = {(0.0, math.inf): F.relu, (0.0, 6.0): F.relu6}.get(bounds, lambda t: t)(x)
+    expected = torch.fake_quantize_per_tensor_affine(x, scale, 0, low, high)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    inputs = [t for t in (y, bias, residual) if t is not None]
+    weights = torch.randn(shape)
+    for one, other in zip(
+        torch.autograd.grad((result * weights).sum(), inputs),
+        torch.autograd.grad((expected * weights).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=4), last=st.booleans(), seed=st.integers(0, 99))
+def test_bits_are_numpys_in_memory_order(shape, last, seed):
+    torch.manual_seed(seed)
+    bits = torch.rand(shape) > 0.5
+    if last and len(shape) == 4:
+        bits = bits.contiguous(memory_format=torch.channels_last)
+    stored = np.lib.stride_tricks.as_strided(bits.numpy(), (bits.numel(),), (1,))
+    packed = pack(bits)
+    assert np.array_equal(packed.numpy(), np.packbits(stored, bitorder="little"))
+    assert torch.equal(unpack(packed, bits), bits)
+
+
+def test_triton_kernels_compute_the_same_in_the_interpreter():
+    assert "72 activations, 8 pools, 2 groups of weights, 1 network" in interpreted(
+        "tests.kernels.interpreted_fake_quantize"
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(("kernels", "compiled"), [(None, False), (None, True), ("triton", True)])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_on_a_gpu_the_kernels_compute_what_torch_does(dtype, kernels, compiled):
+    qmodel, x = quantized(mixed)
+    qmodel = qmodel.cuda().to(memory_format=torch.channels_last)
+    x = x.cuda().contiguous(memory_format=torch.channels_last)
+    results = []
+    for which in ("torch", kernels):
+        run = compress.fuse_for_training(qmodel, kernels=which)
+        run = torch.compile(run) if compiled and which == kernels else run
+        qmodel.zero_grad()
+        with torch.autocast("cuda", dtype, enabled=dtype is not None):
+            loss = run(x).float().square().sum()
+        loss.backward()
+        results.append({name: p.grad.clone() for name, p in qmodel.named_parameters()})
+    for name, grad in results[0].items():
+        assert F.cosine_similarity(results[1][name].flatten(), grad.flatten(), dim=0) > 0.98, name
+
+
+class Tied(nn.Module):
+    """A weight that is a layer's, and transposed another's: a module of the graph is part of another's path."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode, self.head = nn.Linear(8, 6), nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        return self.head(torch.relu(F.linear(torch.relu(self.encode(x)), self.encode.weight.t())))
+
+
+def test_a_tied_weight_is_fused_and_the_model_stays_whole():
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    qmodel = compress.quantize(Tied().eval(), x, [x])
+    expected, names = gradients(qmodel, qmodel, x), set(qmodel.state_dict())
+    fused = compress.fuse_for_training(qmodel)
+    assert_same(gradients(fused, qmodel, x), expected)
+    assert_same(gradients(qmodel, qmodel, x), expected)
+    assert set(qmodel.state_dict()) == names
+
+
+class Pools(nn.Module):
+    """Pools that end a chain, as module and as function, and pools that cannot."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(3 if i == 0 else 16, 16, 3, padding=1) for i in range(5)])
+        self.pool = nn.MaxPool2d(3, 2, 1)
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x):
+        x = self.pool(torch.relu(self.layers[0](x)))
+        x = F.max_pool2d(F.relu6(self.layers[1](x)), 2, ceil_mode=True)
+        x = F.max_pool2d(self.layers[2](x), 3, 1, dilation=2, padding=1)
+        x = torch.relu(self.layers[3](x))
+        return self.head(
+            torch.relu(self.layers[4](F.max_pool2d(x, 2, ceil_mode=True) + x[:, :, ::2, ::2])).mean((2, 3))
+        )
+
+
+def pools():
+    torch.manual_seed(1)
+    return Pools().eval()
+
+
+def test_a_pool_ends_a_chain_where_it_alone_reads_it():
+    qmodel, x = quantized(pools, size=33)
+    fused = compress.fuse_for_training(qmodel)
+    ends = [chain.nodes[-1] for chain in fused.chains if chain.nodes]
+    assert ends == [
+        "pool",
+        "max_pool2d",
+        "layers_2",
+        "add",
+        "relu_2",
+    ]  # the third pool has gaps, the fourth no quantizer
+    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-5, atol=1e-6)
+    quantizer = next(q for name, q in quantizers(qmodel) if "relu" in name)
+    quantizer.enabled = False
+    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_a_gpu_pools_and_convolutions_do_the_same_whichever_gpu_is_current(device, compiled):
+    if torch.device(device).index >= torch.cuda.device_count():
+        pytest.skip("one GPU")
+    qmodel, x = quantized(pools, size=33)
+    qmodel = qmodel.to(device).to(memory_format=torch.channels_last)
+    x = x.to(device).contiguous(memory_format=torch.channels_last)
+    fused = compress.fuse_for_training(qmodel)
+    run = torch.compile(fused, fullgraph=True) if compiled else fused
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        assert_same(gradients(run, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("compile", [False, True])
+def test_on_a_gpu_training_is_fused_and_learns(compile):
+    qmodel, _ = quantized(lambda: TinyResNet(CLASSES).eval(), clip=1.0)
+    spec = QATSpec(epochs=4, lr=0.05, distill=False, precision="bf16", compile=compile)
+    report = fit(qmodel, toy_data(train=80, size=12, noise=0.3), spec, batch_size=16, folder=None, device="cuda")
+    assert report.history[-1].train_loss < report.history[0].train_loss

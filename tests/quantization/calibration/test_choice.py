@@ -1,0 +1,214 @@
+"""Choosing amax from counts: against the definitions, written out as loops."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import entropy as scipy_entropy
+
+from compress.errors import CalibrationError
+from compress.quantization.calibration.amax import as_rows, mse_amax, percentile_amax, row_amax
+from compress.quantization.calibration.calibrators import choose_together, make_calibrator, on_host, together
+from compress.quantization.calibration.entropy import entropy_amax, kl_divergences
+
+FAST = settings(max_examples=40, deadline=None)
+
+
+@st.composite
+def histograms(draw, *, most: int = 90):
+    """Counts that are dense, sparse, peaked or gapped; the last bin is in use, as a maximum's always is."""
+    bins = draw(st.integers(2, most))
+    counts = draw(
+        st.lists(st.sampled_from([0, 0, 1, 2, 7, 1000]) | st.integers(0, 10**7), min_size=bins, max_size=bins)
+    )
+    counts[-1] = max(1, counts[-1])
+    return counts
+
+
+def naive_divergences(counts: list[int], start: int, levels: int) -> dict[int, float]:
+    """KL of every threshold from the definition: reference with the tail in its last bin, against level means."""
+    h = [float(c) for c in counts]
+    h[0] = h[1]
+    result = {}
+    for kept in range(start, len(h) + 1):
+        reference = h[:kept]
+        reference[-1] += sum(h[kept:])
+        quantized = [0.0] * kept
+        for level in range(levels):
+            used = [k for k in range(kept) if level * kept <= k * levels < (level + 1) * kept and h[k] > 0]
+            for k in used:
+                quantized[k] = sum(h[m] for m in used) / len(used)
+        result[kept] = float(scipy_entropy(reference, quantized)) if sum(quantized) else math.inf
+    return result
+
+
+@FAST
+@given(histograms(), st.sampled_from([2, 4, 8, 16]), st.integers(2, 24))
+def test_entropy_chooses_the_bin_of_the_definition(counts, levels, start):
+    naive = naive_divergences(counts, min(start, len(counts)), levels)
+    bits = levels.bit_length()  # levels = 2 ** (bits - 1), the signed case
+    amax = entropy_amax(torch.tensor(counts), torch.tensor(1.0), num_bits=bits, start_bin=start)
+    chosen = int(amax)
+    least = min(naive.values())
+    ties = [k for k, v in naive.items() if v <= least + 1e-12]
+    near = [k for k, v in naive.items() if v <= least + 1e-9]
+    if not math.isfinite(least):
+        assert chosen == len(counts)
+    elif near == ties:
+        assert chosen == max(ties)
+    else:  # closer than either computation can tell
+        assert chosen in near
+
+
+@FAST
+@given(histograms(), st.sampled_from([2, 8, 32]))
+def test_divergences_are_those_of_the_definition(counts, levels):
+    naive = naive_divergences(counts, 1, levels)
+    ours = kl_divergences(torch.tensor([counts]).double(), torch.arange(1, len(counts) + 1), levels=levels)[0]
+    np.testing.assert_allclose(ours.numpy(), list(naive.values()), rtol=1e-9, atol=1e-11)
+
+
+def test_entropy_ties_go_to_the_widest():
+    counts = torch.zeros(40, dtype=torch.int64)
+    counts[9], counts[39] = 5, 5  # clipped at 10 or kept at 40, P and Q agree exactly
+    assert entropy_amax(counts, torch.tensor(1.0), num_bits=3, start_bin=4) == 40
+
+
+def test_unsigned_has_twice_the_levels():
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.histc(torch.randn(20000, generator=generator).abs(), 300).long()
+    one = torch.tensor(1.0)
+    assert entropy_amax(counts, one, num_bits=4, unsigned=True, start_bin=20) == entropy_amax(
+        counts, one, num_bits=5, start_bin=20
+    )
+    assert mse_amax(counts, one, num_bits=4, start_bin=20) < mse_amax(
+        counts, one, num_bits=4, unsigned=True, start_bin=20
+    )
+
+
+def naive_squared_error(counts: list[int], amax: float, bound: int) -> float:
+    total = 0.0
+    for k, count in enumerate(counts):
+        value = k + 0.5
+        integer = min(bound, round(value * bound / amax))
+        total += count * (integer * amax / bound - value) ** 2
+    return total
+
+
+@FAST
+@given(histograms(), st.integers(2, 6), st.booleans(), st.integers(1, 20))
+def test_mse_chooses_the_least_squared_error(counts, bits, unsigned, start):
+    bound = 2 ** (bits - (not unsigned)) - 1
+    amax = float(mse_amax(torch.tensor(counts), torch.tensor(1.0), num_bits=bits, unsigned=unsigned, start_bin=start))
+    candidates = [k + 0.5 for k in range(start, len(counts))] or [len(counts) - 0.5]
+    assert amax in candidates
+    errors = [naive_squared_error(counts, c, bound) for c in candidates]
+    assert naive_squared_error(counts, amax, bound) <= min(errors) * (1 + 1e-9)
+
+
+@FAST
+@given(histograms(), st.floats(0.01, 99.99))
+def test_percentile_keeps_the_share_it_is_asked_for(counts, percentile):
+    amax = int(percentile_amax(torch.tensor(counts), torch.tensor(1.0), percentile))
+    target = sum(counts) * percentile / 100
+    reached = [k for k in range(len(counts)) if sum(counts[: k + 1]) >= target * (1 - 1e-12)]
+    assert amax == max(1, reached[0]) or abs(sum(counts[: amax + 1]) - target) <= 1e-9 * target
+
+
+def test_percentile_of_100_keeps_everything_and_of_zeros_keeps_a_bin():
+    counts = torch.tensor([10**6, 0, 0, 1])
+    assert percentile_amax(counts, torch.tensor(0.5), 100) == 2.0
+    assert percentile_amax(counts, torch.tensor(0.5), 50) == 0.5
+
+
+@pytest.mark.parametrize("percentile", [0, -1, 100.1, math.nan])
+def test_percentile_out_of_range(percentile):
+    with pytest.raises(CalibrationError, match="percent"):
+        percentile_amax(torch.tensor([1, 2]), torch.tensor(1.0), percentile)
+
+
+@pytest.mark.parametrize("choose", [entropy_amax, mse_amax, lambda c, w: percentile_amax(c, w, 99.0)])
+def test_rows_are_chosen_independently(choose):
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.stack(
+        [
+            torch.histc(torch.randn(5000, generator=generator).abs(), 600, 0, 6).long(),
+            torch.histc(torch.rand(5000, generator=generator) * 2, 600, 0, 6).long(),  # leaves two thirds unused
+            torch.histc(torch.randn(50, generator=generator).exp(), 600, 0, 6).long(),
+            torch.histc(torch.full((9,), 0.5), 600, 0, 6).long(),  # ends before the first candidate
+        ]
+    )
+    width = torch.tensor([0.01, 0.02, 1.0, 0.5])
+    together = choose(rows, width)
+    alone = torch.stack([choose(r, w) for r, w in zip(rows, width, strict=True)])
+    torch.testing.assert_close(together, alone, rtol=0, atol=0)
+    torch.testing.assert_close(choose(rows[None], width[None]), together[None], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("choose", [entropy_amax, mse_amax])
+def test_stride_looks_at_every_nth_candidate(choose):
+    generator = torch.Generator().manual_seed(2)
+    counts = torch.histc(torch.randn(20000, generator=generator).abs(), 400).long()
+    one = torch.tensor(1.0)
+    coarse, fine = (int(choose(counts, one, num_bits=5, start_bin=40, stride=s)) for s in (16, 1))
+    assert (coarse - 40) % 16 == 0
+    assert abs(coarse - fine) <= 32
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 5), st.sampled_from([None, 0, 1, 2, -1]))
+@FAST
+def test_largest_magnitude_is_the_reduction(a, b, c, axis):
+    x = torch.randn(a, b, c, generator=torch.Generator().manual_seed(a * 25 + b * 5 + c))
+    expected = x.abs().amax().view(1) if axis is None else x.abs().transpose(0, axis).flatten(1).amax(1)
+    torch.testing.assert_close(row_amax(as_rows(x, axis)), expected, rtol=0, atol=0)
+
+
+def test_largest_magnitude_keeps_nan():
+    x = torch.tensor([[1.0, float("nan")], [2.0, 3.0]])
+    assert row_amax(as_rows(x, None)).isnan().all()
+    assert row_amax(as_rows(x, 0)).isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("kind", ["entropy", "mse", "percentile"])
+@pytest.mark.parametrize("signed", [True, False])
+def test_many_choose_together_what_each_chooses_alone(kind, signed):
+    torch.manual_seed(0)
+    group = [make_calibrator(kind, signed=signed) for _ in range(4)]
+    for i, calibrator in enumerate(group):
+        for _ in range(2):
+            calibrator.collect((i + 1) * torch.randn(4000).relu() ** (1 + i / 3))
+    alone = [calibrator.compute_amax() for calibrator in group]
+    together([calibrator._counted for calibrator in group], group)
+    assert [calibrator._chosen.item() for calibrator in group] == [amax.item() for amax in alone]
+    assert len({amax.item() for amax in alone}) == 4
+    group[0].collect(torch.full((1,), 50.0))  # more data undoes the choice
+    assert group[0]._chosen is None
+
+
+def test_small_tensors_are_copied_to_the_processor_together():
+    tensors = [torch.tensor(2.0), torch.tensor([1.0, math.nan, 3.0]), torch.ones(2, 2)]
+    copies = on_host(tensors)
+    torch.testing.assert_close(copies, tensors, rtol=0, atol=0, equal_nan=True)
+    tensors[2].zero_()
+    copies[0].zero_()
+    assert copies[2].sum() == 4 and tensors[0] == 2 and torch.equal(copies[1][:1], torch.ones(1))
+    assert on_host([]) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("kind", ["max", "entropy", "mse", "percentile"])
+def test_a_gpu_counts_and_chooses_what_the_processor_does(kind):
+    torch.manual_seed(0)
+    batches = [torch.randn(8, 16, 33, 31).relu(), 2 * torch.randn(8, 16, 33, 31), 40 * torch.randn(8, 16, 33, 31)]
+    cpu, gpu = make_calibrator(kind), make_calibrator(kind)
+    for batch in batches:
+        cpu.collect(batch)
+        gpu.collect(batch.cuda().contiguous(memory_format=torch.channels_last))
+    choose_together([gpu])
+    torch.testing.assert_close(gpu.compute_amax().cpu(), cpu.compute_amax(), rtol=0, atol=0)
+    if cpu.histogram is not None:
+        for one, other in zip(gpu.histogram, cpu.histogram, strict=True):
+            assert torch.equal(one, other)

@@ -1,0 +1,135 @@
+"""Two gloo processes that merge what they saw."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from compress.errors import CalibrationError
+from compress.quantization.calibration.calibrators import CALIBRATORS, make_calibrator
+
+
+def images(seed, scale=1.0, rows=2000):
+    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def refusal(calibrator, merge):
+    try:
+        if merge:
+            calibrator.all_reduce()
+        calibrator.compute_amax()
+    except CalibrationError as error:
+        return str(error)
+    return ""
+
+
+def same_scale(rank):
+    """Both ranks meet the same largest magnitude first, so that their bins are the same."""
+    x = images(rank).clamp(-2, 2)
+    x[0] = 2.0
+    return x
+
+
+def work(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    found = {}
+    for name in CALIBRATORS:
+        for case, batches, axis in (
+            ("same", [same_scale(rank)], None),
+            ("wide", [images(rank, 1.0 + 6 * rank)], None),
+            ("channels", [images(rank, 1.0 + rank)], 1),
+            ("one idle", [images(0)] if rank == 0 else [], None),
+            ("one idle, channels", [images(1)] if rank == 1 else [], 1),
+            ("zeros", [images(0)] if rank == 0 else [torch.zeros(500, 3)], None),
+        ):
+            calibrator = make_calibrator(name, axis=axis, percentile=99.0)
+            for batch in batches:
+                calibrator.collect(batch)
+            calibrator.all_reduce()
+            total = None if calibrator.histogram is None else calibrator.histogram[0].sum().item()
+            found[name, case] = calibrator.compute_amax(), total
+        for case, x, axis in (
+            ("nan", images(0) * (torch.nan if rank else 1.0), None),
+            ("other channels", images(rank)[:, : 2 + rank], 1),
+        ):
+            calibrator = make_calibrator(name, axis=axis)
+            calibrator.collect(x)
+            found[name, case] = refusal(calibrator, merge=True)
+        idle = make_calibrator(name)
+        found[name, "all idle"] = refusal(idle, merge=True)
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gloo")
+    # In a process of their own: a test worker that has run engines and compilers is no place to start others from.
+    program = f"import torch.multiprocessing as m; from {__name__} import work; m.spawn(work, ({str(folder)!r},), 2)"
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+def single(name, *batches, axis=None):
+    calibrator = make_calibrator(name, axis=axis, percentile=99.0)
+    for batch in batches:
+        calibrator.collect(batch)
+    return calibrator.compute_amax()
+
+
+@pytest.mark.parametrize("name", CALIBRATORS)
+def test_all_ranks_agree(ranks, name):
+    for key in ranks[0]:
+        first, second = ranks[0][key], ranks[1][key]
+        if isinstance(first, str):
+            assert first == second
+        else:
+            assert torch.equal(first[0], second[0]) and first[1] == second[1]
+
+
+@pytest.mark.parametrize("name", CALIBRATORS)
+def test_equal_bins_merge_as_one_process_counts(ranks, name):
+    assert torch.equal(ranks[0][name, "same"][0], single(name, same_scale(0), same_scale(1)))
+
+
+@pytest.mark.parametrize("name", CALIBRATORS)
+def test_other_bins_merge_to_nearly_the_same(ranks, name):
+    one = single(name, images(1, 7.0), images(0, 1.0))
+    assert ranks[0][name, "wide"][0] == pytest.approx(one.item(), rel=0.0 if name == "max" else 0.03)
+    channels = single(name, images(0), images(1, 2.0), axis=1)
+    tolerance = {"max": 0.0, "percentile": 0.01, "mse": 0.05, "entropy": 0.15}[name]
+    torch.testing.assert_close(ranks[0][name, "channels"][0], channels, rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("name", CALIBRATORS)
+def test_a_rank_without_images_adds_nothing(ranks, name):
+    assert torch.equal(ranks[1][name, "one idle"][0], single(name, images(0)))
+    assert torch.equal(ranks[0][name, "one idle, channels"][0], single(name, images(1), axis=1))
+    assert torch.equal(ranks[1][name, "zeros"][0], single(name, images(0), torch.zeros(500, 3)))
+
+
+@pytest.mark.parametrize("name", ["percentile", "entropy", "mse"])
+def test_no_count_is_lost(ranks, name):
+    for case, total in (("same", 12000), ("wide", 12000), ("channels", 12000), ("one idle", 6000), ("zeros", 7500)):
+        assert ranks[0][name, case][1] == total
+
+
+@pytest.mark.parametrize("name", CALIBRATORS)
+def test_every_rank_refuses(ranks, name):
+    for rank in ranks:
+        assert "NaN or Inf" in rank[name, "nan"]
+        assert "2 to 3 channels" in rank[name, "other channels"]
+        assert "nothing was collected" in rank[name, "all idle"]
+
+
+def test_alone_it_does_nothing():
+    calibrator = make_calibrator("entropy")
+    calibrator.collect(images(0))
+    calibrator.all_reduce()
+    assert torch.equal(calibrator.compute_amax(), single("entropy", images(0)))

@@ -1,0 +1,173 @@
+"""Histograms widen, merge and count on any device without losing a value."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compress.quantization.calibration.histogram import (
+    BINS,
+    MAX_BINS,
+    Histogram,
+    count_on_device,
+    count_on_host,
+    merge_neighbours,
+    resample,
+)
+
+FAST = settings(max_examples=30, deadline=None)
+CPU = torch.device("cpu")
+
+
+def collected(batches, *, rows=1, max_bins=MAX_BINS):
+    histogram = Histogram.empty(rows, max_bins, CPU)
+    for batch in batches:
+        histogram.add(batch.reshape(rows, -1))
+    return histogram
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_first_batch_is_numpys_histogram():
+    x = randn(50_000)
+    magnitudes = x.abs().numpy()
+    expected, _ = np.histogram(magnitudes.astype(np.float64), bins=BINS, range=(0, magnitudes.max()))
+    counts = collected([x]).counts[0]
+    assert counts[BINS:].sum() == 0
+    np.testing.assert_array_equal(counts[:BINS].numpy(), expected)
+
+
+@FAST
+@given(st.lists(st.tuples(st.integers(1, 300), st.floats(-12, 12)), min_size=1, max_size=6))
+def test_no_count_is_lost_however_far_it_widens(batches):
+    data = [randn(n, seed=k) * 10**e for k, (n, e) in enumerate(batches)]
+    histogram = collected(data)
+    assert histogram.counts.sum() == sum(n for n, _ in batches)
+    assert histogram.counts.shape == (1, MAX_BINS)
+    assert histogram.amax == torch.cat(data).abs().max()
+    used = histogram.counts[0].nonzero().max() + 1
+    assert (used - 1) * histogram.width <= histogram.amax <= used * histogram.width * (1 + 1e-6)
+
+
+@FAST
+@given(st.floats(1, 60), st.integers(0, 1000))
+def test_widened_counts_are_those_of_all_data_at_the_final_width(growth, seed):
+    data = [randn(500, seed=seed), randn(500, seed=seed + 1) * growth, randn(200, seed=seed + 2)]
+    histogram = collected(data)
+    index = (torch.cat(data).abs().double() / histogram.width.double()).floor().long()
+    expected = torch.bincount(index, minlength=MAX_BINS)[:MAX_BINS]
+    # a batch's own maximum may lie on the upper edge of the last bin of that moment: it is counted below the edge
+    moved = (histogram.counts[0] - expected).abs().sum()
+    assert moved <= 2 * len(data)
+
+
+def test_growth_keeps_the_width_until_bins_run_out():
+    x = randn(1000)
+    for factor, doublings in ((3.9, 0), (4.1, 1), (8.1, 2)):
+        width = collected([x, x * factor]).width
+        assert width == x.abs().max() / BINS * 2**doublings
+
+
+def test_zeros_before_the_first_value_are_counted():
+    histogram = collected([torch.zeros(10), torch.zeros(3), torch.tensor([0.0, 2.0, -4.0])])
+    assert histogram.counts[0, 0] == 14
+    assert histogram.counts[0, BINS // 2] == 1
+    assert histogram.counts[0, BINS - 1] == 1
+
+
+def test_counts_pass_the_range_of_float32():
+    zeros = torch.zeros(1, 2**24 + 10)
+    histogram = collected([torch.ones(1), zeros, zeros])
+    assert histogram.counts[0, 0] == 2**25 + 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_types_count_as_float32(dtype):
+    x = randn(40_000).to(dtype)
+    torch.testing.assert_close(collected([x]).counts, collected([x.float()]).counts, rtol=0, atol=0)
+
+
+@FAST
+@given(st.integers(1, 400), st.sampled_from([1.0, 1e-30, 1e30]), st.integers(0, 100))
+def test_device_and_host_count_alike(size, magnitude, seed):
+    x = randn(size, seed=seed) * magnitude
+    width = x.abs().max() / 512
+    host = count_on_host(x, float(width), 512)
+    device = count_on_device(x[None], width[None], torch.tensor([512.0]), 600)
+    torch.testing.assert_close(device[0, :512], host, rtol=0, atol=0)
+    assert device[0, 512:].sum() == 0
+
+
+def test_threads_count_alike():
+    x = randn(2**20 + 3)
+    width = float(x.abs().max() / 100)
+    expected = sum(count_on_host(part, width, 100) for part in x.split(1000))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        torch.testing.assert_close(count_on_host(x, width, 100), expected, rtol=0, atol=0)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_deterministic_mode_counts_alike():
+    x = randn(5000)
+    arguments = (x[None], (x.abs().max() / 64)[None], torch.tensor([64.0]), 64)
+    expected = count_on_device(*arguments)
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.testing.assert_close(count_on_device(*arguments), expected, rtol=0, atol=0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_rows_are_independent():
+    first, second = randn(4, 300), randn(4, 300, seed=1) * torch.tensor([[0.1], [1.0], [7.0], [100.0]])
+    together = collected([first, second], rows=4, max_bins=BINS)
+    for row in range(4):
+        alone = collected([first[row], second[row]], max_bins=BINS)
+        torch.testing.assert_close(together.counts[row], alone.counts[0], rtol=0, atol=0)
+        assert together.width[row] == alone.width[0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_is_not_finite_is_remembered_and_harms_nothing(bad, rows):
+    x = randn(rows, 10)
+    x[-1, 3] = bad
+    histogram = collected([x, randn(rows, 10)], rows=rows)
+    assert not histogram.amax[-1].isfinite()
+    assert histogram.amax[:-1].isfinite().all()
+    count_on_device(x, torch.ones(rows), torch.full((rows,), torch.nan), 8)  # indices stay in range
+
+
+@FAST
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=64), st.integers(0, 9))
+def test_merging_neighbours(counts, doublings):
+    merged = merge_neighbours(torch.tensor([counts]), torch.tensor([doublings]))[0].tolist()
+    step = 2**doublings
+    assert merged == [sum(counts[k * step : (k + 1) * step]) for k in range(len(counts))]
+
+
+@FAST
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=64), st.floats(1, 100))
+def test_resampling_keeps_the_total_and_the_shape(counts, ratio):
+    counts = torch.tensor([counts])
+    bins = counts.shape[1]
+    moved = resample(counts, torch.tensor([1.0]), torch.tensor([ratio]))
+    assert moved.sum() == counts.sum()
+    assert (moved >= 0).all()
+    cumulative = np.interp(
+        np.arange(bins + 1) * float(torch.tensor(ratio)), np.arange(bins + 1), np.r_[0, counts[0].cumsum(0).numpy()]
+    )
+    np.testing.assert_allclose(np.r_[0, moved[0].cumsum(0).numpy()], cumulative, atol=0.51)
+
+
+@FAST
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=64), st.sampled_from([1, 2, 4, 16]))
+def test_resampling_to_a_multiple_only_adds_up(counts, multiple):
+    moved = resample(torch.tensor([counts]), torch.tensor([0.3]), torch.tensor([0.3]) * multiple)[0].tolist()
+    assert moved == [sum(counts[k * multiple : (k + 1) * multiple]) for k in range(len(counts))]

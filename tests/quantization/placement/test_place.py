@@ -1,0 +1,212 @@
+"""The placement rules of DESIGN section 4, on networks whose right answer is known."""
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from compress.errors import QuantizationError
+from compress.graph.fold import fold_batchnorm
+from compress.graph.trace import trace
+from compress.quantization.placement.place import place
+from compress.quantization.placement.read_fx import read_fx
+from compress.quantization.ptq.quantize import quantize
+from compress.quantization.spec import ActivationSpec, QuantSpec, Rule, WeightSpec
+from tests.networks import TinyResNet
+
+
+def placement(model, spec=None, shape=(2, 3, 32, 32)):
+    graph = trace(model, torch.randn(shape))
+    fold_batchnorm(graph)
+    return place(read_fx(graph), spec or QuantSpec())
+
+
+def quantized(result):
+    return {d.tensor for d in result.decisions if d.decision == "quantize" and not d.tensor.endswith(".weight")}
+
+
+def test_tensorrt_on_a_residual_network():
+    result = placement(TinyResNet())
+    assert quantized(result) == {
+        "x",  # input of conv1
+        "relu",  # before the bare max pool: input of block1.conv1 and the identity of its add
+        "block1_relu",
+        "block1_relu_1",  # input of block2.conv1 and of its downsample
+        "block2_relu",
+        "block2_downsample_0",  # the identity branch; the main branch (the longer path) fuses with the add
+        "block2_relu_1",  # input of the average pool
+        "avgpool",  # its output, through flatten and dropout the input of fc
+    }
+    assert not any(d.tensor in {"block1_conv2", "block2_conv2", "maxpool", "fc"} for d in result.decisions)
+    assert all(a.format.signed for a in result.activations)
+    assert all(w.format.axis == 0 and w.format.narrow for w in result.weights)
+
+
+@pytest.mark.parametrize("target", ["openvino", "onnxruntime"])
+def test_cpu_targets_are_unsigned_after_relu_and_quantize_both_branches(target):
+    result = placement(TinyResNet(), QuantSpec(target=target))
+    signed = {d.tensor: d.signed for d in result.decisions if d.tensor in quantized(result)}
+    assert signed["x"] and signed["block1_conv2"] and signed["block2_conv2"] and signed["block2_downsample_0"]
+    assert not signed["relu"] and not signed["block1_relu"] and not signed["block2_relu_1"]
+    assert "add" not in signed and "fc" not in signed
+
+
+def test_one_quantizer_a_tensor():
+    result = placement(torchvision.models.resnet50())
+    tensors = [tensor for site in result.activations for tensor in {t for t, _ in site.edges}]
+    assert len(tensors) == len(set(tensors))
+    assert len(result.weights) == 54
+    assert len([d for d in result.decisions if "residual" in d.rule]) == 16
+
+
+def test_concat_shares_one_scale():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 5, 1), nn.Conv2d(9, 2, 1)
+
+        def forward(self, x):
+            return self.c(torch.cat([self.a(x).relu(), torch.max_pool2d(self.b(x), 1)], 1))
+
+    result = placement(Branches())
+    (shared,) = [site for site in result.activations if len({t for t, _ in site.edges}) > 1]
+    assert {tensor for tensor, _ in shared.edges} == {"relu", "b"}
+    assert "shares one scale" in next(d.reason for d in result.decisions if d.tensor == "relu")
+
+
+def test_rules_last_match_wins():
+    spec = QuantSpec(
+        rules=(
+            Rule(match="block*", enable=False),
+            Rule(match="block2.*", weights=WeightSpec(num_bits=4)),
+            Rule(match="fc", activations=ActivationSpec(num_bits=6)),
+        )
+    )
+    result = placement(TinyResNet(), spec)
+    bits = {w.path: w.format.num_bits for w in result.weights}
+    assert bits == {"conv1": 8, "block2.conv1": 4, "block2.conv2": 4, "block2.downsample.0": 4, "fc": 8}
+    left = next(d for d in result.decisions if d.layer == "block1.conv1")
+    assert (left.decision, left.rule) == ("float", "rule: block*")
+    add = next(d for d in result.decisions if d.layer == "add" and d.decision == "float")
+    assert "block1.conv2" in add.reason
+
+
+@pytest.mark.parametrize(("match", "hint"), [("layr1", "'layer1"), ("block1", r"block1\.\*"), ("conv7", "conv1")])
+def test_a_rule_that_matches_nothing_names_near_misses(match, hint):
+    class Named(TinyResNet):
+        def __init__(self):
+            super().__init__()
+            self.layer1 = nn.Conv2d(3, 3, 1)
+
+        def forward(self, x):
+            return super().forward(self.layer1(x))
+
+    with pytest.raises(QuantizationError, match=f"matches no layer.*{hint}"):
+        placement(Named(), QuantSpec(rules=(Rule(match=match),)))
+
+
+def test_what_stays_float_says_why():
+    result = placement(torchvision.models.efficientnet_b0(), shape=(2, 3, 64, 64))
+    reasons = {d.rule for d in result.decisions if d.decision == "float"}
+    assert "mul stays float" in reasons
+    attention = placement(torchvision.models.vit_b_32(image_size=64), shape=(2, 3, 64, 64))
+    assert any(d.rule == "attention stays float" for d in attention.decisions)
+
+
+class Attention(nn.Module):
+    """Two heads of width 4 whose query, key and value are parts of one product, taken in one of the usual ways."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.qkv = way, nn.Linear(8, 24)
+
+    def forward(self, x):
+        y = self.qkv(x)
+        if self.way == "chunk":
+            parts = y.chunk(3, -1)
+        elif self.way == "slice":
+            parts = y[..., :8], y[..., 8:16], y[..., 16:]
+        else:
+            y = y.reshape(x.shape[0], -1, 3, 8).permute(2, 0, 1, 3)
+            parts = y.unbind(0) if self.way == "unbind" else (y[0], y[1], y[2])
+        q, k, v = (part.reshape(x.shape[0], -1, 2, 4).transpose(1, 2) for part in parts)
+        return (q @ k.transpose(-2, -1)).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
+@pytest.mark.parametrize("way", ["chunk", "slice", "unbind", "index"])
+def test_query_key_and_value_have_scales_of_their_own(way, target):
+    model, x = Attention(way), torch.randn(2, 5, 8)
+    with torch.no_grad():
+        model.qkv.weight[:8] *= 8  # what a shared scale would show
+    qmodel = quantize(model, x, [x], spec=QuantSpec(target=target, activations=ActivationSpec(calibrator="max")))
+    rows = [d for d in qmodel.placement.decisions if "query, key and value" in d.reason]
+    assert len({d.quantizer for d in rows}) == 3
+    q, k, v = (y.detach().abs().max() for y in model.qkv(x).chunk(3, -1))
+    kept = sorted(float(qmodel.get_submodule(d.quantizer).amax) for d in rows)
+    assert kept == pytest.approx(sorted([float(q), float(k), float(v)]))
+
+
+class LinearAttention(nn.Module):
+    """Its author casts what is multiplied to float32, as EfficientViT's does."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = (part.float() for part in self.qkv(x).chunk(3, -1))
+        return (q @ (k.transpose(-1, -2) @ v)).to(x.dtype)
+
+
+@pytest.mark.parametrize("rules", [(), (Rule(match="matmul*"),)])
+def test_products_that_the_model_casts_to_float32_stay_float_unless_asked_for(rules):
+    result = placement(LinearAttention(), QuantSpec(rules=rules), (2, 5, 8))
+    left = {d.layer for d in result.decisions if d.rule == "float32 product"}
+    assert left == (set() if rules else {"matmul", "matmul_1"})
+    assert len(result.activations) == (5 if rules else 1)
+
+
+def test_a_model_with_nothing_to_quantize_is_refused():
+    with pytest.raises(QuantizationError, match="no layer that can be quantized"):
+        placement(nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)))
+
+
+def test_grouped_transposed_convolutions_have_one_weight_scale():
+    model = nn.Sequential(nn.ConvTranspose2d(4, 6, 3, groups=2), nn.Conv2d(6, 2, 1))
+    axes = {w.path: w.format.axis for w in placement(model, shape=(2, 4, 8, 8)).weights}
+    assert axes == {"0": None, "1": 0}
+
+
+def test_csv_holds_every_decision():
+    import csv
+
+    result = placement(TinyResNet())
+    rows = list(csv.DictReader(result.to_csv().splitlines()))
+    assert [r["tensor"] for r in rows] == [d.tensor for d in result.decisions]
+    assert all(r["reason"] for r in rows)
+
+
+def test_an_identity_between_a_layer_and_its_activation_does_not_part_them():
+    """timm's networks have one there; ONNX Runtime fuses convolution and ReLU only without a quantizer between."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Identity(), nn.ReLU(), nn.Conv2d(4, 2, 1), nn.ReLU(), nn.Flatten())
+    assert quantized(placement(model, QuantSpec(target="onnxruntime"))) == {"input_1", "_2"}
+
+
+def test_what_addmm_adds_stays_float():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.three = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            return torch.baddbmm(self.one(x), self.two(x), self.three(x))
+
+    assert quantized(placement(Net(), shape=(2, 4, 4))) == {"x", "two", "three"}
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.LocalResponseNorm(3)])
+def test_every_normalization_that_stays_float_has_a_row(norm):
+    result = placement(nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.Conv2d(4, 2, 1)))
+    (row,) = [row for row in result.decisions if row.layer == "1"]
+    assert row.decision == "float" and "normalization" in row.reason

@@ -1,0 +1,147 @@
+"""Claims about values (never negative, always zero) against the values of the network itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from compress.graph.canonical import canonical_graph
+from compress.quantization.placement.dead import always_zero
+from compress.quantization.placement.read_fx import read_fx
+from compress.quantization.placement.signs import never_negative
+from compress.quantization.ptq.quantize import quantize
+from compress.quantization.spec import QuantSpec
+
+
+class Net(nn.Module):
+    """A function of an image and of a branch that is zero whatever the image."""
+
+    def __init__(self, function, norm=None):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.zero = nn.Conv2d(3, 4, 1, bias=False)
+        nn.init.zeros_(self.zero.weight)
+        self.norm = norm or nn.Identity()
+        self.last = nn.Conv2d(4, 2, 1)
+        self.function = function
+
+    def forward(self, x):
+        return self.last(self.function(self, self.conv(x), self.norm(self.zero(x))))
+
+
+def values(graph, x):
+    """Every node's value by name."""
+    found = {}
+
+    class Watch(fx.Interpreter):
+        def run_node(self, n):
+            found[n.name] = result = super().run_node(n)
+            return result
+
+    with torch.no_grad():
+        Watch(graph).run(x)
+    return found
+
+
+def norm(mean=0.0, affine=True):
+    made = nn.BatchNorm2d(4, affine=affine).eval()
+    nn.init.constant_(made.running_mean, mean)
+    return made
+
+
+POSITIVE = {  # a node, and whether its value is at least 0 for every image
+    "relu": (lambda m, y, z: F.relu(y), True),
+    "negated by an integer": (lambda m, y, z: F.relu(y) * -1, False),
+    "moved below zero": (lambda m, y, z: F.relu(y) + (-3), False),
+    "moved up": (lambda m, y, z: F.relu(y) + 0.5, True),
+    "subtracted by alpha": (lambda m, y, z: torch.add(F.relu(y), F.relu(-y), alpha=-1), False),
+    "divided by a negative": (lambda m, y, z: F.relu(y) / -2.0, False),
+    "log_softmax": (lambda m, y, z: F.log_softmax(y, 1), False),
+    "softmax": (lambda m, y, z: F.softmax(y, 1), True),
+    "exp": (lambda m, y, z: y.exp(), True),
+    "log": (lambda m, y, z: y.exp().log(), False),
+    "square": (lambda m, y, z: y.square(), True),
+    "sqrt": (lambda m, y, z: F.relu(y).sqrt(), True),
+    "max and min": (
+        lambda m, y, z: F.relu(y) + F.relu(y).amax(1, keepdim=True) + F.relu(y).amin(1, keepdim=True),
+        True,
+    ),
+    "maximum": (lambda m, y, z: torch.maximum(F.relu(y), y), False),  # true, and not known
+    "silu of relu": (lambda m, y, z: F.silu(F.relu(y)), True),
+    "silu": (lambda m, y, z: F.silu(y), False),
+    "shuffled": (lambda m, y, z: F.channel_shuffle(F.relu(y), 2), True),
+    "bicubic": (lambda m, y, z: F.interpolate(F.relu(y), scale_factor=2, mode="bicubic"), False),
+    "bilinear": (lambda m, y, z: F.interpolate(F.relu(y), scale_factor=2, mode="bilinear"), True),
+    "bicubic by position": (lambda m, y, z: F.interpolate(F.relu(y), None, 2.0, "bicubic"), False),
+    "clamped": (lambda m, y, z: y.clamp(0.1, 2), True),
+    "clamped below zero": (lambda m, y, z: y.clamp(-0.1, 2), False),
+}
+
+
+@pytest.mark.parametrize("name", POSITIVE)
+def test_signs(name):
+    function, expected = POSITIVE[name]
+    torch.manual_seed(0)
+    graph = canonical_graph(Net(function), torch.randn(2, 3, 6, 6))
+    known = never_negative(read_fx(graph))
+    seen = values(graph, 3 * torch.randn(8, 3, 6, 6))
+    assert all((seen[node.name] >= 0).all() for node in known)
+    (last,) = [node for node in graph.graph.nodes if node.target == "last"]
+    assert (last.args[0].name in {node.name for node in known}) == expected
+
+
+def test_a_negated_relu_keeps_its_values_when_it_is_quantized_for_a_cpu():
+    """An unsigned quantizer would make all of it zero."""
+    torch.manual_seed(0)
+    model, x = Net(lambda m, y, z: F.relu(y) * -1).eval(), torch.randn(8, 3, 6, 6)
+    error = quantize(model, x, [x], spec=QuantSpec(target="openvino"))(x) - model(x)
+    assert error.abs().max() < 0.05 * model(x).abs().max()
+
+
+ZERO = {  # a node, and whether its value is zero for every image
+    "branch": (lambda m, y, z: z, True),
+    "product": (lambda m, y, z: y * z, True),
+    "sum of zeros": (lambda m, y, z: z + F.relu(z), True),
+    "sum": (lambda m, y, z: z + y, False),
+    "a number added": (lambda m, y, z: z + 1, False),
+    "elu": (lambda m, y, z: F.elu(z), True),
+    "sigmoid": (lambda m, y, z: z.sigmoid(), False),
+    "softplus": (lambda m, y, z: F.softplus(z), False),
+    "shuffled": (lambda m, y, z: F.channel_shuffle(z, 2), True),
+    "unshuffled": (lambda m, y, z: F.pixel_shuffle(F.pixel_unshuffle(z, 2), 2), True),
+    "negated": (lambda m, y, z: -z, True),
+    "exp": (lambda m, y, z: z.exp(), False),
+    "added to a product": (lambda m, y, z: torch.baddbmm(z[:, 0], y[:, 0], y[:, 1])[:, None].repeat(1, 4, 1, 1), False),
+    "factor of a product": (lambda m, y, z: torch.bmm(z[:, 0], y[:, 1])[:, None].repeat(1, 4, 1, 1), True),
+}
+NORMS = {
+    "without affine parameters": (norm(affine=False), True),
+    "centred": (norm(), True),
+    "with a mean": (norm(mean=0.5), False),
+}
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_zeros(name):
+    check_zeros(Net(ZERO[name][0]), ZERO[name][1])
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_zeros_through_a_batch_norm(name):
+    check_zeros(Net(lambda m, y, z: F.relu(z) + F.relu(-z), NORMS[name][0]), NORMS[name][1])
+
+
+def test_a_batch_norm_without_affine_parameters_makes_no_zeros():
+    check_zeros(Net(lambda m, y, z: m.norm(y), norm(affine=False)), False)
+
+
+def check_zeros(model, expected):
+    torch.manual_seed(0)
+    graph = canonical_graph(model, torch.randn(2, 3, 6, 6), fold=False)
+    known = always_zero(read_fx(graph))
+    seen = values(graph, 3 * torch.randn(8, 3, 6, 6))
+    assert not any(seen[node.name].any() for node in known if torch.is_tensor(seen[node.name]))
+    (last,) = [node for node in graph.graph.nodes if node.target == "last"]
+    assert (last.args[0].name in {node.name for node in known}) == expected

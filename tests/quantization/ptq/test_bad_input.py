@@ -1,0 +1,282 @@
+"""Models and data that are not what quantization expects: a clear refusal, or the right thing done."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from compress.errors import CalibrationError, ModelError, QuantizationError
+from compress.quantization.calibration.calibrate import calibrate
+from compress.quantization.placement.insert import insert_quantizers
+from compress.quantization.ptq.quantize import quantize
+from compress.quantization.sensitivity.compare import sqnr
+from compress.quantization.spec import ActivationSpec, QuantSpec, Rule
+
+X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+MAX = QuantSpec(activations=ActivationSpec(calibrator="max"))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.fc = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.fc(self.b(self.a(x).relu()).relu().mean((2, 3)))
+
+
+def noise(model, qmodel, x=X):
+    with torch.no_grad():
+        return sqnr(model.eval()(x), qmodel(x))
+
+
+def test_zero_channels_and_zero_weights_stay_zero():
+    model = Net()
+    with torch.no_grad():
+        model.a.weight[2] = 0
+        model.b.weight.zero_()
+    qmodel = quantize(model, X[:2], [X], spec=MAX)
+    assert (qmodel.a.quantized_weight[2] == 0).all() and (qmodel.b.quantized_weight == 0).all()
+    assert noise(model, qmodel) > 30
+
+
+def test_a_module_used_twice_has_one_weight_quantizer_and_one_range_for_each_input():
+    class Twice(Net):
+        def __init__(self):
+            super().__init__()
+            self.c = nn.Conv2d(8, 8, 3, padding=1)
+
+        def forward(self, x):
+            return self.fc(self.c(self.c(self.a(x).relu()).relu() * 3).mean((2, 3)))
+
+    model = Twice()
+    qmodel = quantize(model, X[:2], [X], spec=MAX)
+    assert [site.path for site in qmodel.placement.weights] == ["a", "c", "fc"]
+    readers = [node.args[0] for node in qmodel.graph.nodes if node.target == "c"]
+    assert len(readers) == 2 and readers[0] is not readers[1]
+    assert all(node.op == "call_module" and node.target.startswith("quantizers.") for node in readers)
+    assert noise(model, qmodel) > 25
+
+
+def test_tensors_named_as_what_modules_have():
+    class Named(Net):
+        def forward(self, train):
+            return self.fc(self.b(self.a(train).cpu()).double().float().mean((2, 3)))
+
+    model = Named()
+    qmodel = quantize(model, X[:2], [X], spec=MAX)
+    assert "quantizers.train_" in dict(qmodel.named_modules()) and noise(model, qmodel) > 25
+
+
+def test_a_parallel_wrapper_inside_is_named():
+    with pytest.raises(ModelError, match="0 is a DataParallel.*put its .module in its place"):
+        quantize(nn.Sequential(nn.DataParallel(Net()), nn.ReLU()), X[:2], [X])
+
+
+def test_outputs_in_dicts_and_tuples():
+    class Nested(Net):
+        def forward(self, x):
+            y = self.a(x).relu()
+            return {"map": y, "rest": (self.fc(y.mean((2, 3))),)}
+
+    model = Nested().eval()
+    result, expected = quantize(model, X[:2], [X], spec=MAX)(X), model(X)
+    assert sqnr(expected["map"], result["map"]) > 25 and sqnr(expected["rest"][0], result["rest"][0]) > 25
+
+
+def test_a_constant_that_is_added_is_no_activation():
+    class Constant(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.ones(1, 8, 16, 16))
+
+        def forward(self, x):
+            return self.fc(self.b((self.a(x) + self.table).relu()).mean((2, 3)))
+
+    model = Constant()
+    qmodel = quantize(model, X[:2], [X], spec=MAX)
+    assert not any("table" in tensor for site in qmodel.placement.activations for tensor, _ in site.edges)
+    assert noise(model, qmodel) > 25
+
+
+def test_other_image_sizes_than_the_traced_one():
+    model = Net()
+    qmodel = quantize(model, X[:2], [X, torch.randn(2, 3, 24, 20)], spec=MAX)
+    assert noise(model, qmodel, torch.randn(3, 3, 20, 32)) > 20
+
+
+def test_one_batch_of_one_image_is_enough_and_none_is_not():
+    model = Net()
+    assert noise(model, quantize(model, X[:2], [X[:1]], spec=MAX), X[:1]) > 25
+    with pytest.raises(CalibrationError, match="no images"):
+        quantize(model, X[:2], [], spec=MAX)
+
+
+def test_a_tensor_that_was_constant_zero_is_named():
+    class Dead(Net):
+        def forward(self, x):
+            return self.fc(self.b(self.a(x).relu() * 0).mean((2, 3)))
+
+    with pytest.raises(CalibrationError, match=r"quantizers\.mul"):
+        quantize(Dead(), X[:2], [X], spec=MAX)
+
+
+def test_a_quantizer_that_nothing_reached_is_named():
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x):
+            return self.a(x)
+
+    qmodel = insert_quantizers(Branch(), X[:2], MAX)
+    with pytest.raises(CalibrationError, match="no images"):
+        calibrate(qmodel, [X[:0]])
+    with pytest.raises(CalibrationError, match=r"quantizers\.x has no ranges"):
+        qmodel(X)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_says_what_to_do(dtype):
+    with pytest.raises(QuantizationError, match=r"model\.float\(\)"):
+        quantize(Net().to(dtype), X.to(dtype), [X.to(dtype)], spec=MAX)
+
+
+def test_models_that_are_quantized_already():
+    model = Net()
+    with pytest.raises(QuantizationError, match="quantized already"):
+        quantize(quantize(model, X[:2], [X], spec=MAX), X[:2], [X], spec=MAX)
+    model.fc = torch.ao.nn.quantized.dynamic.Linear(8, 5)
+    with pytest.raises(QuantizationError, match="fc is a .*quantized already"):
+        quantize(model, X[:2], [X], spec=MAX)
+
+
+def test_no_weighted_layer():
+    with pytest.raises(QuantizationError, match="no layer that can be quantized"):
+        quantize(nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)), X[:2], [X], spec=MAX)
+
+
+def test_a_weight_of_the_model_itself_stays_float_and_says_why():
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kernel, self.fc = nn.Parameter(torch.randn(8, 3, 3, 3)), nn.Linear(8, 5)
+
+        def forward(self, x):
+            return self.fc(F.conv2d(x, self.kernel).relu().mean((2, 3)))
+
+    placement = insert_quantizers(Root(), X[:2], MAX).placement
+    (row,) = [row for row in placement.decisions if row.decision == "float"]
+    assert "kernel, belongs to the model itself" in row.reason
+
+
+def test_double_precision_says_what_to_do():
+    with pytest.raises(QuantizationError, match=r"torch\.float64 .*model\.float\(\)"):
+        quantize(Net().double(), X.double(), [X.double()], spec=MAX)
+
+
+def test_models_with_another_librarys_quantizers():
+    prepared = Net().train()
+    prepared.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    torch.ao.quantization.prepare_qat(prepared, inplace=True)
+    with pytest.raises(QuantizationError, match="torch.ao.*quantized already"):
+        quantize(prepared.eval(), X[:2], [X], spec=MAX)
+    pytest.importorskip("pytorch_quantization", reason="the peer is not installed")
+    from pytorch_quantization.nn import QuantConv2d
+
+    theirs = Net()
+    theirs.a = QuantConv2d(3, 8, 3, padding=1)
+    with pytest.raises(QuantizationError, match="from_pytorch_quantization takes it over"):
+        quantize(theirs, X[:2], [X], spec=MAX)
+
+
+class PackedWeight(torch.Tensor):
+    """A tensor of another class, such as torchao keeps packed weights in."""
+
+
+def test_weights_that_are_no_plain_tensors():
+    model = Net()
+    model.fc.weight = nn.Parameter(torch.randn(5, 8).as_subclass(PackedWeight))
+    with pytest.raises(QuantizationError, match=r"fc\.weight is a .*PackedWeight"):
+        quantize(model, X[:2], [X], spec=MAX)
+    model.fc = nn.LazyLinear(5)
+    with pytest.raises(ModelError, match=r"fc\.weight has no shape yet"):
+        quantize(model, X[:2], [X], spec=MAX)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "advice"),
+    [
+        (lambda model: model.forward, "must be a torch.nn.Module"),
+        (nn.DataParallel, r"its \.module"),
+        (torch.compile, r"its \._orig_mod"),
+        (lambda model: torch.jit.trace(model, X), "scripted or traced from"),
+    ],
+)
+def test_wrappers_say_what_to_give(wrap, advice):
+    with pytest.raises(ModelError, match=advice):
+        quantize(wrap(Net()), X[:2], [X], spec=MAX)
+
+
+def test_what_torch_export_returned_is_named():
+    exported = torch.export.export(Net().eval(), (X[:2],)).module()
+    with pytest.raises(ModelError, match="the module that torch.export exported"):
+        quantize(exported, X[:2], [X])
+
+
+@pytest.mark.parametrize("made", ["weight_norm", "spectral_norm"])
+def test_weights_that_hooks_compute_say_what_to_do(made):
+    model = Net()
+    getattr(nn.utils, made)(model.b)
+    with pytest.raises(ModelError, match=rf"weight of b .*torch.nn.utils.remove_{made}"):
+        quantize(model, X[:2], [X])
+    getattr(nn.utils, f"remove_{made}")(model.b)
+    assert noise(model, quantize(model, X[:2], [X])) > 30
+
+
+def test_a_spec_that_is_none():
+    with pytest.raises(QuantizationError, match="'openvino'.*QuantSpec"):
+        quantize(Net(), X[:2], [X], spec="openvino")
+
+
+@pytest.mark.parametrize("batches", [None, 3, X])
+def test_batches_that_are_none(batches):
+    with pytest.raises(CalibrationError, match="give an iterable of batches"):
+        quantize(Net(), X[:2], batches, spec=MAX)
+
+
+@pytest.mark.parametrize("batch", [X[:, :1], X.double(), X.to(torch.uint8)], ids=["channels", "double", "uint8"])
+def test_a_batch_that_the_model_fails_on_is_described(batch):
+    with pytest.raises(CalibrationError, match=r"fails on a calibration batch of \(4, [13], 16, 16\)"):
+        quantize(Net(), X[:2], [X, batch], spec=MAX)
+
+
+def test_an_average_alone_is_nothing_to_quantize():
+    with pytest.raises(QuantizationError, match="no layer that can be quantized"):
+        quantize(nn.Sequential(nn.AvgPool2d(2), nn.ReLU()), X[:2], [X], spec=MAX)
+
+
+def test_a_module_that_cannot_be_traced_stays_float_and_says_why():
+    class OnValues(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Conv2d(8, 8, 1)
+
+        def forward(self, x):
+            return self.inner(x) if x.sum() > 1e9 else x
+
+    class Outer(Net):
+        def __init__(self):
+            super().__init__()
+            self.part = OnValues()
+
+        def forward(self, x):
+            return self.fc(self.part(self.a(x)).mean((2, 3)))
+
+    (row,) = [row for row in insert_quantizers(Outer(), X[:2], MAX).placement.decisions if row.layer == "part"]
+    assert row.decision == "float" and "OnValues is kept whole" in row.reason
+    spec = QuantSpec(rules=(Rule(match="part.inner", enable=False),))
+    with pytest.raises(QuantizationError, match="part is kept whole and stays float"):
+        insert_quantizers(Outer(), X[:2], spec)

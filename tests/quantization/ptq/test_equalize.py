@@ -1,0 +1,315 @@
+"""Equalization preserves the function and reaches the closed-form optimum; smoothing likewise, for norms."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import parametrize
+
+from compress.errors import CalibrationError, QuantizationError
+from compress.graph.fold import fold_batchnorm
+from compress.graph.trace import trace
+from compress.quantization.ptq.equalize import equalize, equalizing_scale, find_pairs, replace_relu6
+from compress.quantization.ptq.quantize import quantize
+from compress.quantization.ptq.ranges import input_ranges, output_ranges, scale_inputs, scale_outputs
+from compress.quantization.ptq.smoothquant import find_norms, smooth, smoothing_scale
+from compress.quantization.sensitivity.compare import sqnr
+from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
+from tests.networks import network, with_statistics
+
+X = torch.randn(4, 6, 12, 12, generator=torch.Generator().manual_seed(0))
+RELU6 = "ReLU6"
+
+
+def mobile(activation=nn.ReLU, spread=2.0):
+    """Expansion, depthwise, grouped, transposed, pooling, flatten: every kind of neighbour, ranges far apart."""
+    torch.manual_seed(1)
+    model = with_statistics(
+        nn.Sequential(
+            nn.Conv2d(6, 16, 1, bias=False),
+            nn.BatchNorm2d(16),
+            activation(),
+            nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False),
+            nn.BatchNorm2d(16),
+            activation(),
+            nn.Conv2d(16, 8, 1),
+            nn.Conv2d(8, 12, 3, groups=4),
+            activation(),
+            nn.ConvTranspose2d(12, 8, 2, 2, groups=2),
+            nn.LeakyReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 5, 3),
+            activation(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(20, 7),
+            nn.Dropout(),
+            nn.ReLU(),
+            nn.Linear(7, 3),
+        )
+    )
+    with torch.no_grad():
+        for layer in model:
+            if isinstance(layer, nn.Conv2d):
+                layer.weight.mul_(torch.exp(spread * torch.randn(len(layer.weight), 1, 1, 1)))
+    return model
+
+
+def folded(model, x=X):
+    graph_module = trace(model, x)
+    fold_batchnorm(graph_module)
+    return graph_module
+
+
+def test_function_preserved_and_ranges_equal_in_every_pair():
+    graph_module = folded(mobile())
+    with torch.no_grad():
+        before = graph_module(X)
+        report = equalize(graph_module)
+        after = graph_module(X)
+    assert len(report.pairs) == 7 and not report.refused
+    assert (after - before).abs().max() / before.abs().max() < 1e-5
+    for pair in report.pairs:
+        outgoing = output_ranges(graph_module.get_submodule(pair.first))
+        incoming = input_ranges(graph_module.get_submodule(pair.second)).view(-1, pair.repeat).amax(1)
+        torch.testing.assert_close(outgoing, incoming, rtol=1e-3, atol=0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3)), min_size=1, max_size=8))
+def test_scale_is_the_optimum_of_the_papers_objective(ranges):
+    """Sum over channels of precision products p1 p2 is largest at equal ranges: no other scale does better."""
+    r1, r2 = (torch.tensor(values, dtype=torch.float64) for values in zip(*ranges, strict=True))
+
+    def objective(s):
+        a, b = r1 / s, r2 * s
+        return (a / a.max() * (b / b.max())).sum()
+
+    best = equalizing_scale(r1, r2)
+    torch.testing.assert_close(r1 / best, (r1 * r2).sqrt())
+    torch.testing.assert_close(r2 * best, (r1 * r2).sqrt())
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        other = best * torch.exp(torch.randn(len(best), generator=generator, dtype=torch.float64))
+        assert objective(other) <= objective(best) * (1 + 1e-9)
+
+
+LAYERS = [
+    nn.Conv2d(6, 4, 3),
+    nn.Conv2d(6, 6, 3, groups=6),
+    nn.Conv2d(6, 9, 1, groups=3),
+    nn.Linear(6, 5),
+    nn.ConvTranspose2d(6, 4, 2),
+    nn.ConvTranspose2d(6, 9, 2, groups=3),
+]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    LAYERS,
+    ids=lambda layer: type(layer).__name__ + str(getattr(layer, "groups", "")),
+)
+def test_scaling_a_side_of_a_layer_is_scaling_its_input_or_output(layer):
+    generator = torch.Generator().manual_seed(2)
+    linear = isinstance(layer, nn.Linear)
+    x = torch.randn(2, 6, *([] if linear else [5, 5]), generator=generator)
+    shape = (-1,) if linear else (-1, 1, 1)
+    with torch.no_grad():
+        y = layer(x)
+        ins, outs = torch.rand(6, generator=generator) + 0.5, torch.rand(y.shape[1], generator=generator) + 0.5
+        scaled = copy.deepcopy(layer)
+        scale_inputs(scaled, ins)
+        torch.testing.assert_close(scaled(x / ins.view(shape)), y)
+        scale_outputs(scaled, outs)
+        torch.testing.assert_close(scaled(x / ins.view(shape)), y * outs.view(shape))
+        silent = layer(torch.zeros_like(x[:1]))
+        for channel in range(6):  # an impulse in the middle returns every weight of its channel
+            impulse = torch.zeros_like(x[:1])
+            impulse[(0, channel) + (() if linear else (2, 2))] = 1
+            torch.testing.assert_close(input_ranges(layer)[channel], (layer(impulse) - silent).abs().max())
+
+
+def test_relu6_is_refused_with_the_way_out_and_replaced_on_request():
+    model = mobile(nn.ReLU6)
+    pairs, refused = find_pairs(folded(model))
+    assert any(RELU6 in reason and "relu6: relu" in reason for reason in refused.values())
+    graph_module = folded(model)
+    assert len(replace_relu6(graph_module)) == 4
+    assert len(find_pairs(graph_module)[0]) == 7 > len(pairs)
+    small = X / 1e4  # nothing reaches 6, where both are one function
+    calm = trace(mobile(nn.ReLU6, spread=0.0), small)
+    before = calm(small)
+    replace_relu6(calm)
+    torch.testing.assert_close(calm(small), before)
+
+
+def test_no_pair_is_an_error_that_says_why():
+    class Split(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(6, 6, 1), nn.Conv2d(6, 6, 1)
+
+        def forward(self, x):
+            y = self.a(x)
+            return torch.sigmoid(self.b(y)) + y
+
+    with pytest.raises(QuantizationError, match="a: 2 operations consume it"):
+        equalize(folded(Split()))
+
+
+def test_shared_and_parametrized_layers_are_left():
+    layer = nn.Conv2d(6, 6, 1)
+    _, refused = find_pairs(folded(nn.Sequential(layer, nn.ReLU(), layer, nn.ReLU(), nn.Conv2d(6, 2, 1))))
+    assert "called 2 times" in refused["0"]
+    masked = nn.Sequential(nn.Conv2d(6, 6, 1), nn.ReLU(), nn.Conv2d(6, 2, 1))
+    parametrize.register_parametrization(masked[0], "weight", nn.Identity())
+    assert "parametrized" in find_pairs(folded(masked))[1]["0"]
+
+
+def test_dead_channels_keep_still():
+    model = nn.Sequential(nn.Conv2d(6, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    with torch.no_grad():
+        model[0].weight[1] = 0
+        model[2].weight[:, 2] = 0
+    graph_module = folded(model)
+    with torch.no_grad():
+        before = graph_module(X)
+        scale = equalize(graph_module).divided["0"]
+        torch.testing.assert_close(graph_module(X), before)
+    assert scale[1] == scale[2] == 1 and bool(scale.isfinite().all())
+
+
+def test_equalization_rescues_per_tensor_weights():
+    model = mobile(spread=3.0)
+    noise = {}
+    for on in (False, True):
+        spec = QuantSpec(weights=WeightSpec(axis=None), activations=ActivationSpec(calibrator="max"), equalize=on)
+        quantized = quantize(model, X[:2], [X], spec=spec)
+        with torch.no_grad():
+            noise[on] = sqnr(model(X), quantized(X))
+    assert noise[True] > noise[False] + 6
+    assert "equalized 7 pairs" in quantized.report.notes()[0]
+
+
+# --- SmoothQuant -------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A norm read by two projections, one read by a linear layer, and one that is read by an add as well."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(width) for _ in range(3))
+        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
+        self.up, self.down, self.last = nn.Linear(width, 16), nn.Linear(16, width), nn.Linear(width, 3)
+        self.dropout = nn.Dropout()
+
+    def forward(self, x):
+        y = self.norm1(x)
+        x = x + torch.softmax(self.query(y) @ self.key(y).transpose(1, 2), -1) @ x
+        x = x + self.down(torch.relu(self.up(self.dropout(self.norm2(x)))))
+        y = self.norm3(x)
+        return self.last(y) + y.mean(-1, keepdim=True)
+
+
+def block_with_outliers():
+    torch.manual_seed(0)
+    block = Block().eval()
+    with torch.no_grad():
+        for norm in (block.norm1, block.norm2):
+            norm.weight[2] *= 60
+            norm.bias.normal_()
+    return block, torch.randn(4, 5, 8)
+
+
+def test_smoothing_preserves_the_function_and_follows_the_formula():
+    block, x = block_with_outliers()
+    graph_module = trace(block, x)
+    inputs = block.norm1(x).flatten(0, 1).abs().amax(0).detach()
+    weights = torch.cat([block.query.weight, block.key.weight]).abs().amax(0).detach()
+    with torch.no_grad():
+        before = graph_module(x)
+        report = smooth(graph_module, [x], alpha=0.5)
+        after = graph_module(x)
+    assert (after - before).abs().max() / before.abs().max() < 1e-5
+    assert [norm.path for norm in report.norms] == ["norm1", "norm2"]
+    assert report.norms[0].consumers == ("query", "key")
+    assert "consumes it too" in report.refused["norm3"]
+    torch.testing.assert_close(report.divided["norm1"], (inputs / weights).sqrt())
+    smoothed = graph_module.norm1(x).flatten(0, 1).abs().amax(0)
+    now = torch.cat([graph_module.query.weight, graph_module.key.weight]).abs().amax(0)
+    torch.testing.assert_close(smoothed, now)  # at 0.5 both sides share the difficulty evenly
+
+
+class OwnNorm(nn.LayerNorm):
+    """As timm's: a subclass outside torch, which fx traces into."""
+
+    def forward(self, x):
+        return nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+def test_smoothing_sees_norms_that_are_functions(monkeypatch):
+    monkeypatch.setattr(OwnNorm, "__module__", "elsewhere")
+    torch.manual_seed(0)
+    model, x = nn.Sequential(OwnNorm(8), nn.Linear(8, 4)).eval(), torch.randn(4, 5, 8)
+    graph_module = trace(model, x)
+    with torch.no_grad():
+        report = smooth(graph_module, [x])
+        torch.testing.assert_close(graph_module(x), model(x))
+    assert report.norms[0].path == "0" and report.norms[0].parameters == ("0.weight", "0.bias")
+    assert not torch.equal(graph_module.get_parameter("0.weight"), model[0].weight)
+
+
+def test_smoothing_gains_where_there_are_outliers():
+    block, x = block_with_outliers()
+    noise = {}
+    for alpha in (None, 0.5):
+        quantized = quantize(
+            block, x[:2], iter([x]), spec=QuantSpec(activations=ActivationSpec(calibrator="max"), smooth=alpha)
+        )
+        with torch.no_grad():
+            noise[alpha] = sqnr(block(x), quantized(x))
+    assert noise[0.5] > noise[None] + 3
+    assert "smoothed 2 norms (1 left" in quantized.report.notes()[0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(1e-4, 1e4), st.floats(1e-4, 1e4), st.floats(0, 1))
+def test_smoothing_scale_trades_one_for_the_other(activation, weight, alpha):
+    s = smoothing_scale(torch.tensor([activation]), torch.tensor([weight]), alpha).double().item()
+    assert (activation / s) / (weight * s) == pytest.approx((activation * weight) ** (1 - 2 * alpha), rel=1e-3)
+
+
+def test_smoothing_refuses():
+    graph_module = trace(nn.Sequential(nn.LayerNorm(8, elementwise_affine=False), nn.Linear(8, 2)), torch.randn(2, 8))
+    assert "no affine" in find_norms(graph_module)[1]["0"]
+    with pytest.raises(QuantizationError, match="the model has none"):
+        quantize(network(), torch.randn(2, 3, 16, 16), [torch.randn(2, 3, 16, 16)], spec=QuantSpec(smooth=0.5))
+    block, x = block_with_outliers()
+    with pytest.raises(CalibrationError, match="no images"):
+        smooth(trace(block, x), [])
+    with pytest.raises(QuantizationError, match="from 0 to 1"):
+        smooth(trace(block, x), [x], alpha=2.0)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_scale_passes_through_a_resize_and_a_negation(mode):
+    """Both are linear in their input, channel by channel, and were refused."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(6, 5, 3), nn.Conv2d(5, 4, 3)
+
+        def forward(self, x):
+            return self.second(nn.functional.interpolate(-self.first(x), scale_factor=2, mode=mode))
+
+    graph_module = folded(Net())
+    with torch.no_grad():
+        before = graph_module(X)
+        report = equalize(graph_module)
+        assert [(pair.first, pair.second) for pair in report.pairs] == [("first", "second")]
+        assert (graph_module(X) - before).abs().max() / before.abs().max() < 1e-5

@@ -1,0 +1,3 @@
+from tests.report.conftest import run_folder
+
+__all__ = ["run_folder"]

@@ -1,0 +1,190 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compress.measure.metric import Metric
+from compress.records.summary import SUMMARY_COLUMNS, summary_notes, summary_table, unavailable_engines
+from compress.report.headline import headline
+from compress.text import in_bytes, significant
+from tests.report.sample import metric, sample_metrics
+
+
+def metrics_of(*rows):
+    return tuple(Metric.from_dict(row) for row in rows)
+
+
+SAMPLE = metrics_of(*sample_metrics())
+
+
+def test_values_are_those_of_the_metrics():
+    truth = {(m.name, m.variant, m.engine, m.batch_size): m.value for m in SAMPLE}
+    rows = summary_table(SAMPLE)
+    timed = [row for row in rows if row.batch_size is not None]
+    assert len(timed) == 3 * 3 * 2  # variants x engines x batch sizes
+    for row in timed:
+        for name in ("p50_ms", "p99_ms", "images_per_s"):
+            assert getattr(row, name) == truth[name, row.variant, row.engine, row.batch_size]
+        assert row.top1 == truth["top1", row.variant, row.engine, None]
+        assert row.file_bytes == truth["file_bytes", row.variant, "", None]
+    by_hand = {("openvino (f32)", 1, "qat"): 11.52 / 3.19, ("onnxruntime", 32, "ptq"): 502.3 / 233.1}
+    for row in timed:
+        key = (row.engine, row.batch_size, row.variant)
+        if key in by_hand:
+            assert row.speedup == pytest.approx(by_hand[key])
+        if row.variant == "float":
+            assert (row.speedup, row.size_ratio) == (1.0, 1.0)
+
+
+def test_rows_of_a_group_stand_together_float_first_and_untimed_engines_last():
+    rows = summary_table(metrics_of(*sorted(sample_metrics(), key=lambda r: r["variant"], reverse=True)))
+    keys = [(row.engine, row.batch_size) for row in rows]
+    assert keys == sorted(keys, key=keys.index)
+    assert [row.variant for row in rows[::3]] == ["float"] * (len(rows) // 3)
+    assert {row.engine for row in rows[-3:]} == {"torch (fake quantization)"}
+    assert all(row.file_bytes is None for row in rows[-3:])  # torch runs no file
+
+
+def test_cells_fill_the_columns_and_nothing_is_blank_or_zero():
+    for row in summary_table(SAMPLE):
+        cells = row.cells()
+        assert len(cells) == len(SUMMARY_COLUMNS)
+        assert all(cell.strip() and cell not in ("0", "None", "nan") for cell in cells)
+
+
+def test_a_speed_up_never_crosses_engines_or_batch_sizes():
+    rows = summary_table(
+        metrics_of(
+            metric("p50_ms", "float", "openvino (f32)", 10.0, "ms", batch_size=1),
+            metric("p50_ms", "qat", "openvino (bf16)", 5.0, "ms", batch_size=1),
+            metric("p50_ms", "qat", "openvino (f32)", 50.0, "ms", batch_size=32),
+        )
+    )
+    assert {(row.engine, row.batch_size): row.speedup for row in rows if row.variant == "qat"} == {
+        ("openvino (bf16)", 1): None,
+        ("openvino (f32)", 32): None,
+    }
+    assert all(row.cells()[SUMMARY_COLUMNS.index("speed-up")] == "n/a" for row in rows if row.variant == "qat")
+
+
+def test_an_engines_own_file_counts_before_the_onnx_file():
+    rows = summary_table(
+        metrics_of(
+            metric("p50_ms", "float", "tensorrt", 2.0, "ms", batch_size=1),
+            metric("p50_ms", "float", "onnxruntime", 3.0, "ms", batch_size=1),
+            metric("file_bytes", "float", "", 100.0, "bytes"),
+            metric("file_bytes", "float", "tensorrt", 60.0, "bytes"),
+        )
+    )
+    assert {row.engine: row.file_bytes for row in rows} == {"tensorrt": 60.0, "onnxruntime": 100.0}
+
+
+def test_unavailable_engines_are_listed_with_their_reason_and_have_no_row():
+    assert unavailable_engines(SAMPLE) == {"tensorrt": "the tensorrt package is not installed"}
+
+
+def test_what_several_reasons_share_is_said_once():
+    rows = [
+        metric("top1", variant, "tensorrt-rtx", None, "%", status="unavailable", reason=f"built {variant}, but no GPU")
+        for variant in ("float", "ptq")
+    ]
+    rows.append(metric("p50_ms", "qat", "tensorrt-rtx", None, "ms", status="unavailable", reason="too large"))
+    told = unavailable_engines(map(Metric.from_dict, rows))
+    assert told == {"tensorrt-rtx": "built float, built ptq, but no GPU; too large"}
+    assert "tensorrt" not in {row.engine for row in summary_table(SAMPLE)}
+    assert not any("tensorrt package" in note for note in summary_notes(SAMPLE))
+
+
+def test_notes_tell_the_reason_of_every_gap_and_mark():
+    metrics = metrics_of(
+        metric("top1", "float", "onnxruntime", 90.0, "%", status="partial", reason="100 of 360 images"),
+        metric("p50_ms", "float", "onnxruntime", 3.0, "ms", batch_size=1),
+        metric("p99_ms", "float", "onnxruntime", None, "ms", batch_size=1, status="unavailable", reason="too few runs"),
+        metric("top1", "float", "torch", 91.0, "%"),
+    )
+    notes = "\n".join(summary_notes(metrics))
+    assert "float on ONNX Runtime: top1 partial: 100 of 360 images" in notes
+    assert "float on ONNX Runtime, batch 1: p99_ms unavailable: too few runs" in notes
+    assert "ONNX Runtime: images_per_s not measured" in notes
+    assert "ONNX Runtime: file_bytes not measured" in notes
+    assert "torch: not timed in this run" in notes
+    assert "p99_ms not measured" not in notes
+    row = summary_table(metrics)[0]
+    assert row.cells()[SUMMARY_COLUMNS.index("top-1 %")] == "90.00*"
+
+
+def test_no_metrics_no_rows():
+    assert summary_table(()) == ()
+    assert summary_notes(()) == ()
+
+
+@given(st.floats(1e-6, 1e12))
+def test_significant_is_the_number_to_three_digits(value):
+    assert float(significant(value).replace(",", "")) == pytest.approx(float(f"{value:.3g}"), rel=5e-3)
+    assert "e" not in significant(value)
+
+
+@given(st.integers(0, 10**13))
+def test_in_bytes_is_within_half_a_percent(value):
+    text, unit = in_bytes(value).split(" ")
+    factor = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
+    assert math.isclose(float(text.replace(",", "")) * factor, value, rel_tol=5.1e-3)
+
+
+def test_headline_takes_the_fastest_float_precision_of_the_engine():
+    said = headline(SAMPLE, bits=frozenset({8}))
+    # 6.02 / 3.15 in bf16, not 11.52 / 3.19 in f32
+    assert said.sentence.startswith("INT8 (QAT) is 1.9× as fast as float at batch 1 on OpenVINO (bf16)")
+    assert "loses 0.28 points of top-1" in said.sentence
+    assert "0.26 of the file size" in said.sentence
+    assert [tile.value for tile in said.tiles] == ["1.91×", "−0.28", "0.26", "99.72 %"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"p50_ms": 20.0}, "takes 2× the time of float"),
+        ({"p50_ms": 10.05}, "is as fast as float"),
+        ({"top1": 91.5}, "gains 1.50 points"),
+        ({"top1": 90.001}, "keeps top-1 at 90.00 %"),
+        ({"p50_ms": 0.5}, "is 20× as fast"),
+    ],
+)
+def test_headline_says_what_it_cost_as_plainly_as_what_it_gained(change, words):
+    after = {"p50_ms": 5.0, "top1": 89.0} | change
+    said = headline(
+        metrics_of(
+            metric("p50_ms", "float", "onnxruntime", 10.0, "ms", batch_size=1),
+            metric("top1", "float", "onnxruntime", 90.0, "%"),
+            metric("p50_ms", "ptq", "onnxruntime", after["p50_ms"], "ms", batch_size=1),
+            metric("top1", "ptq", "onnxruntime", after["top1"], "%"),
+        )
+    )
+    assert words in said.sentence
+    assert said.sentence.startswith("The PTQ model ")
+
+
+def test_headline_names_both_precisions_where_they_differ():
+    said = headline(
+        metrics_of(
+            metric("p50_ms", "float", "openvino (f32)", 10.0, "ms", batch_size=1),
+            metric("p50_ms", "float", "openvino (bf16)", 6.0, "ms", batch_size=1),
+            metric("p50_ms", "qat", "openvino (f32)", 3.0, "ms", batch_size=1),
+        )
+    )
+    assert "2× as fast" in said.sentence
+    assert "on OpenVINO (f32) against float on OpenVINO (bf16)" in said.sentence
+
+
+def test_headline_without_a_quantized_variant_or_without_anything():
+    float_only = metrics_of(metric("top1", "float", "onnxruntime", 90.0, "%"))
+    assert (
+        headline(float_only).sentence
+        == "The float model reaches 90.00 % top-1 on ONNX Runtime; nothing was quantized yet."
+    )
+    assert headline(()).sentence == "This run has measured nothing yet."
+    untimed = metrics_of(metric("top1", "float", "torch", 90.0, "%"), metric("top1", "qat", "torch", 89.5, "%"))
+    assert "loses 0.50 points of top-1" in headline(untimed).sentence
+    alone = metrics_of(metric("top1", "qat", "torch", 89.5, "%"))
+    assert headline(alone).sentence == "The QAT model has no number that can be set beside float's."

@@ -1,0 +1,408 @@
+"""Permuted networks compute what they did: hand-made structures, and every family of torchvision's CNNs."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchvision import models
+
+from compress.errors import SparsityError
+from compress.sparsity import channel_permutation
+from compress.sparsity.channel_permutation import permute_channels
+from compress.sparsity.masks import kept_magnitude, nm_mask
+from compress.sparsity.parametrization import masked_layers
+from compress.sparsity.sparsifier import sparsify
+from compress.sparsity.spec import SparsityRule, SparsitySpec
+from tests.networks import with_statistics
+from tests.sparsity.nets import batch, small
+
+QUICK = SparsitySpec(permute_seconds=0.2)
+
+
+def conv(inputs, outputs, kernel=1, **kwargs):
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, **kwargs), nn.BatchNorm2d(outputs), nn.ReLU()
+    )
+
+
+class Net(nn.Module):
+    """Stem, a middle that subclasses make, and a classifier."""
+
+    def __init__(self, width, **layers):
+        super().__init__()
+        self.stem = conv(3, 16, 3)
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+        self.fc = nn.Linear(width, 10)
+
+    def middle(self, x):
+        raise NotImplementedError
+
+    def forward(self, x):
+        return self.fc(self.middle(self.stem(x)).mean((2, 3)))
+
+
+class Residual(Net):
+    def __init__(self):
+        super().__init__(
+            32, a=conv(16, 32), b=nn.Conv2d(32, 32, 3, padding=1), short=nn.Conv2d(16, 32, 1), c=conv(32, 32)
+        )
+
+    def middle(self, x):
+        return self.c(F.relu(self.b(self.a(x)) + self.short(x)))
+
+
+class Maxout(Net):
+    """Elementwise operations that the channel groups did not know."""
+
+    def __init__(self):
+        super().__init__(32, a=conv(16, 32), b=conv(16, 32), c=conv(32, 32))
+
+    def middle(self, x):
+        x = torch.maximum(self.a(x), self.b(x)).square().sqrt()
+        return self.c(torch.minimum(x, x.exp().log()))
+
+
+class Concat(Net):
+    """Branches of 16, 32 and the input itself: offsets 0, 16 and 48."""
+
+    def __init__(self):
+        super().__init__(32, a=conv(16, 16), b=conv(16, 32), c=conv(64, 32), d=conv(32, 32))
+
+    def middle(self, x):
+        return self.d(self.c(torch.cat([self.a(x), self.b(x), x], 1)))
+
+
+class Misaligned(Net):
+    """A concat at offset 18: the second branch is in whole groups nowhere."""
+
+    def __init__(self):
+        super().__init__(32, a=conv(16, 18), b=conv(16, 30), c=conv(48, 32), d=conv(32, 32))
+
+    def middle(self, x):
+        return self.d(self.c(torch.cat([self.a(x), self.b(x)], 1)))
+
+
+class Depthwise(Net):
+    def __init__(self):
+        super().__init__(
+            32, a=conv(16, 64), b=conv(64, 64, 3, groups=64), c=conv(64, 32), d=nn.Conv2d(64, 64, 3, 1, 1, groups=64)
+        )
+
+    def middle(self, x):
+        x = self.b(self.a(x))
+        return self.c(self.d(x) + x)
+
+
+class Grouped(Net):
+    def __init__(self):
+        super().__init__(32, a=conv(16, 64), b=conv(64, 64, 3, groups=4), c=conv(64, 32))
+
+    def middle(self, x):
+        return self.c(self.b(self.a(x)))
+
+
+class Excited(Net):
+    """Squeeze and excite: the gate's channels are those that it scales."""
+
+    def __init__(self):
+        super().__init__(32, a=conv(16, 64), down=nn.Conv2d(64, 16, 1), up=nn.Conv2d(16, 64, 1), c=conv(64, 32))
+
+    def middle(self, x):
+        x = self.a(x)
+        gate = torch.sigmoid(self.up(F.relu(self.down(x.mean((2, 3), keepdim=True)))))
+        return self.c(x * gate)
+
+
+class Shuffled(Net):
+    """Split, shuffle by reshape, and halves that go different ways."""
+
+    def __init__(self):
+        super().__init__(64, a=conv(16, 64), b=conv(32, 32), c=conv(32, 32), d=conv(64, 64), e=conv(64, 64))
+
+    def middle(self, x):
+        left, right = self.a(x).chunk(2, 1)
+        x = torch.cat([self.b(left), F.silu(self.c(right))], 1)
+        n, c, h, w = x.shape
+        x = x.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h, w)
+        return self.e(self.d(x))
+
+
+class HalfActivated(Net):
+    """One half of a tensor passes another activation, so the halves may not mix though one layer reads both."""
+
+    def __init__(self):
+        super().__init__(32, a=conv(16, 32), c=conv(32, 32))
+
+    def middle(self, x):
+        x = self.a(x)
+        return self.c(torch.cat([x[:, :16] * 2, torch.tanh(x[:, 16:])], 1))
+
+
+class Shared(Net):
+    """One layer that is called twice in a loop."""
+
+    def __init__(self):
+        super().__init__(32, a=conv(16, 32), loop=nn.Conv2d(32, 32, 3, padding=1), c=conv(32, 32))
+
+    def middle(self, x):
+        x = self.a(x)
+        for _ in range(2):
+            x = F.relu(self.loop(x))
+        return self.c(x)
+
+
+class Flattened(nn.Module):
+    """Channels that a linear layer reads as flattened pictures, and a parameter for each channel."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = conv(3, 16, 3), conv(16, 32, 3)
+        self.scale = nn.Parameter(torch.rand(32, 1, 1))
+        self.slope = nn.PReLU(32)
+        nn.init.uniform_(self.slope.weight)
+        self.hidden, self.norm, self.fc = nn.Linear(32 * 16, 64), nn.LayerNorm(64), nn.Linear(64, 10)
+        nn.init.uniform_(self.norm.weight)
+
+    def forward(self, x):
+        x = self.slope(self.b(self.a(x))) * self.scale
+        return self.fc(F.gelu(self.norm(self.hidden(F.adaptive_avg_pool2d(x, 4).flatten(1)))))
+
+
+class Normed(Net):
+    """Group, instance and transposed: norms over parts of the channels, and a layer whose rows are axis 1."""
+
+    def __init__(self):
+        super().__init__(
+            32,
+            a=conv(16, 32),
+            g=nn.GroupNorm(2, 32),
+            b=conv(32, 32),
+            i=nn.InstanceNorm2d(32, affine=True, track_running_stats=True),
+            t=nn.ConvTranspose2d(32, 32, 2, 2),
+            c=conv(32, 32),
+        )
+        for norm in (self.g, self.i):
+            nn.init.uniform_(norm.weight)
+
+    def middle(self, x):
+        return self.c(self.t(self.i(self.b(self.g(self.a(x))))))
+
+
+def permuted(model, x, spec=QUICK):
+    """Permute, check the outputs and that kept magnitudes are reported truly; return the report."""
+    model = with_statistics(model)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with torch.no_grad():
+        expected = model(x)
+        report = permute_channels(model, spec, example_inputs=x)
+        torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+    for row in report.rows:
+        for share, weight in (
+            (row.before, before[f"{row.layer}.weight"]),
+            (row.after, model.state_dict()[f"{row.layer}.weight"]),
+        ):
+            assert share == pytest.approx(kept_magnitude(weight, nm_mask(weight, 2, 4)), rel=1e-5)
+    moved = any(not torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert moved == any(row.after != row.before for row in report.rows)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("net", "groups", "searched"),
+    [
+        (Residual, 3, {"a.0": 16, "b": 32, "short": 16, "c.0": 32}),
+        (Maxout, 2, {"a.0": 16, "b.0": 16, "c.0": 32}),
+        (Concat, 4, {"a.0": 16, "b.0": 16, "c.0": 64, "d.0": 32}),
+        (Misaligned, 2, {"a.0": 16, "b.0": 16, "c.0": 0, "d.0": 32}),
+        (Depthwise, 2, {"a.0": 16, "c.0": 64}),
+        (Grouped, 5, {"a.0": 16, "c.0": 64}),
+        (Excited, 3, {"a.0": 16, "down": 64, "up": 16, "c.0": 64}),
+        (Shuffled, 4, {"a.0": 16, "b.0": 32, "c.0": 32, "d.0": 0, "e.0": 64}),
+        (HalfActivated, 3, {"a.0": 16, "c.0": 32}),
+        (Shared, 2, {"a.0": 16, "loop": 32, "c.0": 32}),
+        (Flattened, 1, {"b.0": 16, "hidden": 0}),
+        (Normed, 4, {"a.0": 16, "b.0": 32, "c.0": 32}),
+    ],
+)
+def test_structures(net, groups, searched):
+    torch.manual_seed(1)
+    report = permuted(net(), batch(2), SparsitySpec(permute_seconds=0.2, kernels="any"))
+    assert {row.layer: row.searched for row in report.rows} == searched
+    assert report.groups == groups
+    for row in report.rows:
+        assert (row.searched == row.channels) == (row.reason == "")
+        assert row.after > row.before or row.searched == 0
+        assert row.searched or "whole groups of 4" in row.reason
+
+
+def vision(name, **kwargs):
+    torch.manual_seed(0)
+    return models.get_model(name, weights=None, **kwargs)
+
+
+def with_small_classifier(make, features):
+    """The network with a classifier of 64 instead of 4,096 channels, which is most of its time."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = make()
+        model.classifier = nn.Sequential(nn.Linear(features, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 8))
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def vgg():
+    return models.VGG(models.vgg.make_layers([32, "M", 64, 64, "M", 64], batch_norm=False))
+
+
+def resnet(block, layers, **kwargs):
+    return models.ResNet(block, layers, num_classes=16, **kwargs)
+
+
+def convnext():
+    widths = ((32, 64), (64, 128), (128, None))
+    return models.ConvNeXt([models.convnext.CNBlockConfig(c, out, 1) for c, out in widths], layer_scale=0.5)
+
+
+FAMILIES = {
+    "alexnet": (lambda: with_small_classifier(models.AlexNet, 256 * 36), 64),
+    "vgg": (lambda: with_small_classifier(vgg, 64 * 49), 32),
+    "resnet18": (lambda: resnet(models.resnet.BasicBlock, [2, 1, 1, 1]), 32),
+    "resnet50": (lambda: resnet(models.resnet.Bottleneck, [2, 1, 1, 1]), 32),
+    "resnext": (lambda: resnet(models.resnet.Bottleneck, [1, 1, 1, 1], groups=16, width_per_group=8), 32),
+    "densenet": (lambda: models.DenseNet(32, (3, 3, 3), 64), 32),
+    "googlenet": (lambda: models.googlenet(init_weights=False), 32),
+    "inception_v3": (lambda: models.inception_v3(init_weights=False), 75),
+    "squeezenet": (models.squeezenet1_1, 32),
+    "mobilenet_v2": (models.mobilenet_v2, 32),
+    "mobilenet_v3": (models.mobilenet_v3_small, 32),
+    "mnasnet": (models.mnasnet0_5, 32),
+    "shufflenet_v2": (models.shufflenet_v2_x0_5, 32),
+    "efficientnet": (models.efficientnet_b0, 32),
+    "regnet": (models.regnet_y_400mf, 32),
+    "convnext": (convnext, 32),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_of_torchvision(family):
+    make, size = FAMILIES[family]
+    report = permuted(make(), torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(3)))
+    assert report.groups > 0
+    assert sum(row.after for row in report.rows) > sum(row.before for row in report.rows)
+    if family not in {"alexnet", "vgg", "shufflenet_v2"}:  # flattened pictures, interleaved halves
+        assert all(row.reason == "" for row in report.rows)
+
+
+def test_transformer_blocks_are_permuted_inside_and_say_why_not_between():
+    torch.manual_seed(0)
+    model = models.VisionTransformer(16, 8, 1, 2, 32, 64, num_classes=8)
+    nn.init.normal_(model.heads.head.weight)
+    x = torch.randn(1, 3, 16, 16)
+    report = permuted(model, x)
+    rows = {row.layer: row for row in report.rows}
+    mlp = "encoder.layers.encoder_layer_0.mlp"
+    assert rows[f"{mlp}.3"].reason == "" and rows[f"{mlp}.3"].searched == 64
+    assert "encoder.pos_embedding of (1, 5, 32), which cannot be followed" in rows[f"{mlp}.0"].reason
+
+
+class Counting(nn.Module):
+    """Reads channels by number, which no permutation may hide: fx sees the numbers, a leaf does not show them."""
+
+    def __init__(self, leaf):
+        super().__init__()
+        self.a, self.pick, self.c = conv(3, 16, 3), Pick() if leaf else nn.Identity(), conv(16, 32)
+        self.fc = nn.Linear(32, 4)
+
+    def forward(self, x):
+        x = self.pick(self.a(x))
+        return self.fc(self.c(x - x[:, 3:4]).mean((2, 3)))
+
+
+class Pick(nn.Module):
+    def forward(self, x):
+        return x * torch.arange(x.shape[1]).view(1, -1, 1, 1) if x.sum() > -1e9 else x
+
+
+def test_channels_that_are_read_by_number_stay():
+    spec = SparsitySpec(permute_seconds=0.2, kernels="any", rules=(SparsityRule(match="*"),))
+    seen = permute_channels(Counting(leaf=False), spec, example_inputs=batch())
+    assert {row.layer: row.searched for row in seen.rows} == {"c.0": 0, "fc": 32}  # 15 that are alike
+    opaque = permute_channels(Counting(leaf=True), spec, example_inputs=batch())
+    rows = {row.layer: row for row in opaque.rows}
+    assert rows["c.0"].searched == 0 and "pick (unknown), which cannot be followed" in rows["c.0"].reason
+
+
+class Sneaky(nn.Conv2d):
+    """A convolution that does more than its kind says."""
+
+    def forward(self, x):
+        return super().forward(x * torch.arange(x.shape[1]).view(1, -1, 1, 1))
+
+
+def test_network_that_would_change_is_put_back_and_refused(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(*conv(3, 16, 3), Sneaky(16, 32, 1), nn.ReLU(), nn.Conv2d(32, 32, 1)).eval()
+    monkeypatch.setattr(channel_permutation, "trace", lambda model, inputs: leafy(model))
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(SparsityError, match="would compute|computes something else, so the permutation was undone"):
+        permute_channels(model, SparsitySpec(permute_seconds=0.2), example_inputs=batch())
+    assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+
+
+def leafy(model):
+    """A trace in which the sneaky layer is one node, as in a library that names it a leaf."""
+
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, m, name):
+            return isinstance(m, Sneaky) or super().is_leaf_module(m, name)
+
+    twin = copy.deepcopy(model)
+    return torch.fx.GraphModule(twin, Tracer().trace(twin)).eval()
+
+
+def test_optimizer_and_modes_survive():
+    model = small().train()
+    model[1].eval()
+    parameters = list(model.parameters())
+    torch.set_num_threads(2)
+    permute_channels(model, QUICK, example_inputs=batch())
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert [m.training for m in model] == [i != 1 for i in range(11)]
+
+
+def test_masked_quantized_and_untraceable_models_are_refused():
+    model = small()
+    sparsify(model, SparsitySpec())
+    with pytest.raises(SparsityError, match="3 is parametrized already: permute channels before masking"):
+        permute_channels(model, QUICK, example_inputs=batch())
+    assert list(masked_layers(model)) == ["3", "6"]
+    quantizer = nn.Identity()
+    quantizer.is_quantizer = True
+    with pytest.raises(SparsityError, match="permute channels before quantizing"):
+        permute_channels(nn.Sequential(small(), quantizer), QUICK, example_inputs=batch())
+    with pytest.raises(SparsityError, match="not 'unstructured:0.5'"):
+        permute_channels(small(), SparsitySpec(pattern="unstructured:0.5"), example_inputs=batch())
+
+
+def test_progress_is_advanced_at_every_group():
+    calls = []
+
+    class Listener:
+        def start(self, task, total, *, done=0):
+            calls.append((task, total))
+
+        def advance(self, task, amount=1, **fields):
+            calls.append(sorted(fields))
+
+        def finish(self, task):
+            calls.append(task)
+
+    permute_channels(small(), QUICK, example_inputs=batch(), progress=Listener())
+    assert calls == [("permute", 2), ["gap_closed"], ["gap_closed"], "permute"]

@@ -1,0 +1,92 @@
+"""Declared ranges: accepted and refused values, and the text of a refusal."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compress.data import DataSpec, check_data_spec
+from compress.errors import DataError, QuantizationError, RecipeError
+from compress.measure import BenchSpec, check_bench_spec
+from compress.quantization.spec import AdaRoundSpec, QuantSpec, Rule, WeightSpec, check_quant_spec
+from compress.recipe import Recipe, parse_recipe
+from compress.training import TrainSpec, check_train_spec
+from compress.validation import parse
+
+HALF_OPEN = st.floats(allow_nan=True, allow_infinity=True) | st.sampled_from([0.0, 1.0, -0.0, 0.5])
+
+
+def accepted(check, spec, error):
+    try:
+        check(spec)
+    except error:
+        return False
+    return True
+
+
+@given(st.integers(-3, 12), HALF_OPEN, HALF_OPEN, HALF_OPEN)
+def test_ranges_are_those_that_the_reference_states(bits, percentile, momentum, lr):
+    spec = QuantSpec(weights=WeightSpec(num_bits=bits, percentile=percentile))
+    fits = 2 <= bits <= 8 and 0 < percentile <= 100
+    assert accepted(check_quant_spec, spec, QuantizationError) == fits
+    fits = 0 <= momentum < 1 and 0 < lr < math.inf
+    assert accepted(check_train_spec, TrainSpec(momentum=momentum, lr=lr), RecipeError) == fits
+
+
+@pytest.mark.parametrize(
+    ("spec", "line"),
+    [
+        (QuantSpec(rules=(Rule(match="a"), Rule(match="b", weights=WeightSpec(num_bits=9)))),
+         "quantization.rules.1.weights.num_bits is 9: it must be 2 to 8"),
+        (QuantSpec(smooth=1.5), "quantization.smooth is 1.5: it must be 0 to 1, or null"),
+        (QuantSpec(smooth=math.nan), "quantization.smooth is nan: it must be a finite number, 0 to 1, or null"),
+        (QuantSpec(adaround=AdaRoundSpec(warm_start=1.0)),
+         "quantization.adaround.warm_start is 1.0: it must be at least 0 and below 1"),
+        (QuantSpec(bias_correction="analitic"),
+         "quantization.bias_correction is 'analitic', did you mean 'analytic'? (one of: analytic, empirical, or null)"),
+        (QuantSpec(weights=WeightSpec(axis=1)), "quantization.weights.axis is 1 (one of: 0, or null)"),
+        (QuantSpec(calibration_images="8"), "quantization.calibration_images: got '8'; input should be a valid int"),
+        (QuantSpec(weights=3), "quantization.weights: got 3; expected a section with keys num_bits, axis, calibrator"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_key_the_value_and_the_range(spec, line):
+    with pytest.raises(QuantizationError) as caught:
+        check_quant_spec(spec)
+    assert str(caught.value).startswith(line)
+
+
+def test_all_values_of_a_dataclass_are_named_at_once():
+    with pytest.raises(RecipeError) as caught:
+        check_train_spec(TrainSpec(lr=0.0, epochs=-1, schedule="step"))
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == [
+        "train.epochs",
+        "train.lr",
+        "train.schedule",
+    ]
+
+
+def test_lists_and_numbers_of_numpy_are_taken():
+    check_bench_spec(BenchSpec(engines=["openvino"], batch_sizes=[np.int64(1), 8], seconds=np.float32(0.5), runs=3))
+
+
+def test_another_object_is_refused():
+    with pytest.raises(QuantizationError, match="quantization is 'openvino': it must be a compress.QuantSpec"):
+        check_quant_spec("openvino")
+
+
+def test_recipe_and_library_refuse_with_the_same_line():
+    with pytest.raises(RecipeError) as from_yaml:
+        parse_recipe({"data": {"crop_ratio": 0}})
+    with pytest.raises(DataError) as from_python:
+        check_data_spec(DataSpec(crop_ratio=0))
+    assert str(from_python.value) in str(from_yaml.value)
+
+
+def test_a_dataclass_survives_the_way_through_its_tree():
+    recipe = Recipe(quantization=QuantSpec(rules=(Rule(match="fc", weights=WeightSpec(axis=None)),)))
+    assert parse(Recipe, dataclasses.asdict(recipe)) == (recipe, [])
