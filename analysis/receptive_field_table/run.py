@@ -69,7 +69,7 @@ def check(name: str, path: str, size: int) -> str:
     model = without_chance(without_excitation(torchvision_model(name)))
     unit = (row.units[0] // 2, 0)  # type: ignore[operator]
     ((rows, columns),) = supports(model, torch.rand(strip.shape, dtype=torch.float64), path, [unit])
-    if (rows, columns) != row.interval(unit) or rows[1] - rows[0] + 1 != size:
+    if rows is None or (rows, columns) != row.interval(unit) or rows[1] - rows[0] + 1 != size:
         return f"strip of {length}: gradient {rows}, {columns}; table {row.interval(unit)}, size {size}"
     model = without_chance(torchvision_model(name))
     for height, width in SMALL:

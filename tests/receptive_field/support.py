@@ -1,6 +1,8 @@
 """The oracle: pixels at which the gradient of a unit with respect to the image is not exactly zero."""
 
 import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
@@ -11,9 +13,13 @@ from torch import nn
 SMOOTH = (nn.ReLU, nn.ReLU6, nn.Hardswish, nn.Hardsigmoid, nn.SiLU, nn.GELU, nn.Sigmoid, nn.Dropout)
 
 
-def torchvision_model(name, *, head=False):
+Support = tuple[int, int]
+"""The first and the last pixel of one axis."""
+
+
+def torchvision_model(name: str, *, head: bool = False) -> nn.Module:
     """Return an untrained torchvision classifier, quickly: without initialization and without large heads."""
-    options = {"init_weights": False} if name in {"inception_v3", "googlenet"} else {}
+    options: dict[str, Any] = {"init_weights": False} if name in {"inception_v3", "googlenet"} else {}
     if name.startswith("regnet"):  # computes its widths with tensors
         return torchvision.models.get_model(name, weights=None)
     with torch.device("meta"):
@@ -29,7 +35,7 @@ def torchvision_model(name, *, head=False):
     return model
 
 
-def without_chance(model, *, seed=0):
+def without_chance(model: nn.Module, *, seed: int = 0) -> nn.Module:
     """Return the model in float64 such that no gradient can vanish by chance.
 
     All weights are positive, every activation and norm is the identity, and batch norms are at their start. The
@@ -50,10 +56,18 @@ def without_chance(model, *, seed=0):
 
 
 @contextlib.contextmanager
-def average_pools():
+def average_pools() -> Iterator[None]:
     """Replace max pools, which depend on their whole window only over many images, by averages over the window."""
 
-    def pool(x, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False):
+    def pool(
+        x: torch.Tensor,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> torch.Tensor:
         assert dilation == 1
         return F.avg_pool2d(x, kernel_size, stride, padding, ceil_mode, True)
 
@@ -61,11 +75,13 @@ def average_pools():
         yield
 
 
-def supports(model, image, path, units):
+def supports(
+    model: nn.Module, image: torch.Tensor, path: str, units: Sequence[tuple[int, ...]]
+) -> list[tuple[Support | None, ...]]:
     """Return ((first row, last), (first column, last)) of the gradient of each unit (row, column) of a module."""
-    seen = {}
+    seen: dict[str, torch.Tensor] = {}
 
-    def keep(module, inputs, output):
+    def keep(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         seen["out"] = output
         raise StopIteration  # the rest of the network is not needed
 
@@ -77,7 +93,7 @@ def supports(model, image, path, units):
     return [support(seen["out"], image, (slice(None), slice(None), *unit)) for unit in units]
 
 
-def support(output, image, index):
+def support(output: torch.Tensor, image: torch.Tensor, index: Any) -> tuple[Support | None, ...]:
     """Return the first and last pixel of each axis at which the gradient of output[index] is not zero, or None."""
     if not output[index].requires_grad:
         return (None,) * (image.ndim - 2)
@@ -85,7 +101,7 @@ def support(output, image, index):
     if gradient is None:
         return (None,) * (image.ndim - 2)
     reached = gradient.ne(0).flatten(0, 1).any(0)
-    found = []
+    found: list[Support | None] = []
     for axis in range(reached.ndim):
         others = [d for d in range(reached.ndim) if d != axis]
         places = (reached.any(dim=others) if others else reached).nonzero().flatten().tolist()
