@@ -46,7 +46,7 @@ class Executor:
         self.layout = layout
         self.runners = list(runners)
         self.device = device
-        self.arena = torch.empty(max(1, layout.arena_bytes), dtype=torch.uint8, device=device)
+        self.arena = torch.zeros(max(1, layout.arena_bytes), dtype=torch.uint8, device=device)
         self._placed = layout.views(self.arena)
         self._constants = {name: value.to(device) for name, value in layout.plan.constants.items()}
         self._forgotten = _forgotten(layout)
@@ -65,6 +65,14 @@ class Executor:
             self.step(index, tensors)
         return self.results(tensors)
 
+    def empty_inputs(self) -> Tensors:
+        """Inputs of zeros, of the shapes and types that the plan was made for."""
+        tensors = self.layout.plan.tensors
+        return {
+            name: torch.zeros(tensors[name].shape, dtype=tensors[name].dtype, device=self.device)
+            for name in self.layout.plan.inputs
+        }
+
     def start(self, inputs: Mapping[str, Tensor]) -> Tensors:
         """The tensors that are there before the first step."""
         return {**self._placed, **self._constants, **inputs}
@@ -74,6 +82,10 @@ class Executor:
         self.runners[index](tensors)
         for name in self._forgotten[index]:
             tensors.pop(name, None)
+
+    def forgotten(self, index: int) -> tuple[str, ...]:
+        """Tensors without a place that nothing reads after a step."""
+        return self._forgotten[index]
 
     def results(self, tensors: Tensors) -> Tensors:
         """The network's outputs, of its types."""

@@ -24,7 +24,7 @@ def product_tiles(rows: int, channels: int, columns: int, taps: int, groups: int
     found: list[Tile] = []
     for high in (128, 64, 256, 32, 16):
         for wide in (128, 64, 256, 32, 16):
-            if wide > max(16, width) or high > max(16, 2 * rows) or high * wide > 256 * 128 or high * wide < 16 * 32:
+            if wide > max(32, width) or high > max(16, 2 * rows) or high * wide > 256 * 128 or high * wide < 16 * 32:
                 continue
             found += _variants(high, wide, deep)
     found = [_with_splits(tile, rows, channels, columns, taps, groups) for tile in found]

@@ -1,8 +1,11 @@
 """Runs plans on the CPU: by the reference, or by the Triton kernels in their interpreter, and compares codes."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
+from compress.engines.cuda import reference
 from compress.engines.cuda.executor import Executor, bind_reference
 from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
@@ -29,12 +32,34 @@ def kinds(path, batch=2):
     return [type(s).__name__ + (f" {s.op}" if hasattr(s, "op") else "") for s in steps]
 
 
+def ties(step, tensors):
+    """The codes that a step gives on grids that are a millionth coarser and finer, by name."""
+    found = {}
+    for factor in (1 - 1e-6, 1 + 1e-6):
+        moved = with_grid(step, factor)
+        if moved is not None:
+            for name, value in reference.compute(moved, tensors).items():
+                found.setdefault(name, []).append(value)
+    return found
+
+
+def with_grid(step, factor):
+    """A step whose result is put on a grid of another scale; None for one that writes no codes."""
+    inner = getattr(step, "epilogue", step)
+    out = getattr(inner, "out", None)
+    if out is None or out.grid is None:
+        return None
+    grid = replace(out.grid, scale=tuple(factor * scale for scale in out.grid.scale))
+    changed = replace(inner, out=replace(out, grid=grid))
+    return changed if inner is step else replace(step, epilogue=changed)
+
+
 def compare_steps(path, x):
     """Every step of a plan on ONNX Runtime's own inputs of it, against ONNX Runtime.
 
     Returns:
         (tensors compared, codes compared, codes that differ, largest relative error of values). Codes differ by one at
-        most, or this fails.
+        most, or this fails. One that a millionth more or less of the scale explains lies on a tie and is not counted.
     """
     x = np.asarray(x)
     known = all_values(path, {"input": x})
@@ -43,6 +68,7 @@ def compare_steps(path, x):
     compared = codes = differ = 0
     worst = 0.0
     for index, step in enumerate(run.layout.steps):
+        near = ties(step, tensors)
         run.step(index, tensors)
         for name in step.writes:
             if name not in known or name not in tensors:
@@ -56,6 +82,8 @@ def compare_steps(path, x):
             if expected.dtype == torch.int8:
                 off = (result.int() - expected.int()).abs()
                 assert off.max() <= 1, (step.name, name, int(off.max()), int((off > 1).sum()))
+                if name in near:
+                    off[torch.stack([near_tie == expected for near_tie in near[name]]).any(0)] = 0
                 codes, differ = codes + off.numel(), differ + int(off.count_nonzero())
             else:
                 scale = expected.double().norm().clamp_min(1e-9)

@@ -1,0 +1,62 @@
+"""Every step of a plan on the device against exact integer arithmetic, on the same inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.engines.cuda import reference
+from compress.engines.cuda.executor import Executor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDifference:
+    """What a step's kernel computes otherwise than the reference.
+
+    Attributes:
+        step, kind: name and class.
+        codes, differing: how many codes there are, and how many are not equal.
+        largest: difference of codes, in steps of the grid.
+        relative: error of values, in relation to their norm.
+    """
+
+    step: str
+    kind: str
+    codes: int
+    differing: int
+    largest: int
+    relative: float
+
+    @property
+    def wrong(self) -> bool:
+        """True for more than float32's and fp16's rounding explains."""
+        return self.largest > 1 or self.differing > max(3, 2e-3 * self.codes) or not self.relative < 5e-3
+
+
+def differences(executor: Executor, x: dict[str, Tensor]) -> list[StepDifference]:
+    """Run a network step by step, each compared on what the device computed before it."""
+    tensors = executor.start(x)
+    found = []
+    for index, step in enumerate(executor.layout.steps):
+        expected = reference.compute(step, tensors)
+        expected = {name: value.clone() for name, value in expected.items()}
+        executor.runners[index](tensors)
+        for name, value in expected.items():
+            found.append(_compared(step.name, type(step).__name__, tensors[name], value))
+        for name in executor.forgotten(index):
+            tensors.pop(name, None)
+    return found
+
+
+def _compared(step: str, kind: str, result: Tensor, expected: Tensor) -> StepDifference:
+    if result.dtype == torch.int8:
+        off = (result.int() - expected.int()).abs()
+        return StepDifference(
+            step=step, kind=kind, codes=off.numel(), differing=int(off.count_nonzero()), largest=int(off.max()),
+            relative=0.0,
+        )  # fmt: skip
+    scale = float(expected.double().norm()) or 1.0
+    error = float((result.double() - expected.double()).norm()) / scale
+    return StepDifference(step=step, kind=kind, codes=0, differing=0, largest=0, relative=error)

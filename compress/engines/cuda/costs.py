@@ -1,0 +1,83 @@
+"""What a step must at least do: bytes that it moves, and products that it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compress.engines.cuda.plan.layout import Copy, Layout
+from compress.engines.cuda.plan.steps import Attention, Convolution, Linear, Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Work of a step.
+
+    Attributes:
+        read_bytes, written_bytes: activations; each tensor once.
+        weight_bytes: of constants.
+        int8_macs: products of codes, multiplied and added.
+    """
+
+    read_bytes: int
+    written_bytes: int
+    weight_bytes: int
+    int8_macs: int
+
+    @property
+    def moved_bytes(self) -> int:
+        """All bytes that must cross the memory bus, if no cache held any of them."""
+        return self.read_bytes + self.written_bytes + self.weight_bytes
+
+    def floor_ms(self, bandwidth_bytes_per_s: float, int8_ops_per_s: float) -> float:
+        """Milliseconds below which it cannot be done: the roofline of one step."""
+        return 1e3 * max(self.moved_bytes / bandwidth_bytes_per_s, 2 * self.int8_macs / int8_ops_per_s)
+
+
+def cost_of(step: Step, layout: Layout) -> Cost:
+    """The work of a step of a laid out plan."""
+    weight = step.weight.numel() if isinstance(step, (Convolution, Linear)) else 0
+    written = (step.target,) if isinstance(step, Copy) else step.writes[:1] if _packs(step) else step.writes
+    return Cost(
+        read_bytes=sum(_bytes(name, layout) for name in step.reads),
+        written_bytes=sum(_bytes(name, layout) for name in written),
+        weight_bytes=weight,
+        int8_macs=_macs(step, layout),
+    )
+
+
+def _packs(step: Step) -> bool:
+    """True if the second tensor that a step writes is a view of the first."""
+    return type(step).__name__ == "PackImage"
+
+
+def _bytes(name: str, layout: Layout) -> int:
+    """Bytes of a tensor; of one whose pixels overlap, those of its buffer."""
+    place, tensor = layout.places.get(name), layout.plan.tensors.get(name)
+    shape, dtype = (
+        (place.shape, place.dtype) if place is not None else (tensor.shape, tensor.dtype) if tensor else ((), None)
+    )
+    if dtype is None:
+        return 0
+    size = dtype.itemsize
+    for n in shape:
+        size *= n
+    whole = layout.buffer_bytes.get(place.buffer, size) if place is not None else size
+    return min(size, whole)
+
+
+def _macs(step: Step, layout: Layout) -> int:
+    """Products of codes that a step computes."""
+    if isinstance(step, (Convolution, Linear)):
+        out = layout.plan.tensors[step.epilogue.out.names[0]].shape
+        rows = 1
+        for i, n in enumerate(out):
+            rows *= 1 if i == (1 if isinstance(step, Convolution) else len(out) - 1) else n
+        return rows * step.weight.numel()
+    if isinstance(step, Attention):
+        *heads, length, depth = layout.plan.tensors[step.x.name].shape
+        size, width = layout.plan.tensors[step.v.name].shape[-2:]
+        each = length * size * (depth + width)
+        for n in heads:
+            each *= n
+        return each
+    return 0
