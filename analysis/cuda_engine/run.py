@@ -69,8 +69,7 @@ def main() -> None:
             for batch in arguments.batches:
                 _guarded(report, f"{name} b{batch}", lambda n=name, b=batch: _network(n, b, device, arguments, report))
                 _save(report, arguments.out)
-        for name in arguments.networks if arguments.baseline else ():
-            for batch in arguments.batches:
+            for batch in arguments.batches if arguments.baseline else ():
                 _guarded(report, f"{name} b{batch} baseline", lambda n=name, b=batch: _baseline(n, b, report))
                 _save(report, arguments.out)
     except BudgetSpentError:
