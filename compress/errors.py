@@ -82,13 +82,21 @@ class EngineUnavailableError(EngineError):
     """An engine is not installed or does not work on this machine; the message says what to install."""
 
 
+_ABBREVIATIONS = {"trt": "tensorrt", "ort": "onnxruntime", "ov": "openvino", "rtx": "tensorrt-rtx"}
+"""What people call engines and targets."""
+
+
 def near_misses(got: str, allowed: Iterable[str], *, limit: int = 3) -> str:
     """Return ", did you mean 'a' or 'b'?" for a misspelt name, or "" when nothing is close.
 
     >>> near_misses("activatons", ["weights", "activations"])
     ", did you mean 'activations'?"
+    >>> near_misses("ort", ["openvino", "onnxruntime"])
+    ", did you mean 'onnxruntime'?"
     """
-    close = difflib.get_close_matches(got, list(allowed), n=limit, cutoff=0.6)
+    names = list(allowed)
+    short = _ABBREVIATIONS.get(got.lower())
+    close = [short] if short in names else difflib.get_close_matches(got, names, n=limit, cutoff=0.6)
     return f", did you mean {' or '.join(repr(str(c)) for c in close)}?" if close else ""
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from compress.errors import ModelError, near_misses
 from compress.validation import AtLeastOne
+from compress.version import install_hint
 from compress.weights import SUFFIXES, load_state, load_weights, read_state_dict
 
 
@@ -29,8 +30,8 @@ class ModelSpec:
     Attributes:
         name: a classifier of torchvision (`resnet50`, `torchvision:resnet50`), one of timm (`timm:resnet50`), or a
             function that makes one (`package.module:factory`, called with num_classes and the options).
-        weights: null = fresh; a file (.safetensors, .pt, .pth, .bin); a name of torchvision's (`IMAGENET1K_V2`,
-            `DEFAULT`, `ResNet50_Weights.IMAGENET1K_V2`); or, for timm, `pretrained`.
+        weights: null = fresh; a file (.safetensors, .pt, .pth, .th, .ckpt, .bin); a name of torchvision's
+            (`IMAGENET1K_V2`, `DEFAULT`, `ResNet50_Weights.IMAGENET1K_V2`); or, for timm, `pretrained`.
         num_classes: outputs of the classifier, not fewer than the data has classes; None = as many as the data.
         options: further keyword arguments for the model's function, such as {dropout: 0.1}. googlenet and inception_v3
             are made without auxiliary classifiers; with torchvision's weights from a file they need
@@ -158,7 +159,7 @@ def _timm(spec: ModelSpec, name: str, num_classes: int) -> BuiltModel:
     try:
         import timm  # optional: an extra of the package
     except ImportError as error:
-        raise ModelError(f"model.name {spec.name} needs timm ({error}): pip install 'compress[timm]'") from error
+        raise ModelError(f"model.name {spec.name} needs timm ({error}): {install_hint('timm')}") from error
     if not timm.is_model(name):
         known = timm.list_models()
         raise ModelError(f"timm {timm.__version__} has no model {name!r}{near_misses(name, known)}")

@@ -17,6 +17,9 @@ class Progress(Protocol):
     def finish(self, task: str) -> None:
         """End the task."""
 
+    def note(self, text: str) -> None:
+        """Show a line of its own, such as the figures of an epoch."""
+
 
 class NoProgress:
     """The listener that ignores everything: the default of every function."""
@@ -28,4 +31,7 @@ class NoProgress:
         """Do nothing."""
 
     def finish(self, task: str) -> None:
+        """Do nothing."""
+
+    def note(self, text: str) -> None:
         """Do nothing."""

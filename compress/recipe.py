@@ -115,7 +115,12 @@ def load_recipe(recipe: Path | str, overrides: Iterable[str] = ()) -> Recipe:
         raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     except RecipeError as error:
         raise RecipeError(f"{path}, {error}") from None
-    return parse_recipe({} if tree is None else tree, overrides, source=str(path))
+    if tree is None:
+        raise RecipeError(
+            f"{path} is empty; a recipe names at least its model, such as `model: {{name: resnet18}}`. "
+            f"`recipes --keys` lists all keys, `recipes resnet50` shows a whole recipe"
+        )
+    return parse_recipe(tree, overrides, source=str(path))
 
 
 def parse_recipe(tree: Any, overrides: Iterable[str] = (), *, source: str = "recipe") -> Recipe:

@@ -23,7 +23,7 @@ from compress.errors import CheckpointError, first_few
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 """For each name whose shape differs: the shape in the file, and in the model."""
 
-SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+SUFFIXES = (".safetensors", ".pt", ".pth", ".th", ".ckpt", ".bin")
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _PREFIXES = ("module.", "_orig_mod.", "model.")

@@ -5,11 +5,13 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import compress
+from compress.version import DISTRIBUTION
 
 ROOT = Path(__file__).parent.parent
 
@@ -85,3 +87,14 @@ def test_readme_lines_run(tmp_path, monkeypatch):
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
     assert (tmp_path / "model.onnx").stat().st_size > 0
+
+
+def test_every_hint_to_install_names_this_distribution():
+    """`compress` in the registry is another project: nobody may be sent there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == DISTRIBUTION and "compress" not in project["scripts"]
+    texts = [*(ROOT / "compress").rglob("*.py"), *(ROOT / "compress").rglob("*.md"), ROOT / "README.md"]
+    found = {name for path in texts for name in re.findall(r"pip install [^\n]*?'?([\w-]+)\[", path.read_text())}
+    assert found <= {DISTRIBUTION}
+    extras = {name for path in texts for name in re.findall(r"install_hint\([\"'](\w[\w-]*)[\"']\)", path.read_text())}
+    assert extras <= set(project["optional-dependencies"])

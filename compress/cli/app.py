@@ -10,15 +10,18 @@ from __future__ import annotations
 import errno
 import signal
 import sys
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 from typer.main import get_command
 
-from compress.cli.console import ERRORS
+from compress.cli.console import ERRORS, OUT, VERBOSITY
 from compress.cli.lazy import Entry, LazyCommand, lazy_group
 from compress.cli.old_forms import refused_build, refused_inspect
 from compress.errors import CompressError
+from compress.version import DISTRIBUTION, __version__
 
 _COMMANDS = {
     "train": Entry("compress.cli.run:train", "Train the float baseline, export and measure it."),
@@ -107,7 +110,6 @@ app = typer.Typer(
     name="compress",
     cls=lazy_group(_COMMANDS),
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     help="Make PyTorch vision models small and fast, and measure them on the engine.",
@@ -122,12 +124,39 @@ app.add_typer(
     name="inspect",
     help="Look at a model, an ONNX file, an engine, or the parity of engines; nothing is changed.",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        OUT.print(f"{DISTRIBUTION} {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="Show no progress.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", metavar="", help="Show progress as lines, at least every second.")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", metavar="", help="Print the version and exit.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Set how much progress is shown, before any command runs."""
+    VERBOSITY.level = -1 if quiet else int(verbose)
+
+
 _STOPPED = 130
 """Exit status after Ctrl-C."""
 
 
 def main() -> None:
     """Run the command line; see the module's docstring for exit statuses."""
+    if not {"", str(Path.cwd())} & set(sys.path):
+        sys.path.append(str(Path.cwd()))  # `model.name: mymodule:make` works as with `python -m`
     try:
         app()
     except CompressError as error:
@@ -141,7 +170,7 @@ def main() -> None:
     except OSError as error:
         full = error.errno in {errno.ENOSPC, errno.EDQUOT}
         advice = "; make room and go on with --resume: no file is half-written" if full else ""
-        _fail(f"{error}{advice}")
+        _fail(f"{_os_error(error)}{advice}")
 
 
 def _resumable() -> bool:
@@ -149,6 +178,13 @@ def _resumable() -> bool:
     typed = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     command = getattr(get_command(app), "commands", {}).get(typed)
     return isinstance(command, LazyCommand) and any(option.name == "resume" for option in command.load().params)
+
+
+def _os_error(error: OSError) -> str:
+    """Return an operating system's error in words: the file that it concerns and what is wrong with it."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror.lower()}; name a place that exists and that you may write to"
 
 
 def _fail(text: str) -> None:

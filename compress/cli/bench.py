@@ -11,9 +11,10 @@ import typer
 from compress.cli.console import OUT, print_json, print_table, progress
 from compress.cli.options import JsonOption
 from compress.cli.run_summary import show_run
-from compress.errors import RunError
+from compress.errors import EngineError, RunError
 from compress.measure import BenchSpec, check_bench_spec
 from compress.measure.end_to_end import STAGES, EndToEnd
+from compress.measure.metric import Metric
 from compress.pipeline.again import bench_again
 from compress.pipeline.steps.end_to_end import bench_end_to_end
 from compress.plots.end_to_end import draw_end_to_end
@@ -28,7 +29,10 @@ def bench(
     batch_size: Annotated[list[int] | None, typer.Option("--batch-size", help="Repeat for several.")] = None,
     seconds: Annotated[float, typer.Option(help="Longest time for each variant and batch size.")] = 3.0,
     end_to_end: Annotated[
-        bool, typer.Option("--end-to-end", help="From pictures to classes: decoding, preprocessing, engine, top 5.")
+        bool,
+        typer.Option(
+            "--end-to-end", metavar="", help="From pictures to classes: decoding, preprocessing, engine, top 5."
+        ),
     ] = False,
     images: Annotated[
         Path | None, typer.Option(help="With --end-to-end: a folder of JPEG or PNG files; default: the run's own data.")
@@ -42,6 +46,7 @@ def bench(
     """Measure latency, or the stages of `--end-to-end`, and print a table.
 
     Raises:
+        EngineError: nothing could be measured.
         RunError: options of `--end-to-end` without it.
         CompressError: as `bench_again` and `bench_end_to_end`.
     """
@@ -56,6 +61,13 @@ def bench(
         raise RunError("--images, --device and --figure go with --end-to-end")
     with progress() as bars:
         metrics = bench_again(files, spec, progress=bars)
+    _show(files, metrics, as_json=as_json)
+    if not any(metric.value is not None for metric in metrics):
+        raise EngineError("nothing was measured: no engine could run any of the files; the reasons are above")
+
+
+def _show(files: Sequence[Path], metrics: Sequence[Metric], *, as_json: bool) -> None:
+    """Print what was measured; the report of a run folder is written anew."""
     if len(files) == 1 and files[0].is_dir():
         write_report(files[0])
         show_run(files[0], as_json=as_json)

@@ -31,7 +31,9 @@ FurtherOption = Annotated[
 ]
 VariantOption = Annotated[str, typer.Option(help="float, ptq, qat, ...; default: the last that the run made.")]
 FileOption = Annotated[Path | None, typer.Option("--out", "-o", help="Engine file; default beside the ONNX file.")]
-CommandsOption = Annotated[bool, typer.Option("--commands", help="Print the commands of the build, and build nothing.")]
+CommandsOption = Annotated[
+    bool, typer.Option("--commands", metavar="", help="Print the commands of the build, and build nothing.")
+]
 ENGINE = "tensorrt-rtx"
 
 

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bars
 from rich.table import Table
 
+from compress.cli.lines import QUIET_S, LineProgress
 from compress.progress import NoProgress, Progress
 
 _WIDE = 140
@@ -26,6 +28,7 @@ _WIDE = 140
 OUT = Console(width=None if sys.stdout.isatty() else _WIDE)
 ERRORS = Console(stderr=True)
 
+_VERBOSE_S = 1.0
 _FIGURES = {"loss": ".3f", "accuracy": ".1%", "images_per_s": ".0f", "images": ".0f"}
 
 
@@ -45,9 +48,9 @@ class BarProgress:
         """Move a bar on and show the newest figures beside it."""
         if task not in self._tasks:
             return
-        shown = [f"{_label(k)} {v:{_FIGURES[k]}}" for k, v in fields.items() if k in _FIGURES]
+        shown = _figures(fields)
         if shown:
-            self._bars.update(self._tasks[task], advance=amount, figures="  ".join(shown))
+            self._bars.update(self._tasks[task], advance=amount, figures=shown)
         else:
             self._bars.update(self._tasks[task], advance=amount)
 
@@ -56,16 +59,45 @@ class BarProgress:
         if task in self._tasks:
             self._bars.stop_task(self._tasks.pop(task))
 
+    def note(self, text: str) -> None:
+        """Print a line above the bars."""
+        self._bars.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-def _label(figure: str) -> str:
-    return figure.replace("images_per_s", "images/s")
+
+def _figures(fields: dict[str, float]) -> str:
+    """Return the newest figures of a phase as text, or ""."""
+    return "  ".join(
+        f"{k.replace('images_per_s', 'images/s')} {v:{_FIGURES[k]}}" for k, v in fields.items() if k in _FIGURES
+    )
+
+
+def _print_line(text: str) -> None:
+    ERRORS.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+@dataclass
+class Verbosity:
+    """How much progress is shown: -1 nothing, 0 the default, 1 a line at least every second."""
+
+    level: int = 0
+
+
+VERBOSITY = Verbosity()
+"""The choice of `--quiet` and `--verbose`, which come before the command."""
 
 
 @contextmanager
 def progress(show: bool = True) -> Iterator[Progress]:
-    """Bars on standard error while the block runs; nothing on processes that are not to print."""
-    if not show:
+    """Show progress on standard error while the block runs: bars on a terminal, lines elsewhere and with `--verbose`.
+
+    Nothing is shown with `--quiet`, nor on processes that are not to print.
+    """
+    if not show or VERBOSITY.level < 0:
         yield NoProgress()
+        return
+    if not ERRORS.is_terminal or VERBOSITY.level > 0:
+        with LineProgress(_print_line, _figures, _VERBOSE_S if VERBOSITY.level > 0 else QUIET_S) as lines:
+            yield lines
         return
     columns = (
         TextColumn("{task.description}", justify="left"),

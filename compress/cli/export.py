@@ -20,7 +20,7 @@ def export(
     ] = None,
     precision: Annotated[str, typer.Option(help="fp32 or fp16, of all that is not quantized.")] = "fp32",
     opset: Annotated[int, typer.Option(help="19 or later.")] = 19,
-    static_batch: Annotated[bool, typer.Option("--static-batch", help="Fix the batch size to 1.")] = False,
+    static_batch: Annotated[bool, typer.Option("--static-batch", metavar="", help="Fix the batch size to 1.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Export the network and print the file's path and size."""

@@ -33,7 +33,9 @@ from compress.sparsity.spec import SparsitySpec
 def inspect_model(
     recipe: RecipeChoice = None,
     model: ModelChoice = None,
-    sparsity: Annotated[bool, typer.Option("--sparsity", help="Which layers 2:4 could make faster, at most.")] = False,
+    sparsity: Annotated[
+        bool, typer.Option("--sparsity", metavar="", help="Which layers 2:4 could make faster, at most.")
+    ] = False,
     device: Annotated[str, typer.Option(help="With --sparsity: device whose roofs bound the time.")] = "h200",
     precision: Annotated[str, typer.Option(help="With --sparsity: int8, fp16, bf16.")] = "int8",
     batch_size: Annotated[int, typer.Option(help="With --sparsity: images of one run.")] = 32,

@@ -18,6 +18,6 @@ SetOption = Annotated[
     list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override, such as qat.epochs=1.")
 ]
 OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Run folder; default runs/<recipe>-<command>.")]
-ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue the run that the folder holds.")]
+ResumeOption = Annotated[bool, typer.Option("--resume", metavar="", help="Continue the run that the folder holds.")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu or cuda; default: a GPU where there is one.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON document on standard output.")]

@@ -16,7 +16,9 @@ from compress.recipe_keys import recipe_keys, recipe_keys_markdown
 
 def recipes(
     name: Annotated[str | None, typer.Argument(help="Show this recipe, resolved.")] = None,
-    keys: Annotated[bool, typer.Option("--keys", help="Every key: its type, its default and its description.")] = False,
+    keys: Annotated[
+        bool, typer.Option("--keys", metavar="", help="Every key: its type, its default and its description.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print the table of keys, one recipe, or the list of recipes."""

@@ -26,6 +26,7 @@ from compress.progress import NoProgress, Progress
 from compress.sparsity.eligibility import check_rules, evaluating, left_dense, run_order, weighted_layers
 from compress.sparsity.parametrization import masked_layers
 from compress.sparsity.spec import SparsitySpec, check_sparsity_spec
+from compress.version import install_hint
 
 MULTIPLE = 8  # remaining channels are a multiple of it with kernels `tensorrt`, because tensor-core kernels need that
 TRIALS = 8  # bisection steps; each halves the uncertainty of the ratio
@@ -168,9 +169,7 @@ def _library() -> Any:
     try:
         return importlib.import_module("torch_pruning")
     except ImportError as error:
-        raise SparsityError(
-            "channel pruning needs the torch-pruning library: pip install 'compress[pruning]'"
-        ) from error
+        raise SparsityError(f"channel pruning needs the torch-pruning library: {install_hint('pruning')}") from error
 
 
 def _macs(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:

@@ -39,6 +39,14 @@ class EpochRow:
     images_per_s: float
     seconds: float
 
+    def sentence(self, epochs: int) -> str:
+        """Return the epoch's figures as a line of a log; `epochs` is the length of the training."""
+        tested = "" if self.val_top1 is None else f", top-1 {self.val_top1:.2%}"
+        return (
+            f"epoch {self.epoch} of {epochs}, loss {self.train_loss:.4g}{tested}, {self.images_per_s:.0f} images/s, "
+            f"{self.seconds:.0f} s"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainReport:

@@ -306,6 +306,7 @@ class _Training:
             seconds=position.seconds,
         )
         self.position = _Position(epoch=done, history=[*position.history, row])
+        self.progress.note(f"{self.name}: {row.sentence(spec.epochs)}")
         self._save()
         self._write_log()
 

@@ -16,8 +16,10 @@ import pytest
 from typer.main import get_command
 
 from compress.cli.app import app
+from compress.cli.console import VERBOSITY, progress
 from compress.pipeline.folder import open_run
 from compress.recipe import load_recipe
+from compress.version import DISTRIBUTION, __version__
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +48,8 @@ REFUSALS = [
     (("ptq", "--recipe", "resnet50", "--set", "model.weights=/none.pt"), "/none.pt"),
     (("sensitivity", "--recipe", "resnet50", "--max-drop", "1", "--costs", "h2000"), "did you mean 'h200'"),
     (("bench", "none.onnx", "--engine", "openvino"), "there is no file none.onnx"),
+    (("qat", "--recipe", "resnet50", "--set", "quantization.target=trt"), "did you mean 'tensorrt'"),
+    (("qat", "--recipe", "resnet50", "--out", "/proc/nowhere/run"), "name a place that exists"),
     (("inspect",), "a model, an onnx file, an engine"),
     (("inspect", "model"), "give one of --recipe and --model"),
     (("inspect", "model", "--model", "resnet18", "--sparsity", "--device", "t4"), "has no peak for int8-2:4"),
@@ -213,3 +217,60 @@ def test_old_forms_are_refused_with_the_new_one_named(compress, old, new):
     assert done.returncode == 2 and f"`{old}` is now `{new}`" in done.stderr
     command, name, arguments = command_of(new.split()[0], new.split()[1:])
     command.make_context(name, arguments)
+
+
+def test_version_is_printed(compress):
+    done = compress("--version")
+    assert done.returncode == 0 and done.stdout.split() == [DISTRIBUTION, __version__]
+
+
+def test_flags_are_shown_without_a_value():
+    assert "<bool>" not in process("qat", "--help").stdout.replace("--help   <bool>", "").split("--help")[0]
+
+
+def test_an_empty_recipe_is_refused(compress, tmp_path):
+    (tmp_path / "empty.yaml").touch()
+    done = compress("qat", "--recipe", str(tmp_path / "empty.yaml"), cwd=tmp_path)
+    assert done.returncode == 2 and "names at least its model" in " ".join(done.stderr.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.yaml"]
+
+
+def test_a_bench_that_measures_nothing_fails(compress, tmp_path):
+    (tmp_path / "broken.onnx").write_bytes(b"no graph")
+    done = compress("bench", str(tmp_path / "broken.onnx"), "--engine", "openvino", "--seconds", "0.1")
+    assert done.returncode == 2 and "nothing was measured" in done.stderr
+    assert "broken" in done.stdout
+
+
+def test_the_console_script_finds_modules_beside_it(compress, monkeypatch, tmp_path):
+    """As `python -m` does: a script's own folder is first in sys.path, not the working one."""
+    (tmp_path / "beside_it.py").write_text("from torchvision.models import squeezenet1_1 as make")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(ROOT))])
+    (tmp_path / "r.yaml").write_text("{model: {name: 'beside_it:make'}, data: {name: shapes, image_size: 32}}")
+    done = compress("inspect", "model", "--recipe", "r.yaml", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_progress_through_a_pipe_is_lines(compress, tmp_path):
+    """Each phase and each epoch has a line with the time of day."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "{model: {name: squeezenet1_1}, "
+        "data: {name: shapes, image_size: 32, batch_size: 32, train_images: 64, val_images: 32},"
+        " train: {epochs: 2}, bench: {engines: []}, quantization: null, qat: null}"
+    )
+    done = compress("train", "--recipe", str(recipe), "--out", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)
+    assert [i for i in (1, 2) if any(f"train: epoch {i} of 2, loss" in line for line in lines)] == [1, 2]
+
+
+@pytest.mark.parametrize(("option", "lines"), [("--quiet", 0), ("--verbose", 2)])
+def test_progress_is_chosen_before_the_command(compress, capsys, option, lines):
+    assert compress(option, "recipes").returncode == 0
+    with progress() as listener:
+        listener.start("calibrate", 1)
+        listener.advance("calibrate")
+    assert len(capsys.readouterr().err.splitlines()) == lines
+    assert compress("recipes").returncode == 0 and VERBOSITY.level == 0

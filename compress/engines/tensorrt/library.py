@@ -24,6 +24,7 @@ import torch
 from compress.engines.arrays import reason
 from compress.engines.base import Availability
 from compress.errors import EngineError, EngineUnavailableError, near_misses
+from compress.version import install_hint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ FLAVOURS: dict[str, Flavour] = {
         name="tensorrt",
         module="tensorrt",
         title="TensorRT",
-        install="pip install 'compress[tensorrt]' (TensorRT 10 or 11; tensorrt-cu12 for drivers of CUDA 12)",
+        install=f"{install_hint('tensorrt')} (TensorRT 10 or 11; tensorrt-cu12 for drivers of CUDA 12)",
         portable=False,
         timing_cache=True,
     ),
@@ -60,7 +61,7 @@ FLAVOURS: dict[str, Flavour] = {
         name="tensorrt-rtx",
         module="tensorrt_rtx",
         title="TensorRT-RTX",
-        install="pip install 'compress[rtx]'",
+        install=install_hint("rtx"),
         portable=True,
         timing_cache=False,
     ),
