@@ -60,4 +60,4 @@ def test_items_may_be_added_and_the_budget_ends_them():
             queue.append("second")
         assert "pid" in row
     assert seen == ["first", "second"]
-    assert run([1, 2], budget_s=-1.0) == {i: {"failed": ["not run: the -1 s for all were over"]} for i in (1, 2)}
+    assert run([1, 2], budget_s=-1.0) == {i: {"failed": ["not run: the -1 s for all items were over"]} for i in (1, 2)}
