@@ -25,6 +25,9 @@ def roofline(
     device: Annotated[str, typer.Option(help="Such as h200, a100, t4, orin; or machine, after --measure.")] = "h200",
     precision: Annotated[str, typer.Option(help="fp32, tf32, fp16, bf16, int8, int8-2:4, fp8.")] = "int8",
     batch_size: Annotated[int, typer.Option(help="Images of one run.")] = 32,
+    unfused: Annotated[
+        bool, typer.Option("--unfused", metavar="", help="Each operation alone, not fused as in an engine.")
+    ] = False,
     measure: Annotated[str | None, typer.Option("--measure", help="cpu or cuda: measure this machine's roofs.")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the figures.")] = Path("runs/roofline"),
     as_json: JsonOption = False,
@@ -36,7 +39,7 @@ def roofline(
     parsed = chosen_recipe(recipe, model, set_, image_size=image_size)
     built, name = network_of(parsed), parsed.model.name
     images = blank_images(parsed, batch_size)
-    bound = roofline_of(built, images, device=device, precision=precision, name=name)
+    bound = roofline_of(built, images, device=device, precision=precision, name=name, fused=not unfused)
     scenarios = what_if(built, images, device=device)
     figure = save_figure(draw_roofline(bound), out / f"{name.replace(':', '-')}-{device}-{precision}.png")
     if as_json:

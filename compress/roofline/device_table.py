@@ -14,6 +14,7 @@ _JETSON = (
     "GPU alone, without the DLA, which the headline figure includes. The brief gives fp32 and sparse int8; dense int8 "
     "is half of that, fp16 and bf16 half and tf32 a quarter of int8, as on the other Ampere tensor cores"
 )
+_RTX_BLACKWELL = "NVIDIA RTX Blackwell GPU Architecture whitepaper, appendix A"
 _HOPPER = "the data sheet gives tensor-core peaks with sparsity; dense is half"
 
 
@@ -122,6 +123,24 @@ TABLE: tuple[Device, ...] = (
         note="fp16 and fp8 with fp32 accumulation; with fp16 accumulation both are twice that",
     ),
     _device(
+        "rtx5080",
+        "NVIDIA GeForce RTX 5080",
+        960,
+        _RTX_BLACKWELL,
+        dense={"fp32": 56.3, "tf32": 56.3, "fp16": 112.6, "bf16": 112.6, "fp8": 225.1, "int8": 450.2},
+        sparse={"tf32": 112.6, "fp16": 225.1, "bf16": 225.1, "fp8": 450.2, "int8": 900.4},
+        note="fp16 and fp8 with fp32 accumulation; with fp16 accumulation both are twice as fast",
+    ),
+    _device(
+        "rtx5090",
+        "NVIDIA GeForce RTX 5090",
+        1792,
+        _RTX_BLACKWELL,
+        dense={"fp32": 104.8, "tf32": 104.8, "fp16": 209.5, "bf16": 209.5, "fp8": 419.0, "int8": 838.0},
+        sparse={"tf32": 209.5, "fp16": 419.0, "bf16": 419.0, "fp8": 838.0, "int8": 1676.0},
+        note="fp16 and fp8 with fp32 accumulation; with fp16 accumulation both are twice as fast",
+    ),
+    _device(
         "h100-pcie",
         "NVIDIA H100 PCIe",
         2000,
@@ -195,6 +214,8 @@ _ALIASES = {
     "orin-nano": "orin-nano-8gb",
     "3090": "rtx3090",
     "4090": "rtx4090",
+    "5080": "rtx5080",
+    "5090": "rtx5090",
 }
 
 DEVICE_NAMES: tuple[str, ...] = (*(device.name for device in TABLE), "machine")
