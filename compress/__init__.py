@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; tests/test_pa
     from compress.measure import measure_latency as measure_latency
     from compress.models import ModelSpec as ModelSpec
     from compress.models import build_model as build_model
+    from compress.onnx_ptq.quantize import quantize_onnx as quantize_onnx
     from compress.pipeline import run as run
     from compress.qat_fusion.fuse import fuse_for_training as fuse_for_training
     from compress.quantization.calibration.calibrate import calibrate as calibrate
@@ -106,6 +107,7 @@ _HOMES = {
     "measure_accuracy": "compress.measure",
     "measure_latency": "compress.measure",
     "quantize": "compress.quantization.ptq.quantize",
+    "quantize_onnx": "compress.onnx_ptq.quantize",
     "recalibrate_batchnorm": "compress.training",
     "receptive_field": "compress.receptive_field",
     "roofline": "compress.roofline.model",

@@ -32,7 +32,7 @@ LAYERS = [
     {"qat_fusion", "interop", "models"},
     {"export"},
     {"engines"},
-    {"audit"},
+    {"audit", "onnx_ptq"},
     {"measure"},
     {"training"},
     {"recipe"},

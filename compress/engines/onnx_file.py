@@ -81,7 +81,19 @@ def read_onnx(path: Path | str) -> OnnxFile:
     Raises:
         EngineError: the file is missing, truncated, or not an ONNX model.
     """
-    path, model = Path(path), load_onnx(path)
+    return read_interface(Path(path), load_onnx(path))
+
+
+def read_interface(path: Path, model: Any) -> OnnxFile:
+    """Read the interface of a loaded model.
+
+    Args:
+        path: its file.
+        model: an `onnx.ModelProto`.
+
+    Raises:
+        EngineError: it is not an ONNX model, or a truncated one.
+    """
     graph = model.graph
     if not (model.ir_version and model.opset_import and graph.output):
         raise EngineError(

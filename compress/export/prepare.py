@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import ExportError, ModelError
+from compress.export.half import half_or_more, half_scale
 from compress.export.names import INT4_KEY
 from compress.graph.attention import open_attention
 from compress.graph.fold import fold_batchnorm, foldable_pair
@@ -71,29 +72,13 @@ def _written(parent: nn.Module, name: str, quantizer: Quantizer, half: bool) -> 
     """Return the module that writes a quantizer into the file."""
     scale, of_weight = quantizer.scale.detach(), name.endswith(".weight_quantizer")
     if half:
-        scale = _half_scale(_half_or_more(scale) if of_weight else scale, name)
+        scale = half_scale(half_or_more(scale) if of_weight else scale, name)
     if of_weight:
         weight = cast(Tensor, parent.weight).detach()
         return _WeightDequantize(
             quantize_tensor(weight, scale.to(weight.dtype), quantizer.format), scale, quantizer.format
         )
     return _QuantizeDequantize(scale, quantizer.format)
-
-
-def _half_or_more(scale: Tensor) -> Tensor:
-    """Round scales up where float16 is coarse, so that the scale of a nearly zero channel stays above zero."""
-    step = 2.0**-24  # the smallest float16, and the distance of those below 2**-14
-    return torch.where(scale < 2.0**-14, (scale / step).ceil() * step, scale)
-
-
-def _half_scale(scale: Tensor, name: str) -> Tensor:
-    written = scale.half()
-    if not bool((torch.isfinite(written) & (written > 0)).all()):
-        raise ExportError(
-            f"{name}: a scale of {scale.min().item():.3g} to {scale.max().item():.3g} is zero or infinite in float16; "
-            "export with precision fp32, or leave the layer float"
-        )
-    return written
 
 
 class _QuantizeDequantize(nn.Module):

@@ -14,6 +14,9 @@ from compress.graph.ops import module_kind, node_kind, node_module
 from compress.graph.parametrized import bake
 from compress.graph.traits import WEIGHTED
 
+Statistics = tuple[Tensor, Tensor, float, Tensor | None, Tensor | None]
+"""Running mean and variance (C,), epsilon, scale and shift (C,) of a BatchNorm."""
+
 
 def fold_batchnorm(graph_module: fx.GraphModule) -> tuple[str, ...]:
     """Fold every BatchNorm that follows a conv, transposed conv or linear and is its only consumer; in place.
@@ -30,7 +33,7 @@ def fold_batchnorm(graph_module: fx.GraphModule) -> tuple[str, ...]:
         if pair is None:
             continue
         layer, norm = pair
-        _fold_into(node_module(layer), node_module(norm), transposed=node_kind(layer) == "conv_transpose")
+        _fold_into(node_module(layer), node_module(norm))
         node.replace_all_uses_with(layer)
         graph_module.graph.erase_node(node)
         folded.append(str(node.target))
@@ -82,18 +85,35 @@ def _set_weight(layer: nn.Module, weight: nn.Parameter) -> None:
     layer.weight = weight
 
 
-def _fold_into(layer: nn.Module, norm: nn.Module, *, transposed: bool) -> None:
+def folded_parameters(
+    weight: Tensor, bias: Tensor | None, statistics: Statistics, *, kind: str, groups: int = 1
+) -> tuple[nn.Parameter, nn.Parameter]:
+    """Return the weight and bias of a layer that does the work of the BatchNorm after it too.
+
+    Args:
+        weight: (out, in / groups, k...), of transposed convolutions (in, out / groups, k...).
+        bias: (out,); None means zeros.
+        statistics: running mean and variance, epsilon, scale and shift of the BatchNorm.
+        kind: of the layer, as in `graph.traits`.
+        groups: of a convolution.
+    """
+    if kind == "linear":
+        mean, variance, epsilon, scale, shift = statistics
+        return fuse_linear_bn_weights(weight, bias, mean, variance, epsilon, scale, shift)  # type: ignore[arg-type]
+    transposed = kind == "conv_transpose"
+    # A transposed convolution holds (in, out / groups, ...): put its groups side by side, so that dim 1 is out.
+    wide = weight.detach().unflatten(0, (groups, -1)).transpose(0, 1).flatten(1, 2) if transposed else weight
+    fused, shift = fuse_conv_bn_weights(wide, bias, *statistics, transpose=transposed)
+    if transposed:
+        fused = nn.Parameter(fused.detach().unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1).contiguous())
+    return fused, shift
+
+
+def _fold_into(layer: nn.Module, norm: nn.Module) -> None:
     weight, bias = cast(nn.Parameter, layer.weight), cast("nn.Parameter | None", layer.bias)
-    statistics = (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
+    statistics = cast(Statistics, (norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias))
     trained = weight.requires_grad
-    if module_kind(layer) == "linear":
-        fused, shift = fuse_linear_bn_weights(weight, bias, *statistics)  # type: ignore[arg-type]
-    else:
-        groups = cast(int, layer.groups) if transposed else 1
-        # A transposed convolution holds (in, out / groups, ...): put its groups side by side, so that dim 1 is out.
-        wide = weight.detach().unflatten(0, (groups, -1)).transpose(0, 1).flatten(1, 2) if transposed else weight
-        fused, shift = fuse_conv_bn_weights(wide, bias, *statistics, transpose=transposed)  # type: ignore[arg-type]
-        if transposed:
-            fused = nn.Parameter(fused.detach().unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1).contiguous())
+    groups = cast(int, getattr(layer, "groups", 1))
+    fused, shift = folded_parameters(weight, bias, statistics, kind=module_kind(layer), groups=groups)
     _set_weight(layer, cast(nn.Parameter, fused.requires_grad_(trained)))
     layer.bias = shift.requires_grad_(trained)  # torch freezes a bias that the layer did not have

@@ -170,7 +170,7 @@ def _cast_to_float32(tensor: Node, table: TargetTable) -> bool:
 
 def _is_spatial_mean(node: Node) -> bool:
     """Return True if a mean is over the last two axes of an image: a global average pool by another name."""
-    return len(node.tensors[0].shape or ()) == 4 and node.axes == frozenset({2, 3})
+    return bool(node.tensors) and len(node.tensors[0].shape or ()) == 4 and node.axes == frozenset({2, 3})
 
 
 def _weight_site(node: Node, spec: WeightSpec) -> WeightSite:

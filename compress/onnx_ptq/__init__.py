@@ -1,0 +1,1 @@
+"""Post-training quantization of ONNX files: Q/DQ pairs are inserted into the file's own graph."""

@@ -1,0 +1,121 @@
+"""Calibration of an ONNX graph: one pass over the user's batches, with the calibrators that torch models use.
+
+The tensors that are to be quantized are results of the float graph on ONNX Runtime. Those of one batch are in memory at
+a time; what remains of them are histograms. Ranges of weights follow from the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compress.engines.base import Arrays
+from compress.errors import CalibrationError
+from compress.onnx_ptq.read import Reading
+from compress.onnx_ptq.run import FloatSession
+from compress.progress import NoProgress, Progress
+from compress.quantization.calibration.calibrators import Calibrator, make_calibrator
+from compress.quantization.numerics import QuantFormat
+from compress.quantization.placement.dead import always_zero
+from compress.quantization.placement.decisions import Placement
+from compress.quantization.report import CalibrationReport
+from compress.quantization.spec import ActivationSpec, WeightSpec
+
+_TASK = "calibrate"
+
+
+def calibrate_graph(
+    session: FloatSession,
+    reading: Reading,
+    placement: Placement,
+    batches: Iterable[Arrays],
+    *,
+    total: int = 0,
+    progress: Progress | None = None,
+) -> CalibrationReport:
+    """Measure the range of every quantizer of a placement.
+
+    Args:
+        session: the float graph with the tensors of `watched_tensors` as its results.
+        reading: the graph that the placement is for.
+        placement: the quantizers.
+        batches: inputs by name; all of them are used.
+        total: number of batches, for `progress`; 0 = unknown.
+        progress: is informed of each batch.
+
+    Raises:
+        CalibrationError: no batches, a batch that the network fails on, NaN, or a tensor of zeros that the weights do
+            not explain; the message names the tensor.
+    """
+    progress = progress or NoProgress()
+    watching = {site.name: _calibrator(site.format, site.spec) for site in placement.activations}
+    images = 0
+    progress.start(_TASK, total)
+    for feed in batches:
+        values = session.run(feed)
+        for site in placement.activations:
+            for tensor in dict.fromkeys(tensor for tensor, _ in site.edges):
+                watching[site.name].collect(_as_tensor(values[tensor]))
+        images += len(next(iter(feed.values())))
+        progress.advance(_TASK, 1, images=images)
+    progress.finish(_TASK)
+    if images == 0:
+        raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
+    zero = {node.name for node in always_zero(reading.view)}
+    dead = tuple(
+        site.name
+        for site in placement.activations
+        if watching[site.name].only_zeros and zero.issuperset(tensor for tensor, _ in site.edges)
+    )
+    amax = {name: torch.ones(()) if name in dead else _chosen(name, c) for name, c in watching.items()}
+    parameters = {node.path: node.parameters for node in reading.view.nodes if node.path in reading.weights}
+    for weight in placement.weights:
+        value = parameters[weight.path].weight()  # type: ignore[union-attr]
+        amax[f"{weight.path}.weight_quantizer"] = weight_amax(weight.path, value, weight.format, weight.spec)  # type: ignore[arg-type]
+    histograms = {name: h for name, c in watching.items() if (h := c.histogram) is not None}
+    return CalibrationReport(images=images, amax=amax, histograms=histograms, dead=dead)
+
+
+def watched_tensors(placement: Placement) -> list[str]:
+    """Return the tensors that calibration collects."""
+    return list(dict.fromkeys(tensor for site in placement.activations for tensor, _ in site.edges))
+
+
+def weight_amax(name: str, weight: Tensor, quant_format: QuantFormat, spec: WeightSpec) -> Tensor:
+    """Return the range of a weight, () or (C,).
+
+    Raises:
+        CalibrationError: it holds NaN or Inf.
+    """
+    calibrator = _calibrator(quant_format, spec)
+    calibrator.collect(weight)
+    if calibrator.only_zeros:
+        channels = () if quant_format.axis is None else (weight.shape[quant_format.axis],)
+        return torch.ones(channels)  # zeros are exact on any grid
+    return _chosen(f"{name}.weight", calibrator)
+
+
+def _calibrator(quant_format: QuantFormat, spec: WeightSpec | ActivationSpec) -> Calibrator:
+    return make_calibrator(
+        spec.calibrator,
+        num_bits=quant_format.num_bits,
+        axis=quant_format.axis,
+        signed=quant_format.signed,
+        percentile=spec.percentile,
+    )
+
+
+def _chosen(name: str, calibrator: Calibrator) -> Tensor:
+    try:
+        return calibrator.compute_amax()
+    except CalibrationError as error:
+        raise CalibrationError(f"{name}: {error}") from None
+
+
+def _as_tensor(value: Any) -> Tensor:
+    array = np.asarray(value)
+    return torch.from_numpy(array if array.dtype.name in {"float32", "float16"} else array.astype(np.float32))

@@ -1,0 +1,301 @@
+"""Rewrites a float ONNX graph, in place and without changing what it computes, so that its layers can be quantized.
+
+- local functions are inlined, and nodes without a name get one;
+- the opset is raised to the one that Q/DQ needs;
+- BatchNorm is folded into the layer before it, also where it is spelled as a product and a sum of constants, and a
+  constant that is added to a convolution becomes its bias;
+- factors of query and key, which exporters write before their product (torch's scaled_dot_product_attention), move
+  after it, so that the product's inputs are what layers return.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+from onnx import external_data_helper, helper, inliner, version_converter
+
+from compress.errors import QuantizationError
+from compress.export.names import added_tensor
+from compress.export.onnx_graph import attribute, opset_of
+from compress.graph.fold import folded_parameters
+from compress.onnx_ptq.index import Index, constant_tensor, consumed_as, inputs_of, renamed
+from compress.onnx_ptq.load import SourceFile, one_line, tensors_of
+
+_LAYERS = {"Conv": "conv", "ConvTranspose": "conv_transpose", "Gemm": "linear"}
+_MOVES = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Identity"})
+_SMALL = 1 << 22
+"""Elements of external data that are read into the model."""
+
+
+def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]:
+    """Return a rewritten copy of a file, and a sentence for each kind of change that a user should know.
+
+    Args:
+        source: the file as it was read.
+        opset: the lowest that the result may have.
+
+    Raises:
+        QuantizationError: the opset cannot be raised.
+    """
+    copy = onnx.ModelProto()
+    copy.CopyFrom(source.proto)
+    notes = []
+    if copy.functions:
+        copy = inliner.inline_local_functions(copy)
+        notes.append("the functions of the file are inlined")
+    if opset_of(copy) < opset:
+        notes.append(f"the opset is raised from {opset_of(copy)} to {opset}, which Q/DQ needs")
+        copy = _raised(source, copy, opset)
+    _name_nodes(copy.graph)
+    source = replace(source, proto=copy)
+    _read_small(source)
+    folded = fold_constants_after_layers(source)
+    if folded:
+        notes.append(f"{folded} BatchNorm, scale and bias operations are folded into the layers before them")
+    moved = move_attention_scales(source)
+    if moved:
+        notes.append(f"the factors of query and key of {moved} attention products are applied after the product")
+    return source, notes
+
+
+def _read_small(source: SourceFile) -> None:
+    """Take external data that are no large weights into the model: biases, indices, scales."""
+    for tensor in tensors_of(source.proto.graph):
+        if not external_data_helper.uses_external_data(tensor) or math.prod(tensor.dims) > _SMALL:
+            continue
+        name, value = tensor.name, source.array(tensor)
+        tensor.CopyFrom(constant_tensor(name, value))
+
+
+def _raised(source: SourceFile, proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
+    try:
+        raised = version_converter.convert_version(proto, opset)
+    except Exception as error:
+        raise QuantizationError(
+            f"{source.path} has opset {opset_of(proto)}, and its Q/DQ form needs {opset}; it cannot be raised: "
+            f"{one_line(error)}. Export it again with opset {opset} or later"
+        ) from error
+    for entry in proto.opset_import:
+        if entry.domain not in {e.domain for e in raised.opset_import}:
+            raised.opset_import.append(entry)
+    raised.ir_version = max(raised.ir_version, helper.find_min_ir_version_for(list(raised.opset_import), True))
+    return raised
+
+
+def _name_nodes(graph: onnx.GraphProto) -> None:
+    """Give nodes unique names, because the table of decisions names layers by them."""
+    seen: set[str] = set()
+    for node in graph.node:
+        wanted = node.name or f"{node.op_type}_{next(filter(None, node.output), '')}"
+        node.name = renamed([wanted], seen)[wanted]
+
+
+def fold_constants_after_layers(source: SourceFile) -> int:
+    """Fold into each layer the BatchNorm, or the constant factor and sum, that alone reads its result; in place.
+
+    Returns:
+        Number of operations that are no longer there.
+    """
+    index = Index(source)
+    gone: set[str] = set()
+    for node in list(index.graph.node):
+        kind = _LAYERS.get(node.op_type)
+        while kind is not None:
+            after = index.alone(node.output[0])
+            found = None if after is None else _folded(node, kind, after, index)
+            if found is None:
+                break
+            weight, bias, nodes = found
+            _set_parameters(node, weight, bias, index)
+            node.output[0] = nodes[-1].output[0]
+            index.producers[node.output[0]] = node
+            gone.update(part.name for part in nodes)
+    replace_nodes(index.graph, [node for node in index.graph.node if node.name not in gone])
+    drop_unread(index.graph)
+    return len(gone)
+
+
+Folded = tuple[NDArray[Any], NDArray[Any], list[onnx.NodeProto]]
+
+
+def _folded(layer: onnx.NodeProto, kind: str, after: onnx.NodeProto, index: Index) -> Folded | None:
+    """Return (weight, bias, the nodes that they replace) of a layer with what follows it; None if nothing folds."""
+    names = [layer.input[1], *([layer.input[2]] if len(layer.input) > 2 else [])]
+    plain = kind != "linear" or all(attribute(layer, key, 1.0) == 1.0 for key in ("alpha", "beta"))
+    if not plain or attribute(layer, "transA", 0) or not index.constants.issuperset(names):
+        return None
+    weight, bias = index.value(names[0]), index.value(names[1]) if len(names) > 1 else None
+    if weight is None or weight.dtype.kind != "f" or weight.ndim < 2:
+        return None
+    flip = kind == "linear" and not attribute(layer, "transB", 0)
+    groups = attribute(layer, "group", 1)
+    weight = weight.T if flip else weight
+    channels = weight.shape[1] * groups if kind == "conv_transpose" else weight.shape[0]
+    if bias is not None and bias.size not in (1, channels):
+        return None
+    bias = np.zeros(channels, weight.dtype) if bias is None else np.broadcast_to(bias.reshape(-1), (channels,))
+    found = _statistics(after, layer.output[0], weight.ndim, channels, kind, index)
+    if found is None:
+        return None
+    (mean, variance, epsilon, scale, shift), nodes = found
+    tensors = [torch.from_numpy(np.array(v, np.float32)) for v in (weight, bias, mean, variance, scale, shift)]
+    w, b, *numbers = tensors
+    fused, moved = folded_parameters(
+        w, b, (numbers[0], numbers[1], epsilon, numbers[2], numbers[3]), kind=kind, groups=groups
+    )
+    result = fused.detach().numpy().astype(weight.dtype)
+    return result.T if flip else result, moved.detach().numpy().astype(weight.dtype), nodes
+
+
+def _statistics(
+    node: onnx.NodeProto, name: str, rank: int, channels: int, kind: str, index: Index
+) -> tuple[tuple[Any, Any, float, Any, Any], list[onnx.NodeProto]] | None:
+    """Return mean, variance, epsilon, scale and shift of a normalization in any of its spellings, and its nodes."""
+    zero, one = np.zeros(channels, np.float32), np.ones(channels, np.float32)
+    if node.op_type == "BatchNormalization":
+        used = [output for output in node.output[1:] if output]
+        values = [index.value(key) if key in index.constants else None for key in node.input[1:5]]
+        if attribute(node, "training_mode", 0) or used or any(v is None or v.shape != (channels,) for v in values):
+            return None
+        scale, shift, mean, variance = values
+        return (mean, variance, attribute(node, "epsilon", 1e-5), scale, shift), [node]
+    if kind == "linear":
+        return None
+    if node.op_type == "Add":
+        shift = _channel_operand(node, name, rank, channels, index)
+        return None if shift is None else ((zero, one, 0.0, one, shift), [node])
+    if node.op_type == "Mul":
+        scale, then = _channel_operand(node, name, rank, channels, index), index.alone(node.output[0])
+        if scale is None or then is None or then.op_type != "Add":
+            return None
+        shift = _channel_operand(then, node.output[0], rank, channels, index)
+        return None if shift is None else ((zero, one, 0.0, scale, shift), [node, then])
+    return None
+
+
+def _channel_operand(node: onnx.NodeProto, name: str, rank: int, channels: int, index: Index) -> NDArray[Any] | None:
+    """Return the constant that a node applies to the channels (axis 1) of a tensor, (C,); None if it is no such."""
+    other = [key for key in node.input if key != name]
+    value = index.value(other[0]) if len(other) == 1 and other[0] in index.constants else None
+    if value is None or value.ndim > rank:
+        return None
+    sizes = [1] * (rank - value.ndim) + list(value.shape)
+    if sizes[1] not in (1, channels) or any(size != 1 for i, size in enumerate(sizes) if i != 1):
+        return None
+    return np.broadcast_to(value.reshape(-1), (channels,))
+
+
+def _set_parameters(layer: onnx.NodeProto, weight: NDArray[Any], bias: NDArray[Any], index: Index) -> None:
+    """Give a layer a weight and a bias of its own; the old ones stay for other consumers."""
+    taken = {*index.initializers, *index.producers, *(value.name for value in index.graph.input)}
+    output = layer.output[0]
+    names = renamed([added_tensor(output, "folded_weight"), added_tensor(output, "folded_bias")], taken).values()
+    for i, (name, value) in enumerate(zip(names, (weight, bias), strict=True), start=1):
+        tensor = constant_tensor(name, value)
+        index.graph.initializer.append(tensor)
+        index.initializers[name] = tensor
+        index.constants.add(name)
+        index.fixed.add(name)
+        if i < len(layer.input):
+            layer.input[i] = name
+        else:
+            layer.input.append(name)
+
+
+def move_attention_scales(source: SourceFile) -> int:
+    """Apply the factors of both inputs of a product of activations to the product instead; in place.
+
+    Returns:
+        Number of products.
+    """
+    index = Index(source)
+    gone: set[str] = set()
+    added: dict[str, list[onnx.NodeProto]] = {}
+    taken = {*index.initializers, *index.producers}
+    for node in list(index.graph.node):
+        if node.op_type != "MatMul" or not index.fixed.isdisjoint(node.input):
+            continue
+        scaled = [_scaled(name, index) for name in node.input]
+        if scaled[0] is None or scaled[1] is None or scaled[0][0] is scaled[1][0]:
+            continue
+        result = node.output[0]
+        node.output[0] = current = renamed([added_tensor(result, "unscaled")], taken)[added_tensor(result, "unscaled")]
+        for i, (factor, value, number) in enumerate(s for s in scaled if s is not None):
+            wanted = added_tensor(result, "scaled")
+            after = result if i else renamed([wanted], taken)[wanted]
+            made = helper.make_node(
+                factor.op_type, [current, number], [after], name=added_tensor(node.name, f"scale_{i}")
+            )
+            added.setdefault(node.name, []).append(made)
+            consumed_as(index.consumers[factor.output[0]][0], factor.output[0], value)
+            gone.add(factor.name)
+            current = after
+    kept = [node for node in index.graph.node if node.name not in gone]
+    replace_nodes(index.graph, [part for node in kept for part in (node, *added.get(node.name, ()))])
+    return len(added)
+
+
+def _scaled(name: str, index: Index) -> tuple[onnx.NodeProto, str, str] | None:
+    """Return the node that multiplies a tensor by one number before it is moved, its input and the number."""
+    node = index.producers.get(name)
+    while node is not None and node.op_type in _MOVES and index.alone(name) is not None:
+        name = node.input[0]
+        node = index.producers.get(name)
+    if node is None or node.op_type not in {"Mul", "Div"} or index.alone(name) is None:
+        return None
+    places = (1,) if node.op_type == "Div" else (0, 1)
+    for i in places:
+        value = index.value(node.input[i]) if node.input[i] in index.fixed else None
+        single = value is not None and value.ndim < 2 and value.size == 1
+        if (single or _computed_scalar(node.input[i], index)) and node.input[1 - i] not in index.fixed:
+            return node, node.input[1 - i], node.input[i]
+    return None
+
+
+def _computed_scalar(name: str, index: Index) -> bool:
+    """Return True for one number that is computed from the size of a tensor, as torch's older exporter writes it."""
+    scalar = {"Sqrt", "Div", "Cast", "Mul", "Reciprocal", "Pow"}
+    node = index.producers.get(name) if name in index.fixed else None
+    if node is None:
+        return name in index.constants and (value := index.value(name)) is not None and value.size == 1
+    if node.op_type in scalar:
+        return all(_computed_scalar(key, index) for key in node.input)
+    if node.op_type == "Slice":
+        starts, ends = (index.value(key) for key in node.input[1:3])
+        return _is_shape(node.input[0], index) and starts is not None and ends is not None and _one_long(starts, ends)
+    indices = index.value(node.input[1]) if node.op_type == "Gather" else None
+    if node.op_type == "Constant":
+        value = index.value(name)
+        return value is not None and value.size == 1
+    return indices is not None and indices.size == 1 and _is_shape(node.input[0], index)
+
+
+def _is_shape(name: str, index: Index) -> bool:
+    node = index.producers.get(name)
+    return node is not None and node.op_type == "Shape"
+
+
+def _one_long(starts: NDArray[Any], ends: NDArray[Any]) -> bool:
+    start, end = int(starts.reshape(-1)[0]), int(ends.reshape(-1)[0])
+    return end - start == 1 or (start == -1 and end > 1 << 30)
+
+
+def drop_unread(graph: onnx.GraphProto) -> None:
+    """Remove constants that nothing reads any more, graphs inside nodes included."""
+    used = {name for node in graph.node for name in inputs_of(node)} | {value.name for value in graph.output}
+    inputs = {value.name for value in graph.input}
+    kept = [tensor for tensor in graph.initializer if tensor.name in used or tensor.name in inputs]
+    del graph.initializer[:]
+    graph.initializer.extend(kept)
+
+
+def replace_nodes(graph: onnx.GraphProto, nodes: list[onnx.NodeProto]) -> None:
+    """Give a graph other nodes, in topological order; an index of it is stale afterwards."""
+    del graph.node[:]
+    graph.node.extend(nodes)

@@ -1,0 +1,212 @@
+"""An ONNX graph with what readers and passes ask of it: producers, consumers, values of constants, types, shapes.
+
+Consumers include the graphs inside nodes (branches of If, bodies of Loop), which may read any tensor around them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from compress.errors import QuantizationError
+from compress.export.onnx_graph import attribute
+from compress.onnx_ptq.load import SourceFile, subgraphs
+
+FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16})
+"""Types that QuantizeLinear takes."""
+
+Shapes = dict[str, tuple[int, ...]]
+Types = dict[str, int]
+
+_RANDOM = frozenset(
+    {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
+)
+_GROWING = frozenset({"ConstantOfShape", "Expand", "Tile", "Range", "Resize", "Pad", "OneHot", "EyeLike"})
+"""Operators whose result may be of any size that the file states; they are not run to learn a constant."""
+
+_SMALL = 1 << 16
+"""Bytes of constants that shape inference may look at; larger ones are weights."""
+
+
+class Index:
+    """An index over the graph of a file; made anew after a change.
+
+    Attributes:
+        source: the file.
+        graph: its graph.
+        opset: of the standard operators.
+        initializers: by name.
+        producers: the node that writes each tensor.
+        consumers: the nodes that read each tensor, each once, in order, nodes with graphs inside included.
+        outputs: names of the graph's outputs.
+        constants: tensors that follow from constants alone.
+        fixed: the same and those that follow from the shapes of tensors.
+    """
+
+    def __init__(self, source: SourceFile, shapes: Shapes | None = None) -> None:
+        self.source, self.graph = source, source.proto.graph
+        self.opset = {entry.domain: entry.version for entry in source.proto.opset_import}
+        self.initializers = {tensor.name: tensor for tensor in self.graph.initializer}
+        self.outputs = {value.name for value in self.graph.output}
+        self.producers: dict[str, onnx.NodeProto] = {}
+        self.consumers: dict[str, list[onnx.NodeProto]] = {}
+        self.constants = set(self.initializers) | {""}
+        self.fixed = set(self.constants)
+        for node in self.graph.node:
+            read = [name for name in dict.fromkeys(inputs_of(node)) if name]
+            for name in read:
+                self.consumers.setdefault(name, []).append(node)
+            for name in node.output:
+                self.producers[name] = node
+            if node.op_type in _RANDOM:
+                continue
+            if self.constants.issuperset(read):
+                self.constants.update(node.output)
+            if node.op_type == "Shape" or self.fixed.issuperset(read):
+                self.fixed.update(node.output)
+        self._shapes = shapes or {}
+        self._values: dict[str, NDArray[Any] | None] = {}
+
+    def value(self, name: str) -> NDArray[Any] | None:
+        """Return the value of a fixed tensor, for the shapes that the index was made with; None if it is not known.
+
+        Raises:
+            QuantizationError: the data of a constant cannot be read.
+        """
+        if not name:
+            return None
+        if name not in self._values:
+            self._values[name] = self._compute(name)
+        return self._values[name]
+
+    def number(self, name: str) -> float | None:
+        """Return the one number that a constant holds; None if it is no such constant."""
+        if name not in self.fixed or not name:
+            return None
+        value = self.value(name)
+        return float(value.reshape(-1)[0]) if value is not None and value.size == 1 else None
+
+    def alone(self, name: str) -> onnx.NodeProto | None:
+        """Return the only node that reads a tensor; None if there are several, or the graph returns it."""
+        found = self.consumers.get(name, [])
+        return found[0] if len(found) == 1 and name not in self.outputs else None
+
+    def _compute(self, name: str) -> NDArray[Any] | None:
+        if name in self.initializers:
+            return self.source.array(self.initializers[name])
+        node = self.producers.get(name)
+        if node is None or name not in self.fixed or list(subgraphs([node])):
+            return None
+        if node.op_type == "Shape":
+            shape = self._shapes.get(node.input[0])
+            part = slice(attribute(node, "start", 0), attribute(node, "end", None))
+            return None if shape is None else np.asarray(shape[part], np.int64)
+        if node.op_type == "Constant" and node.attribute[0].name == "value":
+            return self.source.array(node.attribute[0].t)
+        if node.op_type in _GROWING:
+            return None
+        feeds = {key: value for key in node.input if key and (value := self.value(key)) is not None}
+        if not feeds.keys() >= {key for key in node.input if key}:
+            return None
+        return _evaluated(node, feeds, name, self.opset)
+
+
+def inputs_of(node: onnx.NodeProto) -> list[str]:
+    """Return the tensors that a node reads, those that the graphs inside it take from around it included."""
+    return [*node.input, *itertools.chain.from_iterable(_captured(graph) for graph in subgraphs([node]))]
+
+
+def consumed_as(node: onnx.NodeProto, old: str, new: str) -> None:
+    """Make a node read tensor `new` where it read `old`; graphs inside it are left alone."""
+    for i, name in enumerate(node.input):
+        if name == old:
+            node.input[i] = new
+
+
+def _captured(graph: onnx.GraphProto) -> list[str]:
+    inside = {t.name for t in graph.initializer} | {v.name for v in graph.input}
+    inside.update(name for node in graph.node for name in node.output)
+    read = [name for node in graph.node for name in inputs_of(node)] + [value.name for value in graph.output]
+    return [name for name in read if name and name not in inside]
+
+
+def _evaluated(
+    node: onnx.NodeProto, feeds: dict[str, NDArray[Any]], name: str, opset: dict[str, int]
+) -> NDArray[Any] | None:
+    """Run one node on constants with ONNX's reference evaluator; None if it cannot."""
+    inputs = [
+        helper.make_tensor_value_info(k, helper.np_dtype_to_tensor_dtype(v.dtype), v.shape) for k, v in feeds.items()
+    ]
+    graph = helper.make_graph([node], "constant", inputs, [onnx.ValueInfoProto(name=name)])
+    imports = [helper.make_opsetid(domain, version) for domain, version in opset.items()]
+    try:
+        results: Any = ReferenceEvaluator(helper.make_model(graph, opset_imports=imports)).run([name], feeds)
+        return np.asarray(results[0])
+    except Exception:
+        return None
+
+
+def infer(source: SourceFile, sizes: dict[str, tuple[int, ...]]) -> tuple[Shapes, Types]:
+    """Infer shapes and types of the tensors of a graph whose inputs have given shapes; what is not known is left out.
+
+    Raises:
+        QuantizationError: shape inference fails: the graph cannot be run on such inputs.
+    """
+    model = onnx.ModelProto()
+    model.CopyFrom(source.proto)
+    for tensor in model.graph.initializer:
+        if tensor.HasField("raw_data") and len(tensor.raw_data) > _SMALL:
+            tensor.ClearField("raw_data")
+    for value in model.graph.input:
+        if value.name in sizes:
+            del value.type.tensor_type.shape.dim[:]
+            for size in sizes[value.name]:
+                value.type.tensor_type.shape.dim.add().dim_value = size
+    del model.graph.value_info[:]
+    for value in model.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    try:
+        graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    except Exception as error:
+        raise QuantizationError(f"{source.path}: its shapes cannot be inferred ({error})") from error
+    values = [*graph.value_info, *graph.output, *graph.input]
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    for value in values:
+        dims = value.type.tensor_type.shape.dim
+        if value.type.tensor_type.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
+            shapes[value.name] = tuple(dim.dim_value for dim in dims)
+    types = {value.name: value.type.tensor_type.elem_type for value in values}
+    types.update({tensor.name: tensor.data_type for tensor in graph.initializer})
+    return shapes, types
+
+
+def renamed(names: Iterable[str], taken: set[str]) -> dict[str, str]:
+    """Return a free name for each name, which is added to those that are taken."""
+    found = {}
+    for name in names:
+        free = name
+        for i in itertools.count(1):
+            if free not in taken:
+                break
+            free = f"{name}_{i}"
+        taken.add(free)
+        found[name] = free
+    return found
+
+
+def elements(shape: tuple[int, ...] | None) -> int:
+    """Return the number of elements of a shape; 0 if it is not known."""
+    return 0 if shape is None else math.prod(shape)
+
+
+def constant_tensor(name: str, value: NDArray[Any]) -> onnx.TensorProto:
+    """Return an initializer."""
+    return numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name)

@@ -1,0 +1,169 @@
+"""Reads the ONNX file that is to be quantized, within limits, and refuses what cannot be, before anything is written.
+
+The file may come from anywhere, so nothing in it is believed: sizes are compared with the bytes that hold them, weights
+in other files are read only from the model's folder, and a size that the file merely states allocates nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+from numpy.typing import NDArray
+from onnx import external_data_helper, helper, numpy_helper
+
+from compress.engines.onnx_file import load_onnx
+from compress.errors import AuditError, EngineError, QuantizationError
+from compress.export.onnx_graph import opset_of
+
+OLDEST, NEWEST = 9, 22
+"""Opsets that are read."""
+
+MOST_ELEMENTS = 1 << 31
+"""Elements of the largest tensor that is taken for real, 8 GB in float32."""
+
+_QUANTIZED = frozenset({
+    "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "ConvInteger",
+    "MatMulInteger", "QLinearAdd", "QLinearMul", "QLinearGlobalAveragePool", "QLinearAveragePool", "QLinearConcat",
+    "QLinearSigmoid", "QLinearLeakyRelu", "QLinearSoftmax", "QGemm", "MatMulNBits", "DynamicQuantizeMatMul",
+    "MatMulIntegerToFloat", "QAttention",
+})  # fmt: skip
+"""Operators of files that are quantized already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """A float ONNX file.
+
+    Attributes:
+        path: the file.
+        proto: the model; weights in other files are not in it.
+        external: True if the file had weights in other files.
+    """
+
+    path: Path
+    proto: onnx.ModelProto
+    external: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Folder that its external data are in."""
+        return self.path.parent
+
+    def array(self, tensor: onnx.TensorProto) -> NDArray[Any]:
+        """Return the value of a tensor, also from the file that holds its external data.
+
+        Raises:
+            QuantizationError: the data are missing, too short, or outside the model's folder.
+        """
+        try:
+            if not external_data_helper.uses_external_data(tensor):
+                return numpy_helper.to_array(tensor)
+            whole = onnx.TensorProto()
+            whole.CopyFrom(tensor)
+            external_data_helper.load_external_data_for_tensor(whole, str(self.folder))
+            return numpy_helper.to_array(whole)
+        except Exception as error:
+            raise QuantizationError(
+                f"{self.path}: the data of {tensor.name!r} cannot be read ({one_line(error)}); weights in other files "
+                "must be whole and in the model's folder"
+            ) from error
+
+
+def load_source(path: Path | str) -> SourceFile:
+    """Read a float ONNX file.
+
+    Raises:
+        AuditError: it is missing, truncated, not ONNX, or not valid.
+        QuantizationError: it is quantized already, of an opset that is not read, or holds a tensor that cannot be.
+    """
+    path = Path(path)
+    try:
+        proto = load_onnx(path)
+    except EngineError as error:
+        raise AuditError(str(error)) from error
+    if not (proto.ir_version and proto.opset_import and proto.graph.node and proto.graph.output):
+        raise AuditError(f"{path}: not an ONNX model, or a truncated or empty one; export it again")
+    opset = opset_of(proto)
+    if not OLDEST <= opset <= NEWEST:
+        raise QuantizationError(f"{path} has opset {opset}; opsets {OLDEST} to {NEWEST} are read: export it in another")
+    _check_float(path, proto)
+    for tensor in tensors_of(proto.graph):
+        _check_tensor(path, tensor)
+    external = any(external_data_helper.uses_external_data(tensor) for tensor in tensors_of(proto.graph))
+    _check_valid(path, proto, external)
+    return SourceFile(path=path, proto=proto, external=external)
+
+
+def tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """Yield the initializers and constants of a graph and of the graphs in its nodes."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+    for inner in subgraphs(graph.node):
+        yield from tensors_of(inner)
+
+
+def subgraphs(nodes: Any) -> Iterator[onnx.GraphProto]:
+    """Yield the graphs that nodes hold as attributes (branches, loop bodies)."""
+    for node in nodes:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield attribute.g
+            yield from attribute.graphs
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """Return an error's text on one line."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__
+
+
+def _check_float(path: Path, proto: onnx.ModelProto) -> None:
+    functions = [node for function in proto.functions for node in function.node]
+    graphs, found = [proto.graph], list(functions)
+    while graphs:
+        graph = graphs.pop()
+        found += graph.node
+        graphs += subgraphs(graph.node)
+    quantized = next((node for node in found if node.op_type in _QUANTIZED), None)
+    if quantized is not None:
+        raise QuantizationError(
+            f"{path} is quantized already: {quantized.name or quantized.output[0]} is a {quantized.op_type}; give the "
+            "float file that it was made from"
+        )
+
+
+def _check_tensor(path: Path, tensor: onnx.TensorProto) -> None:
+    """Refuse a tensor that states another size than it has."""
+    if any(size < 0 for size in tensor.dims) or math.prod(tensor.dims) > MOST_ELEMENTS:
+        raise QuantizationError(
+            f"{path}: tensor {tensor.name!r} has the shape {tuple(tensor.dims)}; at most {MOST_ELEMENTS} elements are "
+            "read. The file is broken: export it again"
+        )
+    if external_data_helper.uses_external_data(tensor) or not tensor.HasField("raw_data"):
+        return
+    try:
+        bits = helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize * 8
+    except Exception:
+        raise QuantizationError(f"{path}: tensor {tensor.name!r} is of an unknown type {tensor.data_type}") from None
+    packed = tensor.data_type in (onnx.TensorProto.INT4, onnx.TensorProto.UINT4)
+    if not packed and math.prod(tensor.dims) * bits // 8 != len(tensor.raw_data):
+        raise QuantizationError(
+            f"{path}: tensor {tensor.name!r} has the shape {tuple(tensor.dims)} and {len(tensor.raw_data)} bytes; the "
+            "file is broken: export it again"
+        )
+
+
+def _check_valid(path: Path, proto: onnx.ModelProto, external: bool) -> None:
+    """Refuse what onnx's checker refuses; a model with weights beside it is checked with them."""
+    try:
+        onnx.checker.check_model(str(path) if external else proto)
+    except Exception as error:
+        raise AuditError(f"{path} is not a valid ONNX file: {one_line(error)}") from error

@@ -1,0 +1,249 @@
+"""Quantizes an ONNX file without its source: Q/DQ pairs are inserted into the user's own graph.
+
+Read, bring the float graph to a form that placement knows, place by the same rules as for torch models, calibrate on
+ONNX Runtime, insert, write. Names, inputs, outputs, open dimensions, metadata and all nodes that no quantizer and no
+folding touches stay as they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from compress.engines.base import Arrays
+from compress.errors import CalibrationError, QuantizationError
+from compress.export.average_pools import float_averages
+from compress.export.bias import integer_biases, room_for_biases
+from compress.export.gathers import flat_gathers
+from compress.export.int4 import pack_int4
+from compress.export.shared_convolutions import bias_shared_convolutions
+from compress.onnx_ptq.calibrate import calibrate_graph, watched_tensors
+from compress.onnx_ptq.canonical import canonical, drop_unread
+from compress.onnx_ptq.index import Index, Shapes, Types, elements, infer
+from compress.onnx_ptq.load import SourceFile, load_source, tensors_of
+from compress.onnx_ptq.read import read_onnx_graph
+from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file, unknown_to_runtime
+from compress.onnx_ptq.save import save_model
+from compress.onnx_ptq.write import insert_pairs
+from compress.progress import Progress
+from compress.quantization.calibration.calibrate import check_batches
+from compress.quantization.placement.decisions import Placement
+from compress.quantization.placement.place import place
+from compress.quantization.report import CalibrationReport
+from compress.quantization.spec import QuantSpec, check_quant_spec
+
+_CHANGED, _CHANGED_IN_HALF = 1e-3, 1e-2
+"""Largest change of an output, relative to its largest value, that a rewriting of the float graph may make."""
+
+
+_LARGE, _GROWTH = 1 << 28, 1 << 10
+"""Elements that every tensor may have, and elements for each element of the inputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedFile:
+    """Result of quantizing an ONNX file.
+
+    Attributes:
+        path: the new file.
+        placement: every decision with its reason.
+        calibration: ranges, by quantizer.
+        notes: a sentence for everything else that was changed.
+    """
+
+    path: Path
+    placement: Placement
+    calibration: CalibrationReport
+    notes: tuple[str, ...]
+
+
+def quantize_onnx(
+    path: Path | str,
+    batches: Iterable[Any],
+    *,
+    spec: QuantSpec | None = None,
+    out: Path | str | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Quantize a float ONNX file; see `quantize_onnx_file`, which also returns the decisions.
+
+    Returns:
+        The new file.
+    """
+    return quantize_onnx_file(path, batches, spec=spec, out=out, progress=progress).path
+
+
+def quantize_onnx_file(
+    path: Path | str,
+    batches: Iterable[Any],
+    *,
+    spec: QuantSpec | None = None,
+    out: Path | str | None = None,
+    progress: Progress | None = None,
+) -> QuantizedFile:
+    """Insert Q/DQ pairs into the graph of a float ONNX file; the file itself is not changed.
+
+    Args:
+        path: file of opset 9 to 22, in float32, float16 or bfloat16; its external data are in its folder.
+        batches: calibration data, all of it is used: tensors or arrays, or tuples that begin with all inputs of the
+            file in its order, which a target may follow, or mappings by the names of the inputs.
+        spec: target and rules, which match the names of nodes; None = `QuantSpec()`, target TensorRT.
+        out: file to write, whole or not at all; None = `<name>.int8.onnx` beside the file.
+        progress: is informed of each batch.
+
+    Raises:
+        AuditError: the file is missing, truncated or not valid ONNX.
+        QuantizationError: it is quantized already, of another opset, holds nothing that can be quantized, a rule
+            matches nothing, or the specification asks for a method that files do not have.
+        CalibrationError: no batches, batches that the network fails on, NaN, or a tensor that is constant zero.
+        DataError: a batch does not hold the file's inputs.
+    """
+    spec = spec or QuantSpec()
+    check_quant_spec(spec)
+    _check_methods(spec)
+    check_batches(batches)
+    original = load_source(path)
+    target = _target(original.path, out)
+    pieces = feeds(batches, inputs_of_file(original))
+    first = next(pieces, None)
+    if first is None:
+        raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
+    source, notes = canonical(original, opset=_opset_for(spec, original))
+    index, shapes, types = _inferred(source, first)
+    unknown = unknown_to_runtime(index)
+    if notes:
+        _compare(original, source, first, unknown)
+    reading = read_onnx_graph(index, shapes, types, unknown)
+    placement = place(reading.view, spec)
+    total = len(batches) if isinstance(batches, Sized) else 0
+    session = FloatSession(source, watched_tensors(placement))
+    calibration = calibrate_graph(
+        session, reading, placement, itertools.chain([first], pieces), total=total, progress=progress
+    )
+    insert_pairs(index, types, reading, placement, calibration.amax)
+    _for_target(source, types, spec.target)
+    drop_unread(source.proto.graph)
+    save_model(source, target)
+    return QuantizedFile(path=target, placement=placement, calibration=calibration, notes=tuple(notes))
+
+
+def _check_methods(spec: QuantSpec) -> None:
+    """Refuse what only torch models have."""
+    asked = {
+        "equalize": spec.equalize,
+        "relu6": spec.relu6 != "keep",
+        "smooth": spec.smooth is not None,
+        "adaround": spec.adaround is not None,
+        "bias_correction": spec.bias_correction is not None,
+        "batchnorm": spec.batchnorm == "keep",
+    }
+    names = [f"quantization.{name}" for name, value in asked.items() if value]
+    if names:
+        raise QuantizationError(
+            f"{', '.join(names)}: not available for ONNX files, which are calibrated and nothing else; take it out, or "
+            "quantize the torch model"
+        )
+
+
+def _target(path: Path, out: Path | str | None) -> Path:
+    target = path.with_name(f"{path.stem}.int8.onnx") if out is None else Path(out)
+    if target.resolve() == path.resolve():
+        raise QuantizationError(f"{target} is the float file itself; give another name for the quantized one")
+    return target
+
+
+def _opset_for(spec: QuantSpec, source: SourceFile) -> int:
+    """Return the lowest opset whose Q/DQ has what the specification and the file's types need."""
+    weights = [spec.weights, *(rule.weights for rule in spec.rules if rule.weights is not None)]
+    activations = [spec.activations, *(rule.activations for rule in spec.rules if rule.activations is not None)]
+    halves = {TensorProto.FLOAT16, TensorProto.BFLOAT16}
+    types = {tensor.data_type for tensor in tensors_of(source.proto.graph)}
+    types |= {value.type.tensor_type.elem_type for value in source.proto.graph.input}
+    if halves & types or any(part.kind == "e4m3" for part in activations):
+        return 19
+    clips = any(part.num_bits < 8 for part in activations)
+    return 13 if any(part.axis is not None for part in weights) else 11 if clips else 10
+
+
+def _inferred(source: SourceFile, feed: Arrays) -> tuple[Index, Shapes, Types]:
+    """Return the index, shapes and types of a graph; what inference leaves open is measured on one batch."""
+    shapes, types = infer(source, {name: value.shape for name, value in feed.items()})
+    _check_sizes(source, shapes, feed)
+    index = Index(source, shapes)
+    unknown = unknown_to_runtime(index)
+    open_ = [
+        name
+        for node in index.graph.node
+        for name in node.output
+        if name and name not in index.fixed and name not in unknown and not (name in shapes and name in types)
+    ]
+    if open_:
+        for name, value in FloatSession(source, open_).run(feed).items():
+            if isinstance(value, np.ndarray):
+                shapes[name] = value.shape
+                types.setdefault(name, onnx.helper.np_dtype_to_tensor_dtype(value.dtype))
+        index = Index(source, shapes)
+    return index, shapes, types
+
+
+def _check_sizes(source: SourceFile, shapes: Shapes, feed: Arrays) -> None:
+    """Refuse a tensor that is out of all proportion to the inputs, before anything is allocated."""
+    allowed = max(_LARGE, _GROWTH * sum(value.size for value in feed.values()))
+    given = {tensor.name for tensor in source.proto.graph.initializer}
+    name = max(shapes.keys() - given, key=lambda key: elements(shapes[key]), default="")
+    if name and elements(shapes[name]) > allowed:
+        raise QuantizationError(
+            f"{source.path}: tensor {name!r} has the shape {shapes[name]}, {elements(shapes[name])} elements; at most "
+            f"{allowed} are computed for inputs of this size. Give smaller batches, or export the file again"
+        )
+
+
+def _compare(original: SourceFile, source: SourceFile, feed: Arrays, unknown: dict[str, str]) -> None:
+    """Refuse a rewriting of the float graph that changes its outputs.
+
+    Raises:
+        QuantizationError: names the output.
+    """
+    names = [value.name for value in original.proto.graph.output if value.name not in unknown]
+    before, after = (FloatSession(model, names).run(feed) for model in (original, source))
+    for name in names:
+        a, b = (np.asarray(values[name]) for values in (before, after))
+        if a.dtype.kind != "f" or a.size == 0:
+            continue
+        largest = float(np.abs(a.astype(np.float64)).max())
+        change = float(np.abs(a.astype(np.float64) - b.astype(np.float64)).max()) if a.shape == b.shape else np.inf
+        limit = _CHANGED if a.dtype.itemsize > 2 else _CHANGED_IN_HALF
+        if not change <= limit * max(largest, 1e-12):
+            raise QuantizationError(
+                f"{original.path}: folding and raising the opset changed the output {name!r} by {change:.3g}, and its "
+                f"largest value is {largest:.3g}; at most {limit:g} of it is allowed. Export the file again with opset "
+                "13 or later and BatchNorm folded"
+            )
+
+
+def _for_target(source: SourceFile, types: Types, target: str) -> None:
+    """Apply the passes that exported torch models get for a target; they look types and shapes up in the graph."""
+    proto = source.proto
+    own = list(proto.graph.value_info)
+    shapes, _ = infer(source, {})
+    del proto.graph.value_info[:]
+    for name, dtype in types.items():
+        proto.graph.value_info.append(onnx.helper.make_tensor_value_info(name, dtype, shapes.get(name)))
+    room_for_biases(proto)
+    pack_int4(proto)
+    if target != "onnxruntime":
+        bias_shared_convolutions(proto)
+    if target == "openvino":
+        flat_gathers(proto)
+        float_averages(proto)
+    if target == "onnxruntime":
+        integer_biases(proto)
+    del proto.graph.value_info[:]
+    proto.graph.value_info.extend(own)

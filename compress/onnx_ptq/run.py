@@ -1,0 +1,184 @@
+"""Runs a float ONNX graph on ONNX Runtime with chosen tensors as its results, on the user's own batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+
+from compress.engines.arrays import import_library, reason, shape_text
+from compress.engines.base import Arrays, TensorInfo
+from compress.engines.onnx_file import read_interface
+from compress.errors import CalibrationError, DataError, near_misses
+from compress.graph.batches import batch_inputs
+from compress.onnx_ptq.index import Index, inputs_of
+from compress.onnx_ptq.load import SourceFile, subgraphs
+
+_ERRORS_ONLY = 3
+_RUNTIMES = frozenset({"com.microsoft", "com.ms.internal.nhwc", "ai.onnx.ml"})
+"""Domains whose operators ONNX Runtime knows beside the standard ones."""
+
+
+def unknown_to_runtime(index: Index) -> dict[str, str]:
+    """Return the tensors that come from or after an operator that ONNX Runtime does not know, each with the reason."""
+    found: dict[str, str] = {}
+    for node in index.graph.node:
+        before = next((found[name] for name in inputs_of(node) if name in found), "")
+        if not _known(node):
+            before = f"{node.op_type} of the domain {node.domain!r} is known to its own runtime only"
+            text = before
+        else:
+            text = before if before.startswith("after: ") or not before else f"after: {before}"
+        if text:
+            found.update(dict.fromkeys(filter(None, node.output), text))
+    return found
+
+
+def _known(node: onnx.NodeProto) -> bool:
+    inner = [part for graph in subgraphs([node]) for part in graph.node]
+    return all(_known(part) for part in inner) and (
+        node.domain in _RUNTIMES or onnx.defs.has(node.op_type, node.domain)
+    )
+
+
+class FloatSession:
+    """A float graph, ready to run, with some of its tensors as results.
+
+    Args:
+        source: the file.
+        tensors: names of the results; inputs of the graph among them are returned as they are given.
+
+    Raises:
+        CalibrationError: ONNX Runtime refuses the graph.
+        EngineUnavailableError: ONNX Runtime is not installed.
+    """
+
+    def __init__(self, source: SourceFile, tensors: Iterable[str]) -> None:
+        ort = import_library("onnxruntime", "pip install onnxruntime")
+        given = {value.name for value in source.proto.graph.input}
+        self._given = [name for name in tensors if name in given]
+        self._computed = [name for name in tensors if name not in given]
+        proto = _with_results(source.proto, self._computed)
+        self._reads = {value.name for value in proto.graph.input}
+        options = ort.SessionOptions()
+        options.log_severity_level = _ERRORS_ONLY
+        options.inter_op_num_threads = 1
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(source.folder.absolute())
+        )
+        self._session = None
+        if not self._computed:
+            return
+        try:
+            self._session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        except Exception as error:
+            raise CalibrationError(f"ONNX Runtime cannot load {source.path}: {reason(error)}") from error
+
+    def run(self, feeds: Arrays) -> Arrays:
+        """Return the tensors by name.
+
+        Raises:
+            CalibrationError: ONNX Runtime fails.
+        """
+        found: Arrays = {name: feeds[name] for name in self._given}
+        if self._session is None:
+            return found
+        try:
+            results = self._session.run(self._computed, {k: v for k, v in feeds.items() if k in self._reads})
+        except Exception as error:
+            shapes = ", ".join(f"{name} {value.shape} {value.dtype}" for name, value in feeds.items())
+            raise CalibrationError(f"the network fails on a calibration batch of {shapes}: {reason(error)}") from error
+        return found | dict(zip(self._computed, results, strict=True))
+
+
+def _with_results(proto: onnx.ModelProto, names: Sequence[str]) -> onnx.ModelProto:
+    """Return a copy whose results are other tensors, with only the nodes that they depend on."""
+    wanted, kept = set(names), []
+    for node in reversed(proto.graph.node):
+        if wanted.intersection(node.output):
+            kept.append(node)
+            wanted.update(inputs_of(node))
+    copy = onnx.ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import)
+    copy.graph.name = proto.graph.name or "graph"
+    copy.graph.node.extend(reversed(kept))
+    copy.graph.initializer.extend(tensor for tensor in proto.graph.initializer if tensor.name in wanted)
+    copy.graph.sparse_initializer.extend(proto.graph.sparse_initializer)
+    copy.graph.input.extend(value for value in proto.graph.input if value.name in wanted)
+    copy.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    return copy
+
+
+def inputs_of_file(source: SourceFile) -> tuple[TensorInfo, ...]:
+    """Return the inputs that a batch must hold."""
+    return read_interface(source.path, source.proto).inputs
+
+
+def feeds(batches: Iterable[Any], inputs: Sequence[TensorInfo]) -> Iterator[Arrays]:
+    """Yield the inputs of a file from a user's batches, in pieces of its own batch size where that is fixed.
+
+    Args:
+        batches: tensors or arrays; tuples that begin with all inputs, which a target may follow; or a mapping by name.
+        inputs: of the file.
+
+    Raises:
+        CalibrationError: a batch is of another shape or type than the file takes.
+        DataError: a batch does not hold the inputs.
+    """
+    for batch in batches:
+        arrays = _arrays(batch, inputs)
+        sizes = {tensor.shape[0] for tensor in inputs if tensor.shape and tensor.shape[0] != -1}
+        images = min((len(value) for value in arrays.values() if value.ndim), default=1)
+        step = sizes.pop() if len(sizes) == 1 else images
+        if images < step:
+            raise CalibrationError(
+                f"a batch has {images} images, and the file has a fixed batch of {step}: give batches of that size, or "
+                "of a multiple of it"
+            )
+        for start in range(0, images - step + 1, max(step, 1)):
+            yield {k: (v[start : start + step] if v.ndim and images != step else v) for k, v in arrays.items()}
+
+
+def _arrays(batch: Any, inputs: Sequence[TensorInfo]) -> Arrays:
+    names = [tensor.name for tensor in inputs]
+    if isinstance(batch, Mapping):
+        missing = [name for name in names if name not in batch]
+        if missing:
+            got = ", ".join(map(str, batch)) or "nothing"
+            raise DataError(
+                f"a batch holds {got}; the file's inputs are {', '.join(names)}{near_misses(missing[0], batch)}"
+            )
+        values = [_as_array(batch[name]) for name in names]
+    else:
+        values = [x.detach().cpu().numpy() for x in batch_inputs(_tensors(batch), len(inputs))]
+    return {t.name: _fitting(t, value) for t, value in zip(inputs, values, strict=True)}
+
+
+def _tensors(batch: Any) -> Any:
+    """Convert the arrays of a batch to tensors, in the tuples that hold them."""
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(_tensors(part) for part in batch)
+    return torch.from_numpy(batch) if isinstance(batch, np.ndarray) else batch
+
+
+def _as_array(value: Any) -> NDArray[Any]:
+    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+
+
+def _fitting(tensor: TensorInfo, value: NDArray[Any]) -> NDArray[Any]:
+    """Return an array in the type of an input; floats are converted, and integers to wider ones."""
+    wanted = np.dtype(tensor.dtype)
+    shape_fits = len(value.shape) == len(tensor.shape) and all(
+        w in (-1, g) or i == 0 for i, (g, w) in enumerate(zip(value.shape, tensor.shape, strict=True))
+    )
+    kind_fits = value.dtype == wanted or (value.dtype.kind == wanted.kind and wanted.kind in "fiu")
+    if not shape_fits or not kind_fits:
+        raise CalibrationError(
+            f"a batch holds {value.shape} {value.dtype} for the input {tensor.name!r}, which takes "
+            f"{shape_text(tensor.shape)} {tensor.dtype}; give batches of that type and shape"
+        )
+    return np.ascontiguousarray(value.astype(wanted, copy=False))

@@ -1,0 +1,192 @@
+"""Inserts Q/DQ pairs into an ONNX graph, in place; everything else stays as it is.
+
+    x -> Conv          becomes   x -> QuantizeLinear -> DequantizeLinear -> Conv
+    W (initializer)    becomes   W_quantized (INT8 initializer) -> DequantizeLinear -> Conv
+
+Consumers that no quantizer was placed for go on reading the float tensor. Integers of weights are computed here, from
+the scale that is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+from torch import Tensor
+
+from compress.export.half import half_or_more, half_scale
+from compress.export.names import INT4_KEY, added_tensor
+from compress.onnx_ptq.canonical import replace_nodes
+from compress.onnx_ptq.index import Index, Types, constant_tensor, consumed_as, inputs_of, renamed
+from compress.onnx_ptq.read import Reading, Weight
+from compress.quantization.numerics import QuantFormat, quantize_tensor, scale_from_amax
+from compress.quantization.placement.decisions import ActivationSite, Placement, WeightSite
+
+_FLOAT8 = TensorProto.FLOAT8E4M3FN
+
+
+def insert_pairs(
+    index: Index, types: Types, reading: Reading, placement: Placement, amax: Mapping[str, Tensor]
+) -> None:
+    """Insert all quantizers of a placement.
+
+    Args:
+        index: of the graph that is changed; stale afterwards.
+        types: of its tensors.
+        reading: the graph as placement saw it.
+        placement: the quantizers.
+        amax: range by quantizer path.
+
+    Raises:
+        ExportError: a scale is zero or infinite in the file's half-precision type.
+    """
+    writer = _Writer(index, types)
+    for weight in placement.weights:
+        writer.weight(weight, reading.weights[weight.path], amax[f"{weight.path}.weight_quantizer"])
+    for site in placement.activations:
+        writer.activation(site, reading, amax[site.name])
+    writer.finish()
+
+
+class _Writer:
+    """Collects new nodes by the place where they go."""
+
+    def __init__(self, index: Index, types: Types) -> None:
+        self.index, self.types = index, types
+        self.graph = index.graph
+        inputs = {value.name for value in self.graph.input}
+        self.taken = {*index.initializers, *index.producers, *inputs, *(node.name for node in self.graph.node)}
+        self.before: dict[str, list[onnx.NodeProto]] = {}
+        self.after: dict[str, list[onnx.NodeProto]] = {}
+        self.shared: dict[Any, str] = {}
+        self.unread = {node.name for node in self.graph.node if not _read(node, index)}
+
+    def weight(self, site: WeightSite, weight: Weight, amax: Tensor) -> None:
+        """Put an integer constant and its DequantizeLinear in the place of a weight."""
+        old = weight.node.input[weight.place]
+        key = (old, weight.transposed, site.format, tuple(amax.reshape(-1).tolist()))
+        if key not in self.shared:
+            self.shared[key] = self._weight(site, weight, amax, old)
+        weight.node.input[weight.place] = self.shared[key]
+        self._plain_bias(weight.node)
+
+    def _weight(self, site: WeightSite, weight: Weight, amax: Tensor, old: str) -> str:
+        quant_format, value = site.format, self.index.value(old)
+        numbers = np.asarray(value, np.float32)
+        real = torch.from_numpy(np.array(numbers.T if weight.transposed else numbers))
+        scale = self._scale(scale_from_amax(amax, quant_format), old, site.path, of_weight=True)
+        q = quantize_tensor(real, scale.to(real.dtype), quant_format)
+        q = q.T.contiguous() if weight.transposed else q
+        names = renamed([added_tensor(old, part) for part in ("quantized", "scale", "zero_point")], self.taken)
+        quantized, scales, points = names.values()
+        self._constant(quantized, q, quant_format)
+        self._constant(scales, scale)
+        self._constant(points, torch.zeros(scale.shape, dtype=q.dtype), quant_format)
+        result, name = self._free(added_tensor(old, "dequantized"), added_tensor(old, "DequantizeLinear"))
+        attributes: dict[str, Any] = (
+            {} if quant_format.axis is None else {"axis": _file_axis(weight, quant_format, q.ndim)}
+        )
+        node = helper.make_node("DequantizeLinear", [quantized, scales, points], [result], name=name, **attributes)
+        if quant_format.kind == "int" and quant_format.num_bits <= 4:
+            node.metadata_props.add(key=INT4_KEY, value=str(quant_format.num_bits))
+        self.before.setdefault(weight.node.name, []).append(node)
+        return result
+
+    def activation(self, site: ActivationSite, reading: Reading, amax: Tensor) -> None:
+        """Insert a pair after each tensor of a site; they share one scale."""
+        first = site.edges[0][0]
+        scale = self._scale(scale_from_amax(amax, site.format), first, site.name, of_weight=False)
+        names = renamed([added_tensor(first, part) for part in ("scale", "zero_point")], self.taken)
+        scales, points = names.values()
+        self._constant(scales, scale)
+        zero = torch.tensor(site.format.zero_point, dtype=site.format.dtype)
+        self._constant(points, zero, site.format)
+        for tensor in dict.fromkeys(tensor for tensor, _ in site.edges):
+            result, nodes = self._pair(tensor, scale, scales, points, site.format)
+            self.after.setdefault(tensor, []).extend(nodes)
+            for consumer in (consumer for source, consumer in site.edges if source == tensor):
+                for node in reading.nodes[consumer]:
+                    consumed_as(node, tensor, result)
+
+    def _pair(
+        self, tensor: str, scale: Tensor, scales: str, points: str, quant_format: QuantFormat
+    ) -> tuple[str, list[onnx.NodeProto]]:
+        parts = ("clipped", "quantized", "dequantized", "low", "high", "Clip", "QuantizeLinear", "DequantizeLinear")
+        clipped, q, result, low, high, clip, quantize, dequantize = self._free(
+            *(added_tensor(tensor, p) for p in parts)
+        )
+        nodes, source = [], tensor
+        if quant_format.num_bits < 8 or quant_format.narrow:
+            self._constant(low, quant_format.low * scale)
+            self._constant(high, quant_format.high * scale)
+            nodes.append(helper.make_node("Clip", [tensor, low, high], [clipped], name=clip))
+            source = clipped
+        nodes.append(helper.make_node("QuantizeLinear", [source, scales, points], [q], name=quantize))
+        nodes.append(helper.make_node("DequantizeLinear", [q, scales, points], [result], name=dequantize))
+        return result, nodes
+
+    def finish(self) -> None:
+        """Write the new list of nodes, without those that only fed replaced weights."""
+        nodes = [node for value in self.graph.input for node in self.after.get(value.name, ())]
+        for node in self.graph.node:
+            nodes += [*self.before.get(node.name, ()), node]
+            nodes += [made for name in node.output for made in self.after.get(name, ())]
+        replace_nodes(self.graph, _without_unread(nodes, self.unread, {value.name for value in self.graph.output}))
+
+    def _plain_bias(self, node: onnx.NodeProto) -> None:
+        """Give a layer whose bias is computed from constants the value itself, as the passes of `export` expect it."""
+        name = node.input[2] if len(node.input) > 2 else ""
+        if not name or name in self.index.initializers or name not in self.index.constants:
+            return
+        value = self.index.value(name)
+        if value is not None and self.index.producers[name].op_type != "Constant":
+            (free,) = self._free(added_tensor(name, "value"))
+            self.graph.initializer.append(constant_tensor(free, value))
+            node.input[2] = free
+
+    def _scale(self, scale: Tensor, tensor: str, name: str, *, of_weight: bool) -> Tensor:
+        """Return a scale in the type of its tensor."""
+        dtype = self.types.get(tensor)
+        if dtype == TensorProto.FLOAT16:
+            return half_scale(half_or_more(scale) if of_weight else scale, name)
+        return scale.bfloat16() if dtype == TensorProto.BFLOAT16 else scale.float()
+
+    def _constant(self, name: str, value: Tensor, quant_format: QuantFormat | None = None) -> None:
+        if quant_format is not None and quant_format.kind == "e4m3":
+            raw = value.contiguous().view(torch.uint8).numpy().tobytes()
+            tensor = helper.make_tensor(name, _FLOAT8, list(value.shape), raw, raw=True)
+        elif value.dtype == torch.bfloat16:
+            raw = value.contiguous().view(torch.int16).numpy().tobytes()
+            tensor = helper.make_tensor(name, TensorProto.BFLOAT16, list(value.shape), raw, raw=True)
+        else:
+            array: NDArray[Any] = value.detach().numpy()
+            tensor = constant_tensor(name, array)
+        self.graph.initializer.append(tensor)
+
+    def _free(self, *names: str) -> list[str]:
+        return list(renamed(names, self.taken).values())
+
+
+def _file_axis(weight: Weight, quant_format: QuantFormat, rank: int) -> int:
+    """Axis of the output channels in the file's own layout of a weight."""
+    axis = quant_format.axis or 0
+    return rank - 1 - axis if weight.transposed else axis
+
+
+def _read(node: onnx.NodeProto, index: Index) -> bool:
+    return any(name in index.consumers or name in index.outputs for name in node.output)
+
+
+def _without_unread(nodes: list[onnx.NodeProto], unread: set[str], results: set[str]) -> list[onnx.NodeProto]:
+    """Return the nodes whose results are read; those that nobody read in the file as it was given stay."""
+    while True:
+        used = {name for node in nodes for name in inputs_of(node)} | results
+        kept = [node for node in nodes if node.name in unread or not used.isdisjoint(node.output)]
+        if len(kept) == len(nodes):
+            return nodes
+        nodes = kept

@@ -1,0 +1,221 @@
+"""What a quantized file keeps of the float one, and that it computes what its pairs say."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+import compress
+from compress.onnx_ptq.quantize import quantize_onnx_file
+from compress.quantization.spec import TARGETS, ActivationSpec, QuantSpec, Rule, WeightSpec
+from tests.networks import TinyResNet, with_statistics
+from tests.onnx_ptq.files import Attention, Gated, batches, export, model_of, run, sqnr, weights
+
+PICTURES = batches(1, seed=1)[0].numpy()
+
+
+def nodes_of(path):
+    return {node.name: node for node in onnx.load(path).graph.node}
+
+
+@pytest.fixture
+def gated(tmp_path):
+    torch.manual_seed(0)
+    return export(with_statistics(Gated()), tmp_path / "float.onnx", opset=19, folded=False)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_result_computes_what_the_reference_evaluator_says(gated, target):
+    path = compress.quantize_onnx(gated, batches(), spec=QuantSpec(target=target))
+    expected = ReferenceEvaluator(onnx.load(path)).run(None, {"picture": PICTURES})[0]
+    assert sqnr(expected, run(path, PICTURES)) > 25  # engines round sums of integers elsewhere
+    assert 15 < sqnr(run(gated, PICTURES), expected) < 60
+    assert compress.audit_onnx(path).int8_share == 1
+
+
+def test_names_open_batch_and_metadata_are_kept(gated, tmp_path):
+    model = onnx.load(gated)
+    model.metadata_props.add(key="author", value="me")
+    model.producer_name, model.graph.doc_string = "mine", "a network"
+    onnx.save(model, gated)
+    before = gated.read_bytes()
+    after = onnx.load(compress.quantize_onnx(gated, batches(), out=tmp_path / "made" / "q.onnx"))
+    assert gated.read_bytes() == before
+    assert after.graph.input == model.graph.input
+    assert after.graph.output == model.graph.output
+    assert (after.metadata_props, after.producer_name) == (model.metadata_props, "mine")
+    assert after.opset_import == model.opset_import
+    assert after.graph.doc_string == "a network"
+    kinds = {"Resize", "Concat", "MaxPool", "HardSigmoid", "Sigmoid", "Mul"}
+    kept = {node.name: node for node in after.graph.node}
+    untouched = [node for node in model.graph.node if node.op_type in kinds]
+    assert all(list(kept[node.name].output) == list(node.output) for node in untouched)
+    assert all(kept[node.name].attribute == node.attribute for node in untouched)
+
+
+@pytest.mark.parametrize("opset", [9, 11, 12, 14, 18])
+def test_opsets(tmp_path, opset):
+    torch.manual_seed(0)
+    file = export(with_statistics(TinyResNet()), tmp_path / "float.onnx", opset=opset)
+    result = quantize_onnx_file(file, batches())
+    assert onnx.load(result.path).opset_import[0].version == max(opset, 13)
+    assert [note for note in result.notes if "opset" in note] == (
+        [f"the opset is raised from {opset} to 13, which Q/DQ needs"] if opset < 13 else []
+    )
+    assert sqnr(run(file, PICTURES), run(result.path, PICTURES)) > 20
+
+
+def test_opset_is_not_raised_where_one_scale_a_tensor_is_enough(tmp_path):
+    file = export(with_statistics(TinyResNet()), tmp_path / "float.onnx", opset=11)
+    result = quantize_onnx_file(file, batches(), spec=QuantSpec(weights=WeightSpec(axis=None)))
+    assert onnx.load(result.path).opset_import[0].version == 11
+    assert sqnr(run(file, PICTURES), run(result.path, PICTURES)) > 15
+
+
+def test_half_precision_file(tmp_path):
+    file = export(with_statistics(TinyResNet()), tmp_path / "half.onnx", half=True)
+    result = quantize_onnx_file(file, batches())
+    scales = {i.name: i.data_type for i in onnx.load(result.path).graph.initializer if i.name.endswith("_scale")}
+    assert set(scales.values()) == {TensorProto.FLOAT16}
+    x = PICTURES.astype(np.float16)
+    assert sqnr(run(file, x), run(result.path, x)) > 20
+
+
+def test_external_data_stay_external(tmp_path):
+    file = export(with_statistics(TinyResNet(width=16)), tmp_path / "plain.onnx")
+    model, beside = onnx.load(file), tmp_path / "beside" / "float.onnx"
+    beside.parent.mkdir()
+    onnx.save_model(model, beside, save_as_external_data=True, location="float.weights", size_threshold=64)
+    path = compress.quantize_onnx(beside, batches(), out=tmp_path / "made" / "q.onnx")
+    assert sorted(p.name for p in path.parent.iterdir()) == ["q.onnx", "q.onnx.data"]
+    whole = compress.quantize_onnx(file, batches(), out=tmp_path / "whole.onnx")
+    np.testing.assert_array_equal(run(path, PICTURES), run(whole, PICTURES))
+    onnx.checker.check_model(str(path))
+
+
+def test_rules_name_nodes(gated):
+    spec = QuantSpec(rules=(Rule(match="/project/*", enable=False),))
+    result = quantize_onnx_file(gated, batches(), spec=spec)
+    assert "/project/Conv" not in {site.path for site in result.placement.weights}
+    assert nodes_of(result.path)["/project/Conv"].input[1] == nodes_of(gated)["/project/Conv"].input[1]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        QuantSpec(weights=WeightSpec(num_bits=4), activations=ActivationSpec(num_bits=6)),
+        QuantSpec(weights=WeightSpec(kind="e4m3"), activations=ActivationSpec(kind="e4m3", calibrator="max")),
+    ],
+)
+def test_other_formats(tmp_path, spec):
+    file = export(with_statistics(TinyResNet()), tmp_path / "float.onnx", opset=19)
+    path = compress.quantize_onnx(file, batches(), spec=spec)
+    result = ReferenceEvaluator(onnx.load(path)).run(None, {"picture": PICTURES})[0]
+    assert 5 < sqnr(run(file, PICTURES), result) < 40
+
+
+def nhwc_block():
+    """A residual block as tf2onnx writes it: NHWC around NCHW convolutions, and a mean over axes 1 and 2."""
+
+    def there(x, y):
+        return helper.make_node("Transpose", [x], [y], perm=[0, 3, 1, 2])
+
+    def back(x, y):
+        return helper.make_node("Transpose", [x], [y], perm=[0, 2, 3, 1])
+
+    nodes = [
+        there("x", "x1"), helper.make_node("Conv", ["x1", "w1", "b"], ["c1"], pads=[1] * 4), back("c1", "c2"),
+        helper.make_node("Relu", ["c2"], ["r"]),
+        there("r", "r1"), helper.make_node("Conv", ["r1", "w2", "b"], ["d1"], pads=[1] * 4), back("d1", "d2"),
+        helper.make_node("Add", ["d2", "r"], ["s"]), helper.make_node("Relu", ["s"], ["t"]),
+        helper.make_node("ReduceMean", ["t"], ["m"], axes=[1, 2], keepdims=0),
+        helper.make_node("MatMul", ["m", "w3"], ["p"]), helper.make_node("Add", ["p", "b3"], ["y"]),
+    ]  # fmt: skip
+    constants = {
+        "w1": weights(6, 3, 3, 3),
+        "w2": weights(6, 6, 3, 3),
+        "b": weights(6),
+        "w3": weights(6, 4),
+        "b3": weights(4),
+    }
+    return model_of(nodes, constants, shape=("n", 8, 8, 3), rank=2)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_channels_last(tmp_path, target):
+    onnx.save(nhwc_block(), tmp_path / "tf.onnx")
+    data = [x.permute(0, 2, 3, 1).contiguous() for x in batches(size=8)]
+    result = quantize_onnx_file(tmp_path / "tf.onnx", data, spec=QuantSpec(target=target))
+    rows = [row for row in result.placement.decisions if row.decision == "quantize"]
+    assert any("residual add" in row.rule for row in rows)
+    assert any("mean input" in row.rule for row in rows)
+    assert len(result.placement.weights) == 3
+    x = data[0].numpy()
+    assert sqnr(run(tmp_path / "tf.onnx", x), run(result.path, x)) > 25
+
+
+def test_a_branch_stays_float_with_its_reason(tmp_path):
+    inner = helper.make_graph(
+        [helper.make_node("Conv", ["a", "w2"], ["z"])], "then", [], [helper.make_tensor_value_info("z", 1, None)]
+    )
+    nodes = [
+        helper.make_node("Conv", ["x", "w1"], ["a"], name="first"),
+        helper.make_node("If", ["yes"], ["y"], name="choice", then_branch=inner, else_branch=inner),
+    ]
+    constants = {"w1": weights(4, 3, 3, 3), "w2": weights(4, 4, 1, 1), "yes": np.array(True)}
+    onnx.save(model_of(nodes, constants), tmp_path / "if.onnx")
+    result = quantize_onnx_file(tmp_path / "if.onnx", batches(size=8))
+    reasons = {row.layer: row.reason for row in result.placement.decisions if row.decision == "float"}
+    assert "a If with a graph of its own" in reasons["choice"]
+    assert [site.path for site in result.placement.weights] == ["first"]
+    x = PICTURES[:2, :, :8, :8].copy()
+    assert sqnr(run(tmp_path / "if.onnx", x), run(result.path, x)) > 25
+
+
+def test_layers_after_a_custom_operator_stay_float(tmp_path):
+    nodes = [
+        helper.make_node("Conv", ["x", "w1"], ["a"], name="first"),
+        helper.make_node("Plugin", ["a"], ["b"], name="plugin", domain="vendor"),
+        helper.make_node("Conv", ["b", "w2"], ["y"], name="second"),
+    ]
+    constants = {"w1": weights(4, 3, 3, 3), "w2": weights(4, 4, 1, 1)}
+    onnx.save(model_of(nodes, constants, domains=("vendor",)), tmp_path / "custom.onnx")
+    result = quantize_onnx_file(tmp_path / "custom.onnx", batches(size=8))
+    reasons = {row.layer: row.reason for row in result.placement.decisions if row.decision == "float"}
+    assert "Plugin of the domain 'vendor'" in reasons["plugin"]
+    assert "after: Plugin" in reasons["second"]
+    assert [site.path for site in result.placement.weights] == ["first"]
+    assert nodes_of(result.path)["plugin"].domain == "vendor"
+
+
+def test_weights_that_are_computed_of_constants(tmp_path):
+    """Identity, Transpose and Constant nodes before a weight are replaced by its integers."""
+    wide = numpy_helper.from_array(weights(4, 3 * 8 * 8))
+    nodes = [
+        helper.make_node("Flatten", ["x"], ["f"]),
+        helper.make_node("Constant", [], ["c"], value=wide),
+        helper.make_node("Identity", ["c"], ["i"]),
+        helper.make_node("Transpose", ["i"], ["t"]),
+        helper.make_node("MatMul", ["f", "t"], ["y"], name="product"),
+    ]
+    onnx.save(model_of(nodes, {}, rank=2), tmp_path / "constant.onnx")
+    result = quantize_onnx_file(tmp_path / "constant.onnx", batches(size=8))
+    kinds = [node.op_type for node in onnx.load(result.path).graph.node]
+    assert kinds == ["Flatten", "QuantizeLinear", "DequantizeLinear", "DequantizeLinear", "MatMul"] or kinds == [
+        "QuantizeLinear", "DequantizeLinear", "Flatten", "DequantizeLinear", "MatMul"]  # fmt: skip
+    x = PICTURES[:2, :, :8, :8].copy()
+    assert sqnr(run(tmp_path / "constant.onnx", x), run(result.path, x)) > 30
+
+
+def test_attention_is_quantized_on_both_sides_of_its_products(tmp_path):
+    torch.manual_seed(0)
+    file = export(Attention(), tmp_path / "float.onnx", opset=14)  # LayerNorm and GELU in primitives
+    result = quantize_onnx_file(file, batches())
+    rules = [row.rule for row in result.placement.decisions]
+    assert rules.count("matmul input") == 4
+    assert rules.count("layer_norm stays float") == 2
+    assert sqnr(run(file, PICTURES), run(result.path, PICTURES)) > 25
