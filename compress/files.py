@@ -1,14 +1,16 @@
-"""Writes files whole or not at all: under a temporary name in the same folder, then renamed."""
+"""Writing of files whole or not at all, under a temporary name that is then renamed; reading of JSON within limits."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from compress.limits import DEPTH, JSON_BYTES
 
 
 @contextmanager
@@ -47,3 +49,46 @@ def write_text(path: Path | str, text: str) -> Path:
 def write_json(path: Path | str, value: Any) -> Path:
     """Write `value` as indented JSON, whole or not at all, and return the path."""
     return write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path | str) -> Any:
+    """Return the content of a JSON file, which may be damaged or hostile; see `parse_json`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no regular file, too large, or not JSON; a text for a message, without the path.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise ValueError("it is not a regular file")
+    if (size := path.stat().st_size) > JSON_BYTES:
+        raise ValueError(f"it has {size:,} bytes, and at most {JSON_BYTES:,} are read")
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text: {error}") from None
+    return parse_json(text)
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: it is not JSON, nested too deeply, or holds a number of thousands of digits.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"nested more than {DEPTH} deep") from None
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    level = [value]
+    for _ in range(DEPTH):
+        level = [inner for outer in level for inner in _parts(outer)]
+        if not level:
+            return value
+    raise ValueError(f"nested more than {DEPTH} deep")
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -24,7 +24,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "compress"
 LAYERS = [
-    {"errors", "variants", "version"},
+    {"errors", "limits", "variants", "version"},
     {"files", "progress", "text", "validation"},
     {"kernels"},
     {"graph"},

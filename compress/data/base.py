@@ -6,13 +6,15 @@ processes, gets exactly the same images.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from compress.data.fingerprint import Fingerprint, digest_of
 from compress.data.preprocessing import Preprocessing
 from compress.errors import DataError
 
@@ -63,6 +65,15 @@ class Split(ABC):
     def num_classes(self) -> int:
         """Number of classes."""
         return len(self.labels)
+
+    @functools.cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What the split holds; computed once."""
+        return Fingerprint(labels=self.labels, images=len(self), content=digest_of(self.content()))
+
+    def content(self) -> Iterable[bytes | str]:
+        """Return texts that differ wherever the images or their classes do; a split that can tell overrides this."""
+        return (type(self).__qualname__, str(self.seed))
 
     @abstractmethod
     def __len__(self) -> int:
@@ -126,6 +137,10 @@ class DataSet:
 
     train: Split
     val: Split
+
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        """Return what each split holds, by its name."""
+        return {"train": self.train.fingerprint, "val": self.val.fingerprint}
 
 
 def hash_seed(*parts: int) -> int:

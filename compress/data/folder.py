@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from compress.data.base import Batch, BatchPlan, DataSet, Split, hash_seed
 from compress.data.classes import class_folders
 from compress.data.decode import Decoded, Decoder, collate
+from compress.data.fingerprint import file_parts
 from compress.data.memory import to_device
 from compress.data.preprocessing import Preprocessing
 from compress.data.spec import DataSpec
@@ -117,6 +118,11 @@ class FolderSplit(Split):
     def files(self) -> list[Path]:
         """The image files, in the stored order."""
         return [self._folder / os.fsdecode(bytes(name)) for name in self._files]
+
+    def content(self) -> Iterator[bytes | str]:
+        """Yield the class, name and size of each file, and the bytes of some; see `fingerprint.file_parts`."""
+        yield self.targets.numpy().tobytes()
+        yield from file_parts(self._folder, [os.fsdecode(bytes(name)) for name in self._files])
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
         """Return images (n, 3, S, S) and targets (n,) at `indices`, decoded in this process; see `Split.load`.

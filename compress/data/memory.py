@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -10,6 +12,8 @@ from compress.data.augment import DRAWS, Movement, move
 from compress.data.base import Batch, BatchPlan, Split, hash_seed
 from compress.data.counter import uniform
 from compress.data.preprocessing import Preprocessing
+
+_FINGERPRINT_BYTES = 1 << 28  # of images, read for the fingerprint at most
 
 
 class MemorySplit(Split):
@@ -40,6 +44,13 @@ class MemorySplit(Split):
     def __len__(self) -> int:
         """Number of images."""
         return len(self.targets)
+
+    def content(self) -> Iterator[bytes | str]:
+        """Yield the targets and the bytes of the images; of very many images, of some that are evenly spread."""
+        step = 1 + self.images.nbytes // _FINGERPRINT_BYTES
+        for tensor in (self.targets, self.images[::step]):
+            yield str(tuple(tensor.shape))
+            yield tensor.cpu().numpy().tobytes()
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
         """Return images (n, 3, S, S) and targets (n,) at `indices`; see `Split.load`."""

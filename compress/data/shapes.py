@@ -72,6 +72,10 @@ class ShapesSplit(Split):
         """Number of pictures."""
         return self._count
 
+    def content(self) -> tuple[str, ...]:
+        """Return all that the pictures follow from."""
+        return (type(self).__qualname__, *map(str, (self.seed, self.num_classes, self._first, self._clutter)))
+
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
         """Draw the pictures (n, 3, S, S) at `indices`, with targets (n,); see `Split.load`."""
         positions = torch.tensor(indices, dtype=torch.int64)

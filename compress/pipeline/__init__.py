@@ -1,5 +1,6 @@
 """From a recipe to a run folder, step by step; every step can be resumed."""
 
-from compress.pipeline.commands import COMMANDS, default_folder, run
+from compress.pipeline.commands import default_folder, run
+from compress.pipeline.state import COMMANDS
 
 __all__ = ["COMMANDS", "default_folder", "run"]

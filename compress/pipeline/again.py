@@ -77,10 +77,12 @@ def finished_run(folder: Path) -> Run:
     """A run whose steps load what they had made; its data are loaded anew.
 
     Raises:
-        RunError: the folder holds no run.
+        RunError: the folder holds no run, or the data are not those that it was begun with.
     """
     recipe = recipe_of(folder)
-    return Run(recipe=recipe, folder=read_state(folder), data=load_data(recipe.data))
+    data, state = load_data(recipe.data), read_state(folder)
+    state.check_data(data.fingerprints())
+    return Run(recipe=recipe, folder=state, data=data)
 
 
 def network(run: Run, variant: Variant) -> nn.Module:

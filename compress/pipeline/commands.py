@@ -10,10 +10,11 @@ from torch import fx, nn
 
 from compress.data.base import BatchPlan
 from compress.data.load import load_data
-from compress.errors import RecipeError, RunError
+from compress.errors import RecipeError
 from compress.files import write_json
 from compress.pipeline.folder import RunFolder, free_folder, latest_folder, open_run
 from compress.pipeline.run import Run
+from compress.pipeline.state import COMMANDS
 from compress.pipeline.steps.audit import audit_step, check_required
 from compress.pipeline.steps.build import build_step
 from compress.pipeline.steps.end_to_end import end_to_end_step
@@ -29,8 +30,6 @@ from compress.recipe import Recipe
 from compress.report import write_report
 from compress.training import SINGLE, Processes
 from compress.variants import Variant
-
-COMMANDS = ("train", "ptq", "qat", "prune")
 
 
 def run(
@@ -69,7 +68,7 @@ def run(
     if command != "train" and recipe.quantization is not None:
         example = next(iter(data.train.batches(BatchPlan(batch_size=2, limit=2))))[0]
         insert_quantizers(built.model, example, recipe.quantization)  # refused now and not after an hour of training
-    folder = processes.on_main(lambda: _open(out, recipe, command, resume))
+    folder = processes.on_main(lambda: open_run(out, recipe, command, resume=resume, data=data.fingerprints()))
     this = Run(
         recipe=recipe,
         folder=folder,
@@ -92,22 +91,6 @@ def run(
             _measure(this, models)
     finally:
         folder.release()
-    return folder
-
-
-def _open(out: Path, recipe: Recipe, command: str, resume: bool) -> RunFolder:
-    """The folder, unless another command's networks are exported and measured in it: those steps would not be repeated.
-
-    Raises:
-        RunError: as `open_run`, or another command.
-    """
-    folder = open_run(out, recipe, command, resume=resume)
-    if folder.command != command and folder.command in COMMANDS:
-        folder.release()
-        raise RunError(
-            f"{out} holds a run of `{folder.command}`, not of `{command}`: go on with that command, or name a new "
-            "folder with --out"
-        )
     return folder
 
 

@@ -1,32 +1,37 @@
-"""The run folder: what a run is, which of its steps are behind it, and the refusal of another run's folder.
+"""The run folder: what a run is, which of its steps have ended, and the refusal of another run's folder.
 
 A step first writes its files, each whole or absent, and then its line in `state.json`. A run that is stopped at any
-moment therefore finds, on `--resume`, either the line and the files or neither. A lock on `recipe.yaml`, which the
-system lets go of when a process ends in whatever way, keeps two runs out of one folder.
+moment therefore finds, on `--resume`, either the line and the files or neither. A lock (`lock.py`) keeps two runs out
+of one folder; it is taken before the folder is looked at.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
-from compress.errors import RunError
-from compress.files import write_json, write_text
+from compress.data.fingerprint import Fingerprint, changed_data
+from compress.errors import RecipeError, RunError
+from compress.files import write_text
 from compress.measure.metric import Metric
+from compress.pipeline.lock import LOCK_FILE, lock_folder
+from compress.pipeline.resumable import Difference, differences, taken_steps
+from compress.pipeline.state import COMMANDS, FORMAT, STATE_FILE, State, read_state_file
 from compress.recipe import Recipe, load_recipe
+from compress.records.files import METRICS
 
-_STATE = "state.json"
-_FORMAT = 1
+RECIPE_FILE = "recipe.yaml"
+Data = Mapping[str, Fingerprint]
+"""Fingerprint of each split of a run."""
 
 
 class RunFolder:
     """A folder that holds one run of one recipe; see `open_run`."""
 
-    def __init__(self, path: Path, state: dict[str, Any], *, lock: IO[bytes] | None = None) -> None:
+    def __init__(self, path: Path, state: State, *, lock: IO[bytes] | None = None) -> None:
         self.path = path
         self._state = state
         self._lock = lock
@@ -46,30 +51,48 @@ class RunFolder:
     @property
     def recipe(self) -> str:
         """Digest of the recipe that the run is of."""
-        return str(self._state["recipe"])
+        return self._state.recipe
 
     @property
     def command(self) -> str:
         """The command that the run was begun with."""
-        return str(self._state["command"])
+        return self._state.command
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """A line for each recipe key that was changed when the run went on after a stop."""
+        return self._state.changes
 
     @property
     def steps(self) -> list[str]:
         """The steps that have ended, in that order."""
-        return list(self._state["steps"])
+        return list(self._state.steps)
 
     def done(self, step: str) -> bool:
         """Whether a step has ended."""
-        return step in self._state["steps"]
+        return step in self._state.steps
 
     def facts(self) -> list[dict[str, Any]]:
         """What each step wrote down, in the order in which they ended."""
-        return list(self._state["steps"].values())
+        return list(self._state.steps.values())
 
     def finish(self, step: str, **facts: Any) -> None:
         """Write down that a step has ended, with facts worth keeping: its line is written last, and in one piece."""
-        self._state["steps"][step] = facts
-        write_json(self.path / _STATE, self._state)
+        self._state = replace(self._state, steps={**self._state.steps, step: facts})
+        self._state.write(self.path)
+
+    def check_data(self, data: Data) -> None:
+        """Refuse data that are not those which the run was begun with; a run from before they were kept takes any.
+
+        Raises:
+            RunError: names what differs.
+        """
+        told = changed_data(self._state.data or {}, data)
+        if told:
+            raise RunError(
+                f"the data are not those that the run in {self.path} was begun with: {'; '.join(told)}. Restore them, "
+                "or begin a new run in another folder (--out)"
+            )
 
     def without_path(self, text: str) -> str:
         """`text` with the files of this folder named as they stand in it: a folder that is moved tells no old place."""
@@ -79,72 +102,81 @@ class RunFolder:
         return text
 
     def metrics(self) -> list[Metric]:
-        """The numbers measured so far."""
-        path = self.path / "metrics.json"
-        return [Metric.from_dict(row) for row in json.loads(path.read_text())] if path.is_file() else []
+        """The numbers measured so far.
+
+        Raises:
+            RunError: the file of them is damaged.
+        """
+        return list(METRICS.read(self.path) or ())
 
     def add_metrics(self, metrics: list[Metric]) -> None:
         """Add numbers; a number for the same thing takes the place of the older one."""
         rows = {_key(m): m for m in self.metrics()} | {_key(m): m for m in metrics}
-        write_json(self.path / "metrics.json", [m.to_dict() for m in rows.values()])
+        METRICS.write(self.path, list(rows.values()))
 
 
 def _key(metric: Metric) -> tuple[str, str, str, int | None]:
     return (metric.name, metric.variant, metric.engine, metric.batch_size)
 
 
-def open_run(path: Path, recipe: Recipe, command: str, *, resume: bool) -> RunFolder:
-    """Begin a run in an empty or new folder, or go on with the one that is there.
+def open_run(path: Path, recipe: Recipe, command: str, *, resume: bool, data: Data | None = None) -> RunFolder:
+    """Begin a run in an empty or new folder, or go on with the one that is there; nobody else is let in meanwhile.
 
     Args:
         path: the folder.
         recipe: of the run; written into the folder as resolved.
-        command: `train`, `ptq`, `qat` or `prune`.
-        resume: go on with a run of the same recipe; without it a folder that holds anything is refused.
+        command: `train`, `ptq`, `qat` or `prune`, or the name of a study.
+        resume: go on with the run in the folder; keys that only steps not yet taken depend on may have changed (not
+            for studies). Without it a folder that holds anything is refused.
+        data: fingerprints of the splits, which are kept, and compared when the run goes on.
 
     Raises:
-        RunError: the folder holds something else, another recipe, or a run and `resume` was not asked for; or another
-            process is at work in it.
+        RunError: the folder holds something else, a run of another recipe or command or of other data, or a run and
+            `resume` was not asked for; or another process is at work in it.
     """
-    state_file = path / _STATE
     if path.exists() and not path.is_dir():
         raise RunError(f"{path} is a file; --out names a folder")
-    if state_file.is_file():
-        return _reopen(path, recipe, resume)
-    left = [p for p in path.iterdir() if not p.name.endswith(".part")] if path.is_dir() else []
-    if [p for p in left if p.name != "recipe.yaml"]:
-        raise RunError(f"{path} holds {left[0].name} and is no run folder; name an empty or a new one with --out")
+    _refuse_foreign(path)
     path.mkdir(parents=True, exist_ok=True)
-    write_text(path / "recipe.yaml", recipe.to_yaml())
-    lock = _locked(path)
+    lock = lock_folder(path)
+    try:
+        _refuse_foreign(path)
+        if (path / STATE_FILE).is_file():
+            folder = RunFolder(path, _reopened(path, recipe, command, resume=resume), lock=lock)
+            folder.check_data(data or {})
+        else:
+            state = State(format=FORMAT, command=command, recipe=recipe.digest(), steps={}, data=_plain(data))
+            folder = RunFolder(path, state, lock=lock)
+        _write(folder, recipe)
+    except BaseException:
+        if lock is not None:
+            lock.close()
+        raise
     _sweep(path)
-    state = {"format": _FORMAT, "command": command, "recipe": recipe.digest(), "steps": {}}
-    write_json(state_file, state)
-    return RunFolder(path, state, lock=lock)
+    return folder
 
 
-def _locked(path: Path) -> IO[bytes] | None:
-    """The recipe file of a folder, open and locked; None where the system or the file system has no such locks.
+def _plain(data: Data | None) -> dict[str, dict[str, Any]] | None:
+    return None if data is None else {name: asdict(fingerprint) for name, fingerprint in data.items()}
 
-    Raises:
-        RunError: another process holds the lock.
-    """
-    try:
-        import fcntl
-    except ImportError:
-        return None
-    file = (path / "recipe.yaml").open("rb")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise RunError(
-            f"another process is at work in {path}: wait until it has ended, or name another folder with --out"
-        ) from None
-    except OSError:
-        file.close()
-        return None
-    return file
+
+def _refuse_foreign(path: Path) -> None:
+    """Refuse a folder that holds something other than a run, or than the beginning of one."""
+    if not path.is_dir() or (path / STATE_FILE).is_file():
+        return
+    left = [p.name for p in sorted(path.iterdir()) if not p.name.endswith(".part")]
+    foreign = [name for name in left if name not in (RECIPE_FILE, LOCK_FILE)]
+    if foreign:
+        raise RunError(f"{path} holds {foreign[0]} and is no run folder; name an empty or a new one with --out")
+
+
+def _write(folder: RunFolder, recipe: Recipe) -> None:
+    """Write the recipe and the state, where they are not there as they should be."""
+    text, path = recipe.to_yaml(), folder / RECIPE_FILE
+    if not path.is_file() or path.read_bytes() != text.encode("utf-8"):
+        write_text(path, text)
+    if not (folder / STATE_FILE).is_file() or read_state_file(folder.path) != folder._state:
+        folder._state.write(folder.path)
 
 
 def read_state(path: Path) -> RunFolder:
@@ -153,16 +185,7 @@ def read_state(path: Path) -> RunFolder:
     Raises:
         RunError: it is not one, or its state cannot be read.
     """
-    state_file = path / _STATE
-    if not state_file.is_file():
-        raise RunError(f"{path} is no run folder ({_STATE} is missing); give one that a command of compress wrote")
-    try:
-        state = json.loads(state_file.read_text())
-        if state["format"] != _FORMAT or not isinstance(state["steps"], dict):
-            raise ValueError(f"format {state.get('format')}")
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{state_file} cannot be read ({error}); name a new folder with --out") from None
-    return RunFolder(path, state)
+    return RunFolder(path, read_state_file(path))
 
 
 def recipe_of(path: Path) -> Recipe:
@@ -172,43 +195,52 @@ def recipe_of(path: Path) -> Recipe:
         RunError: the folder holds none.
         RecipeError: it holds one that this version does not read.
     """
-    if not (path / "recipe.yaml").is_file():
-        raise RunError(f"{path} is no run folder (recipe.yaml is missing)")
-    return load_recipe(path / "recipe.yaml")
+    if not (path / RECIPE_FILE).is_file():
+        raise RunError(f"{path} is no run folder ({RECIPE_FILE} is missing)")
+    return load_recipe(path / RECIPE_FILE)
 
 
-def _reopen(path: Path, recipe: Recipe, resume: bool) -> RunFolder:
-    folder = read_state(path)
-    if folder.recipe != recipe.digest():
-        told = ", ".join(_differences(asdict(recipe_of(path)), asdict(recipe)))
+def _reopened(path: Path, recipe: Recipe, command: str, *, resume: bool) -> State:
+    """The state of a run that is to go on with `recipe`."""
+    state = read_state_file(path)
+    may_change = {command, state.command} <= set(COMMANDS)
+    if may_change and command != state.command:  # its networks are exported and measured: that would not be repeated
         raise RunError(
-            f"{path} holds a run of another recipe; it differs in {told}. Name a new folder with --out, or repeat the "
-            "run's own values (--set) to go on with it"
+            f"{path} holds a run of `{state.command}`, not of `{command}`: go on with that command, or name a new "
+            "folder with --out"
+        )
+    found = [] if state.recipe == recipe.digest() else _changed(path, recipe)
+    taken = taken_steps(path, state.steps)
+    bound = [change for change in found if not may_change or change.binding(taken)]
+    if bound:
+        raise RunError(
+            f"{path} holds a run of another recipe; it differs in {', '.join(change.words for change in bound)}. Name "
+            "a new folder with --out, or repeat the run's own values (--set) to go on with it. Only keys of steps not "
+            f"yet taken may change; taken: {', '.join(taken) or 'none'}"
         )
     if not resume:
         raise RunError(f"{path} holds a run of this recipe already; --resume goes on with it, --out names a new folder")
-    if not (path / "recipe.yaml").is_file():
-        write_text(path / "recipe.yaml", recipe.to_yaml())
-    lock = _locked(path)
-    _sweep(path)
-    return RunFolder(path, folder._state, lock=lock)
+    after = f"after the steps {', '.join(taken)}" if taken else "before any step"
+    lines = (f"the recipe was changed {after}: {change.words}" for change in found)
+    return replace(state, format=FORMAT, recipe=recipe.digest(), changes=(*state.changes, *lines))
+
+
+def _changed(path: Path, recipe: Recipe) -> list[Difference]:
+    """The keys in which a recipe differs from that of the run in a folder."""
+    try:
+        old = recipe_of(path)
+    except (RunError, RecipeError) as error:
+        raise RunError(
+            f"{path} holds a run of another recipe, which cannot be compared: {error}. Repeat the run's own values "
+            "(--set) to go on with it, or name a new folder with --out"
+        ) from None
+    return list(differences(asdict(old), asdict(recipe)))
 
 
 def _sweep(path: Path) -> None:
     """Remove what processes that were killed while they were writing have left, in the folder and those in it."""
     for left_over in path.rglob(".*.part"):
         left_over.unlink(missing_ok=True)
-
-
-def _differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """The keys that differ, with both values; of a section that one of the two lacks, its name."""
-    for key in {**there, **here}:
-        old, new = there.get(key), here.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            yield from _differences(old, new, f"{prefix}{key}.")
-        elif old != new:
-            section = isinstance(old, dict) or isinstance(new, dict)
-            yield f"{prefix}{key}" + ("" if section else f" ({old!r} there, {new!r} here)")
 
 
 def free_folder(parent: Path, name: str) -> Path:

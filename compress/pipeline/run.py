@@ -67,9 +67,9 @@ class Run:
         self.notes.clear()
 
     def all_notes(self) -> list[str]:
-        """The notes of all steps, also of those that were taken before a stop, and the images that were left out."""
+        """The changes of the recipe, the notes of all steps, also of those before a stop, and the images left out."""
         steps = self.folder.facts()
-        notes = [note for facts in steps for note in facts.get("notes", ())]
+        notes = [*self.folder.changes, *(note for facts in steps for note in facts.get("notes", ()))]
         for name, split in self._splits().items():
             files = list(dict.fromkeys(file for facts in steps for file in facts.get("left_out", {}).get(name, ())))
             if files:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from compress.errors import RunError
-from compress.files import write_json
+from compress.files import parse_json, write_json
 from compress.measure.metric import Metric
 from compress.quantization.placement.decisions import Decision
 from compress.records.rows import Breakdown, BuiltRow, EngineRow, Histogram, LayerRow, OperationRow
@@ -70,9 +69,9 @@ class JsonFile(RecordFile[T]):
 
 def _json(text: str, path: Path, kind: type, what: str) -> Any:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RunError(f"{path} is not JSON: {error}; delete it or run the step again") from error
+        value = parse_json(text)
+    except ValueError as error:
+        raise RunError(f"{path} cannot be read: {error}; delete it or run the step again") from error
     if not isinstance(value, kind):
         raise RunError(f"{path} must hold {what}")
     return value

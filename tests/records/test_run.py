@@ -48,7 +48,7 @@ def test_refuses_what_is_no_run_folder(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("metrics.json", "[{", "is not JSON"),
+        ("metrics.json", "[{", "not JSON"),
         ("metrics.json", "{}", "list of objects"),
         ("metrics.json", '[{"name": "top1"}]', "missing variant"),
         ("layers.json", '[{"kind": "conv"}]', "row 1: name"),

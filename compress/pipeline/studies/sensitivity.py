@@ -17,6 +17,7 @@ from compress.data.load import load_data
 from compress.errors import RecipeError
 from compress.files import write_json, write_text
 from compress.pipeline.folder import open_run
+from compress.pipeline.resumable import SENSITIVITY
 from compress.pipeline.run import Run
 from compress.pipeline.steps.float import build_float, float_step
 from compress.plots.sensitivity import draw_sensitivity
@@ -36,7 +37,7 @@ from compress.quantization.spec import QuantSpec, check_quant_spec
 from compress.recipe import Recipe
 from compress.report.sensitivity import sensitivity_csv, sensitivity_markdown
 
-STEP = "sensitivity"
+STEP = SENSITIVITY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +99,7 @@ def sensitivity_run(
     found = device or ("cuda" if torch.cuda.is_available() else "cpu")
     run = Run(
         recipe=recipe,
-        folder=open_run(out, recipe, STEP, resume=resume),
+        folder=open_run(out, recipe, STEP, resume=resume, data=data.fingerprints()),
         data=data,
         device=torch.device(found),
         progress=progress or NoProgress(),

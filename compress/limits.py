@@ -1,0 +1,52 @@
+"""Upper bounds on what recipes, files and images may ask of the machine: each in this one place, with its reason.
+
+They are far above what any real use needs. What they keep out is a slip of the keyboard or a hostile file that would
+take all memory, or never end, before anything else could refuse it. A message names the key or the file, what was got
+and the limit. Keys of recipes take theirs through `compress.validation`; readers of files through `compress.files`.
+"""
+
+from __future__ import annotations
+
+SEED = 2**63 - 1
+"""Largest seed: torch's and numpy's generators take 64 bits, with a sign."""
+
+COUNT = 10**9
+"""Most of anything that is counted: images, epochs, steps, runs."""
+
+CLASSES = 10**6
+"""Most classes of a model; ImageNet-21k has 21,841."""
+
+IMAGE_SIDE = 8192
+"""Largest side of a model's input, in pixels."""
+
+BATCH = 2**20
+"""Most images of one batch over all processes together."""
+
+WORKERS = 1024
+"""Most loader processes, and most threads of an engine."""
+
+IMAGE_PIXELS = 178_956_970
+"""Most pixels of a stored image, before and after resizing: Pillow's own bound on a decompression bomb, half a gigabyte
+as RGB. Data of larger pictures are cut into tiles."""
+
+IMAGE_STRETCH = 64
+"""Most that resizing may enlarge the number of pixels of an image: a strip of 1 x 30,000 would need gigabytes. From a
+thumbnail of 32 pixels to 224 it is 49 times."""
+
+RECIPE_BYTES = 2**20
+"""Largest recipe file."""
+
+RECIPE_VALUES = 100_000
+"""Most values of a recipe after its aliases are expanded, each of which may stand for many."""
+
+DEPTH = 64
+"""Deepest nesting of a recipe or a JSON file; the readers of both are recursive."""
+
+DIGITS = 400
+"""Most digits of a number in a recipe; more than any float has, and few enough to be converted at once."""
+
+JSON_BYTES = 2**29
+"""Largest JSON file. An engine's listing of ten thousand layers takes some ten megabytes."""
+
+ONNX_BYTES = 2**31
+"""Largest ONNX file, as protobuf itself has it; weights beyond that are external data."""

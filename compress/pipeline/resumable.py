@@ -1,0 +1,71 @@
+"""Which keys of a recipe may change when a stopped run goes on: those that only steps not yet taken depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compress.variants import Variant
+
+_QUANTIZED = tuple(v.step for v in Variant if v.is_quantized)
+_TRAINED = tuple(v.step for v in Variant if v.trained_from)
+SENSITIVITY = "sensitivity"
+_FILES = ("export", "engines", "engine_audit", "evaluate", "bench", "end_to_end")
+
+STEPS: dict[str, tuple[str, ...]] = {
+    "data.root": (),
+    "data.workers": (),
+    "quantization": (*_QUANTIZED, *_FILES, SENSITIVITY),
+    "qat": (*_TRAINED, *_FILES),
+    "sparsity": ("mask", Variant.SPARSE.step, *_FILES),
+    "finetune": (Variant.SPARSE.step, *_TRAINED, *_FILES),
+    "export": _FILES,
+    "export.require": ("engine_audit",),
+    "bench": _FILES[1:],
+}
+"""Steps that depend on a section or a key; the longest name that fits counts. Every step depends on any other key.
+
+The images of `data.root` may move: their fingerprint is compared. `data.workers` changes the speed alone.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A key whose value differs between the recipe of a run and the one that it is to go on with.
+
+    Attributes:
+        key: path of the key, or of a section that one of the two lacks.
+        words: the key with both values, for a message.
+    """
+
+    key: str
+    words: str
+
+    def binding(self, taken: Collection[str]) -> list[str]:
+        """Return the steps, of those that were taken, which depend on the key."""
+        parts = self.key.split(".")
+        names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+        steps = next((STEPS[name] for name in names if name in STEPS), None)
+        return [step for step in taken if steps is None or step in steps]
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> Iterator[Difference]:
+    """Yield the keys that differ between two recipes as trees."""
+    for key in {**there, **here}:
+        old, new = there.get(key), here.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            section = isinstance(old, dict) or isinstance(new, dict)
+            values = "" if section else f" ({old!r} there, {new!r} here)"
+            yield Difference(key=f"{prefix}{key}", words=f"{prefix}{key}{values}")
+
+
+def taken_steps(folder: Path, finished: Collection[str]) -> list[str]:
+    """Return the finished steps of a run, the training that a checkpoint was begun for, and a study that was begun."""
+    suffix = ".checkpoint.safetensors"
+    begun = (path.name.removesuffix(suffix) for path in sorted(folder.glob(f"*{suffix}")))
+    studied = [SENSITIVITY] if any(folder.glob(f"{SENSITIVITY}-*.json")) else []
+    return list(dict.fromkeys((*finished, *begun, *studied)))

@@ -1,0 +1,88 @@
+"""The file `state.json` of a run folder: its run, and which steps have ended; checked as it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from compress.errors import RunError
+from compress.files import read_json, write_json
+from compress.validation import parse
+
+STATE_FILE = "state.json"
+FORMAT = 2
+COMMANDS = ("train", "ptq", "qat", "prune")
+"""What makes a run; everything else that enters a run folder is a study."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What a run folder knows of its run.
+
+    Attributes:
+        format: version of this file's form; 1 had neither `data` nor `changes`.
+        command: the command that the run was begun with.
+        recipe: digest of the recipe.
+        steps: facts that each finished step wrote down, in the order in which they ended.
+        data: fingerprint of each split; None if the run was begun before they were kept.
+        changes: a line for each recipe key that was changed on a resume.
+    """
+
+    format: int
+    command: str
+    recipe: str
+    steps: dict[str, dict[str, Any]]
+    data: dict[str, dict[str, Any]] | None = None
+    changes: tuple[str, ...] = ()
+
+    def write(self, folder: Path) -> None:
+        """Write the file, whole or not at all."""
+        write_json(folder / STATE_FILE, asdict(self))
+
+
+def read_state_file(folder: Path) -> State:
+    """Return the state of a run folder.
+
+    Raises:
+        RunError: there is none, or it is damaged; names the file.
+    """
+    path = folder / STATE_FILE
+    if not path.is_file():
+        raise RunError(f"{folder} is no run folder ({STATE_FILE} is missing); give one that compress wrote")
+    try:
+        tree = read_json(path)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, str(error)) from None
+    if not isinstance(tree, dict):
+        raise _unreadable(path, f"it holds a {type(tree).__name__}, not an object")
+    version = tree.get("format")
+    if type(version) is not int or not 1 <= version <= FORMAT:
+        raise _unreadable(path, f"its format is {version!r}, and this version of compress reads 1 to {FORMAT}")
+    state, lines = parse(State, tree)
+    lines = lines or [
+        line for name, facts in (state.steps if state else {}).items() for line in _odd_facts(name, facts)
+    ]
+    if state is None or lines:
+        raise _unreadable(path, "; ".join(lines))
+    return state
+
+
+def _odd_facts(step: str, facts: Mapping[str, Any]) -> list[str]:
+    """Lines for facts that later steps read and that are not what they expect."""
+    notes, left_out = facts.get("notes", []), facts.get("left_out", {})
+    odd = []
+    if not _texts(notes):
+        odd.append(f"steps.{step}.notes is {notes!r:.80}: it must be a list of texts")
+    if not isinstance(left_out, dict) or not all(map(_texts, left_out.values())):
+        odd.append(f"steps.{step}.left_out is {left_out!r:.80}: it must hold a list of files for each split")
+    return odd
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _unreadable(path: Path, reason: str) -> RunError:
+    return RunError(f"{path} cannot be read: {reason}. Restore the file from a copy, or name a new folder with --out")

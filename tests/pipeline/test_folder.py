@@ -1,0 +1,237 @@
+"""The run folder: who is let in, what may change on a resume, and damaged or changed contents."""
+
+import dataclasses
+import json
+import multiprocessing
+import os
+
+import pytest
+from PIL import Image
+
+from compress.data.load import load_data
+from compress.data.spec import DataSpec
+from compress.errors import CompressError, RunError
+from compress.pipeline.folder import open_run, read_state, recipe_of
+from compress.recipe import parse_recipe
+
+RECIPE = parse_recipe({"train": {"epochs": 1}})
+
+
+def _enter(path, barrier, answers):
+    barrier.wait()
+    try:
+        open_run(path, RECIPE, "ptq", resume=False)
+        answers.put("in")
+    except CompressError as error:
+        answers.put(str(error))
+    barrier.wait()  # nobody leaves before both have tried
+
+
+def test_of_two_processes_that_begin_at_once_one_is_let_in(tmp_path):
+    context = multiprocessing.get_context("fork")
+    for attempt in range(20):
+        barrier, answers = context.Barrier(2), context.Queue()
+        both = [
+            context.Process(target=_enter, args=(tmp_path / str(attempt), barrier, answers), daemon=True)
+            for _ in range(2)
+        ]
+        for process in both:
+            process.start()
+        told = sorted(answers.get(timeout=30) for _ in both)
+        for process in both:
+            process.join()
+        assert told[0] != "in" and "another process is at work" in told[0], told
+        assert told[1] == "in"
+
+
+def test_the_refusal_names_the_process_that_is_at_work(tmp_path):
+    folder = open_run(tmp_path / "run", RECIPE, "ptq", resume=False)
+    with pytest.raises(RunError, match=rf"at work in .* \(process {os.getpid()} on "):
+        open_run(tmp_path / "run", RECIPE, "ptq", resume=True)
+    folder.release()
+
+
+def test_a_refused_folder_is_unlocked(tmp_path):
+    open_run(tmp_path, RECIPE, "ptq", resume=False).release()
+    with pytest.raises(RunError, match="--resume"):
+        open_run(tmp_path, RECIPE, "ptq", resume=False)
+    open_run(tmp_path, RECIPE, "ptq", resume=True).release()
+
+
+def begun(path, *steps, command="qat"):
+    folder = open_run(path, RECIPE, command, resume=False)
+    for step in steps:
+        folder.finish(step, top1=0.5)
+    folder.release()
+
+
+def changed(section, **values):
+    return dataclasses.replace(RECIPE, **{section: dataclasses.replace(getattr(RECIPE, section), **values)})
+
+
+@pytest.mark.parametrize(
+    ("steps", "section", "values"),
+    [
+        (("train", "ptq"), "qat", {"lr": 0.5}),
+        (("train",), "quantization", {"equalize": True}),
+        (("train", "ptq", "qat"), "export", {"opset": 20}),
+        (("train", "ptq", "qat", "export"), "bench", {"runs": 7}),
+        (("train", "ptq", "qat", "export", "bench"), "data", {"workers": 1}),
+        ((), "train", {"lr": 0.5}),
+    ],
+)
+def test_keys_of_steps_to_come_may_change(tmp_path, steps, section, values):
+    begun(tmp_path, *steps)
+    other = changed(section, **values)
+    folder = open_run(tmp_path, other, "qat", resume=True)
+    folder.release()
+    assert recipe_of(tmp_path) == other and read_state(tmp_path).recipe == other.digest()
+    (line,) = read_state(tmp_path).changes
+    assert f"{section}.{next(iter(values))}" in line
+    open_run(tmp_path, other, "qat", resume=True).release()
+    assert len(read_state(tmp_path).changes) == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "section", "values"),
+    [
+        (("train",), "train", {"lr": 0.5}),
+        (("train",), "data", {"image_size": 32}),
+        (("train", "ptq"), "quantization", {"equalize": True}),
+        (("train", "ptq", "qat"), "qat", {"lr": 0.5}),
+        (("train", "ptq", "qat", "export"), "export", {"opset": 20}),
+        (("train", "ptq", "qat", "export", "evaluate"), "bench", {"runs": 7}),
+    ],
+)
+def test_keys_of_steps_that_were_taken_may_not(tmp_path, steps, section, values):
+    begun(tmp_path, *steps)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    key = f"{section}.{next(iter(values))}"
+    with pytest.raises(RunError, match=rf"differs in {key} .*taken: {', '.join(steps)}"):
+        open_run(tmp_path, changed(section, **values), "qat", resume=True)
+    assert {name: (tmp_path / name).read_bytes() for name in before if name != ".lock"} == {
+        name: content for name, content in before.items() if name != ".lock"
+    }
+
+
+def test_a_training_that_was_begun_keeps_its_keys(tmp_path):
+    begun(tmp_path, "train", "ptq")
+    (tmp_path / "qat.checkpoint.safetensors").touch()
+    with pytest.raises(RunError, match=r"differs in qat\.lr"):
+        open_run(tmp_path, changed("qat", lr=0.5), "qat", resume=True)
+
+
+def test_a_study_keeps_all_keys(tmp_path):
+    begun(tmp_path, command="sensitivity")
+    with pytest.raises(RunError, match=r"differs in qat\.lr"):
+        open_run(tmp_path, changed("qat", lr=0.5), "sensitivity", resume=True)
+
+
+DAMAGE = {
+    "empty": "",
+    "binary": b"\xff\xfe\x00",
+    "deep": "[" * 100_000,
+    "list": "[1]",
+    "no recipe": {"recipe": None},
+    "no steps": {"steps": None},
+    "command 5": {"command": 5},
+    "later format": {"format": 99},
+    "format true": {"format": True},
+    "steps are a list": {"steps": ["train"]},
+    "facts are null": {"steps": {"train": None}},
+    "notes are text": {"steps": {"train": {"notes": "abc"}}},
+    "left_out is a list": {"steps": {"train": {"left_out": [1]}}},
+    "unknown key": {"extra": 1},
+    "digits": '{"format": 2, "command": "qat", "recipe": ' + "9" * 5000 + "}",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_state_is_named(tmp_path, name):
+    begun(tmp_path, "train")
+    path, damage = tmp_path / "state.json", DAMAGE[name]
+    if isinstance(damage, dict):
+        tree = {key: value for key, value in (json.loads(path.read_text()) | damage).items() if value is not None}
+        damage = json.dumps(tree)
+    path.write_bytes(damage if isinstance(damage, bytes) else damage.encode())
+    with pytest.raises(RunError, match=r"state\.json cannot be read: .*--out"):
+        open_run(tmp_path, RECIPE, "qat", resume=True)
+
+
+def test_a_state_of_the_first_format_is_read(tmp_path):
+    begun(tmp_path, "train")
+    path = tmp_path / "state.json"
+    first = {key: json.loads(path.read_text())[key] for key in ("command", "recipe", "steps")} | {"format": 1}
+    path.write_text(json.dumps(first))
+    folder = open_run(tmp_path, RECIPE, "qat", resume=True)
+    assert folder.done("train")
+    folder.release()
+
+
+@pytest.mark.parametrize("text", ["{", "5", '[{"a": 1}]', "[" * 100_000, '[{"name": "top1"}]'])
+def test_damaged_metrics_are_named(tmp_path, text):
+    begun(tmp_path, "train")
+    (tmp_path / "metrics.json").write_text(text)
+    with pytest.raises(RunError, match=r"metrics\.json"):
+        read_state(tmp_path).metrics()
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    for part in ("train", "val"):
+        for number, label in enumerate(("cat", "dog")):
+            (tmp_path / "data" / part / label).mkdir(parents=True)
+            for i in range(3):
+                path = tmp_path / "data" / part / label / f"{i}.bmp"
+                Image.new("RGB", (8, 8), (100 * number, 50 * i, 0)).save(path)
+    return tmp_path / "data"
+
+
+def _rename(root):
+    for part in ("train", "val"):
+        (root / part / "cat").rename(root / part / "zebra")
+
+
+def _exchange(root):
+    first, second = root / "train" / "cat" / "0.bmp", root / "train" / "dog" / "1.bmp"
+    first.rename(root / "x"), second.rename(first), (root / "x").rename(second)
+
+
+def _remove(root):
+    (root / "val" / "dog" / "2.bmp").unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_rename, "the classes of train were cat, dog, and are dog, zebra"),
+        (_exchange, "images of train were added, removed, renamed, exchanged"),
+        (_remove, "val had 6 images, and has 5"),
+    ],
+)
+def test_data_that_changed_are_refused(pictures, tmp_path, change, words):
+    spec = DataSpec(name="folder", root=str(pictures), image_size=8, workers=0, augment=False)
+    recipe = dataclasses.replace(RECIPE, data=spec)
+    out = tmp_path / "run"
+    open_run(out, recipe, "qat", resume=False, data=load_data(spec).fingerprints()).release()
+    open_run(out, recipe, "qat", resume=True, data=load_data(spec).fingerprints()).release()
+    change(pictures)
+    with pytest.raises(RunError, match=words):
+        open_run(out, recipe, "qat", resume=True, data=load_data(spec).fingerprints())
+
+
+def test_data_that_moved_are_the_same(pictures, tmp_path):
+    spec = DataSpec(name="folder", root=str(pictures), image_size=8, workers=0, augment=False)
+    here = load_data(spec).fingerprints()
+    pictures.rename(tmp_path / "elsewhere")
+    there = load_data(dataclasses.replace(spec, root=str(tmp_path / "elsewhere"))).fingerprints()
+    assert here == there
+
+
+@pytest.mark.parametrize("name", ["digits", "shapes"])
+def test_every_data_set_has_a_fingerprint_that_follows_its_images(name):
+    spec = DataSpec(name=name, train_images=30, val_images=20, image_size=16)
+    first, again = load_data(spec).fingerprints(), load_data(spec).fingerprints()
+    assert first == again and first["train"] != first["val"]
+    fewer = load_data(dataclasses.replace(spec, train_images=29)).fingerprints()
+    assert fewer["train"].digest() != first["train"].digest() and fewer["val"] == first["val"]
