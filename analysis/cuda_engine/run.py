@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from analysis.common.study import command_line, gpu_software, study_parser
-from analysis.cuda_engine.checking import differences
 from analysis.cuda_engine.networks import image_size, images, network, prepare
-from compress.engines.cuda.bind import Bindings, Candidate, candidates
+from compress.engines.cuda.bind import Bindings, candidates
 from compress.engines.cuda.costs import cost_of
-from compress.engines.cuda.executor import Executor
+from compress.engines.cuda.exactness import differences
+from compress.engines.cuda.executor import Candidate, Executor
 from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
 from compress.engines.cuda.timing import captured, launch_ms

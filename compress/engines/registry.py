@@ -14,6 +14,7 @@ from compress.engines import onnxruntime as onnxruntime_engine
 from compress.engines import openvino as openvino_engine
 from compress.engines import torch as torch_engine
 from compress.engines.base import Availability, BuildOptions, Engine
+from compress.engines.cuda import engine as cuda_engine
 from compress.engines.tensorrt import engine as tensorrt_engine
 from compress.engines.tensorrt.library import FLAVOURS, tensorrt_availability
 from compress.engines.tensorrt.options import OPTIONS as TENSORRT_OPTIONS
@@ -44,6 +45,7 @@ ENGINES: dict[str, EngineEntry] = {
     "onnxruntime": EngineEntry(
         availability=onnxruntime_engine.availability, load=onnxruntime_engine.load, options=onnxruntime_engine.OPTIONS
     ),
+    "cuda": EngineEntry(availability=cuda_engine.availability, load=cuda_engine.load, options=cuda_engine.OPTIONS),
     "torch": EngineEntry(
         availability=torch_engine.availability,
         instead="it runs modules, not files: use TorchEngine(module, ...)",
@@ -72,7 +74,7 @@ def build_engine(
 
     Args:
         path: the file; for TensorRT also an engine file that was built before.
-        engine: name of a row of `ENGINES`, such as `openvino`, `onnxruntime`, `tensorrt` or `tensorrt-rtx`;
+        engine: name of a row of `ENGINES`, such as `openvino`, `onnxruntime`, `cuda`, `tensorrt` or `tensorrt-rtx`;
             `engine_availability` lists those that work here.
         batch_size: fixes the batch, which is faster; None keeps the file's own, dynamic or not.
         threads: CPU threads of one run; None = the engine's own choice.

@@ -18,7 +18,7 @@ from tests.measure.fakes import GivenEngine
 
 def test_every_engine_is_listed_and_says_why_not():
     rows = {row.name: row for row in engine_availability()}
-    assert list(rows) == list(ENGINES) == ["openvino", "onnxruntime", "torch", "tensorrt", "tensorrt-rtx"]
+    assert list(rows) == list(ENGINES) == ["openvino", "onnxruntime", "cuda", "torch", "tensorrt", "tensorrt-rtx"]
     for name in ("openvino", "onnxruntime", "torch"):
         assert rows[name].available
         assert rows[name].version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,18 @@ from compress.engines.cuda.plan.steps import Step
 Tensors = dict[str, Tensor]
 Runner = Callable[[Tensors], None]
 """Runs a step on the tensors of a plan: writes to those that have a place, and puts the others in."""
-Bind = Callable[[Step, Layout, torch.device], Runner]
+
+
+class Candidate(NamedTuple):
+    """One way to compute a step.
+
+    Attributes:
+        name: of the kernel and how it is set up; the same in every process.
+        run: the launch.
+    """
+
+    name: str
+    run: Runner
 
 
 def bind_reference(step: Step, layout: Layout, device: torch.device) -> Runner:

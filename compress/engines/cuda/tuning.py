@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.engines.cuda.bind.common import Candidate
-from compress.engines.cuda.executor import Executor
+from compress.engines.cuda.executor import Candidate, Executor
 from compress.engines.cuda.plan.layout import Layout
 from compress.engines.cuda.plan.quantizers import Grid
 from compress.engines.cuda.plan.steps import Step

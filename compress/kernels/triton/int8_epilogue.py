@@ -298,7 +298,7 @@ def to_codes(steps, low, high, zero, HAS_ZERO: tl.constexpr):
     steps = tl.minimum(tl.maximum(steps, low), high)
     codes = (steps + _ROUNDS).to(tl.int32, bitcast=True)  # the integer is in the lowest bits
     if HAS_ZERO:
-        codes += zero.to(tl.int32)
+        codes += tl.cast(zero, tl.int32)
     return codes.to(tl.int8)
 
 

@@ -118,7 +118,7 @@ def _average_kernel(
         total += tl.where(there[:, None], code.to(tl.int32) - x_zero, 0)
         count += there.to(tl.int32)
     if not COUNTS_PADDING:
-        share = (taps[0] * taps[1]).to(tl.float32) / tl.maximum(count, 1).to(tl.float32)
+        share = tl.cast(taps[0] * taps[1], tl.float32) / tl.maximum(count, 1).to(tl.float32)
         scaled = total.to(tl.float32) * share[:, None]
     else:
         scaled = total.to(tl.float32)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from compress.engines.cuda.bind import others, products
-from compress.engines.cuda.bind.common import Bindings, Candidate
+from compress.engines.cuda.bind.common import Bindings
+from compress.engines.cuda.executor import Candidate
 from compress.engines.cuda.plan.layout import Copy, Layout
 from compress.engines.cuda.plan.stem import PackImage
 from compress.engines.cuda.plan.steps import (

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from compress.engines.cuda.executor import Runner, Tensors
+from compress.engines.cuda.executor import Tensors
 from compress.engines.cuda.plan.activation import Activation
 from compress.engines.cuda.plan.quantizers import Grid
 from compress.engines.cuda.plan.steps import Output, Step
 from compress.kernels.triton.int8_epilogue import Finish, Function, OutputGrid, Outputs, finish_of
-
-
-class Candidate(NamedTuple):
-    """One way to compute a step.
-
-    Attributes:
-        name: of the kernel and how it is set up; the same in every process.
-        run: the launch.
-    """
-
-    name: str
-    run: Runner
 
 
 @dataclass

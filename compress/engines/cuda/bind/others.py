@@ -11,14 +11,13 @@ from torch import Tensor
 from compress.engines.cuda import reference
 from compress.engines.cuda.bind.common import (
     Bindings,
-    Candidate,
     Results,
     channels_last,
     output_grid,
     pixel_rows,
     plain_finish,
 )
-from compress.engines.cuda.executor import Tensors
+from compress.engines.cuda.executor import Candidate, Tensors
 from compress.engines.cuda.plan.layout import Copy, Layout
 from compress.engines.cuda.plan.quantizers import Grid
 from compress.engines.cuda.plan.stem import PackImage

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from compress.engines.cuda.bind.common import (
     Bindings,
-    Candidate,
     Results,
     channels_last,
     function_of,
     output_grid,
     pixel_rows,
 )
-from compress.engines.cuda.executor import Tensors
+from compress.engines.cuda.executor import Candidate, Tensors
 from compress.engines.cuda.plan.layout import Layout
 from compress.engines.cuda.plan.steps import Convolution, Linear, Product
 from compress.engines.cuda.tiles import depthwise_tiles, product_tiles

@@ -1,0 +1,302 @@
+"""Our own INT8 engine for NVIDIA GPUs: arrays or torch tensors in and out, one program for each set of input shapes.
+
+A file whose batch (or size) is open gets a program when a batch of a new shape comes first, which measures its kernels
+if the plan file does not know them. `batch_size` makes it at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compress.engines.arrays import check_inputs, import_library, reason, shape_text, with_batch
+from compress.engines.base import (
+    Arrays,
+    Availability,
+    BuildOptions,
+    Engine,
+    EngineInfo,
+    GpuTimes,
+    RuntimeLayer,
+    TensorInfo,
+)
+from compress.engines.cuda.gpu_times import time_program
+from compress.engines.cuda.plan.layout import Layout, lay_out
+from compress.engines.cuda.plan.lower import make_plan
+from compress.engines.cuda.plan.steps import Step
+from compress.engines.cuda.plan_file import PlanFile, default_path, machine_of, read_plan
+from compress.engines.cuda.program import Program, Ways
+from compress.engines.cuda.runtime_layers import runtime_layer
+from compress.engines.onnx_file import read_onnx
+from compress.errors import EngineError, EngineUnavailableError, near_misses
+
+NAME = "cuda"
+OPTIONS = {
+    "device": "GPU, such as cuda or cuda:1; or cpu: exact integer arithmetic by torch, slow, to compare with",
+    "tune": "no: take the guessed kernel of every layer and measure nothing; yes by default",
+    "plan": "plan file with the measured choices; by default MODEL.GPU.plan.json beside the model",
+    "jobs": "processes that compile kernels at a time; by default one for each CPU",
+}
+PRECISIONS = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+LEAST_CAPABILITY = (8, 0)
+_MOST_PROGRAMS = 16
+_INSTALL = "use a Linux machine with an NVIDIA GPU of compute capability 8.0 or later, torch for CUDA, and triton"
+
+
+def availability() -> Availability:
+    """Report the GPUs that the engine can use."""
+    try:
+        triton = import_library("triton", "pip install triton")
+    except EngineUnavailableError as error:
+        return Availability(name=NAME, available=False, reason=str(error), install="pip install triton")
+    found = _gpus()
+    usable = tuple(f"cuda:{i} {name}" for i, (name, sm) in found.items() if sm >= LEAST_CAPABILITY)
+    if usable:
+        return Availability(name=NAME, available=True, version=triton.__version__, devices=usable)
+    problem = "; ".join(too_old(name, sm) for name, sm in found.values()) or _no_gpu()
+    return Availability(name=NAME, available=False, version=triton.__version__, reason=problem, install=_INSTALL)
+
+
+def _gpus() -> dict[int, tuple[str, tuple[int, int]]]:
+    if not torch.cuda.is_available():
+        return {}
+    return {
+        i: (torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i))
+        for i in range(torch.cuda.device_count())
+    }  # fmt: skip
+
+
+def _no_gpu() -> str:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    return "torch finds no NVIDIA GPU"
+
+
+def too_old(name: str, capability: tuple[int, int]) -> str:
+    """Why a GPU cannot run the engine."""
+    return f"{name} has compute capability {capability[0]}.{capability[1]}, and 8.0 or later is needed"
+
+
+def load(path: Path | str, build: BuildOptions) -> CudaEngine:
+    """Plan an ONNX file; with a batch size, or for a file of fixed shapes, also choose its kernels.
+
+    Raises:
+        EngineUnavailableError: there is no such GPU, it is too old, or Triton is missing.
+        EngineError: the file has an operator or a quantizer that the engine cannot run, an option is bad, the plan file
+            belongs to another GPU or is damaged, or memory is short.
+    """
+    if build.precision is not None and build.precision not in PRECISIONS:
+        raise EngineError(
+            f"cuda: precision is {build.precision!r}{near_misses(build.precision, PRECISIONS)} "
+            f"(one of: {', '.join(PRECISIONS)}, or None for f16)"
+        )
+    return CudaEngine(Path(path), _device(build.options.get("device", "cuda")), build)
+
+
+def _device(name: str) -> torch.device:
+    """The device of an option.
+
+    Raises:
+        EngineError, EngineUnavailableError: it is no device, or is not here.
+    """
+    kind, _, number = name.partition(":")
+    if kind not in {"cuda", "cpu"} or (number and not number.isdigit()):
+        raise EngineError(f"cuda: device is {name!r}: it must be cuda, cuda:0, cuda:1, ... or cpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    index = int(number or 0)
+    found = _gpus()
+    if index not in found:
+        here = ", ".join(f"cuda:{i} {name}" for i, (name, _) in found.items()) or _no_gpu()
+        raise EngineUnavailableError(f"cuda: no device {name!r} ({here}); {_INSTALL}, or device='cpu'")
+    if found[index][1] < LEAST_CAPABILITY:
+        raise EngineUnavailableError(f"cuda: {too_old(*found[index])}; {_INSTALL}")
+    return torch.device("cuda", index)
+
+
+class CudaEngine(Engine):
+    """An ONNX file on one GPU; made by `load`.
+
+    Args:
+        path: of the file.
+        device: a GPU; or the CPU, where steps are computed in exact arithmetic.
+        build: options.
+    """
+
+    takes_tensors = True
+
+    def __init__(self, path: Path, device: torch.device, build: BuildOptions) -> None:
+        file = read_onnx(path)
+        precision = build.precision or ("f32" if device.type == "cpu" else "f16")
+        self.metadata = file.metadata
+        self.inputs = with_batch(file.inputs, build.batch_size, where=str(path))
+        self.outputs = file.outputs
+        if build.batch_size is not None:
+            self.outputs = tuple(
+                tensor.with_batch(build.batch_size) if name and name in file.batch_names else tensor
+                for tensor, name in zip(file.outputs, file.output_batch_names, strict=True)
+            )
+        self._path, self._device, self._dtype = path, device, PRECISIONS[precision]
+        self._jobs = _positive("jobs", build.options.get("jobs", str(os.cpu_count() or 1)))
+        self._candidates = _candidates(device)
+        self._programs: dict[tuple[tuple[int, ...], ...], Program] = {}
+        self._last: tuple[Program, dict[str, Tensor]] | None = None
+        self._closed = False
+        machine = machine_of(device)
+        self._plan: PlanFile | None = None
+        if _yes("tune", build.options.get("tune", "yes")) and device.type == "cuda":
+            self._plan = read_plan(Path(build.options.get("plan", default_path(path, machine))), machine)
+        self.info = EngineInfo(
+            engine=NAME, label=f"cuda ({precision if device.type == 'cuda' else 'exact'})",
+            version=machine.triton, device=machine.gpu if device.type == "cuda" else "CPU", float_precision=precision,
+            options={"tune": "no" if self._plan is None else "yes"}, path=str(path),
+        )  # fmt: skip
+        if all(size >= 1 for tensor in self.inputs for size in tensor.shape):
+            self._program({tensor.name: tensor.shape for tensor in self.inputs})
+        elif all(size >= 1 for tensor in self.inputs for size in tensor.shape[1:]):
+            make_plan(path, batch_size=1, dtype=self._dtype)  # refuses here what no batch can run
+
+    def run(self, inputs: Mapping[str, NDArray[np.generic]]) -> Arrays:
+        """See `Engine.run`. The time of a run includes the copies to the GPU and back."""
+        self._check_open()
+        checked = check_inputs(inputs, self.inputs, label=self.info.label)
+        tensors = {name: torch.from_numpy(array).to(self._device) for name, array in checked.items()}
+        results = self._run(tensors)
+        return {tensor.name: _array(results[tensor.name]) for tensor in self.outputs}
+
+    def run_tensors(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `Engine.run_tensors`; inputs may have any strides, channels_last among them."""
+        self._check_open()
+        check_tensors(inputs, self.inputs, self._device, label=self.info.label)
+        return self._run(inputs)
+
+    def gpu_times(
+        self, inputs: Mapping[str, NDArray[np.generic]], *, warmup: int = 10, runs: int = 100
+    ) -> GpuTimes | None:
+        """See `Engine.gpu_times`."""
+        self._check_open()
+        if self._device.type != "cuda":
+            return None
+        checked = check_inputs(inputs, self.inputs, label=self.info.label)
+        program = self._program({name: array.shape for name, array in checked.items()})
+        with torch.cuda.device(self._device):
+            return time_program(program, checked, warmup=warmup, runs=runs)
+
+    def runtime_layers(self) -> tuple[RuntimeLayer, ...]:
+        """See `Engine.runtime_layers`; those of the last run, or of one image where nothing has run."""
+        program, _ = self._any_program()
+        layout = program.layout
+        return tuple(
+            runtime_layer(step, layout, kernel) for step, kernel in zip(layout.steps, program.kernels, strict=True)
+        )
+
+    def layer_times_ms(self) -> dict[str, float]:
+        """See `Engine.layer_times_ms`; each layer is timed alone, on the inputs of the last run."""
+        program, inputs = self._any_program()
+        return dict(zip((step.name for step in program.layout.steps), program.step_ms(inputs), strict=True))
+
+    def close(self) -> None:
+        """Free the GPU's memory."""
+        self._programs.clear()
+        self._last, self._closed = None, True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError(f"{self.info.label}: the engine is closed")
+
+    def _any_program(self) -> tuple[Program, dict[str, Tensor]]:
+        """The program of the last run and its inputs; else one of one image."""
+        self._check_open()
+        if self._last is None:
+            shapes = {t.name: tuple(1 if size < 1 else size for size in t.shape) for t in self.inputs}
+            program = self._program(shapes)
+            self._last = program, program.executor.empty_inputs()
+        return self._last
+
+    def _run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        program = self._program({name: tuple(tensor.shape) for name, tensor in inputs.items()})
+        self._last = program, dict(inputs)
+        try:
+            if self._device.type == "cpu":
+                return program.run(inputs)
+            with torch.cuda.device(self._device):
+                return program.run(inputs)
+        except RuntimeError as error:
+            raise EngineError(f"{self.info.label} failed to run {self._path}: {reason(error)}") from error
+
+    def _program(self, shapes: Mapping[str, tuple[int, ...]]) -> Program:
+        """The program of some input shapes, which is made when they come first."""
+        key = tuple(tuple(shapes[tensor.name]) for tensor in self.inputs)
+        if key not in self._programs:
+            if len(self._programs) >= _MOST_PROGRAMS:
+                self._programs.pop(next(iter(self._programs)))  # the oldest
+            layout = lay_out(make_plan(self._path, shapes, dtype=self._dtype))
+            self._programs[key] = Program(
+                layout, self._device, candidates=self._candidates, plan=self._plan, jobs=self._jobs
+            )
+        return self._programs[key]
+
+
+def _candidates(device: torch.device) -> Ways | None:
+    """The ways of a device to compute a step; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    bind = import_library("compress.engines.cuda.bind", "pip install triton")
+    bindings = bind.Bindings(device, {})
+
+    def candidates(step: Step, layout: Layout) -> Any:
+        return bind.candidates(step, layout, bindings)
+
+    return candidates
+
+
+def check_tensors(
+    inputs: Mapping[str, Tensor], expected: tuple[TensorInfo, ...], device: torch.device, *, label: str
+) -> None:
+    """Refuse tensors that the engine cannot read.
+
+    Raises:
+        EngineError: a name, type, shape or device is another; the message says what the engine takes.
+    """
+    names = [tensor.name for tensor in expected]
+    if set(inputs) != set(names):
+        raise EngineError(f"{label}: got inputs {', '.join(inputs) or 'none'}; the engine takes {', '.join(names)}")
+    for tensor in expected:
+        given = inputs[tensor.name]
+        dtype, shape = str(given.dtype).removeprefix("torch."), tuple(given.shape)
+        if dtype != tensor.dtype:
+            raise EngineError(f"{label}: input {tensor.name!r} is {dtype}; the engine takes {tensor.dtype}")
+        if given.device != device:
+            raise EngineError(f"{label}: input {tensor.name!r} is on {given.device}; the engine runs on {device}")
+        fits = len(shape) == len(tensor.shape) and all(
+            got == size or (size == -1 and got >= 1) for got, size in zip(shape, tensor.shape, strict=True)
+        )
+        if not fits:
+            raise EngineError(
+                f"{label}: input {tensor.name!r} has shape {shape}; the engine takes {shape_text(tensor.shape)}"
+            )
+
+
+def _array(tensor: Tensor) -> NDArray[np.generic]:
+    tensor = tensor.detach().cpu()
+    array: NDArray[np.generic] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array
+
+
+def _yes(name: str, text: str) -> bool:
+    if text not in {"yes", "no"}:
+        raise EngineError(f"cuda: {name} is {text!r}: it must be yes or no")
+    return text == "yes"
+
+
+def _positive(name: str, text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise EngineError(f"cuda: {name} is {text!r}: it must be a number of 1 or more")
+    return int(text)

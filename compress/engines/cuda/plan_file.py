@@ -1,0 +1,156 @@
+"""The plan file beside a model: which kernel is the fastest for each step, measured once on one GPU.
+
+A choice is kept by the step's signature (`tuning.signature`): the shapes and strides that its kernel sees, not its
+name. So a model that is trained again keeps its plan, and only steps of a new shape are measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from compress.errors import EngineError
+from compress.files import write_json
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a measurement holds for.
+
+    Attributes:
+        gpu: name of the GPU.
+        capability: its compute capability, such as "9.0".
+        driver: version of the CUDA driver's interface, such as "13.0".
+        torch, triton: versions.
+    """
+
+    gpu: str
+    capability: str
+    driver: str
+    torch: str
+    triton: str
+
+
+@dataclass
+class PlanFile:
+    """Choices of one machine.
+
+    Attributes:
+        path: of the file.
+        machine: that they were measured on.
+        choices: name of the fastest candidate, by `key` of a signature.
+        changed: there are choices that the file does not have yet.
+    """
+
+    path: Path
+    machine: Machine
+    choices: dict[str, str] = field(default_factory=dict)
+    changed: bool = False
+
+    def add(self, signature: str, candidate: str) -> None:
+        """Add a choice."""
+        self.choices[key(signature)] = candidate
+        self.changed = True
+
+    def get(self, signature: str) -> str | None:
+        """The choice for a signature; None if there is none."""
+        return self.choices.get(key(signature))
+
+    def save(self) -> None:
+        """Write the file, whole or not at all, if there is something new.
+
+        Raises:
+            EngineError: the folder cannot be written.
+        """
+        if not self.changed:
+            return
+        try:
+            write_json(self.path, {"format": FORMAT, "machine": asdict(self.machine), "choices": self.choices})
+        except OSError as error:
+            raise EngineError(
+                f"{self.path}: the plan cannot be written ({error.strerror or error}); name another place with the "
+                "option plan, or measure nothing with tune='no'"
+            ) from error
+        self.changed = False
+
+
+def key(signature: str) -> str:
+    """A short name of a signature."""
+    return hashlib.sha256(signature.encode()).hexdigest()[:20]
+
+
+def machine_of(device: torch.device) -> Machine:
+    """The machine that this process runs on.
+
+    Args:
+        device: a GPU, or the CPU, on which Triton's interpreter runs.
+    """
+    versions = {"torch": torch.__version__, "triton": _version("triton")}
+    if device.type != "cuda":
+        return Machine(gpu="none", capability="0.0", driver="none", **versions)
+    properties = torch.cuda.get_device_properties(device)
+    return Machine(
+        gpu=properties.name, capability=f"{properties.major}.{properties.minor}", driver=_driver(), **versions
+    )
+
+
+def default_path(model: Path, machine: Machine) -> Path:
+    """Where the plan of a model lies by default: beside it, with the GPU in its name."""
+    gpu = "-".join(word for word in machine.gpu.lower().split() if word not in {"nvidia", "geforce", "tesla"})
+    return model.with_name(f"{model.stem}.{gpu}.plan.json")
+
+
+def read_plan(path: Path, machine: Machine) -> PlanFile:
+    """Read a plan file; one that does not exist yet has no choices.
+
+    Raises:
+        EngineError: it is damaged, no plan, or was measured on another GPU or with other versions.
+    """
+    if not path.exists():
+        return PlanFile(path, machine)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']!r}, {FORMAT} is known")
+        measured, choices = Machine(**content["machine"]), _choices(content["choices"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EngineError(
+            f"{path} is no plan of the cuda engine, or is damaged ({type(error).__name__}: {error}): delete it, and it "
+            "is measured again"
+        ) from error
+    if measured != machine:
+        own, other = asdict(machine), asdict(measured)
+        differing = ", ".join(f"{name} {other[name]} (here {own[name]})" for name in own if own[name] != other[name])
+        raise EngineError(
+            f"{path} was measured on another machine: {differing}; delete it to measure here, or name another file "
+            "with the option plan"
+        )
+    return PlanFile(path, machine, choices)
+
+
+def _choices(value: Any) -> dict[str, str]:
+    if not isinstance(value, Mapping) or not all(isinstance(x, str) for pair in value.items() for x in pair):
+        raise ValueError("its choices are not names of kernels")
+    return dict(value)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _driver() -> str:
+    """The CUDA version that the driver supports."""
+    number = int(cast(Any, torch._C)._cuda_getDriverVersion())
+    return f"{number // 1000}.{number % 1000 // 10}"

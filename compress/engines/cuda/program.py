@@ -1,0 +1,176 @@
+"""A plan for one set of input shapes on one GPU: an arena, the fastest kernel for each step, and a CUDA graph.
+
+A CUDA graph holds addresses, so the network's input must lie where it was when the graph was captured. Large inputs
+are not copied there: the steps that read them (mostly one, which quantizes) are launched as they are, and the graph
+holds the rest. Small ones are copied, which costs less than a launch from Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from compress.engines.cuda.executor import Candidate, Executor, Tensors, bind_reference
+from compress.engines.cuda.plan.layout import Layout
+from compress.engines.cuda.plan.steps import Step
+from compress.engines.cuda.plan_file import PlanFile
+from compress.engines.cuda.timing import launch_ms
+from compress.engines.cuda.tuning import chosen, kernel_requests, measure, signature
+from compress.errors import EngineError
+from compress.kernels.triton.ahead import compile_requests
+from compress.progress import NoProgress, Progress
+
+_QUIET = NoProgress()
+_COPIED_BYTES = 4 << 20
+"""Inputs up to this size are copied; 4 MiB take 2 us at 4 TB/s, a launch from Python 10 to 50."""
+_MOST_DIRECT = 3
+"""Steps that are launched outside of the graph at most."""
+
+Ways = Callable[[Step, Layout], list[Candidate]]
+
+
+class Program:
+    """A laid out plan, ready to run again and again on one stream at a time.
+
+    Args:
+        layout: of the plan.
+        device: a GPU; or the CPU, where there is no graph.
+        candidates: gives all ways to compute a step; None = exact arithmetic (`reference`).
+        plan: measured choices, which are used and added to; None = the guess for every step.
+        jobs: processes that compile at a time.
+        progress: of compiling and measuring.
+
+    Raises:
+        EngineError: the memory of the device does not suffice.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device,
+        *,
+        candidates: Ways | None,
+        plan: PlanFile | None,
+        jobs: int = 1,
+        progress: Progress = _QUIET,
+    ) -> None:
+        self.layout = layout
+        try:
+            if candidates is None:
+                ways = [[Candidate("exact", bind_reference(step, layout, device))] for step in layout.steps]
+            else:
+                ways = [candidates(step, layout) for step in layout.steps]
+            self.executor = Executor(layout, [way[0].run for way in ways], device)
+            self.kernels = _chosen(self.executor, ways, plan, jobs, progress)
+            self._direct = 0
+            self._static: Tensors = {}
+            self._results: Tensors = {}
+            self._graph: torch.cuda.CUDAGraph | None = None
+            if device.type == "cuda":
+                self._capture()
+        except torch.OutOfMemoryError as error:
+            shapes = ", ".join(str(tuple(layout.plan.tensors[name].shape)) for name in layout.plan.inputs)
+            free, whole = (torch.cuda.mem_get_info(device)) if device.type == "cuda" else (0, 0)
+            raise EngineError(
+                f"cuda: inputs of {shapes} need {layout.arena_bytes / 1e6:.0f} MB for activations alone, and "
+                f"{free / 1e6:.0f} of the GPU's {whole / 1e6:.0f} MB are free: use a smaller batch"
+            ) from error
+
+    def run(self, inputs: Mapping[str, Tensor]) -> Tensors:
+        """Run on the current stream; the results are new tensors.
+
+        Args:
+            inputs: by name, of the plan's shapes and types, on the device; any strides.
+        """
+        if self._graph is None:
+            return self._copied(self.executor.run(inputs))
+        for name, tensor in self._static.items():
+            tensor.copy_(inputs[name])
+        if self._direct:
+            tensors = self.executor.start(inputs)
+            for index in range(self._direct):
+                self.executor.step(index, tensors)
+        self._graph.replay()
+        return self._copied(self._results)
+
+    def step_ms(self, inputs: Mapping[str, Tensor]) -> list[float]:
+        """Milliseconds of each step alone, on the data of a run."""
+        tensors, times = self.executor.start(inputs), []
+        for index, runner in enumerate(self.executor.runners):
+            times.append(launch_ms(lambda run=runner: run(tensors), self.executor.device, rounds=3))  # type: ignore[misc]
+            self.executor.step(index, tensors)
+        return times
+
+    @staticmethod
+    def _copied(results: Tensors) -> Tensors:
+        return {name: tensor.clone() for name, tensor in results.items()}
+
+    def _capture(self) -> None:
+        """Capture all steps but those that are launched directly."""
+        executor = self.executor
+        given = executor.empty_inputs()
+        self._direct = _direct_steps(self.layout, sum(t.numel() * t.element_size() for t in given.values()))
+        self._static = {} if self._direct else given
+        executor.run(given)  # loads what is loaded at the first launch
+        tensors = executor.start(given)
+        for index in range(self._direct):
+            executor.step(index, tensors)
+        with torch.cuda.device(executor.device):
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for index in range(self._direct, len(executor.runners)):
+                    executor.step(index, tensors)
+                self._results = executor.results(tensors)
+        self._graph = graph
+
+
+def _direct_steps(layout: Layout, input_bytes: int) -> int:
+    """How many steps are launched outside of the graph; 0 where the inputs are copied instead."""
+    inputs = set(layout.plan.inputs)
+    readers = [i for i, step in enumerate(layout.steps) if inputs & set(step.reads)]
+    given_back = inputs & set(layout.plan.outputs.values())
+    first = layout.steps[: max(readers, default=0) + 1]
+    placed = all(name in layout.places for step in first for name in step.writes)
+    if input_bytes <= _COPIED_BYTES or given_back or not placed or len(first) > _MOST_DIRECT:
+        return 0
+    return len(first)
+
+
+def _chosen(
+    executor: Executor, ways: Sequence[Sequence[Candidate]], plan: PlanFile | None, jobs: int, progress: Progress
+) -> list[str]:
+    """Give the executor the fastest way of each step; returns their names."""
+    names: list[str] = []
+    signatures = [signature(step, executor.layout) for step in executor.layout.steps]
+    if plan is not None:
+        unknown = [i for i, way in enumerate(ways) if len(way) > 1 and plan.get(signatures[i]) is None]
+        if unknown:
+            tried = [
+                way if i in unknown else [chosen(way, plan.get(signatures[i]) or "")] for i, way in enumerate(ways)
+            ]
+            _compile(executor, tried, jobs, progress)
+            for i, found in enumerate(measure(executor, tried, progress=progress)):
+                if i in unknown:
+                    plan.add(signatures[i], found.best)
+            plan.save()
+    for index, way in enumerate(ways):
+        best = chosen(way, (plan.get(signatures[index]) or "") if plan is not None else "")
+        executor.runners[index] = best.run
+        names.append(best.name)
+    return names
+
+
+def _compile(executor: Executor, ways: Sequence[Sequence[Candidate]], jobs: int, progress: Progress) -> None:
+    """Compile the kernels of all candidates in processes of their own, into Triton's cache."""
+    if executor.device.type != "cuda":
+        return
+    requests = kernel_requests(executor, ways)
+    progress.start("compiling kernels", len(requests))
+    compile_requests(
+        requests, torch.cuda.get_device_capability(executor.device), jobs=jobs,
+        progress=lambda done: progress.advance("compiling kernels"),
+    )  # fmt: skip
+    progress.finish("compiling kernels")

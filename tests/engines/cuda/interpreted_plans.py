@@ -1,0 +1,128 @@
+"""Whole plans by the Triton kernels against exact arithmetic, step by step: in the interpreter, or on a GPU.
+
+The networks are small and cover what kernels distinguish: channels that are no multiple of 16 or 32, one pixel, strides
+over padding, every epilogue, grouped and depthwise filters, concatenations, attention.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from compress.engines.cuda.bind import Bindings, candidates
+from compress.engines.cuda.exactness import differences
+from compress.engines.cuda.executor import Executor
+from compress.engines.cuda.plan.layout import lay_out
+from compress.engines.cuda.plan.lower import make_plan
+from tests.engines.cuda.qdq import Builder
+
+ACTIVATIONS = {
+    "none": lambda b, x: x,
+    "relu": lambda b, x: b.op("Relu", x),
+    "relu6": lambda b, x: b.op("Clip", x, b.constant(np.float32(0)), b.constant(np.float32(6))),
+    "silu": lambda b, x: b.op("Mul", x, b.op("Sigmoid", x)),
+    "sigmoid": lambda b, x: b.op("Sigmoid", x),
+    "tanh": lambda b, x: b.op("Tanh", x),
+    "hard_swish": lambda b, x: b.op("HardSwish", x),
+    "hard_sigmoid": lambda b, x: b.op("HardSigmoid", x, alpha=1 / 6, beta=0.5),
+    "gelu": lambda b, x: b.op("Mul", x, b.op("Mul", b.constant(np.float32(0.5)), b.op("Add", b.constant(np.float32(1)),
+                              b.op("Erf", b.op("Div", x, b.constant(np.float32(np.sqrt(2)))))))),
+    "leaky_relu": lambda b, x: b.op("LeakyRelu", x, alpha=0.1),
+    "elu": lambda b, x: b.op("Elu", x),
+    "mish": lambda b, x: b.op("Mul", x, b.op("Tanh", b.op("Softplus", x))),
+}  # fmt: skip
+
+
+def activations(b):
+    """Every activation after a convolution of odd sizes; the last one also leaves the network as values."""
+    x = b.quantize("input")
+    parts = [b.quantize(function(b, b.conv(x, 5, taps=1, padding=0))) for function in ACTIVATIONS.values()]
+    return parts[0], *parts[1:]
+
+
+def residuals(b):
+    """Sums of codes, of rounded branches and of values, with strides over padding."""
+    x = b.quantize("input")
+    y = b.quantize(b.op("Relu", b.conv(x, 18, 3, 2, 1)))
+    shortcut = b.quantize(b.conv(x, 18, 1, 2, 0))
+    plain = b.quantize(b.op("Relu", b.op("Add", b.conv(y, 18, 3, 1, 1), shortcut)))
+    rounded = b.quantize(b.op("Add", b.quantize(b.conv(plain, 18, 1, 1, 0)), shortcut))
+    dilated = b.conv(rounded, 20, 3, 1, 2, dilation=2)
+    return b.op("Add", dilated, b.op("Tanh", b.conv(rounded, 20, 1, 1, 0)))
+
+
+def groups(b):
+    """Grouped and depthwise convolutions, pools, a concatenation, a branch that scales channels."""
+    x = b.quantize(b.op("Relu", b.conv(b.quantize("input"), 24, 1, padding=0)))
+    y = b.quantize(b.conv(x, 24, 3, 1, 1, groups=3))
+    y = b.quantize(b.op("Relu", b.conv(y, 24, 5, 2, 2, groups=24)))
+    y = b.op("MaxPool", y, kernel_shape=[3, 3], strides=[1, 1], pads=[1] * 4)
+    mean = b.quantize(b.op("AveragePool", y, kernel_shape=[3, 3], strides=[1, 1], pads=[1] * 4))
+    joined = b.quantize(b.op("Concat", mean, b.op("Relu", b.conv(mean, 16, 1, padding=0)), axis=1))
+    pooled = b.quantize(b.op("GlobalAveragePool", joined))
+    return b.quantize(b.op("Mul", joined, b.op("Sigmoid", b.conv(pooled, 40, 1, padding=0))))
+
+
+def stem(b):
+    """A first convolution of three channels, rearranged, and a linear layer after a mean."""
+    x = b.quantize(b.op("Relu", b.conv(b.quantize("input"), 16, 7, 2, 3)))
+    x = b.quantize(b.op("GlobalAveragePool", x))
+    return b.linear(b.op("Flatten", x), 10)
+
+
+def transformer(b):
+    """Attention of two heads of 12 channels on 9 tokens, and a normalization."""
+    x = b.quantize("input")
+    heads = []
+    for turn in ([0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3]):
+        y = b.op("Reshape", b.linear(x, 24), b.constant(np.array([0, 9, 2, 12], np.int64)))
+        heads.append(b.quantize(b.op("Transpose", y, perm=turn)))
+    scores = b.op("Mul", b.op("MatMul", heads[0], heads[1]), b.constant(np.float32(12**-0.5)))
+    mixed = b.op("MatMul", b.quantize(b.op("Softmax", scores, axis=-1), clip=1.0), heads[2])
+    y = b.op("Reshape", b.op("Transpose", mixed, perm=[0, 2, 1, 3]), b.constant(np.array([0, 9, 24], np.int64)))
+    y = b.op("Add", b.linear(b.quantize(y), 20), "input")
+    norm = [b.constant(b.rng.standard_normal(20).astype(np.float32)) for _ in range(2)]
+    return b.linear(b.quantize(b.op("LayerNormalization", y, *norm, axis=-1)), 5)
+
+
+CASES = {
+    "activations": (activations, (2, 7, 3, 1), {}),
+    "residuals of int8": (residuals, (1, 33, 5, 6), {}),
+    "residuals of uint8": (residuals, (2, 16, 5, 4), {"unsigned": True}),
+    "groups": (groups, (1, 20, 7, 5), {"unsigned": True}),
+    "stem": (stem, (2, 3, 15, 11), {}),
+    "transformer": (transformer, (2, 9, 20), {}),
+}
+
+
+def check(case, device):
+    build, shape, options = CASES[case]
+    b = Builder(shape, **options)
+    outputs = build(b)
+    with tempfile.TemporaryDirectory() as folder:
+        path = b.save(Path(folder) / "m.onnx", *(outputs if isinstance(outputs, tuple) else (outputs,)))
+        layout = lay_out(make_plan(path, batch_size=shape[0], dtype=torch.float32))
+    bindings = Bindings(device, {})
+    ways = [candidates(step, layout, bindings) for step in layout.steps]
+    for choice in (0, -1):  # the guess, and another one
+        executor = Executor(layout, [way[choice].run for way in ways], device)
+        found = differences(executor, {"input": torch.from_numpy(b.x).to(device)})
+        wrong = [d for d in found if d.wrong]
+        assert found
+        assert not wrong, wrong
+        if device.type == "cpu":
+            break  # another choice takes as long again
+
+
+def main():
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    for case in sys.argv[1:] or CASES:
+        check(case, torch.device("cpu"))
+        print(case)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""The engine `cuda` through the interface that all engines have; without a GPU it computes in exact arithmetic."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from compress.engines import build_engine
+from compress.engines.cuda import engine as cuda_engine
+from compress.engines.cuda.executor import Candidate, bind_reference
+from compress.engines.cuda.plan.layout import lay_out
+from compress.engines.cuda.plan.lower import make_plan
+from compress.engines.cuda.plan_file import Machine, default_path, read_plan
+from compress.engines.cuda.program import Program
+from compress.engines.cuda.tuning import signature
+from compress.errors import EngineError, EngineUnavailableError
+from tests.engines.cuda.qdq import Builder
+from tests.engines.models import classifier
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+MACHINE = Machine(gpu="NVIDIA H100 80GB HBM3", capability="9.0", driver="13.0", torch="2.11.0", triton="3.6.0")
+
+
+def network(path, seed=0):
+    """Two convolutions with a residual between them, quantized."""
+    b = Builder((2, 3, 8, 8), seed=seed)
+    x = b.quantize(b.op("Relu", b.conv(b.quantize("input"), 16)))
+    y = b.quantize(b.op("Relu", b.op("Add", b.conv(x, 16), x)))
+    return b.save(path, b.op("Flatten", b.op("GlobalAveragePool", y))), b.x
+
+
+def test_it_computes_what_onnx_runtime_does_for_every_batch(tmp_path):
+    path, x = network(tmp_path / "m.onnx")
+    with build_engine(path, "cuda", device="cpu") as engine, build_engine(path, "onnxruntime") as other:
+        for batch in (x, x[:1], np.concatenate([x, x])):
+            (result,), (expected,) = engine.run({"input": batch}).values(), other.run({"input": batch}).values()
+            np.testing.assert_allclose(result, expected, atol=2e-3 * np.abs(expected).max())
+        assert engine.info.label == "cuda (exact)"
+    with pytest.raises(EngineError, match="closed"):
+        engine.run({"input": x})
+
+
+def test_tensors_go_in_and_come_out_with_any_strides(tmp_path):
+    path, x = network(tmp_path / "m.onnx")
+    engine = build_engine(path, "cuda", device="cpu", batch_size=2)
+    x = torch.from_numpy(x)
+    plain = engine.run_tensors({"input": x})
+    strided = engine.run_tensors({"input": x.contiguous(memory_format=torch.channels_last)})
+    assert all(torch.equal(plain[name], strided[name]) for name in plain)
+    for bad, message in (
+        ({"input": x.half()}, "is float16; the engine takes float32"),
+        ({"input": x[:1]}, r"has shape \(1, 3, 8, 8\); the engine takes \(2, 3, 8, 8\)"),
+        ({"x": x}, "got inputs x; the engine takes input"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            engine.run_tensors(bad)
+
+
+def test_layers_name_the_nodes_that_they_compute(tmp_path):
+    path, x = network(tmp_path / "m.onnx")
+    engine = build_engine(path, "cuda", device="cpu")
+    engine.run({"input": x})
+    layers = engine.runtime_layers()
+    products = [layer for layer in layers if layer.kind == "Convolution"]
+    assert [layer.precision for layer in products] == ["i8", "i8"]
+    assert [layer.output_precisions for layer in products] == [("i8",), ("i8",)]
+    assert any("relu" in name for name in products[1].original_names)
+    assert set(engine.layer_times_ms()) == {layer.name for layer in layers}
+
+
+def test_the_batch_is_fixed_where_it_is_asked_for(tmp_path):
+    path, _ = network(tmp_path / "m.onnx")
+    engine = build_engine(path, "cuda", device="cpu", batch_size=2)
+    assert engine.inputs[0].shape == (2, 3, 8, 8)
+    assert build_engine(path, "cuda", device="cpu").inputs[0].shape == (-1, 3, 8, 8)
+
+
+@NO_GPU
+def test_without_a_gpu_it_says_so(tmp_path):
+    path = classifier(tmp_path / "m.onnx")
+    with pytest.raises(
+        EngineUnavailableError, match=r"no device 'cuda' \(.*\); use a Linux machine with an NVIDIA GPU"
+    ):
+        build_engine(path, "cuda")
+    row = cuda_engine.availability()
+    assert not row.available
+    assert row.reason
+    assert "NVIDIA GPU" in row.install or "triton" in row.install
+
+
+def test_an_old_gpu_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(cuda_engine, "_gpus", lambda: {0: ("Tesla V100", (7, 0))})
+    with pytest.raises(EngineUnavailableError, match="Tesla V100 has compute capability 7.0, and 8.0 or later"):
+        build_engine(classifier(tmp_path / "m.onnx"), "cuda")
+    assert "7.0" in cuda_engine.availability().reason
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "tpu"}, "device is 'tpu': it must be cuda"),
+        ({"device": "cpu", "tune": "maybe"}, "tune is 'maybe': it must be yes or no"),
+        ({"device": "cpu", "jobs": "0"}, "jobs is '0': it must be a number"),
+        ({"device": "cpu", "precision": "int4"}, "precision is 'int4'"),
+    ],
+)
+def test_options_out_of_range_are_refused(tmp_path, options, message):
+    with pytest.raises(EngineError, match=message):
+        build_engine(classifier(tmp_path / "m.onnx"), "cuda", **options)
+
+
+def test_a_file_that_it_cannot_run_is_refused_when_it_is_loaded(tmp_path):
+    b = Builder((1, 3, 4, 4))
+    path = b.save(
+        tmp_path / "m.onnx", b.op("QuantizeLinear", "input", b.constant(np.float32(0.1)), b.constant(np.int8(0)))
+    )
+    with pytest.raises(EngineError, match="only DequantizeLinear may read them|returns"):
+        build_engine(path, "cuda", device="cpu")
+
+
+# Plan files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_read_as_it_was_written(tmp_path):
+    path = default_path(tmp_path / "resnet50.onnx", MACHINE)
+    assert path.name == "resnet50.h100-80gb-hbm3.plan.json"
+    plan = read_plan(path, MACHINE)
+    plan.add("a step", "a kernel")
+    plan.save()
+    assert read_plan(path, MACHINE).get("a step") == "a kernel"
+    assert read_plan(path, MACHINE).get("another") is None
+
+
+@pytest.mark.parametrize("change", [{"gpu": "NVIDIA A100"}, {"driver": "12.4"}, {"triton": "3.7.0"}])
+def test_a_plan_of_another_machine_is_refused(tmp_path, change):
+    path = tmp_path / "m.plan.json"
+    plan = read_plan(path, MACHINE)
+    plan.add("a", "b")
+    plan.save()
+    ((name, value),) = change.items()
+    with pytest.raises(EngineError, match=f"measured on another machine: {name} .* \\(here {value}\\); delete it"):
+        read_plan(path, replace(MACHINE, **change))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": 99}', '{"format": 1, "machine": {}, "choices": {}}', '{"format": 1}']
+)
+def test_a_damaged_plan_is_refused(tmp_path, text):
+    (tmp_path / "m.plan.json").write_text(text)
+    with pytest.raises(EngineError, match="is no plan of the cuda engine, or is damaged"):
+        read_plan(tmp_path / "m.plan.json", MACHINE)
+
+
+def test_a_plan_with_other_choices_is_refused(tmp_path):
+    plan = read_plan(tmp_path / "m.plan.json", MACHINE)
+    plan.add("a", "b")
+    plan.save()
+    content = json.loads(plan.path.read_text())
+    plan.path.write_text(json.dumps({**content, "choices": {"a": 1}}))
+    with pytest.raises(EngineError, match="choices are not names"):
+        read_plan(plan.path, MACHINE)
+
+
+# Choosing kernels -----------------------------------------------------------------------------------------------------
+
+
+def ways(calls):
+    """Two ways to compute a step, and which of them is run."""
+
+    def candidates(step, layout):
+        run = bind_reference(step, layout, torch.device("cpu"))
+
+        def slow(tensors):
+            calls.append("slow")
+            for _ in range(30):
+                run(tensors)
+
+        return [Candidate("slow", slow), Candidate("fast", run)]
+
+    return candidates
+
+
+def test_the_fastest_kernel_of_each_shape_is_measured_once_and_kept(tmp_path):
+    path, _ = network(tmp_path / "m.onnx")
+    layout = lay_out(make_plan(path, batch_size=2, dtype=torch.float32))
+    plan, calls = read_plan(tmp_path / "m.plan.json", MACHINE), []
+    first = Program(layout, torch.device("cpu"), candidates=ways(calls), plan=plan)
+    assert first.kernels == ["fast"] * len(layout.steps)
+    assert calls
+    calls.clear()
+    again = Program(layout, torch.device("cpu"), candidates=ways(calls), plan=read_plan(plan.path, MACHINE))
+    assert again.kernels == first.kernels
+    assert not calls
+    guessed = Program(layout, torch.device("cpu"), candidates=ways(calls), plan=None)
+    assert guessed.kernels == ["slow"] * len(layout.steps)
+
+
+def test_networks_of_the_same_shapes_share_their_choices(tmp_path):
+    layouts = [
+        lay_out(make_plan(network(tmp_path / f"{seed}.onnx", seed)[0], batch_size=2, dtype=torch.float32))
+        for seed in (0, 1)
+    ]
+    one, other = ([signature(step, layout) for step in layout.steps] for layout in layouts)
+    assert one == other
+    larger = lay_out(make_plan(tmp_path / "0.onnx", batch_size=3, dtype=torch.float32))
+    assert not set(one) & {signature(step, larger) for step in larger.steps}
