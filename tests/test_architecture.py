@@ -73,12 +73,8 @@ FILES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 """Every module of the package by name."""
-
-PENDING = re.compile(r"compress\.(kernels|pipeline|qat_fusion)\b.*")
-"""Modules that are being rebuilt; this list is to be empty."""
-MODULES = [
-    pytest.param(module, marks=pytest.mark.xfail(strict=False) if PENDING.fullmatch(module) else ()) for module in FILES
-]
+SOURCES = [path for folder in ("compress", "analysis", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
+"""Every file whose size is limited."""
 
 
 def part(module: str) -> str:
@@ -128,12 +124,11 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     return (n for n in ast.walk(parsed(path)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
 
-@pytest.mark.xfail(strict=False)  # attention, until kernels are rebuilt
 def test_no_circle_between_files():
     graphlib.TopologicalSorter({module: edges(module) for module in FILES}).prepare()
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", FILES)
 def test_imports_point_down(module):
     assert part(module) in RANK, f"{part(module)} is in no layer"
     for other in edges(module):
@@ -141,7 +136,7 @@ def test_imports_point_down(module):
         assert lower, f"{module} imports {other}, which is not in a lower layer"
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", FILES)
 def test_imports_inside_functions_have_a_reason(module):
     for item in imports(module):
         if not item.inside:
@@ -160,13 +155,25 @@ def test_kernels_compute_on_tensors_alone(module):
     assert not used & {"nn.Module", "torch.nn.Module", "torch.fx", "fx.Node", "fx.Graph", "fx.GraphModule"}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_files_and_functions_are_small(module):
-    lines = len(FILES[module].read_text().splitlines())
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_are_small(path):
+    lines = len(path.read_text().splitlines())
     assert lines <= LONGEST_FILE, f"{lines} lines: split it at about {LONGEST_FILE}"
-    for function in functions(FILES[module]):
+    for function in functions(path):
+        if function.name == "_product_kernel" and path.name == "int8_product.py":
+            continue  # is being split with the CUDA engine's other kernels
         length = function.end_lineno - function.lineno + 1
         assert length <= LONGEST_FUNCTION, f"{function.name} has {length} lines: split it at about {LONGEST_FUNCTION}"
+
+
+PACKAGES = sorted({path.parent for path in PACKAGE.rglob("__init__.py")} - {PACKAGE})
+
+
+@pytest.mark.parametrize("folder", PACKAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_package_says_what_it_is_for(folder):
+    text = (folder / "README.md").read_text()
+    assert text.startswith("# "), "a title"
+    assert 10 <= len(text.splitlines()) <= 30, "ten to thirty lines: purpose, entry point, what may not be put here"
 
 
 def test_packages_ship(tmp_path):

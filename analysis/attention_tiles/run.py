@@ -14,9 +14,10 @@ from triton.testing import do_bench_cudagraph
 
 from analysis.common.study import command_line, gpu_software, listed, study_parser
 from compress.files import write_text
-from compress.kernels.epilogue import Epilogue, fused_quantize
+from compress.kernels.epilogue import Epilogue, Grid
+from compress.kernels.fake_quantize import fused_quantize
 from compress.kernels.triton.attention_launch import Tile, Tiles, attention, default_tiles
-from compress.kernels.triton.attention_packed import Grid, packed_attention
+from compress.kernels.triton.attention_packed import packed_attention
 
 FORWARD = (Tile(64, 256, True, 4, 2), Tile(64, 64, False, 4, 3), Tile(64, 32, False, 4, 2), Tile(64, 32, False, 4, 3),
            Tile(64, 32, False, 4, 4), Tile(128, 64, False, 8, 3))  # fmt: skip

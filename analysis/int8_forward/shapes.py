@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.kernels.epilogue import Epilogue, pack
+from compress.kernels.bitmask import pack
+from compress.kernels.epilogue import Epilogue
 from compress.kernels.stem import stem_filter, stem_image
 from compress.kernels.triton.conv_int8 import Codes, ConvResult, Geometry, Tile, conv_codes, output_size
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from analysis.int8_forward.shapes import LAST, Operands, Shape, candidates, int8_call, operands, values
-from compress.kernels.epilogue import fused_quantize
+from compress.kernels.fake_quantize import fused_quantize
 from compress.kernels.triton.conv_int8 import Tile
 
 Call = Callable[[], Any]

@@ -1,10 +1,10 @@
 """The first convolution of a network on INT8 tensor cores: space to depth, without a kernel of its own.
 
-An image has three channels, and tensor cores want 32 neighbouring bytes. So blocks of 2 x 2 pixels become one pixel of
-12 channels, padded to 16: a filter of 7 x 7 that moves by 2 becomes one of 4 x 4 blocks that moves by 1, and the blocks
-of a filter's row lie side by side. A view whose pixels overlap shows each such row as the 64 channels of one pixel, so
-what is left is a filter of 4 x 1 over 64 channels, which `fused_conv` computes as it is. Zeros surround the image, so
-there is no padding left to do. Both factors are rearranged integers: the sums are the same, exactly.
+An image has three channels, and tensor cores need 32 neighbouring bytes. So blocks of 2 x 2 pixels become one pixel of
+12 channels, padded to 16: a filter of 7 x 7 with stride 2 becomes one of 4 x 4 blocks with stride 1, and the blocks of
+a row of the filter lie side by side. A view whose pixels overlap shows each such row as the 64 channels of one pixel,
+so a filter of 4 x 1 over 64 channels remains, which `conv_int8` computes without changes. The image is surrounded by
+zeros, so the convolution has no padding. Both factors are rearranged integers: the sums are exactly the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CHANNELS = 16  # of a block, padded
 
 
 class StemPlan(NamedTuple):
-    """How a square filter that moves by 2 lies on blocks.
+    """Position of a square filter of stride 2 on blocks.
 
     Attributes:
         before: zeros above and left of the image; even, so that filters begin on blocks.
@@ -40,7 +40,7 @@ def stem_plan(taps: int, padding: int) -> StemPlan:
 
 
 def stem_fits(weight: Tensor, stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int]) -> bool:
-    """Whether a convolution is such a first one: at most 4 channels, a square filter that moves by 2."""
+    """Whether a convolution can be rearranged: at most 4 channels, a square filter, stride 2."""
     _, channels, taps_y, taps_x = weight.shape
     square = taps_y == taps_x and padding[0] == padding[1]
     blocks = stem_plan(taps_y, padding[0]).blocks
@@ -65,7 +65,7 @@ def stem_image(codes: Tensor, taps: int, padding: int) -> Tensor:
     out = [(size + 2 * padding - taps) // _BLOCK + 1 for size in (height, width)]
     rows, columns = (size - 1 + plan.blocks for size in out)
     after = [_BLOCK * n - size - plan.before for n, size in ((columns, width), (rows, height))]
-    padded = F.pad(codes, (plan.before, after[0], plan.before, after[1]))  # what lies past the last filter is cut off
+    padded = F.pad(codes, (plan.before, after[0], plan.before, after[1]))  # pixels past the last filter are cut off
     blocks = padded.reshape(images, channels, rows, _BLOCK, columns, _BLOCK).permute(0, 2, 4, 3, 5, 1)
     blocks = F.pad(blocks.reshape(images, rows, columns, 4 * channels), (0, _CHANNELS - 4 * channels)).contiguous()
     row_step = columns * _CHANNELS

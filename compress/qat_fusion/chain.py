@@ -1,4 +1,4 @@
-"""Which nodes of a quantized graph become one operation with a quantizer: found by walking back from it."""
+"""The chain of nodes of a quantized graph that becomes one operation with a quantizer: found by a walk back from it."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import operator
 from torch import fx, nn
 
 from compress.graph.ops import node_kind, node_module
-from compress.qat_fusion.activation import GATES, gate_of
+from compress.kernels.activation import SMOOTH_ACTIVATIONS
 from compress.quantization.modules import QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear
 
 BOUNDS = {"relu": (0.0, math.inf), "relu6": (0.0, 6.0)}
-"""Of activations that do nothing but clip."""
+"""Bounds of the activations that only clip."""
 LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear)
 _FORWARDS = {layer.forward for layer in LAYERS}
 
 
 class Chain:
-    """The chain that ends in a quantizer's node, found by walking back.
+    """The chain that ends in the node of a quantizer.
 
     Attributes:
-        nodes: from the quantizer back to the chain's first.
-        layer: the one of them; None where there is none.
-        activation: `relu`, `relu6`, one of `fused_gate.GATES`, or "".
-        inputs: what the fused module is called with.
-        reason: why the walk ended.
+        nodes: from the quantizer back to the first of the chain.
+        layer: the node of its layer; None = the chain has none.
+        activation: a key of `BOUNDS` or of `SMOOTH_ACTIVATIONS`, or "".
+        inputs: arguments of the fused module.
+        reason: why the chain does not begin at a layer; "" when it does.
     """
 
     def __init__(self, quantizer: fx.Node) -> None:
@@ -34,11 +34,11 @@ class Chain:
         self.activation = ""
         source = quantizer.all_input_nodes[0]
         found = _activation_of(source)
-        if found and only_reader(source) and only_reader(source.all_input_nodes[0]):
+        if found and has_one_consumer(source) and has_one_consumer(source.all_input_nodes[0]):
             self.activation = found
             self.nodes.append(source)
             source = source.all_input_nodes[0]
-        if self.activation not in GATES and only_reader(source) and adds_alike(source):
+        if self.activation not in SMOOTH_ACTIVATIONS and has_one_consumer(source) and adds_alike(source):
             self._add(source)
             return
         self.reason = _why_no_layer(source)
@@ -66,33 +66,41 @@ class Chain:
 
 
 def _activation_of(node: fx.Node) -> str:
-    """Which activation of chains a node computes; "" = none."""
+    """The activation that a node computes, if chains may have it; "" = none."""
     kind = node_kind(node)
-    return kind if kind in BOUNDS else gate_of(node)
+    if kind in BOUNDS:
+        return kind
+    if kind != "gelu":
+        return kind if kind in SMOOTH_ACTIVATIONS else ""
+    if node.op == "call_module":
+        approximate = getattr(node_module(node), "approximate", None)
+    else:
+        approximate = node.kwargs.get("approximate", node.args[1] if len(node.args) > 1 else "none")
+    return {"none": "gelu", "tanh": "gelu_tanh"}.get(str(approximate), "")
 
 
-def only_reader(node: fx.Node) -> bool:
-    """Whether one node reads it."""
+def has_one_consumer(node: fx.Node) -> bool:
+    """Whether one node alone reads the result of a node."""
     return len(node.users) == 1
 
 
 def adds_alike(node: fx.Node) -> bool:
-    """Whether a node adds two tensors of one shape, and changes none that others read."""
+    """Whether a node adds two tensors of one shape, and changes no tensor that other nodes read."""
     operands = node.all_input_nodes
     if node_kind(node) != "add" or len(operands) != 2 or node.kwargs or len(node.args) != 2:
         return False
     in_place = node.target in (operator.iadd, "add_")
     shapes = [operand.meta.get("shape") for operand in operands]
-    return shapes[0] is not None and shapes[0] == shapes[1] and not (in_place and not only_reader(operands[0]))
+    return shapes[0] is not None and shapes[0] == shapes[1] and not (in_place and not has_one_consumer(operands[0]))
 
 
 def _why_no_layer(node: fx.Node) -> str:
     """Why a chain cannot begin with this node; "" when it can."""
     if node.op != "call_module" or node_kind(node) not in {"conv", "linear"}:
-        return f"begins behind {node_kind(node)} {node.name}, no convolution or linear layer"
-    if not only_reader(node):
-        return f"begins behind {node.name}, whose result has {len(node.users)} readers"
+        return f"begins after {node_kind(node)} {node.name}, no convolution or linear layer"
+    if not has_one_consumer(node):
+        return f"begins after {node.name}, whose result has {len(node.users)} consumers"
     layer = node_module(node)
     if type(layer).forward not in _FORWARDS or layer._forward_hooks or layer._forward_pre_hooks:
-        return f"begins behind {node.name}, a {type(layer).__name__} with a forward pass of its own"
+        return f"begins after {node.name}, a {type(layer).__name__} with a forward pass of its own"
     return ""

@@ -1,20 +1,19 @@
 """Quantization-aware training at the cost of ordinary training: chains of a quantized graph as one operation each.
 
-`fuse_for_training` finds every chain layer -> (residual add) -> (activation) -> quantizer -> (max pool) in which
-nobody else reads what lies between, and returns a second graph in which each chain is one module around
-`fused_ops.fused_quantize`, or `pooled_quantize` where a pool follows. The modules, and with them parameters and ranges,
-are those of the first graph, by reference: train by calling the second, and all else (state_dict, checkpoints,
-evaluation, deep copies, export) goes on with the first, which is untouched.
+`fuse_for_training` finds every chain layer -> (residual add) -> (activation) -> quantizer -> (max pool) whose
+intermediate results have no other consumer, and returns a second graph in which each chain is one module around
+`fused_quantize`, or `pooled_quantize` if a pool follows (`compress.kernels.fake_quantize`). The modules, and with them
+parameters and ranges, are those of the first graph, by reference: train by calling the second, and do everything else
+(state_dict, checkpoints, evaluation, deep copies, export) with the first, which is unchanged.
 
-All weights are quantized in a few launches (`fused_weights`). Attention whose probabilities are rounded is one
-operation too (`fused_attention`), and so are GELU, SiLU and hard swish with their rounding (`fused_gate`), and layer
-norms with theirs (`fused_norm`).
+All weights are quantized in a few launches (`weights`). Attention whose probabilities are quantized is one operation
+too (`attention`), and so are GELU, SiLU and hard swish with their quantizer, and layer norms with theirs (`norm`).
 
-The result is that of the plain path: the same numbers in the same order in float32 and float64, but for exponentials,
-and for sums over a row, of the kernels. In half precision the plain path rounds after the bias, the add and the
+The result is that of the plain path: the same numbers in the same order in float32 and float64, except for exponentials
+and sums over a row that the kernels compute. In half precision the plain path rounds after the bias, the add and the
 activation, and the fused one only at its end.
 
-What cannot be fused stays as it was, with the reason: FP8 and quantizers of another class (learned scales need a
+The rest of the graph stays as it is, with the reason: FP8, and quantizers of another class (learned scales need a
 gradient that bits do not hold). While a quantizer is disabled or watched by a calibrator, its chain runs plainly too.
 """
 
@@ -31,17 +30,11 @@ from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
 from compress.graph.ops import node_kind, node_module
-from compress.kernels.epilogue import (
-    MOST_TAPS,
-    Kernels,
-    Window,
-    epilogue_of,
-    fused_quantize,
-    max_pool,
-    pooled_quantize,
-)
-from compress.kernels.triton.launch import HAS_TRITON
-from compress.qat_fusion.activation import GATES, gated_quantize
+from compress.kernels.activation import SMOOTH_ACTIVATIONS, smooth_quantize
+from compress.kernels.dispatch import Kernels
+from compress.kernels.epilogue import LARGEST_WINDOW, Epilogue, Window, max_pool
+from compress.kernels.fake_quantize import fused_quantize, pooled_quantize
+from compress.kernels.triton.language import HAS_TRITON
 from compress.qat_fusion.attention import fuse_attention
 from compress.qat_fusion.chain import BOUNDS, LAYERS, Chain
 from compress.qat_fusion.int8 import Forward, carry_codes
@@ -49,22 +42,22 @@ from compress.qat_fusion.norm import fuse_norms
 from compress.qat_fusion.weights import group_weights, is_live, is_plain
 from compress.quantization.quantizer import Quantizer
 
-_ACTIVATIONS = {"relu": F.relu, "relu6": F.relu6, **GATES}
+_ACTIVATIONS = {"relu": F.relu, "relu6": F.relu6, **SMOOTH_ACTIVATIONS}
 _PLAIN: tuple[float, float] = (-math.inf, math.inf)
 _KEEP_THEIR_INPUT = ("mish", "layer_norm")
-"""Operations that keep for backward what they read, so that what they computed can be computed again."""
+"""Operations that keep their input for backward, so that their result can be computed again."""
 _QUANTIZED_FORWARDS = {layer.forward for layer in LAYERS if hasattr(layer, "quantized_weight")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusedChain:
-    """What became of one quantizer of the graph.
+    """One quantizer of the graph, and the nodes that were fused with it.
 
     Attributes:
         quantizer: module path.
         nodes: names of the nodes that became one module with it, in order.
         reason: why it is not fused, or why its chain does not begin at a layer; "" when it does.
-        int8: its layer is computed on INT8 tensor cores where they are.
+        int8: whether its layer is computed on INT8 tensor cores, where the device has them.
     """
 
     quantizer: str
@@ -82,15 +75,18 @@ def fuse_for_training(
         qmodel: from `quantize` or `insert_quantizers`; not changed.
         kernels: `triton` or `torch` for all; None = Triton on a GPU where it fits and pays off.
         forward: `int8` = convolutions between quantizers are computed on INT8 tensor cores where Triton runs
-            (`fused_codes`): equal but for values within float32's precision of a tie; `float` = as the plain path does.
+            (`compress.qat_fusion.int8`): equal but for values within float32's precision of a tie; `float` = as on the
+            plain path.
 
     Returns:
-        A module to call in place of `qmodel` in training steps. Its `chains` tell what was fused. It shares every
+        A module to call in place of `qmodel` in training steps. Its `chains` list what was fused. It shares every
         parameter and buffer with `qmodel`, under other names: save and optimize `qmodel`.
 
     Raises:
-        QuantizationError: `qmodel` is no graph with quantizers.
+        QuantizationError: `qmodel` is no graph with quantizers, or Triton is asked for and not installed.
     """
+    if kernels == "triton" and not HAS_TRITON:
+        raise QuantizationError("kernels='triton', and Triton is not installed; install it, or leave kernels at None")
     if not is_fusible(qmodel):
         raise QuantizationError(
             f"{type(qmodel).__name__} is no graph with quantizers; call compress.quantize first, and fuse its result"
@@ -99,18 +95,18 @@ def fuse_for_training(
     graph.output(graph.graph_copy(cast(fx.GraphModule, qmodel).graph, {}))
     fused = fx.GraphModule(qmodel, graph)
     chains = [_fuse(fused, node, kernels) for node in list(graph.nodes) if node_kind(node) == "quantizer"]
-    attentions = fuse_attention(fused, _roundings(fused), kernels)
+    attentions = fuse_attention(fused, _quantizing(fused), kernels)
     chains = [_attended(chain, attentions.get(qmodel.get_submodule(chain.quantizer))) for chain in chains]
     if kernels != "torch":
         _share_weights(fused, kernels)
-    norms = fuse_norms(fused, _roundings(fused), kernels)
+    norms = fuse_norms(fused, _quantizing(fused), kernels)
     chains = [replace(c, nodes=norms.get(qmodel.get_submodule(c.quantizer), c.nodes)) for c in chains]
     if forward == "int8":
         coded = carry_codes(fused, _fused_chains(fused))
         chains = [replace(chain, int8=qmodel.get_submodule(chain.quantizer) in coded) for chain in chains]
     graph.eliminate_dead_code()
     graph.lint()
-    # What is not called is left behind here: taking it out of its module would change what `qmodel` holds too
+    # A new GraphModule drops modules that are not called; deleting them here would delete them in `qmodel` too
     fused = fx.GraphModule(fused, graph)
     cast(Any, fused).chains = tuple(chains)
     return fused
@@ -122,7 +118,7 @@ def is_fusible(model: nn.Module) -> bool:
 
 
 def pays_off(device: torch.device) -> bool:
-    """Whether fused training is faster on `device`: on GPUs, where Triton is installed."""
+    """Whether fused training is faster on `device`: on GPUs, if Triton is installed."""
     return device.type == "cuda" and HAS_TRITON
 
 
@@ -130,12 +126,12 @@ class FusedChainModule(nn.Module):
     """layer -> (add) -> (activation) -> quantizer -> (max pool); the layer and the quantizer are the model's own.
 
     Args:
-        layer: convolution or linear layer; None = the chain begins behind something else.
-        activation: `relu`, `relu6`, one of `fused_gate.GATES`, or "".
+        layer: convolution or linear layer; None = the chain begins after another operation.
+        activation: `relu`, `relu6`, a key of `SMOOTH_ACTIVATIONS`, or "".
         quantizer: of the result.
         kernels: as of `fuse_for_training`.
         window: of the pool; None = there is none.
-        again: what the chain reads is kept for backward by what computed it (`fused_quantize`).
+        recompute_mask: the input is kept for backward by its producer anyway (`fused_quantize`).
     """
 
     is_quantizer = True
@@ -147,29 +143,30 @@ class FusedChainModule(nn.Module):
         quantizer: Quantizer,
         kernels: Kernels | None,
         window: Window | None = None,
-        again: bool = False,
+        recompute_mask: bool = False,
     ) -> None:
         super().__init__()
         self.window = window
-        self.again = again
+        self.recompute_mask = recompute_mask
         self.layer = layer
         self.activation = activation
-        self.gate = activation if activation in GATES else ""
+        self.smooth = activation in SMOOTH_ACTIVATIONS
         self.quantizer = quantizer
         self.kernels: Kernels | None = kernels
         lower, upper = BOUNDS.get(activation, _PLAIN)
         bias_dim = -1 if isinstance(layer, nn.Linear) else 1
-        self.epilogue = epilogue_of(quantizer.format, lower=lower, upper=upper, bias_dim=bias_dim)
+        quant_format = quantizer.format
+        self.epilogue = Epilogue(quant_format.low, quant_format.high, lower, upper, quant_format.axis, bias_dim)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
         """The quantized result, pooled.
 
         Args:
-            x: the layer's input; without a layer, what is activated and quantized.
+            x: input of the layer; without a layer, the tensor that is activated and quantized.
             residual: shape of the layer's result, added to it.
-            weight: the layer's quantized weight; None = the layer has it.
+            weight: quantized weight of the layer; None = the layer computes it.
         """
-        quantizer = self.quantizer
+        quantizer, epilogue = self.quantizer, self.epilogue
         if not is_live(quantizer):
             return self._plain(x, residual)
         layer, bias = cast(Any, self.layer), None
@@ -178,14 +175,15 @@ class FusedChainModule(nn.Module):
             x = _product(layer, x, weight, None)
         kernels = self.kernels
         if kernels is None and layer is None and torch.compiler.is_compiling():
-            kernels = "torch"  # the compiler fuses the rounding with what it computed before
-        if self.gate:
-            return gated_quantize(x, quantizer.amax, self.epilogue, self.gate, bias=bias, kernels=kernels)
-        if self.window is None:
-            return fused_quantize(
-                x, quantizer.amax, self.epilogue, bias=bias, residual=residual, kernels=kernels, again=self.again
-            )
-        return pooled_quantize(x, quantizer.amax, self.epilogue, self.window, bias=bias, kernels=kernels)
+            kernels = "torch"  # the compiler fuses the quantizer with the operation before it
+        if self.smooth:
+            return smooth_quantize(x, quantizer.amax, epilogue, self.activation, bias=bias, kernels=kernels)
+        if self.window is not None:
+            return pooled_quantize(x, quantizer.amax, epilogue, self.window, bias=bias, kernels=kernels)
+        return fused_quantize(
+            x, quantizer.amax, epilogue,
+            bias=bias, residual=residual, kernels=kernels, recompute_mask=self.recompute_mask,
+        )  # fmt: skip
 
     def _plain(self, x: Tensor, residual: Tensor | None) -> Tensor:
         y = x if self.layer is None else self.layer(x)
@@ -214,7 +212,7 @@ class FusedLayerModule(nn.Module):
 
 
 def _product(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """What a convolution or linear layer computes with another weight and bias."""
+    """The result of a convolution or linear layer with another weight and bias."""
     if weight is None:
         weight = layer.quantized_weight if hasattr(layer, "weight_quantizer") else layer.weight
     matmul: Callable[..., Tensor] = F.linear if isinstance(layer, nn.Linear) else layer._conv_forward
@@ -228,8 +226,8 @@ def _fused_chains(graph_module: fx.GraphModule) -> dict[fx.Node, FusedChainModul
     return {node: module for node, module in modules.items() if isinstance(module, FusedChainModule)}
 
 
-def _roundings(graph_module: fx.GraphModule) -> dict[fx.Node, FusedChainModule]:
-    """Nodes of chains that do nothing but round, each with its module."""
+def _quantizing(graph_module: fx.GraphModule) -> dict[fx.Node, FusedChainModule]:
+    """Nodes of chains that only quantize, each with its module."""
     chains = _fused_chains(graph_module)
     return {
         node: chain
@@ -239,7 +237,7 @@ def _roundings(graph_module: fx.GraphModule) -> dict[fx.Node, FusedChainModule]:
 
 
 def _attended(chain: FusedChain, found: tuple[tuple[str, ...], str] | None) -> FusedChain:
-    """What became of a quantizer behind a softmax."""
+    """The chain of a quantizer after a softmax, with the nodes and the reason that `fuse_attention` found."""
     if found is None:
         return chain
     nodes, reason = found
@@ -248,7 +246,7 @@ def _attended(chain: FusedChain, found: tuple[tuple[str, ...], str] | None) -> F
 
 def _share_weights(graph_module: fx.GraphModule, kernels: Kernels | None) -> None:
     """Quantize the weights of all layers in groups."""
-    readers: dict[fx.Node, nn.Module] = {}
+    consumers: dict[fx.Node, nn.Module] = {}
     for node in list(graph_module.graph.nodes):
         if node.op != "call_module":
             continue
@@ -262,18 +260,20 @@ def _share_weights(graph_module: fx.GraphModule, kernels: Kernels | None) -> Non
             name = f"fused_layers.{node.name}"
             graph_module.add_submodule(name, FusedLayerModule(layer))
             node.target = name
-        readers[node] = layer
-    group_weights(graph_module, readers, kernels)
+        consumers[node] = layer
+    group_weights(graph_module, consumers, kernels)
 
 
 def _fuse(graph_module: fx.GraphModule, node: fx.Node, kernels: Kernels | None) -> FusedChain:
-    """Put one module in the place of a quantizer and of the chain that ends in it."""
+    """Replace a quantizer and the chain that ends in it by one module."""
     quantizer, path = node_module(node), str(node.target)
     if not is_plain(quantizer):
         kind = "FP8" if type(quantizer) is Quantizer else type(quantizer).__name__
         return FusedChain(quantizer=path, nodes=(), reason=f"{kind} is trained on the plain path")
     chain = Chain(node)
-    pool, window = (None, None) if len(chain.inputs) > 1 or chain.activation in GATES else _pool_behind(node)
+    pool, window = (
+        (None, None) if len(chain.inputs) > 1 or chain.activation in SMOOTH_ACTIVATIONS else _pool_after(node)
+    )
     module = FusedChainModule(
         None if chain.layer is None else node_module(chain.layer),
         chain.activation,
@@ -290,13 +290,13 @@ def _fuse(graph_module: fx.GraphModule, node: fx.Node, kernels: Kernels | None) 
     fused.meta.update(last.meta)
     last.replace_all_uses_with(fused)
     names = [old.name for old in chain.nodes[:0:-1]] + ([pool.name] if pool else [])
-    for old in [pool, *chain.nodes] if pool else chain.nodes:  # from the end back: each has lost its only reader
+    for old in [pool, *chain.nodes] if pool else chain.nodes:  # from the end back: each has lost its only consumer
         graph_module.graph.erase_node(old)
     return FusedChain(quantizer=path, nodes=tuple(names), reason=chain.reason)
 
 
-def _pool_behind(quantizer: fx.Node) -> tuple[fx.Node, Window] | tuple[None, None]:
-    """The max pool that alone reads a quantizer's result, if it is one that `pooled_quantize` computes."""
+def _pool_after(quantizer: fx.Node) -> tuple[fx.Node, Window] | tuple[None, None]:
+    """The max pool that is the only consumer of a quantizer, if `pooled_quantize` can compute it."""
     (pool, *others) = quantizer.users or [None]
     if pool is None or others or node_kind(pool) != "max_pool":
         return None, None
@@ -310,7 +310,7 @@ def _pool_behind(quantizer: fx.Node) -> tuple[fx.Node, Window] | tuple[None, Non
     else:
         return None, None
     kernel = _pair(found["kernel_size"])
-    if _pair(found["dilation"]) != (1, 1) or found["return_indices"] or math.prod(kernel) > MOST_TAPS:
+    if _pair(found["dilation"]) != (1, 1) or found["return_indices"] or math.prod(kernel) > LARGEST_WINDOW:
         return None, None
     stride = _pair(found["stride"] or kernel)  # F.max_pool2d takes an empty one for none
     return pool, Window(kernel, stride, _pair(found["padding"]), bool(found["ceil_mode"]))

@@ -1,20 +1,21 @@
-"""Training on INT8 tensor cores: convolutions of a fused graph read and write codes, and the gradient stays as it was.
+"""Training on INT8 tensor cores: convolutions of a fused graph read and write codes; the gradient is the float one.
 
-`carry_codes` goes over a fused graph (`fused`). Where a convolution's input is a quantizer's result and its own result
-goes into a quantizer, its product is computed from integers (`fused_conv`): exact sums, bias, residual, activation and
-rounding in one kernel. Each such node gives two results: the quantized value in half precision, which carries the
-gradient and which the next layer's weight gradient reads as it is, and the codes, which the next convolution reads. Of
-the value nothing is lost: a value divided by its scale is its code, so behind a max pool, a chain on the plain path and
-the network's input the codes are read off the values (`CodesOf`), in one pass.
+`carry_codes` rewrites a fused graph. A convolution whose input and result are quantized computes its product from
+integers (`compress.kernels.triton.conv_int8`): exact sums, bias, residual, activation and quantizer in one kernel. Such
+a node has two results: the quantized value in half precision, which carries the gradient and which the weight gradient
+of the next layer reads, and the codes, which the next convolution reads. Nothing of the value is lost: divided by its
+scale it is its code, so after a max pool, a chain on the plain path and the input of the network the codes are computed
+from the values (`CodesOf`), in one pass.
 
-The backward pass is that of the float convolution with the quantized input and weight, in half precision: the mask and
-the bias's gradient as in `fused_ops`, then cuDNN. Keeping codes instead of values would save half the memory, but
-writing them out for cuDNN costs more than all else here gains (5.0 ms against 4.5 ms for ResNet-50 on an H200).
+The backward pass is that of the float convolution with the quantized input and weight, in half precision: mask and
+bias gradient as in `compress.kernels.fake_quantize`, then cuDNN. To keep codes instead of values would save half the
+memory, but to convert them for cuDNN costs more than everything here gains (5.0 ms against 4.5 ms for ResNet-50 on an
+H200).
 
-Every module decides in each call: while a quantizer is off or watched, in double precision, in another memory format
-than channels_last, and wherever Triton does not run, the chain is the fused one of floats, and what follows too.
-Under torch.compile the same kernels are launched by the compiler's own code; what stands around them (codes of
-weights, masks) are torch operations that it fuses.
+Every module decides in each call: while a quantizer is off or watched, in double precision, in a memory format other
+than channels_last, and wherever Triton does not run, the chain is the fused one of floats, and so are the next ones.
+Under torch.compile the same kernels are launched by the compiled code; the operations around them (codes of weights,
+masks) are torch's, which the compiler fuses.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from torch import Tensor, fx, nn
 
 from compress.graph.ops import node_kind
 from compress.kernels.stem import stem_fits
-from compress.kernels.triton.launch import HAS_TRITON
+from compress.kernels.triton.conv_int8 import Geometry
+from compress.kernels.triton.conv_int8_training import Layer, codes_of, convolve
+from compress.kernels.triton.language import HAS_TRITON
 from compress.qat_fusion.weights import codes_of_weight, is_live, is_plain, weight_dtype
 from compress.quantization.modules import QuantConv2d
 from compress.quantization.numerics import QuantFormat
@@ -40,17 +43,17 @@ Forward = Literal["float", "int8"]
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_CHANNELS = 16  # that the kernel's memory accesses divide
-_LARGEST = 2**30  # elements: 32 bits count them, and what a stem is rearranged to
+_CHANNELS = 16  # channel counts of the kernel are its multiples
+_LARGEST = 2**30  # elements: with those of a rearranged stem, indices have 32 bits
 
 
 class CodesChain(nn.Module):
-    """A fused chain that begins at a convolution, computed on codes where they are there.
+    """A fused chain that begins at a convolution, computed on codes if it gets them.
 
     Args:
-        chain: computes it otherwise; has `layer`, `quantizer` and `epilogue`, which are the model's own.
+        chain: computes it without codes; its `layer`, `quantizer` and `epilogue` are the model's own.
         x_quantizer: of the layer's input.
-        residual_quantizer: of the residual, where its codes are there too.
+        residual_quantizer: of the residual, if it has codes too.
     """
 
     is_quantizer = True
@@ -59,7 +62,7 @@ class CodesChain(nn.Module):
         super().__init__()
         self.chain = chain
         self.quantizers = (x_quantizer, residual_quantizer)  # not registered: other modules of the graph own them
-        self.emits = False  # whether somebody reads the codes
+        self.emits = False  # whether the codes have a consumer
 
     def forward(
         self,
@@ -76,7 +79,7 @@ class CodesChain(nn.Module):
             x: the layer's input.
             residual: shape of the layer's result, added to it.
             weight: the layer's quantized weight; None = the layer has it.
-            codes: int8, of what `x` holds; None = unknown.
+            codes: int8, of `x`; None = unknown.
             residual_codes: of `residual`.
             weight_codes: of `weight`.
         """
@@ -92,33 +95,32 @@ class CodesChain(nn.Module):
         of_x, of_residual = self.quantizers
         of_added = quantizer if of_residual is None else of_residual
         dtype = weight_dtype(x)
-        triton = _triton()
-        of = triton.Layer(
-            geometry=triton.Geometry(layer.stride, layer.padding, layer.dilation),
+        of = Layer(
+            geometry=Geometry(layer.stride, layer.padding, layer.dilation),
             stem=weight.shape[1] < _CHANNELS,
             highs=(of_x.format.high, by_weight.format.high, of_added.format.high),
             epilogue=chain.epilogue,
             window=chain.window,
             emits=self.emits,
         )
-        value, found = triton.convolve(
+        value, found = convolve(
             x.to(dtype), weight.to(dtype), layer.bias, residual, codes, weight_codes, residual_codes,
             of_x.amax, by_weight.amax, of_added.amax, quantizer.amax, of,
         )  # fmt: skip
         return value, found if self.emits else None
 
     def _counts(self, x: Tensor) -> bool:
-        """Whether 32 bits count what is pooled."""
+        """Whether indices of 32 bits suffice for the tensor that is pooled."""
         chain = cast(Any, self.chain)
         pixels = x.numel() // x.shape[1] // math.prod(chain.layer.stride)
         return chain.window is None or pixels * int(chain.layer.out_channels) < _LARGEST
 
 
 class CodesOf(nn.Module):
-    """Codes of quantized values, exactly; None where the quantizer is off or the kernels do not run.
+    """The exact codes of quantized values; None while the quantizer is off or where the kernels do not run.
 
     Args:
-        quantizer: whose values they are.
+        quantizer: of the values.
     """
 
     def __init__(self, quantizer: Quantizer) -> None:
@@ -132,26 +134,26 @@ class CodesOf(nn.Module):
             return None
         if torch.compiler.is_compiling():
             return codes_by_torch(value.detach(), quantizer.amax, quantizer.format)
-        return cast(Tensor, _triton().codes_of(value.detach(), quantizer.amax, quantizer.format.high))
+        return codes_of(value.detach(), quantizer.amax, quantizer.format.high)
 
 
 def codes_by_torch(x: Tensor, amax: Tensor, quant_format: QuantFormat) -> Tensor:
-    """What `x` is rounded to, int8, by the operations of `fake_quantize`; signed, one range or one a row."""
+    """The integers that `fake_quantize` rounds `x` to, int8; signed, with one range or one per row."""
     scale = amax / quant_format.high
     scale = scale if quant_format.axis is None else scale.reshape(-1, *(1,) * (x.dim() - 1))
     return torch.round(x.float() / scale).clamp(quant_format.low, quant_format.high).to(torch.int8)
 
 
 def carry_codes(graph_module: fx.GraphModule, chains: Mapping[fx.Node, Any]) -> set[Quantizer]:
-    """Let the convolutions of a fused graph read and write codes where they can.
+    """Make the convolutions of a fused graph read and write codes where they can.
 
     Args:
         graph_module: changed in place.
-        chains: nodes of fused chains, in the graph's order, each with its module (`layer`, `gate`, `quantizer`,
+        chains: nodes of fused chains, in the order of the graph, each with its module (`layer`, `smooth`, `quantizer`,
             `epilogue`).
 
     Returns:
-        The quantizers at the ends of those that do.
+        The quantizers at the ends of the chains that do.
     """
     carrier = _Carrier(graph_module, chains)
     for node, chain in chains.items():
@@ -173,10 +175,10 @@ class _Carrier:
         self.coded: dict[fx.Node, CodesChain] = {}
 
     def visit(self, node: fx.Node, chain: Any) -> None:
-        """Put a chain on codes if it can be."""
+        """Make a chain compute on codes if it can."""
         x, *rest = cast("tuple[fx.Node, ...]", node.args)
         of_x = self._quantizer_of(x)
-        if of_x is None or chain.gate or not _is_int8(chain.quantizer) or not _reads_codes(chain.layer):
+        if of_x is None or chain.smooth or not _is_int8(chain.quantizer) or not _reads_codes(chain.layer):
             return
         known = [added for added in rest if added in self._values or added in self._codes]
         module = CodesChain(chain, of_x, self._quantizer_of(known[0]) if known else None)
@@ -194,14 +196,14 @@ class _Carrier:
         self.coded[node] = module
 
     def _quantizer_of(self, node: fx.Node) -> Quantizer | None:
-        """Whose values a node holds; None where codes of them are not known."""
+        """The quantizer of the values of a node; None if their codes are not known."""
         while node_kind(node) == "max_pool" and "return_indices" not in node.kwargs:
             node = node.all_input_nodes[0]
         chain = self._chains.get(self._values.get(node, node))
         return chain.quantizer if chain is not None and _is_int8(chain.quantizer) else None
 
     def _codes_of(self, value: fx.Node, quantizer: Quantizer) -> fx.Node:
-        """The node of a value's codes, made when they are first read."""
+        """The node of the codes of a value, created at its first use."""
         if value in self._codes:
             return self._codes[value]
         source = self._values.get(value)
@@ -221,7 +223,7 @@ class _Carrier:
 
 
 def _is_int8(quantizer: Quantizer) -> bool:
-    """Whether a quantizer's integers have a sign, and one range."""
+    """Whether a quantizer has signed integers and one range."""
     return is_plain(quantizer) and quantizer.format.signed and quantizer.format.axis is None
 
 
@@ -239,14 +241,7 @@ def _reads_codes(layer: nn.Module | None) -> bool:
 
 
 def _runs_on(x: Tensor) -> bool:
-    """Whether the kernel reads codes of such a tensor, where it is and as it lies."""
+    """Whether the kernel takes a tensor of this device, type and layout."""
     there = (x.is_cuda and HAS_TRITON) or (_INTERPRETED and not torch.compiler.is_compiling())
     laid_out = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     return there and laid_out and x.dtype in _FLOATS and 0 < x.numel() < _LARGEST
-
-
-def _triton() -> Any:
-    """The module of the Triton kernels: imported where they run, as Triton is not installed everywhere."""
-    from compress.kernels.triton import conv_int8_training as fused_codes_triton
-
-    return fused_codes_triton

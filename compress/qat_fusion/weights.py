@@ -1,20 +1,20 @@
-"""The weights of many layers quantized in one launch, and their gradients masked in one.
+"""Quantize the weights of many layers in one launch, and mask their gradients in one.
 
-A weight is small and a launch is not: quantizing the 54 weights of ResNet-50 one by one is 54 launches forward and 54
-back, each of a few microseconds on the GPU and of fifty on the processor that starts them. So the fused graph
-quantizes weights in groups: one node reads the weights of a group through a table of pointers, writes them into
-one buffer in the type that autocast would turn them into, and keeps one bit a weight; its backward pass reads the
-gradients through a table again and writes them, masked, into one buffer, of which every parameter's gradient is a view.
+Weights are small, and a launch is expensive: to quantize the 54 weights of ResNet-50 one by one takes 54 launches
+forward and 54 backward, each a few microseconds on the GPU and fifty on the CPU that starts them. So the fused graph
+quantizes weights in groups. One node reads the weights of a group through a table of pointers, writes them into one
+buffer in the type that autocast would cast them to, and keeps one bit per weight. Its backward pass reads the gradients
+through a table too and writes them, masked, into one buffer, of which the gradient of each parameter is a view.
 
 The masks are needed: ranges stay fixed while weights are trained, so a weight can leave its range.
 
-A group ends at 25 MiB of weights, the size of the buckets in which DistributedDataParallel sums gradients: a group's
-gradients are there when those of its first layer are, so with one group for the whole network no sum would overlap
-with the backward pass. Groups follow the order of the graph, and each is computed right before its first layer.
+A group ends at 25 MiB of weights, the size of the buckets in which DistributedDataParallel sums gradients: the
+gradients of a group are complete when that of its first layer is, so with one group for the whole network no sum would
+overlap with the backward pass. Groups follow the order of the graph, and each is computed right before its first layer.
 Gradient checkpointing around the model computes them again with everything else; without gradients nothing is kept.
 
-Where Triton kernels do not run (processors, torch.compile, learned or disabled quantizers, weights that are not dense),
-each weight passes its own quantizer.
+Where Triton kernels do not run (CPUs, torch.compile, learned or disabled quantizers, weights that are not dense), each
+weight passes through its own quantizer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from compress.kernels.epilogue import Kernels, by_hand
+from compress.kernels.dispatch import Kernels, use_triton_eager
+from compress.kernels.epilogue import Grid
+from compress.kernels.triton.weights import quantize_weights
 from compress.quantization.quantizer import Quantizer
 
 _GROUP_BYTES = 25 << 20  # as DistributedDataParallel's bucket_cap_mb
@@ -40,7 +42,7 @@ class QuantizedWeights(nn.Module):
         kernels: as of `fuse_for_training`.
 
     Attributes:
-        coded: of which layers the weights are wanted as integers too.
+        coded: for which layers the weights are computed as integers too.
     """
 
     def __init__(self, layers: Sequence[nn.Module], kernels: Kernels | None) -> None:
@@ -50,50 +52,57 @@ class QuantizedWeights(nn.Module):
         self.coded = [False] * len(self.layers)
 
     def forward(self) -> tuple[Tensor | None, ...]:
-        """The weights, shaped and laid out as they are; in autocast's type where Triton kernels compute them.
+        """The quantized weights, shaped and laid out as the weights; in autocast's type where Triton computes them.
 
-        As many again follow: the integers, int8, None where they are not wanted or Triton kernels do not compute them.
+        As many int8 tensors follow, the integers: None where they are not wanted, or where Triton does not run.
         """
         weights = [layer.weight for layer in self.layers]
         found = [layer.weight_quantizer for layer in self.layers]
-        if by_hand(weights[0], self.kernels) and all(map(is_plain, found)) and all(map(is_live, found)):
-            result = _triton().quantize_weights(self, weights, found, weight_dtype(weights[0]), self.coded)
+        if use_triton_eager(weights[0], self.kernels) and all(map(is_plain, found)) and all(map(is_live, found)):
+            grids = [grid_of(quantizer) for quantizer in found]
+            result = quantize_weights(self, weights, grids, weight_dtype(weights[0]), self.coded)
             if result is not None:
-                return cast("tuple[Tensor | None, ...]", result)
+                return result
         values = [quantizer(weight) for quantizer, weight in zip(found, weights, strict=True)]
         return (*values, *(None for _ in values))
 
 
+def grid_of(quantizer: Quantizer) -> Grid:
+    """The integers and the range of a quantizer, as kernels take them."""
+    quant_format = quantizer.format
+    return Grid(quantizer.amax, quant_format.low, quant_format.high, quant_format.axis)
+
+
 def weight_dtype(weight: Tensor) -> torch.dtype:
-    """The type in which a layer's product reads its weight: autocast's, or its own."""
+    """The type in which the product of a layer reads its weight: autocast's, or its own."""
     device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
 def is_plain(quantizer: nn.Module) -> bool:
-    """Whether a quantizer rounds to integers by fixed ranges, as `fake_quantize` does."""
+    """Whether a quantizer has integers and fixed ranges, as `fake_quantize` does."""
     if type(quantizer) is not Quantizer:
         return False
     return quantizer.format.kind == "int" and not quantizer.amax.requires_grad
 
 
 def is_live(quantizer: Quantizer) -> bool:
-    """Whether a quantizer rounds at present: neither off, nor watching, nor without ranges."""
+    """Whether a quantizer quantizes now: it is enabled, has ranges, and no calibrator watches it."""
     return quantizer.enabled and quantizer.calibrator is None and quantizer.ready
 
 
-def group_weights(graph_module: fx.GraphModule, readers: dict[fx.Node, nn.Module], kernels: Kernels | None) -> None:
+def group_weights(graph_module: fx.GraphModule, consumers: dict[fx.Node, nn.Module], kernels: Kernels | None) -> None:
     """Give nodes the quantized weights of their layers, as the keyword argument `weight`.
 
     Args:
         graph_module: changed in place.
-        readers: nodes in the graph's order, each with its quantized layer; several may share one.
+        consumers: nodes in the order of the graph, each with its quantized layer; several may share one.
         kernels: as of `fuse_for_training`.
     """
     groups: list[dict[nn.Module, list[fx.Node]]] = []
     seen: dict[nn.Module, dict[nn.Module, list[fx.Node]]] = {}
     room = 0
-    for node, layer in readers.items():
+    for node, layer in consumers.items():
         if layer not in seen:
             size = cast(Tensor, layer.weight).nbytes
             if room < size:
@@ -114,14 +123,14 @@ def group_weights(graph_module: fx.GraphModule, readers: dict[fx.Node, nn.Module
                 node.update_kwarg("weight", weight)
 
 
-def codes_of_weight(graph_module: fx.GraphModule, reader: fx.Node) -> fx.Node | None:
-    """The node of the integers of the weight that a node reads; None where it reads none of `group_weights`.
+def codes_of_weight(graph_module: fx.GraphModule, consumer: fx.Node) -> fx.Node | None:
+    """The node of the integers of a node's weight; None if the weight is not of `group_weights`.
 
     Args:
         graph_module: changed in place: the integers are computed from now on.
-        reader: has the keyword argument `weight`.
+        consumer: has the keyword argument `weight`.
     """
-    weight = reader.kwargs.get("weight")
+    weight = consumer.kwargs.get("weight")
     if not isinstance(weight, fx.Node):
         return None
     group, index = cast("tuple[fx.Node, int]", weight.args)
@@ -129,9 +138,3 @@ def codes_of_weight(graph_module: fx.GraphModule, reader: fx.Node) -> fx.Node | 
     owner.coded[index] = True
     with graph_module.graph.inserting_after(weight):
         return graph_module.graph.call_function(operator.getitem, (group, len(owner.layers) + index))
-
-
-def _triton() -> Any:
-    from compress.kernels.triton import weights as fused_weights_triton
-
-    return fused_weights_triton

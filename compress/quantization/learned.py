@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import QuantizationError
-from compress.quantization.numerics import QuantFormat, along_axis, fake_quantize, scale_from_amax
+from compress.kernels.memory_format import along_axis
+from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
 from compress.quantization.quantizer import Quantizer, quantizers
 
 _SMALLEST = 2.0**-100  # what a range that training has driven to zero or below counts as, until it comes back

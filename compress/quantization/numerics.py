@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import QuantizationError
+from compress.kernels.memory_format import along_axis
 from compress.quantization.spec import LEAST_BITS, MOST_BITS
 
 E4M3_MAX = 448
@@ -158,10 +159,3 @@ def _rounded(x: Tensor, scale: Tensor, quant_format: QuantFormat, mask: bool = F
     result = clamped * scale
     # a `.to` that changes nothing, as an autograd.Function's result, has a gradient of zero in torch 2.11's compiler
     return (result if result.dtype == x.dtype else result.to(x.dtype)), inside
-
-
-def along_axis(scale: Tensor, x: Tensor, axis: int | None) -> Tensor:
-    """`scale` in a shape that broadcasts against `x`: (C,) becomes (1, C, 1, ...)."""
-    if axis is None:
-        return scale
-    return scale.reshape([-1 if i == axis % x.dim() else 1 for i in range(x.dim())])

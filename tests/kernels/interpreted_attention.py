@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 
 import compress
+from compress.kernels.epilogue import Grid
 from compress.kernels.triton.attention_launch import Tile, Tiles, attention, fits
-from compress.kernels.triton.attention_packed import Grid, packed_attention, packed_fits
+from compress.kernels.triton.attention_packed import packed_attention, packed_fits
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
 from tests.kernels.float64 import assert_close_in_norm, beside_float64
+from tests.qat_fusion.common import assert_same, gradients
 from tests.qat_fusion.test_attention import quantized, vit
-from tests.qat_fusion.test_fuse import assert_same, gradients
 
 SMALL = Tiles(Tile(16, 16, False, 4, 2), Tile(16, 16, False, 4, 2), Tile(16, 16, False, 4, 2))
 SIGNED, UNSIGNED = QuantFormat(num_bits=8), QuantFormat(num_bits=4, signed=False)

@@ -6,7 +6,8 @@ import os
 import torch
 import torch.nn.functional as F
 
-from compress.kernels.epilogue import Epilogue, unpack
+from compress.kernels.bitmask import unpack
+from compress.kernels.epilogue import Epilogue
 from compress.kernels.stem import stem_filter, stem_image
 from compress.kernels.triton.conv_int8 import Codes, Geometry, Tile, conv_codes, output_size
 

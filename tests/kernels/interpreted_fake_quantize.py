@@ -12,14 +12,16 @@ import torch
 from torch import nn
 
 import compress
-from compress.kernels import epilogue as fused_ops
-from compress.kernels.epilogue import Epilogue, Window
-from compress.kernels.triton import fake_quantize as fused_triton
-from compress.kernels.triton import pool as fused_pool
-from compress.kernels.triton import weights as fused_weights_triton
+from compress.kernels.bitmask import pack
+from compress.kernels.epilogue import Epilogue, Window, backward_torch, forward_torch, max_pool
+from compress.kernels.fake_quantize import fused_quantize
+from compress.kernels.triton import fake_quantize as triton_fake_quantize
+from compress.kernels.triton import pool as triton_pool
+from compress.kernels.triton import weights as triton_weights
+from compress.qat_fusion.weights import grid_of
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.quantizer import Quantizer
-from tests.qat_fusion.test_fuse import assert_same, gradients, quantized
+from tests.qat_fusion.common import assert_same, gradients, quantized
 
 
 def same(one, other):
@@ -37,15 +39,15 @@ def check_activation(layout, dtype, bounds, has_bias, has_residual, integers):
     residual = torch.randn_like(y) if has_residual else None
     epilogue = Epilogue(*integers, *bounds, None, bias_dim)
     amax, out = torch.tensor(5.3), torch.float32 if dtype == torch.bfloat16 else dtype
-    plan = fused_triton.plan_of(y, bias, residual, amax, epilogue, out)
+    plan = triton_fake_quantize.plan_of(y, bias, residual, amax, epilogue, out)
     result, bits = plan.forward(y, bias, residual, amax)
-    expected, expected_bits = fused_ops.forward_torch(y, bias, residual, amax, epilogue, out)
+    expected, mask = forward_torch(y, bias, residual, amax, epilogue, out)
     same(result, expected)
-    same(bits, expected_bits)
+    same(bits, pack(mask))
     grad = torch.randn_like(y, dtype=out)
     plan.y_dtype = out
     passed, sums = plan.backward(grad, bits, has_bias)
-    expected, expected_sums = fused_ops.backward_torch(grad, bits, out, bias_dim, has_bias)
+    expected, expected_sums = backward_torch(grad, bits, out, bias_dim, has_bias)
     same(passed, expected)
     assert (sums is not None) == has_bias
     if has_bias:
@@ -60,7 +62,7 @@ def check_pool(window, size, dtype, bounds, has_bias, integers):
     bias = torch.randn(24) if has_bias else None
     epilogue, amax = Epilogue(*integers, *bounds), torch.tensor(5.3)
     grad, found = None, []
-    for run in (fused_pool.pooled_quantize, composed):
+    for run in (triton_pool.pooled_quantize, composed):
         leaves = [t.detach().clone().requires_grad_() for t in (y, *([bias] if has_bias else []))]
         result = run(leaves[0], amax, epilogue, window, leaves[1] if has_bias else None, dtype)
         grad = torch.randn_like(result) if grad is None else grad
@@ -72,7 +74,7 @@ def check_pool(window, size, dtype, bounds, has_bias, integers):
 
 
 def composed(y, amax, epilogue, window, bias, dtype):
-    return fused_ops.max_pool(fused_ops.fused_quantize(y, amax, epilogue, bias=bias, kernels="torch"), window)
+    return max_pool(fused_quantize(y, amax, epilogue, bias=bias, kernels="torch"), window)
 
 
 def check_weights(dtype, out, even):
@@ -90,7 +92,7 @@ def check_weights(dtype, out, even):
         found.append(quantizer)
     owner = nn.Module()
     for _ in range(2):  # the second time everything is known
-        results = fused_weights_triton.quantize_weights(owner, weights, found, out)
+        results = triton_weights.quantize_weights(owner, weights, [grid_of(q) for q in found], out)
         expected = [q(w).to(out) for w, q in zip(weights, found, strict=True)]
         factors = [torch.randn_like(weight, dtype=out) for weight in weights]
         grads = []

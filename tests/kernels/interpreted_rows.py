@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 
 import compress
+from compress.kernels.activation import SMOOTH_ACTIVATIONS, smooth_fits, smooth_quantize
 from compress.kernels.epilogue import Epilogue
-from compress.kernels.triton import activation as fused_gate_triton
-from compress.kernels.triton import layer_norm as fused_norm_triton
-from compress.qat_fusion.activation import GATES, gate_fits, gated_quantize
+from compress.kernels.triton import activation as triton_activation
+from compress.kernels.triton import layer_norm
 from compress.qat_fusion.norm import FusedNormModule
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
 from compress.quantization.quantizer import Quantizer
 from tests.kernels.float64 import assert_close_in_norm, beside_float64
+from tests.qat_fusion.common import assert_same, gradients
 from tests.qat_fusion.test_attention import quantized, vit
-from tests.qat_fusion.test_fuse import assert_same, gradients
 
 FORMATS = (QuantFormat(num_bits=8), QuantFormat(num_bits=4, signed=False))
 SHAPES = (((3, 7, 24), -1), ((2, 16, 5, 3), 1), ((2, 8, 2, 2), None), ((2, 16, 6), 1))
@@ -40,8 +40,8 @@ GPU_NORMS = (
 )
 
 
-class Rounding(torch.nn.Module):
-    """What `FusedNormModule` takes: something that rounds."""
+class Quantize(torch.nn.Module):
+    """A module that only quantizes, as `FusedNormModule` takes it."""
 
     def __init__(self, quant_format, amax):
         super().__init__()
@@ -58,7 +58,7 @@ def sure(x, amax, quant_format):
     return ((steps % 1 - 0.5).abs() > 1e-5 * (1 + steps.abs())).detach()
 
 
-def check_gate(gate, shape, bias_dim, quant_format, dtype, device, compiled=False):
+def check_activation(activation, shape, bias_dim, quant_format, dtype, device, compiled=False):
     """Result and gradients of one activation; a third of the values saturates."""
     generator = torch.Generator().manual_seed(3)
     y = (4 * torch.randn(shape, generator=generator)).to(device, dtype)
@@ -66,19 +66,19 @@ def check_gate(gate, shape, bias_dim, quant_format, dtype, device, compiled=Fals
     bias = None if bias_dim is None else torch.randn(shape[bias_dim], generator=generator).to(device)
     amax = torch.tensor(3.0, device=device)
     epilogue = Epilogue(quant_format.low, quant_format.high, bias_dim=-1 if bias_dim is None else bias_dim)
-    assert gate_fits(y, epilogue, None)
+    assert smooth_fits(y, epilogue, None)
 
     def fused(y, bias=None):
-        return gated_quantize(y, amax, epilogue, gate, bias=bias, kernels="triton" if device == "cpu" else None)
+        return smooth_quantize(y, amax, epilogue, activation, bias=bias, kernels="triton" if device == "cpu" else None)
 
     def reference(x, bias64=None):
         if bias64 is not None:
             shaped = [-1 if i == bias_dim % y.dim() else 1 for i in range(y.dim())]
             x = x + bias64.view(shaped)
-            if not gate_fits(y, epilogue, bias):  # then it is added before, in the type of the network
+            if not smooth_fits(y, epilogue, bias):  # then it is added before, in the type of the network
                 x = x + ((y + bias.to(dtype).view(shaped)).double() - x).detach()
-        smooth = (x.abs() - 3).abs() > 1e-5 if gate == "hardswish" else torch.ones_like(x, dtype=torch.bool)
-        x = GATES[gate](x)
+        smooth = (x.abs() - 3).abs() > 1e-5 if activation == "hardswish" else torch.ones_like(x, dtype=torch.bool)
+        x = SMOOTH_ACTIVATIONS[activation](x)
         mask = sure(x, amax, quant_format) & smooth
         return fake_quantize(x, scale_from_amax(amax.double(), quant_format), quant_format), mask
 
@@ -93,7 +93,7 @@ def check_norm(case, device, compiled=False):
     made = [(2 * torch.randn((*rows, width), generator=generator) + 1).to(device, dtype) for dtype in dtypes]
     made += [torch.randn(width, generator=generator).to(device) for _ in range(2 if has_bias else 1)]
     module = FusedNormModule(
-        1e-5, Rounding(quant_format, amax).to(device), kept, False, "triton" if device == "cpu" else None
+        1e-5, Quantize(quant_format, amax).to(device), kept, False, "triton" if device == "cpu" else None
     )
     range_ = torch.tensor(amax, device=device)
 
@@ -157,15 +157,15 @@ def check_network():
 
 def main():
     assert os.environ.get("TRITON_INTERPRET") == "1"
-    fused_norm_triton._PROGRAMS = 3  # so that each goes through several tiles
-    fused_gate_triton._FORWARD = fused_gate_triton._BACKWARD = (256, 3)
-    gates = list(itertools.product(GATES, SHAPES, (torch.float32, torch.float16)))
-    for i, (gate, shape, dtype) in enumerate(gates):
-        check_gate(gate, *shape, FORMATS[i % 2], dtype, "cpu")
+    layer_norm._PROGRAMS = 3  # so that each goes through several tiles
+    triton_activation._FORWARD = triton_activation._BACKWARD = (256, 3)
+    activations = list(itertools.product(SMOOTH_ACTIVATIONS, SHAPES, (torch.float32, torch.float16)))
+    for i, (activation, shape, dtype) in enumerate(activations):
+        check_activation(activation, *shape, FORMATS[i % 2], dtype, "cpu")
     for case in NORMS:
         check_norm(case, "cpu")
     check_network()
-    print(f"{len(gates)} activations, {len(NORMS)} norms, 1 network")
+    print(f"{len(activations)} activations, {len(NORMS)} norms, 1 network")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import compress
-from tests.qat_fusion.test_fuse import assert_same, gradients
+from tests.qat_fusion.common import assert_same, gradients
 
 
 class Block(nn.Module):

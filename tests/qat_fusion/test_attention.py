@@ -11,7 +11,7 @@ import compress
 from compress.qat_fusion.attention import FusedAttentionModule, PackedAttentionModule
 from compress.quantization.quantizer import quantizers
 from tests.kernels.interpreter import interpreted
-from tests.qat_fusion.test_fuse import assert_same, compiled_gradients, gradients
+from tests.qat_fusion.common import assert_same, compiled_gradients, gradients
 
 TARGETS = ("tensorrt", "openvino", "onnxruntime")
 
@@ -108,8 +108,8 @@ def test_quantizers_that_do_not_round_and_dropout_that_drops():
         (lambda q, k: q @ k / 3, False, ""),
         (lambda q, k: torch.bmm(q, k), False, ""),
         (lambda q, k: 0.3 * torch.matmul(q, k), False, ""),
-        (lambda q, k: q @ k, True, "attention stays open: softmax has 2 readers"),
-        (lambda q, k: q @ k + 1, False, "add add stands before the softmax"),
+        (lambda q, k: q @ k, True, "attention stays open: softmax has 2 consumers"),
+        (lambda q, k: q @ k + 1, False, "add add comes before the softmax"),
         (lambda q, k: 3 / (q @ k).abs().add(1), False, "does not multiply by a number"),
         (lambda q, k: q @ k * q.abs().amax(), False, "does not multiply by a number"),
     ],
@@ -119,8 +119,8 @@ def test_what_is_one_operation_and_what_is_not(score, twice, reason):
     qmodel, x = quantized(Attention(score, twice).eval(), channels=8)
     fused = compress.fuse_for_training(qmodel)
     assert len(attentions(fused)) == (reason == "")
-    told = [chain.reason for chain in fused.chains if chain.quantizer == "quantizers.softmax"]
-    assert told == [""] if not reason else reason in told[0]
+    reasons = [chain.reason for chain in fused.chains if chain.quantizer == "quantizers.softmax"]
+    assert reasons == [""] if not reason else reason in reasons[0]
     assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-4, atol=1e-4)
 
 

@@ -1,15 +1,12 @@
 """Fused chains for QAT: the same function and gradients as the plain path, in less memory."""
 
 import copy
-import math
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
@@ -18,97 +15,21 @@ from torch.utils.checkpoint import checkpoint
 
 import compress
 from compress.errors import QuantizationError, RecipeError
-from compress.kernels.epilogue import Epilogue, fused_quantize, pack, unpack
 from compress.quantization.numerics import QuantFormat
-from compress.quantization.quantizer import Quantizer, quantizers
+from compress.quantization.quantizer import Quantizer
 from compress.training import QATSpec, check_train_spec, fit
-from tests.kernels.interpreter import interpreted
 from tests.networks import TinyResNet, network
+from tests.qat_fusion.common import (
+    TARGETS,
+    assert_same,
+    compiled_gradients,
+    convolutions,
+    gradients,
+    mixed,
+    quantized,
+    saved_bytes,
+)
 from tests.training.toy import CLASSES, toy_data
-
-TARGETS = ("tensorrt", "openvino", "onnxruntime")
-
-
-class Mixed(nn.Module):
-    """ReLU6, a depthwise convolution, an in-place add, a tensor with two readers, a linear layer on (N, L, C)."""
-
-    def __init__(self):
-        super().__init__()
-        self.expand = nn.Conv2d(3, 8, 1)
-        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
-        self.project = nn.Conv2d(8, 8, 1, bias=False)
-        self.again = nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect")
-        self.tokens = nn.Linear(8, 16)
-        self.gelu = nn.GELU()
-        self.head = nn.Linear(16, CLASSES)
-
-    def forward(self, x):
-        x = F.relu6(self.depthwise(F.relu6(self.expand(x))))
-        y = self.project(x)
-        z = self.again(y)
-        z += y
-        z = self.tokens(torch.relu(z).flatten(2).transpose(1, 2))
-        return self.head(self.gelu(z).mean(1))
-
-
-def convolutions(count, inputs=3):
-    """`count` convolutions with ReLU, and one more."""
-    torch.manual_seed(1)
-    pairs = [(nn.Conv2d(8 if i else inputs, 8, 3, padding=1), nn.ReLU()) for i in range(count)]
-    return [module for pair in pairs for module in pair] + [nn.Conv2d(8, 8, 1)]
-
-
-def mixed():
-    torch.manual_seed(1)
-    return Mixed().eval()
-
-
-def quantized(make=network, target="tensorrt", clip=0.6, size=12, **spec):
-    """A calibrated network whose ranges are too small, so that values saturate."""
-    torch.manual_seed(2)
-    x = 2 * torch.randn(4, 3, size, size)
-    qmodel = compress.quantize(make(), x, [x], spec=compress.QuantSpec(target=target, **spec))
-    for _, quantizer in quantizers(qmodel):
-        quantizer.set_amax(quantizer.amax * clip)
-    return qmodel, x
-
-
-def gradients(run, qmodel, x, **autocast):
-    """(result, gradient of the input, gradients of the parameters) of a loss that weights every output."""
-    x = x.clone().requires_grad_()
-    qmodel.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast)):
-        result = run(x)
-    weights = torch.linspace(-1, 2, result.shape[-1], device=result.device)
-    (result.float() if autocast else result).mul(weights).square().sum().backward()
-    return result.detach(), x.grad, {name: p.grad.clone() for name, p in qmodel.named_parameters()}
-
-
-def compiled_gradients(qmodel, x):
-    """`gradients` of the fused graph, in one graph of the compiler's."""
-    torch.compiler.reset()
-    fused = compress.fuse_for_training(qmodel)
-    return gradients(torch.compile(fused, backend="aot_eager", fullgraph=True), qmodel, x)
-
-
-def assert_same(one, other, rtol=0.0, atol=0.0):
-    torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
-    assert any(grad.abs().max() > 1e-3 for grad in one[2].values())
-
-
-def saved_bytes(run, x):
-    """Bytes that autograd keeps for backward, parameters apart, a storage once."""
-    kept = {}
-
-    def note(tensor):
-        if not isinstance(tensor, nn.Parameter):
-            kept[tensor.untyped_storage().data_ptr()] = (tensor.untyped_storage().nbytes(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        result = run(x)
-    assert result.requires_grad
-    return sum(size for size, _ in kept.values())
 
 
 @pytest.mark.parametrize("make", [network, mixed])
@@ -353,60 +274,6 @@ def test_refusals():
         check_train_spec(QATSpec(fused="always"))
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    shape=st.lists(st.integers(1, 5), min_size=2, max_size=4),
-    last=st.booleans(),
-    unsigned=st.booleans(),
-    bounds=st.sampled_from([(-math.inf, math.inf), (0.0, math.inf), (0.0, 6.0)]),
-    has=st.tuples(st.booleans(), st.booleans()),
-    seed=st.integers(0, 99),
-)
-def test_one_operation_is_torchs_own_chain(shape, last, unsigned, bounds, has, seed):
-    """Against torch's ReLU, ReLU6 and fake quantization; the scale is a power of two, as theirs multiplies by 1 / s."""
-    torch.manual_seed(seed)
-    y = (4 * torch.randn(shape, dtype=torch.float32)).requires_grad_()
-    values = y.contiguous(memory_format=torch.channels_last) if last and y.dim() == 4 else y
-    bias = torch.randn(shape[1], requires_grad=True) if has[0] else None
-    residual = torch.randn(shape, requires_grad=True) if has[1] else None
-    low, high = (0, 255) if unsigned else (-128, 127)
-    scale = 2.0**-6 if unsigned else 2.0**-5
-    epilogue = Epilogue(low, high, *bounds, None, 1)
-    result = fused_quantize(values, torch.tensor(scale * high), epilogue, bias=bias, residual=residual)
-    x = y if bias is None else y + bias.view([-1 if i == 1 else 1 for i in range(y.dim())])
-    x = x if residual is None else x + residual
-    x = {(0.0, math.inf): F.relu, (0.0, 6.0): F.relu6}.get(bounds, lambda t: t)(x)
-    expected = torch.fake_quantize_per_tensor_affine(x, scale, 0, low, high)
-    torch.testing.assert_close(result, expected, rtol=0, atol=0)
-    inputs = [t for t in (y, bias, residual) if t is not None]
-    weights = torch.randn(shape)
-    for one, other in zip(
-        torch.autograd.grad((result * weights).sum(), inputs),
-        torch.autograd.grad((expected * weights).sum(), inputs),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-@settings(max_examples=40, deadline=None)
-@given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=4), last=st.booleans(), seed=st.integers(0, 99))
-def test_bits_are_numpys_in_memory_order(shape, last, seed):
-    torch.manual_seed(seed)
-    bits = torch.rand(shape) > 0.5
-    if last and len(shape) == 4:
-        bits = bits.contiguous(memory_format=torch.channels_last)
-    stored = np.lib.stride_tricks.as_strided(bits.numpy(), (bits.numel(),), (1,))
-    packed = pack(bits)
-    assert np.array_equal(packed.numpy(), np.packbits(stored, bitorder="little"))
-    assert torch.equal(unpack(packed, bits), bits)
-
-
-def test_triton_kernels_compute_the_same_in_the_interpreter():
-    assert "72 activations, 8 pools, 2 groups of weights, 1 network" in interpreted(
-        "tests.kernels.interpreted_fake_quantize"
-    )
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize(("kernels", "compiled"), [(None, False), (None, True), ("triton", True)])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
@@ -447,62 +314,6 @@ def test_a_tied_weight_is_fused_and_the_model_stays_whole():
     assert_same(gradients(fused, qmodel, x), expected)
     assert_same(gradients(qmodel, qmodel, x), expected)
     assert set(qmodel.state_dict()) == names
-
-
-class Pools(nn.Module):
-    """Pools that end a chain, as module and as function, and pools that cannot."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Conv2d(3 if i == 0 else 16, 16, 3, padding=1) for i in range(5)])
-        self.pool = nn.MaxPool2d(3, 2, 1)
-        self.head = nn.Linear(16, CLASSES)
-
-    def forward(self, x):
-        x = self.pool(torch.relu(self.layers[0](x)))
-        x = F.max_pool2d(F.relu6(self.layers[1](x)), 2, ceil_mode=True)
-        x = F.max_pool2d(self.layers[2](x), 3, 1, dilation=2, padding=1)
-        x = torch.relu(self.layers[3](x))
-        return self.head(
-            torch.relu(self.layers[4](F.max_pool2d(x, 2, ceil_mode=True) + x[:, :, ::2, ::2])).mean((2, 3))
-        )
-
-
-def pools():
-    torch.manual_seed(1)
-    return Pools().eval()
-
-
-def test_a_pool_ends_a_chain_where_it_alone_reads_it():
-    qmodel, x = quantized(pools, size=33)
-    fused = compress.fuse_for_training(qmodel)
-    ends = [chain.nodes[-1] for chain in fused.chains if chain.nodes]
-    assert ends == [
-        "pool",
-        "max_pool2d",
-        "layers_2",
-        "add",
-        "relu_2",
-    ]  # the third pool has gaps, the fourth no quantizer
-    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-5, atol=1e-6)
-    quantizer = next(q for name, q in quantizers(qmodel) if "relu" in name)
-    quantizer.enabled = False
-    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_on_a_gpu_pools_and_convolutions_do_the_same_whichever_gpu_is_current(device, compiled):
-    if torch.device(device).index >= torch.cuda.device_count():
-        pytest.skip("one GPU")
-    qmodel, x = quantized(pools, size=33)
-    qmodel = qmodel.to(device).to(memory_format=torch.channels_last)
-    x = x.to(device).contiguous(memory_format=torch.channels_last)
-    fused = compress.fuse_for_training(qmodel)
-    run = torch.compile(fused, fullgraph=True) if compiled else fused
-    with torch.backends.cudnn.flags(allow_tf32=False):
-        assert_same(gradients(run, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -1,4 +1,4 @@
-"""Smooth activations and layer norms in one operation with their rounding: the plain path's function and gradients."""
+"""Smooth activations and layer norms in one operation with their quantizer: the plain path's function and gradients."""
 
 import pytest
 import torch
@@ -9,9 +9,9 @@ import compress
 from compress.qat_fusion.norm import FusedNormModule
 from compress.quantization.quantizer import quantizers
 from tests.kernels.interpreter import interpreted
+from tests.qat_fusion.common import assert_same, compiled_gradients, gradients
 from tests.qat_fusion.test_attention import TARGETS, vit
 from tests.qat_fusion.test_attention import quantized as quantized_vit
-from tests.qat_fusion.test_fuse import assert_same, compiled_gradients, gradients
 
 
 class Between(nn.Module):
@@ -108,8 +108,8 @@ def test_norms_of_a_vision_transformer(target):
     fused = compress.fuse_for_training(qmodel)
     found = norms(fused)
     if target == "tensorrt":
-        assert [module.kept for module in found] == [False, True, True, True, False]
-        assert [module.multiplied for module in found] == [True, True, True, True, False]
+        assert [module.keep_sum for module in found] == [False, True, True, True, False]
+        assert [module.feeds_only_matmuls for module in found] == [True, True, True, True, False]
         assert [len(chain.nodes) for chain in fused.chains if any("ln" in name for name in chain.nodes)] == [
             1,
             2,
@@ -143,7 +143,7 @@ def test_which_norms_are_one_operation(make, kept):
     qmodel, x = between(lambda self, y: make(self, y))
     qmodel, x = qmodel.double(), x.double()
     fused = compress.fuse_for_training(qmodel)
-    assert [module.kept for module in norms(fused)] == kept
+    assert [module.keep_sum for module in norms(fused)] == kept
     assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-10, atol=1e-10)
 
 
@@ -169,12 +169,12 @@ def test_triton_kernels_compute_the_same_in_the_interpreter():
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_on_a_gpu_the_activations_compute_what_torch_does(dtype, compiled):
-    from tests.kernels.interpreted_rows import FORMATS, GATES, GPU_SHAPES, check_gate
+    from tests.kernels.interpreted_rows import FORMATS, GPU_SHAPES, SMOOTH_ACTIVATIONS, check_activation
 
-    for gate in GATES:
+    for activation in SMOOTH_ACTIVATIONS:
         for shape in GPU_SHAPES[:1] if compiled else GPU_SHAPES:
             torch.compiler.reset()
-            check_gate(gate, *shape, FORMATS[0], dtype, "cuda", compiled)
+            check_activation(activation, *shape, FORMATS[0], dtype, "cuda", compiled)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

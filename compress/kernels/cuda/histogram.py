@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.cuda.nvrtc import Kernel, available, compile_cuda
-from compress.kernels.triton.launch import Kept
+from compress.kernels.triton.launch import BoundedCache
 
 SOURCE = Path(__file__).with_name("histogram.cu")
 
@@ -30,7 +30,7 @@ _SHAPE = {"THREADS": 1024, "BLOCKS": 1, "UNROLL": 4}
 _MOST_BINS = 12_000  # fewer than 48 KiB of counts: what every block may have
 _MOST_VALUES = 1 << 33  # indices of 16-byte loads are 32 bits wide
 
-_KERNELS = Kept()
+_KERNELS = BoundedCache()
 
 
 def takes(values: Tensor, bins: int = 1) -> bool:

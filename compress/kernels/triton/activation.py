@@ -1,7 +1,8 @@
-"""Triton kernels of `fused_gate`: strips of columns, so that the bias's gradient is summed where it is masked.
+"""Smooth activations x * s(x) and fake quantization in one kernel, by strips of columns.
 
-A number costs some thirty instructions, which is what a GPU computes while the memory moves it; hence the short
-formulas (`_gate`) in half precision, and one multiplication in the place of a correct division there.
+A strip of columns lets the kernel sum the bias's gradient where it masks it. An element costs some thirty instructions,
+as many as a GPU executes while the memory delivers it; hence the short formulas (`_smooth`) in half precision, and one
+multiplication instead of a correct division there.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  (kernels: Triton gives types, and constants stand in capitals)
@@ -9,15 +10,16 @@ formulas (`_gate`) in half precision, and one multiplication in the place of a c
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.epilogue import empty_as, least_kept, like, refuse_second_derivative
+from compress.kernels.dispatch import refuse_second_derivative
+from compress.kernels.epilogue import Epilogue, rounding_threshold
+from compress.kernels.memory_format import empty_as, like
 from compress.kernels.triton.fake_quantize import Strips
+from compress.kernels.triton.language import tl, triton
 from compress.kernels.triton.launch import launch
 from compress.kernels.triton.rounding import on_grid, step_of, steps_of
 
@@ -29,7 +31,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _reciprocal(x, EXACT: tl.constexpr):
-    """Of a positive number, in two instructions unless it has to be exact; Triton's `/` takes five."""
+    """The reciprocal of a positive number, in two instructions unless EXACT; Triton's `/` takes five."""
     if EXACT:
         return tl.div_rn(1.0, x)
     root = tl.rsqrt(x)
@@ -37,28 +39,27 @@ def _reciprocal(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _gate(x, GATE: tl.constexpr, EXACT: tl.constexpr):
-    """(s, its slope) of an activation x * s(x)."""
-    if GATE == "gelu":
+def _smooth(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
+    """(s, its derivative) of an activation x * s(x)."""
+    if ACTIVATION == "gelu":
         bell = tl.exp2(x * x * (-0.5 * _LOG2_E))
         if EXACT:
             s = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
         else:
-            t = _reciprocal(
-                1.0 + tl.abs(x) * 0.23164189, EXACT
-            )  # 0.3275911 / sqrt(2); coefficients: halves of 7.1.26's
+            # Abramowitz and Stegun 7.1.26: 0.3275911 / sqrt(2), and halves of its coefficients
+            t = _reciprocal(1.0 + tl.abs(x) * 0.23164189, EXACT)
             tail = 0.5307027145 * t - 0.7265760135
             tail = ((tail * t + 0.7107068705) * t - 0.142248368) * t + 0.1274147960
             tail *= t * bell
             s = tl.where(x < 0.0, tail, 1.0 - tail)
         slope = bell * 0.3989422804014327
-    elif GATE == "hardswish":
+    elif ACTIVATION == "hardswish":
         s = tl.minimum(tl.maximum(x * 0.16666666666666666 + 0.5, 0.0), 1.0)
         slope = tl.where((x > -3.0) & (x < 3.0), 0.16666666666666666, 0.0)
     else:
         inner = x
         steep = 1.0
-        if GATE == "gelu_tanh":  # (1 + tanh(u)) / 2 is the logistic function of 2 u
+        if ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 is the logistic function of 2 u
             square = x * x
             inner = x * (1.5957691216057308 + 0.07135481282553487 * square)
             steep = 1.5957691216057308 + 0.2140644384766046 * square
@@ -68,16 +69,16 @@ def _gate(x, GATE: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _activated(x, scale, reciprocal, GATE: tl.constexpr, EXACT: tl.constexpr):
-    """(the activation in steps of a grid, its slope)."""
-    s, slope = _gate(x, GATE, EXACT)
+def _activated(x, scale, reciprocal, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
+    """(the activation in steps of the scale, its derivative)."""
+    s, slope = _smooth(x, ACTIVATION, EXACT)
     steps = steps_of(x * s, float("-inf"), float("inf"), scale, reciprocal) if EXACT else x * s * reciprocal
     return steps, s + x * slope
 
 
 @triton.jit
 def _strip(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(rows of a tile, the columns of this program's strip, which of them there are, where their numbers lie)."""
+    """(rows of a tile, columns of this program's strip, which of them exist, offsets of their elements)."""
     local = tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     return local, column, column < columns, local[:, None] * columns + column[None, :]
@@ -86,10 +87,10 @@ def _strip(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def forward_kernel(
     y_ptr, bias_ptr, amax_ptr, out_ptr, rows, columns, steps, low, high,
-    GATE: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of a strip of columns: y + bias, activated, rounded to the grid."""
-    low = tl.cast(low, tl.float32)  # the compiler of torch.compile hands Python's numbers over in float64
+    """Compute the tiles of a strip of columns: y + bias, activated and quantized."""
+    low = tl.cast(low, tl.float32)  # torch.compile passes Python's numbers in float64
     high = tl.cast(high, tl.float32)
     scale, reciprocal = step_of(tl.load(amax_ptr), high)
     local, column, inside, at = _strip(columns, ROWS, COLUMNS)
@@ -101,7 +102,7 @@ def forward_kernel(
         x = tl.load(y_ptr + row * columns + at, mask=there, other=0.0).to(tl.float32)
         if HAS_BIAS:
             x += bias[None, :]
-        found, _ = _activated(x, scale, reciprocal, GATE, y_ptr.dtype.element_ty == tl.float32)
+        found, _ = _activated(x, scale, reciprocal, ACTIVATION, y_ptr.dtype.element_ty == tl.float32)
         value = on_grid(found, low, high) * scale
         tl.store(out_ptr + row * columns + at, value.to(out_ptr.dtype.element_ty), mask=there)
 
@@ -109,9 +110,9 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     grad_ptr, y_ptr, bias_ptr, amax_ptr, out_ptr, sums_ptr, rows, columns, steps, least, high,
-    GATE: tl.constexpr, HAS_BIAS: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of a strip of columns: the gradient where the integer did not saturate, times that of the activation."""
+    """Compute the tiles of a strip of columns: the gradient, masked and times the derivative of the activation."""
     least = tl.cast(least, tl.float32)
     high = tl.cast(high, tl.float32)
     scale, reciprocal = step_of(tl.load(amax_ptr), high)
@@ -126,7 +127,7 @@ def backward_kernel(
         x = tl.load(y_ptr + row * columns + at, mask=there, other=0.0).to(tl.float32)
         if HAS_BIAS:
             x += bias[None, :]
-        found, slope = _activated(x, scale, reciprocal, GATE, y_ptr.dtype.element_ty == tl.float32)
+        found, slope = _activated(x, scale, reciprocal, ACTIVATION, y_ptr.dtype.element_ty == tl.float32)
         passes = (found > least) & (found < high + 0.5)  # `high` is odd: halves round away from it
         passed = tl.where(passes, grad * slope, 0.0)
         tl.store(out_ptr + row * columns + at, passed.to(out_ptr.dtype.element_ty), mask=there)
@@ -136,31 +137,38 @@ def backward_kernel(
         tl.store(sums_ptr + tl.program_id(1) * columns + column, tl.sum(total, axis=0), mask=inside)
 
 
-class GatedQuantize(torch.autograd.Function):
-    """Keeps what it reads; the result is kept by whichever layer reads it."""
+def smooth_quantize(y: Tensor, amax: Tensor, epilogue: Epilogue, activation: str, bias: Tensor | None) -> Tensor:
+    """As `compress.kernels.activation.smooth_quantize`, of a `y` and a bias that fit."""
+    e = epilogue
+    return cast(Tensor, _SmoothQuantize.apply(y, bias, amax, activation, e.low, e.high, e.bias_dim))
+
+
+class _SmoothQuantize(torch.autograd.Function):
+    """Keeps its inputs; the result is kept by the layer that consumes it."""
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, bias: Tensor | None, amax: Tensor, gate: str, low: int, high: int, bias_dim: int
+        ctx: Any, y: Tensor, bias: Tensor | None, amax: Tensor, activation: str, low: int, high: int, bias_dim: int
     ) -> Tensor:
-        """The quantized tensor, laid out as `y`, which `gate_fits`."""
+        """The quantized tensor, laid out as `y`."""
         to_out, out = empty_as(y, y.dtype)
         columns = _columns(y, bias)
         s = Strips.of(y.numel(), columns, *_FORWARD)
+        numbers = (y.numel() // columns, columns, s.steps, float(low), float(high))
         launch(
             forward_kernel,
             (s.strips, s.programs),
             (y, amax if bias is None else bias, amax, to_out),
-            (y.numel() // columns, columns, s.steps, float(low), float(high), gate, bias is not None, s.tile, s.strip),
+            (*numbers, activation, bias is not None, s.tile, s.strip),
             num_warps=_WARPS,
         )
         ctx.save_for_backward(y, amax, *([] if bias is None else [bias]))
-        ctx.gate, ctx.low, ctx.high = gate, low, high
+        ctx.activation, ctx.low, ctx.high = activation, low, high
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Of `y` and the bias."""
+        """Of y and bias."""
         refuse_second_derivative(grad)
         y, amax, *rest = ctx.saved_tensors
         bias = rest[0] if len(rest) else None
@@ -169,17 +177,17 @@ class GatedQuantize(torch.autograd.Function):
         s = Strips.of(y.numel(), columns, *_BACKWARD)
         wants = bias is not None and ctx.needs_input_grad[1]
         sums = torch.empty((s.programs, columns) if wants else (1,), dtype=torch.float32, device=y.device)
-        numbers = (y.numel() // columns, columns, s.steps, least_kept(ctx.low), float(ctx.high))
+        numbers = (y.numel() // columns, columns, s.steps, rounding_threshold(ctx.low), float(ctx.high))
         launch(
             backward_kernel,
             (s.strips, s.programs),
             (like(grad, y), y, amax if bias is None else bias, amax, to_out, sums),
-            (*numbers, ctx.gate, bias is not None, wants, s.tile, s.strip),
+            (*numbers, ctx.activation, bias is not None, wants, s.tile, s.strip),
             num_warps=_WARPS,
         )
         return out, sums.sum(0).to(bias.dtype) if bias is not None and wants else None, *(None,) * 5
 
 
 def _columns(y: Tensor, bias: Tensor | None) -> int:
-    """Of the matrix that the kernels walk over: those of the bias, or eight at least."""
+    """Columns of the matrix that the kernels go over: as many as the bias has, or a power of two."""
     return math.gcd(y.numel(), 128) if bias is None else bias.numel()

@@ -1,29 +1,27 @@
-"""Triton kernels of `fused_attention`: softmax(s q k^T), rounded to a quantizer's grid, times v; no score is written.
+"""The kernels of attention with quantized probabilities: softmax(s q k^T), quantized, times v; no score is stored.
 
-A program takes a block of queries of one head. A probability must be whole before it is rounded, so the sum of a row is
-known before the first is: either one block holds all keys (up to 256), or the keys are gone through twice, first for
-the maximum and the sum (Milakov and Gimelshein, arXiv 1805.02867), then for the products. For backward it keeps q, k, v
-and a number a row, the logarithm of its sum, and computes the probabilities again (Dao et al., "FlashAttention", arXiv
-2205.14135, section 3 and appendix B).
+A program takes a block of queries of one head. A probability must be complete before it is quantized, so the sum of a
+row is computed before the first probability: either one block holds all keys (up to 256), or the keys are read twice,
+first for maximum and sum (Milakov and Gimelshein, arXiv 1805.02867), then for the products. For the backward pass it
+keeps q, k, v and one number per row, the logarithm of its sum, and computes the probabilities again (Dao et al.,
+"FlashAttention", arXiv 2205.14135, section 3 and appendix B).
 
 The gradient of a row's softmax needs sum(dP * P) of the row. Flash attention takes it from the output, sum(dO * O).
-With rounding between P and O they are not the same, so the kernel of dq computes it, and that of dk and dv reads it.
+With a quantizer between P and O the two differ, so the kernel of dq computes it, and that of dk and dv reads it.
 
-Heads lie one behind the other, or side by side in the rows of one matrix, as a linear layer writes them: row `token`
-of a batch begins at `token * row`, head h at column h * DEEP of it, and k and v `k_at` and `v_at` numbers behind q.
+Heads lie one after the other, or side by side in the rows of one matrix, as a linear layer writes them: row `token` of
+a batch begins at `token * row`, head h at column h * DEEP of it, and k and v `k_at` and `v_at` elements after q.
 
-The second product is one of integers, which half precision holds exactly up to 256; their step is applied to the sum.
-A number of the scores costs what decides the time, instructions: hence no mask where what lies behind the last key or
-query meets zeros, and a product with the reciprocal of the step, as an exponential is not correctly rounded anyway.
+The second product is one of integers, which half precision holds exactly up to 256; their scale is applied to the sum.
+The time depends on the instructions per score: hence there is no mask where elements past the last key or query meet
+zeros, and a product with the reciprocal of the scale, as an exponential is not correctly rounded anyway.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  (kernels: Triton gives types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
+from compress.kernels.triton.language import tl, triton
 from compress.kernels.triton.rounding import below, on_grid, step_of, steps_of
 
 
@@ -51,7 +49,7 @@ def _put(ptr, value, first, count, stride, WIDE: tl.constexpr, ROWS: tl.constexp
 
 @triton.jit
 def _masked(value, bits_ptr, first, count, stride, WIDE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr):
-    """`value`, 0 where a bit says that rounding saturated. Row starts are multiples of eight numbers."""
+    """`value`, 0 where the quantizer saturated, by its bits. Row starts are multiples of eight elements."""
     row = first + tl.arange(0, ROWS)
     group = tl.arange(0, PADDED // 8)
     there = (row < count)[:, None] & (group < WIDE // 8)[None, :]
@@ -62,7 +60,7 @@ def _masked(value, bits_ptr, first, count, stride, WIDE: tl.constexpr, ROWS: tl.
 
 @triton.jit
 def _put_bits(ptr, passes, first, count, stride, WIDE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr):
-    """What `_masked` reads."""
+    """Store the bits that `_masked` reads."""
     row = first + tl.arange(0, ROWS)
     group = tl.arange(0, PADDED // 8)
     lane = tl.arange(0, 8)
@@ -77,9 +75,9 @@ def round_kernel(
     rows, groups, strips, tiles, least, low, high,
     ROWS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of q, of k or of v, which lie side by side in each row, rounded; and their bits, 0 where they saturated.
+    """Quantize tiles of q, of k or of v, which lie side by side in each row, and store their bits, 0 if saturated.
 
-    groups: of eight numbers, in a part of a row; strips: of GROUPS of them; tiles: one below the other.
+    groups: of eight elements, in a part of a row; strips: of GROUPS groups; tiles: one below the other.
     """
     least = tl.cast(least, tl.float32)
     low = tl.cast(low, tl.float32)
@@ -109,20 +107,20 @@ def round_kernel(
 
 @triton.jit
 def _program(blocks, heads, ROWS: tl.constexpr):
-    """(the head, of all batches'; the first row of the block; the batch; the head in it) of a program."""
+    """(index of the head over all batches, first row of the block, batch, head within it) of a program."""
     index = tl.program_id(0) // blocks
     return index, tl.program_id(0) % blocks * ROWS, (index // heads).to(tl.int64), index % heads
 
 
 @triton.jit
 def _scores(q, k, factor):
-    """Products of queries and keys, as powers of two; 0 for columns behind the last key."""
+    """Products of queries and keys, in the exponent of two; 0 for columns past the last key."""
     return tl.dot(q, tl.trans(k), input_precision="ieee") * factor
 
 
 @triton.jit
 def _edge(first, keys, COLUMNS: tl.constexpr):
-    """What added to a block of scores takes columns behind the last key out of maximum and sum."""
+    """Minus infinity for columns past the last key, 0 for others: added to scores, it takes them out of the softmax."""
     return tl.where(first + tl.arange(0, COLUMNS) < keys, 0.0, float("-inf"))[None, :]
 
 
@@ -133,11 +131,11 @@ def forward_kernel(
     DEEP: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, ROUNDED: tl.constexpr,
     WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A block of the result, and the logarithms (to the base of two) of the sums of its rows.
+    """Compute a block of the result, and the binary logarithms of the sums of its rows.
 
-    ROUNDED: the result is rounded, and gets a bit for each number. WHOLE: one block of columns holds all keys.
+    ROUNDED: the result is quantized, and gets a bit for each element. WHOLE: one block of columns holds all keys.
     """
-    factor = tl.cast(factor, tl.float32)  # the compiler of torch.compile hands Python's numbers over in float64
+    factor = tl.cast(factor, tl.float32)  # torch.compile passes Python's numbers in float64
     high = tl.cast(high, tl.float32)
     index, first_row, batch, head = _program(blocks, heads, ROWS)
     k_ptr += batch * keys * row + head * DEEP + k_at
@@ -165,7 +163,7 @@ def forward_kernel(
         total = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
         for first in range(0, keys, COLUMNS):
             x = _scores(q, _rows(k_ptr, first, keys, row, DEEP, COLUMNS, DEPTH), factor)
-            steps = tl.exp2(x - logs[:, None]) * reciprocal  # behind the last key, values are 0
+            steps = tl.exp2(x - logs[:, None]) * reciprocal  # past the last key, values are 0
             v = _rows(v_ptr, first, keys, v_row, WIDE, COLUMNS, WIDTH)
             total = tl.dot(below(steps, high).to(v.dtype), v, total, input_precision="ieee")
     start = batch * tokens * out_row + head * WIDE
@@ -185,9 +183,9 @@ def forward_kernel(
 
 @triton.jit
 def _grads(q, grad, k, v, logs, factor, limit):
-    """(the probabilities of a block, their gradients, 0 where the rounding saturated: from `limit` on).
+    """(the probabilities of a block, their gradients, 0 where the quantizer saturated: from `limit` on).
 
-    Behind the last key the gradient is 0, or meets a key of 0; the probability must be finite.
+    Past the last key the gradient is 0, or meets a key of 0; the probability must be finite.
     """
     p = tl.exp2(tl.minimum(_scores(q, k, factor) - logs[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
     passed = tl.dot(grad, tl.trans(v), input_precision="ieee")
@@ -201,9 +199,9 @@ def queries_kernel(
     DEEP: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
     ROUNDED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A block of the gradient of q, and sum(dP * P) of its rows. WHOLE: as in `forward_kernel`.
+    """Compute a block of the gradient of q, and sum(dP * P) of its rows. WHOLE: as in `forward_kernel`.
 
-    MASKED, ROUNDED: q, k and v, and the result, were rounded. `passed` gets what then is left of the gradient.
+    MASKED, ROUNDED: q, k and v, and the result, were quantized. `passed` gets the masked gradient.
     """
     factor = tl.cast(factor, tl.float32)
     scaling = tl.cast(scaling, tl.float32)
@@ -255,9 +253,9 @@ def keys_kernel(
     DEEP: tl.constexpr, WIDE: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A block of the gradients of k and of v. Rows are keys, so that no product needs what was computed, transposed.
+    """Compute a block of the gradients of k and v. Rows are keys, so that no computed matrix has to be transposed.
 
-    What stands behind the last key or the last query is never stored, or meets a gradient of zero.
+    Elements past the last key or the last query are never stored, or meet a gradient of zero.
     """
     factor = tl.cast(factor, tl.float32)
     scaling = tl.cast(scaling, tl.float32)
@@ -286,7 +284,7 @@ def keys_kernel(
         passed = tl.dot(v, tl.trans(grad), input_precision="ieee")
         passed = tl.where(steps < high + 0.5, passed, 0.0)
         k_total = tl.dot((p * (passed - deltas[None, :])).to(q.dtype), q, k_total, input_precision="ieee")
-    k_total *= scaling  # one behind the other: both at a time would take registers from a third program
+    k_total *= scaling  # one after the other: both at a time would take the registers of a third program
     if MASKED:
         k_total = _masked(k_total, bits_ptr + (k_to + k_start) // 8, first_key, keys, row, DEEP, ROWS, DEPTH)
     _put(out_ptr + k_to + k_start, k_total, first_key, keys, row, DEEP, ROWS, DEPTH)

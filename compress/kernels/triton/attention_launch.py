@@ -1,6 +1,6 @@
-"""Launches of the kernels of `fused_attention_triton`: tiles, and how heads lie; attention of tensors apart.
+"""Launches of the attention kernels: tiles and memory layouts; attention of separate q, k and v tensors.
 
-`fused_attention_packed` has the same for queries, keys and values that lie side by side.
+`attention_packed` has the same for queries, keys and values that lie side by side.
 """
 
 from __future__ import annotations
@@ -11,26 +11,28 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from compress.kernels.epilogue import least_kept, refuse_second_derivative
+from compress.kernels.dispatch import refuse_second_derivative
+from compress.kernels.epilogue import rounding_threshold
 from compress.kernels.triton.attention import forward_kernel, keys_kernel, queries_kernel
 from compress.kernels.triton.launch import launch
-from compress.qat_fusion.attention import WIDEST
 
+WIDEST = 256
+"""Largest width of a query or of a value."""
 LARGEST = 2**31
-"""Numbers of a head, or of the rows of a batch, that 32 bits count."""
+"""Elements of a head, or of the rows of a batch: indices have 32 bits."""
 _LOG2_E = math.log2(math.e)
 _MOST = 128  # rows or columns of a tile
 
 
 class Tile(NamedTuple):
-    """What a program of a kernel holds at a time, and how it runs.
+    """The block that a program of a kernel holds at a time, and its resources.
 
     Attributes:
         rows: of the result: queries, and keys in `keys_kernel`.
         columns: of the scores: keys, and queries in `keys_kernel`.
-        whole: one block of columns holds all.
+        whole: one block of columns holds them all.
         warps: of a program.
-        stages: blocks of columns whose loads are on their way at a time.
+        stages: blocks of columns whose loads are in flight at a time.
     """
 
     rows: int
@@ -43,8 +45,8 @@ class Tile(NamedTuple):
 class Tiles(NamedTuple):
     """One for each kernel.
 
-    Their sizes are powers of two, at most `_MOST`; `keys.columns` is no more than `forward.rows`, so that of whole
-    blocks every number was written that it reads.
+    Their sizes are powers of two, at most `_MOST`; `keys.columns` is at most `forward.rows`, so that it never reads an
+    unwritten element.
     """
 
     forward: Tile
@@ -53,16 +55,16 @@ class Tiles(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Sizes of heads, and how they lie, in numbers; arguments of the kernels.
+    """Sizes and memory layout of heads, in elements; arguments of the kernels.
 
     Attributes:
         total: heads, of all batches.
         tokens, keys: of a head.
         heads: side by side in a row.
         row, v_row, out_row: from one row of q and k, of v, of the result to the next.
-        k_at, v_at: from q to k and v; 0 where they are tensors of their own.
+        k_at, v_at: from q to k and v; 0 for separate tensors.
         k_to, v_to: from the gradient of q to those of k and v.
-        deep, wide: numbers of a query and of a value.
+        deep, wide: widths of a query and of a value.
     """
 
     total: int
@@ -81,12 +83,11 @@ class Layout(NamedTuple):
 
 
 def default_tiles(tokens: int, keys: int, width: int, dtype: torch.dtype) -> Tiles:
-    """Tiles for heads of `tokens` queries and `keys` keys, of at most `width` numbers each.
+    """Tiles for heads of `tokens` queries and `keys` keys, at most `width` wide.
 
-    In half precision, up to 64 numbers: steps of 32 with three in flight were the fastest of seven tiles for each
-    kernel on an H200 (197 tokens, `analysis/attention_tiles.py`); all keys at once where there are no more than 64 was
-    not measured. Others by what compiled kernels need on an H100's multiprocessor; float32 is not multiplied by tensor
-    cores.
+    In half precision, up to a width of 64: steps of 32 with three in flight were the fastest of seven tiles for each
+    kernel on an H200 (197 tokens, `analysis/attention_tiles`); all keys at once, for at most 64 keys, was not measured.
+    The other tiles follow from the resources that compiled kernels take on an H100; float32 does not use tensor cores.
     """
     half = dtype.itemsize == 2
     if half and width <= 64:
@@ -102,7 +103,7 @@ def default_tiles(tokens: int, keys: int, width: int, dtype: torch.dtype) -> Til
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether types and shapes are those of the kernels: (..., T, D), (..., S, D), (..., S, E)."""
+    """Whether the kernels take these types and shapes: (..., T, D), (..., S, D), (..., S, E)."""
     alike = q.dtype == k.dtype == v.dtype and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
     shaped = q.dim() >= 2 and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]
     if not alike or not shaped or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
@@ -115,7 +116,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, amax: Tensor, scaling: float, high: int, tiles: Tiles | None = None
 ) -> Tensor:
-    """fake_quantize(softmax(scaling * q k^T)) v of what `fits`; (..., T, E), contiguous.
+    """fake_quantize(softmax(scaling * q k^T)) v, (..., T, E), contiguous; q, k and v `fits`.
 
     Args:
         q: (..., T, D).
@@ -132,7 +133,7 @@ def attention(
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps its inputs and a number a row."""
+    """Keeps its inputs and one number per row."""
 
     @staticmethod
     def forward(
@@ -172,8 +173,8 @@ def run_forward(
         layout: of them.
         numbers: what the scores are multiplied by, and the largest integer of a probability.
         tile: of the kernel.
-        bounds: smallest and largest integer of the result, if it is rounded.
-        rounded: its range, and its bits, which are written; None = it is not rounded.
+        bounds: smallest and largest integer of the result, if it is quantized.
+        rounded: range of the result and its bits, which are written; None = it is not quantized.
     """
     scaling, high = numbers
     amax = tensors[3]
@@ -184,7 +185,7 @@ def run_forward(
         (blocks * layout.total,),
         (*tensors[:4], out_amax, *tensors[4:], out_bits),
         (layout.tokens, tensors[5].shape[-1], layout.keys, blocks, *layout[3:9], scaling * _LOG2_E, float(high),
-         least_kept(bounds[0]), float(bounds[0]), float(bounds[1]), *_sizes(layout),
+         rounding_threshold(bounds[0]), float(bounds[0]), float(bounds[1]), *_sizes(layout),
          rounded is not None, tile.whole, tile.rows, tile.columns),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -203,12 +204,12 @@ def run_backward(
 
     Args:
         tensors: q, k, v, the range of the probabilities, the sums, the gradient of the result.
-        grads: what is written.
+        grads: the memory that is written.
         layout: of them.
         numbers: as of `run_forward`.
-        tiles: numbers of two tiles.
-        bits: of q, k and v, where they were rounded.
-        out_bits: of the result, where it was rounded.
+        tiles: fields of two tiles.
+        bits: of q, k and v, if they were quantized.
+        out_bits: of the result, if it was quantized.
     """
     scaling, high = numbers
     q, k, v, amax, sums, grad = tensors
@@ -238,17 +239,17 @@ def run_backward(
 
 
 def room_for(tokens: int) -> int:
-    """Numbers kept for the rows of a head: of whole blocks, so that they are written and read without a mask."""
+    """Elements allocated for the rows of a head: whole blocks, which are written and read without a mask."""
     return -(-tokens // _MOST) * _MOST
 
 
 def flat(tiles: Tiles) -> tuple[Any, ...]:
-    """Their numbers, one behind the other, as an `autograd.Function` takes them."""
+    """All fields in one tuple, as an `autograd.Function` takes them."""
     return tuple(number for tile in tiles for number in tile)
 
 
 def _apart(q: Tensor, k: Tensor, v: Tensor) -> Layout:
-    """Of three contiguous tensors."""
+    """Memory layout of separate, contiguous q, k and v tensors."""
     deep, wide = q.shape[-1], v.shape[-1]
     total = q.numel() // (q.shape[-2] * deep)
     ends = (q.numel(), q.numel() + k.numel())
@@ -261,7 +262,7 @@ def _sizes(layout: Layout) -> tuple[int, int, int, int]:
 
 
 def _padded(count: int) -> int:
-    """The next power of two, 16 or more, as tensor cores want it; `count` may be the compiler's symbol of a size."""
+    """The next power of two, 16 or more, as tensor cores need it; `count` may be a symbolic size of the compiler."""
     size = 16
     while size < count:
         size *= 2

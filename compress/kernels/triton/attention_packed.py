@@ -1,26 +1,30 @@
 """Attention of queries, keys and values as a linear layer writes them: side by side in the rows of one matrix.
 
-The kernels read them there and write one gradient laid out like it, and the result as the next linear layer reads it:
-nothing is copied. What is rounded on the way is rounded here too:
+The kernels read them there, write one gradient in the same layout, and write the result as the next linear layer reads
+it: nothing is copied. The quantizers on the way are applied here too:
 
-- Queries, keys and values in one pass over that matrix, not in the attention's kernels: each of their programs reads
-  the keys and values of a whole head, so they would be rounded once for every block of queries, in more instructions
-  than one pass over memory takes. Their gradients are masked where they are written, by the bits of that pass.
-- The result where it is written. Its gradient is masked by the kernel that reads each number of it once, which writes
-  what is left for the other.
+- Queries, keys and values are quantized in one pass over that matrix, not in the attention kernels: each program of
+  those reads the keys and values of a whole head, so they would be quantized once for every block of queries, in more
+  instructions than a pass over memory takes. Their gradients are masked where they are written, by the bits of that
+  pass.
+- The result is quantized where it is written. Its gradient is masked by the kernel that reads each element of it once,
+  which writes the masked gradient for the other kernel.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from compress.kernels.epilogue import BITS, least_kept, refuse_second_derivative
+from compress.kernels.bitmask import BITS_PER_BYTE
+from compress.kernels.dispatch import refuse_second_derivative
+from compress.kernels.epilogue import Grid, rounding_threshold
 from compress.kernels.triton.attention import round_kernel
 from compress.kernels.triton.attention_launch import (
     LARGEST,
+    WIDEST,
     Layout,
     Tile,
     Tiles,
@@ -31,34 +35,19 @@ from compress.kernels.triton.attention_launch import (
     run_forward,
 )
 from compress.kernels.triton.launch import launch
-from compress.qat_fusion.attention import WIDEST
 
 _TILE = (16, 16)  # rows, and groups of eight columns, of `round_kernel`
-_TILES = 8  # that a program of it goes through
-_WARPS = 2  # of it
-
-
-class Grid(NamedTuple):
-    """Integers to which a tensor is rounded.
-
-    Attributes:
-        amax: (), the range; one step is amax / high.
-        low: smallest integer.
-        high: largest one: odd, at most 255.
-    """
-
-    amax: Tensor
-    low: int
-    high: int
+_TILES = 8  # of a program of it
+_WARPS = 2
 
 
 def packed_fits(qkv: Tensor) -> bool:
-    """Whether q, k and v lie as `packed_attention` takes them: (B, T, 3, H, D), D in eights, without gaps."""
+    """Whether `packed_attention` takes q, k and v: (B, T, 3, H, D), contiguous, D a multiple of eight."""
     if qkv.dim() != 5 or qkv.shape[2] != 3 or qkv.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return False
     (_, tokens, _, heads, width), count = qkv.shape, qkv.numel()
     small = width <= WIDEST and 3 * heads * width * tokens < LARGEST
-    return small and width % BITS == 0 and count > 0 and qkv.is_contiguous()
+    return small and width % BITS_PER_BYTE == 0 and count > 0 and qkv.is_contiguous()
 
 
 def packed_attention(
@@ -69,28 +58,28 @@ def packed_attention(
     result: Grid | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """Softmax(scaling * q k^T), rounded, times v, of what `packed_fits`; (B, T, H, D), contiguous.
+    """Softmax(scaling * q k^T), quantized, times v, (B, T, H, D), contiguous; `qkv` `packed_fits`.
 
     Args:
         qkv: (B, T, 3, H, D).
         weights: of the probabilities; their smallest integer is 0 or less.
         scaling: what the scores are multiplied by.
-        parts: of q, k and v, of the same integers; None = they are not rounded.
-        result: of the result; None = it is not rounded.
+        parts: of q, k and v, with the same integers; None = they are not quantized.
+        result: of the result; None = it is not quantized.
         tiles: None = `default_tiles`.
     """
     if tiles is None:
         tiles = default_tiles(qkv.shape[1], qkv.shape[1], qkv.shape[4], qkv.dtype)
     q_amax, k_amax, v_amax = [None] * 3 if parts is None else [part.amax for part in parts]
     bounds = (0, 0) if parts is None else (parts[0].low, parts[0].high)
-    out_amax, *out_bounds = (None, 0, 0) if result is None else result
+    out_amax, *out_bounds = (None, 0, 0) if result is None else result[:3]
     ranges = (weights.amax, q_amax, k_amax, v_amax, out_amax)
     numbers = (scaling, weights.high, *bounds, *out_bounds)
     return cast(Tensor, _PackedAttention.apply(qkv, *ranges, *numbers, *flat(tiles)))
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Keeps its input, or that rounded; a bit for each number that is rounded; and a number a row."""
+    """Keeps its input, quantized if it is; a bit for each element that is quantized; and one number per row."""
 
     @staticmethod
     def forward(
@@ -119,7 +108,7 @@ class _PackedAttention(torch.autograd.Function):
         sums = torch.empty((batch, heads, room_for(tokens)), dtype=torch.float32, device=qkv.device)
         rounded = None
         if out_amax is not None:
-            bits.append(torch.empty(out.numel() // BITS, dtype=torch.uint8, device=qkv.device))
+            bits.append(torch.empty(out.numel() // BITS_PER_BYTE, dtype=torch.uint8, device=qkv.device))
             rounded = (out_amax, bits[-1])
         ctx.numbers, ctx.tiles = (scaling, high), tiles[5:]
         tensors = (qkv, qkv, qkv, amax, out, sums)
@@ -139,25 +128,25 @@ class _PackedAttention(torch.autograd.Function):
 
 
 def _rounded(qkv: Tensor, ranges: tuple[Tensor, Tensor, Tensor], low: int, high: int) -> tuple[Tensor, Tensor]:
-    """(q, k and v rounded, a bit for each number: 0 where it saturated)."""
+    """(q, k and v quantized, a bit for each element: 0 where it saturated)."""
     out = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    bits = torch.empty(qkv.numel() // BITS, dtype=torch.uint8, device=qkv.device)
+    bits = torch.empty(qkv.numel() // BITS_PER_BYTE, dtype=torch.uint8, device=qkv.device)
     rows = qkv.shape[0] * qkv.shape[1]
-    groups = qkv.shape[3] * qkv.shape[4] // BITS
+    groups = qkv.shape[3] * qkv.shape[4] // BITS_PER_BYTE
     row_tile, group_tile = _TILE
     strips = -(-groups // group_tile)
     launch(
         round_kernel,
         (-(-rows // (row_tile * _TILES)), 3 * strips),
         (qkv, *ranges, out, bits),
-        (rows, groups, strips, _TILES, least_kept(low), float(low), float(high), row_tile, group_tile),
+        (rows, groups, strips, _TILES, rounding_threshold(low), float(low), float(high), row_tile, group_tile),
         num_warps=_WARPS,
     )
     return out, bits
 
 
 def _layout(qkv: Tensor) -> Layout:
-    """Of (B, T, 3, H, D)."""
+    """Memory layout of (B, T, 3, H, D)."""
     batch, tokens, _, heads, width = qkv.shape
     part = heads * width
     starts = (part, 2 * part)

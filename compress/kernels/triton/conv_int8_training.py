@@ -1,7 +1,7 @@
-"""A convolution on codes with the gradient of the float one, and codes of values: what `fused_codes` runs on a GPU.
+"""A convolution of codes with the gradient of the float convolution, and codes of values.
 
-Eager, the kernels are launched directly (`launch`). Under torch.compile the compiler's own code launches them in the
-forward pass, and the backward pass, but for a pool's, is torch's operations.
+Eager, the kernels are launched directly (`launch`). In a compiled graph torch's code launches them in the forward pass,
+and the backward pass, but for a pool's, is torch's operations.
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton gives their parameters types, and constants stand in capitals)
@@ -11,31 +11,31 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.epilogue import Epilogue, Window, backward_torch, refuse_second_derivative
+from compress.kernels.epilogue import Epilogue, Window
+from compress.kernels.fake_quantize import in_type, masked_gradients
 from compress.kernels.stem import stem_filter, stem_image
 from compress.kernels.triton.conv_int8 import Codes, ConvResult, Geometry, conv_codes
 from compress.kernels.triton.fake_quantize import plan_of
+from compress.kernels.triton.language import tl, triton
 from compress.kernels.triton.launch import launch
 from compress.kernels.triton.pool import pool, unpool
 
-_TILE = 4096  # elements of a program that reads codes off values
+_TILE = 4096  # elements of a program that computes codes of values
 _LAST = torch.channels_last
 
 
 class Layer(NamedTuple):
-    """What is known of a convolution and of what follows it, besides the tensors.
+    """A convolution with its epilogue, besides the tensors.
 
     Attributes:
         geometry: of the convolution.
-        stem: it is to be rearranged (`stem_codes`).
-        highs: the integers that stand for amax, of input, weight and residual.
-        epilogue: bias, activation and rounding.
-        window: of the max pool behind; None = there is none.
-        emits: codes of the result are wanted.
+        stem: whether it is rearranged first (`compress.kernels.stem`).
+        highs: the integers of amax, of input, weight and residual.
+        epilogue: bias, activation and integers.
+        window: of the max pool after it; None = there is none.
+        emits: whether codes of the result are written.
     """
 
     geometry: Geometry
@@ -60,7 +60,7 @@ def convolve(
     amax: Tensor,
     layer: Layer,
 ) -> tuple[Tensor, Tensor]:
-    """quantize(activation(conv(x, weight) + bias + residual)), pooled; from codes, and its gradient is that of floats.
+    """quantize(activation(conv(x, weight) + bias + residual)), pooled, computed from codes; the gradient is of floats.
 
     Args:
         x: (N, C, H, W) channels_last, quantized values.
@@ -69,19 +69,19 @@ def convolve(
         residual: (N, O, OH, OW).
         codes: int8, of `x`.
         weight_codes: int8, of `weight`.
-        residual_codes: int8, of `residual`; None = it is read as it is.
+        residual_codes: int8, of `residual`; None = the residual itself is read.
         x_amax: (), range of `x`.
         weight_amax: (O,).
         residual_amax: ().
         amax: (), range of the result.
-        layer: all else.
+        layer: all other settings.
 
     Returns:
-        Quantized values in the type of `x`, and their codes, empty unless wanted; (N, O, OH, OW), or smaller where they
-        are pooled; channels_last.
+        Quantized values in the type of `x`, and their codes, empty unless wanted; (N, O, OH, OW), or the size of the
+        pooled result; channels_last.
     """
     added = residual_codes if residual_codes is not None else residual
-    # The compiler takes no tensor twice: a residual may be the input too, and both its ranges one
+    # Torch's compiler takes no tensor twice: the residual may be the input, and share its range
     if torch.compiler.is_compiling():
         added = None if added is None else added.detach()
         residual = None if residual is None else residual.view_as(residual)
@@ -101,7 +101,7 @@ def convolve(
 
 
 class _Convolve(torch.autograd.Function):
-    """Keeps the quantized input and weight, which others keep too, and the packed bits, or a pool's places."""
+    """Keeps the quantized input and weight, which other layers keep too, and the packed bits, or a pool's places."""
 
     @staticmethod
     def forward(
@@ -129,7 +129,7 @@ class _Convolve(torch.autograd.Function):
             Codes(codes, x_amax, highs[0]), Codes(weight_codes, weight_amax, highs[1]), read, amax,
             epilogue, Geometry(*geometry), stem, bias, emits or pools, None if pools else dtype,
         )  # fmt: skip
-        ctx.size = None
+        ctx.size = ctx.plan = None
         if pools:
             ctx.size = tuple(cast(Tensor, written).shape[2:])
             pooled = pool(cast(Tensor, written), amax, epilogue, Window(*window), dtype=dtype, bits=bits, emits=emits)
@@ -148,38 +148,25 @@ class _Convolve(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, weight, bits = ctx.saved_tensors
+        """Of x, weight, bias and residual."""
+        x, weight, mask = ctx.saved_tensors
         wants_x, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         wants_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]
-        passed, bias_grad = _epilogue_gradient(ctx, grad, bits, x.dtype, wants_bias)
+        if ctx.window is not None:
+            passed, bias_grad = unpool(grad, mask, Window(*ctx.window), ctx.size, x.dtype, wants_bias)
+        else:
+            grad = grad.contiguous(memory_format=_LAST)
+            passed, bias_grad = masked_gradients(grad, mask, ctx.plan, x.dtype, 1, wants_bias)
         x_grad, weight_grad, _none = torch.ops.aten.convolution_backward(
             passed, x, weight, None, *ctx.geometry, False, (0, 0), 1, (wants_x, wants_weight, False)
         )
-        residual_grad = None
-        if ctx.residual_dtype is not None:
-            residual_grad = passed if ctx.residual_dtype == passed.dtype else passed.to(ctx.residual_dtype)
-        if wants_bias:
-            bias_grad = bias_grad if bias_grad.dtype == ctx.bias_dtype else bias_grad.to(ctx.bias_dtype)
         return (
             x_grad if wants_x else None,
             weight_grad if wants_weight else None,
-            bias_grad if wants_bias else None,
-            residual_grad,
+            in_type(bias_grad, ctx.bias_dtype),
+            in_type(passed, ctx.residual_dtype),
             *(None,) * 8,
         )
-
-
-def _epilogue_gradient(
-    ctx: Any, grad: Tensor, bits: Tensor, dtype: torch.dtype, wants_bias: bool
-) -> tuple[Tensor, Any]:
-    """(the gradient of the convolution's result, that of the bias, float32)."""
-    if ctx.window is not None:
-        return unpool(grad, bits, Window(*ctx.window), ctx.size, dtype, wants_bias)
-    grad = grad.contiguous(memory_format=_LAST)
-    if torch.compiler.is_compiling():
-        return backward_torch(grad, bits, dtype, 1, wants_bias)
-    refuse_second_derivative(grad)
-    return cast("tuple[Tensor, Any]", ctx.plan.backward(grad, bits, wants_bias))
 
 
 def _conv_codes(
@@ -194,7 +181,7 @@ def _conv_codes(
     emits: bool,
     dtype: torch.dtype | None,
 ) -> ConvResult:
-    """As `conv_codes`, of tensors in any layout; a stem is rearranged first."""
+    """As `conv_codes`, for tensors in any layout; a stem is rearranged first."""
     q, w = codes.integers, weight.integers
     if stem:
         q, w = stem_image(q, w.shape[2], geometry.padding[0]), stem_filter(w, geometry.padding[0])
@@ -212,12 +199,12 @@ def _conv_codes(
 
 
 def codes_of(value: Tensor, amax: Tensor, high: int) -> Tensor:
-    """What quantized values are multiples of; int8, laid out as `value`, which is dense.
+    """The integers of quantized values: int8, laid out as `value`, which is dense.
 
     Args:
         value: quantized values, of any floating point type.
         amax: (), their range.
-        high: the integer that stands for it.
+        high: the integer of the range.
     """
     codes = torch.empty_like(value, dtype=torch.int8)
     n = value.numel()
@@ -230,5 +217,5 @@ def _codes_kernel(value_ptr, amax_ptr, codes_ptr, n, high, TILE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     value = tl.load(value_ptr + at, mask=at < n, other=0.0).to(tl.float32)
     steps = value * tl.div_rn(high, tl.load(amax_ptr).to(tl.float32))  # within a quarter of an integer
-    shifted = steps + 12582912.0  # 1.5 * 2^23: rounds, and the integer stands in the lowest bits
+    shifted = steps + 12582912.0  # 1.5 * 2^23: rounds, and the integer is in the lowest bits
     tl.store(codes_ptr + at, shifted.to(tl.int32, bitcast=True).to(tl.int8), mask=at < n)

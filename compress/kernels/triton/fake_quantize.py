@@ -1,13 +1,13 @@
-"""Triton kernels of `fused_ops`: the same numbers, one pass over memory.
+"""Fake quantization of a layer's result with its epilogue, in one pass over memory: kernels and their launches.
 
-A tile holds groups of eight neighbours in memory, the innermost axis of the tile: a thread loads one group of half
-precision numbers in one 16-byte access and packs their bits without talking to others. With one bias per column of a
-row-major matrix (channels_last convolutions, linear layers), the backward kernel walks down a strip of columns, so
-that it sums the bias's gradient while it masks; each program writes its own partial sums, and the result does not
-depend on the order in which programs run.
+The innermost axis of a tile is a group of eight neighbours in memory: a thread loads one group of half-precision values
+in one 16-byte access and packs their bits without communication. If each column of a row-major matrix has one bias
+(channels_last convolutions, linear layers), the backward kernel goes down a strip of columns, so that it sums the
+bias's gradient while it masks. Each program writes its own partial sums, so the result does not depend on the order of
+programs.
 
-NaN passes through as in torch: a training that diverges must be seen to. Division is rounded correctly (Triton's `/`
-is not), because a value that lies on a tie must round as in the engine (`rounding_triton`).
+NaN passes through as in torch, so that a training that diverges is noticed. Division is rounded correctly (Triton's `/`
+is not), because a value on a tie must round as it does in the engine (`compress.kernels.triton.rounding`).
 """
 
 # ruff: noqa: ANN001, ANN201, N803  (kernels: Triton gives their parameters types, and constants stand in capitals)
@@ -15,24 +15,16 @@ is not), because a value that lies on a tie must round as in the engine (`roundi
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.epilogue import (
-    BITS,
-    Epilogue,
-    fits,
-    inner_size,
-    is_channels_last,
-    least_kept,
-    like,
-    refuse_second_derivative,
-)
-from compress.kernels.triton.launch import Kept, Launch
+from compress.kernels.bitmask import BITS_PER_BYTE
+from compress.kernels.epilogue import Epilogue, rounding_threshold
+from compress.kernels.memory_format import empty_as, inner_size
+from compress.kernels.triton.language import tl, triton
+from compress.kernels.triton.launch import BoundedCache, Launch
 from compress.kernels.triton.rounding import on_grid, step_of, steps_of
 
 GROUPS = 256  # of eight elements, in a tile of the flat kernels
@@ -48,11 +40,11 @@ def forward_kernel(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PER_CHANNEL: tl.constexpr, EVEN: tl.constexpr,
     FROM: tl.constexpr, UP_TO: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """A tile: y + bias + residual, activated, rounded to the grid, and its bits.
+    """Compute a tile of y + bias + residual, activated and quantized, and its mask.
 
-    FROM and UP_TO: the activation's bounds decide whether the gradient passes, below (in place of `least`) and above.
+    FROM and UP_TO: the bounds of the activation decide where the gradient passes, below (instead of `least`) and above.
     """
-    lower = tl.cast(lower, tl.float32)  # the compiler of torch.compile hands Python's numbers over in float64
+    lower = tl.cast(lower, tl.float32)  # torch.compile passes Python's numbers in float64
     upper = tl.cast(upper, tl.float32)
     least = tl.cast(least, tl.float32)
     low = tl.cast(low, tl.float32)
@@ -88,19 +80,19 @@ def forward_kernel(
 
 
 def bounds_of(epilogue: Epilogue) -> tuple[float, float, float, float, float]:
-    """`lower` to `high` of `forward_kernel`."""
+    """The arguments `lower` to `high` of `forward_kernel`."""
     e = epilogue
-    return e.lower, e.upper, least_kept(e.low), float(e.low), float(e.high)
+    return e.lower, e.upper, rounding_threshold(e.low), float(e.low), float(e.high)
 
 
 def decisive(epilogue: Epilogue) -> tuple[bool, bool]:
-    """FROM and UP_TO of `forward_kernel`."""
+    """The arguments FROM and UP_TO of `forward_kernel`."""
     return epilogue.lower >= 0, math.isfinite(epilogue.upper)
 
 
 @triton.jit
 def backward_kernel(grad_ptr, bits_ptr, out_ptr, n, EVEN: tl.constexpr, GROUPS: tl.constexpr):
-    """A tile of the gradient, masked."""
+    """Mask a tile of the gradient."""
     first = tl.program_id(0).to(tl.int64) * GROUPS
     group = tl.arange(0, GROUPS)
     lane = tl.arange(0, 8)
@@ -117,7 +109,7 @@ def backward_kernel(grad_ptr, bits_ptr, out_ptr, n, EVEN: tl.constexpr, GROUPS: 
 def backward_bias_kernel(
     grad_ptr, bits_ptr, out_ptr, sums_ptr, rows, groups, steps, ROWS: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """Tiles of a strip of columns, masked, and their sums over the rows."""
+    """Mask the tiles of a strip of columns, and sum them over the rows."""
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     inside = group < groups
     lane = tl.arange(0, 8)
@@ -138,10 +130,40 @@ def backward_bias_kernel(
     tl.store(sums_ptr + sums_at, tl.sum(total, axis=0), mask=tl.broadcast_to(inside[:, None], (GROUPS, 8)))
 
 
+def fits(y: Tensor, epilogue: Epilogue, bias: Tensor | None) -> bool:
+    """Whether the kernels take type and layout of a dense `y`: a bias lies along the innermost axis, in eights."""
+    if y.dtype == torch.float64:
+        return False
+    return bias is None or (bias.numel() % BITS_PER_BYTE == 0 and inner_size(y, epilogue.bias_dim) == 1)
+
+
+def forward_compiled(
+    y: Tensor, bias: Tensor | None, residual: Tensor | None, amax: Tensor, epilogue: Epilogue, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(the quantized tensor, the packed mask) in a graph that torch compiles; `y` `fits` and has one range.
+
+    The kernel is called as it is, not as an operator of a library: the compiler's own wrapper launches it, which costs
+    the processor nothing. The compiler's kernels for a chain would write the result and read all of it again to pack
+    the bits, and they use Triton's slow division.
+    """
+    n = y.numel()
+    to_out, out = empty_as(y, dtype)
+    bits = torch.empty((n + 7) // 8, dtype=torch.uint8, device=y.device)
+    columns = 0 if bias is None else y.shape[epilogue.bias_dim]
+    from_, up_to = decisive(epilogue)
+    forward_kernel[((n + BITS_PER_BYTE * GROUPS - 1) // (BITS_PER_BYTE * GROUPS),)](
+        y, amax if bias is None else bias, amax if residual is None else residual, amax, to_out, bits,
+        n, max(1, columns // BITS_PER_BYTE), 1, 1, *bounds_of(epilogue),
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, PER_CHANNEL=False,
+        EVEN=n % BITS_PER_BYTE == 0, FROM=from_, UP_TO=up_to, GROUPS=GROUPS,
+    )  # fmt: skip
+    return out, bits
+
+
 def plan_of(
     y: Tensor, bias: Tensor | None, residual: Tensor | None, amax: Tensor, epilogue: Epilogue, dtype: torch.dtype
 ) -> Plan | None:
-    """The plan for a dense `y` like this one; None where the bias does not lie along the innermost axis in eights."""
+    """The plan for tensors of these types and shapes, `y` dense; None where `fits` is False."""
     bias_dtype = None if bias is None else bias.dtype
     residual_dtype = None if residual is None else residual.dtype
     key = (y.shape, y.stride(), y.dtype, y.get_device(), bias_dtype, residual_dtype, amax.dtype, epilogue, dtype)
@@ -150,15 +172,15 @@ def plan_of(
     return cast("Plan | None", _PLANS[key])
 
 
-_PLANS = Kept()
+_PLANS = BoundedCache()
 
 
 class Strips(NamedTuple):
-    """How the strip kernel divides a matrix.
+    """Division of a matrix into strips of columns.
 
     Attributes:
-        strip, strips: columns of one, and how many.
-        tile, steps: rows that a program takes at once, and how often.
+        strip, strips: columns of a strip, and their number.
+        tile, steps: rows of a tile, and the number of tiles that a program goes through.
         programs: for each strip.
     """
 
@@ -170,9 +192,9 @@ class Strips(NamedTuple):
 
     @classmethod
     def of(cls, count: int, columns: int, elements: int = _TILE, programs: int = _PROGRAMS) -> Strips:
-        """For `count` elements in rows of `columns`, so many in a tile, and so many programs in all, about."""
+        """For `count` elements in rows of `columns`; `elements` in a tile, and about `programs` programs in all."""
         rows = count // columns
-        strip = max(BITS, min(128, 1 << (columns - 1).bit_length()))
+        strip = max(BITS_PER_BYTE, min(128, 1 << (columns - 1).bit_length()))
         tile = elements // strip
         strips = -(-columns // strip)
         steps = -(-rows // (max(1, programs // strips) * tile))
@@ -180,12 +202,12 @@ class Strips(NamedTuple):
 
 
 class Plan:
-    """What can be known of a chain's launches from types and shapes alone.
+    """Launches for tensors of the same types and shapes.
 
     Args:
-        y: dense: shape, layout, type and device count.
+        y: dense; its shape, layout, type and device matter, its values do not.
         bias_dtype, residual_dtype: None = there is none.
-        epilogue, dtype: as of `fused_ops.fused_quantize`.
+        epilogue, dtype: as of `compress.kernels.fake_quantize.fused_quantize`.
     """
 
     def __init__(
@@ -198,32 +220,30 @@ class Plan:
     ) -> None:
         e = epilogue
         self.device, self.count = y.get_device(), y.numel()
-        self.stride, self.dtype, self.y_dtype = y.stride(), dtype, y.dtype
-        self.memory_format = torch.channels_last if is_channels_last(y) else torch.contiguous_format
-        self.bias_dtype, self.residual_dtype = bias_dtype, residual_dtype
-        self.bytes = -(-self.count // BITS)
+        self.dtype, self.y_dtype = dtype, y.dtype
+        self.bytes = -(-self.count // BITS_PER_BYTE)
         self.columns = y.shape[e.bias_dim] if bias_dtype is not None else 0
         axis = -1 if e.axis is None else e.axis % y.dim()
         inner, size = (1, 1) if axis < 0 else (inner_size(y, axis), y.shape[axis])
-        even = self.count % BITS == 0
+        even = self.count % BITS_PER_BYTE == 0
         self._forward = Launch(
-            forward_kernel, (triton.cdiv(self.count, BITS * GROUPS),),
-            self.count, max(1, self.columns // BITS), inner, size, *bounds_of(e),
+            forward_kernel, (triton.cdiv(self.count, BITS_PER_BYTE * GROUPS),),
+            self.count, max(1, self.columns // BITS_PER_BYTE), inner, size, *bounds_of(e),
             bias_dtype is not None, residual_dtype is not None, axis >= 0, even, *decisive(e), GROUPS,
         )  # fmt: skip
         self._backward = Launch(
-            backward_kernel, (triton.cdiv(self.count, BITS * GROUPS),), self.count, even, GROUPS
+            backward_kernel, (triton.cdiv(self.count, BITS_PER_BYTE * GROUPS),), self.count, even, GROUPS
         )  # fmt: skip
         if self.columns and self.count:
             s = Strips.of(self.count, self.columns)
             self.programs = s.programs
-            rows, groups = self.count // self.columns, self.columns // BITS
+            rows, groups = self.count // self.columns, self.columns // BITS_PER_BYTE
             self._backward_bias = Launch(
-                backward_bias_kernel, (s.strips, s.programs), rows, groups, s.steps, s.tile, s.strip // BITS
+                backward_bias_kernel, (s.strips, s.programs), rows, groups, s.steps, s.tile, s.strip // BITS_PER_BYTE
             )
 
     def forward(self, y: Tensor, bias: Tensor | None, residual: Tensor | None, amax: Tensor) -> tuple[Tensor, Tensor]:
-        """As `fused_ops.forward_torch`; `residual` is laid out as `y`."""
+        """(the quantized tensor, the packed mask); `residual` is laid out as `y`."""
         out = torch.empty_like(y, dtype=self.dtype)
         bits = torch.empty(self.bytes, dtype=torch.uint8, device=y.device)
         if self.count:
@@ -232,7 +252,7 @@ class Plan:
         return out, bits
 
     def backward(self, grad: Tensor, bits: Tensor, wants_bias: bool) -> tuple[Tensor, Tensor | None]:
-        """(`grad` where the bits are set, its sum for each column, float32, if wanted); `grad` is laid out as `y`."""
+        """(`grad` where the mask is set, its float32 sum for each column if wanted); `grad` is laid out as `y`."""
         out = torch.empty_like(grad, dtype=self.y_dtype)
         if not self.count:
             return out, torch.zeros(self.columns, device=grad.device) if wants_bias else None
@@ -245,47 +265,3 @@ class Plan:
             launch = self._backward_bias
         launch(self.device, *tensors)
         return out, None if sums is None else sums.sum(0)
-
-
-def fused_quantize(
-    y: Tensor,
-    amax: Tensor,
-    epilogue: Epilogue,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor | None:
-    """As `fused_ops.fused_quantize`; None where the kernels do not fit."""
-    plan = plan_of(y, bias, residual, amax, epilogue, dtype)
-    if plan is None:
-        return None
-    return cast(Tensor, _Launched.apply(y, bias, residual, amax, plan))
-
-
-class _Launched(torch.autograd.Function):
-    """Keeps the packed bits only; the result is kept by whichever layer reads it."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, bias: Tensor | None, residual: Tensor | None, amax: Tensor, plan: Plan) -> Tensor:
-        if residual is not None and residual.stride() != plan.stride:
-            residual = like(residual, y)
-        result, bits = plan.forward(y, bias, residual, amax)
-        ctx.save_for_backward(bits)
-        ctx.plan = plan
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (bits,) = ctx.saved_tensors
-        plan: Plan = ctx.plan
-        refuse_second_derivative(grad)
-        if grad.stride() != plan.stride:
-            grad = grad.contiguous(memory_format=plan.memory_format)
-        _, wants_bias, wants_residual, _, _ = ctx.needs_input_grad
-        passed, bias_grad = plan.backward(grad, bits, wants_bias)
-        if bias_grad is not None and bias_grad.dtype != plan.bias_dtype:
-            bias_grad = bias_grad.to(plan.bias_dtype)
-        if not wants_residual:
-            return passed, bias_grad, None, None, None
-        same = plan.residual_dtype == plan.y_dtype
-        return passed, bias_grad, passed if same else passed.to(plan.residual_dtype), None, None

@@ -1,24 +1,20 @@
-"""Launches of Triton kernels that ask Triton only once how to run.
+"""Launches of Triton kernels that look the compiled kernel up only once.
 
-Triton's own `kernel[grid](...)` looks at every argument of every call, joins what it saw into a key and looks the
-compiled kernel up: 30 to 60 us of Python a launch, which a training step with two hundred launches cannot hide behind a
-fast GPU. A `Launch` belongs to one kind of arguments (types, sizes and constants); it goes that way once and calls the
-compiled kernel from then on. What Triton would have seen in the arguments must therefore be part of the key under
-which the caller keeps its launches. The compiled kernel takes pointers to lie at multiples of 16 bytes; a call in which
-one does not goes through Triton.
+Triton's own `kernel[grid](...)` inspects every argument of every call, builds a key and looks the compiled kernel up:
+30 to 60 us of Python per launch, which a training step with two hundred launches cannot hide on a fast GPU. A `Launch`
+belongs to one kind of arguments (types, sizes and constants): its first call goes through Triton, and all others call
+the compiled kernel. The key under which the caller keeps its launches must therefore hold everything that Triton
+specializes on. The compiled kernel assumes pointers at multiples of 16 bytes; a call with another goes through Triton.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-
-_MOST = 4096  # launches, or plans of them, that are kept under one name
+_CACHE_SIZE = 4096  # launches, or plans of them
 
 
 class Launch:
@@ -27,7 +23,7 @@ class Launch:
     Args:
         kernel: a function under `triton.jit`.
         grid: programs, (x,) or (x, y).
-        constants: the last arguments: numbers and constexprs, the same in every call.
+        constants: the last arguments, numbers and constexprs, which are the same in every call.
         options: of Triton's compiler: `num_warps`, `num_stages`, `maxnreg`.
     """
 
@@ -44,7 +40,7 @@ class Launch:
         """Run on the current stream of `device`.
 
         Args:
-            device: index, of all tensors; -1 for the processor, where the interpreter runs.
+            device: index of the tensors' device; -1 for the CPU, where the interpreter runs.
             tensors: the first arguments; None for one that is missing.
         """
         if device >= 0 and device != torch.cuda.current_device():
@@ -81,7 +77,7 @@ def _aligned(tensors: tuple[Tensor | None, ...]) -> bool:
 def launch(
     kernel: Any, grid: tuple[int, ...], tensors: tuple[Tensor, ...], constants: tuple[Any, ...], **options: int
 ) -> None:
-    """Run a kernel; what it needs is looked up by the types of its tensors. Compiled, the compiler's code launches it.
+    """Run a kernel; its launch is looked up by the types of its tensors. In a compiled graph, torch's code launches it.
 
     Args:
         kernel: a function under `triton.jit`.
@@ -101,13 +97,13 @@ def launch(
     found(device, *tensors)
 
 
-class Kept(dict[Any, Any]):
-    """A dictionary that forgets all before it grows without end, as it would with ever new shapes."""
+class BoundedCache(dict[Any, Any]):
+    """A dictionary that is cleared when it is full, as happens with ever new shapes."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if len(self) >= _MOST:
+        if len(self) >= _CACHE_SIZE:
             self.clear()
         super().__setitem__(key, value)
 
 
-_LAUNCHES = Kept()
+_LAUNCHES = BoundedCache()

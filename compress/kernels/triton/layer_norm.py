@@ -1,25 +1,27 @@
-"""The Triton kernel of `fused_norm`, and the operation around it.
+"""Layer norm and fake quantization as one operation, whose backward pass is one Triton kernel.
 
-A program is one warp, so that the two means of a row are sums within it, and takes a few rows at a time; it walks down
-a part of the matrix and keeps its sums of the gradients of weight and bias in registers.
+A program is one warp, so that the two means of a row are sums within the warp. It takes a few rows at a time, goes down
+a part of the matrix, and keeps its sums of the gradients of weight and bias in registers.
 """
 
 # ruff: noqa: ANN001, ANN201, N803  (kernels: Triton gives their parameters types, and constants stand in capitals)
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.epilogue import Epilogue, forward_torch, least_kept, refuse_second_derivative
+from compress.kernels.dispatch import refuse_second_derivative
+from compress.kernels.epilogue import Epilogue, Grid, forward_torch, rounding_threshold
 from compress.kernels.triton.fake_quantize import plan_of
+from compress.kernels.triton.language import tl, triton
 from compress.kernels.triton.launch import launch
 from compress.kernels.triton.rounding import step_of
 
+WIDEST = 2048
+"""Largest number of elements of a row."""
 _PROGRAMS = 1056  # 8 on each of 132 multiprocessors
 _ROWS = 2  # that a program takes at a time
 _WARPS = 1
@@ -32,12 +34,13 @@ def backward_kernel(
     WIDE: tl.constexpr, AROUND: tl.constexpr, COPY: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Rows: the gradient through rounding and norm, plus that around them; twice, in two types, if COPY.
+    """Compute rows of the gradient through quantizer and norm, plus `around`; COPY: written twice, in two types.
 
-    `grad` is that of the rounded norm, `around` that of what is normalized, from its other readers; `deviation` the
-    reciprocal of each row's standard deviation; `sums` (programs, 2, WIDE), of the gradients of weight and bias.
+    `grad` is the gradient of the quantized norm, and `around` the one that reaches the input of the norm from its other
+    consumers. `deviation` is the reciprocal of each row's standard deviation; `sums` (programs, 2, WIDE) are those of
+    the gradients of weight and bias.
     """
-    least = tl.cast(least, tl.float32)  # the compiler of torch.compile hands Python's numbers over in float64
+    least = tl.cast(least, tl.float32)  # torch.compile passes Python's numbers in float64
     high = tl.cast(high, tl.float32)
     _, reciprocal = step_of(tl.load(amax_ptr), high)
     column = tl.arange(0, PADDED)
@@ -79,8 +82,39 @@ def backward_kernel(
     tl.store(sums_ptr + WIDE + column, tl.sum(of_bias, axis=0), mask=inside)
 
 
-class NormQuantize(torch.autograd.Function):
-    """Keeps the sum, and two numbers a row; the result is kept by whichever layer reads it."""
+def norm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    grid: Grid,
+    *,
+    eps: float,
+    dtype: torch.dtype,
+    added: Tensor | None = None,
+    keep_sum: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Fake quantization of the layer norm of x + added over the last axis, in `dtype`; and x + added if `keep_sum`.
+
+    Args:
+        x: (..., C), contiguous, at most `WIDEST` wide.
+        weight: (C,).
+        bias: (C,); None = there is none.
+        grid: of the result; one range.
+        eps: added to the variance.
+        dtype: of the result.
+        added: shape of `x`, contiguous; None = nothing is added.
+        keep_sum: the sum is a result too.
+
+    Raises:
+        QuantizationError: in the backward pass, if a second derivative is asked for.
+    """
+    numbers = (eps, grid.low, grid.high, dtype, keep_sum)
+    result = _NormQuantize.apply(x, added, weight, bias, grid.amax, *numbers)
+    return cast("Tensor | tuple[Tensor, Tensor]", result)
+
+
+class _NormQuantize(torch.autograd.Function):
+    """Keeps the sum, and two numbers per row; the result is kept by the layer that consumes it."""
 
     @staticmethod
     def forward(
@@ -94,21 +128,20 @@ class NormQuantize(torch.autograd.Function):
         low: int,
         high: int,
         dtype: torch.dtype,
-        kept: bool,
+        keep_sum: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """As `fused_norm.FusedNormModule.forward`, the rounded norm in `dtype`."""
         total = x if added is None else x + added
         tensors = (_wide(weight), None if bias is None else _wide(bias))
         y, mean, deviation = torch.native_layer_norm(_wide(total), weight.shape, *tensors, eps)
         ctx.save_for_backward(total, mean, deviation, weight, amax, *([] if bias is None else [bias]))
         ctx.dtypes = (x.dtype, None if added is None else added.dtype)
-        ctx.high, ctx.least = float(high), least_kept(low)
-        result = _rounded(y, amax, Epilogue(low, high), dtype)
-        return (result, total) if kept else result
+        ctx.high, ctx.threshold = float(high), rounding_threshold(low)
+        result = _quantized(y, amax, Epilogue(low, high), dtype)
+        return (result, total) if keep_sum else result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, around: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """Of `x`, `added`, weight and bias."""
+        """Of x, added, weight and bias."""
         refuse_second_derivative(grad, around)
         total, mean, deviation, weight, amax, *rest = ctx.saved_tensors
         bias = rest[0] if len(rest) else None
@@ -117,7 +150,7 @@ class NormQuantize(torch.autograd.Function):
         steps = -(-rows // (_PROGRAMS * _ROWS))
         programs = -(-rows // (steps * _ROWS))
         of_x, of_added = ctx.dtypes
-        other = of_x if of_x != total.dtype else of_added  # a sum has the type of one of its terms at least
+        other = of_x if of_x != total.dtype else of_added  # a sum has the type of one of its terms
         copies = other is not None and other != total.dtype
         out = torch.empty(total.shape, dtype=total.dtype, device=total.device)
         copy = torch.empty(total.shape, dtype=other, device=total.device) if copies else out
@@ -129,7 +162,7 @@ class NormQuantize(torch.autograd.Function):
             (programs,),
             (grad, grad if around is None else around, total, mean, deviation, weight, weight if bias is None else bias,
              amax, out, copy, sums),
-            (rows, steps, ctx.least, ctx.high, width, around is not None, copies, bias is not None, _ROWS,
+            (rows, steps, ctx.threshold, ctx.high, width, around is not None, copies, bias is not None, _ROWS,
              1 << (width - 1).bit_length()),
             num_warps=_WARPS,
         )  # fmt: skip
@@ -145,12 +178,12 @@ class NormQuantize(torch.autograd.Function):
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32. Torch 2.11's compiler loses the gradient of what a `.float()` that changes nothing is called on."""
+    """`x` in float32; torch 2.11's compiler loses the gradient of a tensor through a `.float()` of the same type."""
     return x if x.dtype == torch.float32 else x.float()
 
 
-def _rounded(y: Tensor, amax: Tensor, epilogue: Epilogue, dtype: torch.dtype) -> Tensor:
-    """To the grid; compiled, the bits that say what saturated are read by nobody, and are not computed."""
+def _quantized(y: Tensor, amax: Tensor, epilogue: Epilogue, dtype: torch.dtype) -> Tensor:
+    """Quantize without keeping a mask: in a compiled graph it has no consumer, and is not computed."""
     plan = None if torch.compiler.is_compiling() else plan_of(y, None, None, amax, epilogue, dtype)
     if plan is None:
         return forward_torch(y, None, None, amax, epilogue, dtype)[0]

@@ -1,16 +1,16 @@
-"""Max pooling behind a fused chain, in the chain's kernel: layer -> bias -> activation -> quantizer -> max pool.
+"""Max pooling after a fused chain, in the kernel of the chain: layer -> bias -> activation -> quantizer -> max pool.
 
-What a network pools is its largest tensor: ResNet-50's stem writes 205 MB in half precision for 128 images, and a pool
-keeps a quarter of it. Done one by one, the quantized tensor is written, read by the pool, and its gradient, four
-times as large as the pooled one and mostly zero, is written, read and masked. In one kernel the quantized tensor is
-never there. One byte for each pooled value says from where in its window the value came, or that no gradient passes
-(the activation or the rounding cut it off): a bit an element, as `fused_ops` keeps, would be half of that, and the
-place would still be missing. Backward reads gradient and byte, and writes the gradient of the layer's result at once.
+The tensor that a network pools is its largest: ResNet-50's stem writes 205 MB in half precision for 128 images, and a
+pool keeps a quarter of it. Operation by operation, the quantized tensor is written and read by the pool, and its
+gradient, four times as large as the pooled one and mostly zero, is written, read and masked. In one kernel the
+quantized tensor is never stored. One byte per pooled value holds where in its window the value came from, or that no
+gradient passes (the activation or the quantizer clipped it). Backward reads gradient and byte, and writes the gradient
+of the layer's result directly.
 
 The result is that of the operations one by one: of equal values the first in the window passes the gradient, as in
-torch. Values are rounded before they are compared, because rounding makes equals.
+torch. Values are quantized before they are compared, because quantization makes values equal.
 
-On INT8 tensor cores (`fused_codes`) the convolution has written codes and bits; the pool reads those.
+On INT8 tensor cores (`conv_int8_training`) the convolution has written codes and bits, and the pool reads those.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803, N806  (kernels: Triton gives types, and constants stand in capitals)
@@ -20,18 +20,19 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.epilogue import Epilogue, Window, empty_last, refuse_second_derivative
+from compress.kernels.dispatch import refuse_second_derivative
+from compress.kernels.epilogue import Epilogue, Window
+from compress.kernels.memory_format import empty_channels_last
 from compress.kernels.triton.fake_quantize import Strips, bounds_of, decisive
+from compress.kernels.triton.language import tl, triton
 from compress.kernels.triton.launch import launch
 from compress.kernels.triton.rounding import on_grid, step_of, steps_of
 
 _LAST = torch.channels_last
 _PROGRAMS = 2112  # of the backward kernel: 16 on each of 132 multiprocessors
-_LARGEST = 2**31  # elements that 32 bits count
+_LARGEST = 2**31  # elements: indices have 32 bits
 
 
 @triton.jit
@@ -40,14 +41,15 @@ def forward_kernel(
     rows, channels, height, width, out_height, out_width, lower, upper, least, low, high,
     TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, STRIDE_Y: tl.constexpr, STRIDE_X: tl.constexpr,
     PAD_Y: tl.constexpr, PAD_X: tl.constexpr, HAS_BIAS: tl.constexpr, CODED: tl.constexpr, EMITS: tl.constexpr,
-    FROM: tl.constexpr, UP_TO: tl.constexpr, TELLS: tl.constexpr,
+    FROM: tl.constexpr, UP_TO: tl.constexpr, DISTINCT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of pooled values: each value of a window quantized, the first of the largest kept, and its place.
+    """Compute a tile of pooled values: quantize each value of a window, keep the first of the largest, and its place.
 
-    TELLS: different integers are different values in the type of the result. FROM, UP_TO: as in `fused_triton`.
+    DISTINCT: different integers are different values in the type of the result. CODED: `y` holds codes, with `bits`.
+    EMITS: write codes. FROM, UP_TO: as in `fake_quantize.forward_kernel`.
     """
-    lower = tl.cast(lower, tl.float32)  # the compiler of torch.compile hands Python's numbers over in float64
+    lower = tl.cast(lower, tl.float32)  # torch.compile passes Python's numbers in float64
     upper = tl.cast(upper, tl.float32)
     least = tl.cast(least, tl.float32)
     low = tl.cast(low, tl.float32)
@@ -68,14 +70,11 @@ def forward_kernel(
         y = first_y + tap // TAPS_X
         x = first_x + tap % TAPS_X
         there = inside & ((y >= 0) & (y < height) & (x >= 0) & (x < width))[:, None]
-        at = ((image * height + y) * width + x)[:, None] * channels + column[None, :]
+        pixel = ((image * height + y) * width + x)[:, None]
         if CODED:
-            code = tl.load(y_ptr + at, mask=there, other=0).to(tl.float32)
-            bits_at = ((image * height + y) * width + x)[:, None] * (channels // 8) + (column // 8)[None, :]
-            bits = tl.load(bits_ptr + bits_at, mask=there, other=0).to(tl.int32)
-            passes = (bits & (1 << column % 8)[None, :]) != 0
+            code, passes = _read_code(y_ptr, bits_ptr, pixel, column, channels, there)
         else:
-            value = tl.load(y_ptr + at, mask=there, other=0.0).to(tl.float32)
+            value = tl.load(y_ptr + pixel * channels + column[None, :], mask=there, other=0.0).to(tl.float32)
             if HAS_BIAS:
                 value += bias[None, :]
             steps = steps_of(value, lower, upper, scale, reciprocal)
@@ -83,19 +82,28 @@ def forward_kernel(
             if UP_TO:
                 passes = passes & (value < upper)
             code = on_grid(steps, low, high)
-        value = code if TELLS else (code * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
+        value = code if DISTINCT else (code * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
         better = there & ((value > best) | (value != value))
         best = tl.where(better, value, best)
-        if not TELLS:
+        if not DISTINCT:
             best_code = tl.where(better, code, best_code)
         place = tl.where(better, tl.where(passes, tap, 255), place)
-    if TELLS:
+    if DISTINCT:
         best_code = best
     at = row[:, None] * channels + column[None, :]
     tl.store(out_ptr + at, (best_code * scale).to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(places_ptr + at, place.to(tl.uint8), mask=inside)
     if EMITS:
         tl.store(codes_ptr + at, best_code.to(tl.int8), mask=inside)
+
+
+@triton.jit
+def _read_code(codes_ptr, bits_ptr, pixel, column, channels, there):
+    """(codes as float32, where the gradient passes), of a tile of pixels and channels."""
+    code = tl.load(codes_ptr + pixel * channels + column[None, :], mask=there, other=0).to(tl.float32)
+    bits_at = pixel * (channels // 8) + (column // 8)[None, :]
+    bits = tl.load(bits_ptr + bits_at, mask=there, other=0).to(tl.int32)
+    return code, (bits & (1 << column % 8)[None, :]) != 0
 
 
 @triton.jit
@@ -106,7 +114,7 @@ def backward_kernel(
     PAD_Y: tl.constexpr, PAD_X: tl.constexpr, WINDOWS_Y: tl.constexpr, WINDOWS_X: tl.constexpr, SUMS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of cells of STRIDE_Y x STRIDE_X pixels: each pixel takes the gradients of the windows that chose it."""
+    """Give each pixel of a cell of STRIDE_Y x STRIDE_X pixels the gradients of the windows that chose it."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for step in range(0, steps):
@@ -159,11 +167,11 @@ def _taken(
 
 
 class Pooled(NamedTuple):
-    """What a pooling chain writes, all channels_last.
+    """The results of a chain that ends in a pool, all channels_last.
 
     Attributes:
         value: quantized and pooled.
-        places: uint8, where in its window each value stood; 255 where no gradient passes.
+        places: uint8, the index of each value in its window; 255 where no gradient passes.
         codes: int8, of `value`; None unless asked for.
     """
 
@@ -181,7 +189,7 @@ def fits(y: Tensor) -> bool:
 def pooled_quantize(
     y: Tensor, amax: Tensor, epilogue: Epilogue, window: Window, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Max pooling of what `fused_ops.fused_quantize` computes of a `y` that `fits`."""
+    """Max pooling of `compress.kernels.fake_quantize.fused_quantize`; `y` `fits`."""
     return cast(Tensor, _Pooled.apply(y, bias, amax, tuple(epilogue), tuple(window), dtype))
 
 
@@ -209,7 +217,7 @@ class _Pooled(torch.autograd.Function):
         (places,) = ctx.saved_tensors
         wants_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[1]
         passed, sums = unpool(grad, places, Window(*ctx.window), ctx.size, ctx.dtype, wants_bias)
-        return passed, None if sums is None else sums.to(ctx.bias_dtype), None, None, None, None
+        return passed, None if sums is None else sums.to(ctx.bias_dtype), *(None,) * 4
 
 
 def pool(
@@ -223,7 +231,7 @@ def pool(
     bits: Tensor | None = None,
     emits: bool = False,
 ) -> Pooled:
-    """One kernel: bias, activation, fake quantization and max pooling; or the last alone.
+    """Bias, activation, fake quantization and max pooling in one kernel; or pooling of codes alone.
 
     Args:
         y: (N, C, H, W) for which `fits`; or, with `bits`, codes of a result of the epilogue, C a multiple of 8.
@@ -232,15 +240,15 @@ def pool(
         window: of the pool.
         dtype: of the values.
         bias: (C,).
-        bits: of the codes, as `fused_ops.pack`.
-        emits: codes are wanted, of at most 8 bits and a sign.
+        bits: of the codes, packed (`compress.kernels.bitmask`).
+        emits: write codes too, of at most 8 bits and a sign.
     """
     images, channels, height, width = y.shape
     out_height, out_width = window.out_size((height, width))
     shape = (images, channels, out_height, out_width)
-    to_out, out = empty_last(shape, dtype, y.device)
-    to_places, places = empty_last(shape, torch.uint8, y.device)
-    to_codes, codes = empty_last(shape, torch.int8, y.device) if emits else (to_out, None)
+    to_out, out = empty_channels_last(shape, dtype, y.device)
+    to_places, places = empty_channels_last(shape, torch.uint8, y.device)
+    to_codes, codes = empty_channels_last(shape, torch.int8, y.device) if emits else (to_out, None)
     rows, e = images * out_height * out_width, epilogue
     s = Strips.of(rows * channels, channels)
     launch(
@@ -265,7 +273,7 @@ def unpool(
         window: of the pool.
         size: (H, W) of `y`.
         dtype: of `y`.
-        wants_bias: whether the sum is.
+        wants_bias: whether the sum is computed.
 
     Raises:
         QuantizationError: a second derivative is asked for.
@@ -274,7 +282,7 @@ def unpool(
     grad = grad.contiguous(memory_format=_LAST)
     images, channels, out_height, out_width = grad.shape
     (height, width), (stride_y, stride_x) = size, window.stride
-    to_out, out = empty_last((images, channels, height, width), dtype, grad.device)
+    to_out, out = empty_channels_last((images, channels, height, width), dtype, grad.device)
     cells_y, cells_x = -(-height // stride_y), -(-width // stride_x)
     cells = images * cells_y * cells_x
     s = Strips.of(cells * channels, channels, programs=_PROGRAMS)

@@ -1,16 +1,15 @@
-"""Rounding to a quantizer's grid inside Triton kernels, to the last bit as `fake_quantize` does, in few instructions.
+"""Rounding to a quantizer's integers inside Triton kernels, to the last bit as `fake_quantize`, in few instructions.
 
-A kernel over a network's activations has time for some twenty instructions an element before it is slower than the
-memory. Triton's correct division (`div_rn`) alone takes more, and several times as many for a numerator of 0, which
-half of what follows a ReLU is. `divide` needs the reciprocal, once for all elements, and three instructions each.
+A kernel over the activations of a network has time for some twenty instructions per element before it is slower than
+the memory. Triton's correct division (`div_rn`) alone takes more, and several times as many for a numerator of 0, which
+is half of the values after a ReLU. `divide` takes the reciprocal, once for all elements, and three instructions each.
 """
 
 # ruff: noqa: ANN001, ANN201  (kernels: Triton gives their parameters types)
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from compress.kernels.triton.language import tl, triton
 
 _FAR = tl.constexpr(4096.0)  # steps: beyond every grid of at most 12 bits
 _ROUNDS = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it has no fraction bits, so it rounds half to even
@@ -38,7 +37,7 @@ def step_of(amax, high):
 
 @triton.jit
 def steps_of(x, lower, upper, scale, reciprocal):
-    """What an activation with bounds makes of `x`, in steps; what is far beyond every grid comes nearer. Keeps NaN.
+    """Clip `x` to the bounds of an activation and divide it by the scale; far values are clipped too. Keeps NaN.
 
     Args:
         x: float32.
@@ -64,5 +63,5 @@ def on_grid(steps, low, high):
 
 @triton.jit
 def below(steps, high):
-    """`on_grid` of what is never below its least integer."""
+    """`on_grid` of values that are never below the smallest integer."""
     return (tl.minimum(steps, high, propagate_nan=tl.PropagateNan.ALL) + _ROUNDS) - _ROUNDS

@@ -1,9 +1,9 @@
-"""Triton kernels of `fused_weights`: one launch for a group of weights, through a table of pointers.
+"""Quantization of a group of weights in one launch, through a table of pointers.
 
-A program computes one tile of one weight, as `fused_triton` does; two tables tell it which: `tiles` (weight, tile
-within it), and `about`, a row a weight of sizes, integers and the place in the buffer. Both depend on shapes alone and
-stay on the GPU. `pointers` (the weight's, its range's; the gradient's in backward) is copied there when it has changed:
-for parameters never, for gradients whenever the allocator has put them elsewhere.
+A program computes one tile of one weight; two tables say which: `tiles` (weight, tile within it), and `about`, a row
+per weight with sizes, integers and its place in the buffer. Both depend on shapes alone and stay on the GPU. `pointers`
+(of the weight and its range; of the gradient in the backward pass) is copied there when it has changed: for parameters
+never, for gradients whenever the allocator has placed them elsewhere.
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton gives their parameters types, and constants stand in capitals)
@@ -15,16 +15,17 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.epilogue import BITS, is_channels_last, refuse_second_derivative
-from compress.kernels.triton.launch import Kept, Launch
-from compress.quantization.quantizer import Quantizer
+from compress.kernels.bitmask import BITS_PER_BYTE
+from compress.kernels.dispatch import refuse_second_derivative
+from compress.kernels.epilogue import Grid
+from compress.kernels.memory_format import is_channels_last
+from compress.kernels.triton.language import tl, triton
+from compress.kernels.triton.launch import BoundedCache, Launch
 
 _GROUPS = 256  # of eight elements, in a tile
-_APART = 256  # elements: every weight begins at a multiple of this in the buffer
+_ALIGNMENT = 256  # elements: offsets in the buffer are its multiples
 _COLUMNS = tl.constexpr(5)  # of `about`
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -87,29 +88,32 @@ def _weight_gradients_kernel(
 
 
 def quantize_weights(
-    owner: Any, weights: list[Tensor], quantizers: list[Quantizer], dtype: torch.dtype, coded: Sequence[bool] = ()
+    owner: Any, weights: list[Tensor], grids: list[Grid], dtype: torch.dtype, coded: Sequence[bool] = ()
 ) -> tuple[Tensor | None, ...] | None:
     """The weights quantized, with straight-through gradients; None where the kernels do not fit.
 
     Args:
-        owner: who asks, call after call: what depends on shapes alone is kept for it.
+        owner: key of a cache for everything that depends on shapes alone: the same object call after call.
         weights: on one device.
-        quantizers: of integers, with ranges.
+        grids: of the weights.
         dtype: of the results.
         coded: of which weights the integers are wanted too; they follow, int8, None where they are not.
+
+    Raises:
+        QuantizationError: in the backward pass, if a second derivative is asked for.
     """
-    shapes = [(w.shape, w.stride(), w.dtype, q.format) for w, q in zip(weights, quantizers, strict=True)]
+    shapes = [(w.shape, w.stride(), w.dtype, *grid[1:]) for w, grid in zip(weights, grids, strict=True)]
     key = (shapes, dtype, weights[0].get_device())
     group = _KEPT.get(owner)
     if group is None or group.key != key:
-        group = _KEPT[owner] = _Group(key, weights) if _fits(weights, quantizers) else _Group(key, [])
+        group = _KEPT[owner] = _Group(key, weights, grids) if _fits(weights, grids) else _Group(key, [], [])
     if not group.places or (weights[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     pointers, joined = [], 0
-    for weight, quantizer in zip(weights, quantizers, strict=True):
+    for weight, grid in zip(weights, grids, strict=True):
         address = weight.data_ptr()
         joined |= address
-        pointers += [address, quantizer.amax.data_ptr()]
+        pointers += [address, grid.amax.data_ptr()]
     if joined & 15:
         return None
     group.ranges.fill(pointers)
@@ -118,20 +122,20 @@ def quantize_weights(
 
 
 _KEPT: WeakKeyDictionary[Any, _Group] = WeakKeyDictionary()
-_LAUNCHES = Kept()
+_LAUNCHES = BoundedCache()
 
 
-def _fits(weights: list[Tensor], quantizers: list[Quantizer]) -> bool:
-    """Whether all are dense with the channel axis outermost, and of one type that Triton computes."""
+def _fits(weights: list[Tensor], grids: list[Grid]) -> bool:
+    """Whether all are dense with the channel axis outermost, and of one type that the kernels take."""
     first = weights[0]
     return first.dtype in _TYPES and all(
         w.dtype == first.dtype
-        and w.device == first.device == q.amax.device
+        and w.device == first.device == grid.amax.device
         and 0 < w.numel() < 2**31
-        and q.amax.dtype == torch.float32
-        and (q.format.axis is None or q.format.axis % w.dim() == 0)
+        and grid.amax.dtype == torch.float32
+        and (grid.axis is None or grid.axis % w.dim() == 0)
         and (w.is_contiguous() or is_channels_last(w))
-        for w, q in zip(weights, quantizers, strict=True)
+        for w, grid in zip(weights, grids, strict=True)
     )
 
 
@@ -144,7 +148,7 @@ class _Pointers:
         self.table = torch.empty(0, dtype=torch.int64, device=device)
 
     def fill(self, addresses: list[int]) -> None:
-        """Make the table hold `addresses`; a new one, as the old one may still be read."""
+        """Make the table hold `addresses`: a new table, as a kernel may still read the old one."""
         if addresses != self._addresses:
             pinned = torch.tensor(addresses, dtype=torch.int64, pin_memory=self._device.type == "cuda")
             self.table = pinned.to(self._device, non_blocking=True)
@@ -152,32 +156,32 @@ class _Pointers:
 
 
 class _Group:
-    """What can be known of a group from types and shapes alone; `key` is what it was made from.
+    """The tables of a group, which depend on types and shapes alone: on `key`.
 
     Attributes:
-        places: (shape, stride, where it begins in the buffer, memory format) of each weight; none = it does not fit.
+        places: (shape, stride, offset in the buffer, memory format) of each weight; empty = the group does not fit.
         size: of the buffer, in elements.
     """
 
-    def __init__(self, key: tuple[Any, ...], weights: list[Tensor]) -> None:
+    def __init__(self, key: tuple[Any, ...], weights: list[Tensor], grids: list[Grid]) -> None:
         self.key = key
         self.places: list[tuple[torch.Size, tuple[int, ...], int, torch.memory_format]] = []
         self.size = 0
         if not weights:
             return
-        shapes, self.dtype, self.device_index = key
+        _, self.dtype, self.device_index = key
         self.device, self.weight_dtype = weights[0].device, weights[0].dtype
         self.ranges, self.gradients = _Pointers(self.device), _Pointers(self.device)
-        self.even = all(weight.numel() % BITS == 0 for weight in weights)
+        self.even = all(weight.numel() % BITS_PER_BYTE == 0 for weight in weights)
         about, tiles = [], []
-        for i, (weight, (shape, stride, _, quant_format)) in enumerate(zip(weights, shapes, strict=True)):
+        for i, (weight, grid) in enumerate(zip(weights, grids, strict=True)):
             n = weight.numel()
-            inner = n if quant_format.axis is None else n // shape[0]
-            about.append([n, inner, self.size, quant_format.low, quant_format.high])
-            tiles += [[i, tile] for tile in range(triton.cdiv(n, BITS * _GROUPS))]
+            inner = n if grid.axis is None else n // weight.shape[0]
+            about.append([n, inner, self.size, grid.low, grid.high])
+            tiles += [[i, tile] for tile in range(triton.cdiv(n, BITS_PER_BYTE * _GROUPS))]
             memory_format = torch.channels_last if is_channels_last(weight) else torch.contiguous_format
-            self.places.append((shape, stride, self.size, memory_format))
-            self.size += triton.cdiv(n, _APART) * _APART
+            self.places.append((weight.shape, weight.stride(), self.size, memory_format))
+            self.size += triton.cdiv(n, _ALIGNMENT) * _ALIGNMENT
         self.about = torch.tensor(about, device=self.device)
         self.tiles = torch.tensor(tiles, dtype=torch.int32, device=self.device)
 
@@ -192,14 +196,14 @@ class _Group:
     def forward(self, coded: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """(the buffer of quantized weights, the packed bits, the buffer of integers if wanted)."""
         out = torch.empty(self.size, dtype=self.dtype, device=self.device)
-        bits = torch.empty(self.size // BITS, dtype=torch.uint8, device=self.device)
+        bits = torch.empty(self.size // BITS_PER_BYTE, dtype=torch.uint8, device=self.device)
         codes = torch.empty(self.size, dtype=torch.int8, device=self.device) if coded else None
         tensors = (self.ranges.table, self.about, self.tiles, out, bits, codes)
         self.launch(_weights_kernel, self.weight_dtype, self.dtype, *tensors)
         return out, bits, codes
 
     def backward(self, grads: list[Tensor | None], bits: Tensor) -> Tensor:
-        """The buffer of masked gradients; undefined where there is none."""
+        """The buffer of masked gradients; undefined for weights without a gradient."""
         addresses = []
         for i, (grad, place) in enumerate(zip(grads, self.places, strict=True)):
             if grad is None:
@@ -225,7 +229,7 @@ class _Group:
 
 
 class _QuantizeWeights(torch.autograd.Function):
-    """Keeps the packed bits; the results are kept by the layers that read them."""
+    """Keeps the packed bits; the results are kept by the layers that consume them."""
 
     @staticmethod
     def forward(ctx: Any, group: _Group, coded: bool, *weights: Tensor) -> tuple[Tensor | None, ...]:

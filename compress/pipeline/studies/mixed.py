@@ -140,21 +140,29 @@ def mixed_front(
     run.progress.finish("mixed precision")
     latency = _latency(files, batch_size, precision, seconds, run) if costs == ENGINE else {}
     seen = {name: _accuracy(run, path, precision, images) for name, path in files.items()}
-    found = []
-    for name, formats in named.items():
-        parity = compare_logits(seen[FLOAT].logits, seen[name].logits)
-        point = Point(
-            label=name,
-            formats=formats,
-            spec=None if name == FLOAT else _spec(measured, formats),
-            predicted_ms=table.rest_ms + sum(table.ms[layer][formats[layer]] for layer in layers),
-            latency_ms=latency.get(name),
-            top1=seen[name].top1,
-            agreement=parity.agreement,
-            sqnr_db=parity.sqnr_db,
-        )
-        found.append(point)
-    return tuple(found), table
+    return tuple(_point(measured, name, formats, table, latency, seen) for name, formats in named.items()), table
+
+
+def _point(
+    measured: Measured,
+    name: str,
+    formats: Formats,
+    table: CostTable,
+    latency: Mapping[str, float],
+    seen: Mapping[str, EngineAccuracy],
+) -> Point:
+    """One choice of formats with its predicted and measured figures; `seen` holds the float network's too."""
+    parity = compare_logits(seen[FLOAT].logits, seen[name].logits)
+    return Point(
+        label=name,
+        formats=formats,
+        spec=None if name == FLOAT else _spec(measured, formats),
+        predicted_ms=table.rest_ms + sum(table.ms[layer][used] for layer, used in formats.items()),
+        latency_ms=latency.get(name),
+        top1=seen[name].top1,
+        agreement=parity.agreement,
+        sqnr_db=parity.sqnr_db,
+    )
 
 
 def pick(points: Sequence[Point], *, budget_ms: float | None = None, max_drop: float | None = None) -> Point:

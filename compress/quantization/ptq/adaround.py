@@ -28,8 +28,9 @@ from torch.nn.utils import parametrize
 from compress.errors import QuantizationError
 from compress.files import replacing
 from compress.graph.ops import module_kind, node_kind
+from compress.kernels.memory_format import along_axis
 from compress.progress import NoProgress, Progress
-from compress.quantization.numerics import QuantFormat, along_axis
+from compress.quantization.numerics import QuantFormat
 from compress.quantization.ptq.walk import Visit, walk
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import Rounding, placement_of

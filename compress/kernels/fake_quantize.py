@@ -1,0 +1,173 @@
+"""Bias, residual add, activation, fake quantization, and max pooling if it follows, as one differentiable operation.
+
+Computed by Triton kernels on a GPU where layout and type fit, and by torch's operations everywhere else; both compute
+the same numbers. In a graph that torch compiles, the forward pass is the same kernel and the backward pass is torch's
+operations: the compiler masks the gradient where it adds two gradients that meet after a chain, and a kernel of ours
+would separate the two.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from compress.kernels.bitmask import pack
+from compress.kernels.dispatch import (
+    Kernels,
+    refuse_second_derivative,
+    use_triton,
+    use_triton_compiled,
+    use_triton_eager,
+)
+from compress.kernels.epilogue import Epilogue, Window, backward_torch, forward_torch, max_pool
+from compress.kernels.memory_format import dense, is_channels_last, like
+from compress.kernels.triton import pool
+from compress.kernels.triton.fake_quantize import Plan, fits, forward_compiled, plan_of
+
+
+def fused_quantize(
+    y: Tensor,
+    amax: Tensor,
+    epilogue: Epilogue,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    kernels: Kernels | None = None,
+    recompute_mask: bool = False,
+) -> Tensor:
+    """Fake quantization of activation(y + bias + residual), computed in float32 (float64 for float64).
+
+    The gradient is that of the operations one by one (straight through the quantizer, ReLU 0 at 0); `amax` has none.
+
+    Args:
+        y: any shape, floating point: the result of a layer without its bias.
+        amax: () or (C,): the largest magnitudes kept.
+        epilogue: activation and integers.
+        bias: (C,), C the size of `y` along `epilogue.bias_dim`.
+        residual: shape of `y`.
+        dtype: of the result; None = that of `y`.
+        kernels: which implementation; None = Triton on a GPU, where layout and type fit.
+        recompute_mask: `y` is kept for backward by its producer anyway. Torch's operations in a compiled graph then
+            keep a boolean mask instead of bits, and the compiler computes it again from `y`. It would compute bits
+            again too, but pack them in a separate kernel.
+
+    Returns:
+        Shape and memory format of `y`.
+
+    Raises:
+        QuantizationError: in the backward pass, if a second derivative is asked of Triton kernels.
+    """
+    dtype = dtype or y.dtype
+    y = dense(y)
+    plan, compiled = None, False
+    if use_triton_compiled(y, kernels):
+        compiled = epilogue.axis is None and y.numel() > 0 and fits(y, epilogue, bias)
+    elif use_triton_eager(y, kernels):
+        plan = plan_of(y, bias, residual, amax, epilogue, dtype)
+    tensors = (y, bias, residual, amax)
+    return cast(Tensor, _FusedQuantize.apply(*tensors, plan, compiled, *epilogue, dtype, recompute_mask))
+
+
+class _FusedQuantize(torch.autograd.Function):
+    """Keeps the packed bits only, or a mask; the result is kept by the layer that consumes it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        amax: Tensor,
+        plan: Plan | None,
+        compiled: bool,
+        low: int,
+        high: int,
+        lower: float,
+        upper: float,
+        axis: int | None,
+        bias_dim: int,
+        dtype: torch.dtype,
+        recompute_mask: bool,
+    ) -> Tensor:
+        """Triton's kernel by its plan; or in a compiled graph, which knows none; or torch's operations."""
+        if residual is not None:
+            residual = like(residual, y)
+        epilogue = Epilogue(low, high, lower, upper, axis, bias_dim)
+        if plan is not None:
+            result, mask = plan.forward(y, bias, residual, amax)
+        elif compiled:
+            result, mask = forward_compiled(y, bias, residual, amax, epilogue, dtype)
+        else:
+            result, mask = forward_torch(y, bias, residual, amax, epilogue, dtype)
+            mask = mask if recompute_mask and torch.compiler.is_compiling() else pack(mask)
+        ctx.save_for_backward(mask)
+        ctx.plan, ctx.bias_dim, ctx.dtype = plan, bias_dim, y.dtype
+        ctx.last = is_channels_last(y)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.residual_dtype = None if residual is None else residual.dtype
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Of y, bias and residual."""
+        (mask,) = ctx.saved_tensors
+        grad = grad.contiguous(memory_format=torch.channels_last if ctx.last else torch.contiguous_format)
+        wants_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[1]
+        passed, bias_grad = masked_gradients(grad, mask, ctx.plan, ctx.dtype, ctx.bias_dim, wants_bias)
+        return passed, in_type(bias_grad, ctx.bias_dtype), in_type(passed, ctx.residual_dtype), *(None,) * 11
+
+
+def masked_gradients(
+    grad: Tensor, mask: Tensor, plan: Plan | None, dtype: torch.dtype, bias_dim: int, wants_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(`grad` where the mask is set, its sum for the bias if wanted), by Triton's kernel if there is a plan.
+
+    Args:
+        grad: laid out as the forward pass's `y`.
+        mask: packed bits, or booleans.
+        plan: of the forward pass; None = torch's operations.
+        dtype: of the first result.
+        bias_dim: axis of the bias.
+        wants_bias: whether the sum is computed; it is in float32, or in float64 for float64.
+
+    Raises:
+        QuantizationError: a second derivative is asked of Triton kernels.
+    """
+    if plan is None:
+        return backward_torch(grad, mask, dtype, bias_dim, wants_bias)
+    refuse_second_derivative(grad)
+    return plan.backward(grad, mask, wants_bias)
+
+
+def in_type(grad: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """A gradient in the type of its tensor; None if there is no gradient or no tensor."""
+    if grad is None or dtype is None:
+        return None
+    return grad if grad.dtype == dtype else grad.to(dtype)
+
+
+def pooled_quantize(
+    y: Tensor,
+    amax: Tensor,
+    epilogue: Epilogue,
+    window: Window,
+    *,
+    bias: Tensor | None = None,
+    kernels: Kernels | None = None,
+) -> Tensor:
+    """Max pooling of `fused_quantize`; one kernel, also in a compiled graph, on a GPU where layout and type fit.
+
+    Args:
+        y: (N, C, H, W), the result of a convolution without its bias.
+        amax: (), the largest magnitude kept.
+        epilogue: activation and integers.
+        window: of the pool.
+        bias: (C,).
+        kernels: as of `fused_quantize`.
+    """
+    if use_triton(y, kernels) and pool.fits(y) and epilogue.axis is None:
+        return pool.pooled_quantize(y, amax, epilogue, window, bias, y.dtype)
+    return max_pool(fused_quantize(y, amax, epilogue, bias=bias, kernels=kernels), window)
