@@ -25,14 +25,6 @@ BATCH = 2**20
 WORKERS = 1024
 """Most loader processes, and most threads of an engine."""
 
-IMAGE_PIXELS = 178_956_970
-"""Most pixels of a stored image, before and after resizing: Pillow's own bound on a decompression bomb, half a gigabyte
-as RGB. Data of larger pictures are cut into tiles."""
-
-IMAGE_STRETCH = 64
-"""Most that resizing may enlarge the number of pixels of an image: a strip of 1 x 30,000 would need gigabytes. From a
-thumbnail of 32 pixels to 224 it is 49 times."""
-
 RECIPE_BYTES = 2**20
 """Largest recipe file."""
 

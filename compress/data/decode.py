@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -30,6 +30,7 @@ Decoded = tuple[Tensor, Tensor, list[tuple[str, str]]]
 _AREA = (0.08, 1.0)
 _LOG_RATIO = math.log(4 / 3)
 _TRIES = 10
+_LONGEST_STRIP = 4  # times the shorter side; the crop needs one
 
 
 class Decoder(Dataset[Item]):
@@ -67,10 +68,16 @@ class Decoder(Dataset[Item]):
 
 
 def rgb(image: Image.Image) -> Image.Image:
-    """Convert an image to 8-bit RGB.
+    """Convert an image to 8-bit RGB, upright as its EXIF data say.
 
     Pillow clips 16-bit values at 255, so that most become white; here 65,535 becomes 255.
+
+    Raises:
+        ValueError: pixels of 32 bits, integers or floats, of which nobody can tell what white is.
     """
+    if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
+        raise ValueError("its pixels have 32 bits and no fixed range; store it with 8 or 16 bits a channel")
+    image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
         image = Image.fromarray((np.asarray(image).astype(np.float64) / 257).round().clip(0, 255).astype(np.uint8))
     return image.convert("RGB")
@@ -85,8 +92,14 @@ def collate(items: list[Item]) -> Decoded:
 
 
 def centre_crop(image: Image.Image, size: int, *, crop_ratio: float) -> Tensor:
-    """Return the centre (3, size, size) uint8 of `image`, its shorter side resized to size / crop_ratio."""
+    """Return the centre (3, size, size) uint8 of `image`, its shorter side resized to size / crop_ratio.
+
+    Of a long strip only the middle is resized: all of one of 1 x 30,000 pixels would take gigabytes.
+    """
     transforms = _transforms()
+    longest = _LONGEST_STRIP * min(image.size)
+    if max(image.size) > longest:
+        image = transforms.center_crop(image, [min(image.height, longest), min(image.width, longest)])
     resized = transforms.resize(image, [round(size / crop_ratio)], antialias=True)
     return transforms.pil_to_tensor(transforms.center_crop(resized, [size, size]))
 

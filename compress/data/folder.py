@@ -199,10 +199,11 @@ def _scan(folder: Path, labels: tuple[str, ...]) -> tuple[np.ndarray, Tensor]:
     """
     files: list[bytes] = []
     counts: list[int] = []
+    above = {_identity(folder), *(_identity(folder / label) for label in labels)}
     for label in labels:
         found = sorted(
             os.path.relpath(os.path.join(parent, name), folder)  # noqa: PTH118 (a Path for each is ten times slower)
-            for parent, _, names in os.walk(folder / label, followlinks=True)
+            for parent, names in _walk(folder / label, above)
             for name in names
             if name.lower().endswith(EXTENSIONS) and name[0] != "."
         )
@@ -211,6 +212,25 @@ def _scan(folder: Path, labels: tuple[str, ...]) -> tuple[np.ndarray, Tensor]:
         files += map(os.fsencode, found)
         counts.append(len(found))
     return np.array(files), torch.repeat_interleave(torch.arange(len(labels)), torch.tensor(counts))
+
+
+def _walk(folder: Path, above: set[tuple[int, int]]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder in `folder`, links followed, with its files; one that was seen, or is in `above`, only once."""
+    seen = above - {_identity(folder)}
+    for parent, inner, names in os.walk(folder, followlinks=True):
+        identity = _identity(parent)
+        inner.sort()
+        if identity in seen:
+            inner.clear()
+            continue
+        seen.add(identity)
+        yield parent, names
+
+
+def _identity(folder: Path | str) -> tuple[int, int]:
+    """Device and number of a folder, which links to it share."""
+    status = os.stat(folder)  # noqa: PTH116 (as in the walk)
+    return status.st_dev, status.st_ino
 
 
 def _workers() -> int:

@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision import transforms
 
 from compress.data import BatchPlan, DataSpec, load_data
-from compress.data.decode import random_box, rgb
+from compress.data.decode import centre_crop, random_box, rgb
 from compress.errors import DataError
 
 CPU = torch.device("cpu")
@@ -233,3 +233,48 @@ def test_sixteen_bit_images_keep_their_greys(tmp_path):
     with Image.open(tmp_path / "deep.png") as file:
         pixels = np.asarray(rgb(file))
     np.testing.assert_array_equal(pixels, np.repeat(np.arange(256, dtype=np.uint8).reshape(16, 16, 1), 3, axis=2))
+
+
+@pytest.mark.parametrize("pixels", [np.full((9, 9), 120, np.int32), np.full((9, 9), 0.5, np.float32)])
+def test_pixels_without_a_fixed_range_are_refused(root, pixels):
+    Image.fromarray(pixels).save(root / "val" / "ant" / "00.tif")
+    with pytest.raises(DataError, match=r"00\.tif is not a readable image .*32 bits.*8 or 16 bits"):
+        load_data(spec(root)).val.load(list(range(len(CLASSES) * 3 + 1)), epoch=None, device=CPU)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_stand_upright(tmp_path, orientation):
+    """EXIF 2.32, tag 274: where row 0 and column 0 of the stored pixels are in the scene."""
+    rows, columns = {
+        1: ("top", "left"), 2: ("top", "right"), 3: ("bottom", "right"), 4: ("bottom", "left"), 5: ("left", "top"),
+        6: ("right", "top"), 7: ("right", "bottom"), 8: ("left", "bottom"),
+    }[orientation]  # fmt: skip
+    scene = np.arange(6, dtype=np.uint8).reshape(2, 3) * 40
+    stored = scene if rows in ("top", "bottom") else scene.T
+    stored = stored[::-1] if rows in ("bottom", "right") else stored
+    stored = stored[:, ::-1] if columns in ("bottom", "right") else stored
+    exif = Image.Exif()
+    exif[274] = orientation
+    Image.fromarray(np.ascontiguousarray(stored)).save(tmp_path / "a.png", exif=exif)
+    with Image.open(tmp_path / "a.png") as image:
+        np.testing.assert_array_equal(np.asarray(rgb(image))[..., 0], scene)
+
+
+def test_of_a_long_strip_only_the_middle_is_resized():
+    strip = Image.new("L", (1, 30_000), 7).convert("RGB")
+    assert centre_crop(strip, 224, crop_ratio=0.875).unique().tolist() == [7]
+    short, long = (torch.arange(n, dtype=torch.uint8) for n in (40, 240))
+    image = Image.fromarray(long.expand(40, -1).contiguous().numpy()).convert("RGB")
+    (row,) = centre_crop(image, 40, crop_ratio=1.0)[0].unique(dim=0)
+    assert torch.equal(row, short + 100)
+
+
+def test_links_to_folders_above_do_not_multiply_images(root):
+    alone = load_data(spec(root)).train.files
+    (root / "train" / "ant" / "loop").symlink_to(root / "train", target_is_directory=True)
+    (root / "train" / "bee" / "loop").symlink_to(root / "train" / "bee", target_is_directory=True)
+    assert load_data(spec(root)).train.files == alone
+    elsewhere = root / "more"
+    write_image(elsewhere / "x.png", seed=1)
+    (root / "train" / "ant" / "more").symlink_to(elsewhere, target_is_directory=True)
+    assert len(load_data(spec(root)).train.files) == len(alone) + 1
