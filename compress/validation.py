@@ -133,6 +133,8 @@ def _explain(cls: type, error: Mapping[str, Any], where: str) -> str:
         section = next(_sections(_declared(cls, location[:-1])))
         names = [field.name for field in dataclasses.fields(section)]
         return f"{path}: unknown key{near_misses(str(location[-1]), names)} (allowed: {', '.join(names)})"
+    if kind in ("missing", "missing_argument", "missing_keyword_only_argument"):
+        return f"{path} is missing"
     if kind == "dataclass_type":
         return f"{path}: got {got!r}; expected a section with keys {keys_of(next(_sections(hint)))}"
     if kind == "literal_error":
@@ -152,8 +154,8 @@ def _declared(cls: Any, location: Sequence[str | int]) -> Any:
     hint: Any = cls
     for part in location:
         if isinstance(part, int):
-            tuples = (member for member in members(hint) if get_origin(member) is tuple)
-            hint = next((get_args(member)[0] for member in tuples), Any)
+            lists = (member for member in members(hint) if get_origin(member) in (tuple, list))
+            hint = next((get_args(member)[0] for member in lists), Any)
         else:
             section = next(_sections(hint), None)
             hint = Any if section is None else get_type_hints(section, include_extras=True).get(part, Any)

@@ -14,39 +14,20 @@ the result would be neither training's.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from compress.errors import CheckpointError, first_few
-from compress.files import replacing
 from compress.training.average import WeightAverage
+from compress.training.tensor_file import Contents, read_tensors, write_tensors
 from compress.weights import mask_hint
 
-VERSION = 1
-HEADER = "compress"  # the key of our JSON among the file's metadata
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contents:
-    """Contents of a model's file or of a checkpoint.
-
-    Attributes:
-        path: the file.
-        tensors: tensors by name, on the CPU; names that share memory hold the same tensor.
-        data: the caller's JSON document.
-    """
-
-    path: str
-    tensors: dict[str, Tensor]
-    data: dict[str, Any]
+_SINCE = {"data_digest": 2}
+"""Keys of an identity, by the format of the first files that have them; older files say nothing of them."""
 
 
 def save_model(model: nn.Module, path: Path | str, metadata: Mapping[str, Any] | None = None) -> Path:
@@ -60,7 +41,7 @@ def save_model(model: nn.Module, path: Path | str, metadata: Mapping[str, Any] |
     Raises:
         CheckpointError: a state that is not a tensor, or a file that cannot be written.
     """
-    return _write(path, "model", _model_state(model), dict(metadata or {}))
+    return write_tensors(path, "model", _model_state(model), dict(metadata or {}))
 
 
 def load_model(model: nn.Module, path: Path | str) -> dict[str, Any]:
@@ -70,7 +51,7 @@ def load_model(model: nn.Module, path: Path | str) -> dict[str, Any]:
         CheckpointError: a missing, truncated or foreign file, or names, shapes or types that differ from the model's
             (all are named, nothing is loaded).
     """
-    contents = _read(path, "model")
+    contents = read_tensors(path, "model")
     _check_model(contents.path, contents.tensors, model)
     model.load_state_dict(contents.tensors)
     return contents.data
@@ -106,7 +87,7 @@ def save_checkpoint(
     if average is not None:
         tensors |= {f"average.{name}": mean for name, mean in average.means.items()}
     data = {"identity": dict(identity), "position": dict(position), "scaler": scaler.state_dict()}
-    return _write(path, "checkpoint", tensors, data)
+    return write_tensors(path, "checkpoint", tensors, data)
 
 
 def load_checkpoint(
@@ -130,8 +111,17 @@ def load_checkpoint(
 
 def read_checkpoint(path: Path | str, identity: Mapping[str, Any]) -> Contents:
     """Read a checkpoint of the training that `identity` describes; raises as `load_checkpoint` does."""
-    contents = _read(path, "checkpoint")
-    there, here = contents.data["identity"], json.loads(json.dumps(dict(identity)))
+    contents = read_tensors(path, "checkpoint")
+    there, position = (contents.data.get(key) for key in ("identity", "position"))
+    if not isinstance(there, dict) or not isinstance(position, dict):
+        raise CheckpointError(
+            f"{contents.path} is damaged: its header has no identity or no position. Start a new training"
+        )
+    here = {
+        key: value
+        for key, value in json.loads(json.dumps(dict(identity))).items()
+        if key in there or contents.version >= _SINCE.get(key, 1)
+    }
     different = [
         f"{key} ({there.get(key, 'absent')!r} there, {here.get(key, 'absent')!r} here)"
         for key in sorted(there.keys() | here.keys())
@@ -163,52 +153,14 @@ def restore_checkpoint(
     model.load_state_dict(weights)
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
     if scaler.is_enabled():
-        scaler.load_state_dict(contents.data["scaler"])
+        try:
+            scaler.load_state_dict(contents.data["scaler"])
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{contents.path} holds no state of the gradient scaler that fp16 needs ({error}). Start a new training"
+            ) from error
     position: dict[str, Any] = contents.data["position"]
     return position
-
-
-@contextmanager
-def writing(path: Path | str) -> Iterator[Path]:
-    """`compress.files.replacing`, whose failures (a full disk, a read-only folder) become a CheckpointError."""
-    try:
-        with replacing(path) as temporary:
-            yield temporary
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot write {path}: {error}. An older file there is unchanged; free space, or choose another folder"
-        ) from error
-
-
-def _write(path: Path | str, kind: str, tensors: Mapping[str, Tensor], data: dict[str, Any]) -> Path:
-    alone, shared = _without_shared_memory(tensors)
-    header = {"kind": kind, "version": VERSION, "torch": torch.__version__, "shared": shared, "data": data}
-    with writing(path) as temporary:
-        save_file(alone, temporary, metadata={HEADER: json.dumps(header)})
-    return Path(path)
-
-
-def _read(path: Path | str, kind: str) -> Contents:
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get(HEADER, "null"))
-            if not isinstance(header, dict) or header.get("kind") != kind:
-                got = header.get("kind") if isinstance(header, dict) else "safetensors file of another program"
-                raise CheckpointError(f"{path} is a {got}, not a {kind} that compress wrote: name the right file")
-            if header["version"] > VERSION:
-                raise CheckpointError(
-                    f"{path} has format version {header['version']} and this compress reads up to {VERSION}: upgrade it"
-                )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"there is no {kind} at {path}: check the path, or start a new training") from error
-    except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is no whole safetensors file ({error}): it was truncated or is of another program; "
-            "take a good copy, or start a new training"
-        ) from error
-    tensors |= {alias: tensors[name] for alias, name in header["shared"].items()}
-    return Contents(path=str(path), tensors=tensors, data=header["data"])
 
 
 def _model_state(model: nn.Module) -> dict[str, Tensor]:
@@ -220,25 +172,6 @@ def _model_state(model: nn.Module) -> dict[str, Tensor]:
                 "register it as not persistent"
             )
     return state
-
-
-def _without_shared_memory(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return CPU copies that own their memory, and alias -> name for tensors that are the same one (tied weights)."""
-    copies: dict[str, Tensor] = {}
-    shared: dict[str, str] = {}
-    first: dict[tuple[Any, ...], str] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage().data_ptr()
-        place = (tensor.device, storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and first.setdefault(place, name) != name:
-            shared[name] = first[place]
-            continue
-        owned = storage not in storages and tensor.nbytes == tensor.untyped_storage().nbytes()
-        storages.add(storage)
-        copy = tensor.detach().cpu().contiguous()
-        copies[name] = copy if owned else copy.clone()
-    return copies, shared
 
 
 def _check_model(path: str, got: Mapping[str, Tensor], model: nn.Module) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from compress.training.checkpoint import writing
 from compress.training.evaluate import Accuracy
+from compress.training.tensor_file import writing
 
 
 @dataclass(frozen=True, kw_only=True)

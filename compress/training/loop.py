@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -41,6 +41,8 @@ from compress.training.optim import learning_rate, make_optimizer
 from compress.training.outputs import LogitsOf
 from compress.training.prepare import check_models, example_images, not_finite, surroundings, to_channels_last, wrap
 from compress.training.spec import TrainSpec, check_train_spec
+from compress.training.tensor_file import Contents
+from compress.validation import parse
 
 READ_EVERY = 20
 
@@ -124,8 +126,19 @@ class _Position:
     skipped: list[str] = field(default_factory=list)  # files of the training split that could not be read
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> _Position:
-        return cls(**{**document, "history": [EpochRow(**row) for row in document["history"]]})
+    def read(cls, contents: Contents, *, epochs: int, steps_per_epoch: int) -> _Position:
+        """The position in a checkpoint, if it is one of this training."""
+        position, lines = parse(cls, contents.data["position"], where="position")
+        if position is not None:
+            inside = 0 <= position.epoch <= epochs and 0 <= position.step < max(1, steps_per_epoch)
+            if not inside or len(position.history) != position.epoch:
+                lines = [
+                    f"it is at epoch {position.epoch}, step {position.step}, with {len(position.history)} rows, of "
+                    f"{epochs} epochs of {steps_per_epoch} steps"
+                ]
+        if position is None or lines:
+            raise CheckpointError(f"{contents.path} is damaged: {'; '.join(lines)}. Start a new training")
+        return position
 
 
 class _Training:
@@ -198,8 +211,9 @@ class _Training:
             self._save()
             return None
         contents = self.processes.on_main(lambda: read_checkpoint(path, self._identity()))
-        position = restore_checkpoint(contents, **self._parts())
-        self.position = _Position.from_json(position)
+        position = _Position.read(contents, epochs=self.spec.epochs, steps_per_epoch=self.steps_per_epoch)
+        restore_checkpoint(contents, **self._parts())
+        self.position = position
         skipped = self.data.train.skipped
         skipped[:] = dict.fromkeys([*self.position.skipped, *skipped])
         self._write_log()
@@ -358,7 +372,8 @@ class _Training:
     def _identity(self) -> dict[str, Any]:
         train = self.data.train
         data = {"batch_size": self.plan.batch_size, "train_images": len(train), "data_seed": train.seed}
-        return {**asdict(self.spec), **data, "first_epoch": self.first_epoch}
+        digest = train.fingerprint.digest()
+        return {**asdict(self.spec), **data, "data_digest": digest, "first_epoch": self.first_epoch}
 
     def _learning_rate(self, step: int) -> float:
         return learning_rate(
