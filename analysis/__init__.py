@@ -1,1 +1,1 @@
-"""Studies behind the figures in results/: run one from the repository root with `python -m analysis.STUDY.run`."""
+"""The studies of the figures in results/: run one from the repository root with `python -m analysis.STUDY.run`."""

@@ -83,7 +83,7 @@ class EngineUnavailableError(EngineError):
 
 
 _ABBREVIATIONS = {"trt": "tensorrt", "ort": "onnxruntime", "ov": "openvino", "rtx": "tensorrt-rtx"}
-"""What people call engines and targets."""
+"""Engines and targets by the names that people use."""
 
 
 def near_misses(got: str, allowed: Iterable[str], *, limit: int = 3) -> str:

@@ -1,4 +1,4 @@
-"""What all tests share: one thread a process, and a seed."""
+"""Settings of all tests: one thread per process, and a seed."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from compress.training.spec import TrainSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Where the results of a unit are stored, and the options that change them.
+    """The files of a unit's results, and the options that change them.
 
     Attributes:
         cache: folder of weights and rows.

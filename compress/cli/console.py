@@ -1,4 +1,4 @@
-"""Where the command line prints, and how it shows progress.
+"""Output and progress of the command line.
 
 Tables go to standard output. With `--json` standard output holds one JSON document and nothing else; everything
 else, progress included, is on standard error.
@@ -40,7 +40,7 @@ class BarProgress:
         self._tasks: dict[str, TaskID] = {}
 
     def start(self, task: str, total: int, *, done: int = 0) -> None:
-        """Show a bar of `total` units, `done` of which are behind."""
+        """Show a bar of `total` units, `done` of which are finished."""
         self.finish(task)
         self._tasks[task] = self._bars.add_task(task, total=total or None, completed=done, figures="")
 
@@ -77,7 +77,7 @@ def _print_line(text: str) -> None:
 
 @dataclass
 class Verbosity:
-    """How much progress is shown: -1 nothing, 0 the default, 1 a line at least every second."""
+    """Amount of progress shown: -1 nothing, 0 the default, 1 a line at least every second."""
 
     level: int = 0
 

@@ -1,4 +1,4 @@
-"""What is printed about a run folder: the steps that are finished, and the table of what was measured."""
+"""The summary of a run folder: the steps that are finished, and the table of measurements."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Split(ABC):
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint:
-        """What the split holds; computed once."""
+        """The fingerprint of the split; computed once."""
         return Fingerprint(labels=self.labels, images=len(self), content=digest_of(self.content()))
 
     def content(self) -> Iterable[bytes | str]:

@@ -1,4 +1,4 @@
-"""What a split of a data set holds, in few bytes: kept with a run and a checkpoint, and compared when they go on.
+"""The content of a split in few bytes: kept with a run and a checkpoint, and compared when they are resumed.
 
 A classifier whose class folders were renamed, or whose files were exchanged, is not worse but wrong, and no number says
 so: its accuracy falls from one to nothing without an error.
@@ -22,7 +22,7 @@ _READ_BYTES = 1 << 20  # of each of them, at most
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """What a split holds.
+    """The content of a split.
 
     Attributes:
         labels: names of the classes, in the order of the outputs.

@@ -112,7 +112,7 @@ class _FusedQuantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Of y, bias and residual."""
+        """The gradients of y, bias and residual."""
         (mask,) = ctx.saved_tensors
         grad = grad.contiguous(memory_format=torch.channels_last if ctx.last else torch.contiguous_format)
         wants_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[1]

@@ -34,7 +34,7 @@ _STANDARD = frozenset({"", "ai.onnx"})
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """Where the weight of a layer is in the file.
+    """The place of a layer's weight in the file.
 
     Attributes:
         node: reads it.

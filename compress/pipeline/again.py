@@ -1,4 +1,4 @@
-"""Over a finished run: write a network once more, measure its files once more."""
+"""Export or measure the networks of a finished run again."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def export_again(
 
 
 def finished_run(folder: Path) -> Run:
-    """A run whose steps load what they had made; its data are loaded anew.
+    """A run whose steps load their results; its data are loaded anew.
 
     Raises:
         RunError: the folder holds no run, or the data are not those that it was begun with.
@@ -96,7 +96,7 @@ def network(run: Run, variant: Variant) -> nn.Module:
 
 
 def networks_of(files: Sequence[Path]) -> dict[str, Path]:
-    """ONNX files by what stands for them in a table.
+    """ONNX files by their names in a table.
 
     Args:
         files: one run folder, whose files have the names of its variants; or any number of ONNX files, which have their

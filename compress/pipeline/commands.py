@@ -1,4 +1,4 @@
-"""Which steps a command takes, in which order."""
+"""The steps of each command, in order."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(
     processes: Processes = SINGLE,
     progress: Progress | None = None,
 ) -> RunFolder:
-    """Do all that `command` needs, from the baseline to the report.
+    """Run all steps of `command`, from the baseline to the report.
 
     Args:
         recipe: from `load_recipe`.
@@ -52,19 +52,19 @@ def run(
         resume: go on with the run that `out` holds.
         device: `cpu` or `cuda`; None = a GPU where there is one.
         processes: of torchrun; rank 0 exports, measures and writes.
-        progress: hears of long work.
+        progress: is advanced during long work.
 
     Returns:
         The folder, with metrics.json, report.md and report.html.
 
     Raises:
-        CompressError: of the kind that names what is wrong; what was finished stays, and can be resumed. A model or a
-            rule that quantization refuses leaves nothing behind.
+        CompressError: its class and its text say what is wrong; finished steps are kept and can be resumed. No folder
+            is created for a model or a rule that quantization refuses.
     """
     _check(recipe, command)
     out = Path(out)
     data = load_data(recipe.data)
-    built = build_float(recipe)  # before the folder: what cannot be had leaves nothing behind
+    built = build_float(recipe)  # before the folder: a model that cannot be built leaves none
     if command != "train" and recipe.quantization is not None:
         example = next(iter(data.train.batches(BatchPlan(batch_size=2, limit=2))))[0]
         insert_quantizers(built.model, example, recipe.quantization)  # refused now and not after an hour of training
@@ -108,7 +108,7 @@ def _prune(this: Run, models: dict[Variant, nn.Module]) -> None:
 
 
 def _measure(this: Run, models: dict[Variant, nn.Module]) -> None:
-    """Everything behind the networks: files, accuracy, latency, report."""
+    """Everything after the networks: files, accuracy, latency, report."""
     export_step(this, models)
     if Variant.SPARSE in models:
         check_pattern(this, [variant for variant in models if variant.is_sparse])

@@ -37,7 +37,7 @@ class RunFolder:
         self._lock = lock
 
     def __getstate__(self) -> dict[str, Any]:
-        """What other processes of the run are sent; the lock stays with the one that writes."""
+        """The pickled state for other processes of the run; the lock stays with the process that writes."""
         return {**self.__dict__, "_lock": None}
 
     def release(self) -> None:
@@ -73,7 +73,7 @@ class RunFolder:
         return step in self._state.steps
 
     def facts(self) -> list[dict[str, Any]]:
-        """What each step wrote down, in the order in which they ended."""
+        """The facts that each step wrote, in the order in which the steps ended."""
         return list(self._state.steps.values())
 
     def finish(self, step: str, **facts: Any) -> None:
@@ -87,15 +87,15 @@ class RunFolder:
         Raises:
             RunError: names what differs.
         """
-        told = changed_data(self._state.data or {}, data)
-        if told:
+        changes = changed_data(self._state.data or {}, data)
+        if changes:
             raise RunError(
-                f"the data are not those that the run in {self.path} was begun with: {'; '.join(told)}. Restore them, "
-                "or begin a new run in another folder (--out)"
+                f"the data are not those that the run in {self.path} was begun with: {'; '.join(changes)}. Restore "
+                "them, or begin a new run in another folder (--out)"
             )
 
     def without_path(self, text: str) -> str:
-        """`text` with the files of this folder named as they stand in it: a folder that is moved tells no old place."""
+        """`text` with paths of this folder made relative, so that it stays true when the folder is moved."""
         for path in dict.fromkeys((self.path.resolve(), self.path.absolute(), self.path)):
             if path.name:
                 text = re.sub(rf"(?<![\w./\\-]){re.escape(str(path))}[/\\]", "", text)

@@ -1,4 +1,4 @@
-"""What the steps of a run share: the recipe, the folder, the data, and who listens."""
+"""The state that the steps of a run share: recipe, folder, data and progress."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from compress.training import SINGLE, Processes
 
 @dataclass
 class Run:
-    """One run under way.
+    """A run in progress.
 
     Attributes:
-        recipe: what is asked.
-        folder: where results go.
+        recipe: of the run.
+        folder: of the results.
         data: both splits.
-        device: where torch computes.
+        device: of torch.
         processes: of torchrun; the lone one otherwise.
-        progress: hears of long work.
-        resume: whether steps may go on from what the folder holds.
+        progress: is advanced during long work.
+        resume: whether steps may go on from the files in the folder.
         notes: what happened in the step under way that the user might not expect; `finish` keeps them with its result.
     """
 
@@ -42,7 +42,7 @@ class Run:
 
     @property
     def example(self) -> Tensor:
-        """Two images of the training split on the CPU: what models are traced and exported with."""
+        """Two images of the training split on the CPU, with which models are traced and exported."""
         return self.batches("train", 2, limit=2)[0]
 
     def batches(self, split: str, batch_size: int, *, limit: int | None = None, share: bool = False) -> list[Tensor]:
@@ -62,8 +62,8 @@ class Run:
         A run that goes on after a stop takes them from there: the step is not taken again, and they would be lost.
         """
         left_out = {name: split.skipped for name, split in self._splits().items() if split.skipped}
-        told = {"notes": [self.folder.without_path(note) for note in self.notes], "left_out": left_out}
-        self.folder.finish(step, **facts, **{key: value for key, value in told.items() if value})
+        kept = {"notes": [self.folder.without_path(note) for note in self.notes], "left_out": left_out}
+        self.folder.finish(step, **facts, **{key: value for key, value in kept.items() if value})
         self.notes.clear()
 
     def all_notes(self) -> list[str]:

@@ -14,12 +14,12 @@ from compress.validation import parse
 STATE_FILE = "state.json"
 FORMAT = 2
 COMMANDS = ("train", "ptq", "qat", "prune")
-"""What makes a run; everything else that enters a run folder is a study."""
+"""The commands of a run; every other command that writes into a run folder is a study."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What a run folder knows of its run.
+    """The state of a run, as its folder keeps it.
 
     Attributes:
         format: version of this file's form; 1 had neither `data` nor `changes`.

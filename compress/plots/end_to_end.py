@@ -1,4 +1,4 @@
-"""Where the time goes from a picture to its classes: a bar for each variant, cut into stages."""
+"""The time from a picture to its classes: a bar for each variant, divided into stages."""
 
 from __future__ import annotations
 

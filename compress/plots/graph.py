@@ -114,7 +114,7 @@ def _belongs(node: fx.Node, block: str) -> bool:
 
 
 def _origins(node: fx.Node, shown: set[fx.Node]) -> list[fx.Node]:
-    """The nodes behind what only moves values; constants are not drawn."""
+    """The nodes that produce a value, past nodes that only move values; constants are not drawn."""
     if node in shown or node_kind(node) not in _MOVES:
         return [node]
     return [origin for source in node.all_input_nodes for origin in _origins(source, shown)]

@@ -1,4 +1,4 @@
-"""Where the boxes of a small directed graph stand: layers from top to bottom, in the manner of Sugiyama.
+"""Layout of a small directed graph: layers from top to bottom, by the method of Sugiyama.
 
 A node's layer is the longest path to it. An edge that spans several layers gets a waypoint in each, so that it goes
 round the boxes between. Within a layer, nodes are ordered by the mean position of their neighbours, swept a few times
@@ -42,7 +42,7 @@ def lay_out(nodes: Sequence[str], edges: Sequence[tuple[str, str]]) -> Layout:
     level: dict[str, int] = {}
     for node in nodes:
         level[node] = max((level[a] + 1 for a in before[node]), default=0)
-    for node in reversed(nodes):  # what nothing comes before stands just above its first reader
+    for node in reversed(nodes):  # a node without inputs is placed just above its first consumer
         if not before[node] and after[node]:
             level[node] = min(level[b] for b in after[node]) - 1
     chains = {edge: _chain(edge, level) for edge in dict.fromkeys(edges)}

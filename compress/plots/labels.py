@@ -1,4 +1,4 @@
-"""Where labels stand so that none lies on another, on a point, or outside.
+"""Placement of labels so that none covers another or a point, or lies outside.
 
 Each label tries places on rings around its point and takes the cheapest: overlaps cost most, then distance. The most
 crowded point chooses first; sweeps over all labels then undo early mistakes. Greedy, deterministic, and quick for the
@@ -33,7 +33,7 @@ def place_labels(
     Args:
         anchors: the points that are labelled; every label avoids all of them.
         sizes: width and height of each label, in the units of `anchors`.
-        bounds: where labels may stand.
+        bounds: the area for labels.
         obstacles: boxes that labels avoid.
         point_radius: half the side of the square that a point covers.
         gap: room kept around labels.

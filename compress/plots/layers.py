@@ -93,7 +93,7 @@ def _sqnr_panel(axes: Axes, values: Sequence[tuple[str, float]], form: Format) -
 
 
 def _levels(places: Sequence[int], *, gap: float) -> list[int]:
-    """A height for each mark, left to right, so that marks nearer than `gap` stand at different ones."""
+    """A height for each mark, left to right, so that marks nearer than `gap` have different ones."""
     ends: list[float] = []
     levels = []
     for x in places:

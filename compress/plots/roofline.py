@@ -1,8 +1,8 @@
 """Roofline plots: the roofs of a device, the layers of a network under them, and where the time goes.
 
 Both axes are logarithmic. To the left of a roof's ridge point memory decides (the slope), to the right of it the
-arithmetic (the level). A layer without a measured time stands on its roof, one with a time below it; a marker's area is
-the layer's share of the time. Operations without products (pools, additions, norms) have no place on the axis of
+arithmetic (the level). A layer without a measured time is drawn on its roof, one with a time below it; the area of a
+marker is the layer's share of the time. Operations without products (pools, additions, norms) have no place on the axis of
 intensity; their share of the time is written out.
 """
 
@@ -82,7 +82,7 @@ def draw_rooflines(rooflines: Sequence[Roofline], *, columns: int = 2) -> Figure
         text = (
             f"{first.model}, {first.precision}, batch {first.batch_size}, {_fused(first)}. Layers left of the dotted "
             "ridge wait for memory, layers right of it for arithmetic; a marker's area is the share of the time. A "
-            "layer stands at the same intensity on every device; the ridge moves with the device."
+            "layer has the same intensity on every device; the ridge moves with the device."
         )
         _finish(figure, rooflines, text)
     return figure
@@ -133,7 +133,7 @@ def roofline_caption(roofline: Roofline) -> str:
         "(left of the dotted ridge). A marker's area is the share of the time. "
     )
     if roofline.measured_ms is None:
-        text += "Without measurements each layer stands on the roof that bounds it. "
+        text += "Without measurements each layer is drawn on the roof that bounds it. "
     elif roofline.least_time_ms:
         ratio = roofline.measured_ms / roofline.least_time_ms
         text += f"Measured {roofline.measured_ms:.3g} ms: the roofs allow {ratio:.1f} times that speed. "
@@ -226,7 +226,7 @@ def _draw_roofs(
         strong = chosen in names or not chosen
         colour = LIGHT[(colours or {}).get(names[0], "ink" if strong else "muted")]
         axes.plot([peak / bandwidth, x_high], [peak, peak], color=colour, linewidth=1.6 if strong else 0.9, zorder=2)
-        place = max(math.log(peak / y_low) / math.log(y_high / y_low), lowest)  # names of close levels stand apart
+        place = max(math.log(peak / y_low) / math.log(y_high / y_low), lowest)  # names of close levels are moved apart
         lowest = place + _NAME_HEIGHT
         axes.annotate(
             f"{', '.join(names)}: {quantity(peak, 'flop/s')}",
@@ -242,7 +242,7 @@ def _draw_roofs(
 
 
 def _draw_times(axes: Axes, roofline: Roofline, top: int) -> None:
-    """Bars of the layers that take longest; with measurements, the least time stands inside the measured one."""
+    """Bars of the layers that take longest; with measurements, the least time is drawn inside the measured one."""
     rows = sorted(roofline.rows, key=lambda row: -_time(row))[:top]
     measured = roofline.measured_ms is not None
     for place, row in enumerate(rows):

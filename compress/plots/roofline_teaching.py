@@ -237,7 +237,7 @@ def draw_blocks(
             "A dot is the end of a block: how much of the image a unit does see (the side of the square that holds its "
             "effective field), and what has been spent by then; dashed, what it could see at most. Up and to the left "
             "is better: far sight for little. Where the line of a trained network runs flat, blocks buy no wider "
-            "sight: candidates for thinning out. A network that stands further right in the right panel than in the "
+            "sight: candidates for thinning out. A network that lies further right in the right panel than in the "
             f"left one, among the others, uses the machine badly.{f' {note}' if note else ''}",
         )
     return figure
@@ -255,7 +255,7 @@ def _workload(operations: tuple[Operation, ...], batch_size: int) -> Workload:
 
 
 def _label_channels(axes: Axes, x: Sequence[float], level: int) -> None:
-    """Channels above the dots; dots that stand on one another share a label."""
+    """Channels above the dots; dots at the same place share a label."""
     groups: list[list[int]] = []
     for index, value in enumerate(x):
         if groups and value < x[groups[-1][0]] * 1.28:

@@ -1,4 +1,4 @@
-"""How much each layer loses when it alone is quantized, and what leaving it alone float wins back."""
+"""The loss of each layer when it alone is quantized, and the gain when it alone stays float."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How everything looks: one palette that colour-blind readers can tell apart, fonts, sizes, and the two formats.
+"""The style of all figures: one palette that colour-blind readers can distinguish, fonts, sizes, and both formats.
 
 Colours are those of Okabe and Ito ("Color Universal Design", 2008). Each has a name; the PNG uses its light value, and
 the SVG that goes into the page uses a CSS variable of that name, so one drawing serves light and dark screens. Each

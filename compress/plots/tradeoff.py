@@ -44,7 +44,7 @@ class Point:
 
 
 def tradeoff_points(rows: Sequence[SummaryRow]) -> tuple[Point, ...]:
-    """What has accuracy and latency at the smallest batch size that has any."""
+    """The variants with accuracy and latency, at the smallest batch size that has any."""
     points = [
         Point(variant=row.variant, engine=row.engine, batch_size=row.batch_size, top1=row.top1, p50_ms=row.p50_ms)
         for row in rows

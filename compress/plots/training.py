@@ -17,7 +17,7 @@ Phases = Sequence[tuple[str, str, Sequence[EpochRow]]]
 
 
 def phases(train: Sequence[EpochRow], qat: Sequence[EpochRow]) -> list[tuple[str, str, Sequence[EpochRow]]]:
-    """What ran, float first."""
+    """The trainings of the run, float first."""
     both = (("float training", "grey", train), ("QAT", "blue", qat))
     return [(name, colour, rows) for name, colour, rows in both if rows]
 

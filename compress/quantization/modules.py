@@ -19,7 +19,7 @@ from compress.quantization.quantizer import Quantizer
 
 
 class _QuantWeight(nn.Module):
-    """What the quantized layers share: `weight_quantizer`."""
+    """The part that all quantized layers share: `weight_quantizer`."""
 
     weight: Tensor
     weight_quantizer: Quantizer
@@ -138,7 +138,7 @@ def quantized_layer(module: nn.Module, quant_format: QuantFormat, *, name: str) 
     else:
         for key in ("weight", "bias"):
             layer.register_parameter(key, getattr(module, key))
-    for key, buffer in module._buffers.items():  # what stands beside a layer at its path
+    for key, buffer in module._buffers.items():  # buffers and modules beside a layer at its path
         layer.register_buffer(key, buffer, persistent=key not in module._non_persistent_buffers_set)
     for key, child in module._modules.items():
         if key != "parametrizations":

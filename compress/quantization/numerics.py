@@ -63,14 +63,14 @@ class QuantFormat:
 
     @property
     def high(self) -> int:
-        """Largest multiple of the scale, which stands for amax: 127 for int8, 255 for unsigned 8 bits, 448 for E4M3."""
+        """Largest multiple of the scale, the integer of amax: 127 for int8, 255 for unsigned 8 bits, 448 for E4M3."""
         if self.kind == "e4m3":
             return E4M3_MAX
         return 2 ** (self.num_bits - 1) - 1 if self.signed else 2**self.num_bits - 1
 
     @property
     def zero_point(self) -> int:
-        """The integer that stands for 0.0."""
+        """The integer of 0.0."""
         return 2 ** (self.num_bits - 1) if self.signed and self.offset else 0
 
     @property

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def quantizer_path(name: str) -> str:
-    """Where the quantizer of a tensor of that name stands; with "_" behind what every module calls something else.
+    """The path of the quantizer of a tensor; a name that every module has already gets "_" at its end.
 
     >>> quantizer_path("conv1"), quantizer_path("train")
     ('quantizers.conv1', 'quantizers.train_')

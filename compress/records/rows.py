@@ -1,7 +1,7 @@
 """Results of a run that no measuring package has a type for: rows about layers, files and engines.
 
-Epochs, decisions of a placement, metrics and end-to-end times are rows too; their types stand where they are measured
-(`EpochRow`, `Decision`, `Metric`, `EndToEnd`).
+Epochs, decisions of a placement, metrics and end-to-end times are rows too; their types are declared where they are
+measured (`EpochRow`, `Decision`, `Metric`, `EndToEnd`).
 """
 
 from __future__ import annotations

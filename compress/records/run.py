@@ -1,8 +1,8 @@
-"""All that a run folder holds for a report: every part typed, every part optional.
+"""The content of a run folder, as a report reads it: every part typed, every part optional.
 
-A run that was stopped, or that was asked for less, still has a report. A part whose file is not there is None (or
+A run that was stopped, or that has fewer steps, still has a report. A part whose file is not there is None (or
 empty) and `RunData.absent` says why; a file that holds something else is refused with its path, because a report of
-half-understood numbers is worse than none.
+misread numbers is worse than none.
 """
 
 from __future__ import annotations

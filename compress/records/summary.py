@@ -140,7 +140,7 @@ def _never_asked(metrics: Sequence[Metric]) -> Iterator[str]:
 
 
 def _gaps(row: SummaryRow, metrics: Sequence[Metric]) -> Iterator[str]:
-    told = {
+    stated = {
         m.name
         for m in metrics
         if m.variant == row.variant
@@ -148,12 +148,12 @@ def _gaps(row: SummaryRow, metrics: Sequence[Metric]) -> Iterator[str]:
         and (not _timing(m) or row.batch_size in (None, m.batch_size))
     }
     if row.batch_size is None:
-        if not told & set(_PER_BATCH):
+        if not stated & set(_PER_BATCH):
             yield "not timed in this run"
         return
     if row.p50_ms is not None and row.speedup is None:
         yield "no speed-up, as float was not timed there"
-    yield from (f"{name} not measured" for name in _ROW_METRICS if getattr(row, name) is None and name not in told)
+    yield from (f"{name} not measured" for name in _ROW_METRICS if getattr(row, name) is None and name not in stated)
 
 
 def unavailable_engines(metrics: Iterable[Metric]) -> dict[str, str]:
@@ -175,7 +175,7 @@ def _merged(reasons: Iterable[str]) -> str:
     for reason in reasons:
         start, but, rest = reason.partition(", but ")
         starts.setdefault(but + rest if but else reason, []).append(start if but else "")
-    return "; ".join(", ".join(filter(None, told)) + rest for rest, told in starts.items())
+    return "; ".join(", ".join(filter(None, causes)) + rest for rest, causes in starts.items())
 
 
 def engines_of(metrics: Iterable[Metric]) -> tuple[str, ...]:

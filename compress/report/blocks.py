@@ -1,4 +1,4 @@
-"""What a report is made of: blocks of plain text and figures, which markdown and HTML each write their own way.
+"""The elements of a report: blocks of plain text and figures, which Markdown and HTML each write their own way.
 
 Blocks hold text as it is; escaping belongs to the two writers and happens there, once, for everything.
 """
@@ -75,7 +75,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Code:
-    """Text as it stands in a file."""
+    """Preformatted text."""
 
     text: str
     language: str = ""

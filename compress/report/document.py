@@ -230,10 +230,10 @@ def _placement(run: RunData) -> Iterator[Block]:
     floats = [row for row in run.placement if row.decision != "quantize"]
     modules = len({row.quantizer or row.tensor for row in quantized})
     widths = Counter(f"INT{row.num_bits}" if row.num_bits else "unknown width" for row in quantized).most_common()
-    told = f"all {widths[0][0]}" if len(widths) == 1 else ", ".join(f"{count} in {width}" for width, count in widths)
+    sizes = f"all {widths[0][0]}" if len(widths) == 1 else ", ".join(f"{count} in {width}" for width, count in widths)
     yield Text(
-        f"{modules} quantizers stand on {len(quantized)} tensors ({told or 'none'}); {len(floats)} decisions leave a "
-        "tensor float."
+        f"{modules} quantizers are placed on {len(quantized)} tensors ({sizes or 'none'}); {len(floats)} decisions leave "
+        "a tensor float."
     )
     for title, rows in (("quantized because", quantized), ("float because", floats)):
         if rows:
@@ -354,8 +354,8 @@ def _method(run: RunData) -> Iterator[Block]:
             if m.batch_size is not None:
                 batches.setdefault(m.method, set()).add(m.batch_size)
     rows: dict[str, list[str]] = {}
-    for name, told in methods.items():
-        rows.setdefault("; ".join(_with_batches(told, batches)), []).append(name)
+    for name, method in methods.items():
+        rows.setdefault("; ".join(_with_batches(method, batches)), []).append(name)
     if not rows:
         yield Text("metrics.json tells no method." if run.metrics else f"{run.absent.get('metrics.json')}.", note=True)
         return

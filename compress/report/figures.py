@@ -94,11 +94,11 @@ def _tradeoff(run: RunData) -> _Plan | str:
     with_latency = {point.engine for point in points}
     left_out = [display(e) for e in engines_of(run.metrics) if e not in with_latency]
     more = f" Without both numbers, and so not shown: {', '.join(left_out)}." if left_out else ""
-    told = "; ".join(_point(point) for point in points)
+    summary = "; ".join(_point(point) for point in points)
     return _Plan(
         caption="Up and to the left is better. Colour is the variant, shape the engine: look how far a point moves "
         f"left from its float, and how little it drops.{more}",
-        alt=f"Scatter plot of top-1 accuracy against p50 latency at batch {points[0].batch_size}: {told}.",
+        alt=f"Scatter plot of top-1 accuracy against p50 latency at batch {points[0].batch_size}: {summary}.",
         draw=lambda form: draw_tradeoff(points, form),
     )
 
@@ -144,12 +144,12 @@ def _training(run: RunData) -> _Plan | str:
         known = [row.val_top1 for row in rows if row.val_top1 is not None]
         end = f"ends at {fixed(100 * known[-1], 2)} % top-1" if known else "was not evaluated"
         ends.append(f"{name} {end} after {len(rows)} epoch{'s' if len(rows) != 1 else ''}")
-    told = "; ".join(ends)
-    told = told[0].upper() + told[1:]
+    summary = "; ".join(ends)
+    summary = summary[0].upper() + summary[1:]
     return _Plan(
-        caption=f"{told}. Solid lines: evaluation images; dashed: training images, whose loss includes smoothing and "
-        "distillation. Accuracy here is torch's; the table has the engines'.",
-        alt=f"Training curves of loss and top-1 by epoch. {told}.",
+        caption=f"{summary}. Solid lines: evaluation images; dashed: training images, whose loss includes smoothing "
+        "and distillation. Accuracy here is torch's; the table has the engines'.",
+        alt=f"Training curves of loss and top-1 by epoch. {summary}.",
         draw=lambda form: draw_training(parts, form),
     )
 
@@ -162,14 +162,14 @@ def _sqnr(run: RunData) -> _Plan | str:
         )
     lows = {title: worst(values) for title, values in series.items()}
     names = "; ".join(f"{title.lower()}: {plain(v[0][0])} ({v[0][1]:.1f} dB)" for title, v in lows.items())
-    told = "; ".join(
+    summary = "; ".join(
         f"{title}: {len(values)} layers, lowest " + ", ".join(f"{plain(n)} {v:.1f} dB" for n, v in lows[title])
         for title, values in series.items()
     )
     return _Plan(
         caption="Signal to quantization noise of each layer, higher is better, 6 dB is one bit. The lowest stand out: "
         f"they are the first candidates for a rule that leaves a layer float. Lowest of each: {names}.",
-        alt=f"Bars of SQNR per layer in network order. {told}.",
+        alt=f"Bars of SQNR per layer in network order. {summary}.",
         draw=lambda form: draw_sqnr(series, form),
     )
 
@@ -178,7 +178,7 @@ def _histograms(run: RunData) -> _Plan | str:
     shown = interesting(run.histograms)
     if not shown:
         return run.absent.get("histograms.json", "histograms.json holds no tensor with counts and a positive amax")
-    told = "; ".join(
+    summary = "; ".join(
         f"{plain(h.name)} amax {significant(h.amax)}, clipped {100 * clipped_share(h):.3g} %" for h in shown
     )
     count = f"the {len(shown)} of {len(run.histograms)} tensors" if len(run.histograms) > len(shown) else "the tensors"
@@ -186,7 +186,7 @@ def _histograms(run: RunData) -> _Plan | str:
         caption=f"What calibration saw: {count} that quantization is expected to hurt most, by their own histograms. "
         "The dashed line is amax; what lies beyond it is clipped to it. A long thin tail beyond the line is cheap to "
         "clip; a line far right of the bulk wastes steps.",
-        alt=f"Histograms of activations with log counts: {told}.",
+        alt=f"Histograms of activations with log counts: {summary}.",
         draw=lambda form: draw_histograms(shown, form),
     )
 
@@ -195,25 +195,25 @@ def _bytes(run: RunData) -> _Plan | str:
     groups, files = weight_groups(run.layers), file_sizes(run)
     if not groups and not files:
         return "neither layers.json nor metrics.json holds sizes"
-    told = []
+    summary = []
     if groups:
         before, after = sum(g[1] for g in groups), sum(g[2] for g in groups)
         top = max(groups, key=lambda g: g[1])
-        told.append(
+        summary.append(
             f"Weights take {in_bytes(before)} in float and {in_bytes(after)} quantized; {plain(top[0])} holds "
             f"{100 * top[1] / before:.0f} % of them"
         )
     if files:
-        told.append("files: " + ", ".join(f"{display(name)} {in_bytes(size)}" for name, size in files))
+        summary.append("files: " + ", ".join(f"{display(name)} {in_bytes(size)}" for name, size in files))
     return _Plan(
-        caption=f"{'; '.join(told)}. Layers left float count alike on both sides.",
-        alt=f"Bars of bytes. {'; '.join(told)}.",
+        caption=f"{'; '.join(summary)}. Layers left float count alike on both sides.",
+        alt=f"Bars of bytes. {'; '.join(summary)}.",
         draw=lambda form: draw_bytes(groups, files, form),
     )
 
 
 def _end_to_end(rows: Sequence[EndToEnd]) -> _Plan:
-    told = "; ".join(
+    summary = "; ".join(
         f"{plain(row.label)}, batch {row.batch_size}: "
         + ", ".join(f"{stage} {significant(ms)} ms" for stage, ms in row.stage_ms.items())
         for row in rows
@@ -224,7 +224,7 @@ def _end_to_end(rows: Sequence[EndToEnd]) -> _Plan:
     return _Plan(
         caption=f"The engine, with its copies to and from a GPU, takes {told_share} % of the time; a faster engine can "
         "save no more than its part of a bar. " + " ".join(f"{text[:1].upper()}{text[1:]}." for text in methods),
-        alt=f"Stacked bars of milliseconds by stage: {told}.",
+        alt=f"Stacked bars of milliseconds by stage: {summary}.",
         draw=lambda form: draw_end_to_end(rows, form),
     )
 

@@ -36,7 +36,7 @@ class Headline:
 
 
 def headline(metrics: Iterable[Metric], *, bits: frozenset[int] = frozenset()) -> Headline:
-    """What the run gained and what it cost.
+    """The gain of a run and its cost.
 
     Args:
         metrics: of the run.

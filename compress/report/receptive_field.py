@@ -174,7 +174,7 @@ def erf_report(
 
 @dataclass(frozen=True, kw_only=True)
 class DriftReport:
-    """How the field moved from the first network to each of the others, and the files that say so.
+    """The drift of the field from the first network to each of the others, and the files that report it.
 
     Attributes:
         drifts: by name of the network.

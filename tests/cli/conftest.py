@@ -11,7 +11,7 @@ from compress.cli import main
 
 @pytest.fixture
 def compress(monkeypatch, capsys):
-    """What a process of `python -m compress` does, without one."""
+    """The result of `python -m compress`, without a process."""
 
     def call(*arguments, cwd=None):
         handler = signal.getsignal(signal.SIGINT)
@@ -22,7 +22,7 @@ def compress(monkeypatch, capsys):
             with pytest.raises(SystemExit) as ended:
                 main()
         signal.signal(signal.SIGINT, handler)
-        told = capsys.readouterr()
-        return SimpleNamespace(returncode=ended.value.code or 0, stdout=told.out, stderr=told.err)
+        captured = capsys.readouterr()
+        return SimpleNamespace(returncode=ended.value.code or 0, stdout=captured.out, stderr=captured.err)
 
     return call

@@ -35,12 +35,12 @@ def test_an_onnx_file_becomes_an_engine_and_commands(tmp_path):
     path = classifier(tmp_path / "m.onnx", metadata={"compress.recipe": "0123"})
     done = compress("build", "onnx", path, "--engine", "tensorrt-rtx", "--sm", "89,120", "--json")
     assert done.exit_code == 0, done.exception
-    told = json.loads(done.stdout)
+    printed = json.loads(done.stdout)
     engine = tmp_path / "m.tensorrt-rtx.sm89-120.engine"
-    assert Path(told["file"]) == engine
-    assert engine.stat().st_size == told["engine_bytes"]
-    assert (told["sms"], told["recipe"]) == ([89, 120], "0123")
-    assert {row["target"] for row in told["commands"]} == {"TensorRT 10", "TensorRT 11", "TensorRT-RTX"}
+    assert Path(printed["file"]) == engine
+    assert engine.stat().st_size == printed["engine_bytes"]
+    assert (printed["sms"], printed["recipe"]) == ([89, 120], "0123")
+    assert {row["target"] for row in printed["commands"]} == {"TensorRT 10", "TensorRT 11", "TensorRT-RTX"}
 
 
 def test_sm_90_is_told_to_need_tensorrt_itself(tmp_path):

@@ -140,18 +140,18 @@ def test_ctrl_c_while_torch_is_imported_leaves_no_traceback(tmp_path):
 
 def test_resume_says_what_it_finds(compress, monkeypatch, tmp_path):
     monkeypatch.setattr("compress.cli.run.run_recipe", stop)
-    told = compress("qat", "--recipe", "resnet50", "--resume", "--out", str(tmp_path / "typo")).stderr
-    assert "typo holds no run: a new one begins" in told
+    printed = compress("qat", "--recipe", "resnet50", "--resume", "--out", str(tmp_path / "typo")).stderr
+    assert "typo holds no run: a new one begins" in printed
     folder = open_run(tmp_path / "run", load_recipe("resnet50"), "qat", resume=False)
     folder.finish("train")
     folder.finish("ptq")
     folder.release()
-    told = compress("qat", "--recipe", "resnet50", "--resume", "--out", str(tmp_path / "run")).stderr
-    assert "run: finished so far: train, ptq" in told
+    printed = compress("qat", "--recipe", "resnet50", "--resume", "--out", str(tmp_path / "run")).stderr
+    assert "run: finished so far: train, ptq" in printed
 
 
 def commands_in(text):
-    """(command, its arguments) of each `python -m compress` line; words behind two spaces explain it."""
+    """(command, its arguments) of each `python -m compress` line; words after two spaces explain it."""
     for line in re.findall(r"^python -m compress +(.*)$", text, flags=re.MULTILINE):
         for one in line.split(" | "):
             name, _, rest = one.partition(" ")

@@ -22,7 +22,7 @@ def beside_float64(run, reference, made, generator):
 
 
 def assert_close_in_norm(one, other, precision, what):
-    """That `other` is no zero, and how far `one` is from it."""
+    """Assert that `other` is not zero, and that `one` is close to it."""
     assert other.abs().max() > 0.01
     difference = float(((one.double() - other).norm() / other.norm()).detach())
     assert difference < precision, (what, difference)

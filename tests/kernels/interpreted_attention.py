@@ -119,7 +119,7 @@ def check_packed(case, device, compiled=False):
 
 
 def compare(run, reference, made, generator):
-    """Result and gradients of a function against those in float64, but for what stands at a tie."""
+    """Result and gradients of a function against those in float64, except at ties."""
     dtype = made[0].dtype
     result, found, expected, sure = beside_float64(run, reference, made, generator)
     assert sure.double().mean() > 0.7

@@ -43,21 +43,21 @@ def assert_near(result, terms, amax, epilogue):
     clamped = rounded.clamp(e.low, e.high)
     difference = (result.codes - clamped).abs()
     assert difference.max() <= 1
-    assert not difference[~ties].any(), told((difference != 0) & ~ties, difference != 0, steps)
+    assert not difference[~ties].any(), description((difference != 0) & ~ties, difference != 0, steps)
     bounds = [(y - bound).abs() / scale < precision for bound in (e.lower, e.upper) if math.isfinite(bound)]
     at_boundary = torch.stack([ties, *bounds]).any(0)
     assert at_boundary.double().mean() < 0.01  # or nothing would be tested
     passes = (y > e.lower) & (y < e.upper) & (rounded == clamped)
     wrong = passes != unpack(result.bits, result.codes)
-    assert not (wrong & ~at_boundary).any(), told(wrong & ~at_boundary, wrong, steps)
+    assert not (wrong & ~at_boundary).any(), description(wrong & ~at_boundary, wrong, steps)
     assert int(result.bits.count_nonzero()) > 0
     torch.testing.assert_close(result.value.double(), result.codes * scale, rtol=1e-6, atol=0)
     for tensor in (result.codes, result.value):
         assert tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def told(bad, wrong, steps):
-    """What a failure says: how many differ, where, and how far they lie from zero."""
+def description(bad, wrong, steps):
+    """The text of a failure: how many elements differ, where, and their steps."""
     places = [(tuple(at.tolist()), float(steps[tuple(at)])) for at in wrong.nonzero()[:8]]
     return f"{int(bad.sum())} of {bad.numel()} beyond float32's precision, {int(wrong.sum())} in all; first {places}"
 

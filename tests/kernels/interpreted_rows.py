@@ -53,7 +53,7 @@ class Quantize(torch.nn.Module):
 
 
 def sure(x, amax, quant_format):
-    """Where neither rounding nor saturation depends on the last bits of `x`."""
+    """Mask of elements whose rounding and saturation do not depend on the last bits of `x`."""
     steps = x / scale_from_amax(amax.double(), quant_format)
     return ((steps % 1 - 0.5).abs() > 1e-5 * (1 + steps.abs())).detach()
 
@@ -86,7 +86,7 @@ def check_activation(activation, shape, bias_dim, quant_format, dtype, device, c
 
 
 def check_norm(case, device, compiled=False):
-    """Result and gradients of two norms, one behind the other, as blocks of a network stand."""
+    """Result and gradients of two norms, one after the other, as in blocks of a network."""
     rows, width, dtypes, kept, has_bias, quant_format = case
     generator = torch.Generator().manual_seed(4)
     amax = 1.3

@@ -9,7 +9,7 @@ import pytest
 
 
 def interpreted(module):
-    """What the checks of a module print, in a process of its own: Triton decides at import whether it interprets."""
+    """Output of a module's checks, in a process of its own: Triton decides at import whether it interprets."""
     pytest.importorskip("triton", minversion="3.7", reason="older interpreters cannot loop with NumPy 2.4")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -37,11 +37,11 @@ def test_of_two_processes_that_begin_at_once_one_is_let_in(tmp_path):
         ]
         for process in both:
             process.start()
-        told = sorted(answers.get(timeout=30) for _ in both)
+        outcomes = sorted(answers.get(timeout=30) for _ in both)
         for process in both:
             process.join()
-        assert told[0] != "in" and "another process is at work" in told[0], told
-        assert told[1] == "in"
+        assert outcomes[0] != "in" and "another process is at work" in outcomes[0], outcomes
+        assert outcomes[1] == "in"
 
 
 def test_the_refusal_names_the_process_that_is_at_work(tmp_path):

@@ -107,7 +107,7 @@ def test_qat_trained_with_the_zeros_held(finished):
 def test_a_stopped_run_takes_the_masks_that_it_had_found(finished, tmp_path):
     """A timed search does not find the same permutation twice, so the second half must not search again.
 
-    What was measured stays done: only the networks behind the masks are made again.
+    Measurements are kept: only the networks after the masks are made again.
     """
     out = tmp_path / "again"
     shutil.copytree(finished, out)

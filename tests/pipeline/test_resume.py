@@ -78,12 +78,12 @@ def test_a_run_that_is_stopped_again_and_again_tells_what_an_undisturbed_one_tel
         assert not (stopped / "report.md").exists()
     run(recipe, "qat", stopped, resume=True, device="cpu")
 
-    told, again = (json.loads((folder / "notes.json").read_text()) for folder in (whole, stopped))
+    notes, again = (json.loads((folder / "notes.json").read_text()) for folder in (whole, stopped))
     words = ("classifies 10 classes", "calibration cuts off", "corrected", "4 of the 20 files of train", "of val")
-    assert all(sum(word in note for note in told) == 1 for word in words), told
-    assert again == told
+    assert all(sum(word in note for note in notes) == 1 for word in words), notes
+    assert again == notes
     reports = [(folder / "report.md").read_text() for folder in (whole, stopped)]
-    assert all(note.split(":")[0] in report for note in told for report in reports)
+    assert all(note.split(":")[0] in report for note in notes for report in reports)
     before, after = (load_file(folder / "qat.safetensors") for folder in (whole, stopped))
     assert all(torch.equal(before[key], after[key]) for key in before | after)
     assert {p.name for p in whole.iterdir()} == {p.name for p in stopped.iterdir()}

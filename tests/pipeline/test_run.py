@@ -75,10 +75,17 @@ def test_numbers_are_the_engines(finished):
 
 
 def test_the_report_says_where_the_time_goes_from_pictures_to_classes(finished):
-    told = json.loads((finished / "end_to_end.json").read_text())
-    assert [row["label"].split(": ")[0] for row in told["results"]] == ["float", "float", "ptq", "ptq", "qat", "qat"]
-    assert all(tuple(row["stage_ms"]) == ("preprocess", "engine", "postprocess") for row in told["results"])
-    assert "tensorrt" in told["unavailable"]
+    document = json.loads((finished / "end_to_end.json").read_text())
+    assert [row["label"].split(": ")[0] for row in document["results"]] == [
+        "float",
+        "float",
+        "ptq",
+        "ptq",
+        "qat",
+        "qat",
+    ]
+    assert all(tuple(row["stage_ms"]) == ("preprocess", "engine", "postprocess") for row in document["results"])
+    assert "tensorrt" in document["unavailable"]
     report = (finished / "report.md").read_text()
     assert "## From pictures to classes" in report and "The engine, with its copies" in report
     assert (finished / "figures" / "end_to_end.png").is_file()

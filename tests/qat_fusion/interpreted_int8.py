@@ -94,7 +94,7 @@ def check_compiled():
 
 
 def check_kept_batchnorm():
-    """A BatchNorm stands between a convolution and what follows: no chain begins at it, and nothing changes."""
+    """With a BatchNorm after the convolution no chain begins at it, and nothing changes."""
     qmodel, x = made(batchnorm="keep")
     fused = compress.fuse_for_training(qmodel, kernels="triton", forward="int8")
     close(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x))

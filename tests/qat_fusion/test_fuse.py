@@ -68,8 +68,8 @@ def test_compiled():
     assert_same(compiled_gradients(qmodel, x), gradients(fused, qmodel, x), rtol=1e-4, atol=1e-4)
 
 
-class Behind(nn.Module):
-    """A linear layer behind what `make` computes of another's result."""
+class After(nn.Module):
+    """A linear layer after `make` of the result of another."""
 
     def __init__(self, make):
         super().__init__()
@@ -89,7 +89,7 @@ class Behind(nn.Module):
     ],
 )
 def test_compiled_masks_are_kept_as_bits_or_computed_again(make, kept):
-    """What the compiler's partition of forward and backward keeps for them: torch's own, no count of ours."""
+    """The tensors that the compiler's partition keeps for backward, as torch itself reports them."""
     seen = set()
 
     def look(graph, example):
@@ -97,7 +97,7 @@ def test_compiled_masks_are_kept_as_bits_or_computed_again(make, kept):
         seen.update(o.meta["val"].dtype for o in outputs if isinstance(o, torch.fx.Node) and "val" in o.meta)
         return make_boxed_func(graph.forward)
 
-    qmodel, x = quantized(lambda: Behind(make).eval(), size=2)
+    qmodel, x = quantized(lambda: After(make).eval(), size=2)
     torch.compiler.reset()
     backend = aot_autograd(
         fw_compiler=look, bw_compiler=look, partition_fn=min_cut_rematerialization_partition,

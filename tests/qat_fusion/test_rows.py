@@ -72,7 +72,7 @@ def test_a_layer_and_its_activation_are_one_operation(make, name):
 
 
 def test_activations_with_other_readers_or_of_another_kind_keep_theirs():
-    """What a layer computed is read twice; an activation without its own kernel."""
+    """A layer's result with two consumers; an activation without a kernel of its own."""
     qmodel, x = between(lambda self, y: (F.gelu(y), y))
     assert "one" not in chain_of(compress.fuse_for_training(qmodel), "gelu").nodes
     qmodel, x = between(lambda self, y: F.mish(y))

@@ -22,7 +22,7 @@ def network():
 
 
 def test_quantizers_are_inserted_on_the_device_of_the_model():
-    """`meta` stands for any device that is not the CPU; nothing can be computed there, so placement is done before."""
+    """`meta` represents any device that is not the CPU; nothing can be computed there, so placement is done before."""
     graph = canonical_graph(network(), torch.zeros(1, 3, 8, 8))
     placement = place(read_fx(graph), compress.QuantSpec())
     apply_placement(graph.to("meta"), placement)

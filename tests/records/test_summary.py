@@ -90,8 +90,8 @@ def test_what_several_reasons_share_is_said_once():
         for variant in ("float", "ptq")
     ]
     rows.append(metric("p50_ms", "qat", "tensorrt-rtx", None, "ms", status="unavailable", reason="too large"))
-    told = unavailable_engines(map(Metric.from_dict, rows))
-    assert told == {"tensorrt-rtx": "built float, built ptq, but no GPU; too large"}
+    reasons = unavailable_engines(map(Metric.from_dict, rows))
+    assert reasons == {"tensorrt-rtx": "built float, built ptq, but no GPU; too large"}
     assert "tensorrt" not in {row.engine for row in summary_table(SAMPLE)}
     assert not any("tensorrt package" in note for note in summary_notes(SAMPLE))
 

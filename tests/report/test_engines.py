@@ -47,8 +47,8 @@ def test_read_back(reported):
 
 def test_page_and_markdown_tell_it(reported):
     page, text = ((reported / f"report.{end}").read_text(encoding="utf-8") for end in ("html", "md"))
-    for told in ("What the engines made of it", "conv0", "correlation", "requantize", "1 of 2 sparse"):
-        assert told in page and told in text
+    for text_part in ("What the engines made of it", "conv0", "correlation", "requantize", "1 of 2 sparse"):
+        assert text_part in page and text_part in text
     assert "1 of 3 &lt;INT8&gt; operations" in page
     assert "What the engines move" in page
 

@@ -121,8 +121,8 @@ def test_drift_of_several_networks(model, images, tmp_path):
     found = drift_report({"float": model, "same": model, "other": wider}, images, out=tmp_path, name="net")
     assert found.drifts["same"].total_variation == 0
     assert found.drifts["other"].total_variation > 0
-    told = json.loads(found.numbers.read_text())["drifts"]
-    assert [(row["before"], row["after"]) for row in told] == [("float", "same"), ("float", "other")]
+    drifts = json.loads(found.numbers.read_text())["drifts"]
+    assert [(row["before"], row["after"]) for row in drifts] == [("float", "same"), ("float", "other")]
     assert [path.name for path in found.pictures] == ["erf_drift_same.png", "erf_drift_other.png"]
     for path in found.pictures:
         with Image.open(path) as picture:

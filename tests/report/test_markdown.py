@@ -16,7 +16,7 @@ READER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 
 
 def rendered(text: str) -> Page:
-    """What an independent reader of markdown makes of it."""
+    """The result of an independent Markdown parser."""
     return Page(READER.render(text).replace("<span></span>", ""))
 
 

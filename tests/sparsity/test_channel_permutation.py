@@ -101,7 +101,7 @@ class Grouped(Net):
 
 
 class Excited(Net):
-    """Squeeze and excite: the gate's channels are those that it scales."""
+    """Squeeze and excite: the channels of the factor are those that it scales."""
 
     def __init__(self):
         super().__init__(32, a=conv(16, 64), down=nn.Conv2d(64, 16, 1), up=nn.Conv2d(16, 64, 1), c=conv(64, 32))

@@ -7,7 +7,7 @@ the histogram. If not (the first batch; a value beyond the last bin), they are d
 are merged and the batch is counted again, in the same launch.
 
 Each block counts in shared memory: atomic additions to it are far faster than those to global memory, and the 8,192
-bins of a histogram fit. Bin 0, in which zeros crowd behind a ReLU, is what all other bins leave of the batch.
+bins of a histogram fit. Bin 0, which the zeros after a ReLU fill, is the batch minus all other bins.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class _SmoothQuantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Of y and bias."""
+        """The gradients of y and bias."""
         refuse_second_derivative(grad)
         y, amax, *rest = ctx.saved_tensors
         bias = rest[0] if len(rest) else None

@@ -148,7 +148,7 @@ class _Convolve(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Of x, weight, bias and residual."""
+        """The gradients of x, weight, bias and residual."""
         x, weight, mask = ctx.saved_tensors
         wants_x, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         wants_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]

@@ -141,7 +141,7 @@ class _NormQuantize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, around: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """Of x, added, weight and bias."""
+        """The gradients of x, added, weight and bias."""
         refuse_second_derivative(grad, around)
         total, mean, deviation, weight, amax, *rest = ctx.saved_tensors
         bias = rest[0] if len(rest) else None

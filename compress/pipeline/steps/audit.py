@@ -1,4 +1,4 @@
-"""The step that looks into the engines: what each made of its file, and whether that is what the recipe requires."""
+"""The step that audits engines: their layers, and whether they meet what the recipe requires."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compress.variants import Variant
 
 
 def audit_step(run: Run, variants: list[str]) -> None:
-    """Audit every engine file of the run, and every engine that tells of its layers; write engine_audit.json."""
+    """Audit every engine file of the run, and every engine that reports its layers; write engine_audit.json."""
     if run.folder.done("engine_audit"):
         return
     rows = _file_rows(run) + _openvino_rows(run, variants)
@@ -25,10 +25,10 @@ def audit_step(run: Run, variants: list[str]) -> None:
 
 
 def check_required(run: Run) -> None:
-    """Fail where an engine is not what `export.require` asks.
+    """Fail if an engine does not meet `export.require`.
 
     Raises:
-        AuditError: names the engine and what is otherwise.
+        AuditError: names the engine and the difference.
     """
     require = run.recipe.export.require
     if require is None:

@@ -45,7 +45,7 @@ def build_step(run: Run, variants: Sequence[str]) -> None:
 
 
 def engine_options(spec: BenchSpec, engine: str = "tensorrt-rtx") -> TensorRTOptions:
-    """How a recipe's engines are built: for its compute capabilities, best at its largest batch."""
+    """Build options of a recipe's engines: its compute capabilities, tuned for its largest batch."""
     largest = max(spec.batch_sizes, default=DEFAULT_BATCH[2])
     return TensorRTOptions(
         sms=spec.sm if FLAVOURS[engine].portable else (), batch=(1, largest, max(largest, DEFAULT_BATCH[2]))

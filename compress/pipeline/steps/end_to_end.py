@@ -45,7 +45,7 @@ def bench_end_to_end(
             network's size already).
         split: the run's evaluation images, where they are loaded already.
         device: where pixels are resized and normalized.
-        progress: hears of every round.
+        progress: is advanced in every round.
 
     Raises:
         RunError: files and folders mixed, or a folder without ONNX files.

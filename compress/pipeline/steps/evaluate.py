@@ -95,7 +95,7 @@ def _evaluate_engine(
 
 
 def where_it_differs(path: Path, engine: str, images: NDArray[np.float32], precision: str | None = None) -> str:
-    """Where an engine whose logits are far from the model's leaves what its file says, in words."""
+    """A sentence on the first layer in which an engine differs from its file, if its logits are far off."""
     try:
         found = first_difference(path, engine, images, precision=precision)
     except EngineError as error:
@@ -111,7 +111,7 @@ def where_it_differs(path: Path, engine: str, images: NDArray[np.float32], preci
 
 
 def _training_lost(run: Run, seen: Mapping[Variant, EngineAccuracy]) -> list[str]:
-    """A word of warning where QAT took accuracy away, by more than twice the standard error of the difference."""
+    """A warning if QAT lost accuracy, by more than twice the standard error of the difference."""
     notes = []
     for after in seen:
         before = after.trained_from
@@ -121,7 +121,7 @@ def _training_lost(run: Run, seen: Mapping[Variant, EngineAccuracy]) -> list[str
         error = ((had * (1 - had) + has * (1 - has)) / max(1, seen[after].images)) ** 0.5
         if had - has > 2 * error:
             spec, kept = cast(QATSpec, run.recipe.qat), cast(QuantSpec, run.recipe.quantization).batchnorm == "keep"
-            way = "" if kept else ", or quantization.batchnorm: keep, which bears higher rates"
+            way = "" if kept else ", or quantization.batchnorm: keep, which allows higher rates"
             notes.append(
                 f"{after}: training took top-1 from {had:.2%} to {has:.2%} (in torch); qat.lr {spec.lr:g} with "
                 f"{spec.optimizer} is too high for it, if {after}.csv shows no other cause: try a tenth{way}"
@@ -130,7 +130,7 @@ def _training_lost(run: Run, seen: Mapping[Variant, EngineAccuracy]) -> list[str
 
 
 def _of_another_target(run: Run, variant: Variant, engine: str) -> str:
-    """A word on files that are written for one engine and measured on another."""
+    """A warning for files that are written for one engine and measured on another."""
     spec = run.recipe.quantization
     if spec is None or not variant.is_quantized or spec.target == engine or engine not in TARGETS:
         return ""

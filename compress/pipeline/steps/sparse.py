@@ -1,4 +1,4 @@
-"""The steps that take weights away: masks or channels, fine-tuning, and quantization with the masks held."""
+"""The steps that prune: masks or channels, fine-tuning, and quantization with the masks held."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GPU = "a100"
 """The device that a run's report names a bound for: the first kind that has 2:4 tensor cores."""
 
 RECALIBRATION_IMAGES = 1024
-"""Images of the training split that BatchNorm is recalibrated from where nothing is trained behind the sparsity."""
+"""Images of the training split that BatchNorm is recalibrated on if no training follows the sparsity."""
 
 _MASK = ".parametrizations.weight.0.mask"
 
@@ -95,7 +95,7 @@ def _mask(run: Run, model: nn.Module, dense: nn.Module, spec: SparsitySpec, patt
 
 
 def _at_most(run: Run, dense: nn.Module, masked: tuple[str, ...], pattern: Pattern) -> str:
-    """What the pattern can bring to this network's speed at best, in words."""
+    """A sentence on the largest speedup that the pattern can give this network."""
     if str(pattern) != "2:4":
         return f"no engine is faster for {pattern}"
     precision = "fp16" if run.recipe.quantization is None else "int8"

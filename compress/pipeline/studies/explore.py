@@ -1,7 +1,7 @@
-"""Which form of a network its engine likes best: the same weights exported in several forms, built, and audited.
+"""The form of a network that an engine runs fastest: the same weights exported in several forms, built and audited.
 
-A form is a list of overrides of the recipe, so what is found can be typed as it stands. Each form is quantized after
-training (calibrated anew where its quantizers stand elsewhere), exported, built for each compute capability alone, and
+A form is a list of overrides of the recipe, which can be given to any command. Each form is quantized after training
+(calibrated anew if its quantizers are placed elsewhere), exported, built for each compute capability alone, and
 compared by the bytes that its kernels move, their number, and the least time under a device's roofs. ONNX Runtime says
 how far each form's answers are from the float network's; those below a bound on agreement are not chosen.
 """
@@ -79,7 +79,7 @@ FORMS: tuple[Form, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class FormResult:
-    """What became of a form on one compute capability.
+    """The result of a form on one compute capability.
 
     Attributes:
         form: its name.
@@ -128,7 +128,7 @@ class Explorer:
         options: how engines are built; its compute capabilities are taken one by one.
         device: under whose roofs times are bounded; None = not bounded, and no form looks for where INT8 pays.
         batch_size: of these bounds.
-        progress: hears of each form.
+        progress: is advanced after each form.
     """
 
     model: nn.Module
@@ -218,7 +218,7 @@ class Explorer:
         try:
             return audit_engine(parse_build_log(built.log), onnx=path)
         finally:
-            out.unlink(missing_ok=True)  # tens of megabytes each; the log beside it tells all
+            out.unlink(missing_ok=True)  # tens of megabytes each; the log beside it has everything
 
     def _network(self, spec: QuantSpec | None) -> nn.Module:
         if spec is None:

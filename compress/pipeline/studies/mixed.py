@@ -27,7 +27,7 @@ from compress.quantization.spec import QuantSpec
 from compress.roofline.model import find_device, roofline
 
 ENGINE = "openvino"
-"""What candidates are evaluated on; it tells the time of each layer, too."""
+"""The engine that candidates are evaluated on; it also reports the time of each layer."""
 
 _LARGEST_NOISE = 1e6  # a layer that leaves nothing of the signal; the program needs a finite number
 
@@ -37,12 +37,12 @@ Formats = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class CostTable:
-    """What each layer takes in each format.
+    """The time of each layer in each format.
 
     Attributes:
         ms: by layer and format.
-        rest_ms: what no choice changes.
-        method: where the times come from, in words.
+        rest_ms: time that no choice changes.
+        method: source of the times, in words.
     """
 
     ms: Mapping[str, Mapping[str, float]]

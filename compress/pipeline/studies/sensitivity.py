@@ -1,4 +1,4 @@
-"""The steps of `sensitivity`: the float baseline, the effect of every layer, and files that tell of it."""
+"""The steps of `sensitivity`: the float baseline, the effect of every layer, and the files that report it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STEP = SENSITIVITY
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What `sensitivity_run` found.
+    """The results of `sensitivity_run`.
 
     Attributes:
         run: the run, its data and folder.
@@ -85,7 +85,7 @@ def sensitivity_run(
         weight_bits: further formats: the recipe's own with weights of so many bits.
         resume: go on with the run that `out` holds; layers that were measured are not measured again.
         device: where torch computes; None = a GPU where there is one.
-        progress: hears of long work.
+        progress: is advanced during long work.
 
     Raises:
         RecipeError: no `quantization` section, or no images.

@@ -1,1 +1,1 @@
-"""Where quantizers are placed in a graph, and why."""
+"""Placement of quantizers in a graph, with a reason for each decision."""
