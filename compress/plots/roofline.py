@@ -2,8 +2,8 @@
 
 Both axes are logarithmic. To the left of a roof's ridge point memory decides (the slope), to the right of it the
 arithmetic (the level). A layer without a measured time is drawn on its roof, one with a time below it; the area of a
-marker is the layer's share of the time. Operations without products (pools, additions, norms) have no place on the axis of
-intensity; their share of the time is written out.
+marker is the layer's share of the time. Operations without products (pools, additions, norms) have no place on the
+axis of intensity; their share of the time is written out.
 """
 
 from __future__ import annotations

@@ -232,8 +232,8 @@ def _placement(run: RunData) -> Iterator[Block]:
     widths = Counter(f"INT{row.num_bits}" if row.num_bits else "unknown width" for row in quantized).most_common()
     sizes = f"all {widths[0][0]}" if len(widths) == 1 else ", ".join(f"{count} in {width}" for width, count in widths)
     yield Text(
-        f"{modules} quantizers are placed on {len(quantized)} tensors ({sizes or 'none'}); {len(floats)} decisions leave "
-        "a tensor float."
+        f"{modules} quantizers are placed on {len(quantized)} tensors ({sizes or 'none'}); {len(floats)} "
+        "decisions leave a tensor float."
     )
     for title, rows in (("quantized because", quantized), ("float because", floats)):
         if rows:

@@ -126,10 +126,10 @@ def test_exploring_a_small_network(tmp_path):
         folder=tmp_path,
         options=TensorRTOptions(sms=(89, 120)),
     )
-    chosen = [f for f in FORMS if f.name in {"fp16", "INT8, fp16, scales behind"}]
+    chosen = [f for f in FORMS if f.name in {"fp16", "INT8, fp16, scales after"}]
     rows = explorer.explore([*chosen, Form(name="nowhere", overrides=("quantization.rules=[{match: nothing}]",))])
     assert [(r.form, r.sm) for r in rows if not r.error] == [(f.name, sm) for f in chosen for sm in (89, 120)]
     assert all(r.sqnr_db > 15 and r.least_ms is None for r in rows if not r.error)
-    assert {r.int8_share for r in rows if r.form == "INT8, fp16, scales behind"} == {1.0}
+    assert {r.int8_share for r in rows if r.form == "INT8, fp16, scales after"} == {1.0}
     assert all(r.error for r in rows if r.form == "nowhere")
     assert not list(tmp_path.glob("*.engine"))

@@ -87,7 +87,7 @@ def test_everything_that_was_asked_for_is_there(page):
     text = page.text
     assert "INT8 (QAT) is 1.9× as fast as float at batch 1 on OpenVINO (bf16)" in text
     assert "TensorRT: the tensorrt package is not installed" in text
-    assert "108 quantizers stand on 108 tensors (all INT8)" in text
+    assert "108 quantizers are placed on 108 tensors (all INT8)" in text
     assert "variants in turn, 20 warm-up and 200 timed runs, 2 threads" in text
     assert "3 images of the training split could not be read" in text
     assert "versions.openvino" in text and "2026.0" in text

@@ -69,10 +69,10 @@ FORMS: tuple[Form, ...] = (
     Form(name="INT8, fp32 remainder", overrides=("export.precision=fp32",)),
     Form(name="INT8, fp16 remainder", overrides=(_HALF,)),
     Form(name="INT8, fp16, one scale a weight", overrides=(_HALF, "quantization.weights.axis=null")),
-    Form(name="INT8, fp16, scales behind", overrides=(_HALF, _BEHIND)),
-    Form(name="INT8, fp16, scales behind, sums both", overrides=(_HALF, _BEHIND, "quantization.residual=both")),
-    Form(name="INT8, fp16, scales behind, sums float", overrides=(_HALF, _BEHIND, "quantization.residual=none")),
-    Form(name="FP8, fp16, scales behind", overrides=(_HALF, _BEHIND, *_FP8)),
+    Form(name="INT8, fp16, scales after", overrides=(_HALF, _BEHIND)),
+    Form(name="INT8, fp16, scales after, sums both", overrides=(_HALF, _BEHIND, "quantization.residual=both")),
+    Form(name="INT8, fp16, scales after, sums float", overrides=(_HALF, _BEHIND, "quantization.residual=none")),
+    Form(name="FP8, fp16, scales after", overrides=(_HALF, _BEHIND, *_FP8)),
     Form(name="INT8 where it pays, else fp16", overrides=(_HALF, _BEHIND), where_it_pays=True),
 )
 
