@@ -14,9 +14,11 @@ from triton.testing import do_bench_cudagraph
 
 from analysis.common.study import command_line, gpu_software, listed, study_parser
 from compress.files import write_text
-from compress.kernels.epilogue import Epilogue, Grid
+from compress.kernels.epilogue import Epilogue, IntegerGrid
 from compress.kernels.fake_quantize import fused_quantize
-from compress.kernels.triton.attention_launch import Tile, Tiles, attention, default_tiles
+from compress.kernels.triton.attention_launch import AttentionTile as Tile
+from compress.kernels.triton.attention_launch import AttentionTiles as Tiles
+from compress.kernels.triton.attention_launch import attention, default_tiles
 from compress.kernels.triton.attention_packed import packed_attention
 
 FORWARD = (Tile(64, 256, True, 4, 2), Tile(64, 64, False, 4, 3), Tile(64, 32, False, 4, 2), Tile(64, 32, False, 4, 3),
@@ -32,7 +34,7 @@ RANGES = (3.0, 3.1, 3.2, 0.3, 0.4)  # amax of q, k, v, the probabilities and the
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def separate(x: Tensor, heads: int, attend: Attend, grids: Sequence[Grid] = ()) -> Tensor:
+def separate(x: Tensor, heads: int, attend: Attend, grids: Sequence[IntegerGrid] = ()) -> Tensor:
     """Compute attention as separate operations.
 
     Args:
@@ -51,12 +53,12 @@ def separate(x: Tensor, heads: int, attend: Attend, grids: Sequence[Grid] = ()) 
     return (quantized(y, grids[4]) if grids else y).transpose(1, 2).flatten(2)
 
 
-def quantized(x: Tensor, grid: Grid) -> Tensor:
+def quantized(x: Tensor, grid: IntegerGrid) -> Tensor:
     """Fake-quantize as a compiled chain without a layer does."""
     return fused_quantize(x, grid.amax, Epilogue(grid.low, grid.high), kernels="torch")
 
 
-def one_by_one(q: Tensor, k: Tensor, v: Tensor, grid: Grid, scaling: float) -> Tensor:
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, grid: IntegerGrid, scaling: float) -> Tensor:
     """Compute scores, softmax, quantizer and product as separate operations under autocast."""
     weights = torch.softmax(torch.matmul(q, k.transpose(-2, -1)) * scaling, dim=-1, dtype=torch.float32)
     return torch.matmul(quantized(weights, grid).to(v.dtype), v)
@@ -66,7 +68,7 @@ def fused(
     x: Tensor,
     heads: int,
     scaling: float,
-    grids: Sequence[Grid],
+    grids: Sequence[IntegerGrid],
     inputs: bool = True,
     result: bool = True,
     tiles: Tiles | None = None,
@@ -101,7 +103,7 @@ def milliseconds(run: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> tu
     return float(measured[0]), float(measured[1])
 
 
-def ways(heads: int, scaling: float, grids: Sequence[Grid]) -> dict[str, Callable[[Tensor], Tensor]]:
+def ways(heads: int, scaling: float, grids: Sequence[IntegerGrid]) -> dict[str, Callable[[Tensor], Tensor]]:
     """Return the ways to compute attention that are compared, by name."""
     plain = partial(one_by_one, grid=grids[3], scaling=scaling)
     ours: dict[str, Any] = {"heads": heads, "scaling": scaling, "grids": grids}
@@ -127,7 +129,7 @@ def measured(options: argparse.Namespace) -> Iterator[str]:
     x = torch.randn(options.batch, tokens, 3 * heads * width, **make).requires_grad_()
     grad = torch.randn(options.batch, tokens, heads * width, **make)
     scaling = width**-0.5
-    grids = tuple(Grid(torch.tensor(value, device="cuda"), *INT8) for value in RANGES)
+    grids = tuple(IntegerGrid(torch.tensor(value, device="cuda"), *INT8) for value in RANGES)
     for name, way in ways(heads, scaling, grids).items():
         torch.compiler.reset()
         forward, both = milliseconds(torch.compile(way, fullgraph=True), x, grad)

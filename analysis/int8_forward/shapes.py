@@ -14,7 +14,7 @@ from torch import Tensor
 from compress.kernels.bitmask import pack
 from compress.kernels.epilogue import Epilogue
 from compress.kernels.stem import stem_filter, stem_image
-from compress.kernels.triton.conv_int8 import Codes, ConvResult, Geometry, Tile, conv_codes, output_size
+from compress.kernels.triton.conv_int8 import Codes, ConvResult, ConvTile, Geometry, conv_codes, output_size
 
 LAST = torch.channels_last
 
@@ -71,21 +71,25 @@ TINY = [
 ]
 
 
-def candidates(shape: Shape) -> list[Tile]:
+def candidates(shape: Shape) -> list[ConvTile]:
     """Return the tiles that are tried."""
     channels = 64 if shape.inputs < 32 else shape.inputs
     if channels < 64:
-        return [Tile(32, 16, 32, 2, 4), Tile(16, 32, 32, 2, 4, 16)]
+        return [ConvTile(32, 16, 32, 2, 4), ConvTile(16, 32, 32, 2, 4, 16)]
     deep = min(128, channels)
     tiles = [
-        Tile(128, 64, deep, 3, 8),
-        Tile(64, 64, deep, 4, 4),
-        Tile(128, 64, 64, 4, 4, 32, 168),
+        ConvTile(128, 64, deep, 3, 8),
+        ConvTile(64, 64, deep, 4, 4),
+        ConvTile(128, 64, 64, 4, 4, 32, 168),
     ]
     if shape.outputs >= 128:
-        tiles += [Tile(128, 128, deep, 3, 8, 64, 128), Tile(64, 128, deep, 3, 4, 32, 168), Tile(128, 128, 64, 4, 8)]
+        tiles += [
+            ConvTile(128, 128, deep, 3, 8, 64, 128),
+            ConvTile(64, 128, deep, 3, 4, 32, 168),
+            ConvTile(128, 128, 64, 4, 8),
+        ]
     if shape.outputs >= 256:
-        tiles.append(Tile(128, 256, deep, 3, 8))
+        tiles.append(ConvTile(128, 256, deep, 3, 8))
     return tiles
 
 
@@ -121,7 +125,7 @@ def operands(shape: Shape, batch: int, device: str) -> Operands:
     return Operands(x, weight, bias, residual, torch.tensor(3 * spread, device=device), epilogue)
 
 
-def int8_call(shape: Shape, o: Operands, tile: Tile, dtype: torch.dtype | None) -> Callable[[], ConvResult]:
+def int8_call(shape: Shape, o: Operands, tile: ConvTile, dtype: torch.dtype | None) -> Callable[[], ConvResult]:
     """Return a call of the Triton kernel on a shape."""
     if shape.inputs >= 16:
         return lambda: conv_codes(

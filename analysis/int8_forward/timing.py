@@ -14,7 +14,7 @@ from torch import Tensor
 
 from analysis.int8_forward.shapes import LAST, Operands, Shape, candidates, int8_call, operands, values
 from compress.kernels.fake_quantize import fused_quantize
-from compress.kernels.triton.conv_int8 import Tile
+from compress.kernels.triton.conv_int8 import ConvTile
 
 Call = Callable[[], Any]
 
@@ -93,13 +93,13 @@ def in_turn(calls: dict[str, Call], rounds: int) -> dict[str, float]:
     return {name: statistics.median(item.ms) for name, item in timed.items()}
 
 
-def kernel_key(shape: Shape, tile: Tile, writes_values: bool) -> tuple[Any, ...]:
+def kernel_key(shape: Shape, tile: ConvTile, writes_values: bool) -> tuple[Any, ...]:
     """Return a key that is the same for shapes that share a compiled kernel."""
     even = shape.inputs % tile.depth == 0
     return shape.taps, shape.stride, shape.residual, shape.inputs < 16, even, tile, writes_values
 
 
-def compile_one(task: tuple[Shape, Tile, bool]) -> str:
+def compile_one(task: tuple[Shape, ConvTile, bool]) -> str:
     """Compile a kernel into Triton's cache by running it on a few images; return "" or the reason of a failure."""
     shape, tile, writes_values = task
     try:

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compress.audit.findings import Finding, find, masked_layers, megabytes, sparse_kernels_text
+from compress.audit.findings import Finding, find, layers_with_sparse_weights, megabytes, sparse_kernels_text
 from compress.audit.layer import AuditedLayer, audit_layer
 from compress.audit.layers import EIGHT_BITS, EngineListing, activations, operation
 from compress.audit.onnx_shapes import onnx_shapes
@@ -102,7 +102,7 @@ def audit_engine(
     border = {*listing.inputs, *listing.outputs}
     layers = tuple(audit_layer(layer, from_weighted, per, border) for layer in listing.layers)
     findings = tuple(find(layers, listing, per=per, sparse_nodes=sparse_nodes))
-    masked = tuple(masked_layers(layers, listing, sparse_nodes))
+    masked = tuple(layers_with_sparse_weights(layers, listing, sparse_nodes))
     audit = EngineAudit(source=listing.source, fixed_batch=batch, layers=layers, findings=findings, masked=masked)
     return replace(audit, advice=_advice(audit))
 

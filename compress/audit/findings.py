@@ -134,7 +134,7 @@ def _fp32(layers: Sequence[AuditedLayer], listing: EngineListing, per: int) -> l
     return [Finding(kind="fp32", text=text, layers=tuple(wide), bytes=total)]
 
 
-def masked_layers(
+def layers_with_sparse_weights(
     layers: Sequence[AuditedLayer], listing: EngineListing, sparse_nodes: Collection[str]
 ) -> list[AuditedLayer]:
     """Return convolutions and products with 2:4 weights, as reported by the engine or found in the ONNX file."""
@@ -160,7 +160,7 @@ def sparse_kernels_text(masked: int, sparse: int, unknown: int) -> str:
 
 def _sparsity(layers: Sequence[AuditedLayer], listing: EngineListing, sparse_nodes: Collection[str]) -> list[Finding]:
     """Find layers with 2:4 weights whose kernel is dense or unknown."""
-    asked = masked_layers(layers, listing, sparse_nodes)
+    asked = layers_with_sparse_weights(layers, listing, sparse_nodes)
     found: list[Finding] = []
     dense = [layer for layer in asked if layer.sparse is False]
     _add(found, "dense tactic", dense, "layers with 2:4 weights that run a dense kernel: {n} of {all}", asked)

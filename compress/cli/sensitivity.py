@@ -13,7 +13,7 @@ from compress.cli.options import DeviceOption, JsonOption, RecipeOption, ResumeO
 from compress.cli.run_summary import show_finished_steps
 from compress.errors import RecipeError
 from compress.pipeline import default_folder
-from compress.pipeline.studies.mixed import Point, check_costs, mixed_front, pick, write_recipe
+from compress.pipeline.studies.mixed import MixedPoint, check_costs, mixed_front, pick, write_recipe
 from compress.pipeline.studies.sensitivity import Measured, plain, sensitivity_run
 from compress.recipe import load_recipe
 
@@ -62,7 +62,7 @@ def sensitivity(
     folder = out or default_folder(recipe, "sensitivity", resume=resume, recipe=parsed)
     if resume:
         show_finished_steps(folder)
-    points: tuple[Point, ...] = ()
+    points: tuple[MixedPoint, ...] = ()
     chosen, path = None, write or folder / "mixed.yaml"
     with progress() as bars:
         measured = sensitivity_run(
@@ -81,7 +81,9 @@ def sensitivity(
         OUT.print(f"{chosen.label}: {path}", highlight=False, soft_wrap=True)
 
 
-def _document(measured: Measured, points: tuple[Point, ...], chosen: Point | None, path: Path) -> dict[str, Any]:
+def _document(
+    measured: Measured, points: tuple[MixedPoint, ...], chosen: MixedPoint | None, path: Path
+) -> dict[str, Any]:
     document: dict[str, Any] = {
         "files": [str(file) for file in measured.files],
         "formats": {name: asdict(report) for name, report in measured.reports.items()},
@@ -115,7 +117,7 @@ def _show(measured: Measured) -> None:
     OUT.print("\n".join(map(str, measured.files)), highlight=False, soft_wrap=True)
 
 
-def _show_points(points: tuple[Point, ...], chosen: Point) -> None:
+def _show_points(points: tuple[MixedPoint, ...], chosen: MixedPoint) -> None:
     columns = ("network", "quantized layers", "sum of layers, ms", "measured, ms", "top-1 %", "agrees %", "SQNR, dB")
     rows = [
         (

@@ -36,8 +36,9 @@ from compress.export.shared_convolutions import bias_shared_convolutions
 from compress.export.spec import ExportSpec, check_export_spec
 from compress.files import replacing
 from compress.graph.inputs import Inputs, as_inputs, flat_tensors, named_tensors
-from compress.graph.report import leaves_of
+from compress.graph.report import leaves_of, report_of
 from compress.graph.trace import check_module
+from compress.quantization.report import QuantizationReport
 
 _LARGEST = 2**31 - 1
 _LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir", "torch.fx.experimental.symbolic_shapes")
@@ -89,7 +90,8 @@ def export_onnx(
         raise ExportError(f"the model is a {type(model).__name__}: give the module that it was scripted or traced from")
     inputs = as_inputs(example_inputs)
     proto = _export(prepare(model, inputs, precision=spec.precision), inputs, spec)
-    _apply_passes(proto, spec, target=getattr(getattr(model, "placement", None), "target", ""))
+    report = report_of(model)
+    _apply_passes(proto, spec, target=report.placement.target if isinstance(report, QuantizationReport) else "")
     _describe(proto, preprocessing, labels, metadata or {})
     _check(proto)
     with replacing(path) as temporary:

@@ -27,7 +27,7 @@ LARGEST_WINDOW = 255
 """Largest pooling window whose argmax fits a uint8; 255 itself means that no gradient passes."""
 
 
-class Grid(NamedTuple):
+class IntegerGrid(NamedTuple):
     """The integers that a tensor is quantized to.
 
     Attributes:

@@ -30,6 +30,7 @@ from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
 from compress.graph.ops import node_kind, node_module
+from compress.graph.report import GraphReport, attach_report, leaves_of
 from compress.kernels.activation import SMOOTH_ACTIVATIONS, smooth_quantize
 from compress.kernels.dispatch import Kernels
 from compress.kernels.epilogue import LARGEST_WINDOW, Epilogue, Window, max_pool
@@ -66,6 +67,17 @@ class FusedChain:
     int8: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class FusionReport(GraphReport):
+    """The report of a graph that `fuse_for_training` returns.
+
+    Attributes:
+        chains: every quantizer of the graph, in its order.
+    """
+
+    chains: tuple[FusedChain, ...] = ()
+
+
 def fuse_for_training(
     qmodel: nn.Module, *, kernels: Kernels | None = None, forward: Forward = "float"
 ) -> fx.GraphModule:
@@ -79,8 +91,8 @@ def fuse_for_training(
             plain path.
 
     Returns:
-        A module to call in place of `qmodel` in training steps. Its `chains` list what was fused. It shares every
-        parameter and buffer with `qmodel`, under other names: save and optimize `qmodel`.
+        A module to call in place of `qmodel` in training steps. Its `report.chains` lists what was fused. It shares
+        every parameter and buffer with `qmodel`, under other names: save and optimize `qmodel`.
 
     Raises:
         QuantizationError: `qmodel` is no graph with quantizers, or Triton is asked for and not installed.
@@ -108,7 +120,7 @@ def fuse_for_training(
     graph.lint()
     # A new GraphModule drops modules that are not called; deleting them here would delete them in `qmodel` too
     fused = fx.GraphModule(fused, graph)
-    cast(Any, fused).chains = tuple(chains)
+    attach_report(fused, FusionReport(leaves=leaves_of(qmodel), chains=tuple(chains)))
     return fused
 
 

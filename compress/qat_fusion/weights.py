@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.kernels.dispatch import Kernels, use_triton_eager
-from compress.kernels.epilogue import Grid
+from compress.kernels.epilogue import IntegerGrid
 from compress.kernels.triton.weights import quantize_weights
 from compress.quantization.quantizer import Quantizer
 
@@ -67,10 +67,10 @@ class QuantizedWeights(nn.Module):
         return (*values, *(None for _ in values))
 
 
-def grid_of(quantizer: Quantizer) -> Grid:
+def grid_of(quantizer: Quantizer) -> IntegerGrid:
     """The integers and the range of a quantizer, as kernels take them."""
     quant_format = quantizer.format
-    return Grid(quantizer.amax, quant_format.low, quant_format.high, quant_format.axis)
+    return IntegerGrid(quantizer.amax, quant_format.low, quant_format.high, quant_format.axis)
 
 
 def weight_dtype(weight: Tensor) -> torch.dtype:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from compress.report.headline import Tile
+from compress.report.headline import KeyFigure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Bullets:
 class Tiles:
     """Large figures side by side."""
 
-    items: tuple[Tile, ...]
+    items: tuple[KeyFigure, ...]
 
 
 @dataclass(frozen=True)

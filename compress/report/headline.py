@@ -20,7 +20,7 @@ _EQUAL = 0.02  # a speed-up within 2 % is no difference
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tile:
+class KeyFigure:
     """A large figure with what it means."""
 
     value: str
@@ -32,7 +32,7 @@ class Headline:
     """The result in words, and its figures."""
 
     sentence: str
-    tiles: tuple[Tile, ...]
+    tiles: tuple[KeyFigure, ...]
 
 
 def headline(metrics: Iterable[Metric], *, bits: frozenset[int] = frozenset()) -> Headline:
@@ -57,7 +57,7 @@ def headline(metrics: Iterable[Metric], *, bits: frozenset[int] = frozenset()) -
     agreement = next((m for m in metrics if m.name == "agreement" and m.variant == variant and _on(m, after)), None)
     if agreement and agreement.value is not None:
         label = f"of images: {display(agreement.engine)} answers as fake quantization does"
-        tiles.append(Tile(value=f"{fixed(agreement.value, 2)} %", label=label))
+        tiles.append(KeyFigure(value=f"{fixed(agreement.value, 2)} %", label=label))
     if not parts:
         return Headline(sentence=f"{subject} has no number that can be set beside float's.", tiles=tuple(tiles))
     return Headline(sentence=f"{subject} {_joined(parts)}.", tiles=tuple(tiles))
@@ -94,7 +94,7 @@ def _by_accuracy(rows: Sequence[SummaryRow], variant: str) -> tuple[SummaryRow |
     return (by_key[engines[0], Variant.FLOAT], by_key[engines[0], variant]) if engines else (None, None)
 
 
-def _speed(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, Tile] | None:
+def _speed(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, KeyFigure] | None:
     if not before or not after or before.p50_ms is None or not after.p50_ms:
         return None
     ratio = before.p50_ms / after.p50_ms
@@ -111,11 +111,11 @@ def _speed(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, Ti
         place = f"on {display(after.engine)} against float on {display(before.engine)}, the faster of its precisions"
     return (
         f"{words} at batch {after.batch_size} {place}",
-        Tile(value=fixed(ratio, 2, "×"), label=f"the speed of float at batch {after.batch_size} {place}, {times}"),
+        KeyFigure(value=fixed(ratio, 2, "×"), label=f"the speed of float at batch {after.batch_size} {place}, {times}"),
     )
 
 
-def _accuracy(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, Tile] | None:
+def _accuracy(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, KeyFigure] | None:
     if not before or not after or before.top1 is None or after.top1 is None:
         return None
     change = after.top1 - before.top1
@@ -125,15 +125,17 @@ def _accuracy(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str,
     else:
         words = f"{'gains' if change > 0 else 'loses'} {abs(change):.2f} points of top-1 ({from_to})"
     value = "±0.00" if abs(change) < _STEADY else f"{change:+.2f}".replace("-", "−")
-    return words, Tile(value=value, label=f"points of top-1 ({from_to})")
+    return words, KeyFigure(value=value, label=f"points of top-1 ({from_to})")
 
 
-def _size(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, Tile] | None:
+def _size(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, KeyFigure] | None:
     if not before or not after or before.file_bytes is None or after.file_bytes is None or not before.file_bytes:
         return None
     ratio = after.file_bytes / before.file_bytes
     from_to = _change(in_bytes(before.file_bytes), in_bytes(after.file_bytes))
-    return f"takes {ratio:.2f} of the file size", Tile(value=fixed(ratio, 2), label=f"of the file size ({from_to})")
+    return f"takes {ratio:.2f} of the file size", KeyFigure(
+        value=fixed(ratio, 2), label=f"of the file size ({from_to})"
+    )
 
 
 def _change(before: str, after: str, unit: str = "") -> str:

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 
 import compress
-from compress.kernels.epilogue import Grid
-from compress.kernels.triton.attention_launch import Tile, Tiles, attention, fits
+from compress.kernels.epilogue import IntegerGrid
+from compress.kernels.triton.attention_launch import AttentionTile as Tile
+from compress.kernels.triton.attention_launch import AttentionTiles as Tiles
+from compress.kernels.triton.attention_launch import attention, fits
 from compress.kernels.triton.attention_packed import packed_attention, packed_fits
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
 from tests.kernels.float64 import assert_close_in_norm, beside_float64
@@ -93,11 +95,13 @@ def check_packed(case, device, compiled=False):
     assert packed_fits(qkv)
     *parts, result = [torch.tensor(value, device=device) for value in (1.3, 1.7, 1.1, 0.25)]
     weights = largest(*qkv.permute(2, 0, 3, 1, 4)[:2], scaling) * 0.4
-    grids = tuple(Grid(amax, SIGNED.low, SIGNED.high) for amax in parts) if parts_rounded else None
-    last = Grid(result, UNSIGNED.low, UNSIGNED.high) if result_rounded else None
+    grids = tuple(IntegerGrid(amax, SIGNED.low, SIGNED.high) for amax in parts) if parts_rounded else None
+    last = IntegerGrid(result, UNSIGNED.low, UNSIGNED.high) if result_rounded else None
 
     def fused(qkv):
-        return packed_attention(qkv, Grid(weights, quant_format.low, quant_format.high), scaling, grids, last, tiles)
+        return packed_attention(
+            qkv, IntegerGrid(weights, quant_format.low, quant_format.high), scaling, grids, last, tiles
+        )
 
     def written(x, amax):
         """As the plain path writes it, in the precision of the network."""

@@ -10,7 +10,7 @@ import pytest
 
 from compress.cli.app import app
 from compress.errors import QuantizationError, RecipeError
-from compress.pipeline.studies.mixed import Point, mixed_front, pick, sheet_costs, write_recipe
+from compress.pipeline.studies.mixed import MixedPoint, mixed_front, pick, sheet_costs, write_recipe
 from compress.pipeline.studies.sensitivity import sensitivity_run
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.report import placement_of
@@ -105,7 +105,7 @@ def test_costs_from_a_data_sheet(measured):
 
 def test_pick():
     def point(label, ms, top1, sqnr_db):
-        return Point(
+        return MixedPoint(
             label=label, formats={}, spec=None, predicted_ms=9, latency_ms=ms, top1=top1, agreement=1, sqnr_db=sqnr_db
         )
 

@@ -64,7 +64,7 @@ def check_network():
     qmodel, x = made()
     before = {name: value.clone() for name, value in qmodel.state_dict().items()}
     fused = compress.fuse_for_training(qmodel, kernels="triton", forward="int8")
-    coded = [chain.nodes[0] for chain in fused.chains if chain.int8]
+    coded = [chain.nodes[0] for chain in fused.report.chains if chain.int8]
     assert len(coded) == 11 and "depthwise" not in coded  # stem, 4 + 2 + 3 convolutions of the blocks, the last
     close(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x))
     close(gradients(lambda x: checkpoint(fused, x, use_reentrant=False), qmodel, x), gradients(qmodel, qmodel, x))

@@ -80,7 +80,7 @@ def test_a_vision_transformer_has_the_gradients_of_the_plain_path(target):
     qmodel, x = qmodel.double(), x.double()
     fused = compress.fuse_for_training(qmodel)
     assert len(attentions(fused)) == len(packed(fused)) == 2
-    chains = [chain for chain in fused.chains if "matmul" in chain.nodes or "matmul_2" in chain.nodes]
+    chains = [chain for chain in fused.report.chains if "matmul" in chain.nodes or "matmul_2" in chain.nodes]
     assert [len(chain.nodes) for chain in chains] == [5, 5]  # product, scale, softmax, dropout, product
     assert all(chain.reason == "" for chain in chains)
     assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-9, atol=1e-9)
@@ -119,7 +119,7 @@ def test_what_is_one_operation_and_what_is_not(score, twice, reason):
     qmodel, x = quantized(Attention(score, twice).eval(), channels=8)
     fused = compress.fuse_for_training(qmodel)
     assert len(attentions(fused)) == (reason == "")
-    reasons = [chain.reason for chain in fused.chains if chain.quantizer == "quantizers.softmax"]
+    reasons = [chain.reason for chain in fused.report.chains if chain.quantizer == "quantizers.softmax"]
     assert reasons == [""] if not reason else reason in reasons[0]
     assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-4, atol=1e-4)
 
@@ -140,9 +140,11 @@ def test_parts_of_one_tensor_are_read_as_one(change, alike):
     fused = compress.fuse_for_training(qmodel)
     assert len(attentions(fused)) == 1
     assert len(packed(fused)) == alike
-    rounded = [chain for chain in fused.chains if chain.nodes and chain.quantizer.startswith("quantizers.getitem")]
+    rounded = [
+        chain for chain in fused.report.chains if chain.nodes and chain.quantizer.startswith("quantizers.getitem")
+    ]
     assert len(rounded) == 3 * alike
-    assert any(chain.quantizer == "quantizers.matmul_1" and chain.nodes for chain in fused.chains) == alike
+    assert any(chain.quantizer == "quantizers.matmul_1" and chain.nodes for chain in fused.report.chains) == alike
     assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-4, atol=1e-4)
     for path, quantizer in quantizers(qmodel):
         quantizer.enabled = "softmax" in path
@@ -155,7 +157,7 @@ def test_heads_too_wide_for_the_kernels_stay_open():
     qmodel, _ = quantized(model, channels=8)
     fused = compress.fuse_for_training(qmodel)
     assert attentions(fused) == []
-    assert any("264 wide" in chain.reason for chain in fused.chains)
+    assert any("264 wide" in chain.reason for chain in fused.report.chains)
 
 
 def test_compiled():

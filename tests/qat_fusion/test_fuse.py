@@ -38,7 +38,7 @@ def test_gradients_are_those_of_the_plain_path(make, target):
     qmodel, x = quantized(make, target)
     qmodel, x = qmodel.double(), x.double()
     fused = compress.fuse_for_training(qmodel)
-    assert sum(len(chain.nodes) for chain in fused.chains) >= 8
+    assert sum(len(chain.nodes) for chain in fused.report.chains) >= 8
     assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-12, atol=1e-12)
 
 
@@ -234,7 +234,7 @@ def test_what_is_not_fused_says_why():
     qmodel.quantizers.block2_relu = Quantizer(QuantFormat(kind="e4m3"))
     qmodel.quantizers.block2_relu.set_amax(amax)
     fused = compress.fuse_for_training(qmodel)
-    chains = {chain.quantizer.removeprefix("quantizers."): chain for chain in fused.chains}
+    chains = {chain.quantizer.removeprefix("quantizers."): chain for chain in fused.report.chains}
     assert chains["block1_relu"].nodes == () and "Learned" in chains["block1_relu"].reason
     assert chains["block2_relu"].nodes == () and "FP8" in chains["block2_relu"].reason
     assert chains["relu"].nodes == ("conv1", "relu", "maxpool") and chains["relu"].reason == ""
@@ -256,7 +256,7 @@ def test_a_result_with_two_readers_is_not_swallowed():
     qmodel, x = quantized(Twice)
     fused = compress.fuse_for_training(qmodel)
     torch.testing.assert_close(fused(x), qmodel(x), rtol=0, atol=0)
-    assert all("first" not in chain.nodes for chain in fused.chains)
+    assert all("first" not in chain.nodes for chain in fused.report.chains)
 
 
 def test_quantizers_that_do_not_round_leave_the_chain_plain():

@@ -18,7 +18,7 @@ def test_in_the_interpreter_it_trains_as_the_plain_path_does():
 def test_where_triton_does_not_run_the_chains_are_the_fused_ones(target):
     qmodel, x = made(target=target)
     fused = compress.fuse_for_training(qmodel, forward="int8")
-    assert any(chain.int8 for chain in fused.chains) == (target == "tensorrt")  # unsigned codes are not computed
+    assert any(chain.int8 for chain in fused.report.chains) == (target == "tensorrt")  # unsigned codes are not computed
     close(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x))
 
 

@@ -38,7 +38,7 @@ def pools():
 def test_a_pool_ends_a_chain_where_it_alone_reads_it():
     qmodel, x = quantized(pools, size=33)
     fused = compress.fuse_for_training(qmodel)
-    ends = [chain.nodes[-1] for chain in fused.chains if chain.nodes]
+    ends = [chain.nodes[-1] for chain in fused.report.chains if chain.nodes]
     assert ends == [
         "pool",
         "max_pool2d",

@@ -45,7 +45,7 @@ def between(make):
 
 def chain_of(fused, name):
     """The chain that ends in the quantizer of that name."""
-    (found,) = [chain for chain in fused.chains if chain.quantizer.removeprefix("quantizers.").startswith(name)]
+    (found,) = [chain for chain in fused.report.chains if chain.quantizer.removeprefix("quantizers.").startswith(name)]
     return found
 
 
@@ -87,8 +87,8 @@ def test_convolutions_and_int8_forward():
     layers = [nn.Conv2d(16, 16, 3, padding=1), nn.SiLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 1)]
     qmodel, x = quantized(nn.Sequential(*layers), channels=16)
     fused = compress.fuse_for_training(qmodel, forward="int8")
-    assert [chain.int8 for chain in fused.chains if chain.nodes and "1" in chain.quantizer] == [False]
-    assert any(chain.int8 for chain in fused.chains)
+    assert [chain.int8 for chain in fused.report.chains if chain.nodes and "1" in chain.quantizer] == [False]
+    assert any(chain.int8 for chain in fused.report.chains)
     assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-4, atol=1e-3)
 
 
@@ -110,7 +110,7 @@ def test_norms_of_a_vision_transformer(target):
     if target == "tensorrt":
         assert [module.keep_sum for module in found] == [False, True, True, True, False]
         assert [module.feeds_only_matmuls for module in found] == [True, True, True, True, False]
-        assert [len(chain.nodes) for chain in fused.chains if any("ln" in name for name in chain.nodes)] == [
+        assert [len(chain.nodes) for chain in fused.report.chains if any("ln" in name for name in chain.nodes)] == [
             1,
             2,
             2,

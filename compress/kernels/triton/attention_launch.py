@@ -24,7 +24,7 @@ _LOG2_E = math.log2(math.e)
 _MOST = 128  # rows or columns of a tile
 
 
-class Tile(NamedTuple):
+class AttentionTile(NamedTuple):
     """The block that a program of a kernel holds at a time, and its resources.
 
     Attributes:
@@ -42,19 +42,19 @@ class Tile(NamedTuple):
     stages: int
 
 
-class Tiles(NamedTuple):
+class AttentionTiles(NamedTuple):
     """One for each kernel.
 
     Their sizes are powers of two, at most `_MOST`; `keys.columns` is at most `forward.rows`, so that it never reads an
     unwritten element.
     """
 
-    forward: Tile
-    queries: Tile
-    keys: Tile
+    forward: AttentionTile
+    queries: AttentionTile
+    keys: AttentionTile
 
 
-class Layout(NamedTuple):
+class HeadLayout(NamedTuple):
     """Sizes and memory layout of heads, in elements; arguments of the kernels.
 
     Attributes:
@@ -82,7 +82,7 @@ class Layout(NamedTuple):
     wide: int
 
 
-def default_tiles(tokens: int, keys: int, width: int, dtype: torch.dtype) -> Tiles:
+def default_tiles(tokens: int, keys: int, width: int, dtype: torch.dtype) -> AttentionTiles:
     """Tiles for heads of `tokens` queries and `keys` keys, at most `width` wide.
 
     In half precision, up to a width of 64: steps of 32 with three in flight were the fastest of seven tiles for each
@@ -92,14 +92,14 @@ def default_tiles(tokens: int, keys: int, width: int, dtype: torch.dtype) -> Til
     half = dtype.itemsize == 2
     if half and width <= 64:
         rows, columns = min(64, _padded(tokens)), min(64, _padded(keys))
-        ahead = Tile(rows, 32, False, 4, 3) if keys > 64 else Tile(rows, columns, True, 4, 2)
-        return Tiles(ahead, ahead, Tile(columns, min(32, _padded(tokens)), False, 4, 3))
+        ahead = AttentionTile(rows, 32, False, 4, 3) if keys > 64 else AttentionTile(rows, columns, True, 4, 2)
+        return AttentionTiles(ahead, ahead, AttentionTile(columns, min(32, _padded(tokens)), False, 4, 3))
     most = 64 if half and width <= 128 else 32 if half or width <= 64 else 16
     rows, columns = min(most, _padded(tokens)), min(most, _padded(keys))
     whole = keys <= columns
-    ahead = Tile(rows, columns, whole, 4, 2)
+    ahead = AttentionTile(rows, columns, whole, 4, 2)
     step = min(most, 32 if half else 16, _padded(tokens))
-    return Tiles(ahead, ahead, Tile(columns, step, False, 4, 2))
+    return AttentionTiles(ahead, ahead, AttentionTile(columns, step, False, 4, 2))
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -114,7 +114,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, amax: Tensor, scaling: float, high: int, tiles: Tiles | None = None
+    q: Tensor, k: Tensor, v: Tensor, amax: Tensor, scaling: float, high: int, tiles: AttentionTiles | None = None
 ) -> Tensor:
     """fake_quantize(softmax(scaling * q k^T)) v, (..., T, E), contiguous; q, k and v `fits`.
 
@@ -142,7 +142,7 @@ class _Attention(torch.autograd.Function):
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
         sums = torch.empty((*q.shape[:-2], room_for(q.shape[-2])), dtype=torch.float32, device=q.device)
-        run_forward((q, k, v, amax, out, sums), _apart(q, k, v), (scaling, high), Tile(*tiles[:5]))
+        run_forward((q, k, v, amax, out, sums), _apart(q, k, v), (scaling, high), AttentionTile(*tiles[:5]))
         ctx.save_for_backward(q, k, v, amax, sums)
         ctx.numbers, ctx.tiles = (scaling, high), tiles[5:]
         return out
@@ -160,9 +160,9 @@ class _Attention(torch.autograd.Function):
 
 def run_forward(
     tensors: tuple[Tensor, ...],
-    layout: Layout,
+    layout: HeadLayout,
     numbers: tuple[float, int],
-    tile: Tile,
+    tile: AttentionTile,
     bounds: tuple[int, int] = (0, 0),
     rounded: tuple[Tensor, Tensor] | None = None,
 ) -> None:
@@ -194,7 +194,7 @@ def run_forward(
 def run_backward(
     tensors: tuple[Tensor, ...],
     grads: Tensor,
-    layout: Layout,
+    layout: HeadLayout,
     numbers: tuple[float, int],
     tiles: tuple[Any, ...],
     bits: Tensor | None = None,
@@ -213,7 +213,7 @@ def run_backward(
     """
     scaling, high = numbers
     q, k, v, amax, sums, grad = tensors
-    by_queries, by_keys = Tile(*tiles[:5]), Tile(*tiles[5:])
+    by_queries, by_keys = AttentionTile(*tiles[:5]), AttentionTile(*tiles[5:])
     sizes, room = (*_sizes(layout), bits is not None), sums.shape[-1]
     masks, grad_masks = [amax if found is None else found for found in (bits, out_bits)]
     passed = grad if out_bits is None else torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
@@ -243,20 +243,20 @@ def room_for(tokens: int) -> int:
     return -(-tokens // _MOST) * _MOST
 
 
-def flat(tiles: Tiles) -> tuple[Any, ...]:
+def flat(tiles: AttentionTiles) -> tuple[Any, ...]:
     """All fields in one tuple, as an `autograd.Function` takes them."""
     return tuple(number for tile in tiles for number in tile)
 
 
-def _apart(q: Tensor, k: Tensor, v: Tensor) -> Layout:
+def _apart(q: Tensor, k: Tensor, v: Tensor) -> HeadLayout:
     """Memory layout of separate, contiguous q, k and v tensors."""
     deep, wide = q.shape[-1], v.shape[-1]
     total = q.numel() // (q.shape[-2] * deep)
     ends = (q.numel(), q.numel() + k.numel())
-    return Layout(total, q.shape[-2], k.shape[-2], 1, deep, wide, wide, 0, 0, *ends, deep, wide)
+    return HeadLayout(total, q.shape[-2], k.shape[-2], 1, deep, wide, wide, 0, 0, *ends, deep, wide)
 
 
-def _sizes(layout: Layout) -> tuple[int, int, int, int]:
+def _sizes(layout: HeadLayout) -> tuple[int, int, int, int]:
     """DEEP, WIDE, DEPTH and WIDTH of the kernels."""
     return layout.deep, layout.wide, _padded(layout.deep), _padded(layout.wide)
 

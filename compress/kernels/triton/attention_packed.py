@@ -20,14 +20,14 @@ from torch import Tensor
 
 from compress.kernels.bitmask import BITS_PER_BYTE
 from compress.kernels.dispatch import refuse_second_derivative
-from compress.kernels.epilogue import Grid, rounding_threshold
+from compress.kernels.epilogue import IntegerGrid, rounding_threshold
 from compress.kernels.triton.attention import round_kernel
 from compress.kernels.triton.attention_launch import (
     LARGEST,
     WIDEST,
-    Layout,
-    Tile,
-    Tiles,
+    AttentionTile,
+    AttentionTiles,
+    HeadLayout,
     default_tiles,
     flat,
     room_for,
@@ -52,11 +52,11 @@ def packed_fits(qkv: Tensor) -> bool:
 
 def packed_attention(
     qkv: Tensor,
-    weights: Grid,
+    weights: IntegerGrid,
     scaling: float,
-    parts: tuple[Grid, Grid, Grid] | None = None,
-    result: Grid | None = None,
-    tiles: Tiles | None = None,
+    parts: tuple[IntegerGrid, IntegerGrid, IntegerGrid] | None = None,
+    result: IntegerGrid | None = None,
+    tiles: AttentionTiles | None = None,
 ) -> Tensor:
     """Softmax(scaling * q k^T), quantized, times v, (B, T, H, D), contiguous; `qkv` `packed_fits`.
 
@@ -112,7 +112,7 @@ class _PackedAttention(torch.autograd.Function):
             rounded = (out_amax, bits[-1])
         ctx.numbers, ctx.tiles = (scaling, high), tiles[5:]
         tensors = (qkv, qkv, qkv, amax, out, sums)
-        run_forward(tensors, _layout(qkv), ctx.numbers, Tile(*tiles[:5]), (out_low, out_high), rounded)
+        run_forward(tensors, _layout(qkv), ctx.numbers, AttentionTile(*tiles[:5]), (out_low, out_high), rounded)
         ctx.save_for_backward(qkv, amax, sums, *bits)
         return out
 
@@ -145,9 +145,9 @@ def _rounded(qkv: Tensor, ranges: tuple[Tensor, Tensor, Tensor], low: int, high:
     return out, bits
 
 
-def _layout(qkv: Tensor) -> Layout:
+def _layout(qkv: Tensor) -> HeadLayout:
     """Memory layout of (B, T, 3, H, D)."""
     batch, tokens, _, heads, width = qkv.shape
     part = heads * width
     starts = (part, 2 * part)
-    return Layout(batch * heads, tokens, tokens, heads, 3 * part, 3 * part, part, *starts, *starts, width, width)
+    return HeadLayout(batch * heads, tokens, tokens, heads, 3 * part, 3 * part, part, *starts, *starts, width, width)

@@ -41,7 +41,7 @@ class Geometry(NamedTuple):
     dilation: tuple[int, int] = (1, 1)
 
 
-class Tile(NamedTuple):
+class ConvTile(NamedTuple):
     """The part of the result that one program computes, and its resources.
 
     Attributes:
@@ -84,7 +84,7 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     return whole and x.numel() < _LARGEST and min(x.shape) > 0
 
 
-def default_tile(pixels: int, channels: int, outputs: int, taps: int = 1, *, limited: bool = True) -> Tile:
+def default_tile(pixels: int, channels: int, outputs: int, taps: int = 1, *, limited: bool = True) -> ConvTile:
     """A tile for a convolution of `channels` to `outputs` channels at `pixels` output pixels.
 
     Within 5 % of the best of seven for most of ResNet-50's shapes at batch 128 on an H200, within 13 % for all
@@ -98,13 +98,13 @@ def default_tile(pixels: int, channels: int, outputs: int, taps: int = 1, *, lim
         limited: whether a limit of registers can be set; without one, a large tile is as fast only for a long sum.
     """
     depth = 64 if channels > 32 else 32
-    narrow = Tile(128, 64, depth, 4, 4, 32, 168)
+    narrow = ConvTile(128, 64, depth, 4, 4, 32, 168)
     if min(channels, outputs) <= 64 or (not limited and channels * taps < 512):
         return narrow
     depth = 128 if channels % 128 == 0 else depth
     if pixels * outputs < 256 * 128 * 128:  # fewer programs than would fill the multiprocessors twice
-        return Tile(64, 128, depth, 3, 4, 32, 168)
-    return Tile(128, 128, depth, 3, 8, 64 if limited else 32, 128)
+        return ConvTile(64, 128, depth, 3, 4, 32, 168)
+    return ConvTile(128, 128, depth, 3, 8, 64 if limited else 32, 128)
 
 
 def conv_codes(
@@ -119,7 +119,7 @@ def conv_codes(
     codes: bool = True,
     bits: bool = True,
     dtype: torch.dtype | None = None,
-    tile: Tile | None = None,
+    tile: ConvTile | None = None,
 ) -> ConvResult:
     """quantize(activation(conv(x, weight) + bias + residual)), read as codes and written as codes.
 
@@ -176,7 +176,7 @@ class _Call(NamedTuple):
     bytes: int
     grid: tuple[int]
     constants: tuple[Any, ...]
-    tile: Tile
+    tile: ConvTile
 
 
 def _call_of(
@@ -186,7 +186,7 @@ def _call_of(
     epilogue: Epilogue,
     geometry: Geometry,
     added_codes: bool,
-    tile: Tile | None,
+    tile: ConvTile | None,
 ) -> _Call:
     images, channels, height, width = q.shape
     outputs, _, taps_y, taps_x = w.shape

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.dispatch import refuse_second_derivative
-from compress.kernels.epilogue import Epilogue, Grid, forward_torch, rounding_threshold
+from compress.kernels.epilogue import Epilogue, IntegerGrid, forward_torch, rounding_threshold
 from compress.kernels.triton.fake_quantize import plan_of
 from compress.kernels.triton.language import tl, triton
 from compress.kernels.triton.launch import launch
@@ -86,7 +86,7 @@ def norm_quantize(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    grid: Grid,
+    grid: IntegerGrid,
     *,
     eps: float,
     dtype: torch.dtype,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compress.kernels.bitmask import BITS_PER_BYTE
 from compress.kernels.dispatch import refuse_second_derivative
-from compress.kernels.epilogue import Grid
+from compress.kernels.epilogue import IntegerGrid
 from compress.kernels.memory_format import is_channels_last
 from compress.kernels.triton.language import tl, triton
 from compress.kernels.triton.launch import BoundedCache, Launch
@@ -88,7 +88,7 @@ def _weight_gradients_kernel(
 
 
 def quantize_weights(
-    owner: Any, weights: list[Tensor], grids: list[Grid], dtype: torch.dtype, coded: Sequence[bool] = ()
+    owner: Any, weights: list[Tensor], grids: list[IntegerGrid], dtype: torch.dtype, coded: Sequence[bool] = ()
 ) -> tuple[Tensor | None, ...] | None:
     """The weights quantized, with straight-through gradients; None where the kernels do not fit.
 
@@ -125,7 +125,7 @@ _KEPT: WeakKeyDictionary[Any, _Group] = WeakKeyDictionary()
 _LAUNCHES = BoundedCache()
 
 
-def _fits(weights: list[Tensor], grids: list[Grid]) -> bool:
+def _fits(weights: list[Tensor], grids: list[IntegerGrid]) -> bool:
     """Whether all are dense with the channel axis outermost, and of one type that the kernels take."""
     first = weights[0]
     return first.dtype in _TYPES and all(
@@ -163,7 +163,7 @@ class _Group:
         size: of the buffer, in elements.
     """
 
-    def __init__(self, key: tuple[Any, ...], weights: list[Tensor], grids: list[Grid]) -> None:
+    def __init__(self, key: tuple[Any, ...], weights: list[Tensor], grids: list[IntegerGrid]) -> None:
         self.key = key
         self.places: list[tuple[torch.Size, tuple[int, ...], int, torch.memory_format]] = []
         self.size = 0

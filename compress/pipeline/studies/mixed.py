@@ -51,7 +51,7 @@ class CostTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class MixedPoint:
     """One network between float and all quantized.
 
     Attributes:
@@ -100,7 +100,7 @@ def mixed_front(
     points: int = 8,
     seconds: float = 3.0,
     others: Mapping[str, Formats] | None = None,
-) -> tuple[tuple[Point, ...], CostTable]:
+) -> tuple[tuple[MixedPoint, ...], CostTable]:
     """Measure a network in float, in each format everywhere, and in the choices between them.
 
     Args:
@@ -150,10 +150,10 @@ def _point(
     table: CostTable,
     latency: Mapping[str, float],
     seen: Mapping[str, EngineAccuracy],
-) -> Point:
+) -> MixedPoint:
     """One choice of formats with its predicted and measured figures; `seen` holds the float network's too."""
     parity = compare_logits(seen[FLOAT].logits, seen[name].logits)
-    return Point(
+    return MixedPoint(
         label=name,
         formats=formats,
         spec=None if name == FLOAT else _spec(measured, formats),
@@ -165,7 +165,7 @@ def _point(
     )
 
 
-def pick(points: Sequence[Point], *, budget_ms: float | None = None, max_drop: float | None = None) -> Point:
+def pick(points: Sequence[MixedPoint], *, budget_ms: float | None = None, max_drop: float | None = None) -> MixedPoint:
     """The point of least noise within a time, or the fastest whose top-1 is near float's.
 
     Args:
@@ -193,7 +193,7 @@ def pick(points: Sequence[Point], *, budget_ms: float | None = None, max_drop: f
     return min(near, key=lambda point: point.ms)
 
 
-def write_recipe(measured: Measured, point: Point, path: Path) -> Path:
+def write_recipe(measured: Measured, point: MixedPoint, path: Path) -> Path:
     """Write the recipe that `ptq` and `qat` run to make the network of `point`."""
     return write_text(path, replace(measured.run.recipe, quantization=point.spec).to_yaml())
 
