@@ -31,6 +31,7 @@ from compress.export.gathers import flat_gathers
 from compress.export.int4 import pack_int4
 from compress.export.names import LABELS_KEY, PREPROCESSING_KEY, input_names, output_names
 from compress.export.onnx_graph import drop_unused
+from compress.export.padding import pads_into_convolutions
 from compress.export.prepare import prepare
 from compress.export.shared_convolutions import bias_shared_convolutions
 from compress.export.spec import ExportSpec, check_export_spec
@@ -101,6 +102,7 @@ def export_onnx(
 
 def _apply_passes(proto: onnx.ModelProto, spec: ExportSpec, *, target: str) -> None:
     """Rewrite torch's ONNX in place for the target that its quantizers were placed for; "" for a float model."""
+    pads_into_convolutions(proto)
     room_for_biases(proto)
     pack_int4(proto)
     if target != "onnxruntime":  # files for TensorRT are measured on OpenVINO too

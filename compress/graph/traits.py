@@ -157,6 +157,7 @@ TRAITS: Mapping[str, Traits] = MappingProxyType(
         "adaptive_avg_pool": _POOL,
         "resize": replace(_POOL, category="resampling"),  # bicubic: positive inputs may give negative results
         "pad": Traits(category="resampling", passes_channels=True),  # the rest depends on the value that it pads with
+        "zero_pad": replace(_ROLL, category="resampling", passes_channels=True),  # of images, for convolutions alone
         "flatten": _VIEW,
         "reshape": _VIEW,
         "transpose": _VIEW,

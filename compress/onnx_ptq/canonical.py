@@ -23,6 +23,7 @@ from onnx import external_data_helper, helper, inliner, version_converter
 from compress.errors import QuantizationError
 from compress.export.names import added_tensor
 from compress.export.onnx_graph import attribute, opset_of
+from compress.export.padding import pads_into_convolutions
 from compress.graph.fold import folded_parameters
 from compress.onnx_ptq.index import Index, constant_tensor, consumed_as, inputs_of, renamed
 from compress.onnx_ptq.load import SourceFile, one_line, tensors_of
@@ -55,6 +56,9 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
     _name_nodes(copy.graph)
     source = replace(source, proto=copy)
     _read_small(source)
+    padded = pads_into_convolutions(copy, Index(source).value)
+    if padded:
+        notes.append(f"{padded} paddings with zeros are done by the convolutions after them")
     folded = fold_constants_after_layers(source)
     if folded:
         notes.append(f"{folded} BatchNorm, scale and bias operations are folded into the layers before them")

@@ -30,7 +30,7 @@ _RANDOM = frozenset(
     {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
 )
 _GROWING = frozenset({"ConstantOfShape", "Expand", "Tile", "Range", "Resize", "Pad", "OneHot", "EyeLike"})
-"""Operators whose result may be of any size that the file states; they are not run to learn a constant."""
+"""Operators whose result may be of any size that the file states; they are run to learn small constants only."""
 
 _SMALL = 1 << 16
 """Bytes of constants that shape inference may look at; larger ones are weights."""
@@ -94,6 +94,17 @@ class Index:
         value = self.value(name)
         return float(value.reshape(-1)[0]) if value is not None and value.size == 1 else None
 
+    def deciding(self) -> dict[str, NDArray[Any]]:
+        """Return the computed values, all integers, that decide about the shapes of results."""
+        found = {}
+        for node in self.graph.node:
+            for name in node.input[1:]:
+                if name in self.fixed and name in self.producers and self.producers[name].op_type != "Constant":
+                    value = self.value(name)
+                    if value is not None and value.dtype.kind == "i" and value.size < _SMALL:
+                        found[name] = value
+        return found
+
     def alone(self, name: str) -> onnx.NodeProto | None:
         """Return the only node that reads a tensor; None if there are several, or the graph returns it."""
         found = self.consumers.get(name, [])
@@ -111,10 +122,10 @@ class Index:
             return None if shape is None else np.asarray(shape[part], np.int64)
         if node.op_type == "Constant" and node.attribute[0].name == "value":
             return self.source.array(node.attribute[0].t)
-        if node.op_type in _GROWING:
-            return None
         feeds = {key: value for key in node.input if key and (value := self.value(key)) is not None}
         if not feeds.keys() >= {key for key in node.input if key}:
+            return None
+        if node.op_type in _GROWING and not _stays_small(node, feeds):
             return None
         return _evaluated(node, feeds, name, self.opset)
 
@@ -138,6 +149,14 @@ def _captured(graph: onnx.GraphProto) -> list[str]:
     return [name for name in read if name and name not in inside]
 
 
+def _stays_small(node: onnx.NodeProto, feeds: dict[str, NDArray[Any]]) -> bool:
+    """Return True if a ConstantOfShape is of a small size; the size of others is not looked at."""
+    if node.op_type != "ConstantOfShape":
+        return False
+    sizes = [int(size) for size in feeds[node.input[0]].reshape(-1)]
+    return min(sizes, default=1) >= 0 and math.prod(sizes) <= _SMALL
+
+
 def _evaluated(
     node: onnx.NodeProto, feeds: dict[str, NDArray[Any]], name: str, opset: dict[str, int]
 ) -> NDArray[Any] | None:
@@ -154,8 +173,15 @@ def _evaluated(
         return None
 
 
-def infer(source: SourceFile, sizes: dict[str, tuple[int, ...]]) -> tuple[Shapes, Types]:
+def infer(
+    source: SourceFile, sizes: dict[str, tuple[int, ...]], known: dict[str, NDArray[Any]] | None = None
+) -> tuple[Shapes, Types]:
     """Infer shapes and types of the tensors of a graph whose inputs have given shapes; what is not known is left out.
+
+    Args:
+        source: the file.
+        sizes: shapes of its inputs.
+        known: values of tensors that decide about shapes, such as computed pads, which inference does not compute.
 
     Raises:
         QuantizationError: shape inference fails: the graph cannot be run on such inputs.
@@ -173,6 +199,11 @@ def infer(source: SourceFile, sizes: dict[str, tuple[int, ...]]) -> tuple[Shapes
     del model.graph.value_info[:]
     for value in model.graph.output:
         value.type.tensor_type.ClearField("shape")
+    if known:
+        kept = [node for node in model.graph.node if not set(node.output) <= known.keys()]
+        del model.graph.node[:]
+        model.graph.node.extend(kept)
+        model.graph.initializer.extend(constant_tensor(name, value) for name, value in known.items())
     try:
         graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
     except Exception as error:

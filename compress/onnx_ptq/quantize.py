@@ -43,6 +43,12 @@ _CHANGED, _CHANGED_IN_HALF = 1e-3, 1e-2
 """Largest change of an output, relative to its largest value, that a rewriting of the float graph may make."""
 
 
+_ROUNDS = 4
+"""Times that shapes are inferred again with the values that follow from shapes."""
+
+_ROUNDING = 1e-6
+"""Change that rounding alone may make, of probabilities near zero for example."""
+
 _LARGE, _GROWTH = 1 << 28, 1 << 10
 """Elements that every tensor may have, and elements for each element of the inputs."""
 
@@ -174,10 +180,19 @@ def _opset_for(spec: QuantSpec, source: SourceFile) -> int:
 
 def _inferred(source: SourceFile, feed: Arrays) -> tuple[Index, Shapes, Types]:
     """Return the index, shapes and types of a graph; what inference leaves open is measured on one batch."""
-    shapes, types = infer(source, {name: value.shape for name, value in feed.items()})
+    sizes = {name: value.shape for name, value in feed.items()}
+    shapes, types = infer(source, sizes)
     _check_sizes(source, shapes, feed)
     index = Index(source, shapes)
     unknown = unknown_to_runtime(index)
+    for _ in range(_ROUNDS):
+        known = {} if len(shapes) == len(types) else index.deciding()
+        before = len(shapes)
+        if known:
+            shapes, types = infer(source, sizes, known)
+            index = Index(source, shapes)
+        if len(shapes) == before:
+            break
     open_ = [
         name
         for node in index.graph.node
@@ -220,7 +235,7 @@ def _compare(original: SourceFile, source: SourceFile, feed: Arrays, unknown: di
         largest = float(np.abs(a.astype(np.float64)).max())
         change = float(np.abs(a.astype(np.float64) - b.astype(np.float64)).max()) if a.shape == b.shape else np.inf
         limit = _CHANGED if a.dtype.itemsize > 2 else _CHANGED_IN_HALF
-        if not change <= limit * max(largest, 1e-12):
+        if not change <= limit * largest + _ROUNDING:
             raise QuantizationError(
                 f"{original.path}: folding and raising the opset changed the output {name!r} by {change:.3g}, and its "
                 f"largest value is {largest:.3g}; at most {limit:g} of it is allowed. Export the file again with opset "

@@ -52,7 +52,36 @@ def _node(source: fx.Node, leaves: dict[str, Leaf]) -> Node:
             groups=getattr(module, "groups", 1),
         )
     _read_arguments(source, module, node)
+    if kind == "pad" and _pads_convolutions(source, module):
+        node.kind = "zero_pad"
     return node
+
+
+def _pads_convolutions(source: fx.Node, module: Any) -> bool:
+    """Return True if an operation pads images with zeros for convolutions alone, into which the export moves it."""
+    amounts = getattr(module, "padding", None) if module is not None else _argument(source, 1, "pad")
+    mode = "constant" if module is not None else _argument(source, 2, "mode") or "constant"
+    filling = getattr(module, "value", 0) if module is not None else _argument(source, 3, "value")
+    zeros = module is None or type(module).__name__.startswith(("ZeroPad", "ConstantPad"))
+    shape = source.meta.get("shape")
+    if (
+        not zeros
+        or mode != "constant"
+        or (filling or 0) != 0
+        or shape is None
+        or not isinstance(amounts, (tuple, list))
+    ):
+        return False
+    numbers = [amount for amount in amounts if isinstance(amount, int) and amount >= 0]
+    spatial = len(numbers) == len(amounts) <= 2 * (len(shape) - 2)
+    return spatial and bool(source.users) and all(_is_padding_convolution(user) for user in source.users)
+
+
+def _is_padding_convolution(node: fx.Node) -> bool:
+    if node.op != "call_module" or node_kind(node) != "conv":
+        return False
+    module: Any = node_module(node)
+    return module.padding_mode == "zeros" and not isinstance(module.padding, str)
 
 
 def _read_arguments(source: fx.Node, module: Any, node: Node) -> None:
