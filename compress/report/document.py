@@ -44,8 +44,6 @@ from compress.report.headline import headline
 from compress.text import MISSING, display, finite, fixed, in_bytes, plain, significant
 from compress.variants import Variant
 
-_SHOWN_TARGETS = {"tensorrt": "TensorRT", "openvino": "OpenVINO", "onnxruntime": "ONNX Runtime"}
-
 
 def build_document(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Document:
     """All of the report but its writing.
@@ -100,7 +98,7 @@ def _titles(run: RunData) -> tuple[str, str]:
     parts = [
         f"on {data}" if data else "",
         f"{size} px" if size else "",
-        f"quantizers placed for {_SHOWN_TARGETS.get(str(target), target)}" if target else "",
+        f"quantizers placed for {display(str(target))}" if target else "",
     ]
     return plain(str(name or run.folder.resolve().name)), plain(", ".join(part for part in parts if part))
 
