@@ -99,19 +99,22 @@ def recorded() -> Iterator[Recording]:
         JITFunction.run = before
 
 
-def _seen(argument: Any, parameter: Any) -> Any:
-    """An argument as the compiler sees it: of numbers that are no constants only a few kinds."""
+def _seen(argument: Any, parameter: Any, inside: bool = False) -> Any:
+    """An argument as the compiler sees it: of numbers that are no constants only a few kinds.
+
+    Triton specializes the numbers `inside` a tuple whatever `do_not_specialize` says.
+    """
     if isinstance(argument, Tensor):
         return TensorType(str(argument.dtype).removeprefix("torch."), argument.data_ptr() % 16 == 0)
     if parameter.is_constexpr or argument is None or isinstance(argument, bool):
         return argument
     if isinstance(argument, tuple):
-        inner = [_seen(element, parameter) for element in argument]
+        inner = [_seen(element, parameter, True) for element in argument]
         return type(argument)(*inner) if hasattr(argument, "_fields") else tuple(inner)
     if isinstance(argument, float):
         return 0.5
     if isinstance(argument, int) and -(2**31) <= argument < 2**31:
-        if parameter.do_not_specialize:
+        if parameter.do_not_specialize and not inside:
             return 17
         return 1 if argument == 1 else 16 if argument % 16 == 0 else 17
     return argument
