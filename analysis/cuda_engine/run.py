@@ -1,38 +1,37 @@
 """INT8 networks on the cuda engine: exactness, the fastest kernel of each layer, images/s beside fp16.
 
-    python -m analysis.cuda_engine.run --networks resnet50 mobilenet_v2 --batches 128 1 --baseline
+    python -m analysis.cuda_engine.run --networks resnet50:1 resnet50:128 --baseline
 
-Needs a GPU; `--tiny` runs a small network in Triton's interpreter (with TRITON_INTERPRET=1). Writes cuda_engine.json
-(every candidate of every layer) and prints one table, last.
+Needs a GPU; `--tiny` runs a small network in exact arithmetic on the CPU. Writes cuda_engine.json (every candidate of
+every layer), the plan file, and prints one table, last.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
 import time
 import traceback
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
+import torch._inductor.config
 from torch import Tensor
 
 from analysis.common.study import command_line, gpu_software, study_parser
 from analysis.cuda_engine.networks import image_size, images, network, prepare
-from compress.engines.cuda.bind import Bindings, candidates
+from analysis.cuda_engine.table import table
+from compress.engines import build_engine
 from compress.engines.cuda.costs import cost_of
+from compress.engines.cuda.engine import CudaEngine
 from compress.engines.cuda.exactness import differences
-from compress.engines.cuda.executor import Candidate, Executor
-from compress.engines.cuda.plan.layout import lay_out
-from compress.engines.cuda.plan.lower import make_plan
-from compress.engines.cuda.timing import captured, launch_ms
-from compress.engines.cuda.tuning import Measured, kernel_requests, measure
+from compress.engines.cuda.program import Program
 from compress.files import write_json
-from compress.kernels.triton.ahead import compile_requests
 
 Report = dict[str, Any]
 
@@ -44,17 +43,14 @@ class BudgetSpentError(BaseException):
 def main() -> None:
     """Networks one after another, until all are done or the time has run out."""
     parser = study_parser(__doc__, out="results/cuda_engine")
-    parser.add_argument("--networks", nargs="+", default=["resnet50"])
-    parser.add_argument("--batches", nargs="+", type=int, default=[128, 1])
-    parser.add_argument("--candidates", type=int, default=40, help="most ways to compute a step that are tried")
+    parser.add_argument("--networks", nargs="+", default=["resnet50:128"], metavar="NAME:BATCH")
     parser.add_argument("--baseline", action="store_true", help="torch.compile(mode='max-autotune') in fp16 too")
-    parser.add_argument("--no-tuning", action="store_true", help="the first guess of each layer")
-    parser.add_argument("--budget-s", type=float, default=500.0)
+    parser.add_argument("--budget-s", type=float, default=480.0)
     parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes that compile")
+    parser.add_argument("--plan", type=Path, help="plan file to begin with; default: an empty one")
     parser.add_argument("--files", type=Path, default=Path("/tmp/cuda_engine_files"))
-    parser.add_argument("--tiny", action="store_true", help="on the CPU, in Triton's interpreter")
+    parser.add_argument("--tiny", action="store_true", help="on the CPU, in exact arithmetic")
     arguments = parser.parse_args()
-    device = torch.device("cpu" if arguments.tiny else "cuda")
     report: Report = {"command": command_line(), "networks": [], "failed": []}
 
     def stop(*_: object) -> None:
@@ -62,27 +58,32 @@ def main() -> None:
 
     signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, arguments.budget_s)
+    asked = [(name, int(batch)) for name, _, batch in (word.partition(":") for word in arguments.networks)]
+    plan = arguments.out / "plan.json"
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.plan is not None and arguments.plan.is_file():
+        plan.write_bytes(arguments.plan.read_bytes())
+    pool = ProcessPoolExecutor(min(4, len(asked)), mp_context=multiprocessing.get_context("spawn"))
+    files = {name: pool.submit(prepare, name, str(arguments.files)) for name in dict.fromkeys(n for n, _ in asked)}
     try:
-        report["failed"] += _files(arguments.networks, arguments.files)
         report["machine"] = gpu_software("triton")
-        for name in arguments.networks:
-            for batch in arguments.batches:
-                _guarded(report, f"{name} b{batch}", lambda n=name, b=batch: _network(n, b, device, arguments, report))
-                _save(report, arguments.out)
-            for batch in arguments.batches if arguments.baseline else ():
-                _guarded(report, f"{name} b{batch} baseline", lambda n=name, b=batch: _baseline(n, b, report))
-                _save(report, arguments.out)
+        for name, batch in asked:
+            row: Report = {"network": name, "batch": batch}
+            report["networks"].append(row)
+            ours = (f"{name} b{batch}", partial(_network, files[name], plan, arguments, row))
+            fp16 = (f"{name} b{batch} fp16", partial(_baseline, name, batch, row))
+            for what, run in ((ours, fp16) if batch == 1 else (fp16, ours)) if arguments.baseline else (ours,):
+                _guarded(report, what, run)
+                write_json(arguments.out / "cuda_engine.json", report)
     except BudgetSpentError:
         report["failed"].append("no time left")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    _save(report, arguments.out)
-    print(_table(report), flush=True)
-    os._exit(0)  # processes of a compiler may still be at work
-
-
-def _save(report: Report, out: Path) -> None:
-    write_json(out / "cuda_engine.json", report)
+    write_json(arguments.out / "cuda_engine.json", report)
+    print(table(report), flush=True)
+    for process in multiprocessing.active_children():
+        process.kill()  # one that still exports would keep the terminal's pipe open
+    os._exit(0)
 
 
 def _guarded(report: Report, what: str, run: Any) -> None:
@@ -94,51 +95,42 @@ def _guarded(report: Report, what: str, run: Any) -> None:
         report["failed"].append(f"{what}: {type(error).__name__}: {str(error)[:300]} | {trace}")
 
 
-def _files(names: list[str], folder: Path) -> list[str]:
-    """Make all files, each in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(4, len(names)), mp_context=context) as pool:
-        problems = list(pool.map(prepare, names, [str(folder)] * len(names)))
-    return [f"{name}: {problem}" for name, problem in zip(names, problems, strict=True) if problem]
-
-
-def _network(name: str, batch: int, device: torch.device, arguments: Any, report: Report) -> None:
-    """Check, tune and time one network at one batch size."""
-    row: Report = {"network": name, "batch": batch}
-    report["networks"].append(row)
-    start = time.monotonic()
-    side = image_size(name)
-    dtype = torch.float32 if device.type == "cpu" else torch.float16
-    layout = lay_out(make_plan(arguments.files / f"{name}.onnx", batch_size=batch, dtype=dtype))
-    bindings = Bindings(device, {})
-    ways = [candidates(step, layout, bindings)[: arguments.candidates] for step in layout.steps]
-    executor = Executor(layout, [w[0].run for w in ways], device)
-    row |= {"plan_s": _since(start), "steps": len(ways), "arena_mb": layout.arena_bytes / 1e6}
-    measured: list[Measured] = []
-    if not arguments.no_tuning:
-        start = time.monotonic()
-        if device.type == "cuda":
-            requests = kernel_requests(executor, ways)
-            compiled = compile_requests(requests, torch.cuda.get_device_capability(), jobs=arguments.jobs)
-            row |= {"kernels": len(requests), "not_compiled": [c.error for c in compiled if c.error][:5]}
-            row["compile_s"] = _since(start)
-        start = time.monotonic()
-        measured = measure(executor, ways)
-        row["tune_s"] = _since(start)
-    x = {layout.plan.inputs[0]: images(batch, side).to(device)}
-    row["check"] = _checked(executor, x)
-    _time_layers(row, executor, ways, measured, x)
-    if device.type == "cuda":
-        _time_network(row, executor, x, batch)
-
-
 def _since(start: float) -> float:
     return round(time.monotonic() - start, 2)
 
 
-def _checked(executor: Executor, x: dict[str, Tensor]) -> Report:
+def _network(file: Future[str], plan: Path, arguments: Any, row: Report) -> None:
+    """Build, check and time one network at one batch size."""
+    problem = file.result()
+    if problem:
+        raise RuntimeError(problem)
+    path = arguments.files / f"{row['network']}.onnx"
+    options: dict[str, Any] = {"device": "cpu"} if arguments.tiny else {"plan": str(plan), "jobs": str(arguments.jobs)}
+    start = time.monotonic()
+    engine = cast(CudaEngine, build_engine(path, "cuda", batch_size=row["batch"], **options))
+    row["build_s"] = _since(start)
+    shapes = {tensor.name: tensor.shape for tensor in engine.inputs}
+    program = engine.program(shapes)
+    row |= {"steps": len(program.kernels), "arena_mb": program.layout.arena_bytes / 1e6}
+    if plan.is_file():
+        start = time.monotonic()
+        build_engine(path, "cuda", batch_size=row["batch"], **options).close()
+        row["build_with_plan_s"] = _since(start)
+    x = images(row["batch"], image_size(row["network"]))
+    given = {engine.inputs[0].name: x.to(program.executor.device)}
+    if not arguments.tiny:
+        times = engine.gpu_times({engine.inputs[0].name: x.numpy()}, warmup=20, runs=50)
+        assert times is not None
+        row["ms"], row["images_per_s"] = float(np.median(times.compute_ms)), times.images_per_s
+        row["with_copies_ms"] = float(np.median(times.total_ms))
+    row["check"] = _checked(program, given)
+    _layers(row, program, given)
+    engine.close()
+
+
+def _checked(program: Program, x: dict[str, Tensor]) -> Report:
     """Every step against exact arithmetic."""
-    found = differences(executor, x)
+    found = differences(program.executor, x)
     return {
         "compared": len(found),
         "codes": sum(d.codes for d in found),
@@ -149,102 +141,48 @@ def _checked(executor: Executor, x: dict[str, Tensor]) -> Report:
     }
 
 
-def _time_layers(
-    row: Report, executor: Executor, ways: list[list[Candidate]], measured: list[Measured], x: dict[str, Tensor]
-) -> None:
-    """Time of each step alone, with the candidate that was chosen."""
-    tensors = executor.start(x)
-    layers = []
-    for index, step in enumerate(executor.layout.steps):
-        run = executor.runners[index]
-        ms = launch_ms(lambda run=run: run(tensors), executor.device, rounds=3)  # type: ignore[misc]
-        executor.step(index, tensors)
-        cost = cost_of(step, executor.layout)
-        name = next((c.name for c in ways[index] if c.run is run), "")
+def _layers(row: Report, program: Program, x: dict[str, Tensor]) -> None:
+    """Time and work of each step, and the times of all candidates where they were measured now."""
+    layout = program.layout
+    row["layers"] = []
+    for index, (step, ms) in enumerate(zip(layout.steps, program.step_ms(x), strict=True)):
+        cost = cost_of(step, layout)
+        shape = [list(layout.plan.tensors[n].shape) for n in step.writes[:1] if n in layout.plan.tensors]
         layer = {
-            "step": step.name, "kind": type(step).__name__, "kernel": name, "ms": ms, "bytes": cost.moved_bytes,
-            "macs": cost.int8_macs, "shape": [list(executor.layout.plan.tensors[n].shape) for n in step.writes[:1]
-                                              if n in executor.layout.plan.tensors],
+            "step": step.name, "kind": type(step).__name__, "kernel": program.kernels[index], "ms": ms,
+            "bytes": cost.moved_bytes, "macs": cost.int8_macs, "shape": shape,
         }  # fmt: skip
-        if measured:
-            layer |= {"times_ms": dict(measured[index].times_ms), "refused": dict(measured[index].refused)}
-        layers.append(layer)
-    row["layers"] = layers
-    row["layers_ms"] = sum(layer["ms"] for layer in layers)
+        if program.measured:
+            found = program.measured[index]
+            layer |= {"times_ms": dict(found.times_ms), "refused": dict(found.refused)}
+        row["layers"].append(layer)
+    row["layers_ms"] = sum(layer["ms"] for layer in row["layers"])
 
 
-def _time_network(row: Report, executor: Executor, x: dict[str, Tensor], batch: int) -> None:
-    executor.run(x)
-    graph = captured(lambda: executor.run(x))
-    for _ in range(5):
-        graph.replay()
-    row["ms"] = _replay_ms(graph)
-    row["images_per_s"] = batch / row["ms"] * 1e3
-
-
-def _replay_ms(graph: torch.cuda.CUDAGraph, rounds: int = 30) -> float:
-    times = []
-    for _ in range(rounds):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return float(sorted(times)[rounds // 2])
-
-
-def _baseline(name: str, batch: int, report: Report) -> None:
+def _baseline(name: str, batch: int, row: Report) -> None:
     """torch.compile(mode="max-autotune"), fp16, channels_last; its own CUDA graphs."""
+    inductor: Any = torch._inductor.config
+    inductor.autotune_num_choices_displayed = 0
     start = time.monotonic()
     model = network(name).cuda().half().to(memory_format=torch.channels_last)
     x = images(batch, image_size(name)).cuda().half().contiguous(memory_format=torch.channels_last)
     with torch.inference_mode():
         fast = torch.compile(model, mode="max-autotune")
-        for _ in range(4):
+        for _ in range(20):
             fast(x)
         torch.cuda.synchronize()
-        compile_s = _since(start)
+        row["fp16_compile_s"] = _since(start)
         times = []
-        for _ in range(30):
+        for _ in range(50):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             fast(x)
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end))
-    ms = sorted(times)[15]
-    row = next((r for r in report["networks"] if r["network"] == name and r["batch"] == batch), None)
-    if row is None:
-        row = {"network": name, "batch": batch}
-        report["networks"].append(row)
-    row |= {"fp16_ms": ms, "fp16_images_per_s": batch / ms * 1e3, "fp16_compile_s": compile_s}
-
-
-def _table(report: Report) -> str:
-    lines = [f"{report['command']}", f"{report.get('machine')}"]
-    for row in report["networks"]:
-        lines.append("")
-        numbers = {k: (round(v, 3) if isinstance(v, float) else v) for k, v in row.items() if k != "layers"}
-        check = numbers.pop("check", None)
-        lines.append(f"== {json.dumps(numbers)}")
-        if check:
-            lines.append(f"   check {json.dumps(check)[:600]}")
-        total = row.get("layers_ms", 0) or 1
-        grouped: dict[tuple[Any, ...], list[Report]] = {}
-        for layer in row.get("layers", ()):
-            grouped.setdefault((layer["kind"], layer["kernel"], str(layer["shape"]), layer["bytes"]), []).append(layer)
-        for (kind, kernel, shape, moved), group in sorted(grouped.items(), key=lambda p: -sum(x["ms"] for x in p[1])):
-            ms = sum(x["ms"] for x in group)
-            if ms > 0.015 * total:
-                each = ms / len(group)
-                tops = 2e-9 * group[0]["macs"] / each
-                lines.append(
-                    f"   {ms:7.3f} = {len(group):2d} x {each:.4f} ms {moved / each / 1e6:6.0f} GB/s {tops:5.0f} TOPS "
-                    f"{kind} {shape} {kernel} [{group[0]['step'][-24:]}]"
-                )
-    lines += [f"FAILED {text}" for text in report["failed"]]
-    return "\n".join(lines)
+    ms = float(np.median(times))
+    row |= {"fp16_ms": ms, "fp16_images_per_s": batch / ms * 1e3}
+    torch.compiler.reset()
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ class CudaEngine(Engine):
             options={"tune": "no" if self._plan is None else "yes"}, path=str(path),
         )  # fmt: skip
         if all(size >= 1 for tensor in self.inputs for size in tensor.shape):
-            self._program({tensor.name: tensor.shape for tensor in self.inputs})
+            self.program({tensor.name: tensor.shape for tensor in self.inputs})
         elif all(size >= 1 for tensor in self.inputs for size in tensor.shape[1:]):
             make_plan(path, batch_size=1, dtype=self._dtype)  # refuses here what no batch can run
 
@@ -185,7 +185,7 @@ class CudaEngine(Engine):
         if self._device.type != "cuda":
             return None
         checked = check_inputs(inputs, self.inputs, label=self.info.label)
-        program = self._program({name: array.shape for name, array in checked.items()})
+        program = self.program({name: array.shape for name, array in checked.items()})
         with torch.cuda.device(self._device):
             return time_program(program, checked, warmup=warmup, runs=runs)
 
@@ -216,12 +216,12 @@ class CudaEngine(Engine):
         self._check_open()
         if self._last is None:
             shapes = {t.name: tuple(1 if size < 1 else size for size in t.shape) for t in self.inputs}
-            program = self._program(shapes)
+            program = self.program(shapes)
             self._last = program, program.executor.empty_inputs()
         return self._last
 
     def _run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        program = self._program({name: tuple(tensor.shape) for name, tensor in inputs.items()})
+        program = self.program({name: tuple(tensor.shape) for name, tensor in inputs.items()})
         self._last = program, dict(inputs)
         try:
             if self._device.type == "cpu":
@@ -231,8 +231,8 @@ class CudaEngine(Engine):
         except RuntimeError as error:
             raise EngineError(f"{self.info.label} failed to run {self._path}: {reason(error)}") from error
 
-    def _program(self, shapes: Mapping[str, tuple[int, ...]]) -> Program:
-        """The program of some input shapes, which is made when they come first."""
+    def program(self, shapes: Mapping[str, tuple[int, ...]]) -> Program:
+        """The program of some input shapes, by name; it is made when they come first."""
         key = tuple(tuple(shapes[tensor.name]) for tensor in self.inputs)
         if key not in self._programs:
             if len(self._programs) >= _MOST_PROGRAMS:

@@ -8,6 +8,7 @@ holds the rest. Small ones are copied, which costs less than a launch from Pytho
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from compress.engines.cuda.plan.layout import Layout
 from compress.engines.cuda.plan.steps import Step
 from compress.engines.cuda.plan_file import PlanFile
 from compress.engines.cuda.timing import launch_ms
-from compress.engines.cuda.tuning import chosen, kernel_requests, measure, signature
+from compress.engines.cuda.tuning import Measured, chosen, kernel_requests, measure, signature
 from compress.errors import EngineError
 from compress.kernels.triton.ahead import compile_requests
 from compress.progress import NoProgress, Progress
@@ -42,6 +43,10 @@ class Program:
         jobs: processes that compile at a time.
         progress: of compiling and measuring.
 
+    Attributes:
+        kernels: name of the candidate that computes each step.
+        measured: times of all candidates of each step, if they were measured now.
+
     Raises:
         EngineError: the memory of the device does not suffice.
     """
@@ -63,7 +68,8 @@ class Program:
             else:
                 ways = [candidates(step, layout) for step in layout.steps]
             self.executor = Executor(layout, [way[0].run for way in ways], device)
-            self.kernels = _chosen(self.executor, ways, plan, jobs, progress)
+            self.measured: list[Measured] = []
+            self.kernels = self._choose(ways, plan, jobs, progress)
             self._direct = 0
             self._static: Tensors = {}
             self._results: Tensors = {}
@@ -99,9 +105,31 @@ class Program:
         """Milliseconds of each step alone, on the data of a run."""
         tensors, times = self.executor.start(inputs), []
         for index, runner in enumerate(self.executor.runners):
-            times.append(launch_ms(lambda run=runner: run(tensors), self.executor.device, rounds=3))  # type: ignore[misc]
+            times.append(launch_ms(partial(runner, tensors), self.executor.device, rounds=3))
             self.executor.step(index, tensors)
         return times
+
+    def _choose(
+        self, ways: Sequence[Sequence[Candidate]], plan: PlanFile | None, jobs: int, progress: Progress
+    ) -> list[str]:
+        """Give the executor the fastest way of each step, measured where the plan does not know it; their names."""
+        signatures = [signature(step, self.layout) for step in self.layout.steps]
+        known = [plan.get(text) or "" if plan is not None else "" for text in signatures]
+        unknown = [len(way) > 1 and not name for way, name in zip(ways, known, strict=True)]
+        if plan is not None and any(unknown):
+            tried = [
+                way if new else [chosen(way, name)] for way, new, name in zip(ways, unknown, known, strict=True)
+            ]  # fmt: skip
+            _compile(self.executor, tried, jobs, progress)
+            self.measured = measure(self.executor, tried, progress=progress)
+            for i, found in enumerate(self.measured):
+                if unknown[i]:
+                    known[i] = found.best
+                    plan.add(signatures[i], found.best)
+            plan.save()
+        found_ways = [chosen(way, name) for way, name in zip(ways, known, strict=True)]
+        self.executor.runners = [way.run for way in found_ways]
+        return [way.name for way in found_ways]
 
     @staticmethod
     def _copied(results: Tensors) -> Tensors:
@@ -137,30 +165,6 @@ def _direct_steps(layout: Layout, input_bytes: int) -> int:
     if input_bytes <= _COPIED_BYTES or given_back or not placed or len(first) > _MOST_DIRECT:
         return 0
     return len(first)
-
-
-def _chosen(
-    executor: Executor, ways: Sequence[Sequence[Candidate]], plan: PlanFile | None, jobs: int, progress: Progress
-) -> list[str]:
-    """Give the executor the fastest way of each step; returns their names."""
-    names: list[str] = []
-    signatures = [signature(step, executor.layout) for step in executor.layout.steps]
-    if plan is not None:
-        unknown = [i for i, way in enumerate(ways) if len(way) > 1 and plan.get(signatures[i]) is None]
-        if unknown:
-            tried = [
-                way if i in unknown else [chosen(way, plan.get(signatures[i]) or "")] for i, way in enumerate(ways)
-            ]
-            _compile(executor, tried, jobs, progress)
-            for i, found in enumerate(measure(executor, tried, progress=progress)):
-                if i in unknown:
-                    plan.add(signatures[i], found.best)
-            plan.save()
-    for index, way in enumerate(ways):
-        best = chosen(way, (plan.get(signatures[index]) or "") if plan is not None else "")
-        executor.runners[index] = best.run
-        names.append(best.name)
-    return names
 
 
 def _compile(executor: Executor, ways: Sequence[Sequence[Candidate]], jobs: int, progress: Progress) -> None:

@@ -6,9 +6,9 @@ are about 25. What was found is a `Choices`, which a plan file keeps.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,17 +103,11 @@ def chosen(candidates: Sequence[Candidate], name: str) -> Candidate:
 def _measured(name: str, candidates: Sequence[Candidate], tensors: dict[str, Tensor], device: torch.device) -> Measured:
     times: dict[str, float] = {}
     refused: dict[str, str] = {}
-    best = math.inf
     for candidate in candidates if len(candidates) > 1 else ():
         try:
-            ms = launch_ms(lambda run=candidate.run: run(tensors), device, rounds=3)  # type: ignore[misc]
-            if ms < 1.1 * best:
-                ms = min(ms, launch_ms(lambda run=candidate.run: run(tensors), device))  # type: ignore[misc]
+            times[candidate.name] = launch_ms(partial(candidate.run, tensors), device)
         except Exception as error:  # such as too much shared memory: the tile is left out
             refused[candidate.name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            continue
-        times[candidate.name] = ms
-        best = min(best, ms)
     return Measured(step=name, times_ms=times, refused=refused)
 
 

@@ -8,6 +8,7 @@ no GPU compile them into Triton's cache on disk, where the process that launches
 from __future__ import annotations
 
 import importlib
+import math
 import multiprocessing
 import subprocess
 import tempfile
@@ -34,13 +35,25 @@ class TensorType(NamedTuple):
     aligned: bool
 
 
+class DescriptorType(NamedTuple):
+    """A tensor descriptor as the compiler sees it.
+
+    Attributes:
+        dtype: of its elements.
+        block: sizes of what it loads.
+    """
+
+    dtype: str
+    block: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Request:
     """A kernel to compile.
 
     Attributes:
         module, name: where the kernel is.
-        arguments: as it is launched; tensors as `TensorType`.
+        arguments: as it is launched; tensors as `TensorType`, their descriptors as `DescriptorType`.
         options: of the launch, such as `num_warps`, as sorted pairs.
     """
 
@@ -106,6 +119,8 @@ def _seen(argument: Any, parameter: Any, inside: bool = False) -> Any:
     """
     if isinstance(argument, Tensor):
         return TensorType(str(argument.dtype).removeprefix("torch."), argument.data_ptr() % 16 == 0)
+    if type(argument).__name__ == "TensorDescriptor":
+        return DescriptorType(str(argument.base.dtype).removeprefix("torch."), tuple(argument.block_shape))
     if parameter.is_constexpr or argument is None or isinstance(argument, bool):
         return argument
     if isinstance(argument, tuple):
@@ -186,6 +201,12 @@ def _stand_in(argument: Any) -> Any:
         if not argument.aligned:
             tensor.data_ptr = lambda: 1
         return tensor
+    if isinstance(argument, DescriptorType):
+        from triton.tools.tensor_descriptor import TensorDescriptor  # optional: Triton is not installed everywhere
+
+        block = list(argument.block)
+        strides = [16 * math.prod(block[i + 1 :]) for i in range(len(block) - 1)]
+        return TensorDescriptor(MockTensor(getattr(torch, argument.dtype)), block, [*strides, 1], block)
     if isinstance(argument, tuple):
         inner = [_stand_in(element) for element in argument]
         return type(argument)(*inner) if hasattr(argument, "_fields") else tuple(inner)

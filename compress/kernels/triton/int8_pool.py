@@ -15,7 +15,14 @@ _THREADS = 128
 
 
 def max_pool(
-    x: Tensor, out: Tensor, pitch: int, kernel: tuple[int, int], geometry: Geometry, out_size: tuple[int, int]
+    x: Tensor,
+    out: Tensor,
+    pitch: int,
+    kernel: tuple[int, int],
+    geometry: Geometry,
+    out_size: tuple[int, int],
+    *,
+    each: int = 16,
 ) -> None:
     """Launch a maximum over windows.
 
@@ -26,11 +33,12 @@ def max_pool(
         kernel: of the window.
         geometry: how it moves.
         out_size: (OH, OW).
+        each: elements of a thread.
     """
     images, channels, height, width = x.shape
     rows = images * out_size[0] * out_size[1]
     block = min(128, max(16, triton.next_power_of_2(channels)))
-    tile = 16 * _THREADS // block
+    tile = max(1, each * _THREADS // block)
     _max_kernel[(triton.cdiv(rows, tile), triton.cdiv(channels, block))](
         x, out, rows, channels, Steps(x.stride(0), x.stride(2), x.stride(3)), Sizes(height, width, *out_size), pitch,
         *kernel, *geometry, tile, block,
@@ -109,7 +117,7 @@ def _average_kernel(
     image = (line // sizes.out_height).to(tl.int64) * step.image
     total = tl.zeros([ROWS, CHANNELS], dtype=tl.int32)
     count = tl.zeros([ROWS], dtype=tl.int32)
-    for tap in range(taps[0] * taps[1]):
+    for tap in tl.range(taps[0] * taps[1], loop_unroll_factor=8):  # several loads under way
         y = first_y + tap // taps[1]
         x = first_x + tap % taps[1]
         there = (y >= 0) & (y < sizes.height) & (x >= 0) & (x < sizes.width)

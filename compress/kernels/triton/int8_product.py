@@ -228,14 +228,37 @@ def _product_kernel(
     strips = tl.cdiv(columns, COLUMNS)  # neighbours in time share pixels: those come out of the cache
     tile = tl.program_id(0)
     group = tl.program_id(2)
-    x_ptr += group * group_step
-    weight_ptr += group * columns * (TAPS_Y * TAPS_X * channels)
     first_row = (tile // strips) * ROWS
     first_column = (tile % strips) * COLUMNS
     row = first_row + tl.arange(0, ROWS)
     column = first_column + tl.arange(0, COLUMNS)
+    x_ptr, at, y, x = _first_taps(x_ptr + group * group_step, row, first_row, rows, step, sizes, geometry, FLAT)
+    weight_ptr += group * columns * (TAPS_Y * TAPS_X * channels)
+    filter_at = tl.where(column < columns, column, 0) * (TAPS_Y * TAPS_X * channels)
+    if PROGRAMMATIC:
+        tl.extra.cuda.gdc_wait()
+    total = _sums(
+        x_ptr, weight_ptr, at, filter_at, y, x, channels, step, sizes, geometry, x_zero,
+        TAPS_Y, TAPS_X, PADDED, EVEN, X_ZERO, SPLITS, ROWS, COLUMNS, DEPTH,
+    )  # fmt: skip
+    if PROGRAMMATIC:
+        tl.extra.cuda.gdc_launch_dependents()
+    last = True
+    if SPLITS > 1:
+        total, last = _joined(total, tile + group * tl.num_programs(0), sums_ptr, counts_ptr, SPLITS, ROWS, COLUMNS)
+    if last:
+        if X_ZERO:
+            total += tl.load(correction_ptr + group * columns + column, mask=column < columns, other=0)[None, :]
+        finish_tile(
+            total, total, row.to(tl.int64), row < rows, first_column + group * columns, (group + 1) * columns, vectors,
+            outputs, numbers, KIND, False, ROWS, COLUMNS, PART,
+        )  # fmt: skip
+
+
+@triton.jit
+def _first_taps(x_ptr, row, first_row, rows, step, sizes, geometry, FLAT: tl.constexpr):
+    """(where a tile begins, its pixels' first taps from there, their vertical and horizontal places in the image)."""
     pixel = tl.where(row < rows, row, rows - 1)  # read something that is there; it is not stored
-    depth = tl.arange(0, DEPTH)
     if FLAT:
         x_ptr += first_row.to(tl.int64) * step.pixel
         at = (pixel - first_row) * step.pixel
@@ -249,9 +272,19 @@ def _product_kernel(
         y = (within // sizes.out_width) * geometry.stride_y - geometry.pad_y
         x = (within % sizes.out_width) * geometry.stride_x - geometry.pad_x
         at = (pixel // size - first_image) * step.image + y * step.row + x * step.pixel
-    x_at = at[:, None] + depth[None, :]
-    weight_at = tl.where(column < columns, column, 0)[None, :] * (TAPS_Y * TAPS_X * channels) + depth[:, None]
+    return x_ptr, at, y, x
 
+
+@triton.jit
+def _sums(
+    x_ptr, weight_ptr, at, filter_at, y, x, channels, step, sizes, geometry, x_zero,
+    TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr, X_ZERO: tl.constexpr,
+    SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Sums of products of a tile over all taps and channels, or over the share of one of several programs."""
+    depth = tl.arange(0, DEPTH)
+    x_at = at[:, None] + depth[None, :]
+    weight_at = filter_at[None, :] + depth[:, None]
     per_tap = tl.cdiv(channels, DEPTH)
     steps = TAPS_Y * TAPS_X * per_tap
     first = 0
@@ -263,34 +296,17 @@ def _product_kernel(
     channel = (first % per_tap) * DEPTH
     tap_y = tap // TAPS_X
     tap_x = tap % TAPS_X
-    if PROGRAMMATIC:
-        tl.extra.cuda.gdc_wait()
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)
     for _ in range(steps):
-        shift = tap_y * geometry.dilation_y * step.row + tap_x * geometry.dilation_x * step.pixel + channel
-        weight_shift = (tap_y * TAPS_X + tap_x) * channels + channel
-        if PADDED:
-            there = (y + tap_y * geometry.dilation_y).to(tl.uint32, bitcast=True) < tl.cast(sizes.height, tl.uint32)
-            x_there = (x + tap_x * geometry.dilation_x).to(tl.uint32, bitcast=True) < tl.cast(sizes.width, tl.uint32)
-            there = there & x_there
-            filler = x_zero.to(tl.int8) if X_ZERO else 0
-            if EVEN:
-                pixels = tl.load(x_ptr + x_at + shift, mask=there[:, None], other=filler)
-            else:
-                pixels = tl.load(
-                    x_ptr + x_at + shift, mask=there[:, None] & (depth < channels - channel)[None, :], other=filler
-                )
-        else:
-            if EVEN:
-                pixels = tl.load(x_ptr + x_at + shift)
-            else:
-                pixels = tl.load(x_ptr + x_at + shift, mask=(depth < channels - channel)[None, :], other=0)
-        if EVEN:
-            filters = tl.load(weight_ptr + weight_at + weight_shift)
-        else:
-            filters = tl.load(
-                weight_ptr + weight_at + weight_shift, mask=(depth < channels - channel)[:, None], other=0
-            )
+        pixels_ptr = (
+            x_ptr + x_at + (tap_y * geometry.dilation_y * step.row + tap_x * geometry.dilation_x * step.pixel + channel)
+        )
+        filters_ptr = weight_ptr + weight_at + ((tap_y * TAPS_X + tap_x) * channels + channel)
+        left = channels - channel
+        there_y = y + tap_y * geometry.dilation_y
+        there_x = x + tap_x * geometry.dilation_x
+        pixels = _pixels(pixels_ptr, there_y, there_x, depth, left, sizes, x_zero, PADDED, EVEN, X_ZERO)
+        filters = tl.load(filters_ptr) if EVEN else tl.load(filters_ptr, mask=(depth < left)[:, None], other=0)
         total = tl.dot(pixels, filters, total, out_dtype=tl.int32)
         channel += DEPTH
         if TAPS_Y * TAPS_X > 1:  # by selection, not by branches: loads after a branch would not be made ahead of time
@@ -300,26 +316,40 @@ def _product_kernel(
             done = tap_x == TAPS_X
             tap_x = tl.where(done, 0, tap_x)
             tap_y = tl.where(done, tap_y + 1, tap_y)
-    if PROGRAMMATIC:
-        tl.extra.cuda.gdc_launch_dependents()
+    return total
 
-    last = True
-    first_column += group * columns
-    if SPLITS > 1:
-        tile += group * tl.num_programs(0)
-        place = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        sums = sums_ptr + tile.to(tl.int64) * (ROWS * COLUMNS) + place
-        tl.atomic_add(sums, total, sem="relaxed")
-        tl.debug_barrier()
-        last = tl.atomic_add(counts_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
-        if last:
-            total = tl.load(sums, cache_modifier=".cg")
-            tl.store(sums, tl.zeros([ROWS, COLUMNS], dtype=tl.int32))
-            tl.store(counts_ptr + tile, 0)
+
+@triton.jit
+def _pixels(
+    ptr, y, x, depth, left, sizes, x_zero, PADDED: tl.constexpr, EVEN: tl.constexpr, X_ZERO: tl.constexpr
+):  # fmt: skip
+    """A step's pixels, whose last channels lie `left` after its first; the zero's code outside of the image."""
+    if PADDED:
+        there = y.to(tl.uint32, bitcast=True) < tl.cast(sizes.height, tl.uint32)
+        there = (there & (x.to(tl.uint32, bitcast=True) < tl.cast(sizes.width, tl.uint32)))[:, None]
+        filler = x_zero.to(tl.int8) if X_ZERO else 0
+        if EVEN:
+            pixels = tl.load(ptr, mask=there, other=filler)
+        else:
+            pixels = tl.load(ptr, mask=there & (depth < left)[None, :], other=filler)
+    else:
+        pixels = tl.load(ptr) if EVEN else tl.load(ptr, mask=(depth < left)[None, :], other=0)
+    return pixels
+
+
+@triton.jit
+def _joined(
+    total, tile, sums_ptr, counts_ptr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """(the sum of all programs of a tile, True) in the last of them to come; in the others False."""
+    place = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    sums = sums_ptr + tile.to(tl.int64) * (ROWS * COLUMNS) + place
+    tl.atomic_add(sums, total, sem="relaxed")
+    tl.debug_barrier()
+    last = tl.atomic_add(counts_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
     if last:
-        if X_ZERO:
-            total += tl.load(correction_ptr + group * columns + column, mask=column < columns, other=0)[None, :]
-        finish_tile(
-            total, total, row.to(tl.int64), row < rows, first_column, (group + 1) * columns, vectors, outputs, numbers,
-            KIND, False, ROWS, COLUMNS, PART,
-        )  # fmt: skip
+        total = tl.load(sums, cache_modifier=".cg")
+        tl.debug_barrier()  # another thread may store a zero where this one still has to load
+        tl.store(sums, tl.zeros([ROWS, COLUMNS], dtype=tl.int32))
+        tl.store(counts_ptr + tile, 0)
+    return total, last

@@ -17,6 +17,9 @@ from compress.engines.cuda.exactness import differences
 from compress.engines.cuda.executor import Executor
 from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
+from compress.kernels.triton.int8_epilogue import Function, OutputGrid, Outputs, Residual, finish_of
+from compress.kernels.triton.int8_pointwise import PointwiseTile, pointwise
+from compress.kernels.triton.int8_product import pack_weight
 from tests.engines.cuda.qdq import Builder
 
 ACTIVATIONS = {
@@ -117,11 +120,44 @@ def check(case, device):
             break  # another choice takes as long again
 
 
+def check_pointwise(device):
+    """Products of rows by tensor descriptors: channels and rows that fill no tile, zeros, residuals."""
+    for rows, channels, columns, zero, tile in (
+        (70, 40, 48, 0, PointwiseTile(32, 32, 32)),
+        (33, 64, 40, 5, PointwiseTile(32, 16, 64, programs=1)),
+        (5, 16, 100, -128, PointwiseTile(32, 64, 32, stages=3)),
+    ):
+        torch.manual_seed(0)
+        pitch = columns + -columns % 16
+        x = torch.randint(-128, 128, (rows, channels + -channels % 16), dtype=torch.int8)
+        w = torch.randint(-127, 128, (columns, channels), dtype=torch.int8)
+        residual = torch.randint(-128, 128, (rows, pitch), dtype=torch.int8)
+        factor, bias = 1e-3 * (0.5 + torch.rand(columns).double()), torch.randn(columns).double()
+        finish = finish_of(
+            factor, bias, residual=Residual(0.05, 3, True), second=Function("clip", 0.0),
+            grid=OutputGrid(torch.tensor([0.3], dtype=torch.float64), zero=-128),
+        ).to(device)  # fmt: skip
+        codes = torch.zeros(rows, pitch, dtype=torch.int8, device=device)
+        pointwise(
+            x.to(device), pack_weight(w, zero, device=device), finish,
+            Outputs(residual.to(device), codes, None, pitch, pitch), columns, tile, 2, zero=zero,
+        )  # fmt: skip
+        sums = (x[:, :channels].double() - zero) @ w.double().t()
+        y = (sums * factor + bias + 0.05 * (residual[:, :columns].double() - 3)).clamp(min=0) / 0.3
+        expected = (y.round() - 128).clamp(-128, 127)
+        off = (codes[:, :columns].cpu() - expected).abs()
+        assert not off[((y % 1) - 0.5).abs() > 1e-3].any()
+        assert not codes[:, columns:].any()
+        assert expected.std() > 10
+
+
 def main():
     assert os.environ.get("TRITON_INTERPRET") == "1"
     for case in sys.argv[1:] or CASES:
         check(case, torch.device("cpu"))
         print(case)
+    check_pointwise(torch.device("cpu"))
+    print("pointwise")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,18 @@ class Bindings:
     device: torch.device
     kept: dict[tuple[Any, ...], Any]
 
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Of the GPU; without one that of Hopper, so that every kernel can be interpreted."""
+        return torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (9, 0)
+
+    @property
+    def multiprocessors(self) -> int:
+        """Of the GPU."""
+        if self.device.type != "cuda":
+            return 4
+        return torch.cuda.get_device_properties(self.device).multi_processor_count
+
     def keep(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """What `make` gave when it was first called under this key."""
         if key not in self.kept:

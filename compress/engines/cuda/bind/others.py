@@ -49,13 +49,17 @@ def bind_max_pool(step: MaxPool, layout: Layout, bindings: Bindings) -> list[Can
     _, _, height, width = layout.plan.tensors[step.out.codes].shape
     geometry = Geometry(*step.stride, step.padding[0][0], step.padding[1][0], *step.dilation)
 
-    def run(tensors: Tensors) -> None:
-        results = Results(step.out, "", tensors, 1)
-        out, pitch = cast(Tensor, results.outputs.codes), results.outputs.codes_pitch
-        max_pool(channels_last(tensors[step.x.name]), out, pitch, step.kernel, geometry, (height, width))
-        results.finish()
+    def candidate(each: int) -> Candidate:
+        def run(tensors: Tensors) -> None:
+            results = Results(step.out, "", tensors, 1)
+            out, pitch = cast(Tensor, results.outputs.codes), results.outputs.codes_pitch
+            x = channels_last(tensors[step.x.name])
+            max_pool(x, out, pitch, step.kernel, geometry, (height, width), each=each)
+            results.finish()
 
-    return [Candidate("triton max pool", run)]
+        return Candidate(f"triton max pool {each}", run)
+
+    return [candidate(each) for each in (16, 8, 4, 32)]
 
 
 def bind_average_pool(step: AveragePool, layout: Layout, bindings: Bindings) -> list[Candidate]:

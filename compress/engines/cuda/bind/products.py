@@ -18,11 +18,21 @@ from compress.engines.cuda.bind.common import (
 )
 from compress.engines.cuda.executor import Candidate, Tensors
 from compress.engines.cuda.plan.layout import Layout
-from compress.engines.cuda.plan.steps import Convolution, Linear, Product
-from compress.engines.cuda.tiles import depthwise_tiles, product_tiles
+from compress.engines.cuda.plan.steps import NO_PADDING, Convolution, Linear, Product
+from compress.engines.cuda.tiles import depthwise_tiles, pointwise_tiles, product_tiles
 from compress.kernels.triton.int8_depthwise import DepthwiseTile, depthwise, pack_depthwise
 from compress.kernels.triton.int8_epilogue import Finish, Residual
-from compress.kernels.triton.int8_product import Geometry, Tile, Weight, pack_weight, product, tiles_of, workspace
+from compress.kernels.triton.int8_pointwise import LEAST_CAPABILITY, PointwiseTile, pointwise
+from compress.kernels.triton.int8_product import (
+    ALIGNED,
+    Geometry,
+    Tile,
+    Weight,
+    pack_weight,
+    product,
+    tiles_of,
+    workspace,
+)
 
 
 def _product_finish(step: Product, bindings: Bindings) -> Finish:
@@ -82,7 +92,58 @@ def _product(
         return Candidate(f"triton product {tile_text(tile)}", run)
 
     channels = weight.codes.shape[-1]
-    return [candidate(tile) for tile in product_tiles(rows, channels, columns // weight.groups, taps, weight.groups)]
+    tiles = product_tiles(rows, channels, columns // weight.groups, taps, weight.groups)
+    return [candidate(tile) for tile in tiles]
+
+
+def _pointwise(
+    step: Product, layout: Layout, bindings: Bindings, weight: Weight, columns: int, axis: int
+) -> list[Candidate]:
+    """Candidates of persistent programs, for a product of rows that lie evenly; none for others.
+
+    Args:
+        step: of the plan; a convolution of one tap that moves by one, or a matrix product.
+        layout: of the plan.
+        bindings: what steps keep.
+        weight: packed.
+        columns: output channels.
+        axis: of the channels in the plan's tensors.
+    """
+    e, channels = step.epilogue, weight.codes.shape[-1]
+    names = [name for name in (step.x.name, e.residual.name, *e.out.names) if name]
+    rows = [_even_rows(name, layout, axis) for name in names]
+    values = e.residual.name and e.residual.grid is None
+    if bindings.capability < LEAST_CAPABILITY or weight.groups > 1 or e.out.value or values or None in rows:
+        return []
+    finish = _product_finish(step, bindings)
+    zero = step.x.grid.zero if step.x.grid else 0
+    count, pitch = cast("tuple[int, int]", rows[0])
+    if pitch < channels:
+        return []
+
+    def candidate(tile: PointwiseTile) -> Candidate:
+        def run(tensors: Tensors) -> None:
+            x = tensors[step.x.name]
+            results = Results(e.out, e.residual.name, tensors, axis)
+            pointwise(
+                x.as_strided((count, channels), (pitch, 1)), weight, finish, results.outputs, columns, tile,
+                bindings.multiprocessors, zero=zero,
+            )  # fmt: skip
+
+        text = f"{tile.rows}x{tile.columns}x{tile.depth} s{tile.stages} w{tile.warps} x{tile.programs}"
+        return Candidate(f"triton pointwise {text}", run)
+
+    return [candidate(tile) for tile in pointwise_tiles(count, channels, columns)]
+
+
+def _even_rows(name: str, layout: Layout, axis: int) -> tuple[int, int] | None:
+    """(rows, elements from one to the next) of codes that descriptors can describe; None for others."""
+    place = layout.places.get(name)
+    rows = None if place is None else pixel_rows(place.meta(), axis)
+    if place is None or rows is None or place.dtype != torch.int8 or rows.dim() != 2:
+        return None
+    pitch = rows.stride(0)
+    return None if pitch % ALIGNED or place.offset % ALIGNED or rows.stride(1) != 1 else (rows.shape[0], pitch)
 
 
 def tile_text(tile: Tile) -> str:
@@ -104,16 +165,13 @@ def bind_convolution(step: Convolution, layout: Layout, bindings: Bindings) -> l
     )
     room = (weight.groups - 1) * weight.step + weight.codes.shape[-1]
     taps = step.weight.shape[2] * step.weight.shape[3]
-    return _product(
-        step,
-        bindings,
-        weight,
-        cast(Any, shape),
-        geometry,
-        taps,
-        lambda tensors: _readable(tensors[step.x.name], room),
-        1,
-    )
+
+    def read(tensors: Tensors) -> Tensor:
+        return _readable(tensors[step.x.name], room)
+
+    found = _product(step, bindings, weight, cast(Any, shape), geometry, taps, read, 1)
+    flat = taps == 1 and step.stride == (1, 1) and step.padding == NO_PADDING
+    return found + (_pointwise(step, layout, bindings, weight, shape[1], 1) if flat else [])
 
 
 def _readable(x: Tensor, channels: int) -> Tensor:
@@ -143,7 +201,8 @@ def bind_linear(step: Linear, layout: Layout, bindings: Bindings) -> list[Candid
         return rows.as_strided((rows.shape[0], rows.shape[1], 1, 1), (pitch, 1, pitch, pitch))
 
     rows = torch.Size(shape[:-1]).numel()
-    return _product(step, bindings, weight, (rows, shape[-1], 1, 1), Geometry(), 1, read, -1)
+    found = _product(step, bindings, weight, (rows, shape[-1], 1, 1), Geometry(), 1, read, -1)
+    return found + _pointwise(step, layout, bindings, weight, shape[-1], -1)
 
 
 def _depthwise(

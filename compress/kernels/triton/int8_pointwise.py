@@ -1,0 +1,116 @@
+"""Matrix products of codes whose time is that of their memory: persistent programs that load by tensor descriptors.
+
+The expanding 1 x 1 convolutions of a residual network read little, multiply little and write much, so a program that
+computes one tile spends its time waiting for its first load and its last store. Here a program computes many tiles, and
+the loads of the next one, its residual among them, are under way while one is finished. A descriptor loads a whole tile
+with one instruction of Hopper's copy engine (TMA), which also leaves out what lies beyond the matrix.
+"""
+
+# ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from compress.kernels.triton.int8_epilogue import Finish, Outputs, finished, to_codes
+from compress.kernels.triton.int8_product import Weight
+
+LEAST_CAPABILITY = (9, 0)
+"""GPUs that have the copy engine; on others Triton would compute every address."""
+
+
+class PointwiseTile(NamedTuple):
+    """What one program computes, and how.
+
+    Attributes:
+        rows: output pixels.
+        columns: output channels.
+        depth: input channels of one step.
+        stages: tiles whose loads are under way at a time.
+        warps: of a program.
+        programs: on one multiprocessor.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int = 2
+    warps: int = 4
+    programs: int = 2
+
+
+def pointwise(
+    x: Tensor,
+    weight: Weight,
+    finish: Finish,
+    outputs: Outputs,
+    columns: int,
+    tile: PointwiseTile,
+    multiprocessors: int,
+    *,
+    zero: int = 0,
+) -> None:
+    """Launch the product of `x` and the weight.
+
+    Args:
+        x: int8 (rows, K) with neighbouring channels and rows at multiples of 16 bytes.
+        weight: of `pack_weight`, of one tap and one group.
+        finish: of `finish_of`, on the device.
+        outputs: codes that are added and written, in rows at multiples of 16 bytes; no values.
+        columns: output channels.
+        tile: of a program.
+        multiprocessors: of the GPU.
+        zero: code of 0 of the input.
+    """
+    rows, channels = x.shape[0], weight.codes.shape[-1]
+    block = [tile.rows, tile.columns]
+
+    def described(tensor: Tensor, pitch: int) -> TensorDescriptor:
+        return TensorDescriptor(tensor, [rows, columns], [pitch, 1], block)
+
+    x_described = TensorDescriptor(x, [rows, channels], [x.stride(0), 1], [tile.rows, tile.depth])
+    weight_described = TensorDescriptor(weight.codes, [columns, channels], [channels, 1], [tile.columns, tile.depth])
+    codes = described(outputs.codes, outputs.codes_pitch)
+    residual = described(outputs.residual, outputs.residual_pitch) if finish.kind.residual else codes
+    tiles = -(-rows // tile.rows) * -(-columns // tile.columns)
+    programs = min(tiles, tile.programs * multiprocessors)
+    _pointwise_kernel[(programs,)](
+        x_described, weight_described, residual, codes, weight.correction, finish.vectors, finish.numbers, rows,
+        columns, finish.kind, zero != 0, -(-channels // tile.depth), tile.rows, tile.columns, tile.depth, tile.stages,
+        num_warps=tile.warps,
+    )  # fmt: skip
+
+
+@triton.jit
+def _pointwise_kernel(
+    x, weight, residual, codes, correction_ptr, vectors, numbers, rows, columns,
+    KIND: tl.constexpr, X_ZERO: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    strips = tl.cdiv(columns, COLUMNS)
+    tiles = tl.cdiv(rows, ROWS) * strips
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        first_row = (tile // strips) * ROWS
+        first_column = (tile % strips) * COLUMNS
+        column = first_column + tl.arange(0, COLUMNS)
+        inside = column < columns
+        total = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)
+        for step in tl.static_range(STEPS):  # unrolled, so that the loop over tiles is the one that loads ahead
+            pixels = x.load([first_row, step * DEPTH])
+            filters = weight.load([first_column, step * DEPTH])
+            total = tl.dot(pixels, filters.T, total, out_dtype=tl.int32)
+        if X_ZERO:
+            total += tl.load(correction_ptr + column, mask=inside, other=0)[None, :]
+        added = total
+        if KIND.residual > 0:
+            added = residual.load([first_row, first_column])
+        factor = tl.load(vectors.factor + column, mask=inside, other=0.0)[None, :]
+        bias = tl.load(vectors.bias + column, mask=inside, other=0.0)[None, :]
+        _, steps = finished(total, added, factor, bias, vectors, column, inside, numbers, KIND)
+        result = to_codes(steps, numbers.low, numbers.high, numbers.zero, KIND.has_zero)
+        codes.store([first_row, first_column], result)
