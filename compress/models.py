@@ -7,7 +7,7 @@ numbers with `torch.manual_seed`. torchvision and timm are imported where they a
 
 from __future__ import annotations
 
-import importlib
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from compress.errors import ModelError, near_misses
+from compress.imports import imported
 from compress.validation import AtLeastOne
 from compress.version import install_hint
 from compress.weights import SUFFIXES, load_state, load_weights, read_state_dict
@@ -29,7 +30,9 @@ class ModelSpec:
 
     Attributes:
         name: a classifier of torchvision (`resnet50`, `torchvision:resnet50`), one of timm (`timm:resnet50`), or a
-            function that makes one (`package.module:factory`, called with num_classes and the options).
+            function that makes one (`package.module:factory`, called with the options, and with the number of classes
+            as `num_classes`, `classes` or `num_labels` if it has such an argument). For the task segmentation the
+            names of torchvision are those of its segmentation networks (`lraspp_mobilenet_v3_large`).
         weights: null = fresh; a file (.safetensors, .pt, .pth, .th, .ckpt, .bin); a name of torchvision's
             (`IMAGENET1K_V2`, `DEFAULT`, `ResNet50_Weights.IMAGENET1K_V2`); or, for timm, `pretrained`.
         num_classes: outputs of the classifier, not fewer than the data has classes; None = as many as the data.
@@ -54,12 +57,13 @@ class BuiltModel(NamedTuple):
     notes: tuple[str, ...]
 
 
-def build_model(spec: ModelSpec, *, num_classes: int) -> nn.Module:
+def build_model(spec: ModelSpec, *, num_classes: int, task: str = "classification") -> nn.Module:
     """Make the model that `spec` names, on the CPU, in float32 and training mode.
 
     Args:
         spec: name, weights and options.
         num_classes: number of classes of the data.
+        task: its networks of torchvision are those that a plain name means.
 
     Returns:
         The model; `build_model_with_notes` also returns notes, such as that of a new classifier.
@@ -68,10 +72,10 @@ def build_model(spec: ModelSpec, *, num_classes: int) -> nn.Module:
         ModelError: the model or the named weights do not exist or cannot be downloaded, or the options do not fit.
         CheckpointError: the weights file is missing, damaged or of another model.
     """
-    return build_model_with_notes(spec, num_classes=num_classes).model
+    return build_model_with_notes(spec, num_classes=num_classes, task=task).model
 
 
-def build_model_with_notes(spec: ModelSpec, *, num_classes: int) -> BuiltModel:
+def build_model_with_notes(spec: ModelSpec, *, num_classes: int, task: str = "classification") -> BuiltModel:
     """Make the model that `spec` names; arguments and errors are those of `build_model`."""
     if spec.num_classes is not None and spec.num_classes < num_classes:
         raise ModelError(
@@ -85,12 +89,12 @@ def build_model_with_notes(spec: ModelSpec, *, num_classes: int) -> BuiltModel:
     if source == "timm" and colon:
         return _timm(spec, name, classes)
     if source == "torchvision" or not colon:
-        return _torchvision(spec, (name or source).lower(), classes)
+        return _torchvision(spec, (name or source).lower(), classes, task)
     if spec.weights is not None and not _is_file(spec.weights):
         raise ModelError(
             f"model.weights is {spec.weights!r}: for {spec.name} it must be a file ({', '.join(SUFFIXES)})"
         )
-    return _with_file(_made(spec, _imported(spec.name), classes), spec, classes)
+    return _with_file(_made(spec, _factory(spec.name), classes), spec, classes)
 
 
 # --- torchvision -----------------------------------------------------------------------------------------------
@@ -98,19 +102,24 @@ def build_model_with_notes(spec: ModelSpec, *, num_classes: int) -> BuiltModel:
 _AUXILIARY = ("googlenet", "inception_v3")
 
 
-def _torchvision(spec: ModelSpec, name: str, num_classes: int) -> BuiltModel:
-    """Make a classifier of torchvision."""
+def _torchvision(spec: ModelSpec, name: str, num_classes: int, task: str) -> BuiltModel:
+    """Make a network of torchvision for a task."""
     import torchvision  # lazy: it takes seconds, and models from elsewhere do not need it
 
-    known = torchvision.models.list_models(module=torchvision.models)
+    kind, module = {
+        "segmentation": ("segmentation network", torchvision.models.segmentation),
+        "detection": ("detector", torchvision.models.detection),
+    }.get(task, ("classifier", torchvision.models))
+    known = torchvision.models.list_models(module=module)
     if name not in known:
         raise ModelError(
-            f"torchvision has no classifier {name!r}{near_misses(name, known)} (timm:NAME and package.module:factory "
+            f"torchvision has no {kind} {name!r}{near_misses(name, known)} (timm:NAME and package.module:factory "
             f"name models from elsewhere)"
         )
     members = torchvision.models.get_model_weights(name)
     member = _torchvision_weights(spec, members) if spec.weights and not _is_file(spec.weights) else None
-    defaults: dict[str, Any] = {}
+    # Without this, torchvision's segmentation networks and detectors download a backbone.
+    defaults: dict[str, Any] = {} if module is torchvision.models else {"weights_backbone": None}
     if name in _AUXILIARY:
         # Auxiliary classifiers make training return tuples; torchvision's own weights expect another input range.
         defaults = {"aux_logits": False, "init_weights": True, "transform_input": member is not None}
@@ -188,36 +197,38 @@ def _timm(spec: ModelSpec, name: str, num_classes: int) -> BuiltModel:
     return BuiltModel(model, (note,))
 
 
-# --- a function of the user's ----------------------------------------------------------------------------------
-
-
-def _imported(path: str) -> Callable[..., Any]:
-    """Return the function that `package.module:factory` names."""
-    module_name, _, function_name = path.partition(":")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:  # a module of the user's can fail in any way as it is imported
-        raise ModelError(f"model.name {path}: cannot import {module_name} ({type(error).__name__}: {error})") from error
-    for part in function_name.split("."):
-        if not hasattr(found, part):
-            raise ModelError(f"model.name {path}: {found!r} has no {part!r}{near_misses(part, dir(found))}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ModelError(f"model.name {path} is a {type(found).__name__}, not a function that makes a model")
-    return found
-
-
 # --- common ----------------------------------------------------------------------------------------------------
+
+
+def _factory(path: str) -> Callable[..., Any]:
+    """Return the user's function that `package.module:factory` names."""
+    maker: Callable[..., Any] = imported(path, key="model.name", error=ModelError, what="a function that makes a model")
+    return maker
+
+
+_CLASSES_ARGUMENTS = ("num_classes", "classes", "num_labels")
+
+
+def _classes_argument(maker: Callable[..., Any]) -> str | None:
+    """Return the argument of `maker` that takes the number of classes; None if it has none."""
+    try:
+        parameters = inspect.signature(maker).parameters
+    except (TypeError, ValueError):  # a function without a signature, as of an extension
+        return "num_classes"
+    named = next((name for name in _CLASSES_ARGUMENTS if name in parameters), None)
+    return named or ("num_classes" if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else None)
 
 
 def _made(spec: ModelSpec, maker: Callable[..., Any], num_classes: int, **defaults: Any) -> nn.Module:
     """Call `maker`; refuse options that it does not take and results that are no module."""
+    name = _classes_argument(maker)
+    classes = {} if name is None else {name: num_classes}
     try:
-        model = maker(num_classes=num_classes, **{**defaults, **spec.options})
+        model = maker(**{**classes, **defaults, **spec.options})
     except (TypeError, ValueError, RuntimeError, AssertionError, LookupError, AttributeError) as error:
+        told = "".join(f"{key}={value} and " for key, value in classes.items())
         raise ModelError(
-            f"{spec.name} cannot be made with num_classes={num_classes} and model.options {spec.options} "
-            f"({type(error).__name__}: {error})"
+            f"{spec.name} cannot be made with {told}model.options {spec.options} ({type(error).__name__}: {error})"
         ) from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"{spec.name} returned a {type(model).__name__}, not a torch.nn.Module")

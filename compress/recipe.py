@@ -19,13 +19,14 @@ from typing import Any, cast
 
 import yaml
 
-from compress.data.spec import DataSpec, data_contradictions
+from compress.data.spec import DATASETS, DataSpec, data_contradictions
 from compress.errors import RecipeError, near_misses
 from compress.export.spec import ExportSpec
 from compress.measure.spec import BenchSpec, bench_contradictions
 from compress.models import ModelSpec
 from compress.quantization.spec import QuantSpec, quant_contradictions
 from compress.sparsity.spec import SparsitySpec, sparsity_contradictions
+from compress.tasks.load import TaskName, task_contradictions
 from compress.training.spec import FinetuneSpec, QATSpec, TrainSpec, train_contradictions
 from compress.validation import keys_of, parse
 
@@ -35,6 +36,11 @@ class Recipe:
     """From a model to an engine.
 
     Attributes:
+        task: what the network learns: `classification`, or `segmentation` (a class for each pixel).
+        loss: `cross_entropy`; for segmentation also `dice` or `cross_entropy+dice`; or `package.module:function`, a
+            function of (outputs, targets) that returns the mean loss of a batch; null = `cross_entropy`.
+        metric: `package.module:name`, a function of (outputs, targets) that returns a number, or a class with
+            `update(outputs, targets)` and `compute()`, such as those of torchmetrics; null = the task's own.
         model: the network and its weights.
         data: the images of training, calibration and evaluation.
         train: training of the float baseline; 0 epochs takes the model's weights as they are.
@@ -44,8 +50,12 @@ class Recipe:
         finetune: training after weights were taken away, before any quantization.
         export: the ONNX file.
         bench: timing of the exported files on engines.
+        teacher: a network, trained already, that training with `distill` learns from; null = the float network.
     """
 
+    task: TaskName = "classification"
+    loss: str | None = None
+    metric: str | None = None
     model: ModelSpec = field(default_factory=ModelSpec)
     data: DataSpec = field(default_factory=DataSpec)
     train: TrainSpec = field(default_factory=TrainSpec)
@@ -55,6 +65,7 @@ class Recipe:
     finetune: FinetuneSpec = field(default_factory=FinetuneSpec)
     export: ExportSpec = field(default_factory=ExportSpec)
     bench: BenchSpec = field(default_factory=BenchSpec)
+    teacher: ModelSpec | None = None
 
     def to_yaml(self) -> str:
         """Return the whole recipe, defaults included, as YAML that `load_recipe` reads back to an equal recipe."""
@@ -234,6 +245,8 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         spec = getattr(recipe, section)
         if spec is not None:
             yield from rules(spec)
+    yield from task_contradictions(recipe.task, recipe.loss, recipe.metric)
+    yield from _data_of_another_task(recipe)
     if recipe.sparsity is not None and recipe.sparsity.schedule == "gradual" and recipe.finetune.epochs == 0:
         yield (
             "sparsity.schedule 'gradual' closes its masks while finetune trains, and finetune.epochs is 0: give it "
@@ -249,3 +262,10 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield "export.require is int8, and quantization is null: nothing would be INT8"
     if recipe.export.require == "fp16" and recipe.export.precision != "fp16":
         yield "export.require is fp16, and export.precision is fp32: engines take the types of the file"
+
+
+def _data_of_another_task(recipe: Recipe) -> Iterator[str]:
+    """Yield a line if the built-in data set has targets of another task."""
+    made_for = "segmentation" if recipe.data.name == "masks" else "classification"
+    if recipe.data.name in DATASETS and made_for != recipe.task:
+        yield f"data.name {recipe.data.name} has targets of {made_for}, and task is {recipe.task}: change one"

@@ -56,11 +56,14 @@ def recipe_keys() -> tuple[RecipeKey, ...]:
     keys = []
     for field in dataclasses.fields(Recipe):
         members = _members(get_type_hints(Recipe)[field.name])
-        (spec,) = (m for m in members if dataclasses.is_dataclass(m))
-        default = "null" if field.default is None else ""
+        spec = next((m for m in members if dataclasses.is_dataclass(m)), None)
+        default = "null" if field.default is None else "" if spec is not None else _default(field)
         kind = "section, or null" if type(None) in members else "section"
+        if spec is None:
+            kind = _kind(get_type_hints(Recipe, include_extras=True)[field.name])
         keys.append(RecipeKey(section="", name=field.name, kind=kind, default=default, about=about[field.name]))
-        keys += _keys_of(spec, field.name)
+        if spec is not None and field.name != "teacher":  # its keys are those of `model`
+            keys += _keys_of(spec, field.name)
     return tuple(keys)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
+from collections.abc import Sequence
 from typing import TypeGuard
 
 from compress.variants import Variant
@@ -89,6 +90,15 @@ def in_bytes(value: float | None) -> str:
         if value >= limit:
             return f"{significant(value / limit)} {unit}"
     return f"{value:.0f} B"
+
+
+def image_size_text(size: int | Sequence[int]) -> str:
+    """The side of square images, or the height and width of others.
+
+    >>> image_size_text(224), image_size_text([360, 480])
+    ('224 px', '360 x 480 px')
+    """
+    return f"{size if isinstance(size, int) else ' x '.join(map(str, size))} px"
 
 
 def finite(value: float | None) -> TypeGuard[float]:

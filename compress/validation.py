@@ -125,7 +125,7 @@ def _plain(value: Any) -> Any:
 
 def _explain(cls: type, error: Mapping[str, Any], where: str) -> str:
     """One line for one of pydantic's errors."""
-    location: Sequence[str | int] = error["loc"][1:]
+    location = _without_alternatives(cls, error["loc"][1:])
     path = ".".join(map(str, (where, *location) if where else location))
     kind, got, hint = error["type"], error["input"], _declared(cls, location)
     null = ", or null" if type(None) in members(hint) else ""
@@ -147,6 +147,17 @@ def _explain(cls: type, error: Mapping[str, Any], where: str) -> str:
         finite = "a finite number" if kind == "finite_number" else ""
         return f"{path} is {got!r}: it must be {', '.join(filter(None, (finite, words)))}{null}"
     return f"{path}: got {got!r}; {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _without_alternatives(cls: Any, location: Sequence[str | int]) -> tuple[str | int, ...]:
+    """Return a location without pydantic's names for the alternatives of a union, such as `int`."""
+    kept: list[str | int] = []
+    for part in location:
+        alternatives = [m for m in members(_declared(cls, kept)) if m is not type(None)] if kept else []
+        if isinstance(part, str) and len(alternatives) > 1:
+            continue
+        kept.append(part)
+    return tuple(kept)
 
 
 def _declared(cls: Any, location: Sequence[str | int]) -> Any:

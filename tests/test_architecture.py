@@ -25,11 +25,12 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "compress"
 LAYERS = [
     {"errors", "limits", "variants", "version"},
-    {"files", "progress", "text", "validation"},
+    {"files", "imports", "meters", "progress", "text", "validation"},
     {"kernels"},
     {"graph"},
     {"quantization", "sparsity", "receptive_field", "roofline", "data", "weights"},
     {"qat_fusion", "interop", "models"},
+    {"tasks"},
     {"export"},
     {"engines"},
     {"audit", "onnx_ptq"},

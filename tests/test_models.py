@@ -245,13 +245,16 @@ def test_a_function_of_the_users(factory):
         ("my_models:tinny", "has no 'tinny', did you mean 'tiny'"),
         ("my_models:number", "is a int, not a function"),
         ("my_models:nothing", "returned a int, not a torch.nn.Module"),
-        ("my_models:plain", "num_classes"),
         ("my_models:", "has no ''"),
     ],
 )
 def test_functions_that_do_not_work(factory, name, message):
     with pytest.raises(ModelError, match=message):
         build(name)
+
+
+def test_a_function_without_a_number_of_classes(factory):
+    assert isinstance(build("my_models:plain"), nn.Identity)
 
 
 def test_a_function_takes_weights_from_files_only(factory):

@@ -65,7 +65,7 @@ def test_digest_tells_recipes_apart():
         ({"quantization": {"activations": {"percentile": 0}}}, "percentile is 0"),
         ({"bench": {"batch_sizes": [0]}}, "bench.batch_sizes"),
         ({"export": {"opset": 13}}, "export.opset is 13"),
-        ([], "holds a list; a recipe .*sections model, data"),
+        ([], "holds a list; a recipe .*sections task, .*model, data"),
     ],
 )
 def test_refusals_say_where_what_and_what_is_allowed(tree, text):

@@ -51,7 +51,7 @@ class Unit:
     @cached_property
     def data(self) -> DataSet:
         """Images of full size, on the device."""
-        return self.drawn(self.setting.data.image_size)
+        return self.drawn(self.setting.data.height_width[0])
 
     @cached_property
     def tune_data(self) -> DataSet:

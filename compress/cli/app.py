@@ -45,7 +45,7 @@ _COMMANDS = {
     "inspect": None,
     "sensitivity": Entry(
         "compress.cli.sensitivity:sensitivity",
-        "Quantize each layer alone, and leave each alone float: SQNR and top-1. With a budget: a mixed-precision "
+        "Quantize each layer alone, and leave each alone float: SQNR and the metric. With a budget: a mixed-precision "
         "recipe.",
     ),
     "receptive-field": Entry(

@@ -92,7 +92,6 @@ def _images(recipe: Recipe, count: int, *, noise: bool) -> list[Tensor]:
     """Batches of images: of the recipe's training split, or Gaussian noise."""
     if noise:
         generator = torch.Generator().manual_seed(recipe.data.seed)
-        size = recipe.data.image_size
-        return list(torch.randn(count, 3, size, size, generator=generator).split(8))
+        return list(torch.randn(count, 3, *recipe.data.height_width, generator=generator).split(8))
     split = load_data(recipe.data).train
     return [images for images, _ in split.batches(BatchPlan(batch_size=8, limit=count))]

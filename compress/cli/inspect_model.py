@@ -28,6 +28,7 @@ from compress.recipe import Recipe
 from compress.roofline import SparseLayer, sparse_bound
 from compress.sparsity.eligibility import NOTEWORTHY_CHANNELS, Eligibility, eligibility, large_enough
 from compress.sparsity.spec import SparsitySpec
+from compress.text import image_size_text
 
 
 def inspect_model(
@@ -88,7 +89,7 @@ def _show_model(recipe: Recipe, as_json: bool) -> None:
         (n.path or n.name, n.kind, "x".join(map(str, (n.output_shape or ())[1:])), n.weight_elements, _macs(n.macs))
         for n in items
     ]
-    title = f"{name}: layers, one image of {recipe.data.image_size} px"
+    title = f"{name}: layers, one image of {image_size_text(recipe.data.image_size)}"
     print_table(title, ("layer", "kind", "output", "weights", "macs"), rows)
     macs, unknown = total_macs(tuple(items))
     OUT.print(f"{macs // 2:,} macs an image" + (f"; unknown: {', '.join(unknown)}" if unknown else ""))

@@ -46,9 +46,10 @@ def network_of(recipe: Recipe, *, weights: bool = True) -> nn.Module:
     """
     spec = recipe.model if weights else dataclasses.replace(recipe.model, weights=None)
     torch.manual_seed(recipe.train.seed)
-    return build_model(spec, num_classes=spec.num_classes or class_count(recipe.data)).eval()
+    return build_model(spec, num_classes=spec.num_classes or class_count(recipe.data), task=recipe.task).eval()
 
 
 def blank_images(recipe: Recipe, count: int = 2) -> Tensor:
-    """Zeros of the network's input shape, (count, 3, S, S)."""
-    return torch.zeros(count, 3, recipe.data.image_size, recipe.data.image_size)
+    """Zeros of the network's input shape, (count, channels, height, width)."""
+    channels = 3 if recipe.data.mean is None else len(recipe.data.mean)
+    return torch.zeros(count, channels, *recipe.data.height_width)

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from compress.cli.console import ERRORS, OUT, print_json, print_table
 from compress.pipeline.folder import read_state
-from compress.records import SUMMARY_COLUMNS, read_run, summary_notes, summary_table, unavailable_engines
+from compress.records import read_run, summary_columns, summary_notes, summary_table, unavailable_engines
 from compress.text import MISSING
 
 
@@ -36,7 +36,7 @@ def show_run(folder: Path, *, as_json: bool) -> None:
     for row in [row for row in found if row.batch_size is not None] or found:  # torch is not timed: shown if alone
         agrees = agreement.get((row.variant, row.engine))
         rows.append((*row.cells(), MISSING if agrees is None else f"{agrees:.2f}"))
-    columns = (*SUMMARY_COLUMNS, "agrees %")
+    columns = (*summary_columns(data.metrics), "agrees %")
     print_table(str(folder), columns, rows, numbers=columns[3:])
     OUT.print("agrees %: share of evaluation images that the engine puts in the same class as torch, fake quantization")
     for note in summary_notes(data.metrics):

@@ -12,9 +12,11 @@ from compress.cli.console import OUT, print_json, print_table, progress
 from compress.cli.options import DeviceOption, JsonOption, RecipeOption, ResumeOption, SetOption
 from compress.cli.run_summary import show_finished_steps
 from compress.errors import RecipeError
+from compress.meters import metric_title, score_text, shown
 from compress.pipeline import default_folder
 from compress.pipeline.studies.mixed import MixedPoint, check_costs, mixed_front, pick, write_recipe
 from compress.pipeline.studies.sensitivity import Measured, plain, sensitivity_run
+from compress.quantization.sensitivity.sensitivity import Sensitivity
 from compress.recipe import load_recipe
 
 
@@ -38,7 +40,7 @@ def sensitivity(
     ] = None,
     max_drop: Annotated[
         float | None,
-        typer.Option(help="Choose a format for each layer: fastest that loses at most these points of top-1."),
+        typer.Option(help="Choose a format for each layer: fastest that loses at most these points of the metric."),
     ] = None,
     write: Annotated[Path | None, typer.Option(help="Recipe of that choice; default <out>/mixed.yaml.")] = None,
     costs: Annotated[str, typer.Option(help="openvino: times measured here; or a device of `roofline`.")] = "openvino",
@@ -50,7 +52,7 @@ def sensitivity(
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Each layer alone quantized and each alone left float: SQNR and top-1. With a budget: a mixed-precision recipe."""
+    """Each layer alone quantized, and each alone float: SQNR and metric. With a budget: a mixed-precision recipe."""
     if budget_ms is not None and max_drop is not None:
         raise RecipeError("--budget-ms and --max-drop are two ways to choose: give one of them")
     mixed = budget_ms is not None or max_drop is not None
@@ -70,14 +72,14 @@ def sensitivity(
         )
         if mixed:
             points, _ = mixed_front(measured, costs=costs, batch_size=batch_size, precision=precision, images=images)
-            chosen = pick(points, budget_ms=budget_ms, max_drop=max_drop)
+            chosen = pick(points, budget_ms=budget_ms, max_drop=max_drop, metric=measured.run.task.metric)
             write_recipe(measured, chosen, path)
     if as_json:
         print_json(_document(measured, points, chosen, path))
         return
     _show(measured)
     if chosen is not None:
-        _show_points(points, chosen)
+        _show_points(points, chosen, measured.reports[measured.base])
         OUT.print(f"{chosen.label}: {path}", highlight=False, soft_wrap=True)
 
 
@@ -95,43 +97,50 @@ def _document(
 
 
 def _show(measured: Measured) -> None:
-    columns = ("layer", "weights", "alone, dB", "top-1 %", "left float, dB", "top-1 %")
     for name, report in measured.reports.items():
+        title, unit = metric_title(report.metric), report.unit
+        column = f"{title} {unit}".strip()
+        columns = ("layer", "weights", "alone, dB", column, "left float, dB", column)
         rows = [
             (
                 row.layer,
                 row.weight_elements,
                 f"{row.alone.sqnr_db:.1f}",
-                _percent(row.alone.top1),
+                _score(row.alone.score, unit),
                 f"{row.left_out.sqnr_db:.1f}",
-                _percent(row.left_out.top1),
+                _score(row.left_out.score, unit),
             )
             for row in sorted(report.rows, key=lambda row: row.alone.sqnr_db)
         ]
         print_table(f"{name}: worst layer first", columns, rows, numbers=columns[1:])
         whole = report.quantized
         OUT.print(
-            f"{report.images} images: float {_percent(report.float_top1)} % top-1; all quantized "
-            f"{_percent(whole.top1)} %, {whole.sqnr_db:.1f} dB"
+            f"{report.images} images: float {score_text(report.float_score, unit)} {title}; all quantized "
+            f"{score_text(whole.score, unit)}, {whole.sqnr_db:.1f} dB"
         )
     OUT.print("\n".join(map(str, measured.files)), highlight=False, soft_wrap=True)
 
 
-def _show_points(points: tuple[MixedPoint, ...], chosen: MixedPoint) -> None:
-    columns = ("network", "quantized layers", "sum of layers, ms", "measured, ms", "top-1 %", "agrees %", "SQNR, dB")
+def _show_points(points: tuple[MixedPoint, ...], chosen: MixedPoint, report: Sensitivity) -> None:
+    column = f"{metric_title(report.metric)} {report.unit}".strip()
+    columns = ("network", "quantized layers", "sum of layers, ms", "measured, ms", column, "agrees %", "SQNR, dB")
     rows = [
         (
             f"{point.label}{' (chosen)' if point is chosen else ''}",
             sum(name != "float" for name in point.formats.values()),
             f"{point.predicted_ms:.3f}",
             "n/a" if point.latency_ms is None else f"{point.latency_ms:.3f}",
-            _percent(point.top1),
+            _score(point.score, report.unit),
             _percent(point.agreement),
             f"{point.sqnr_db:.1f}",
         )
         for point in points
     ]
     print_table("formats", columns, rows, numbers=columns[1:])
+
+
+def _score(value: float | None, unit: str) -> str:
+    return "n/a" if value is None else f"{shown(value, unit):.2f}"
 
 
 def _percent(share: float | None) -> str:

@@ -10,6 +10,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from compress.data.fingerprint import Fingerprint, digest_of
 from compress.data.preprocessing import Preprocessing
 from compress.errors import DataError
 
-Batch = tuple[Tensor, Tensor]
-"""Images (N, C, H, W) float32, normalized; targets (N,) int64."""
+Batch = tuple[Tensor, Any]
+"""Images (N, C, H, W) float32, normalized; N targets: classes (N,) int64, masks (N, H, W) int64, or a task's own."""
 
 
 @dataclass(frozen=True, kw_only=True)

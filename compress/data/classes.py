@@ -26,6 +26,8 @@ def class_count(spec: DataSpec) -> int:
         DataError: `data.num_classes` contradicts the data set, or the class folders of `folder` are not on this
             machine and the recipe names no number.
     """
+    if spec.classes is not None:
+        return len(spec.classes)
     if spec.name == "shapes":
         return DEFAULT_SHAPES if spec.num_classes is None else spec.num_classes
     if spec.name == "folder":
@@ -41,7 +43,7 @@ def class_count(spec: DataSpec) -> int:
     if spec.name in FIXED_COUNTS:
         return agreed_count(spec, FIXED_COUNTS[spec.name])
     if spec.num_classes is None:
-        raise DataError(f"data.name {spec.name} has no fixed classes: set data.num_classes to their number")
+        raise DataError(f"data.name {spec.name} has no fixed classes: set data.num_classes or data.classes")
     return spec.num_classes
 
 

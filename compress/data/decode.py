@@ -53,7 +53,7 @@ class Decoder(Dataset[Item]):
     def __getitem__(self, index: int) -> Item:
         """Decode the image at `index`."""
         path = self.folder / os.fsdecode(bytes(self.files[index]))
-        size = self.preprocessing.image_size
+        size = self.preprocessing.height_width
         try:
             with Image.open(path) as file:
                 image = rgb(file)
@@ -91,8 +91,8 @@ def collate(items: list[Item]) -> Decoded:
     return images, torch.tensor([index for index, _ in good], dtype=torch.int64), failures
 
 
-def centre_crop(image: Image.Image, size: int, *, crop_ratio: float) -> Tensor:
-    """Return the centre (3, size, size) uint8 of `image`, its shorter side resized to size / crop_ratio.
+def centre_crop(image: Image.Image, size: tuple[int, int], *, crop_ratio: float) -> Tensor:
+    """Return the centre (3, height, width) uint8 of `image`, resized so that it covers size / crop_ratio.
 
     Of a long strip only the middle is resized: all of one of 1 x 30,000 pixels would take gigabytes.
     """
@@ -100,21 +100,32 @@ def centre_crop(image: Image.Image, size: int, *, crop_ratio: float) -> Tensor:
     longest = _LONGEST_STRIP * min(image.size)
     if max(image.size) > longest:
         image = transforms.center_crop(image, [min(image.height, longest), min(image.width, longest)])
-    resized = transforms.resize(image, [round(size / crop_ratio)], antialias=True)
-    return transforms.pil_to_tensor(transforms.center_crop(resized, [size, size]))
+    resized = transforms.resize(image, covering(image.height, image.width, size, crop_ratio), antialias=True)
+    return transforms.pil_to_tensor(transforms.center_crop(resized, list(size)))
 
 
-def random_crop(image: Image.Image, size: int, draws: list[float]) -> Tensor:
-    """Return a random part of `image`, resized to (3, size, size) uint8 and mirrored half of the time.
+def covering(height: int, width: int, size: tuple[int, int], crop_ratio: float) -> list[int]:
+    """Return the size, as torchvision's `resize` takes it, at which an image covers `size` / crop_ratio.
+
+    For a square it is the shorter side alone, as in torchvision's references.
+    """
+    if size[0] == size[1]:
+        return [round(size[0] / crop_ratio)]
+    scale = max(size[0] / height, size[1] / width) / crop_ratio
+    return [max(size[0], round(height * scale)), max(size[1], round(width * scale))]
+
+
+def random_crop(image: Image.Image, size: tuple[int, int], draws: list[float]) -> Tensor:
+    """Return a random part of `image`, resized to (3, height, width) uint8 and mirrored half of the time.
 
     Args:
         image: RGB.
-        size: side of the result in pixels.
+        size: height and width of the result in pixels.
         draws: 41 random numbers of [0, 1): 4 for each attempt at a part that fits, and one for the mirror.
     """
     top, left, height, width = random_box(image.width, image.height, draws[:-1])
     transforms = _transforms()
-    part = transforms.resized_crop(image, top, left, height, width, [size, size], antialias=True)
+    part = transforms.resized_crop(image, top, left, height, width, list(size), antialias=True)
     return transforms.pil_to_tensor(transforms.horizontal_flip(part) if draws[-1] < 0.5 else part)
 
 

@@ -63,7 +63,7 @@ def folder_data(spec: DataSpec) -> DataSet:
             seed=spec.seed,
             limit=limit,
             augment=augment,
-            workers=_workers() if spec.workers is None else spec.workers,
+            workers=worker_count() if spec.workers is None else spec.workers,
             on_error=spec.on_error,
         )
 
@@ -233,7 +233,7 @@ def _identity(folder: Path | str) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _workers() -> int:
+def worker_count() -> int:
     """Return one worker per core that this process may use, divided by the processes of this machine; 8 at most."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(_MAX_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

@@ -9,8 +9,11 @@ from compress.data.cifar import cifar_data
 from compress.data.classes import agreed_count
 from compress.data.digits import digits_data
 from compress.data.folder import folder_data
+from compress.data.masks import mask_data
+from compress.data.own import own_data
 from compress.data.shapes import shapes_data
 from compress.data.spec import DataSpec, check_data_spec
+from compress.imports import is_import_path
 
 _MAKERS: dict[str, Callable[[DataSpec], DataSet]] = {
     "digits": digits_data,
@@ -18,6 +21,7 @@ _MAKERS: dict[str, Callable[[DataSpec], DataSet]] = {
     "folder": folder_data,
     "cifar10": cifar_data,
     "cifar100": cifar_data,
+    "masks": mask_data,
 }
 
 
@@ -28,12 +32,13 @@ def load_data(spec: DataSpec) -> DataSet:
         spec: a recipe's `data` section.
 
     Returns:
-        Splits whose batches are images (N, C, H, W) float32, normalized, and targets (N,) int64.
+        Splits whose batches are images (N, C, H, W) float32, normalized, and targets: (N,) int64 for classification,
+        (N, H, W) int64 for segmentation.
 
     Raises:
         DataError: a value out of range, missing or unreadable files, or another number of classes than `spec` names.
     """
     check_data_spec(spec)
-    data = _MAKERS[spec.name](spec)
+    data = own_data(spec) if is_import_path(spec.name) else _MAKERS[spec.name](spec)
     agreed_count(spec, data.train.num_classes)
     return data

@@ -55,7 +55,7 @@ class MemorySplit(Split):
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
         """Return images (n, 3, S, S) and targets (n,) at `indices`; see `Split.load`."""
         chosen = torch.tensor(indices, dtype=torch.int64)
-        size = self.preprocessing.image_size
+        size = self.preprocessing.height_width[0]
         images = self.images[to_device(chosen, self.images.device)]
         images = resize(to_device(images, device).float().div_(255), size)
         if epoch is not None and self.movement is not None:
@@ -79,8 +79,8 @@ def in_memory(
         batch_size: images read at once.
     """
     device = torch.device(device)
-    size, prepared = split.preprocessing.image_size, split.preprocessing
-    images = torch.empty(len(split), len(prepared.mean), size, size, dtype=torch.uint8, device=device)
+    prepared = split.preprocessing
+    images = torch.empty(len(split), *prepared.input_shape, dtype=torch.uint8, device=device)
     targets, done = [], 0
     for batch, labels in split.batches(BatchPlan(batch_size=batch_size), device=device):
         images[done : done + len(batch)] = prepared.pixels(batch)

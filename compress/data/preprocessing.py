@@ -15,24 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.data.spec import DataSpec
+from compress.data.spec import DataSpec, sides
 from compress.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-    """Input of a model: (N, channels, image_size, image_size) float32, (pixel / 255 - mean) / std.
+    """Input of a model: (N, channels, height, width) float32, (pixel / 255 - mean) / std.
 
     Attributes:
-        image_size: side in pixels after resizing and cropping.
+        image_size: side in pixels after resizing and cropping, or (height, width).
         mean, std: one value per channel, in units of pixel / 255.
-        channels: `RGB` (grey images are repeated three times).
+        channels: `RGB` (grey images are repeated three times), or `other` for another number than three.
         layout: `NCHW`.
         interpolation: method of resizing.
         crop_ratio: image_size over the side resized to before the centre crop; 1.0 = no crop.
     """
 
-    image_size: int
+    image_size: int | tuple[int, int]
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     channels: str = "RGB"
@@ -45,12 +45,24 @@ class Preprocessing:
         cls, spec: DataSpec, *, mean: tuple[float, ...], std: tuple[float, ...], crop_ratio: float = 1.0
     ) -> Preprocessing:
         """Return the preprocessing of `spec`, with the data set's own `mean` and `std` if it names none."""
+        mean = mean if spec.mean is None else tuple(spec.mean)
         return cls(
             image_size=spec.image_size,
-            mean=mean if spec.mean is None else tuple(spec.mean),
+            mean=mean,
             std=std if spec.std is None else tuple(spec.std),
+            channels="RGB" if len(mean) == 3 else "other",
             crop_ratio=crop_ratio,
         )
+
+    @property
+    def height_width(self) -> tuple[int, int]:
+        """Height and width of the input, in pixels."""
+        return sides(self.image_size)
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """Shape of one image (channels, height, width)."""
+        return (len(self.mean), *self.height_width)
 
     def normalize(self, images: Tensor) -> Tensor:
         """Subtract the mean and divide by the deviation.

@@ -80,7 +80,7 @@ class ShapesSplit(Split):
         """Draw the pictures (n, 3, S, S) at `indices`, with targets (n,); see `Split.load`."""
         positions = torch.tensor(indices, dtype=torch.int64)
         numbers, targets = positions + self._first, positions % self.num_classes
-        size, camera, noise_seed = self.preprocessing.image_size, None, hash_seed(self.seed)
+        size, camera, noise_seed = self.preprocessing.height_width[0], None, hash_seed(self.seed)
         if epoch is not None and self._movement is not None:
             noise_seed = hash_seed(self.seed, epoch)
             camera = self._movement.matrices(uniform(noise_seed, numbers, DRAWS), size)

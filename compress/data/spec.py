@@ -8,12 +8,17 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from compress.errors import DataError
+from compress.errors import DataError, near_misses
+from compress.imports import is_import_path
 from compress.validation import AtLeastOne, NotNegativeInt, Positive, Share, validate
 
-DataName = Literal["digits", "shapes", "folder", "cifar10", "cifar100"]
+DataName = Literal["digits", "shapes", "folder", "cifar10", "cifar100", "masks"]
 
 DATASETS: tuple[DataName, ...] = get_args(DataName)
+LEAST_SIDE = 8
+
+_ROOTED = ("folder", "cifar10", "cifar100", "masks")
+_RECTANGLES = ("folder", "masks")
 SHAPES_CLASSES = (2, 100)
 """Fewest and most classes that the cues of `shapes` can make."""
 
@@ -23,31 +28,39 @@ class DataSpec:
     """A data set, and how its images become the model's input.
 
     Attributes:
-        name: data set; none is ever downloaded.
-        root: folder of `folder` (holding train/ and val/) and of the cifar files; unused by the others.
-        image_size: side of the model's square input, in pixels.
+        name: data set (`digits`, `shapes`, `folder`, `cifar10`, `cifar100`; for segmentation `masks`), or a function of
+            yours, `package.module:function`, that takes this section and returns the training and the evaluation split;
+            see `compress/data/own.py`. Nothing is ever downloaded.
+        root: folder of `folder` (holding train/ and val/), of `masks` and of the cifar files; unused by the others.
+        image_size: side of the model's square input in pixels, 8 or more, or [height, width] for `folder`, `masks` and
+            functions.
         batch_size: images of one step over all processes together (the global batch).
-        workers: loader processes of `folder`; None = one per core and process, 8 at most.
+        workers: loader processes of `folder` and `masks`; None = one per core and process, 8 at most.
         on_error: `raise` names an unreadable image and stops, `skip` leaves it out and counts it.
         augment: random shifts, crops and flips of training images, as suits the data set.
         num_classes: classes of `shapes` (2 to 100); None = 20. For other data sets None = as the data say, and
             a number must agree with them.
+        classes: names of the classes of `masks`, whose pixels hold their positions, and of a function's data.
+        ignore_index: value of the pixels of masks that have no class.
         clutter: opacity of the clutter of `shapes`, as a share of the usual; 0 leaves the object alone.
         train_images, val_images: images of `shapes` (None = 20,000 and 2,000); of the others an upper bound, every
             class in proportion (None = all).
         seed: seed of everything random in the data: shuffling, augmentation, drawing.
-        mean, std: normalization per channel in [0, 1] units; None = the data set's own.
+        mean, std: normalization per channel in [0, 1] units; None = the data set's own. The data of a function may have
+            any number of channels.
         crop_ratio: `folder` evaluation: image_size over the side that images are resized to before the centre crop.
     """
 
-    name: DataName = "digits"
+    name: str = "digits"
     root: str | None = None
-    image_size: Annotated[int, Field(ge=8)] = 64
+    image_size: int | tuple[int, int] = 64
     batch_size: AtLeastOne = 64
     workers: NotNegativeInt | None = None
     on_error: Literal["raise", "skip"] = "raise"
     augment: bool = True
     num_classes: AtLeastOne | None = None
+    classes: tuple[str, ...] | None = None
+    ignore_index: Annotated[int, Field(ge=0, le=255)] = 255
     clutter: Share = 1.0
     train_images: AtLeastOne | None = None
     val_images: AtLeastOne | None = None
@@ -55,6 +68,16 @@ class DataSpec:
     mean: tuple[float, ...] | None = None
     std: tuple[Positive, ...] | None = None
     crop_ratio: Annotated[float, Field(gt=0, le=1)] = 0.875
+
+    @property
+    def height_width(self) -> tuple[int, int]:
+        """Height and width of the model's input, in pixels."""
+        return sides(self.image_size)
+
+
+def sides(image_size: int | tuple[int, int]) -> tuple[int, int]:
+    """Return the height and width that an image size means."""
+    return (image_size, image_size) if isinstance(image_size, int) else (image_size[0], image_size[1])
 
 
 def check_data_spec(spec: DataSpec) -> None:
@@ -68,12 +91,26 @@ def check_data_spec(spec: DataSpec) -> None:
 
 def data_contradictions(spec: DataSpec) -> Iterator[str]:
     """Yield a line for each contradiction between values that are in range by themselves."""
-    if spec.name in ("folder", "cifar10", "cifar100") and not spec.root:
+    own = is_import_path(spec.name)
+    if not own and spec.name not in DATASETS:
+        hint = near_misses(spec.name, DATASETS)
+        yield f"data.name is {spec.name!r}{hint} (one of: {', '.join(DATASETS)}, or package.module:function)"
+        return
+    if min(spec.height_width) < LEAST_SIDE:
+        given = spec.image_size if isinstance(spec.image_size, int) else list(spec.image_size)
+        yield f"data.image_size is {given}: it must be {LEAST_SIDE} or more"
+    if spec.name in _ROOTED and not spec.root:
         yield f"data.root is missing: {spec.name} needs the folder of its files; compress never downloads data"
     low, high = SHAPES_CLASSES
     if spec.name == "shapes" and spec.num_classes is not None and not low <= spec.num_classes <= high:
         yield f"data.num_classes is {spec.num_classes}: shapes has from {low} to {high}"
+    if not own and spec.name not in _RECTANGLES and isinstance(spec.image_size, tuple):
+        yield f"data.image_size is {list(spec.image_size)}: {spec.name} has square images; give one number"
+    if spec.name == "masks" and not spec.classes:
+        yield "data.classes is missing: masks needs the names of the classes, in the order of their values in the masks"
+    if spec.classes is not None and spec.num_classes not in (None, len(spec.classes)):
+        yield f"data.num_classes is {spec.num_classes}, but data.classes names {len(spec.classes)}; leave one out"
     for key in ("mean", "std"):
         values = getattr(spec, key)
-        if values is not None and len(values) != 3:
+        if values is not None and len(values) != 3 and not own:
             yield f"data.{key} has {len(values)} values: it must have one for each of R, G and B"

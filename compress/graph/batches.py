@@ -1,13 +1,14 @@
 """From the batches of a user's loader to the inputs of a model.
 
 A loader yields images alone, or (images, target), or, for a network of several inputs, (first, second, ..., target).
-The signature of the model's `forward` decides how many of them are inputs: as many as have no default.
+The signature of the model's `forward` decides how many of them are inputs: as many as have no default. It may also
+yield mappings, such as {"pixel_values": images, "labels": target}, whose keys are arguments of `forward`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,6 +19,39 @@ from compress.errors import DataError
 
 Batches = Iterable[Any]
 """Tensors, or tuples that begin with all inputs of the model, which a target may follow; see `batch_inputs`."""
+
+
+TARGET_KEYS = ("labels", "label", "targets", "target")
+"""Keys of a mapping batch that hold its targets."""
+
+
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    """Return the inputs of a labelled batch and its targets.
+
+    Args:
+        batch: (images, targets); (first, second, ..., targets); or a mapping with targets under one of `TARGET_KEYS`.
+
+    Returns:
+        A tensor, a tuple of tensors, or a mapping of inputs by keyword; and the targets.
+
+    Raises:
+        DataError: the batch has no targets.
+
+    >>> inputs, targets = split_batch({"pixel_values": torch.zeros(2, 3, 8, 8), "labels": torch.zeros(2)})
+    >>> list(inputs), tuple(targets.shape)
+    (['pixel_values'], (2,))
+    """
+    if isinstance(batch, Mapping):
+        key = next((key for key in TARGET_KEYS if key in batch), None)
+        if key is None:
+            raise DataError(
+                f"a batch has the keys {', '.join(map(str, batch))}; its targets must be its {TARGET_KEYS[0]!r}"
+            )
+        return {name: value for name, value in batch.items() if name not in TARGET_KEYS}, batch[key]
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        raise DataError(f"a batch is a {type(batch).__name__}; give pairs of images and targets, or mappings")
+    inputs = tuple(batch[:-1])
+    return (inputs[0] if len(inputs) == 1 else inputs), batch[-1]
 
 
 def batch_inputs(batch: Any, count: int = 1) -> tuple[Tensor, ...]:
@@ -41,10 +75,14 @@ def batch_inputs(batch: Any, count: int = 1) -> tuple[Tensor, ...]:
         parts = parts[0]
     inputs = tuple(parts[:count])
     if len(inputs) < count or not all(isinstance(x, Tensor) for x in inputs):
-        got = ", ".join(type(part).__name__ for part in parts) or "nothing"
-        wanted = "a tensor or (tensor, target)" if count == 1 else f"a tuple that begins with {count} tensors"
-        raise DataError(f"a batch holds {got}; the model takes {count} input{'s'[: count > 1]}: give {wanted}")
+        raise DataError(_too_few(parts, count))
     return inputs
+
+
+def _too_few(parts: Sequence[Any], count: int) -> str:
+    got = ", ".join(type(part).__name__ for part in parts) or "nothing"
+    wanted = "a tensor or (tensor, target)" if count == 1 else f"a tuple that begins with {count} tensors"
+    return f"a batch holds {got}; the model takes {count} input{'s'[: count > 1]}: give {wanted}"
 
 
 def model_inputs(model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
@@ -54,7 +92,21 @@ def model_inputs(model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
         DataError: the batch does not hold them.
     """
     device = device_of(model)
+    if isinstance(batch, Mapping):
+        return tuple(x.to(device) for x in _named_inputs(model, batch))
     return tuple(x.to(device) for x in batch_inputs(batch, _required(model)))
+
+
+def _named_inputs(model: nn.Module, batch: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors of a mapping that are the first arguments of `forward`, in its order."""
+    given = {name: value for name, value in batch.items() if name not in TARGET_KEYS and isinstance(value, Tensor)}
+    arguments = [name for name in inspect.signature(model.forward).parameters if name in given]
+    if len(given) < (count := _required(model)):
+        raise DataError(_too_few(list(given.values()), count))
+    if len(arguments) < len(given):
+        names, known = ", ".join(map(str, batch)), ", ".join(inspect.signature(model.forward).parameters)
+        raise DataError(f"a batch has the keys {names}, and {type(model).__name__} takes {known}: name them alike")
+    return [given[name] for name in arguments]
 
 
 def device_of(model: nn.Module) -> torch.device:

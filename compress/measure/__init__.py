@@ -5,6 +5,7 @@ Measurements that need onnx or torchvision are imported from their own files: `e
 """
 
 from compress.measure.accuracy import EngineAccuracy, measure_accuracy
+from compress.measure.figures import EngineFigures, compare_figures, measure_metric
 from compress.measure.latency import Latency, latency_ratio, measure_latency
 from compress.measure.machine import Gpu, Machine, describe_machine
 from compress.measure.metric import METRIC_NAMES, Metric
@@ -16,6 +17,7 @@ __all__ = [
     "METRIC_NAMES",
     "BenchSpec",
     "EngineAccuracy",
+    "EngineFigures",
     "Gpu",
     "Latency",
     "Machine",
@@ -24,11 +26,13 @@ __all__ = [
     "Sizes",
     "agreement",
     "check_bench_spec",
+    "compare_figures",
     "compare_logits",
     "describe_machine",
     "latency_ratio",
     "measure_accuracy",
     "measure_latency",
+    "measure_metric",
     "model_sizes",
     "sqnr_db",
 ]

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from compress.data.preprocessing import Preprocessing
 from compress.engines.base import Engine, TensorInfo
 from compress.errors import DataError, EngineError
-from compress.export.names import PREPROCESSING_KEY, logits_output
+from compress.export.names import logits_output
+from compress.measure.batches import as_array, chunks, preprocessing_notes
 from compress.progress import NoProgress, Progress
 
 Floats = NDArray[np.float32]
@@ -72,7 +73,7 @@ def measure_accuracy(
         DataError: the model's preprocessing is another, there is no image, or the logits lack a target.
         EngineError: an input or output is not as above, or a result is not finite; the message names the image.
     """
-    notes = _preprocessing_notes(engine, preprocessing)
+    notes = preprocessing_notes(engine, preprocessing)
     image, logits_name = _image_input(engine), _logits_output(engine)
     ranks: list[Ints] = []
     kept: list[Floats] = []
@@ -80,7 +81,7 @@ def measure_accuracy(
     progress.start(task, len(batches) if isinstance(batches, Sized) else 0)
     for images, targets in _limited(batches, limit):
         logits = np.concatenate(
-            [_run(engine, image, logits_name, chunk) for chunk in _chunks(images, image.shape[0])]
+            [_run(engine, image, logits_name, chunk) for chunk in chunks(images, image.shape[0])]
         ).astype(np.float32, copy=False)
         _check(logits, targets, engine.info.label, first=count)
         ranks.append(target_ranks(logits, targets))
@@ -119,21 +120,6 @@ def target_ranks(logits: Floats, targets: Ints) -> Ints:
     return counted
 
 
-def _preprocessing_notes(engine: Engine, preprocessing: Preprocessing | None) -> list[str]:
-    if preprocessing is None:
-        return []
-    text = engine.metadata.get(PREPROCESSING_KEY)
-    if text is None:
-        return ["the model's file names no preprocessing, so that could not be checked"]
-    differences = Preprocessing.from_json(text).differences(preprocessing)
-    if differences:
-        raise DataError(
-            f"{engine.info.label}: the model's preprocessing is not that of the data: {'; '.join(differences)} "
-            "(here: the model, there: the data); prepare the data as the model was trained, or export it again"
-        )
-    return []
-
-
 def _image_input(engine: Engine) -> TensorInfo:
     if len(engine.inputs) != 1:
         names = ", ".join(tensor.name for tensor in engine.inputs) or "none"
@@ -160,7 +146,7 @@ def _limited(batches: Iterable[Any], limit: int | None) -> Iterator[tuple[NDArra
             return
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise DataError(f"a batch is a {type(batch).__name__}; accuracy needs pairs of images and targets")
-        images, targets = (_array(part)[:left] for part in batch)
+        images, targets = (as_array(part)[:left] for part in batch)
         if len(images) != len(targets):
             raise DataError(f"a batch has {len(images)} images and {len(targets)} targets")
         if targets.ndim != 1 or targets.dtype.kind not in "iu":
@@ -168,18 +154,6 @@ def _limited(batches: Iterable[Any], limit: int | None) -> Iterator[tuple[NDArra
         left = None if left is None else left - len(images)
         if len(images):
             yield images, targets.astype(np.int64, copy=False)
-
-
-def _array(part: Any) -> NDArray[np.generic]:
-    """Return a numpy array of a tensor on any device, or of an array."""
-    array: NDArray[np.generic] = np.asarray(part.detach().cpu() if hasattr(part, "detach") else part)
-    return array
-
-
-def _chunks(images: NDArray[np.generic], size: int) -> Iterator[NDArray[np.generic]]:
-    """Yield pieces of a fixed batch size, the last one smaller; one piece if `size` is -1."""
-    step = len(images) if size == -1 else size
-    return (images[i : i + step] for i in range(0, len(images), step))
 
 
 def _run(engine: Engine, image: TensorInfo, output: str, images: NDArray[np.generic]) -> NDArray[np.generic]:

@@ -27,7 +27,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
-from compress.data.decode import centre_crop, rgb
+from compress.data.decode import centre_crop, covering, rgb
 from compress.data.preprocessing import Preprocessing
 from compress.engines.base import Engine, TensorInfo
 from compress.errors import DataError, EngineError
@@ -162,8 +162,8 @@ def _prepared(
             "with compress, or give preprocessing="
         )
     preprocessing = given if given is not None else Preprocessing.from_json(str(text))
-    tensor, size = engine.inputs[0], preprocessing.image_size
-    wanted = (batch_size, 3, size, size)
+    tensor = engine.inputs[0]
+    wanted = (batch_size, *preprocessing.input_shape)
     fits = len(tensor.shape) == 4 and all(a in (-1, b) for a, b in zip(tensor.shape, wanted, strict=True))
     if not fits or not tensor.dtype.startswith("float"):
         raise EngineError(f"{label} takes {tensor.dtype} of {tensor.shape}, and preprocessing makes floats of {wanted}")
@@ -230,11 +230,11 @@ def decode(pictures: Sequence[bytes], *, first: int = 0) -> list[Image.Image]:
 
 
 def preprocess(images: Sequence[Image.Image], preprocessing: Preprocessing, device: torch.device | str) -> Tensor:
-    """Return the input of a network: (N, 3, S, S) float32 on `device`, resized, cropped and normalized.
+    """Return the input of a network: (N, 3, height, width) float32 on `device`, resized, cropped and normalized.
 
     On the CPU Pillow resizes, as in evaluation; on other devices torchvision does, which differs by rounding.
     """
-    size, device = preprocessing.image_size, torch.device(device)
+    size, device = preprocessing.height_width, torch.device(device)
     if device.type == "cpu":
         squares = [centre_crop(image, size, crop_ratio=preprocessing.crop_ratio) for image in images]
     else:
@@ -245,9 +245,10 @@ def preprocess(images: Sequence[Image.Image], preprocessing: Preprocessing, devi
     return preprocessing.normalize(torch.stack(squares).float().div_(255))
 
 
-def resize_tensor(pixels: Tensor, size: int, *, crop_ratio: float) -> Tensor:
+def resize_tensor(pixels: Tensor, size: tuple[int, int], *, crop_ratio: float) -> Tensor:
     """Resize and crop a (3, H, W) uint8 tensor as `centre_crop` does, on its own device."""
-    return F.center_crop(F.resize(pixels, [round(size / crop_ratio)], antialias=True), [size, size])
+    resized = F.resize(pixels, covering(pixels.shape[-2], pixels.shape[-1], size, crop_ratio), antialias=True)
+    return F.center_crop(resized, list(size))
 
 
 def classes(logits: NDArray[np.generic], top: int = TOP) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

@@ -7,11 +7,12 @@ its reason, so that a report never shows a blank or a zero in its place.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from compress.errors import RunError, near_misses
+from compress.meters import metric_title
 
 Status = Literal["complete", "partial", "unavailable"]
 
@@ -35,6 +36,8 @@ class Metric:
         method: description of the measurement.
         status: `complete`; `partial`, with a reason; `unavailable`, with a reason and no value.
         reason: why it is not complete; "" if it is.
+        direction: `higher` or `lower` = this is the figure by which networks of the run are judged, and what is better;
+            "" for other figures, and for `top1`, which judges classifiers.
 
     Raises:
         RunError: value and status contradict each other, a reason is missing, or the value is NaN.
@@ -49,6 +52,7 @@ class Metric:
     method: str = ""
     status: Status = "complete"
     reason: str = ""
+    direction: str = ""
 
     def __post_init__(self) -> None:
         where = f"metric {self.name!r} of {self.variant!r} on {self.engine!r}"
@@ -68,6 +72,8 @@ class Metric:
         row = asdict(self)
         if self.value is not None:
             row["value"] = float(self.value) if math.isfinite(self.value) else str(float(self.value))
+        if not self.direction:
+            del row["direction"]
         return row
 
     @classmethod
@@ -85,13 +91,38 @@ class Metric:
         if missing:
             raise RunError(f"metric {dict(row)}: missing {', '.join(missing)}")
         values = {**row, "value": _number(row["value"], row)}
-        for key in ("name", "variant", "engine", "unit", "method", "status", "reason"):
+        for key in ("name", "variant", "engine", "unit", "method", "status", "reason", "direction"):
             if not isinstance(values.get(key, ""), str):
                 raise RunError(f"metric {dict(row)}: {key} is {values[key]!r}: it must be text")
         batch_size = values.get("batch_size")
         if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int)):
             raise RunError(f"metric {dict(row)}: batch_size is {batch_size!r}: it must be an integer or null")
         return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """The figure by which the networks of a run are judged: its name, its unit in reports, and what is better."""
+
+    name: str = "top1"
+    unit: str = "%"
+    direction: str = "higher"
+
+    @property
+    def title(self) -> str:
+        """Its name in reports."""
+        return metric_title(self.name)
+
+    @property
+    def column(self) -> str:
+        """Its name and unit as the title of a column."""
+        return f"{self.title} {self.unit}".strip()
+
+
+def judged_by(metrics: Iterable[Metric]) -> Judged:
+    """Return the figure that a run's metrics are judged by: the first with a direction, else top-1."""
+    found = next((m for m in metrics if m.direction), None)
+    return Judged() if found is None else Judged(name=found.name, unit=found.unit, direction=found.direction)
 
 
 def _number(value: Any, row: Mapping[str, Any]) -> float | None:

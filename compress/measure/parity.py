@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compress.errors import EngineError
+from compress.graph.inputs import flat_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,13 +19,14 @@ class Parity:
     """Comparison of two sets of logits.
 
     Attributes:
-        agreement: share of images whose highest logit is of the same class, 0 to 1.
+        agreement: share of images (of pixels, for segmentation) whose highest logit is of the same class, 0 to 1; None
+            for outputs that decide for no class.
         sqnr_db: signal to quantization noise ratio of all logits as one tensor, in dB; inf if they are equal.
         max_abs_difference: the largest difference of two logits.
         images: number of images.
     """
 
-    agreement: float
+    agreement: float | None
     sqnr_db: float
     max_abs_difference: float
     images: int
@@ -44,6 +47,44 @@ def compare_logits(reference: NDArray[Any] | None, logits: NDArray[Any] | None) 
         sqnr_db=sqnr_db(reference, logits),
         max_abs_difference=float(difference.max()),
         images=len(reference),
+    )
+
+
+def compare_batches(
+    reference: Sequence[Any], outputs: Sequence[Any], *, classes: Callable[[Any], Any] | None = None
+) -> Parity:
+    """Compare outputs of any form, batch by batch, all tensors of all batches together.
+
+    Args:
+        reference: outputs of each batch, tensors or structures of tensors.
+        outputs: of the same batches.
+        classes: returns the decided classes of a batch's outputs; None = no agreement is counted.
+
+    Raises:
+        EngineError: nothing to compare, or shapes that differ.
+    """
+    if not reference or len(reference) != len(outputs):
+        raise EngineError(f"there are outputs of {len(reference)} and {len(outputs)} batches to compare")
+    signal = noise = largest = 0.0
+    same = places = images = 0
+    for expected, got in zip(reference, outputs, strict=True):
+        pairs = list(zip(flat_tensors(expected), flat_tensors(got), strict=True))
+        for a, b in pairs:
+            if a.shape != b.shape:
+                raise EngineError(f"cannot compare shapes {tuple(a.shape)} and {tuple(b.shape)}: they must be equal")
+            difference = a.double() - b.double()
+            signal += a.double().square().sum().item()
+            noise += difference.square().sum().item()
+            largest = max(largest, difference.abs().max().item())
+        images += len(pairs[0][0])
+        if classes is not None:
+            equal = classes(expected) == classes(got)
+            same, places = same + int(equal.sum()), places + equal.numel()
+    return Parity(
+        agreement=same / places if places else None,
+        sqnr_db=_decibel(signal, noise),
+        max_abs_difference=largest,
+        images=images,
     )
 
 
@@ -70,6 +111,10 @@ def sqnr_db(reference: NDArray[Any], value: NDArray[Any]) -> float:
     _check(reference, value)
     signal = float(np.square(reference.astype(np.float64)).sum())
     noise = float(np.square(reference.astype(np.float64) - value.astype(np.float64)).sum())
+    return _decibel(signal, noise)
+
+
+def _decibel(signal: float, noise: float) -> float:
     if noise == 0:
         return math.inf
     # A difference of logarithms: the quotient itself may overflow or vanish.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from compress.data.base import BatchPlan, DataSet, Split
 from compress.pipeline.folder import RunFolder
 from compress.progress import NoProgress, Progress
 from compress.recipe import Recipe
+from compress.tasks import Task, make_task
 from compress.training import SINGLE, Processes
 
 
@@ -39,6 +41,12 @@ class Run:
     progress: Progress = field(default_factory=NoProgress)
     resume: bool = False
     notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def task(self) -> Task:
+        """What is learned, and how the networks are judged."""
+        recipe = self.recipe
+        return make_task(recipe.task, self.data.val.labels, loss=recipe.loss, metric=recipe.metric)
 
     @property
     def example(self) -> Tensor:

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from compress.measure.metric import Judged
 from compress.plots.labels import place_labels
 from compress.plots.style import (
     LIGHT,
@@ -27,6 +28,7 @@ from compress.records.summary import SummaryRow
 from compress.text import significant
 from compress.variants import Variant
 
+TOP1 = Judged()
 _LOG_FROM = 6.0  # largest over smallest latency beyond which a linear axis hides the fast end
 ALL_RIGHT = 100.4
 """Top of the accuracy axis, in percent: room for a label above 100 and for nothing else."""
@@ -34,38 +36,39 @@ ALL_RIGHT = 100.4
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A variant on an engine that has both an accuracy (top1, percent) and a latency."""
+    """A variant on an engine that has both a score, such as top-1 in percent, and a latency."""
 
     variant: str
     engine: str
     batch_size: int
-    top1: float
+    score: float
     p50_ms: float
 
 
 def tradeoff_points(rows: Sequence[SummaryRow]) -> tuple[Point, ...]:
     """The variants with accuracy and latency, at the smallest batch size that has any."""
     points = [
-        Point(variant=row.variant, engine=row.engine, batch_size=row.batch_size, top1=row.top1, p50_ms=row.p50_ms)
+        Point(variant=row.variant, engine=row.engine, batch_size=row.batch_size, score=row.score, p50_ms=row.p50_ms)
         for row in rows
-        if row.batch_size is not None and row.top1 is not None and row.p50_ms is not None and row.p50_ms > 0
+        if row.batch_size is not None and row.score is not None and row.p50_ms is not None and row.p50_ms > 0
     ]
     smallest = min((point.batch_size for point in points), default=0)
     return tuple(point for point in points if point.batch_size == smallest)
 
 
-def draw_tradeoff(points: Sequence[Point], form: Format) -> Figure:
-    """Points for (variant, engine): p50 latency to the right, top-1 upwards.
+def draw_tradeoff(points: Sequence[Point], form: Format, *, judged: Judged = TOP1) -> Figure:
+    """Points for (variant, engine): p50 latency to the right, the metric upwards.
 
     Colour is the variant and shape the engine; each point is named, on a narrow figure by its variant alone.
 
     Args:
         points: of `tradeoff_points`, not empty.
         form: what it is drawn for.
+        judged: the metric.
     """
     figure = new_figure(form, 4.4 if not form.narrow else 4.2)
     axes = figure.subplots()
-    _scale(axes, points)
+    _scale(axes, points, judged)
     variants = tuple(dict.fromkeys(point.variant for point in points))
     engines = tuple(dict.fromkeys(point.engine for point in points))
     colours = variant_colours(variants)
@@ -77,7 +80,7 @@ def draw_tradeoff(points: Sequence[Point], form: Format) -> Figure:
         for point in mine:
             axes.plot(
                 [point.p50_ms],
-                [point.top1],
+                [point.score],
                 marker,
                 color=colours[point.variant],
                 markersize=8.5,
@@ -86,7 +89,7 @@ def draw_tradeoff(points: Sequence[Point], form: Format) -> Figure:
                 zorder=3,
             )
     axes.set_xlabel(f"p50 latency, ms (batch {points[0].batch_size})")
-    axes.set_ylabel("top-1, %")
+    axes.set_ylabel(f"{judged.title}, {judged.unit}" if judged.unit else judged.title)
     if form.narrow:
         figure.legend(loc="outside upper left", ncols=2, handletextpad=0.2, columnspacing=1.2)
     better = _better(axes)
@@ -95,7 +98,7 @@ def draw_tradeoff(points: Sequence[Point], form: Format) -> Figure:
     return figure
 
 
-def _scale(axes: Axes, points: Sequence[Point]) -> None:
+def _scale(axes: Axes, points: Sequence[Point], judged: Judged) -> None:
     latencies = [point.p50_ms for point in points]
     low, high = min(latencies), max(latencies)
     if high / low > _LOG_FROM:
@@ -106,8 +109,10 @@ def _scale(axes: Axes, points: Sequence[Point]) -> None:
         axes.xaxis.set_major_formatter(FuncFormatter(compact))
     else:
         axes.set_xlim(0, high * 1.18)
-    low, high = nice_limits([point.top1 for point in points], least_span=1.0)
-    axes.set_ylim(low, min(high, ALL_RIGHT))
+    low, high = nice_limits([point.score for point in points], least_span=1.0)
+    axes.set_ylim(low, min(high, ALL_RIGHT) if judged.unit == "%" else high)
+    if judged.direction == "lower":
+        axes.invert_yaxis()  # better is up, as in every figure of this kind
     axes.yaxis.set_major_locator(MaxNLocator(6))
 
 
@@ -131,7 +136,7 @@ def _label(figure: Figure, axes: Axes, points: Sequence[Point], names: Sequence[
     extents = [text.get_window_extent() for text in texts]
     frame = axes.get_window_extent()
     mark = better.get_window_extent()
-    pixels = [to_pixels((point.p50_ms, point.top1)) for point in points]
+    pixels = [to_pixels((point.p50_ms, point.score)) for point in points]
     anchors = [(float(x), float(y)) for x, y in pixels]
     boxes = place_labels(
         anchors,

@@ -8,9 +8,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from compress.measure.metric import Judged
+from compress.meters import shown
 from compress.plots.style import LIGHT, Format, bare, new_figure, nice_limits
 from compress.text import finite
 from compress.training.log import EpochRow
+
+TOP1 = Judged()
 
 Phases = Sequence[tuple[str, str, Sequence[EpochRow]]]
 """(name, palette colour, epochs) in the order in which they ran."""
@@ -22,41 +26,53 @@ def phases(train: Sequence[EpochRow], qat: Sequence[EpochRow]) -> list[tuple[str
     return [(name, colour, rows) for name, colour, rows in both if rows]
 
 
-def draw_training(parts: Phases, form: Format) -> Figure:
+def draw_training(parts: Phases, form: Format, *, judged: Judged = TOP1) -> Figure:
     """Loss and accuracy by epoch; QAT goes on where float training ended.
 
     Args:
         parts: of `phases`, not empty.
         form: what it is drawn for.
+        judged: the metric.
     """
     figure = new_figure(form, 5.4 if form.narrow else 3.1)
-    loss, top1 = figure.subplots(2 if form.narrow else 1, 1 if form.narrow else 2, squeeze=False).ravel()
+    loss, score = figure.subplots(2 if form.narrow else 1, 1 if form.narrow else 2, squeeze=False).ravel()
     start = 0
     for name, colour, rows in parts:
-        _curve(loss, rows, start, "train_loss", 1, colour=colour, dashed=True)
-        _curve(loss, rows, start, "val_loss", 1, colour=colour)
-        _curve(top1, rows, start, "train_top1", 100, colour=colour, dashed=True)
-        _curve(top1, rows, start, "val_top1", 100, colour=colour)
-        _last(top1, rows, start)
+        _curve(loss, start, [(row.epoch, row.train_loss) for row in rows], colour=colour, dashed=True)
+        _curve(loss, start, [(row.epoch, row.val_loss) for row in rows], colour=colour)
+        if judged == TOP1:
+            _curve(
+                score, start, [(row.epoch, _shown(row.train_top1, judged)) for row in rows], colour=colour, dashed=True
+            )
+        values = [(row.epoch, _shown(row.figure(judged.name), judged)) for row in rows]
+        _curve(score, start, values, colour=colour)
+        _last(score, start, values, [_shown(row.train_top1, judged) for row in rows])
         if start:
-            for axes in (loss, top1):
+            for axes in (loss, score):
                 axes.axvline(start + 0.5, color=LIGHT["muted"], linewidth=0.8, linestyle=(0, (2, 2)))
         start += rows[-1].epoch
-        top1.plot([], [], color=LIGHT[colour], linewidth=3, label=name)
-    top1.plot([], [], color=LIGHT["muted"], label="evaluation", marker="o", markersize=3.5)
-    top1.plot([], [], color=LIGHT["muted"], linestyle=(0, (3, 2)), label="training images")
-    _limits(loss, top1, parts, start)
+        score.plot([], [], color=LIGHT[colour], linewidth=3, label=name)
+    score.plot([], [], color=LIGHT["muted"], label="evaluation", marker="o", markersize=3.5)
+    score.plot([], [], color=LIGHT["muted"], linestyle=(0, (3, 2)), label="training images")
+    _limits(loss, score, parts, start, judged)
     loss.set_title("Loss")
-    top1.set_title("Top-1, %")
-    handles, labels = top1.get_legend_handles_labels()
+    title = "Top-1" if judged == TOP1 else judged.title
+    score.set_title(f"{title}, {judged.unit}" if judged.unit else title)
+    handles, labels = score.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2 if form.narrow else 4, handlelength=1.8)
     return figure
 
 
-def _curve(
-    axes: Axes, rows: Sequence[EpochRow], start: int, name: str, factor: float, *, colour: str, dashed: bool = False
-) -> None:
-    points = [(start + row.epoch, factor * getattr(row, name)) for row in rows if finite(getattr(row, name))]
+Values = Sequence[tuple[int, float | None]]
+"""(epoch, value); None = not measured after this epoch."""
+
+
+def _shown(value: float | None, judged: Judged) -> float | None:
+    return None if value is None else shown(value, judged.unit)
+
+
+def _curve(axes: Axes, start: int, values: Values, *, colour: str, dashed: bool = False) -> None:
+    points = [(start + epoch, value) for epoch, value in values if finite(value)]
     if not points:
         return
     style = {"linestyle": (0, (3, 2)), "linewidth": 1.2} if dashed else {"linewidth": 1.8}
@@ -74,15 +90,15 @@ def _curve(
     )
 
 
-def _last(axes: Axes, rows: Sequence[EpochRow], start: int) -> None:
-    """Write the last evaluated top-1 at its point."""
-    known = [row for row in rows if finite(row.val_top1)]
-    if known and known[-1].val_top1 is not None:
-        value = 100 * known[-1].val_top1
-        above = value >= 100 * known[-1].train_top1  # away from the other curve
+def _last(axes: Axes, start: int, values: Values, training: Sequence[float | None]) -> None:
+    """Write the last evaluated value at its point."""
+    known = [(i, epoch, value) for i, (epoch, value) in enumerate(values) if finite(value)]
+    if known:
+        i, epoch, value = known[-1]
+        above = value >= (training[i] or 0.0)  # away from the other curve
         axes.annotate(
             f"{value:.2f}",
-            (start + known[-1].epoch, value),
+            (start + epoch, value),
             (0, 6 if above else -6),
             textcoords="offset points",
             ha="center",
@@ -91,17 +107,14 @@ def _last(axes: Axes, rows: Sequence[EpochRow], start: int) -> None:
         )
 
 
-def _limits(loss: Axes, top1: Axes, parts: Phases, epochs: int) -> None:
-    values = [
-        100 * v for _, _, rows in parts for r in rows for v in (r.train_top1, r.val_top1) if finite(v) and v is not None
-    ]
-    if values:
-        top1.set_ylim(*nice_limits(values, least_span=2.0))
-    losses = [
-        v for _, _, rows in parts for r in rows for v in (r.train_loss, r.val_loss) if v is not None and finite(v)
-    ]
+def _limits(loss: Axes, score: Axes, parts: Phases, epochs: int, judged: Judged) -> None:
+    rows = [row for _, _, phase in parts for row in phase]
+    seen = [_shown(v, judged) for row in rows for v in (row.train_top1, row.figure(judged.name))]
+    if values := [value for value in seen if finite(value)]:
+        score.set_ylim(*nice_limits(values, least_span=2.0))
+    losses = [v for row in rows for v in (row.train_loss, row.val_loss) if finite(v)]
     loss.set_ylim(min([0.0, *losses]), 1.1 * max([0.0, *losses]) or 1.0)
-    for axes in (loss, top1):
+    for axes in (loss, score):
         axes.set_xlim(0.5, epochs + 0.5)
         axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, min_n_ticks=1))
         axes.set_xlabel("epoch")

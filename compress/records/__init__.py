@@ -2,7 +2,14 @@
 
 from compress.records.rows import Breakdown, BuiltRow, EngineRow, Histogram, LayerRow, OperationRow
 from compress.records.run import RunData, read_run
-from compress.records.summary import SUMMARY_COLUMNS, SummaryRow, summary_notes, summary_table, unavailable_engines
+from compress.records.summary import (
+    SUMMARY_COLUMNS,
+    SummaryRow,
+    summary_columns,
+    summary_notes,
+    summary_table,
+    unavailable_engines,
+)
 
 __all__ = [
     "SUMMARY_COLUMNS",
@@ -15,6 +22,7 @@ __all__ = [
     "RunData",
     "SummaryRow",
     "read_run",
+    "summary_columns",
     "summary_notes",
     "summary_table",
     "unavailable_engines",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -112,6 +112,21 @@ def _table(name: str, kind: type[T]) -> RecordFile[Sequence[T]]:
     return RecordFile(name=name, parse=parse)
 
 
+def _epochs(name: str) -> RecordFile[Sequence[EpochRow]]:
+    """A CSV file of epochs; columns `val_<name>` without a field of their own are figures of the task's metric."""
+    known = {field.name for field in fields(EpochRow)}
+
+    def parse(text: str, path: Path) -> tuple[EpochRow, ...]:
+        rows = []
+        for row in csv.DictReader(io.StringIO(text, newline="")):
+            cells = {k: v or None for k, v in row.items() if k is not None}
+            own = {k.removeprefix("val_"): v for k, v in cells.items() if k.startswith("val_") and k not in known}
+            rows.append({**cells, "val": {k: v for k, v in own.items() if v is not None}})
+        return _typed(rows, path, EpochRow)
+
+    return RecordFile(name=name, parse=parse)
+
+
 def _rows(name: str, kind: type[T]) -> JsonFile[Sequence[T]]:
     def parse(text: str, path: Path) -> tuple[T, ...]:
         return _typed(_listed(text, path, dict, "objects"), path, kind)
@@ -143,8 +158,8 @@ METRICS: JsonFile[Sequence[Metric]] = JsonFile(
     name="metrics.json", parse=_metrics, plain=lambda rows: [row.to_dict() for row in rows]
 )
 PLACEMENT = _table("placement.csv", Decision)
-TRAIN = _table("train.csv", EpochRow)
-QAT = _table("qat.csv", EpochRow)
+TRAIN = _epochs("train.csv")
+QAT = _epochs("qat.csv")
 LAYERS = _rows("layers.json", LayerRow)
 HISTOGRAMS = _rows("histograms.json", Histogram)
 OPERATIONS = _rows("audit.json", OperationRow)

@@ -10,25 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from compress.measure.metric import Metric
+from compress.measure.metric import Metric, judged_by
 from compress.text import display, fixed, in_bytes, significant
 from compress.variants import Variant
 
-SUMMARY_COLUMNS = (
-    "engine",
-    "batch",
-    "variant",
-    "top-1 %",
-    "p50 ms",
-    "speed-up",
-    "p99 ms",
-    "images/s",
-    "file",
-    "of float",
-)
+_SCORE_AT = 3
+_COLUMNS = ("engine", "batch", "variant", "p50 ms", "speed-up", "p99 ms", "images/s", "file", "of float")
+
+
+def summary_columns(metrics: Iterable[Metric]) -> tuple[str, ...]:
+    """Return the titles of the table's columns; the fourth is the metric that the run is judged by."""
+    return (*_COLUMNS[:_SCORE_AT], judged_by(metrics).column, *_COLUMNS[_SCORE_AT:])
+
+
+SUMMARY_COLUMNS = summary_columns(())
+"""The titles for a classifier."""
 _PER_BATCH = ("p50_ms", "p90_ms", "p99_ms", "images_per_s")
 _OF_THE_FILE = ("", "onnx")
-_ROW_METRICS = ("top1", "p50_ms", "p99_ms", "images_per_s", "file_bytes")
+_ROW_METRICS = ("p50_ms", "p99_ms", "images_per_s", "file_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,7 @@ class SummaryRow:
         engine: label, as in the metrics.
         batch_size: of the timing; None for a row without timing.
         variant: `float`, `ptq`, ...
-        top1: percent, on this engine.
+        score: the metric that the run is judged by, such as top-1 in percent, on this engine.
         p50_ms, p99_ms: latency of a batch.
         images_per_s: throughput.
         speedup: p50 of float over p50 of this row, same engine and batch size.
@@ -51,7 +50,7 @@ class SummaryRow:
     engine: str
     batch_size: int | None
     variant: str
-    top1: float | None = None
+    score: float | None = None
     p50_ms: float | None = None
     p99_ms: float | None = None
     images_per_s: float | None = None
@@ -61,7 +60,7 @@ class SummaryRow:
     partial: frozenset[str] = frozenset()
 
     def cells(self) -> tuple[str, ...]:
-        """The row as text under `SUMMARY_COLUMNS`; * marks a partial number."""
+        """The row as text under `summary_columns`; * marks a partial number."""
 
         def mark(name: str, text: str) -> str:
             return f"{text}*" if name in self.partial else text
@@ -70,7 +69,7 @@ class SummaryRow:
             display(self.engine),
             str(self.batch_size) if self.batch_size is not None else "not timed",
             display(self.variant),
-            mark("top1", fixed(self.top1, 2)),
+            mark("score", fixed(self.score, 2)),
             mark("p50_ms", significant(self.p50_ms)),
             fixed(self.speedup, 2, "×"),
             mark("p99_ms", significant(self.p99_ms)),
@@ -99,7 +98,7 @@ def summary_table(metrics: Iterable[Metric]) -> tuple[SummaryRow, ...]:
             shown += [row for v in variants if (row := _row(index, v, engine, batch_size)) and _timed(row)]
         with_timing = {row.variant for row in shown}
         untimed = (_row(index, v, engine, None) for v in variants if v not in with_timing)
-        rows += shown + [row for row in untimed if row and row.top1 is not None]
+        rows += shown + [row for row in untimed if row and row.score is not None]
     return tuple(rows)
 
 
@@ -153,7 +152,9 @@ def _gaps(row: SummaryRow, metrics: Sequence[Metric]) -> Iterator[str]:
         return
     if row.p50_ms is not None and row.speedup is None:
         yield "no speed-up, as float was not timed there"
-    yield from (f"{name} not measured" for name in _ROW_METRICS if getattr(row, name) is None and name not in stated)
+    score = judged_by(metrics).name
+    values = {score: row.score, **{name: getattr(row, name) for name in _ROW_METRICS}}
+    yield from (f"{name} not measured" for name, value in values.items() if value is None and name not in stated)
 
 
 def unavailable_engines(metrics: Iterable[Metric]) -> dict[str, str]:
@@ -205,6 +206,7 @@ class _Index:
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._items: dict[tuple[str, str], list[Metric]] = {}
+        self.score = judged_by(metrics).name
         for m in metrics:
             self._items.setdefault((m.name, m.variant), []).append(m)
 
@@ -229,6 +231,7 @@ class _Index:
 
 def _row(index: _Index, variant: str, engine: str, batch_size: int | None) -> SummaryRow:
     found = {name: index.find(name, variant, engine, batch_size) for name in _ROW_METRICS}
+    found["score"] = index.find(index.score, variant, engine, batch_size)
     values = {name: metric.value if metric else None for name, metric in found.items()}
     return SummaryRow(
         engine=engine,

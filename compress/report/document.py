@@ -16,8 +16,8 @@ from compress.quantization.placement.decisions import Decision
 from compress.records.rows import LayerRow
 from compress.records.run import RunData
 from compress.records.summary import (
-    SUMMARY_COLUMNS,
     engines_of,
+    summary_columns,
     summary_notes,
     summary_table,
     unavailable_engines,
@@ -41,7 +41,7 @@ from compress.report.blocks import (
 from compress.report.engine_blocks import engine_blocks
 from compress.report.figures import Absent
 from compress.report.headline import headline
-from compress.text import MISSING, display, finite, fixed, in_bytes, plain, significant
+from compress.text import MISSING, display, finite, fixed, image_size_text, in_bytes, plain, significant
 from compress.variants import Variant
 
 
@@ -97,7 +97,7 @@ def _titles(run: RunData) -> tuple[str, str]:
     )
     parts = [
         f"on {data}" if data else "",
-        f"{size} px" if size else "",
+        image_size_text(size) if size else "",
         f"quantizers placed for {display(str(target))}" if target else "",
     ]
     return plain(str(name or run.folder.resolve().name)), plain(", ".join(part for part in parts if part))
@@ -111,7 +111,8 @@ def _figure(drawn: Mapping[str, Picture | Absent], name: str) -> Iterator[Block]
 def _results(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Iterator[Block]:
     rows = summary_table(run.metrics)
     if rows:
-        columns = [Column(title=t, align="left" if i in (0, 2) else "right") for i, t in enumerate(SUMMARY_COLUMNS)]
+        titles = summary_columns(run.metrics)
+        columns = [Column(title=t, align="left" if i in (0, 2) else "right") for i, t in enumerate(titles)]
         yield Table(columns=tuple(columns), rows=tuple(row.cells() for row in rows), group_by=2)
         starred = " * marks a partial number." if any(row.partial for row in rows) else ""
         yield Text(

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from compress.measure.end_to_end import EndToEnd
+from compress.measure.metric import Judged, judged_by
+from compress.meters import score_text
 from compress.plots.end_to_end import draw_end_to_end
 from compress.plots.engines import draw_engines
 from compress.plots.histograms import clipped_share, draw_histograms, interesting
@@ -88,23 +90,28 @@ def _picture(name: str, title: str, plan: _Plan) -> Picture:
 
 
 def _tradeoff(run: RunData) -> _Plan | str:
-    points = tradeoff_points(summary_table(run.metrics))
+    points, judged = tradeoff_points(summary_table(run.metrics)), judged_by(run.metrics)
     if not points:
-        return "no engine has both a top-1 and a latency in metrics.json"
+        return f"no engine has both a {judged.title} and a latency in metrics.json"
     with_latency = {point.engine for point in points}
     left_out = [display(e) for e in engines_of(run.metrics) if e not in with_latency]
     more = f" Without both numbers, and so not shown: {', '.join(left_out)}." if left_out else ""
-    summary = "; ".join(_point(point) for point in points)
+    summary = "; ".join(_point(point, judged) for point in points)
     return _Plan(
         caption="Up and to the left is better. Colour is the variant, shape the engine: look how far a point moves "
         f"left from its float, and how little it drops.{more}",
-        alt=f"Scatter plot of top-1 accuracy against p50 latency at batch {points[0].batch_size}: {summary}.",
-        draw=lambda form: draw_tradeoff(points, form),
+        alt=f"Scatter plot of {_accuracy_words(judged)} against p50 latency at batch {points[0].batch_size}: {summary}.",
+        draw=lambda form: draw_tradeoff(points, form, judged=judged),
     )
 
 
-def _point(point: Point) -> str:
-    return f"{_on(point.variant, point.engine)} {fixed(point.top1, 2)} %, {significant(point.p50_ms)} ms"
+def _accuracy_words(judged: Judged) -> str:
+    return "top-1 accuracy" if judged.name == "top1" else judged.title
+
+
+def _point(point: Point, judged: Judged) -> str:
+    value = f"{fixed(point.score, 2)} {judged.unit}".rstrip()
+    return f"{_on(point.variant, point.engine)} {value}, {significant(point.p50_ms)} ms"
 
 
 def _on(variant: str, engine: str) -> str:
@@ -139,18 +146,18 @@ def _training(run: RunData) -> _Plan | str:
     parts = phases(run.train, run.qat)
     if not parts:
         return "neither train.csv nor qat.csv holds an epoch: nothing was trained in this run"
-    ends = []
+    ends, judged = [], judged_by(run.metrics)
     for name, _, rows in parts:
-        known = [row.val_top1 for row in rows if row.val_top1 is not None]
-        end = f"ends at {fixed(100 * known[-1], 2)} % top-1" if known else "was not evaluated"
+        known = [value for row in rows if (value := row.figure(judged.name)) is not None]
+        end = f"ends at {score_text(known[-1], judged.unit)} {judged.title}" if known else "was not evaluated"
         ends.append(f"{name} {end} after {len(rows)} epoch{'s' if len(rows) != 1 else ''}")
     summary = "; ".join(ends)
     summary = summary[0].upper() + summary[1:]
     return _Plan(
         caption=f"{summary}. Solid lines: evaluation images; dashed: training images, whose loss includes smoothing "
         "and distillation. Accuracy here is torch's; the table has the engines'.",
-        alt=f"Training curves of loss and top-1 by epoch. {summary}.",
-        draw=lambda form: draw_training(parts, form),
+        alt=f"Training curves of loss and {judged.title} by epoch. {summary}.",
+        draw=lambda form: draw_training(parts, form, judged=judged),
     )
 
 

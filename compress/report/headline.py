@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from compress.measure.metric import Metric
+from compress.measure.metric import Judged, Metric, judged_by
 from compress.records.summary import SummaryRow, family, summary_table, variants_of
 from compress.text import display, fixed, in_bytes, significant
 from compress.variants import Variant
 
-_STEADY = 0.005  # top-1 points: below it the two-decimal figures of the table are equal
+_STEADY = 0.005  # points of the metric: below it the two-decimal figures of the table are equal
 _EQUAL = 0.02  # a speed-up within 2 % is no difference
 
 
@@ -43,14 +43,14 @@ def headline(metrics: Iterable[Metric], *, bits: frozenset[int] = frozenset()) -
         bits: widths that its quantizers have; {8} lets the sentence say INT8.
     """
     metrics = tuple(metrics)
-    rows = summary_table(metrics)
+    rows, judged = summary_table(metrics), judged_by(metrics)
     variant = _variant(metrics)
     if variant is None:
-        return Headline(sentence=_nothing_compared(rows), tiles=())
+        return Headline(sentence=_nothing_compared(rows, judged), tiles=())
     subject = f"INT8 ({display(variant)})" if bits == {8} else f"The {display(variant)} model"
     before, after = _fairest(rows, variant) or _by_accuracy(rows, variant)
     tiles, parts = [], []
-    for said in (_speed(before, after), _accuracy(before, after), _size(before, after)):
+    for said in (_speed(before, after), _accuracy(before, after, judged), _size(before, after)):
         if said:
             parts.append(said[0])
             tiles.append(said[1])
@@ -86,8 +86,8 @@ def _fairest(rows: Sequence[SummaryRow], variant: str) -> tuple[SummaryRow, Summ
 
 
 def _by_accuracy(rows: Sequence[SummaryRow], variant: str) -> tuple[SummaryRow | None, SummaryRow | None]:
-    """Untimed rows: the first engine that has the top-1 of both."""
-    by_key = {(row.engine, row.variant): row for row in reversed(rows) if row.top1 is not None}
+    """Untimed rows: the first engine that has the metric of both."""
+    by_key = {(row.engine, row.variant): row for row in reversed(rows) if row.score is not None}
     engines = [
         e for e in dict.fromkeys(r.engine for r in rows) if (e, Variant.FLOAT) in by_key and (e, variant) in by_key
     ]
@@ -115,17 +115,20 @@ def _speed(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, Ke
     )
 
 
-def _accuracy(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, KeyFigure] | None:
-    if not before or not after or before.top1 is None or after.top1 is None:
+def _accuracy(before: SummaryRow | None, after: SummaryRow | None, judged: Judged) -> tuple[str, KeyFigure] | None:
+    if not before or not after or before.score is None or after.score is None:
         return None
-    change = after.top1 - before.top1
-    from_to = _change(fixed(before.top1, 2), fixed(after.top1, 2), "%")
+    change, title, unit = after.score - before.score, judged.title, judged.unit
+    from_to = _change(fixed(before.score, 2), fixed(after.score, 2), unit)
+    amount = "points" if unit == "%" else unit
     if abs(change) < _STEADY:
-        words = f"keeps top-1 at {fixed(after.top1, 2)} %"
+        words = f"keeps {title} at {fixed(after.score, 2)} {unit}".rstrip()
     else:
-        words = f"{'gains' if change > 0 else 'loses'} {abs(change):.2f} points of top-1 ({from_to})"
+        better = (change > 0) == (judged.direction == "higher")
+        what = f"{amount} of {title}" if amount else title
+        words = f"{'gains' if better else 'loses'} {abs(change):.2f} {what} ({from_to})"
     value = "±0.00" if abs(change) < _STEADY else f"{change:+.2f}".replace("-", "−")
-    return words, KeyFigure(value=value, label=f"points of top-1 ({from_to})")
+    return words, KeyFigure(value=value, label=f"{f'{amount} of ' if amount else ''}{title} ({from_to})")
 
 
 def _size(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, KeyFigure] | None:
@@ -151,10 +154,11 @@ def _joined(parts: Sequence[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])}, and {parts[-1]}"
 
 
-def _nothing_compared(rows: Sequence[SummaryRow]) -> str:
-    best = max((row for row in rows if row.top1 is not None), key=lambda row: row.top1 or 0.0, default=None)
-    if best is None:
+def _nothing_compared(rows: Sequence[SummaryRow], judged: Judged) -> str:
+    known = [row for row in rows if row.score is not None]
+    if not known:
         return "This run has measured nothing yet."
-    return (
-        f"The float model reaches {fixed(best.top1, 2)} % top-1 on {display(best.engine)}; nothing was quantized yet."
-    )
+    sign = 1 if judged.direction == "higher" else -1
+    best = max(known, key=lambda row: sign * (row.score or 0.0))
+    value = f"{fixed(best.score, 2)} {judged.unit}".rstrip()
+    return f"The float model reaches {value} {judged.title} on {display(best.engine)}; nothing was quantized yet."

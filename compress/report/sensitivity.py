@@ -7,26 +7,26 @@ import io
 import math
 from collections.abc import Mapping
 
+from compress.meters import metric_title, score_text
 from compress.quantization.sensitivity.sensitivity import LayerSensitivity, Sensitivity
 
-_COLUMNS = (
-    *("format", "layer", "kind", "weights", "macs", "alone_sqnr_db", "alone_agreement", "alone_top1"),
-    *("left_out_sqnr_db", "left_out_agreement", "left_out_top1"),
-)
+_COLUMNS = ("format", "layer", "kind", "weights", "macs")
+_EFFECT = ("sqnr_db", "agreement")
 
 
 def sensitivity_csv(reports: Mapping[str, Sensitivity]) -> str:
     """All rows with a header line; shares from 0 to 1, an empty field where there is no number."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_COLUMNS)
+    metric = next(iter(reports.values())).metric if reports else "top1"
+    writer.writerow([*_COLUMNS, *(f"{part}_{name}" for part in ("alone", "left_out") for name in (*_EFFECT, metric))])
     for name, report in reports.items():
         writer.writerows(_cells(name, row) for row in report.rows)
     return text.getvalue()
 
 
 def _cells(name: str, row: LayerSensitivity) -> list[object]:
-    effects = [cell for e in (row.alone, row.left_out) for cell in (e.sqnr_db, e.agreement, e.top1)]
+    effects = [cell for e in (row.alone, row.left_out) for cell in (e.sqnr_db, e.agreement, e.score)]
     return [name, row.layer, row.kind, row.weight_elements, row.macs, *effects]
 
 
@@ -36,14 +36,15 @@ def sensitivity_markdown(reports: Mapping[str, Sensitivity]) -> str:
 
 
 def _table(name: str, report: Sensitivity) -> str:
-    whole = report.quantized
+    whole, title = report.quantized, metric_title(report.metric)
+    unit = report.unit
     lines = [
         f"## {name}",
         "",
-        f"{report.images} images; float top-1 {_share(report.float_top1)}; all quantized: SQNR {whole.sqnr_db:.1f} dB, "
-        f"agreement {_share(whole.agreement)}, top-1 {_share(whole.top1)}.",
+        f"{report.images} images; float {title} {score_text(report.float_score, unit)}; all quantized: "
+        f"SQNR {whole.sqnr_db:.1f} dB, agreement {_share(whole.agreement)}, {title} {score_text(whole.score, unit)}.",
         "",
-        "| layer | weights | alone: SQNR, dB | agreement | top-1 | left float: SQNR, dB | won back, dB | top-1 |",
+        f"| layer | weights | alone: SQNR, dB | agreement | {title} | left float: SQNR, dB | won back, dB | {title} |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in sorted(report.rows, key=lambda row: row.alone.sqnr_db):
@@ -51,7 +52,7 @@ def _table(name: str, report: Sensitivity) -> str:
         won = "" if math.isinf(left.sqnr_db) else f"{left.sqnr_db - whole.sqnr_db:+.2f}"
         lines.append(
             f"| {row.layer} | {row.weight_elements:,} | {alone.sqnr_db:.1f} | {_share(alone.agreement)} | "
-            f"{_share(alone.top1)} | {left.sqnr_db:.1f} | {won} | {_share(left.top1)} |"
+            f"{score_text(alone.score, unit)} | {left.sqnr_db:.1f} | {won} | {score_text(left.score, unit)} |"
         )
     return "\n".join(lines) + "\n"
 

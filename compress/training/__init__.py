@@ -2,7 +2,7 @@
 
 from compress.training.checkpoint import load_checkpoint, load_model, save_checkpoint, save_model
 from compress.training.distributed import SINGLE, Processes, init_processes
-from compress.training.evaluate import Accuracy, evaluate
+from compress.training.evaluate import Evaluation, evaluate
 from compress.training.log import EpochRow, TrainReport
 from compress.training.loop import fit
 from compress.training.recalibrate import recalibrate_batchnorm
@@ -10,8 +10,8 @@ from compress.training.spec import FinetuneSpec, QATSpec, TrainSpec, check_train
 
 __all__ = [
     "SINGLE",
-    "Accuracy",
     "EpochRow",
+    "Evaluation",
     "FinetuneSpec",
     "Processes",
     "QATSpec",

@@ -14,6 +14,7 @@ now or later is the same, and no process's share is lost.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -81,6 +82,16 @@ class Processes:
         box = [value]
         torch.distributed.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Return the `value` of every process (anything that pickles, on the CPU), by rank; every process must call."""
+        if self.world_size == 1:
+            return [value]
+        packed = io.BytesIO()
+        torch.save(value, packed)
+        boxes: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(boxes, packed.getvalue())
+        return [torch.load(io.BytesIO(box), map_location="cpu", weights_only=False) for box in boxes]
 
     def on_main(self, work: Callable[[], T]) -> T:
         """Run `work` in rank 0 alone and return its result in every process; a refusal is raised in all of them.

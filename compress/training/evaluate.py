@@ -1,40 +1,49 @@
-"""Accuracy of a module over a split. Each process takes a share of every batch; sums are reduced once, at the end."""
+"""Measures a module over a split. Each process takes a share of every batch; meters are merged once, at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from compress.data.base import BatchPlan, Split
 from compress.errors import DataError, RecipeError
+from compress.meters import Meter
 from compress.progress import NoProgress, Progress
+from compress.tasks import Task, classification
 from compress.training.distributed import SINGLE, Processes
-from compress.training.outputs import LogitsOf, check_logits, logits_of
+from compress.training.outputs import OutputsOf, outputs_of
 from compress.training.spec import Precision
 
 QUIET = NoProgress()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Accuracy:
-    """Accuracy of a classifier.
+class Evaluation:
+    """What was measured of a network on a split.
 
     Attributes:
-        top1: share of images whose highest logit is the target's, 0 to 1.
-        top5: share of images whose target is among the 5 highest logits (among all, if there are fewer), 0 to 1.
-        loss: mean cross entropy, without smoothing.
+        values: the figures of the task's metric by name, such as {"top1": 0.93, "top5": 0.99}; shares are 0 to 1.
+        loss: mean loss of the task over images, without smoothing.
         images: number of evaluated images.
     """
 
-    top1: float
-    top5: float
+    values: Mapping[str, float]
     loss: float
     images: int
+
+    @property
+    def top1(self) -> float:
+        """Share of images whose highest logit is the target's, 0 to 1; of a classifier."""
+        return self.values["top1"]
+
+    @property
+    def top5(self) -> float:
+        """Share of images whose target is among the 5 highest logits (or all, if there are fewer); of a classifier."""
+        return self.values["top5"]
 
 
 def evaluate(
@@ -42,19 +51,21 @@ def evaluate(
     split: Split,
     *,
     batch_size: int,
+    task: Task | None = None,
     device: torch.device | str | None = None,
     processes: Processes = SINGLE,
     precision: Precision = "fp32",
     limit: int | None = None,
     progress: Progress = QUIET,
     name: str = "evaluate",
-) -> Accuracy:
-    """Measure the accuracy of `model` on `split` in evaluation mode; every module's mode is restored afterwards.
+) -> Evaluation:
+    """Measure `model` on `split` in evaluation mode; every module's mode is restored afterwards.
 
     Args:
-        model: moved to `device`; images (N, C, H, W) to logits (N, classes).
+        model: moved to `device`; images (N, C, H, W) to the outputs that the task takes.
         split: images and targets, in their stored order.
         batch_size: images of one step over all processes together.
+        task: loss and metric; None = classification into the split's classes.
         device: device on which to compute; None = the process's own.
         processes: all processes; each must call, and gets the same result.
         precision: `fp32`, or autocast in `bf16` or `fp16`.
@@ -63,29 +74,54 @@ def evaluate(
         name: name of the progress bar.
 
     Raises:
-        DataError: no image to evaluate on, or fewer images a batch than processes.
-        ModelError: the model fails on the images, or its output is not one row of logits for each image.
+        DataError: no image to evaluate on, fewer images a batch than processes, or a metric that returns no number.
+        ModelError: the model fails on the images, or its outputs are not those of the task.
         RecipeError: fp16 on the CPU.
     """
+    task = task or classification(split.num_classes)
     device = processes.on(device)
     progress = progress if processes.is_main else QUIET
     plan = BatchPlan(batch_size=batch_size, rank=processes.rank, world_size=processes.world_size, limit=limit)
-    forward = LogitsOf(model.to(device))
-    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    forward = OutputsOf(model.to(device), task.select)
+    meter = task.metric.make()
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     progress.start(name, split.steps(plan))
     with modes_restored(model), torch.no_grad(), autocast(device, precision):
         model.eval()
         for images, targets in split.batches(plan, device=device):
-            logits = logits_of(forward, images)
-            check_logits(logits, images=len(targets), num_classes=split.num_classes)
-            sums += _sums(logits.float(), targets)
+            outputs = outputs_of(forward, images)
+            task.check(outputs, images)
+            meter.update(outputs, targets)
+            loss = task.loss(outputs, targets).double()
+            sums += torch.stack([loss * len(targets), loss.new_full((), len(targets))])
             progress.advance(name)
     progress.finish(name)
-    top1, top5, loss, count = processes.all_reduce_sum(sums).tolist()
+    loss_sum, count = processes.all_reduce_sum(sums).tolist()
     if not count:
         unread = f", or none of {len(split.skipped)} files could be read" if split.skipped else ""
         raise DataError(f"there is no image to evaluate on: the split is empty, or the limit is 0{unread}")
-    return Accuracy(top1=top1 / count, top5=top5 / count, loss=loss / count, images=int(count))
+    values = task.metric.figures(_merged(meter, processes))
+    return Evaluation(values=values, loss=loss_sum / count, images=int(count))
+
+
+def _merged(meter: Meter, processes: Processes) -> Meter:
+    """Return the meter of all processes together.
+
+    Raises:
+        DataError: several processes, and a metric that cannot be merged.
+    """
+    if processes.world_size == 1:
+        return meter
+    merge = getattr(meter, "merge_state", None)
+    if merge is None:
+        raise DataError(
+            f"the metric {type(meter).__name__} has no merge_state(other), which adds what another process has "
+            "measured: define it, or train in one process"
+        )
+    for rank, other in enumerate(processes.gather(meter)):
+        if rank != processes.rank:
+            merge(other)
+    return meter
 
 
 @contextmanager
@@ -109,10 +145,3 @@ def autocast(device: torch.device, precision: Precision) -> torch.autocast:
         raise RecipeError("precision is 'fp16' on the CPU, which computes it slowly: use 'fp32' or 'bf16', or a GPU")
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     return torch.autocast(device.type, dtype=dtype, enabled=precision != "fp32")
-
-
-def _sums(logits: Tensor, targets: Tensor) -> Tensor:
-    """[correct, correct in 5, summed loss, images] of a batch, float64 on the logits' device."""
-    ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
-    loss = F.cross_entropy(logits, targets, reduction="sum")
-    return torch.stack([ranked[:, 0].sum(), ranked.sum(), loss.double(), loss.new_full((), len(targets))])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from compress.training.evaluate import Accuracy
+from compress.meters import TaskMetric
+from compress.training.evaluate import Evaluation
 from compress.training.tensor_file import writing
 
 
@@ -21,27 +22,36 @@ class EpochRow:
         step: optimizer steps since the training began.
         lr: learning rate of the epoch's last step.
         train_loss: mean over the epoch's images of the loss that was minimized (smoothing and distillation included).
-        train_top1: share of the epoch's training images classified correctly, in training mode, during the epoch.
-        val_top1, val_top5: accuracy on the evaluation split.
-        val_loss: mean cross entropy on the evaluation split.
+        train_top1: share of the epoch's training images classified correctly, in training mode, during the epoch; None
+            for tasks other than classification.
+        val_top1, val_top5: accuracy of a classifier on the evaluation split.
+        val_loss: mean loss of the task on the evaluation split, without smoothing.
         images_per_s: training images of all processes per second.
         seconds: time of training, without evaluation and checkpoints.
+        val: figures of the task's metric on the evaluation split by name, those of a classifier left out.
     """
 
     epoch: int
     step: int
     lr: float
     train_loss: float
-    train_top1: float
+    train_top1: float | None = None
     val_top1: float | None = None
     val_top5: float | None = None
     val_loss: float | None = None
     images_per_s: float
     seconds: float
+    val: Mapping[str, float] = field(default_factory=dict)
 
-    def sentence(self, epochs: int) -> str:
+    def figure(self, name: str) -> float | None:
+        """Return a figure on the evaluation split by its name, such as `top1` or `miou`; None = not evaluated."""
+        value: float | None = self.val.get(name, getattr(self, f"val_{name}", None))
+        return value
+
+    def sentence(self, epochs: int, metric: TaskMetric) -> str:
         """Return the epoch's figures as a line of a log; `epochs` is the length of the training."""
-        tested = "" if self.val_top1 is None else f", top-1 {self.val_top1:.2%}"
+        value = self.figure(metric.name)
+        tested = "" if value is None else f", {metric.title} {metric.text(value)}"
         return (
             f"epoch {self.epoch} of {epochs}, loss {self.train_loss:.4g}{tested}, {self.images_per_s:.0f} images/s, "
             f"{self.seconds:.0f} s"
@@ -54,8 +64,8 @@ class TrainReport:
 
     Attributes:
         history: a row for each epoch, those before a resume included.
-        final: accuracy of the model after the training.
-        best: the row of the highest val_top1, the first of equals; None without epochs.
+        final: evaluation of the model after the training.
+        best: the row of the best value of the task's metric, the first of equals; None without epochs.
         images_per_s: training images of all processes per second, over all epochs.
         seconds: time of training, without evaluation and checkpoints; that before a resume included.
         steps: number of optimizer steps.
@@ -63,7 +73,7 @@ class TrainReport:
     """
 
     history: tuple[EpochRow, ...]
-    final: Accuracy
+    final: Evaluation
     best: EpochRow | None
     images_per_s: float
     seconds: float
@@ -71,15 +81,16 @@ class TrainReport:
     resumed_from: int | None
 
 
-def summarize(history: tuple[EpochRow, ...], final: Accuracy, *, resumed_from: int | None) -> TrainReport:
+def summarize(
+    history: tuple[EpochRow, ...], final: Evaluation, *, metric: TaskMetric, resumed_from: int | None
+) -> TrainReport:
     """Return the report of a training whose epochs are `history`."""
     seconds = sum(row.seconds for row in history)
     images = sum(row.images_per_s * row.seconds for row in history)
-    evaluated = [row for row in history if row.val_top1 is not None]
     return TrainReport(
         history=history,
         final=final,
-        best=max(evaluated, key=lambda row: row.val_top1 or 0.0, default=None),
+        best=best_row(history, metric),
         images_per_s=images / seconds if seconds else 0.0,
         seconds=seconds,
         steps=history[-1].step if history else 0,
@@ -87,17 +98,30 @@ def summarize(history: tuple[EpochRow, ...], final: Accuracy, *, resumed_from: i
     )
 
 
+def best_row(history: Iterable[EpochRow], metric: TaskMetric) -> EpochRow | None:
+    """Return the row of the best value of a metric, the first of equals; None if no epoch was evaluated."""
+    sign = 1 if metric.direction == "higher" else -1
+    evaluated = [(sign * value, row) for row in history if (value := row.figure(metric.name)) is not None]
+    return max(evaluated, key=lambda pair: pair[0])[1] if evaluated else None
+
+
 def write_log(rows: Iterable[EpochRow], path: Path) -> Path:
     """Write `rows` as CSV, whole or not at all: the names first, an empty cell where an epoch was not evaluated.
+
+    Figures of tasks other than classification are columns `val_<name>`, in place of those of top-1 and top-5.
 
     Raises:
         CheckpointError: the file cannot be written.
     """
+    rows = list(rows)
+    others = list(dict.fromkeys(f"val_{name}" for row in rows for name in row.val))
+    names = [name for name in (f.name for f in fields(EpochRow)) if name != "val" and not (others and "_top" in name)]
     text = io.StringIO()
-    table = csv.DictWriter(text, [field.name for field in fields(EpochRow)], lineterminator="\n")
+    table = csv.DictWriter(text, [*names, *others], lineterminator="\n", extrasaction="ignore")
     table.writeheader()
     for row in rows:
-        table.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in asdict(row).items()})
+        cells = asdict(row) | {f"val_{name}": value for name, value in row.val.items()}
+        table.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in cells.items()})
     with writing(path) as temporary:
         temporary.write_text(text.getvalue(), encoding="utf-8")
     return path

@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +30,19 @@ from torch import Tensor, nn
 from compress.data.base import Batch, BatchPlan, DataSet, hash_seed
 from compress.errors import CheckpointError, CompressError, DataError
 from compress.progress import Progress
+from compress.tasks import Task, classification
 from compress.training.average import WeightAverage
 from compress.training.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
 from compress.training.distributed import SINGLE, Processes, average_running_statistics, broadcast_state
-from compress.training.evaluate import QUIET, Accuracy, autocast, evaluate
+from compress.training.evaluate import QUIET, Evaluation, autocast, evaluate
 from compress.training.freezing import drop_frozen_gradients, freeze_batchnorm
 from compress.training.log import EpochRow, TrainReport, summarize, write_log
 from compress.training.losses import training_loss
 from compress.training.optim import learning_rate, make_optimizer
-from compress.training.outputs import LogitsOf
+from compress.training.outputs import OutputsOf
+from compress.training.position import Position
 from compress.training.prepare import check_models, example_images, not_finite, surroundings, to_channels_last, wrap
 from compress.training.spec import TrainSpec, check_train_spec
-from compress.training.tensor_file import Contents
-from compress.validation import parse
 
 READ_EVERY = 20
 
@@ -57,6 +57,7 @@ def fit(
     *,
     batch_size: int,
     folder: Path | None,
+    task: Task | None = None,
     teacher: nn.Module | None = None,
     device: torch.device | str | None = None,
     processes: Processes = SINGLE,
@@ -69,23 +70,21 @@ def fit(
     """Train `model` in place.
 
     Args:
-        model: any module from images (N, C, H, W) to logits (N, classes), or to a tuple or dict that holds them
-            first. It is moved to `device`. Afterwards its modes and torch's random state are as they were, its weights
-            contiguous and its gradients gone.
+        model: any module from images (N, C, H, W) to the task's outputs: for classification logits (N, classes), or a
+            tuple or dict that holds them first. It is moved to `device`. Afterwards its modes and torch's random state
+            are as they were, its weights contiguous and its gradients gone.
         data: `train` is for training, `val` for evaluation.
         spec: epochs, learning rate and all other settings.
         batch_size: images of one forward pass over all processes; `grad_accumulation` of them make a step.
-        folder: folder for `<name>.checkpoint.safetensors`, which is written before the first step too, and for
-            `<name>.csv`; None = write nothing.
+        folder: takes `<name>.checkpoint.safetensors`, before the first step too, and `<name>.csv`; None = no files.
+        task: loss and metric; None = classification into the data's classes.
         teacher: the float model to learn from if `spec.distill` is set; otherwise unused.
         device: device on which to compute; None = the process's own.
         processes: all processes; each must call, and gets the same report; rank 0 writes the files.
         resume: go on from the folder's checkpoint if there is one.
-        name: name of the files and the progress bar.
-        first_epoch: number of the first epoch, for its random order and augmentation: a training that continues one of
-            n epochs gives n, so that its images come in another order and otherwise augmented.
-        after_step: called after every optimizer step with (steps done, all steps, the optimizer); its effect must
-            follow from the model and the step alone, so that a resumed training does the same.
+        name: of the files and the progress bar.
+        first_epoch: number of the first epoch, for its random order and augmentation: n after n epochs of training.
+        after_step: called after every optimizer step; its effect must follow from the model and the step alone.
         progress: is informed of every optimizer step, and of evaluations.
 
     Raises:
@@ -102,7 +101,8 @@ def fit(
         raise CheckpointError("resume is set without a folder: name the one that holds the checkpoint")
     progress = progress if processes.is_main else QUIET
     with surroundings(model, teacher, device):
-        training = _Training(model, data, spec, batch_size, folder, teacher, device, processes, name, progress)
+        task = task or classification(data.train.num_classes)
+        training = _Training(model, data, spec, batch_size, folder, task, teacher, device, processes, name, progress)
         training.after_step, training.first_epoch = after_step, first_epoch
         try:
             return training.run(resume)
@@ -110,35 +110,6 @@ def fit(
             progress.finish(name)
             training.optimizer.zero_grad()
             model.to(memory_format=torch.contiguous_format)
-
-
-@dataclass
-class _Position:
-    """Position in a training, and the sums of the present epoch so far, over all processes."""
-
-    epoch: int = 0  # finished epochs
-    step: int = 0  # finished optimizer steps of this epoch
-    loss: float = 0.0
-    correct: float = 0.0
-    images: float = 0.0
-    seconds: float = 0.0
-    history: list[EpochRow] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)  # files of the training split that could not be read
-
-    @classmethod
-    def read(cls, contents: Contents, *, epochs: int, steps_per_epoch: int) -> _Position:
-        """The position in a checkpoint, if it is one of this training."""
-        position, lines = parse(cls, contents.data["position"], where="position")
-        if position is not None:
-            inside = 0 <= position.epoch <= epochs and 0 <= position.step < max(1, steps_per_epoch)
-            if not inside or len(position.history) != position.epoch:
-                lines = [
-                    f"it is at epoch {position.epoch}, step {position.step}, with {len(position.history)} rows, of "
-                    f"{epochs} epochs of {steps_per_epoch} steps"
-                ]
-        if position is None or lines:
-            raise CheckpointError(f"{contents.path} is damaged: {'; '.join(lines)}. Start a new training")
-        return position
 
 
 class _Training:
@@ -151,6 +122,7 @@ class _Training:
         spec: TrainSpec,
         batch_size: int,
         folder: Path | None,
+        task: Task,
         teacher: nn.Module | None,
         device: torch.device,
         processes: Processes,
@@ -158,10 +130,10 @@ class _Training:
         progress: Progress,
     ) -> None:
         self.model, self.data, self.spec, self.device, self.processes = model.to(device), data, spec, device, processes
-        self.name, self.progress, self.folder = name, progress, folder
+        self.name, self.progress, self.folder, self.task = name, progress, folder, task
         self.after_step: AfterStep | None = None
         self.first_epoch = 0
-        self.position = _Position()
+        self.position = Position()
         self.unread: list[Tensor] = []
         self.plan = BatchPlan(
             batch_size=batch_size, epoch=0, rank=processes.rank, world_size=processes.world_size, drop_last=True
@@ -173,11 +145,11 @@ class _Training:
 
         images = example_images(data.train, device, processes)
         teacher = teacher.to(device).eval() if teacher is not None and spec.distill else None
-        check_models(model, teacher, images, num_classes=data.train.num_classes, spec=spec)
-        self.channels_last = to_channels_last(model, images, spec.channels_last)
+        check_models(model, teacher, images, task=task, spec=spec)
+        self.channels_last = to_channels_last(model, images, spec.channels_last, task)
         broadcast_state(model, processes)
-        self.forward, self.no_sync = wrap(model, images, spec=spec, processes=processes, device=device)
-        self.teach = LogitsOf(teacher) if teacher is not None else None
+        self.forward, self.no_sync = wrap(model, images, task=task, spec=spec, processes=processes, device=device)
+        self.teach = OutputsOf(teacher, task.select) if teacher is not None else None
         if self.teach is not None and spec.compile:
             self.teach.compile()
         self.optimizer = make_optimizer(model, spec)
@@ -197,7 +169,7 @@ class _Training:
         if self.average is not None:
             self.average.install()
         history = tuple(self.position.history)
-        return summarize(history, self._final(), resumed_from=resumed_from)
+        return summarize(history, self._final(), metric=self.task.metric, resumed_from=resumed_from)
 
     def _begin(self, resume: bool) -> int | None:
         """Restore the checkpoint, or write the first one, so that no older training's checkpoint remains."""
@@ -211,7 +183,7 @@ class _Training:
             self._save()
             return None
         contents = self.processes.on_main(lambda: read_checkpoint(path, self._identity()))
-        position = _Position.read(contents, epochs=self.spec.epochs, steps_per_epoch=self.steps_per_epoch)
+        position = Position.read(contents, epochs=self.spec.epochs, steps_per_epoch=self.steps_per_epoch)
         restore_checkpoint(contents, **self._parts())
         self.position = position
         skipped = self.data.train.skipped
@@ -262,20 +234,22 @@ class _Training:
         self.unread.append(sum(sums[1:], start=sums[0]))
         return lr
 
-    def _backward(self, images: Tensor, targets: Tensor, *, group: int, last: bool) -> Tensor:
+    def _backward(self, images: Any, targets: Any, *, group: int, last: bool) -> Tensor:
         """Add a batch's share to the gradients; return [summed loss, correct, images], float64, not read yet."""
         if self.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         with nullcontext() if last else self.no_sync():
             with autocast(self.device, self.spec.precision):
-                logits = self.forward(images)
+                outputs = self.forward(images)
                 with torch.no_grad():
                     taught = None if self.teach is None else self.teach(images)
-            loss = training_loss(logits, targets, taught, self.spec)
+            loss = training_loss(self.task, outputs, targets, taught, self.spec)
             self.scaler.scale(loss * (self.share / group)).backward()
-        correct = (logits.detach().argmax(dim=1) == targets).sum()
         mean = loss.detach().double()
-        return torch.stack([mean * len(targets), correct.double(), mean.new_full((), len(targets))])
+        with torch.no_grad():
+            correct = None if self.task.correct is None else self.task.correct(outputs, targets).double()
+        hits = mean.new_zeros(()) if correct is None else correct
+        return torch.stack([mean * len(targets), hits, mean.new_full((), len(targets))])
 
     def _next(self, batches: Iterator[Batch]) -> Batch:
         batch = next(batches, None)
@@ -306,30 +280,33 @@ class _Training:
         position, spec = self.position, self.spec
         average_running_statistics(self.model, self.processes)
         done = position.epoch + 1
-        accuracy = self._evaluate() if done % spec.evaluate_every == 0 or done == spec.epochs else None
+        seen = self._evaluate() if done % spec.evaluate_every == 0 or done == spec.epochs else None
+        values = dict(seen.values) if seen else {}
         row = EpochRow(
             epoch=done,
             step=self.step,
             lr=self._learning_rate(self.step - 1),
             train_loss=position.loss / position.images,
-            train_top1=position.correct / position.images,
-            val_top1=accuracy.top1 if accuracy else None,
-            val_top5=accuracy.top5 if accuracy else None,
-            val_loss=accuracy.loss if accuracy else None,
+            train_top1=None if self.task.correct is None else position.correct / position.images,
+            val_top1=values.pop("top1", None),
+            val_top5=values.pop("top5", None),
+            val_loss=seen.loss if seen else None,
             images_per_s=position.images / position.seconds,
             seconds=position.seconds,
+            val=values,
         )
-        self.position = _Position(epoch=done, history=[*position.history, row])
-        self.progress.note(f"{self.name}: {row.sentence(spec.epochs)}")
+        self.position = Position(epoch=done, history=[*position.history, row])
+        self.progress.note(f"{self.name}: {row.sentence(spec.epochs, self.task.metric)}")
         self._save()
         self._write_log()
 
-    def _evaluate(self) -> Accuracy:
+    def _evaluate(self) -> Evaluation:
         with nullcontext() if self.average is None else self.average.swapped():
             return evaluate(
                 self.model,
                 self.data.val,
                 batch_size=self.plan.batch_size,
+                task=self.task,
                 device=self.device,
                 processes=self.processes,
                 precision=self.spec.precision,
@@ -337,13 +314,15 @@ class _Training:
                 name=f"{self.name}: evaluate",
             )
 
-    def _final(self) -> Accuracy:
+    def _final(self) -> Evaluation:
         """Return the last epoch's evaluation; a resumed training that had ended takes it from its history."""
         if not self.position.history:
             return self._evaluate()
         last = self.position.history[-1]
-        assert last.val_top1 is not None and last.val_top5 is not None and last.val_loss is not None
-        return Accuracy(top1=last.val_top1, top5=last.val_top5, loss=last.val_loss, images=len(self.data.val))
+        assert last.val_loss is not None
+        tops = {"top1": last.val_top1, "top5": last.val_top5}
+        values = {**{name: value for name, value in tops.items() if value is not None}, **last.val}
+        return Evaluation(values=values, loss=last.val_loss, images=len(self.data.val))
 
     def _save(self) -> None:
         if self.folder is None:
@@ -389,7 +368,8 @@ class _Training:
         at = self.position
         if not at.images or not at.seconds:
             return {}
-        return {"loss": at.loss / at.images, "accuracy": at.correct / at.images, "images_per_s": at.images / at.seconds}
+        correct = {} if self.task.correct is None else {"accuracy": at.correct / at.images}
+        return {"loss": at.loss / at.images, **correct, "images_per_s": at.images / at.seconds}
 
     def _diverged(self, problem: str, step: int) -> CompressError:
         saved = "" if self.folder is None else f" {self._checkpoint_path(self.folder)} is from before."

@@ -1,76 +1,48 @@
-"""A model's logits, also if it returns a tuple, a named tuple or a dict (as with auxiliary heads in training)."""
+"""Calls of a user's model on a batch: images, or inputs by keyword, and the outputs that the task takes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from compress.errors import ModelError
+from compress.tasks.base import first_tensor
 
 
-class LogitsOf(nn.Module):
-    """Calls `model` and returns its logits alone, for DistributedDataParallel and torch.compile."""
+class OutputsOf(nn.Module):
+    """Calls `model` and selects from its outputs, for DistributedDataParallel and torch.compile.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: a module of images, or of inputs by keyword.
+        select: takes what the task needs from its outputs; by default the logits.
+    """
+
+    def __init__(self, model: nn.Module, select: Callable[[Any], Any] = first_tensor) -> None:
         super().__init__()
         self.model = model
+        self.select = select
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Return the logits (N, classes) of images (N, C, H, W)."""
-        return first_tensor(self.model(images))
-
-
-def first_tensor(output: Any) -> Tensor:
-    """Return the logits in `output`: itself, its "logits" or "out" (a key or an attribute), or its first element.
-
-    Raises:
-        ModelError: it holds no tensor in these places.
-    """
-    if isinstance(output, Tensor):
-        return output
-    value: Any = None
-    if isinstance(output, Mapping):
-        value = next((output[key] for key in ("logits", "out", *output) if output.get(key) is not None), None)
-    elif isinstance(output, (tuple, list)) and output:
-        value = output[0]
-    else:
-        value = getattr(output, "logits", getattr(output, "out", None))
-    if isinstance(value, Tensor):
-        return value
-    raise ModelError(
-        f"the model returned {type(output).__name__}: it must return logits (N, classes), alone, first in a tuple, "
-        'or as "logits" or "out" of a dict or an object'
-    )
+    def forward(self, inputs: Tensor | Mapping[str, Tensor]) -> Any:
+        """Return the selected outputs of images (N, C, H, W), or of a mapping of inputs by keyword."""
+        return self.select(self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs))
 
 
-def logits_of(forward: LogitsOf, images: Tensor) -> Tensor:
-    """Return the logits of images, and report images that the model fails on.
+def outputs_of(forward: OutputsOf, inputs: Tensor | Mapping[str, Tensor]) -> Any:
+    """Return the selected outputs, and report inputs that the model fails on.
 
     Raises:
-        ModelError: the model fails on them, or returns no logits.
+        ModelError: the model fails on them, or its outputs are not those that the task takes.
     """
     try:
-        logits: Tensor = forward(images)
+        return forward(inputs)
     except ModelError:
         raise
     except Exception as error:  # the model is its user's and can fail in any way
+        shapes = inputs if isinstance(inputs, Mapping) else {"images": inputs}
+        got = ", ".join(f"{name} of shape {tuple(value.shape)}" for name, value in shapes.items())
         raise ModelError(
-            f"{type(forward.model).__name__} fails on images of shape {tuple(images.shape)}, the shape of the data's "
+            f"{type(forward.model).__name__} fails on {got}, the shape of the data's "
             f"images ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         ) from error
-    return logits
-
-
-def check_logits(logits: Tensor, *, images: int, num_classes: int) -> None:
-    """Refuse logits that do not hold a row for each image and a column for each class.
-
-    Raises:
-        ModelError: names the shape that was got.
-    """
-    if logits.ndim != 2 or logits.shape[0] != images or logits.shape[1] < num_classes:
-        raise ModelError(
-            f"the model returned logits of shape {tuple(logits.shape)} for {images} images of {num_classes} classes: "
-            f"it must be ({images}, {num_classes}) or wider; set model.num_classes, or add a pooling or flatten layer"
-        )

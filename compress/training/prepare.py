@@ -18,11 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from compress.data.base import Split
 from compress.errors import DataError, ModelError, RecipeError
+from compress.graph.inputs import flat_tensors
 from compress.qat_fusion.fuse import fuse_for_training, is_fusible, pays_off
 from compress.qat_fusion.int8 import Forward
+from compress.tasks import Task
 from compress.training.distributed import Processes
 from compress.training.evaluate import modes_restored
-from compress.training.outputs import LogitsOf, check_logits, logits_of
+from compress.training.outputs import OutputsOf, outputs_of
 from compress.training.spec import QATSpec, TrainSpec
 
 _BROADCAST_OPTIONS = ("forward_sync_buffers", "broadcast_buffers")  # the newer name first (torch 2.15)
@@ -48,14 +50,12 @@ def example_images(split: Split, device: torch.device, processes: Processes) -> 
     return split.load(list(range(min(2, len(split)))), epoch=None, device=device)[0]
 
 
-def check_models(
-    model: nn.Module, teacher: nn.Module | None, images: Tensor, *, num_classes: int, spec: TrainSpec
-) -> None:
+def check_models(model: nn.Module, teacher: nn.Module | None, images: Tensor, *, task: Task, spec: TrainSpec) -> None:
     """Refuse models that cannot be trained on the data.
 
     Raises:
         RecipeError: distillation without a teacher.
-        ModelError: nothing to train, a weight that is not finite, or logits that do not fit the classes or the
+        ModelError: nothing to train, a weight that is not finite, or outputs that do not fit the task or the
             teacher's.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -67,9 +67,9 @@ def check_models(
     shapes = []
     for one in (model, teacher) if spec.distill else (model,):
         if one is not None:
-            logits = _evaluation_logits(one, images)
-            check_logits(logits, images=len(images), num_classes=num_classes)
-            shapes.append(tuple(logits.shape))
+            outputs = _evaluation_outputs(one, images, task)
+            task.check(outputs, images)
+            shapes.append(", ".join(str(tuple(tensor.shape)) for tensor in flat_tensors(outputs)))
     if len(set(shapes)) > 1:
         raise ModelError(
             f"the model's logits have shape {shapes[0]} and the teacher's {shapes[1]}: distillation needs the same "
@@ -77,18 +77,18 @@ def check_models(
         )
 
 
-def to_channels_last(model: nn.Module, images: Tensor, wanted: bool | None) -> bool:
+def to_channels_last(model: nn.Module, images: Tensor, wanted: bool | None, task: Task) -> bool:
     """Convert the weights to channels_last if that is wanted, and return True if it was done.
 
     `wanted` None means if the model runs in it. Models that call `view` on a tensor that they expect to be contiguous
     do not; they stay in the usual layout. The layout changes the speed, not the function.
     """
-    if wanted is False or images.ndim != 4:
+    if wanted is False or not isinstance(images, Tensor) or images.ndim != 4:
         return False
     model.to(memory_format=torch.channels_last)
     if wanted is None:
         try:
-            _evaluation_logits(model, images.contiguous(memory_format=torch.channels_last))
+            _evaluation_outputs(model, images.contiguous(memory_format=torch.channels_last), task)
         except ModelError:
             model.to(memory_format=torch.contiguous_format)
             return False
@@ -103,9 +103,11 @@ def not_finite(model: nn.Module) -> str | None:
 
 
 def wrap(
-    model: nn.Module, images: Tensor, *, spec: TrainSpec, processes: Processes, device: torch.device
-) -> tuple[Callable[[Tensor], Tensor], NoSync]:
-    """Return the callable from images to logits that training runs, and a context without exchange of gradients.
+    model: nn.Module, images: Tensor, *, task: Task, spec: TrainSpec, processes: Processes, device: torch.device
+) -> tuple[Callable[[Any], Any], NoSync]:
+    """Return the callable that training runs, from images to the task's outputs, and a context without exchange.
+
+    In the context gradients are not averaged over the processes.
 
     Buffers are not broadcast: each process has its own BatchNorm statistics until they are averaged.
 
@@ -114,14 +116,14 @@ def wrap(
     """
     forward: Forward = "int8" if isinstance(spec, QATSpec) and spec.fused == "int8" else "float"
     fused = _is_fused(model, spec, device)
-    module: nn.Module = LogitsOf(fuse_for_training(model, forward=forward) if fused else model)
+    module: nn.Module = OutputsOf(fuse_for_training(model, forward=forward) if fused else model, task.select)
     no_sync: NoSync = nullcontext
     if processes.world_size > 1:
         module = DistributedDataParallel(
             module,
             device_ids=[device.index] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
-            find_unused_parameters=_has_unused_parameters(model, images),
+            find_unused_parameters=_has_unused_parameters(model, images, task),
             **_NO_BUFFER_BROADCAST,
         )
         no_sync = module.no_sync
@@ -148,14 +150,15 @@ def _is_fused(model: nn.Module, spec: TrainSpec, device: torch.device) -> bool:
     return spec.fused in {"on", "int8"} or (pays_off(device) and is_fusible(model))
 
 
-def _evaluation_logits(model: nn.Module, images: Tensor) -> Tensor:
+def _evaluation_outputs(model: nn.Module, images: Tensor, task: Task) -> Any:
     with modes_restored(model), torch.no_grad():
-        return logits_of(LogitsOf(model.eval()), images)
+        return outputs_of(OutputsOf(model.eval(), task.select), images)
 
 
-def _has_unused_parameters(model: nn.Module, images: Tensor) -> bool:
-    """Return True if the logits do not depend on some trainable parameter, such as an auxiliary head's."""
+def _has_unused_parameters(model: nn.Module, images: Tensor, task: Task) -> bool:
+    """Return True if the outputs do not depend on some trainable parameter, such as an auxiliary head's."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with modes_restored(model), torch.enable_grad():
-        total = LogitsOf(model.eval())(images).sum()
+        outputs = flat_tensors(OutputsOf(model.eval(), task.select)(images))
+        total = torch.stack([tensor.float().sum() for tensor in outputs if tensor.is_floating_point()]).sum()
         return None in torch.autograd.grad(total, parameters, allow_unused=True)

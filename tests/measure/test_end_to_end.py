@@ -98,7 +98,7 @@ def test_preprocessing_by_hand():
 def test_resizing_on_the_device_is_resizing_by_pillow_but_for_rounding():
     image = Image.fromarray(pixels(40, 33))
     tensor = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)
-    by_torch = resize_tensor(tensor, 8, crop_ratio=0.8)
+    by_torch = resize_tensor(tensor, (8, 8), crop_ratio=0.8)
     by_pillow = image.resize((10, round(10 * 40 / 33)), Image.Resampling.BILINEAR)
     top = round((by_pillow.height - 8) / 2)
     expected = np.asarray(by_pillow)[top : top + 8, 1:9].transpose(2, 0, 1)

@@ -106,7 +106,7 @@ def test_costs_from_a_data_sheet(measured):
 def test_pick():
     def point(label, ms, top1, sqnr_db):
         return MixedPoint(
-            label=label, formats={}, spec=None, predicted_ms=9, latency_ms=ms, top1=top1, agreement=1, sqnr_db=sqnr_db
+            label=label, formats={}, spec=None, predicted_ms=9, latency_ms=ms, score=top1, agreement=1, sqnr_db=sqnr_db
         )
 
     points = [point("float", 4, 0.9, 99), point("int8", 1, 0.8, 10), point("a", 2, 0.89, 20), point("b", 3, 0.9, 30)]

@@ -95,7 +95,7 @@ def test_labels_keep_clear_of_each_other_of_points_and_of_the_edge(points, width
 @pytest.mark.parametrize("form", [WIDE, NARROW])
 def test_no_text_of_the_tradeoff_figure_lies_on_another_or_outside(form):
     points = [
-        Point(variant=v, engine=e, batch_size=1, top1=t + 0.02 * k, p50_ms=ms * s)
+        Point(variant=v, engine=e, batch_size=1, score=t + 0.02 * k, p50_ms=ms * s)
         for k, (e, s) in enumerate({"openvino (f32)": 1.0, "openvino (bf16)": 0.55, "onnxruntime": 1.6}.items())
         for v, t, ms in (("float", 76.1, 10.0), ("ptq", 75.2, 3.0), ("qat", 76.0, 3.0), ("qat-2:4", 75.1, 2.2))
     ]

@@ -26,7 +26,7 @@ def test_values_are_those_of_the_metrics():
     for row in timed:
         for name in ("p50_ms", "p99_ms", "images_per_s"):
             assert getattr(row, name) == truth[name, row.variant, row.engine, row.batch_size]
-        assert row.top1 == truth["top1", row.variant, row.engine, None]
+        assert row.score == truth["top1", row.variant, row.engine, None]
         assert row.file_bytes == truth["file_bytes", row.variant, "", None]
     by_hand = {("openvino (f32)", 1, "qat"): 11.52 / 3.19, ("onnxruntime", 32, "ptq"): 502.3 / 233.1}
     for row in timed:

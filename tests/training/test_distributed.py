@@ -49,7 +49,7 @@ def test_figures_are_those_of_all_images(facts):
     assert first["history"] == second["history"]
     assert torch.tensor(first["history"]).allclose(torch.tensor(alone["history"]), atol=1e-5)
     assert first["accuracy"]["images"] == alone["accuracy"]["images"] == 22
-    assert first["accuracy"]["top1"] == alone["accuracy"]["top1"]
+    assert first["accuracy"]["values"] == alone["accuracy"]["values"]
     assert first["shares"][0] == 4
     assert second["shares"][0] == 3
 

@@ -6,8 +6,9 @@ from torch import nn
 
 from compress.data.base import BatchPlan
 from compress.errors import CompressError, DataError, ModelError, RecipeError
+from compress.tasks.base import first_tensor
 from compress.training import SINGLE, Processes, evaluate
-from compress.training.outputs import LogitsOf, first_tensor, logits_of
+from compress.training.outputs import OutputsOf, outputs_of
 from tests.training.toy import ToySplit, convnet, linear
 
 
@@ -51,6 +52,9 @@ class Alone(Processes):
     def all_reduce_sum(self, tensor):
         return tensor
 
+    def gather(self, value):
+        return [value] * self.world_size
+
 
 def test_logits_in_an_object_are_found_and_a_model_that_fails_is_named():
     class Result:
@@ -58,7 +62,7 @@ def test_logits_in_an_object_are_found_and_a_model_that_fails_is_named():
 
     assert first_tensor(Result()) is Result.logits
     with pytest.raises(ModelError, match=r"Conv2d fails on images of shape \(2, 3, 8, 8\)"):
-        logits_of(LogitsOf(nn.Conv2d(1, 4, 3)), torch.zeros(2, 3, 8, 8))
+        outputs_of(OutputsOf(nn.Conv2d(1, 4, 3)), torch.zeros(2, 3, 8, 8))
 
 
 def test_refusals():

@@ -1,8 +1,8 @@
-"""The steps that measure: accuracy of every engine on the whole evaluation split, and latency of all in turn."""
+"""The steps that measure: the metric of every engine on the whole evaluation split, and latency of all in turn."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
@@ -11,27 +11,25 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from compress.data.base import Batch, BatchPlan
 from compress.engines import Engine, TorchEngine, build_engine
 from compress.errors import EngineError, EngineUnavailableError
 from compress.files import write_json
 from compress.measure import (
     BenchSpec,
-    EngineAccuracy,
-    compare_logits,
+    EngineFigures,
+    compare_figures,
     describe_machine,
-    measure_accuracy,
     measure_latency,
 )
 from compress.measure.first_difference import LayerDifference, first_difference
 from compress.measure.metric import Metric
 from compress.pipeline.run import Run
+from compress.pipeline.steps.judge import evaluation_batch, judge
 from compress.progress import Progress
 from compress.quantization.spec import TARGETS, QuantSpec
 from compress.training import QATSpec
 from compress.variants import Variant
 
-EVALUATION_BATCH = 32
 PROBE_IMAGES = 8
 POOR_PARITY_DB = 20.0
 """Signal to noise of an engine's logits against torch's under which the first layer that differs is looked for."""
@@ -40,12 +38,12 @@ ADDS_UP_DB = 10.0
 
 
 def evaluate_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
-    """Top-1 and top-5 of every network on every engine, and how far each engine is from fake quantization."""
+    """The task's metric of every network on every engine, and how far each engine is from fake quantization."""
     if run.folder.done("evaluate"):
         return
     write_json(run.path("environment.json"), describe_machine().to_dict())
     metrics: list[Metric] = []
-    references: dict[Variant, EngineAccuracy] = {}
+    references: dict[Variant, EngineFigures] = {}
     for variant, model in models.items():
         references[variant] = _evaluate_torch(run, variant, model, metrics)
         for engine, precision in _engines(run.recipe.bench):
@@ -55,37 +53,32 @@ def evaluate_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
     run.finish("evaluate")
 
 
-def _evaluate_torch(run: Run, variant: Variant, model: nn.Module, metrics: list[Metric]) -> EngineAccuracy:
+def _evaluate_torch(run: Run, variant: Variant, model: nn.Module, metrics: list[Metric]) -> EngineFigures:
     """The network itself, in torch: for a quantized one that is fake quantization, the reference of its engines."""
     label = "torch (fake quantization)" if variant.is_quantized else "torch"
-    size = run.data.val.preprocessing.image_size
-    with TorchEngine(model, (3, size, size), device=str(run.device), label=label) as engine:
-        seen = measure_accuracy(engine, _Evaluation(run), keep_logits=True, progress=run.progress)
-    metrics += _accuracy_metrics(variant, label, seen)
+    shape = run.data.val.preprocessing.input_shape
+    with TorchEngine(model, shape, device=str(run.device), label=label) as engine:
+        seen = judge(run, engine)
+    metrics += _figures(run, variant, label, seen)
     return seen
 
 
 def _evaluate_engine(
-    run: Run, variant: Variant, engine: str, precision: str | None, reference: EngineAccuracy
+    run: Run, variant: Variant, engine: str, precision: str | None, reference: EngineFigures
 ) -> list[Metric]:
     path = run.path(variant.onnx_file)
     try:
-        with build_engine(path, engine, batch_size=EVALUATION_BATCH, precision=precision) as built:
-            seen = measure_accuracy(
-                built,
-                _Evaluation(run),
-                preprocessing=run.data.val.preprocessing,
-                keep_logits=True,
-                progress=run.progress,
-            )
+        with build_engine(path, engine, batch_size=evaluation_batch(run), precision=precision) as built:
+            seen = judge(run, built, preprocessing=run.data.val.preprocessing)
             label = built.info.label
     except (EngineUnavailableError, EngineError) as error:
-        return _unavailable(("top1", "%"), variant, engine, None, error)
-    metrics = _accuracy_metrics(variant, label, seen)
-    parity = compare_logits(reference.logits, seen.logits)
-    method = "engine against torch on the evaluation split, same ONNX"
-    rows = (("agreement", 100 * parity.agreement, "%"), ("sqnr_db", parity.sqnr_db, "dB"))
-    for name, value, unit in rows:
+        return _unavailable((run.task.metric.name, run.task.metric.unit), variant, engine, None, error)
+    metrics = _figures(run, variant, label, seen)
+    parity = compare_figures(reference, seen, run.task.metric)
+    part = "the evaluation split" if parity.images == seen.images else f"{parity.images} images"
+    method = f"engine against torch on {part}, same ONNX"
+    agreement = [] if parity.agreement is None else [("agreement", 100 * parity.agreement, "%")]
+    for name, value, unit in (*agreement, ("sqnr_db", parity.sqnr_db, "dB")):
         metrics.append(Metric(name=name, variant=variant, engine=label, value=value, unit=unit, method=method))
     if parity.sqnr_db < POOR_PARITY_DB:
         images = run.batches("val", PROBE_IMAGES, limit=PROBE_IMAGES)[0].numpy()
@@ -110,20 +103,22 @@ def where_it_differs(path: Path, engine: str, images: NDArray[np.float32], preci
     )
 
 
-def _training_lost(run: Run, seen: Mapping[Variant, EngineAccuracy]) -> list[str]:
+def _training_lost(run: Run, seen: Mapping[Variant, EngineFigures]) -> list[str]:
     """A warning if QAT lost accuracy, by more than twice the standard error of the difference."""
-    notes = []
+    notes, metric = [], run.task.metric
     for after in seen:
         before = after.trained_from
         if before is None or before not in seen:
             continue
-        had, has = seen[before].top1, seen[after].top1
-        error = ((had * (1 - had) + has * (1 - has)) / max(1, seen[after].images)) ** 0.5
-        if had - has > 2 * error:
+        had, has = seen[before].values[metric.name], seen[after].values[metric.name]
+        shares = had * (1 - had) + has * (1 - has)  # of an error rate; for other metrics an estimate
+        error = (max(shares, 0.0) / max(1, seen[after].images)) ** 0.5 if metric.unit == "%" else 0.0
+        if metric.drop(had, has) > 2 * metric.shown(error):
             spec, kept = cast(QATSpec, run.recipe.qat), cast(QuantSpec, run.recipe.quantization).batchnorm == "keep"
             way = "" if kept else ", or quantization.batchnorm: keep, which allows higher rates"
             notes.append(
-                f"{after}: training took top-1 from {had:.2%} to {has:.2%} (in torch); qat.lr {spec.lr:g} with "
+                f"{after}: training took {metric.title} from {metric.text(had)} to {metric.text(has)} (in torch); "
+                f"qat.lr {spec.lr:g} with "
                 f"{spec.optimizer} is too high for it, if {after}.csv shows no other cause: try a tenth{way}"
             )
     return notes
@@ -148,24 +143,19 @@ def _of_those_before(found: LayerDifference) -> str:
     return f"those before it are at {found.before_db:.1f} dB and more, so look there"
 
 
-class _Evaluation:
-    """The evaluation split in batches; iterable more than once."""
-
-    def __init__(self, run: Run) -> None:
-        self.split, self.plan = run.data.val, BatchPlan(batch_size=EVALUATION_BATCH)
-
-    def __len__(self) -> int:
-        return self.split.steps(self.plan)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self.split.batches(self.plan)
-
-
-def _accuracy_metrics(variant: str, label: str, seen: EngineAccuracy) -> list[Metric]:
-    method = f"{seen.images} images, the whole evaluation split"
+def _figures(run: Run, variant: str, label: str, seen: EngineFigures) -> list[Metric]:
+    metric, method = run.task.metric, f"{seen.images} images, the whole evaluation split"
     return [
-        Metric(name="top1", variant=variant, engine=label, value=100 * seen.top1, unit="%", method=method),
-        Metric(name="top5", variant=variant, engine=label, value=100 * seen.top5, unit="%", method=method),
+        Metric(
+            name=name,
+            variant=variant,
+            engine=label,
+            value=metric.shown(value),
+            unit=metric.unit,
+            method=method,
+            direction=metric.direction if name == metric.name != "top1" else "",
+        )
+        for name, value in seen.values.items()
     ]
 
 

@@ -17,7 +17,7 @@ from compress.variants import Variant
 def build_float(recipe: Recipe) -> BuiltModel:
     """Build the recipe's model as it is before training: from the seed, or with the recipe's weights."""
     torch.manual_seed(recipe.train.seed)
-    return build_model_with_notes(recipe.model, num_classes=class_count(recipe.data))
+    return build_model_with_notes(recipe.model, num_classes=class_count(recipe.data), task=recipe.task)
 
 
 def float_step(run: Run, built: BuiltModel) -> nn.Module:
@@ -28,5 +28,5 @@ def float_step(run: Run, built: BuiltModel) -> nn.Module:
         return model.to(run.device).eval()
     run.notes += built.notes
     report = train(run, model.to(run.device), run.recipe.train, Variant.FLOAT)
-    save_variant(run, Variant.FLOAT, model, **facts_of(report))
+    save_variant(run, Variant.FLOAT, model, **facts_of(report, run.task.metric))
     return model.eval()

@@ -47,5 +47,5 @@ def qat_step(
     freeze_scales(qmodel)
     if masks:
         squash_masks(qmodel)
-    save_variant(run, variant, qmodel, **facts_of(report))
+    save_variant(run, variant, qmodel, **facts_of(report, run.task.metric))
     return qmodel.eval()

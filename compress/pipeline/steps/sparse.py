@@ -65,7 +65,7 @@ def sparse_step(run: Run, float_model: nn.Module) -> nn.Module:
     )
     if schedule is not None:
         squash_masks(model)
-    save_variant(run, Variant.SPARSE, model, **facts_of(done))
+    save_variant(run, Variant.SPARSE, model, **facts_of(done, run.task.metric))
     return model.eval()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from compress.meters import TaskMetric
 from compress.pipeline.run import Run
 from compress.training import TrainReport, TrainSpec, fit, save_model
 from compress.training.loop import AfterStep
@@ -38,6 +39,7 @@ def train(
         spec,
         batch_size=run.recipe.data.batch_size,
         folder=run.folder.path,
+        task=run.task,
         teacher=teacher if spec.distill else None,
         device=run.device,
         processes=run.processes,
@@ -49,9 +51,10 @@ def train(
     )
 
 
-def facts_of(report: TrainReport) -> dict[str, float]:
+def facts_of(report: TrainReport, metric: TaskMetric) -> dict[str, float]:
     """Return the figures of a training that `state.json` holds."""
-    return {"top1": report.final.top1, "images_per_s": report.images_per_s, "seconds": report.seconds}
+    figures = {metric.name: report.final.values[metric.name]}
+    return {**figures, "images_per_s": report.images_per_s, "seconds": report.seconds}
 
 
 def save_variant(run: Run, variant: Variant, model: nn.Module, **facts: float) -> None:

@@ -17,14 +17,17 @@ from compress.engines import build_engine
 from compress.errors import QuantizationError
 from compress.export.onnx import export_onnx
 from compress.files import write_text
-from compress.measure import EngineAccuracy, compare_logits, measure_accuracy, measure_latency
+from compress.measure import EngineFigures, compare_figures, measure_latency
 from compress.measure.layer_times import measure_engine_layers
+from compress.meters import TaskMetric
 from compress.pipeline.run import Run
-from compress.pipeline.studies.sensitivity import Measured, calibration_batches, evaluation_batches
+from compress.pipeline.steps.judge import judge
+from compress.pipeline.studies.sensitivity import Measured, calibration_batches
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.mixed import FLOAT, front, mixed_spec
 from compress.quantization.spec import QuantSpec
 from compress.roofline.model import find_device, roofline
+from compress.tasks.classification import TOP1
 
 ENGINE = "openvino"
 """The engine that candidates are evaluated on; it also reports the time of each layer."""
@@ -60,8 +63,9 @@ class MixedPoint:
         spec: its quantization; None for the float network.
         predicted_ms: sum of its layers' times.
         latency_ms: median of a run on the engine; None where times come from a data sheet.
-        top1: share of the images that the engine classifies rightly, 0 to 1.
-        agreement: share of the images in the same class as the float network on the engine, 0 to 1.
+        score: the task's metric on the engine, by default the share of images that it classifies correctly, 0 to 1.
+        agreement: share of the images in the same class as the float network on the engine, 0 to 1; None for outputs
+            that decide for no class.
         sqnr_db: of the engine's logits against the float network's.
     """
 
@@ -70,8 +74,8 @@ class MixedPoint:
     spec: QuantSpec | None
     predicted_ms: float
     latency_ms: float | None
-    top1: float
-    agreement: float
+    score: float
+    agreement: float | None
     sqnr_db: float
 
     @property
@@ -149,42 +153,50 @@ def _point(
     formats: Formats,
     table: CostTable,
     latency: Mapping[str, float],
-    seen: Mapping[str, EngineAccuracy],
+    seen: Mapping[str, EngineFigures],
 ) -> MixedPoint:
     """One choice of formats with its predicted and measured figures; `seen` holds the float network's too."""
-    parity = compare_logits(seen[FLOAT].logits, seen[name].logits)
+    metric = measured.run.task.metric
+    parity = compare_figures(seen[FLOAT], seen[name], metric)
     return MixedPoint(
         label=name,
         formats=formats,
         spec=None if name == FLOAT else _spec(measured, formats),
         predicted_ms=table.rest_ms + sum(table.ms[layer][used] for layer, used in formats.items()),
         latency_ms=latency.get(name),
-        top1=seen[name].top1,
+        score=seen[name].values[metric.name],
         agreement=parity.agreement,
         sqnr_db=parity.sqnr_db,
     )
 
 
-def pick(points: Sequence[MixedPoint], *, budget_ms: float | None = None, max_drop: float | None = None) -> MixedPoint:
-    """The point of least noise within a time, or the fastest whose top-1 is near float's.
+def pick(
+    points: Sequence[MixedPoint],
+    *,
+    budget_ms: float | None = None,
+    max_drop: float | None = None,
+    metric: TaskMetric = TOP1,
+) -> MixedPoint:
+    """The point of least noise within a time, or the fastest whose metric is near float's.
 
     Args:
         points: of `mixed_front`, float first.
         budget_ms: longest time of a run.
-        max_drop: largest loss of top-1 against float, in percent points; exactly one of the two is given.
+        max_drop: largest loss of the metric against float, in its unit (percent points); exactly one of the two.
+        metric: by which the points were judged.
 
     Raises:
         QuantizationError: both limits or none, or no point meets it.
     """
     if (budget_ms is None) == (max_drop is None):
-        raise QuantizationError("mixed precision takes one of a budget in ms and a largest drop of top-1")
+        raise QuantizationError(f"mixed precision takes one of a budget in ms and a largest drop of {metric.title}")
     if budget_ms is not None:
         fitting = [point for point in points if point.ms <= budget_ms]
         if not fitting:
             least = min(point.ms for point in points)
             raise QuantizationError(f"no choice of formats runs in {budget_ms:g} ms; the fastest takes {least:.4g} ms")
         return max(fitting, key=lambda point: (point.sqnr_db, -point.ms))
-    lost = {point.label: 100 * (points[0].top1 - point.top1) for point in points}
+    lost = {point.label: metric.drop(points[0].score, point.score) for point in points}
     near = [point for point in points if lost[point.label] <= float(max_drop or 0) + 1e-9]
     if not near:
         raise QuantizationError(
@@ -255,6 +267,6 @@ def _latency(
     return {row.label: row.p50_ms for row in timed}
 
 
-def _accuracy(run: Run, path: Path, precision: str | None, images: int) -> EngineAccuracy:
+def _accuracy(run: Run, path: Path, precision: str | None, images: int) -> EngineFigures:
     with build_engine(path, ENGINE, precision=precision) as engine:
-        return measure_accuracy(engine, evaluation_batches(run, images), keep_logits=True)
+        return judge(run, engine, limit=min(images, len(run.data.val)))

@@ -36,6 +36,7 @@ from compress.quantization.sensitivity.sensitivity import (
 from compress.quantization.spec import QuantSpec, check_quant_spec
 from compress.recipe import Recipe
 from compress.report.sensitivity import sensitivity_csv, sensitivity_markdown
+from compress.tasks.classification import TOP1
 
 STEP = SENSITIVITY
 
@@ -166,6 +167,7 @@ def _measure(run: Run, model: nn.Module, name: str, spec: QuantSpec, images: int
         calibration_batches(run, spec),
         evaluation_batches(run, images),
         spec=spec,
+        metric=None if run.task.metric is TOP1 else run.task.metric,
         known=known,
         keep=keep,
         progress=run.progress,

@@ -20,7 +20,7 @@ def sqnr(signal: Tensor, value: Tensor) -> float:
 
     Infinite when they are equal, -inf when the signal is zero and the value is not.
     """
-    return _decibel(signal.double().square().sum().item(), (signal.double() - value.double()).square().sum().item())
+    return decibel(signal.double().square().sum().item(), (signal.double() - value.double()).square().sum().item())
 
 
 def weight_sqnr(qmodel: nn.Module) -> dict[str, float]:
@@ -60,10 +60,11 @@ def output_sqnr(float_model: fx.GraphModule, qmodel: fx.GraphModule, images: Ite
                     signal + reference[name].double().square().sum().item(),
                     noise + difference.square().sum().item(),
                 )
-    return {path: _decibel(signal, noise) for path, (signal, noise) in power.items()}
+    return {path: decibel(signal, noise) for path, (signal, noise) in power.items()}
 
 
-def _decibel(signal: float, noise: float) -> float:
+def decibel(signal: float, noise: float) -> float:
+    """Return the ratio of two powers in dB; infinite without noise, -inf without signal."""
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal > 0 else -math.inf

@@ -10,18 +10,18 @@ this one" and "all but this one", and the one calibrated graph runs with that su
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from compress.errors import QuantizationError
-from compress.graph.batches import Batches, model_inputs
+from compress.graph.batches import Batches
 from compress.graph.canonical import canonical_graph
 from compress.graph.inputs import Inputs, flat_tensors
 from compress.graph.layers import Layer, layers
+from compress.meters import task_metric
 from compress.progress import NoProgress, Progress
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.place import place
@@ -30,31 +30,12 @@ from compress.quantization.placement.rules import LayerSettings, resolve_rules
 from compress.quantization.placement.view import GraphView
 from compress.quantization.ptq.prepare import prepare_float
 from compress.quantization.ptq.quantize import quantize
-from compress.quantization.sensitivity.compare import sqnr
-from compress.quantization.sensitivity.subset import Subset, run_subset, subset_of
+from compress.quantization.sensitivity.probe import Effect as Effect
+from compress.quantization.sensitivity.probe import Probe
+from compress.quantization.sensitivity.subset import Subset, subset_of
 from compress.quantization.spec import QuantSpec, Rule
 
 TASK = "sensitivity"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Effect:
-    """Effect of quantizers on a network's logits.
-
-    Attributes:
-        sqnr_db: signal to noise of the logits against the float network's, dB; inf where nothing changed.
-        agreement: share of images whose highest logit is the float network's, 0 to 1.
-        top1: share of images that are classified correctly, 0 to 1; None for images without targets.
-    """
-
-    sqnr_db: float
-    agreement: float
-    top1: float | None
-
-    @property
-    def noise(self) -> float:
-        """Power of the noise over that of the signal: 10^(-sqnr_db / 10)."""
-        return float(10 ** (-self.sqnr_db / 10))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,16 +65,20 @@ class Sensitivity:
 
     Attributes:
         images: number of images that the effects were measured on.
-        float_top1: accuracy of the float network, 0 to 1; None for images without targets.
+        float_score: the metric of the float network; None for images without targets.
         quantized: effect if everything is quantized.
         rows: the layers in graph order. An operation that is only quantized along with another (a residual add) is
             not a row, because it follows its layer.
+        metric: name of the metric.
+        unit: of the metric; `%` for a share.
     """
 
     images: int
-    float_top1: float | None
+    float_score: float | None
     quantized: Effect
     rows: tuple[LayerSensitivity, ...]
+    metric: str = "top1"
+    unit: str = "%"
 
 
 def sensitivity(
@@ -103,6 +88,7 @@ def sensitivity(
     images: Iterable[Any],
     *,
     spec: QuantSpec | None = None,
+    metric: Any = None,
     known: Mapping[str, LayerSensitivity] | None = None,
     keep: Callable[[LayerSensitivity], None] | None = None,
     progress: Progress | None = None,
@@ -110,13 +96,14 @@ def sensitivity(
     """Measure the effect of every layer's quantizers.
 
     Args:
-        model: float network, with one tensor of logits (N, classes) as its result; not changed.
+        model: float network; not changed. Without a metric its result is one tensor of logits (N, classes).
         example_inputs: inputs that the model is traced with.
         batches: calibration data, as for `quantize`.
-        images: batches that effects are measured on, as for `quantize`; with a target for top-1 too. They are read once
-            and stay in memory; two forward passes over them are made for each layer.
+        images: batches that effects are measured on, as for `quantize`; with targets for the metric too. They are read
+            once and stay in memory, and so do the float network's outputs; two forward passes are made for each layer.
         spec: target and rules; layers that its rules leave float are no rows. AdaRound and bias correction are not
             applied, because they change the weights that a layer would have in float.
+        metric: a `TaskMetric`, or what `compress.meters.task_metric` takes; None = top-1 of a classifier.
         known: rows of an earlier call that was stopped; they are not measured a second time.
         keep: called with each row as soon as it is measured.
         progress: is informed of each layer.
@@ -129,7 +116,8 @@ def sensitivity(
     spec = replace(spec or QuantSpec(), adaround=None, bias_correction=None)
     graph = float_graph(model, example_inputs, spec)
     qmodel = quantize(model, example_inputs, batches, spec=spec, progress=progress)
-    probe = _Probe(model, qmodel, images)
+    chosen = None if metric is None else task_metric(metric)
+    probe = Probe(model, qmodel, images, chosen)
     variants = variants_by_layer(graph, spec)
     facts = {layer.path or layer.name: layer for layer in layers(graph)}
     images_traced = len(flat_tensors(example_inputs)[0])
@@ -147,9 +135,11 @@ def sensitivity(
     bars.finish(TASK)
     return Sensitivity(
         images=probe.count,
-        float_top1=probe.top1(probe.reference),
+        float_score=probe.float_score,
         quantized=probe.effect(subset_of(place(read_fx(graph), spec))),
         rows=tuple(rows),
+        metric="top1" if chosen is None else chosen.name,
+        unit="%" if chosen is None else chosen.unit,
     )
 
 
@@ -223,54 +213,3 @@ def _placed(view: GraphView, spec: QuantSpec, rules: tuple[Rule, ...]) -> Placem
         return place(view, replace(spec, rules=rules))
     except QuantizationError:
         return None
-
-
-class _Probe:
-    """Holds the images and the float network's logits, and measures the effect of a subset of quantizers."""
-
-    def __init__(self, model: nn.Module, qmodel: fx.GraphModule, images: Iterable[Any]) -> None:
-        self.qmodel = qmodel
-        self.batches, targets = _split(qmodel, images)
-        self.targets = torch.cat(targets) if targets else None
-        self.count = sum(len(inputs[0]) for inputs in self.batches)
-        training = model.training
-        model.eval()
-        try:
-            with torch.no_grad():
-                self.reference = torch.cat([_logits(model(*inputs)) for inputs in self.batches])
-        finally:
-            model.train(training)
-
-    def effect(self, subset: Subset) -> Effect:
-        logits = torch.cat([_logits(run_subset(self.qmodel, subset, *inputs)) for inputs in self.batches])
-        same = logits.argmax(1) == self.reference.argmax(1)
-        return Effect(
-            sqnr_db=sqnr(self.reference, logits), agreement=same.double().mean().item(), top1=self.top1(logits)
-        )
-
-    def top1(self, logits: Tensor) -> float | None:
-        if self.targets is None:
-            return None
-        return (logits.argmax(1) == self.targets.to(logits.device)).double().mean().item()
-
-
-def _split(qmodel: fx.GraphModule, images: Iterable[Any]) -> tuple[list[tuple[Tensor, ...]], list[Tensor]]:
-    """Return the inputs of each batch, and their targets if every batch has them."""
-    inputs: list[tuple[Tensor, ...]] = []
-    targets: list[Tensor] = []
-    for batch in images:
-        inputs.append(model_inputs(qmodel, batch))
-        if isinstance(batch, (tuple, list)):
-            position = 1 if isinstance(batch[0], (tuple, list)) else len(inputs[-1])
-            targets += batch[position : position + 1]
-    if not inputs:
-        raise QuantizationError("sensitivity got no images to measure on; give at least one batch")
-    return inputs, targets if len(targets) == len(inputs) else []
-
-
-def _logits(output: Any) -> Tensor:
-    tensors: Sequence[Tensor] = flat_tensors(output)
-    if not tensors or tensors[0].dim() != 2:
-        shape = tuple(tensors[0].shape) if tensors else "no tensor"
-        raise QuantizationError(f"sensitivity compares logits (N, classes); the network returned {shape}")
-    return tensors[0]

@@ -42,10 +42,10 @@ def test_rows_are_what_recipes_with_those_rules_give(target):
             logits = quantize(model, X[:2], [X], spec=spec_of(target, *rules))(X)
             assert effect.sqnr_db == pytest.approx(sqnr(reference, logits), abs=1e-3)
             assert effect.agreement == (logits.argmax(1) == reference.argmax(1)).float().mean()
-            assert effect.top1 == (logits.argmax(1) == Y).float().mean()
+            assert effect.score == (logits.argmax(1) == Y).float().mean()
     logits = quantize(model, X[:2], [X], spec=spec_of(target))(X)
     assert report.quantized.sqnr_db == pytest.approx(sqnr(reference, logits), abs=1e-3)
-    assert report.float_top1 == (reference.argmax(1) == Y).float().mean()
+    assert report.float_score == (reference.argmax(1) == Y).float().mean()
     assert report.images == 8
 
 
@@ -68,7 +68,7 @@ def test_a_stopped_call_goes_on_and_layers_left_float_are_no_rows():
     measured = []
     again = sensitivity(model, X[:2], [X], [X], spec=spec, known=half, keep=measured.append)
     assert again == whole and measured == list(whole.rows[3:])
-    assert whole.float_top1 is None and whole.rows[0].alone.top1 is None
+    assert whole.float_score is None and whole.rows[0].alone.score is None
 
 
 def test_the_model_is_left_as_it_was():
@@ -96,7 +96,7 @@ def test_a_network_of_two_inputs(nested):
     model, facts = Two().eval(), torch.randn(8, 6)
     batch = ((X, facts), Y) if nested else (X, facts, Y)
     report = sensitivity(model, (X[:2], facts[:2]), [batch], [batch])
-    assert report.float_top1 == (model(X, facts).argmax(1) == Y).float().mean() and report.images == 8
+    assert report.float_score == (model(X, facts).argmax(1) == Y).float().mean() and report.images == 8
     assert {row.layer for row in report.rows} >= {"image", "facts", "head"}
 
 

@@ -1,0 +1,258 @@
+"""Folders of images and of masks, whose pixels hold the classes, for segmentation.
+
+Three layouts are known; in each, a mask has the name of its image and the ending .png:
+
+    root/train/ root/trainannot/ root/val/ root/valannot/             (SegNet's CamVid)
+    root/images/train/ root/masks/train/ root/images/val/ ...
+    root/train/images/ root/train/masks/ root/val/images/ ...
+
+Training images are scaled by 0.5 to 2, cropped to `image_size` and mirrored, all at random, which is the usual
+augmentation (Chen et al., arXiv 1706.05587, section 4.1); pixels beyond the image have no class. Images of evaluation
+are resized to `image_size`, masks to the nearest pixel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from compress.data.base import Batch, BatchPlan, DataSet, Split, hash_seed
+from compress.data.counter import uniform
+from compress.data.decode import rgb
+from compress.data.folder import EXTENSIONS, MEAN, STD, worker_count
+from compress.data.memory import to_device
+from compress.data.preprocessing import Preprocessing
+from compress.data.spec import DataSpec
+from compress.errors import DataError, first_few
+
+NO_CLASS = 255
+"""Class of pixels without one in the targets, whatever `data.ignore_index` is in the files."""
+
+LAYOUTS = (("{split}", "{split}annot"), ("images/{split}", "masks/{split}"), ("{split}/images", "{split}/masks"))
+"""Folders of images and masks below the root."""
+
+_SCALES = (0.5, 2.0)
+_DRAWS = 4
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An image and its mask."""
+
+    image: Path
+    mask: Path
+
+
+def mask_data(spec: DataSpec) -> DataSet:
+    """Return the images and masks under `spec.root`.
+
+    Raises:
+        DataError: folders are missing or empty, or an image has no mask.
+    """
+    root = Path(str(spec.root)).expanduser()
+    layout = next((lay for lay in LAYOUTS if all((root / p.format(split="train")).is_dir() for p in lay)), None)
+    if layout is None:
+        known = "; ".join(f"{images}/ and {masks}/" for images, masks in LAYOUTS)
+        raise DataError(
+            f"data.root: {root.absolute()} holds no images and masks in a known layout ({known}, where split is train "
+            "and val)"
+        )
+
+    def split(name: str, limit: int | None, augment: bool) -> MaskSplit:
+        images, masks = (root / part.format(split=name) for part in layout)
+        return MaskSplit(_pairs(images, masks)[:limit], spec, augment=augment)
+
+    return DataSet(train=split("train", spec.train_images, spec.augment), val=split("val", spec.val_images, False))
+
+
+def _pairs(images: Path, masks: Path) -> list[Pair]:
+    for folder in (images, masks):
+        if not folder.is_dir():
+            raise DataError(f"data.root: there is no folder {folder.absolute()}")
+    files = sorted(f for f in images.iterdir() if f.suffix.lower() in EXTENSIONS and f.name[0] != ".")
+    if not files:
+        raise DataError(f"{images} holds no images ({', '.join(EXTENSIONS)})")
+    pairs = [Pair(file, masks / f"{file.stem}.png") for file in files]
+    without = [pair.image.name for pair in pairs if not pair.mask.is_file()]
+    if without:
+        raise DataError(f"{len(without)} images of {images} have no mask NAME.png in {masks}: {first_few(without)}")
+    return pairs
+
+
+class MaskSplit(Split):
+    """Images with a class for each pixel.
+
+    Args:
+        pairs: the files.
+        spec: the recipe's `data` section.
+        augment: scale, crop and mirror training images at random.
+    """
+
+    def __init__(self, pairs: list[Pair], spec: DataSpec, *, augment: bool) -> None:
+        preprocessing = Preprocessing.of(spec, mean=MEAN, std=STD)
+        super().__init__(labels=tuple(spec.classes or ()), preprocessing=preprocessing, seed=spec.seed)
+        self.pairs, self.augment, self.ignore_index = pairs, augment, spec.ignore_index
+        self.workers = worker_count() if spec.workers is None else spec.workers
+        self.on_error = spec.on_error
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.pairs)
+
+    def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
+        """Return images (n, 3, H, W) and classes (n, H, W) int64, 255 where there is none; see `Split.load`.
+
+        Raises:
+            DataError: a file is unreadable, a mask has another size than its image, or a class is out of range; with
+                the file, unless `on_error` is skip.
+        """
+        reader = _Reader(self, epoch)
+        return self._finish([reader[index] for index in indices], device)
+
+    def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
+        """Yield batches as `Split.batches` does, read ahead by worker processes."""
+        shares = [indices for indices in self.batch_indices(plan) if indices]
+        loader = DataLoader(
+            _Reader(self, plan.epoch),
+            batch_sampler=shares,
+            num_workers=min(self.workers, len(shares)),
+            collate_fn=list,
+            generator=torch.Generator(),  # else each pass would take a number from the global random state
+        )
+        for items in loader:
+            images, targets = self._finish(items, torch.device(device))
+            if len(targets):
+                yield images, targets
+
+    def _finish(self, items: list[Any], device: torch.device) -> Batch:
+        good = []
+        for pixels, classes, file, problem in items:
+            if not problem:
+                good.append((pixels, classes))
+            elif self.on_error == "raise":
+                raise DataError(f"{problem}; data.on_error: skip leaves it out")
+            elif file not in self.skipped:
+                self.skipped.append(file)
+        height, width = self.preprocessing.height_width
+        pixels = torch.stack([p for p, _ in good]) if good else torch.empty(0, 3, height, width, dtype=torch.uint8)
+        classes = torch.stack([c for _, c in good]) if good else torch.empty(0, height, width, dtype=torch.uint8)
+        images = self.preprocessing.normalize(to_device(pixels, device).float().div_(255))
+        return images, to_device(classes, device).long()
+
+
+class _Reader(Dataset[Any]):
+    """The items of a split in an epoch, read one at a time: (pixels, classes, file, problem)."""
+
+    def __init__(self, split: MaskSplit, epoch: int | None) -> None:
+        self.pairs, self.size, self.labels = split.pairs, split.preprocessing.height_width, split.labels
+        self.ignore_index = split.ignore_index
+        self.seed = hash_seed(split.seed, epoch) if epoch is not None and split.augment else None
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor | None, Tensor | None, str, str]:
+        pair = self.pairs[index]
+        try:
+            image, mask = self._read(pair)
+        except DataError as error:
+            return None, None, str(pair.mask), str(error)
+        draws = None if self.seed is None else uniform(self.seed, torch.tensor([index]), _DRAWS)[0].tolist()
+        pixels, classes = fitted(image, mask, self.size) if draws is None else cropped(image, mask, self.size, draws)
+        return pixels, classes, str(pair.image), ""
+
+    def _read(self, pair: Pair) -> tuple[Image.Image, Image.Image]:
+        image = _opened(pair.image, rgb)
+        mask = np.array(_opened(pair.mask, _single_channel))
+        if mask.shape != (image.height, image.width):
+            raise DataError(
+                f"{pair.mask} is {mask.shape[1]} x {mask.shape[0]} pixels and its image {image.width} x "
+                f"{image.height}: a mask must have the size of its image"
+            )
+        return image, Image.fromarray(self._checked(mask, pair.mask))
+
+    def _checked(self, mask: np.ndarray, file: Path) -> np.ndarray:
+        """Return the classes as uint8, 255 where there is none."""
+        ignored = mask == self.ignore_index
+        foreign = np.unique(mask[~ignored & ((mask < 0) | (mask >= len(self.labels)))])
+        if len(foreign):
+            raise DataError(
+                f"{file} holds the classes {first_few(map(str, foreign.tolist()))}; data.classes names 0 to "
+                f"{len(self.labels) - 1}, and data.ignore_index is {self.ignore_index}"
+            )
+        classes: np.ndarray = np.where(ignored, NO_CLASS, mask).astype(np.uint8)
+        return classes
+
+
+def _opened(path: Path, convert: Any) -> Image.Image:
+    try:
+        with Image.open(path) as file:
+            image: Image.Image = convert(file)
+            return image
+    except DataError:
+        raise
+    except Exception as error:  # a damaged file can make its decoder fail in any way
+        raise DataError(f"{path} is not a readable image ({type(error).__name__}: {error})") from None
+
+
+def _single_channel(file: Image.Image) -> Image.Image:
+    """Return a mask's values: of a palette its indices, of a grey image its levels."""
+    if file.mode not in ("L", "P", "1", "I", "I;16"):
+        raise DataError(
+            f"{getattr(file, 'filename', 'a mask')} is a colour image (mode {file.mode}): a mask holds one number for "
+            "each pixel, the position of its class in data.classes"
+        )
+    return file.copy()
+
+
+def fitted(image: Image.Image, mask: Image.Image, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return image (3, H, W) uint8 and classes (H, W) uint8 of the whole picture, resized to `size` (H, W)."""
+    height, width = size
+    if (image.height, image.width) != size:
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
+        mask = mask.resize((width, height), Image.Resampling.NEAREST)
+    return _pixels(image), torch.from_numpy(np.array(mask))
+
+
+def cropped(image: Image.Image, mask: Image.Image, size: tuple[int, int], draws: list[float]) -> tuple[Tensor, Tensor]:
+    """Return a random part of the picture, as `fitted` does.
+
+    Args:
+        image: RGB.
+        mask: of the same size.
+        size: height and width of the result; the picture is first fitted to it and then scaled by 0.5 to 2.
+        draws: four random numbers of [0, 1): scale, vertical and horizontal position, mirror.
+    """
+    low, high = _SCALES
+    scale = low * (high / low) ** draws[0]
+    pixels, classes = fitted(image, mask, (max(1, round(size[0] * scale)), max(1, round(size[1] * scale))))
+    rows, from_rows = _window(pixels.shape[1], size[0], draws[1])
+    columns, from_columns = _window(pixels.shape[2], size[1], draws[2])
+    part = torch.zeros(3, *size, dtype=torch.uint8)
+    part_classes = torch.full(size, NO_CLASS, dtype=torch.uint8)
+    part[:, rows, columns] = pixels[:, from_rows, from_columns]
+    part_classes[rows, columns] = classes[from_rows, from_columns]
+    if draws[3] < 0.5:
+        part, part_classes = part.flip(-1), part_classes.flip(-1)
+    return part, part_classes
+
+
+def _window(length: int, size: int, draw: float) -> tuple[slice, slice]:
+    """Return where in the result and from where in the picture pixels come, along one axis."""
+    if length >= size:
+        start = int(draw * (length - size + 1))
+        return slice(0, size), slice(start, start + size)
+    start = int(draw * (size - length + 1))
+    return slice(start, start + length), slice(0, length)
+
+
+def _pixels(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(image)).movedim(-1, 0).contiguous()

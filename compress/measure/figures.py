@@ -1,0 +1,169 @@
+"""Measures any task's metric on an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compress.data.preprocessing import Preprocessing
+from compress.engines.base import Engine
+from compress.errors import DataError, EngineError
+from compress.graph.batches import split_batch
+from compress.graph.inputs import flat_tensors
+from compress.measure.batches import as_array, chunks, preprocessing_notes
+from compress.measure.parity import Parity, compare_batches
+from compress.meters import Figures, TaskMetric, task_metric
+from compress.progress import NoProgress, Progress
+
+_QUIET = NoProgress()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFigures:
+    """A task's metric on an engine.
+
+    Attributes:
+        label: of the engine.
+        values: figures by name, the metric itself first; shares are 0 to 1.
+        images: number of images.
+        outputs: selected outputs of the first images, batch by batch, as `keep` asked.
+        notes: remarks on the figures.
+    """
+
+    label: str
+    values: Figures
+    images: int
+    outputs: Sequence[Any] = field(default=(), repr=False)
+    notes: tuple[str, ...] = ()
+
+
+def measure_metric(
+    engine: Engine,
+    batches: Iterable[Any],
+    metric: Any,
+    *,
+    preprocessing: Preprocessing | None = None,
+    limit: int | None = None,
+    keep: int = 0,
+    progress: Progress = _QUIET,
+) -> EngineFigures:
+    """Measure a metric of `engine` over labelled images.
+
+    Args:
+        engine: has one input of images, or as many as a batch has.
+        batches: a DataLoader or any iterable of (images, targets), of (first, second, ..., targets), or of mappings
+            with targets under `labels`; tensors or arrays. For an engine of a fixed batch size they are cut to it, and
+            the remainder is padded with zeros whose results are dropped.
+        metric: a `TaskMetric`, or what `compress.meters.task_metric` takes: a function of (outputs, targets), a meter
+            of torchmetrics, ... It is given the engine's only output, or a mapping of its outputs by name.
+        preprocessing: of these images; compared with the one in the model's metadata.
+        limit: number of images to evaluate at most, from the first on; None = all.
+        keep: return the selected outputs of so many images, at least.
+        progress: listener, advanced by every batch; the total is 0 if `batches` has no length.
+
+    Raises:
+        DataError: the model's preprocessing is another, there is no image, or the metric returns no number.
+        EngineError: a result is not finite; the message names the image.
+    """
+    chosen = task_metric(metric, select=_only)
+    notes = preprocessing_notes(engine, preprocessing)
+    meter, kept, count = chosen.make(), [], 0
+    task = f"{chosen.title}: {engine.info.label}"
+    progress.start(task, len(batches) if isinstance(batches, Sized) else 0)
+    for arrays, targets in _limited(batches, limit):
+        outputs = chosen.select(_run(engine, arrays, first=count))
+        meter.update(outputs, targets)
+        if count < keep:
+            kept.append(outputs)
+        count += len(targets)
+        progress.advance(task, 1, images=count)
+    progress.finish(task)
+    if not count:
+        raise DataError(f"{engine.info.label}: there is no image to evaluate: the batches are empty, or the limit is 0")
+    return EngineFigures(
+        label=engine.info.label,
+        values=chosen.figures(meter),
+        images=count,
+        outputs=tuple(kept),
+        notes=tuple(notes),
+    )
+
+
+def compare_figures(reference: EngineFigures, seen: EngineFigures, metric: TaskMetric) -> Parity:
+    """Compare the kept outputs of two measurements over the same batches.
+
+    Raises:
+        EngineError: no outputs were kept, or their shapes differ.
+    """
+    return compare_batches(reference.outputs, seen.outputs, classes=metric.classes)
+
+
+def _only(outputs: Any) -> Any:
+    """Return the only output, or all of them by name."""
+    return next(iter(outputs.values())) if len(outputs) == 1 else outputs
+
+
+def _limited(batches: Iterable[Any], limit: int | None) -> Iterator[tuple[list[NDArray[np.generic]], Any]]:
+    """Yield the input arrays and the targets of each batch, `limit` images in all, without empty batches."""
+    left = limit
+    for batch in batches:
+        if left is not None and left <= 0:
+            return
+        inputs, targets = split_batch(batch)
+        parts = list(inputs.values()) if isinstance(inputs, Mapping) else inputs
+        parts = parts if isinstance(parts, (list, tuple)) else [parts]
+        arrays, targets = [as_array(part)[:left] for part in parts], targets[:left]
+        if len(arrays[0]) != len(targets):
+            raise DataError(f"a batch has {len(arrays[0])} images and {len(targets)} targets")
+        left = None if left is None else left - len(targets)
+        if len(targets):
+            yield arrays, targets.detach().cpu() if isinstance(targets, Tensor) else _tensors(targets)
+
+
+def _tensors(targets: Any) -> Any:
+    return torch.from_numpy(targets) if isinstance(targets, np.ndarray) else targets
+
+
+def _run(engine: Engine, arrays: list[NDArray[np.generic]], *, first: int) -> dict[str, Tensor]:
+    """Return the outputs of a batch by name; refuse results that are not finite."""
+    if len(arrays) != len(engine.inputs):
+        names = ", ".join(tensor.name for tensor in engine.inputs) or "none"
+        raise EngineError(f"{engine.info.label} takes the inputs {names}, and a batch has {len(arrays)}")
+    size = engine.inputs[0].shape[0]
+    runs = [_padded_run(engine, list(part), size) for part in zip(*(chunks(a, size) for a in arrays), strict=True)]
+    outputs = {name: torch.from_numpy(np.concatenate([run[name] for run in runs])) for name in runs[0]}
+    for name, tensor in outputs.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            broken = int((~tensor.isfinite().flatten(1).all(1)).nonzero()[0]) if tensor.ndim > 1 else 0
+            raise EngineError(
+                f"{engine.info.label}: the output {name} of image {first + broken} is not finite; check the scales of "
+                "the file, and an f16 remainder for overflow"
+            )
+    return outputs
+
+
+def _padded_run(engine: Engine, arrays: list[NDArray[np.generic]], size: int) -> dict[str, NDArray[np.generic]]:
+    count = len(arrays[0])
+    if size != -1 and count < size:
+        arrays = [np.concatenate([a, np.zeros((size - count, *a.shape[1:]), a.dtype)]) for a in arrays]
+    results = engine.run({tensor.name: array for tensor, array in zip(engine.inputs, arrays, strict=True)})
+    for name, array in results.items():
+        if array.ndim == 0 or len(array) != len(arrays[0]):
+            raise EngineError(
+                f"{engine.info.label}: output {name!r} has shape {array.shape} for {len(arrays[0])} images; its first "
+                "dimension must be that of the images"
+            )
+    return {name: array[:count] for name, array in results.items()}
+
+
+def kept_images(outputs: Any, *, budget: int = 200_000_000) -> int:
+    """Return of how many images outputs like these (of one batch) fit into `budget` bytes; one at least."""
+    tensors = flat_tensors(outputs)
+    each = sum(tensor.nbytes for tensor in tensors) / max(1, len(tensors[0]))
+    return max(1, int(budget / max(1.0, each)))

@@ -1,0 +1,220 @@
+"""Metrics of a task: a name, a unit, a direction, and a meter that accumulates them batch by batch.
+
+A meter has the interface of torchmetrics (`update`, `compute`, and `merge_state` for several processes), so that any
+metric of that library serves as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from compress.errors import DataError
+
+Direction = Literal["higher", "lower"]
+
+Figures = dict[str, float]
+"""Values by name, such as {"miou": 0.61, "iou_road": 0.93}; shares are 0 to 1."""
+
+_TITLES = {"top1": "top-1", "top5": "top-5", "miou": "mIoU", "map": "mAP", "map50": "mAP50"}
+
+
+class Meter(Protocol):
+    """Accumulates a metric over batches; `merge_state(other)` is needed in trainings of several processes only."""
+
+    def update(self, outputs: Any, targets: Any, /) -> None:
+        """Add a batch: a model's outputs, as `TaskMetric.select` returns them, and the targets of the data."""
+
+    def compute(self) -> Any:
+        """Return the metric of all batches so far: a number, or numbers by name."""
+
+
+def whole(outputs: Any) -> Any:
+    """Return a model's outputs as they are."""
+    return outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskMetric:
+    """The metric by which a network is judged.
+
+    Attributes:
+        name: key of its value among the figures of a meter, such as `miou`.
+        make: returns a new meter.
+        unit: `%` for shares from 0 to 1, which reports show in percent; any other unit is shown as it is.
+        direction: `higher` or `lower` values are better.
+        select: takes what a meter is given out of a model's or an engine's outputs.
+        classes: returns the decided class at each place of the selected outputs, such as their argmax, by which two
+            networks agree; None if there is no such class.
+    """
+
+    name: str
+    make: Callable[[], Meter]
+    unit: str = "%"
+    direction: Direction = "higher"
+    select: Callable[[Any], Any] = whole
+    classes: Callable[[Any], Any] | None = None
+
+    @property
+    def title(self) -> str:
+        """The name in reports, such as `mIoU`."""
+        return metric_title(self.name)
+
+    def shown(self, value: float) -> float:
+        """Return a value in the unit of reports."""
+        return shown(value, self.unit)
+
+    def text(self, value: float) -> str:
+        """Return a value with its unit, such as `61.20 %`."""
+        return score_text(value, self.unit)
+
+    def drop(self, reference: float, value: float) -> float:
+        """Return by how much `value` is worse than `reference`, in the unit of reports; negative if it is better."""
+        worse = reference - value if self.direction == "higher" else value - reference
+        return self.shown(worse)
+
+    def figures(self, meter: Meter) -> Figures:
+        """Return what a meter has measured, the metric itself first.
+
+        Raises:
+            DataError: it returned no number, or none under the metric's name.
+        """
+        values = meter.compute()
+        values = dict(values) if isinstance(values, Mapping) else {self.name: values}
+        if self.name not in values:
+            raise DataError(f"the metric returned {', '.join(map(str, values)) or 'nothing'}; it must hold {self.name}")
+        ordered = {self.name: values[self.name], **values}
+        return {str(name): _number(str(name), value) for name, value in ordered.items()}
+
+
+def metric_title(name: str) -> str:
+    """Return the name of a figure in reports.
+
+    >>> metric_title("miou"), metric_title("pixel_accuracy")
+    ('mIoU', 'pixel accuracy')
+    """
+    return _TITLES.get(name, name.replace("_", " "))
+
+
+def shown(value: float, unit: str) -> float:
+    """Return a value in the unit of reports: shares in percent."""
+    return 100 * value if unit == "%" else value
+
+
+def score_text(value: float | None, unit: str) -> str:
+    """Return a value in the unit of reports with two decimals, or n/a.
+
+    >>> score_text(0.6125, "%"), score_text(12.5, "px"), score_text(None, "%")
+    ('61.25 %', '12.50 px', 'n/a')
+    """
+    return "n/a" if value is None else f"{shown(value, unit):.2f} {unit}".strip()
+
+
+@dataclass
+class MeanOf:
+    """Meter of a plain function: the mean of its values over batches, weighted by their sizes."""
+
+    function: Callable[[Any, Any], Any]
+    total: float = 0.0
+    count: int = field(default=0)
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Add a batch."""
+        size = len(targets)
+        self.total += _number(getattr(self.function, "__name__", "metric"), self.function(outputs, targets)) * size
+        self.count += size
+
+    def compute(self) -> float:
+        """Return the mean."""
+        return self.total / self.count if self.count else math.nan
+
+    def merge_state(self, other: MeanOf) -> None:
+        """Add what another process has measured."""
+        self.total, self.count = self.total + other.total, self.count + other.count
+
+
+def task_metric(given: Any, *, select: Callable[[Any], Any] = whole) -> TaskMetric:
+    """Return the metric that a user names.
+
+    Args:
+        given: a `TaskMetric`; a meter, such as one of torchmetrics, which is copied for each use; a class or function
+            without arguments that makes one; or a function of (outputs, targets) that returns a number. Its attributes
+            `name`, `unit` and `direction` are those of the metric; without them it is named as the object, its unit is
+            `%`, and higher is better (torchmetrics' `higher_is_better` decides where it is set).
+        select: takes what the meter is given out of a model's outputs.
+
+    Raises:
+        DataError: `given` is none of these.
+    """
+    if isinstance(given, TaskMetric):
+        return given
+    if hasattr(given, "update") and hasattr(given, "compute") and not isinstance(given, type):
+        meter = given
+
+        def make() -> Meter:
+            fresh = copy.deepcopy(meter)
+            if hasattr(fresh, "reset"):
+                fresh.reset()
+            return fresh
+
+    elif isinstance(given, type) and hasattr(given, "update"):
+        make = given
+    elif callable(given):
+        made = _without_arguments(given)
+        if isinstance(made, TaskMetric):
+            return made
+        if made is not None:
+            make, given = given, made
+        else:
+            function = given
+
+            def make() -> Meter:
+                return MeanOf(function)
+
+    else:
+        raise DataError(
+            f"metric is {given!r}: give a function of (outputs, targets) that returns a number, or an object with "
+            "update(outputs, targets) and compute()"
+        )
+    lower = getattr(given, "higher_is_better", None) is False
+    name = getattr(given, "name", None) or getattr(given, "__name__", type(given).__name__).lower()
+    return TaskMetric(
+        name=str(name),
+        make=make,
+        unit=str(getattr(given, "unit", "%")),
+        direction=getattr(given, "direction", "lower" if lower else "higher"),
+        select=select,
+    )
+
+
+def _without_arguments(function: Callable[..., Any]) -> Any:
+    """Return what a function makes without arguments; None if it needs some, as a metric of (outputs, targets) does."""
+    code = getattr(function, "__code__", None)
+    needed = 0 if code is None else code.co_argcount - len(getattr(function, "__defaults__", None) or ())
+    if needed:
+        return None
+    made = function()
+    if isinstance(made, TaskMetric) or (hasattr(made, "update") and hasattr(made, "compute")):
+        return made
+    raise DataError(
+        f"metric {function!r} returned a {type(made).__name__}: it must return an object with update and "
+        "compute, or take (outputs, targets) and return a number"
+    )
+
+
+def _number(name: str, value: Any) -> float:
+    """Return a measured value as a number.
+
+    Raises:
+        DataError: it is none, or NaN.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"the metric {name} is {value!r:.100}: it must be a number") from error
+    if math.isnan(number):
+        raise DataError(f"the metric {name} is NaN: nothing was measured, or the outputs hold NaN")
+    return number

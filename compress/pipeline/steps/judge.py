@@ -1,0 +1,67 @@
+"""The task's metric of an engine over the evaluation split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from compress.data.base import Batch, BatchPlan
+from compress.data.preprocessing import Preprocessing
+from compress.engines import Engine
+from compress.measure import EngineFigures, measure_accuracy, measure_metric
+from compress.measure.figures import kept_images
+from compress.pipeline.run import Run
+from compress.tasks.classification import TOP1
+
+_CLASSIFICATION_BATCH = 32
+
+
+def evaluation_batch(run: Run) -> int:
+    """Return the images of one run of an engine that is evaluated: large outputs take the batch of the recipe."""
+    return _CLASSIFICATION_BATCH if run.task.name == "classification" else run.recipe.data.batch_size
+
+
+def judge(
+    run: Run, engine: Engine, *, preprocessing: Preprocessing | None = None, limit: int | None = None
+) -> EngineFigures:
+    """Measure the metric of the run's task on an engine, and keep outputs to compare with another engine's.
+
+    Args:
+        run: its task and its evaluation split.
+        engine: to be measured.
+        preprocessing: of the images, compared with the one in the model's file.
+        limit: number of images, a sample of the split; None = all.
+
+    Raises:
+        DataError, EngineError: as `measure_accuracy` and `measure_metric`.
+    """
+    batches = _Evaluation(run, limit)
+    if run.task.metric is TOP1:
+        seen = measure_accuracy(engine, batches, preprocessing=preprocessing, keep_logits=True, progress=run.progress)
+        logits = torch.from_numpy(seen.logits)
+        values = {"top1": seen.top1, "top5": seen.top5}
+        return EngineFigures(label=seen.label, values=values, images=seen.images, outputs=(logits,), notes=seen.notes)
+    probe = {tensor.name: torch.zeros(1, *tensor.shape[1:]) for tensor in engine.outputs}
+    return measure_metric(
+        engine,
+        batches,
+        run.task.metric,
+        preprocessing=preprocessing,
+        keep=kept_images(probe),
+        progress=run.progress,
+    )
+
+
+class _Evaluation:
+    """The evaluation split in batches; iterable more than once."""
+
+    def __init__(self, run: Run, limit: int | None) -> None:
+        self.split = run.data.val
+        self.plan = BatchPlan(batch_size=evaluation_batch(run), limit=limit)
+
+    def __len__(self) -> int:
+        return self.split.steps(self.plan)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.split.batches(self.plan)

@@ -1,0 +1,152 @@
+"""The effect of a subset of quantizers on a network's outputs and on its metric."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from compress.errors import QuantizationError
+from compress.graph.batches import TARGET_KEYS, model_inputs
+from compress.graph.inputs import flat_tensors
+from compress.meters import TaskMetric
+from compress.quantization.sensitivity.compare import decibel
+from compress.quantization.sensitivity.subset import Subset, run_subset
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """Effect of quantizers on a network's logits.
+
+    Attributes:
+        sqnr_db: signal to noise of the logits against the float network's, dB; inf where nothing changed.
+        agreement: share of images (of pixels, for segmentation) whose highest logit is the float network's, 0 to 1;
+            None for outputs that decide for no class.
+        score: the metric, by default top-1; shares are 0 to 1. None for images without targets.
+    """
+
+    sqnr_db: float
+    agreement: float | None
+    score: float | None
+
+    @property
+    def noise(self) -> float:
+        """Power of the noise over that of the signal: 10^(-sqnr_db / 10)."""
+        return float(10 ** (-self.sqnr_db / 10))
+
+
+@dataclass
+class _Top1:
+    """Counts correct images, as `argmax` decides."""
+
+    hits: int = 0
+    count: int = 0
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        self.hits += int((logits.argmax(1) == targets.to(logits.device)).sum())
+        self.count += len(targets)
+
+    def compute(self) -> float:
+        return self.hits / self.count
+
+
+def _logits(output: Any) -> Tensor:
+    tensors: Sequence[Tensor] = flat_tensors(output)
+    if not tensors or tensors[0].dim() != 2:
+        shape = tuple(tensors[0].shape) if tensors else "no tensor"
+        raise QuantizationError(
+            f"sensitivity compares logits (N, classes); the network returned {shape}; give the metric of its task"
+        )
+    return tensors[0]
+
+
+_TOP1 = TaskMetric(name="top1", make=_Top1, select=_logits, classes=lambda logits: logits.argmax(1))
+
+
+@dataclass
+class Probe:
+    """Holds batches and the float network's outputs, and measures the effect of a subset of quantizers.
+
+    Attributes:
+        model: float network.
+        qmodel: the same, quantized and calibrated.
+        images: batches, with targets or without.
+        metric: by which networks are judged; None = top-1.
+    """
+
+    model: nn.Module
+    qmodel: fx.GraphModule
+    images: Iterable[Any]
+    metric: TaskMetric | None = None
+    batches: list[tuple[Tensor, ...]] = field(default_factory=list, init=False)
+    targets: list[Any] = field(default_factory=list, init=False)
+    reference: list[Any] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.judge = self.metric or _TOP1
+        self.batches, self.targets = _split(self.qmodel, self.images)
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                self.reference = [self.judge.select(self.model(*inputs)) for inputs in self.batches]
+        finally:
+            self.model.train(training)
+
+    @property
+    def count(self) -> int:
+        """Number of images."""
+        return sum(len(inputs[0]) for inputs in self.batches)
+
+    @property
+    def float_score(self) -> float | None:
+        """The metric of the float network; None without targets."""
+        return self._score(iter(self.reference))
+
+    def effect(self, subset: Subset) -> Effect:
+        """Return the effect of a subset of quantizers; outputs are held one batch at a time."""
+        signal = noise = 0.0
+        same = places = 0
+        meter = self.judge.make()
+        for i, inputs in enumerate(self.batches):
+            outputs, reference = self.judge.select(run_subset(self.qmodel, subset, *inputs)), self.reference[i]
+            for a, b in zip(flat_tensors(reference), flat_tensors(outputs), strict=True):
+                signal += a.double().square().sum().item()
+                noise += (a.double() - b.double()).square().sum().item()
+            if self.judge.classes is not None:
+                equal = self.judge.classes(outputs) == self.judge.classes(reference)
+                same, places = same + int(equal.sum()), places + equal.numel()
+            if self.targets:
+                meter.update(outputs, self.targets[i])
+        return Effect(
+            sqnr_db=decibel(signal, noise),
+            agreement=same / places if places else None,
+            score=self.judge.figures(meter)[self.judge.name] if self.targets else None,
+        )
+
+    def _score(self, outputs: Iterator[Any]) -> float | None:
+        if not self.targets:
+            return None
+        meter = self.judge.make()
+        for value, targets in zip(outputs, self.targets, strict=True):
+            meter.update(value, targets)
+        return self.judge.figures(meter)[self.judge.name]
+
+
+def _split(qmodel: fx.GraphModule, images: Iterable[Any]) -> tuple[list[tuple[Tensor, ...]], list[Any]]:
+    """Return the inputs of each batch, and their targets if every batch has them."""
+    inputs: list[tuple[Tensor, ...]] = []
+    targets: list[Any] = []
+    for batch in images:
+        inputs.append(model_inputs(qmodel, batch))
+        if isinstance(batch, Mapping):
+            targets += [batch[key] for key in TARGET_KEYS if key in batch][:1]
+        elif isinstance(batch, (tuple, list)):
+            position = 1 if isinstance(batch[0], (tuple, list)) else len(inputs[-1])
+            targets += batch[position : position + 1]
+    if not inputs:
+        raise QuantizationError("sensitivity got no images to measure on; give at least one batch")
+    return inputs, targets if len(targets) == len(inputs) else []

@@ -1,0 +1,81 @@
+"""Classification: cross entropy, top-1 and top-5."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from compress.errors import ModelError
+from compress.meters import Figures, TaskMetric
+from compress.tasks.base import Task, first_tensor, soft_distance
+
+_TOP = 5
+
+
+@dataclass
+class TopK:
+    """Shares of images whose target has the highest logit, and is among the 5 highest (or all, if there are fewer)."""
+
+    sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        """Add a batch of logits (N, classes) and targets (N,); the sums stay on their device."""
+        ranked = logits.topk(min(_TOP, logits.shape[1]), dim=1).indices == targets[:, None]
+        batch = torch.stack([ranked[:, 0].sum(), ranked.sum(), ranked.new_tensor(len(targets), dtype=torch.int64)])
+        self.sums = self.sums.to(batch.device) + batch.double()
+
+    def compute(self) -> Figures:
+        """Return `top1` and `top5`, 0 to 1."""
+        top1, top5, count = self.sums.tolist()
+        return {"top1": top1 / count, "top5": top5 / count}
+
+    def merge_state(self, other: TopK) -> None:
+        """Add what another process has counted."""
+        self.sums = self.sums + other.sums.to(self.sums.device)
+
+
+TOP1 = TaskMetric(name="top1", make=TopK, select=first_tensor, classes=lambda logits: logits.argmax(1))
+"""Top-1 accuracy."""
+
+
+def classification(num_classes: int) -> Task:
+    """Return the task of classifying images into `num_classes` classes."""
+
+    def check(logits: Tensor, images: Tensor) -> None:
+        check_logits(logits, images=len(images), num_classes=num_classes)
+
+    return Task(
+        name="classification",
+        metric=TOP1,
+        loss=cross_entropy,
+        distance=soft_distance,
+        check=check,
+        correct=correct,
+    )
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+    """Return the mean cross entropy of logits (N, classes) and classes (N,) or shares of classes (N, classes)."""
+    return F.cross_entropy(logits.float(), targets, label_smoothing=label_smoothing)
+
+
+def correct(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the number of images whose highest logit is the target's, or that of its largest share."""
+    classes = targets.argmax(1) if targets.is_floating_point() else targets
+    return (logits.argmax(1) == classes).sum()
+
+
+def check_logits(logits: Tensor, *, images: int, num_classes: int) -> None:
+    """Refuse logits that do not hold a row for each image and a column for each class.
+
+    Raises:
+        ModelError: names the shape that was got.
+    """
+    if logits.ndim != 2 or logits.shape[0] != images or logits.shape[1] < num_classes:
+        raise ModelError(
+            f"the model returned logits of shape {tuple(logits.shape)} for {images} images of {num_classes} classes: "
+            f"it must be ({images}, {num_classes}) or wider; set model.num_classes, or add a pooling or flatten layer"
+        )

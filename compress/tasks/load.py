@@ -1,0 +1,82 @@
+"""The task of a recipe, whose loss and metric may be functions of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from compress.errors import RecipeError, near_misses
+from compress.imports import imported, is_import_path
+from compress.meters import task_metric
+from compress.tasks.base import Loss, Task
+from compress.tasks.classification import classification
+from compress.tasks.segmentation import LOSSES, segmentation
+
+TaskName = Literal["classification", "segmentation"]
+TASKS: tuple[TaskName, ...] = get_args(TaskName)
+
+_LOSSES: dict[str, tuple[str, ...]] = {"classification": ("cross_entropy",), "segmentation": tuple(LOSSES)}
+"""Losses by task; the first is the default."""
+
+
+def make_task(name: str, labels: Sequence[str], *, loss: Any = None, metric: Any = None) -> Task:
+    """Return a task.
+
+    Args:
+        name: one of `TASKS`.
+        labels: names of the classes.
+        loss: a name that the task knows, `package.module:function`, or a function of (outputs, targets) that returns
+            the mean loss of a batch; None = the task's own.
+        metric: `package.module:name`, or what `task_metric` takes; None = the task's own.
+
+    Raises:
+        RecipeError: an unknown task or loss, or a module that cannot be imported.
+        DataError: as `task_metric`.
+    """
+    if name not in TASKS:
+        raise RecipeError(f"task is {name!r}{near_misses(name, TASKS)} (one of: {', '.join(TASKS)})")
+    known = loss if loss in _LOSSES[name] else _LOSSES[name][0]
+    task = classification(len(labels)) if name == "classification" else segmentation(labels, loss=known)
+    if loss is not None and loss != known:
+        task = replace(task, loss=_own_loss(_resolved(loss, "loss", _LOSSES[name])))
+    if metric is not None:
+        found = task_metric(_resolved(metric, "metric", (task.metric.name,)), select=task.metric.select)
+        classes = task.metric.classes if found.classes is None else found.classes
+        task = replace(task, metric=replace(found, classes=classes))
+    return task
+
+
+def task_contradictions(task: str, loss: str | None, metric: str | None) -> Iterator[str]:
+    """Yield a line if a recipe's `loss` or `metric` is neither a name that its task knows nor an import path."""
+    known = _LOSSES[task]
+    if not (loss is None or loss in known or is_import_path(loss)):
+        yield f"loss is {loss!r}{near_misses(loss, known)} (one of: {', '.join(known)}, or package.module:function)"
+    if not (metric is None or is_import_path(metric)):
+        yield f"metric is {metric!r}: it must be null or package.module:name"
+
+
+def _resolved(given: Any, key: str, known: Sequence[str]) -> Any:
+    """Return the object that a text names; anything else is the object itself."""
+    if not isinstance(given, str):
+        return given
+    if not is_import_path(given):
+        raise RecipeError(
+            f"{key} is {given!r}{near_misses(given, known)} (one of: {', '.join(known)}, or package.module:function)"
+        )
+    return imported(given, key=key, error=RecipeError)
+
+
+def _own_loss(function: Callable[[Any, Any], Tensor]) -> Loss:
+    """Return a user's function as a loss; it smooths its own labels."""
+
+    def loss(outputs: Any, targets: Any, *, label_smoothing: float = 0.0) -> Tensor:
+        value = function(outputs, targets)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise RecipeError(f"loss returned {got}: it must return one tensor with the mean loss of the batch")
+        return value.reshape(())
+
+    return loss
