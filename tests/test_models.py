@@ -223,7 +223,7 @@ def test_timm_without_weights_of_its_own(offline):
 
 def test_timm_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ModelError, match=r"needs timm .*compress\[timm\]"):
+    with pytest.raises(ModelError, match=r"needs timm .*compress-vision\[timm\]"):
         build("timm:test_resnet")
 
 
