@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from compress.data.base import Batch, BatchPlan, DataSet, Split, hash_seed
 from compress.data.counter import uniform
 from compress.data.decode import rgb
+from compress.data.fingerprint import file_parts
 from compress.data.folder import EXTENSIONS, MEAN, STD, worker_count
 from compress.data.memory import to_device
 from compress.data.preprocessing import Preprocessing
@@ -106,6 +107,13 @@ class MaskSplit(Split):
     def __len__(self) -> int:
         """Number of images."""
         return len(self.pairs)
+
+    def content(self) -> Iterator[bytes | str]:
+        """Yield the names and sizes of the files, and the bytes of some; see `fingerprint.file_parts`."""
+        yield str(self.ignore_index)
+        for part in ("image", "mask"):
+            files = [getattr(pair, part) for pair in self.pairs]
+            yield from file_parts(files[0].parent, [file.name for file in files])
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
         """Return images (n, 3, H, W) and classes (n, H, W) int64, 255 where there is none; see `Split.load`.

@@ -1,0 +1,126 @@
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from compress.data import BatchPlan, DataSpec, load_data
+from compress.errors import DataError
+
+SIZE = (24, 32)
+CLASSES = ("left", "right")
+
+
+def write(root, *, images="{split}", masks="{split}annot", count=5):
+    for split in ("train", "val"):
+        for number in range(count):
+            column = 8 + 4 * number  # the class changes here, and the image is brighter
+            pixels = np.full((*SIZE, 3), 40, np.uint8)
+            pixels[:, column:] = 200
+            classes = (np.arange(SIZE[1]) >= column).astype(np.uint8)[None].repeat(SIZE[0], 0)
+            classes[:2] = 11
+            for folder, array in ((images, pixels), (masks, classes)):
+                path = root / folder.format(split=split) / f"{number}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(array).save(path)
+
+
+def spec(root, **options):
+    defaults = {"image_size": SIZE, "classes": CLASSES, "ignore_index": 11, "workers": 0, "batch_size": 2}
+    return DataSpec(name="masks", root=str(root), **{**defaults, **options})
+
+
+@pytest.mark.parametrize(
+    ("images", "masks"),
+    [("{split}", "{split}annot"), ("images/{split}", "masks/{split}"), ("{split}/images", "{split}/masks")],
+)
+def test_each_layout_is_read(tmp_path, images, masks):
+    write(tmp_path, images=images, masks=masks)
+    data = load_data(spec(tmp_path))
+    pictures, targets = data.val.load([0, 4], epoch=None, device=torch.device("cpu"))
+    assert pictures.shape == (2, 3, *SIZE)
+    assert targets.shape == (2, *SIZE)
+    pixels = data.val.preprocessing.pixels(pictures)
+    assert torch.equal(pixels[:, 0, 2:] == 200, targets[:, 2:] == 1)
+    assert (targets[:, :2] == 255).all()
+    assert data.train.labels == CLASSES
+
+
+def test_images_and_masks_are_augmented_together_and_alike_on_every_call(tmp_path):
+    write(tmp_path)
+    data = load_data(spec(tmp_path))
+    plan = BatchPlan(batch_size=2, epoch=3)
+    batches = list(data.train.batches(plan))
+    again = list(data.train.batches(plan))
+    other = list(data.train.batches(BatchPlan(batch_size=2, epoch=4)))
+    assert all(
+        torch.equal(a, b) for one, two in zip(batches, again, strict=True) for a, b in zip(one, two, strict=True)
+    )
+    assert not torch.equal(batches[0][0], other[0][0])
+    pictures, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    bright = data.train.preprocessing.pixels(pictures)[:, 0]
+    certain = (targets != 255) & ((bright < 60) | (bright > 180))  # not where resizing blended both
+    assert certain.float().mean() > 0.3
+    assert torch.equal((bright > 180)[certain], (targets == 1)[certain])
+
+
+def test_resized_masks_hold_classes_alone(tmp_path):
+    write(tmp_path)
+    _, targets = load_data(spec(tmp_path, image_size=(12, 20))).val.load([1], epoch=None, device=torch.device("cpu"))
+    assert set(targets.unique().tolist()) <= {0, 1, 255}
+
+
+def damage(root, kind):
+    path = root / "valannot" / "1.png"
+    if kind == "size":
+        Image.fromarray(np.zeros((10, 10), np.uint8)).save(path)
+    elif kind == "class":
+        Image.fromarray(np.full(SIZE, 7, np.uint8)).save(path)
+    elif kind == "colour":
+        Image.fromarray(np.zeros((*SIZE, 3), np.uint8)).save(path)
+    elif kind == "file":
+        path.write_bytes(b"no image")
+    elif kind == "missing":
+        path.unlink()
+    else:
+        for file in (root / "val").iterdir():
+            file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("size", r"valannot/1.png is 10 x 10 pixels and its image 32 x 24"),
+        ("class", r"valannot/1.png holds the classes 7; data.classes names 0 to 1, and data.ignore_index is 11"),
+        ("colour", r"colour image \(mode RGB\)"),
+        ("file", r"valannot/1.png is not a readable image"),
+        ("missing", r"1 images of .*val have no mask NAME.png in .*valannot: 1.png"),
+        ("empty", r"val holds no images"),
+    ],
+)
+def test_bad_masks_are_named(tmp_path, kind, message):
+    write(tmp_path)
+    damage(tmp_path, kind)
+    with pytest.raises(DataError, match=message):
+        list(load_data(spec(tmp_path)).val.batches(BatchPlan(batch_size=5)))
+
+
+def test_bad_masks_are_left_out_if_the_recipe_says_so(tmp_path):
+    write(tmp_path)
+    damage(tmp_path, "class")
+    split = load_data(spec(tmp_path, on_error="skip")).val
+    assert sum(len(targets) for _, targets in split.batches(BatchPlan(batch_size=5))) == 4
+    assert [name.endswith("1.png") for name in split.skipped] == [True]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"classes": None}, "data.classes is missing"), ({"num_classes": 3}, "data.classes names 2")],
+)
+def test_bad_specifications_are_refused(tmp_path, options, message):
+    with pytest.raises(DataError, match=message):
+        load_data(spec(tmp_path, **options))
+
+
+def test_an_unknown_layout_is_refused(tmp_path):
+    with pytest.raises(DataError, match="holds no images and masks in a known layout"):
+        load_data(spec(tmp_path))
