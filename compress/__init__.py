@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; tests/test_pa
     from compress.measure import BenchSpec as BenchSpec
     from compress.measure import measure_accuracy as measure_accuracy
     from compress.measure import measure_latency as measure_latency
+    from compress.measure import measure_metric as measure_metric
     from compress.models import ModelSpec as ModelSpec
     from compress.models import build_model as build_model
     from compress.onnx_ptq.quantize import quantize_onnx as quantize_onnx
@@ -106,6 +107,7 @@ _HOMES = {
     "load_recipe": "compress.recipe",
     "measure_accuracy": "compress.measure",
     "measure_latency": "compress.measure",
+    "measure_metric": "compress.measure",
     "quantize": "compress.quantization.ptq.quantize",
     "quantize_onnx": "compress.onnx_ptq.quantize",
     "recalibrate_batchnorm": "compress.training",

@@ -25,7 +25,7 @@ class Position:
 
     @classmethod
     def read(cls, contents: Contents, *, epochs: int, steps_per_epoch: int) -> Position:
-        """The position in a checkpoint, if it is one of this training."""
+        """Return the position in a checkpoint, if it is one of this training."""
         position, lines = parse(cls, contents.data["position"], where="position")
         if position is not None:
             inside = 0 <= position.epoch <= epochs and 0 <= position.step < max(1, steps_per_epoch)

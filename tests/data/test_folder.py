@@ -262,10 +262,10 @@ def test_images_stand_upright(tmp_path, orientation):
 
 def test_of_a_long_strip_only_the_middle_is_resized():
     strip = Image.new("L", (1, 30_000), 7).convert("RGB")
-    assert centre_crop(strip, 224, crop_ratio=0.875).unique().tolist() == [7]
+    assert centre_crop(strip, (224, 224), crop_ratio=0.875).unique().tolist() == [7]
     short, long = (torch.arange(n, dtype=torch.uint8) for n in (40, 240))
     image = Image.fromarray(long.expand(40, -1).contiguous().numpy()).convert("RGB")
-    (row,) = centre_crop(image, 40, crop_ratio=1.0)[0].unique(dim=0)
+    (row,) = centre_crop(image, (40, 40), crop_ratio=1.0)[0].unique(dim=0)
     assert torch.equal(row, short + 100)
 
 
