@@ -100,7 +100,8 @@ def _tradeoff(run: RunData) -> _Plan | str:
     return _Plan(
         caption="Up and to the left is better. Colour is the variant, shape the engine: look how far a point moves "
         f"left from its float, and how little it drops.{more}",
-        alt=f"Scatter plot of {_accuracy_words(judged)} against p50 latency at batch {points[0].batch_size}: {summary}.",
+        alt=f"Scatter plot of {_accuracy_words(judged)} against p50 latency at batch {points[0].batch_size}: "
+        f"{summary}.",
         draw=lambda form: draw_tradeoff(points, form, judged=judged),
     )
 
