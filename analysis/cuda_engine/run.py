@@ -20,7 +20,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch._inductor.config
 from torch import Tensor
 
 from analysis.common.study import command_line, gpu_software, study_parser
@@ -161,7 +160,9 @@ def _layers(row: Report, program: Program, x: dict[str, Tensor]) -> None:
 
 def _baseline(name: str, batch: int, row: Report) -> None:
     """torch.compile(mode="max-autotune"), fp16, channels_last; its own CUDA graphs."""
-    inductor: Any = torch._inductor.config
+    import torch._inductor.config as inductor_config  # lazy: processes that compile kernels import this file too
+
+    inductor: Any = inductor_config
     inductor.autotune_num_choices_displayed = 0
     start = time.monotonic()
     model = network(name).cuda().half().to(memory_format=torch.channels_last)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ class Machine:
     Attributes:
         gpu: name of the GPU.
         capability: its compute capability, such as "9.0".
-        driver: version of the CUDA driver's interface, such as "13.0".
+        driver: its version, such as "580.159.04".
         torch, triton: versions.
     """
 
@@ -151,6 +152,10 @@ def _version(package: str) -> str:
 
 
 def _driver() -> str:
-    """The CUDA version that the driver supports."""
-    number = int(cast(Any, torch._C)._cuda_getDriverVersion())
-    return f"{number // 1000}.{number % 1000 // 10}"
+    """The version of the GPU's driver, such as 580.159.04; that of torch's CUDA where the system does not show it."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    found = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
+    return found.group(1) if found else f"CUDA {torch.version.cuda}"
