@@ -25,7 +25,11 @@ from compress.version import DISTRIBUTION, __version__
 
 _COMMANDS = {
     "train": Entry("compress.cli.run:train", "Train the float baseline, export and measure it."),
-    "ptq": Entry("compress.cli.run:ptq", "Baseline, post-training quantization, export, engines, report."),
+    "ptq": Entry(
+        "compress.cli.ptq:ptq",
+        "Baseline, post-training quantization, export, engines, report. With --onnx: Q/DQ into a file, without its "
+        "source.",
+    ),
     "qat": Entry(
         "compress.cli.run:qat",
         "Baseline, post-training quantization, quantization-aware training, export, engines, report.",

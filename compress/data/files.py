@@ -1,0 +1,152 @@
+"""Unlabelled pictures and arrays on disk, in batches: calibration data of a network of which only a file is there.
+
+Three sources: a folder of images with the preprocessing given in numbers, an .npz file whose arrays are named like the
+inputs, and a function of the user's own (`package.module:function`) that returns batches.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from compress.data.decode import centre_crop, rgb
+from compress.data.folder import EXTENSIONS, MEAN, STD
+from compress.errors import DataError, near_misses
+
+Layout = Literal["NCHW", "NHWC"]
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureInput:
+    """How a picture becomes an input: resized, cropped, (pixel / 255 - mean) / std.
+
+    Attributes:
+        size: height and width in pixels.
+        mean, std: of each channel, in units of pixel / 255.
+        layout: `NCHW`, or `NHWC` as TensorFlow's networks take it.
+        channels: `RGB`, or `BGR` as OpenCV reads pictures.
+        crop_ratio: share of the shorter side that the centre crop keeps; only squares are cropped, others are resized.
+    """
+
+    size: tuple[int, int] = (224, 224)
+    mean: tuple[float, ...] = MEAN
+    std: tuple[float, ...] = STD
+    layout: Layout = "NCHW"
+    channels: Literal["RGB", "BGR"] = "RGB"
+    crop_ratio: float = 0.875
+
+    def read(self, path: Path) -> Tensor:
+        """Return a picture as (C, H, W) or (H, W, C) float32.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        try:
+            with Image.open(path) as file:
+                image = rgb(file)
+        except Exception as error:  # a damaged file can make its decoder fail in any way
+            raise DataError(f"{path} is not a readable image ({error}); take it out of the folder") from error
+        height, width = self.size
+        if height == width:
+            pixels = centre_crop(image, height, crop_ratio=self.crop_ratio)
+        else:
+            pixels = torch.from_numpy(np.array(image.resize((width, height), Image.Resampling.BILINEAR))).permute(
+                2, 0, 1
+            )
+        if self.channels == "BGR":
+            pixels = pixels.flip(0)
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
+        x = (pixels.float() / 255 - mean) / std
+        return x.permute(1, 2, 0).contiguous() if self.layout == "NHWC" else x
+
+
+class Pictures:
+    """The pictures of a folder and of all folders in it, in batches, read when they are asked for.
+
+    Args:
+        folder: of the pictures.
+        form: how they become inputs.
+        limit: use at most so many, evenly spaced in the order of their names.
+        batch_size: pictures of one batch.
+
+    Raises:
+        DataError: there is no such folder, or no picture in it.
+    """
+
+    def __init__(self, folder: Path, form: PictureInput, *, limit: int, batch_size: int) -> None:
+        if not folder.is_dir():
+            raise DataError(
+                f"{folder} does not exist; give a folder of pictures, an .npz file or package.module:function"
+            )
+        found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS)
+        if not found:
+            raise DataError(f"{folder} holds no pictures ({', '.join(EXTENSIONS)})")
+        places = np.linspace(0, len(found) - 1, min(limit, len(found))).round().astype(int)
+        self.paths = [found[i] for i in dict.fromkeys(places.tolist())]
+        self.form, self.batch_size = form, batch_size
+
+    def __len__(self) -> int:
+        """Number of batches."""
+        return -(-len(self.paths) // self.batch_size)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield (N, ...) float32."""
+        for start in range(0, len(self.paths), self.batch_size):
+            yield torch.stack([self.form.read(path) for path in self.paths[start : start + self.batch_size]])
+
+
+def unlabelled(source: str, form: PictureInput, *, limit: int, batch_size: int) -> Iterable[Any]:
+    """Return batches of a folder, an .npz file or a function.
+
+    Args:
+        source: a folder, a path that ends in .npz, or `package.module:function`; the function takes no arguments.
+        form: preprocessing of the pictures of a folder.
+        limit: use at most so many images of a folder or an .npz file.
+        batch_size: images of one batch of these.
+
+    Raises:
+        DataError: there is no such thing, or it cannot be read.
+    """
+    path = Path(source)
+    if path.suffix == ".npz":
+        return _arrays(path, limit, batch_size)
+    if not path.exists() and _FUNCTION.fullmatch(source):
+        return _called(source)
+    return Pictures(path, form, limit=limit, batch_size=batch_size)
+
+
+def _arrays(path: Path, limit: int, batch_size: int) -> list[dict[str, np.ndarray[Any, Any]]]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name][:limit] for name in file.files}
+    except Exception as error:
+        raise DataError(f"{path} cannot be read as an .npz file of arrays ({error})") from error
+    lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
+    if len(set(lengths.values())) != 1 or 0 in lengths.values():
+        text = ", ".join(f"{name} {array.shape}" for name, array in arrays.items()) or "nothing"
+        raise DataError(f"{path} holds {text}; each array is an input, with the images along its first axis")
+    steps = range(0, next(iter(lengths.values())), batch_size)
+    return [{name: array[start : start + batch_size] for name, array in arrays.items()} for start in steps]
+
+
+def _called(source: str) -> Iterable[Any]:
+    module, _, name = source.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise DataError(f"{source}: {module} cannot be imported ({error}); it must be on Python's path") from error
+    function = getattr(found, name, None)
+    if not callable(function):
+        raise DataError(f"{source}: {module} has no function {name!r}{near_misses(name, dir(found))}")
+    batches: Iterable[Any] = function()
+    return batches

@@ -1,0 +1,88 @@
+"""`ptq --onnx`: a file, calibration data of three kinds, and what is refused."""
+
+import json
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper
+from PIL import Image
+
+from compress.data.files import PictureInput, unlabelled
+from tests.onnx_ptq.files import model_of, weights
+
+
+@pytest.fixture
+def folder(tmp_path):
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], name="first", pads=[1] * 4),
+        helper.make_node("Relu", ["a"], ["r"], name="relu"),
+        helper.make_node("Softmax", ["r"], ["y"], name="softmax", axis=1),
+    ]
+    onnx.save(model_of(nodes, {"w": weights(4, 3, 3, 3)}, shape=("n", 3, 8, 8)), tmp_path / "net.onnx")
+    pictures = tmp_path / "pictures" / "any"
+    pictures.mkdir(parents=True)
+    for i in range(3):
+        pixels = np.random.default_rng(i).integers(0, 256, (12, 10, 3), np.uint8)
+        Image.fromarray(pixels).save(pictures / f"{i}.png")
+    np.savez(tmp_path / "inputs.npz", x=np.random.default_rng(0).standard_normal((4, 3, 8, 8)).astype(np.float32))
+    (tmp_path / "mine.py").write_text("import numpy\n\ndef data():\n    return [numpy.ones((2, 3, 8, 8), 'float32')]\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "images"),
+    [("pictures", ("--size", "8"), 3), ("inputs.npz", ("--target", "openvino"), 4), ("mine:data", (), 2)],
+)
+def test_a_file_is_quantized(compress, folder, monkeypatch, data, options, images):
+    monkeypatch.syspath_prepend(str(folder))
+    told = compress("ptq", "--onnx", "net.onnx", "--data", data, "--out", "run", "--json", *options, cwd=folder)
+    assert told.returncode == 0, told.stderr
+    assert json.loads(told.stdout)["images"] == images
+    run = folder / "run"
+    assert sorted(path.name for path in run.iterdir()) == ["net.int8.onnx", "placement.csv", "quantization.json"]
+    onnxruntime.InferenceSession(str(run / "net.int8.onnx"), providers=["CPUExecutionProvider"])
+    assert "softmax" in (run / "placement.csv").read_text()
+
+
+def test_what_stays_float_is_shown(compress, folder):
+    told = compress("ptq", "--onnx", "net.onnx", "--data", "inputs.npz", "--out", "run", cwd=folder)
+    assert "softmax" in told.stdout
+    assert "1 of 1 weighted operations are INT8" in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("ptq",), "give --recipe, or --onnx FILE and --data"),
+        (("ptq", "--onnx", "net.onnx"), "--onnx needs --data"),
+        (("ptq", "--onnx", "net.onnx", "--data", "none"), "none does not exist; give a folder of pictures"),
+        (("ptq", "--onnx", "none.onnx", "--data", "inputs.npz"), "no such file"),
+        (
+            ("ptq", "--onnx", "net.onnx", "--data", "inputs.npz", "--target", "cpu"),
+            "--target is 'cpu' (one of: tensorrt",
+        ),
+        (("ptq", "--onnx", "net.onnx", "--data", "pictures", "--size", "8", "--std", "0"), "--std is '0'"),
+        (("ptq", "--onnx", "net.onnx", "--data", "pictures", "--size", "0"), "--size is '0'"),
+        (("ptq", "--onnx", "net.onnx", "--data", "pictures", "--size", "9"), "takes (any, 3, 8, 8)"),
+        (("ptq", "--onnx", "net.onnx", "--data", "os:nothing"), "os has no function 'nothing'"),
+        (("ptq", "--onnx", "net.onnx", "--data", "net.npz"), "cannot be read as an .npz file"),
+        (("ptq", "--recipe", "resnet50.yaml", "--data", "pictures"), "belong to --onnx"),
+    ],
+)
+def test_refusals(compress, folder, words, text):
+    told = compress(*words, cwd=folder)
+    assert told.returncode == 2
+    assert text in " ".join(told.stderr.split())
+    assert not (folder / "run").exists()
+    assert not (folder / "runs").exists()
+
+
+def test_pictures_become_inputs_as_asked(folder):
+    """Against numpy; a picture that has the size already is not resized."""
+    form = PictureInput(size=(12, 10), mean=(0.5,) * 3, std=(0.25,) * 3, layout="NHWC", channels="BGR")
+    (batch,) = unlabelled(str(folder / "pictures"), form, limit=2, batch_size=8)
+    pixels = np.asarray(Image.open(folder / "pictures" / "any" / "0.png"), np.float32)
+    np.testing.assert_allclose(batch[0].numpy(), (pixels[:, :, ::-1] / 255 - 0.5) / 0.25, atol=1e-6)
+    assert batch.shape == (2, 12, 10, 3)
