@@ -58,7 +58,7 @@ class PictureInput:
             raise DataError(f"{path} is not a readable image ({error}); take it out of the folder") from error
         height, width = self.size
         if height == width:
-            pixels = centre_crop(image, height, crop_ratio=self.crop_ratio)
+            pixels = centre_crop(image, self.size, crop_ratio=self.crop_ratio)
         else:
             pixels = torch.from_numpy(np.array(image.resize((width, height), Image.Resampling.BILINEAR))).permute(
                 2, 0, 1
