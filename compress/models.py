@@ -226,9 +226,9 @@ def _made(spec: ModelSpec, maker: Callable[..., Any], num_classes: int, **defaul
     try:
         model = maker(**{**classes, **defaults, **spec.options})
     except (TypeError, ValueError, RuntimeError, AssertionError, LookupError, AttributeError) as error:
-        told = "".join(f"{key}={value} and " for key, value in classes.items())
+        stated = "".join(f"{key}={value} and " for key, value in classes.items())
         raise ModelError(
-            f"{spec.name} cannot be made with {told}model.options {spec.options} ({type(error).__name__}: {error})"
+            f"{spec.name} cannot be made with {stated}model.options {spec.options} ({type(error).__name__}: {error})"
         ) from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"{spec.name} returned a {type(model).__name__}, not a torch.nn.Module")

@@ -44,7 +44,7 @@ class Run:
 
     @cached_property
     def task(self) -> Task:
-        """What is learned, and how the networks are judged."""
+        """Loss and metric of the networks."""
         recipe = self.recipe
         return make_task(recipe.task, self.data.val.labels, loss=recipe.loss, metric=recipe.metric)
 

@@ -28,7 +28,7 @@ class Loss(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a network learns and how it is judged.
+    """Loss, metric and decoding of a kind of network.
 
     Attributes:
         name: `classification`, `segmentation` or `detection`.

@@ -23,7 +23,7 @@ QUIET = NoProgress()
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What was measured of a network on a split.
+    """The measurements of a network on a split.
 
     Attributes:
         values: the figures of the task's metric by name, such as {"top1": 0.93, "top5": 0.99}; shares are 0 to 1.

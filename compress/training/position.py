@@ -1,4 +1,4 @@
-"""How far a training has come, as its checkpoint holds it."""
+"""The progress of a training, as its checkpoint holds it."""
 
 from __future__ import annotations
 

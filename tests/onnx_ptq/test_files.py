@@ -1,4 +1,4 @@
-"""What a quantized file keeps of the float one, and that it computes what its pairs say."""
+"""Contents that a quantized file keeps of the float one, and its result against the reference evaluator."""
 
 from __future__ import annotations
 

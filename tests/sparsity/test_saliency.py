@@ -67,7 +67,7 @@ def test_linear_layers_take_any_leading_axes():
 
 
 def test_columns_masked_first_leave_the_least_squares_weights():
-    """Where all masked columns come before all kept ones, the walk is exact: it must meet numpy's own solution."""
+    """If all masked columns come before all kept ones, the walk is exact: it must meet numpy's own solution."""
     inputs = correlated(200, 8)
     weight = torch.randn(5, 8, dtype=torch.float64)
     weight[:, :4] *= 1e-3  # surely masked by 4:8

@@ -1,4 +1,4 @@
-"""What a step must at least do: bytes that it moves, and products that it computes."""
+"""Lower bounds of a step: bytes that it moves, and products that it computes."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from compress.engines.cuda.executor import Executor
 
 @dataclass(frozen=True, kw_only=True)
 class StepDifference:
-    """What a step's kernel computes otherwise than the reference.
+    """The difference between a step's kernel and the reference.
 
     Attributes:
         step, kind: name and class.

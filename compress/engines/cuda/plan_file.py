@@ -25,7 +25,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a measurement holds for.
+    """The conditions under which a measurement is valid.
 
     Attributes:
         gpu: name of the GPU.
@@ -105,7 +105,7 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def default_path(model: Path, machine: Machine) -> Path:
-    """Where the plan of a model lies by default: beside it, with the GPU in its name."""
+    """Default path of a model's plan: beside it, with the GPU in its name."""
     gpu = "-".join(word for word in machine.gpu.lower().split() if word not in {"nvidia", "geforce", "tesla"})
     return model.with_name(f"{model.stem}.{gpu}.plan.json")
 

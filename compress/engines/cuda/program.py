@@ -156,7 +156,7 @@ class Program:
 
 
 def _direct_steps(layout: Layout, input_bytes: int) -> int:
-    """How many steps are launched outside of the graph; 0 where the inputs are copied instead."""
+    """Number of steps launched outside of the graph; 0 if the inputs are copied instead."""
     inputs = set(layout.plan.inputs)
     readers = [i for i, step in enumerate(layout.steps) if inputs & set(step.reads)]
     given_back = inputs & set(layout.plan.outputs.values())

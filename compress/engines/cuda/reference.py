@@ -43,7 +43,7 @@ S = TypeVar("S", bound=Step)
 
 
 def compute(step: Step, tensors: Tensors) -> Results:
-    """What a step writes.
+    """The results of a step.
 
     Args:
         step: of a plan.
@@ -190,7 +190,7 @@ def _float_operation(step: FloatOperation, tensors: Tensors) -> Results:
 
 
 def applied(step: Operation, tensors: Tensors) -> tuple[Tensor, ...]:
-    """What torch computes of an operation, in the types of `tensors`."""
+    """The result of an operation in torch, in the types of `tensors`."""
     inputs = [tensors[x] if isinstance(x, str) else x for x in step.inputs]
     if step.op == "Activation":
         return (step.attributes["activation"](cast(Tensor, inputs[0])),)

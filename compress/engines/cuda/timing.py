@@ -46,7 +46,7 @@ def launch_ms(run: Callable[[], None], device: torch.device, *, rounds: int = 5)
 
 
 def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """What `run` launches, as a CUDA graph that is not yet replayed."""
+    """The launches of `run` as a CUDA graph that is not yet replayed."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

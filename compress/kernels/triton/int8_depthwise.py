@@ -21,7 +21,7 @@ from compress.kernels.triton.int8_product import ALIGNED, Geometry, Sizes, Steps
 
 
 class DepthwiseTile(NamedTuple):
-    """What one program computes.
+    """The tile of one program.
 
     Attributes:
         positions: groups of neighbouring outputs of a row.

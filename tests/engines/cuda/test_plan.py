@@ -1,4 +1,4 @@
-"""What the planner fuses, and that the plan computes what ONNX Runtime computes of the file."""
+"""Fusions of the planner, and its plans against ONNX Runtime."""
 
 import numpy as np
 import onnx

@@ -1,4 +1,4 @@
-"""How each kind of step is launched, and which ways there are to choose from.
+"""The launches of each kind of step, and the candidates to choose from.
 
 A `Candidate` is one way to compute a step. The first of a list is a good guess from the shapes alone; `tuning` measures
 all of them. Launches take whatever strides their tensors have; where rows of pixels do not lie evenly they are copied

@@ -1,4 +1,4 @@
-"""What the functions that bind kernels to steps share: candidates, what is kept for a device, rows of pixels."""
+"""Shared by the functions that bind kernels to steps: candidates, the cache of a device, rows of pixels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compress.kernels.triton.int8_epilogue import Finish, Function, OutputGrid, 
 
 @dataclass
 class Bindings:
-    """What steps need on a device and keep from one launch to the next: packed weights, epilogues, workspaces.
+    """The cache of steps on a device, kept from one launch to the next: packed weights, epilogues, workspaces.
 
     Weights are kept by step, so that plans for several batch sizes of one network share them.
     """
@@ -28,7 +28,7 @@ class Bindings:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Of the GPU; without one that of Hopper, so that every kernel can be interpreted."""
+        """Compute capability of the GPU; without one that of Hopper, so that every kernel can be interpreted."""
         return torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (9, 0)
 
     @property
@@ -39,7 +39,7 @@ class Bindings:
         return torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def keep(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """What `make` gave when it was first called under this key."""
+        """The result of `make` at its first call under this key."""
         if key not in self.kept:
             self.kept[key] = make()
         return self.kept[key]

@@ -129,7 +129,7 @@ def _cumulative_sum(attributes: Attributes, inputs: Inputs) -> Tensor:
 
 
 def _top_k(attributes: Attributes, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Of equal values the first comes first."""
+    """Stable order: of equal values the first comes first."""
     axis, count = int(attributes.get("axis", -1)), int(needed(inputs, 1).item())
     largest = bool(attributes.get("largest", 1))
     values, places = torch.sort(needed(inputs, 0), dim=axis, descending=largest, stable=True)

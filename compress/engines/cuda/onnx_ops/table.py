@@ -1,4 +1,4 @@
-"""What the tables of operations share: types, and how a shape or a number is read off an input."""
+"""Shared by the tables of operations: types, and the reading of a shape or a number from an input."""
 
 from __future__ import annotations
 

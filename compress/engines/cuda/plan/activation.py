@@ -188,7 +188,7 @@ def _simple(graph: Graph, node: Node) -> Activation | None:
 
 
 def _run(graph: Graph, group: list[Node], source: str, x: Tensor) -> Tensor | None:
-    """What a group computes of the numbers `x`, in float64; None where it cannot be run so."""
+    """The result of a group for the numbers `x`, in float64; None if it cannot be computed so."""
     values = {source: x}
     for member in reversed(group):  # consumers were added first
         inputs: list[Tensor | None] = []

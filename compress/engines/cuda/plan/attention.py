@@ -71,6 +71,6 @@ def _from_softmax(
 
 
 def _symmetric(view: View, name: str) -> Source | None:
-    """The codes that a tensor stands for, on a grid around 0; None if there are none."""
+    """The codes of a tensor, on a grid around 0; None if there are none."""
     found = view.codes(name)
     return found if found is not None and found.grid is not None and found.grid.zero == 0 else None

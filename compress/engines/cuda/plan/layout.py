@@ -1,4 +1,4 @@
-"""Where every tensor of a plan lies: in which buffer, at which offset, with which strides; and which moves are copies.
+"""The memory layout of a plan: buffer, offset and strides of every tensor; and which moves are copies.
 
 Images lie channels last, so that a pixel's channels are neighbours, and a row of channels takes a multiple of 16
 bytes, so that every pixel can be read in wide accesses. A reshape, a transpose or a slice is then mostly a view and
@@ -37,7 +37,7 @@ _ROW_BYTES = 16  # rows of channels begin at multiples of this
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies.
+    """The place of a tensor in memory.
 
     Attributes:
         buffer: that it is a part of.
@@ -336,7 +336,7 @@ class _Layouter:
 
 
 def _viewed(step: Move, source: Place) -> tuple[Tensor, ...]:
-    """What a move gives of a tensor without data."""
+    """The result of a move for a tensor without data."""
     inputs = [source.meta() if isinstance(x, str) else x for x in step.inputs]
     return apply(step.op, step.attributes, inputs)
 

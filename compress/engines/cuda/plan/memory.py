@@ -1,4 +1,4 @@
-"""Where each buffer lies in one arena, so that buffers that are not needed at the same time share memory.
+"""Offsets of buffers in one arena, in which buffers that are not needed at the same time share memory.
 
 Largest first, each into the smallest gap between those that are alive with it (greedy by size; Pisarchyk and Lee,
 "Efficient Memory Management for Deep Neural Net Inference", 2020, section 5.2).

@@ -109,7 +109,7 @@ def _linear(node: Node, x: Source, weight: QuantizedConstant) -> Linear | None:
 
 @dataclass(frozen=True)
 class _Chain:
-    """How far the epilogue goes: the tensor that it has computed, and what it does (see `Epilogue`)."""
+    """The extent of an epilogue: the tensor that it has computed, and its operations (see `Epilogue`)."""
 
     name: str
     axis: int

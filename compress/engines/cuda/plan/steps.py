@@ -1,4 +1,4 @@
-"""What a plan consists of: steps, each one launch or a few, over named tensors.
+"""The steps of a plan, each one launch or a few, over named tensors.
 
 A step is data only. How it is computed is the matter of a backend (`reference`, `triton`), which has a function for
 every kind of step here.
@@ -24,7 +24,7 @@ NO_PADDING: Padding = ((0, 0), (0, 0))
 
 @dataclass(frozen=True)
 class Output:
-    """Where a step writes its result; codes, values, or both.
+    """The outputs of a step: codes, values, or both.
 
     Attributes:
         codes: tensor of codes; "" = none.
@@ -44,7 +44,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Source:
-    """What a step reads: codes on a grid, or floating-point values.
+    """An input of a step: codes on a grid, or floating-point values.
 
     Attributes:
         name: of the tensor; "" for nothing.
@@ -83,7 +83,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Epilogue:
-    """What is done with the exact sums of a product before anything is written.
+    """The operations on the exact sums of a product before they are written.
 
         y = first(sum * factor + bias)
         y = y rounded to the grid `middle`

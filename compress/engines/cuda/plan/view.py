@@ -1,4 +1,4 @@
-"""A graph as the lowering looks at it: who writes and reads a tensor, and which integers it stands for."""
+"""A graph as the lowering looks at it: producers and consumers of a tensor, and its codes."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class View:
         )  # fmt: skip
 
     def source(self, name: str) -> Source:
-        """The codes that a tensor stands for, or the tensor itself."""
+        """The codes of a tensor, or the tensor itself."""
         node = self.producers.get(name)
         if node is not None and node.op == "Dequantize":
             return Source(node.inputs[0], node.attributes["grid"])
         return Source(name)
 
     def codes(self, name: str) -> Source | None:
-        """The codes that a tensor stands for, on one grid; None if there are none."""
+        """The codes of a tensor, on one grid; None if there are none."""
         found = self.source(name)
         return found if found.grid is not None and len(found.grid.scale) == 1 else None
 
@@ -83,7 +83,7 @@ class View:
         return constant.double().reshape(-1).expand(shape[axis]).clone()
 
     def output(self, name: str, *, channels: bool = False) -> Output:
-        """Where a step writes a tensor that its consumers want as codes, as values, or as both; absorbs a Quantize.
+        """The outputs of a step whose consumers want codes, values, or both; absorbs a Quantize.
 
         Args:
             name: of the tensor.
