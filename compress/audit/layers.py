@@ -174,7 +174,8 @@ def operation(layer: EngineLayer) -> Operation:
 
 def is_attention(layer: EngineLayer) -> bool:
     """Return True if a layer is both products of an attention and the softmax between them, in one kernel."""
-    return layer.kind.lower() == "kgen" and re.match(r"_gemm_mha", layer.name) is not None
+    generated = layer.kind.lower() == "kgen" and re.match(r"_gemm_mha", layer.name) is not None
+    return generated or layer.kind == "Attention"
 
 
 def fused_steps(name: str) -> tuple[str, ...]:

@@ -16,7 +16,9 @@ from compress.export.names import is_node
 
 Require = Literal["int8", "fp16"]
 
-_RUNTIME_WEIGHTED = frozenset({"Convolution", "Deconvolution", "GroupConvolution", "FullyConnected", "MatMul"})
+_RUNTIME_WEIGHTED = frozenset(
+    {"Convolution", "Deconvolution", "GroupConvolution", "FullyConnected", "MatMul", "Linear", "Attention"}
+)
 _SHOWN = 3
 
 
@@ -43,7 +45,7 @@ def unmet_by_audit(audit: EngineAudit, require: Require, int8_nodes: Collection[
 
 
 def unmet_by_runtime(layers: Sequence[RuntimeLayer], int8_nodes: Collection[str]) -> tuple[str, ...]:
-    """Describe how an engine that lists its runtime layers (OpenVINO) is not INT8 where its ONNX file is."""
+    """Describe how an engine that lists its runtime layers (OpenVINO, cuda) is not INT8 where its ONNX file is."""
     if not int8_nodes:
         return ("the ONNX file has no INT8 operation",)
     names = [

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from compress.audit.cuda_plan import read_cuda_layers
 from compress.audit.engine import EngineAudit, audit_engine
 from compress.audit.files import onnx_beside, read_engine_layers
 from compress.audit.findings import megabytes, unknown_part
@@ -20,7 +21,12 @@ _COLUMNS = ("layer", "kind", "role", "reads", "writes", "computes in", "MB an im
 
 
 def inspect_engine(
-    file: Annotated[Path, typer.Argument(help="A built engine, its build log, or the inspector's JSON.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="A built engine, its build log, or the inspector's JSON; an ONNX file for the plan of the engine cuda."
+        ),
+    ],
     onnx: Annotated[
         Path | None,
         typer.Option("--onnx", help="The file that it was built from: 2:4 weights, rows of flattened tensors."),
@@ -30,7 +36,9 @@ def inspect_engine(
     as_json: JsonOption = False,
 ) -> None:
     """Audit the engine and print its layers, findings and advice; without `--onnx`, the file beside it is read."""
-    listing, onnx = read_engine_layers(file), onnx or onnx_beside(file)
+    planned = file.suffix == ".onnx" and file.is_file()  # the engine cuda runs the file itself
+    listing = read_cuda_layers(file) if planned else read_engine_layers(file)
+    onnx = onnx or (file if planned else onnx_beside(file))
     audit = audit_engine(listing, onnx=onnx, sparse_nodes=() if onnx is None else sparse_nodes(onnx))
     if as_json:
         print_json(_document(audit, device, batch_size))

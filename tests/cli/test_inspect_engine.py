@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from compress.cli.app import app
-from compress.errors import AuditError
+from compress.errors import AuditError, EngineError
 
 RECORDED = Path(__file__).parent.parent / "audit" / "nvidia"
 runner = CliRunner()
@@ -35,7 +35,7 @@ def test_refusals(tmp_path):
     assert "rtx4090" in str(unknown.exception) and unknown.output == ""
     (tmp_path / "m.onnx").write_bytes(b"")
     model = runner.invoke(app, ["inspect", "engine", str(tmp_path / "m.onnx")])
-    assert isinstance(model.exception, AuditError) and "is a model, not an engine" in str(model.exception)
+    assert isinstance(model.exception, EngineError) and "not an ONNX model, or a truncated one" in str(model.exception)
     assert isinstance(runner.invoke(app, ["inspect", "engine", str(tmp_path / "no.engine")]).exception, AuditError)
     both = runner.invoke(app, ["inspect", "engine", str(RECORDED / "inspector_10.json"), "--recipe", "resnet18"])
     assert both.exit_code == 2 and "No such option" in both.output

@@ -42,6 +42,7 @@ OPTIONS = {
     "device": "GPU, such as cuda or cuda:1; or cpu: exact integer arithmetic by torch, slow, to compare with",
     "tune": "no: take the guessed kernel of every layer and measure nothing; yes by default",
     "plan": "plan file with the measured choices; by default MODEL.GPU.plan.json beside the model",
+    "profile": "yes or no: layers can be timed either way; taken so that all engines can be called alike",
     "jobs": "processes that compile kernels at a time; by default one for each CPU",
 }
 PRECISIONS = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}

@@ -18,7 +18,7 @@ def audit_step(run: Run, variants: list[str]) -> None:
     """Audit every engine file of the run, and every engine that reports its layers; write engine_audit.json."""
     if run.folder.done("engine_audit"):
         return
-    rows = _file_rows(run) + _openvino_rows(run, variants)
+    rows = _file_rows(run) + _runtime_rows(run, variants)
     if rows:
         ENGINES.write(run.folder.path, rows)
     run.finish("engine_audit", engines=len(rows))
@@ -43,8 +43,8 @@ def check_required(run: Run) -> None:
         )
     if not rows:
         raise AuditError(
-            f"export.require is {require}, and no engine of this run tells of its layers: name openvino, tensorrt or "
-            "tensorrt-rtx in bench.engines, or set export.require: null"
+            f"export.require is {require}, and no engine of this run tells of its layers: name openvino, cuda, "
+            "tensorrt or tensorrt-rtx in bench.engines, or set export.require: null"
         )
 
 
@@ -74,19 +74,25 @@ def _unmet(run: Run, variant: Variant, audit: EngineAudit) -> list[str]:
     return list(unmet_by_audit(audit, require, _int8_nodes(run, variant)))
 
 
-def _openvino_rows(run: Run, variants: list[str]) -> list[EngineRow]:
-    """OpenVINO's own account of quantized networks; only asked for where INT8 is required."""
+_TELLING = ("openvino", "cuda")
+"""Engines that report their layers without a file of them."""
+
+
+def _runtime_rows(run: Run, variants: list[str]) -> list[EngineRow]:
+    """An engine's own account of quantized networks; only asked for where INT8 is required."""
     recipe = run.recipe
-    if recipe.export.require != "int8" or "openvino" not in recipe.bench.engines:
+    if recipe.export.require != "int8":
         return []
     rows = []
-    for variant in (Variant(name) for name in variants if Variant(name).is_quantized):
-        try:
-            with build_engine(run.path(f"{variant}.onnx"), "openvino", batch_size=1) as engine:
-                unmet = unmet_by_runtime(engine.runtime_layers(), _int8_nodes(run, variant))
-                rows.append(EngineRow(variant=variant, engine=engine.info.label, unmet=tuple(unmet)))
-        except EngineError as error:
-            run.notes.append(f"{variant}, openvino: the engine is not audited: {error}")
+    quantized = [Variant(name) for name in variants if Variant(name).is_quantized]
+    for engine_name in (name for name in _TELLING if name in recipe.bench.engines):
+        for variant in quantized:
+            try:
+                with build_engine(run.path(f"{variant}.onnx"), engine_name, batch_size=1) as engine:
+                    unmet = unmet_by_runtime(engine.runtime_layers(), _int8_nodes(run, variant))
+                    rows.append(EngineRow(variant=variant, engine=engine.info.label, unmet=tuple(unmet)))
+            except EngineError as error:
+                run.notes.append(f"{variant}, {engine_name}: the engine is not audited: {error}")
     return rows
 
 
