@@ -13,6 +13,14 @@ from typing import Any
 from compress.limits import DEPTH, JSON_BYTES
 
 
+def expand_user(path: Path | str) -> Path:
+    """Return a path with `~` as the home folder; that of a user who does not exist stays, and is not found then."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 @contextmanager
 def replacing(path: Path | str) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success it is renamed to `path`, on any error removed.

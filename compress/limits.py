@@ -39,6 +39,3 @@ DIGITS = 400
 
 JSON_BYTES = 2**29
 """Largest JSON file. An engine's listing of ten thousand layers takes some ten megabytes."""
-
-ONNX_BYTES = 2**31
-"""Largest ONNX file, as protobuf itself has it; weights beyond that are external data."""

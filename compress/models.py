@@ -19,7 +19,7 @@ from torch import nn
 
 from compress.errors import ModelError, near_misses
 from compress.imports import imported
-from compress.validation import AtLeastOne
+from compress.validation import Classes
 from compress.version import install_hint
 from compress.weights import SUFFIXES, load_state, load_weights, read_state_dict
 
@@ -43,7 +43,7 @@ class ModelSpec:
 
     name: str = "resnet50"
     weights: str | None = None
-    num_classes: AtLeastOne | None = None
+    num_classes: Classes | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 

@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +21,12 @@ import yaml
 from compress.data.spec import DATASETS, DataSpec, data_contradictions
 from compress.errors import RecipeError, near_misses
 from compress.export.spec import ExportSpec
+from compress.files import expand_user
+from compress.limits import RECIPE_BYTES
 from compress.measure.spec import BenchSpec, bench_contradictions
 from compress.models import ModelSpec
 from compress.quantization.spec import QuantSpec, quant_contradictions
+from compress.safe_yaml import load_yaml
 from compress.sparsity.spec import SparsitySpec, sparsity_contradictions
 from compress.tasks.load import TaskName, task_contradictions
 from compress.training.spec import FinetuneSpec, QATSpec, TrainSpec, train_contradictions
@@ -81,34 +83,6 @@ def _plain(value: Any) -> Any:
     return json.loads(json.dumps(dataclasses.asdict(value)))
 
 
-class _Loader(yaml.SafeLoader):
-    """Safe YAML with the numbers of YAML 1.2, which refuses a key that occurs twice.
-
-    YAML 1.1 asks for 1.0e-3 where people write 1e-3, and reads 2:4 as 124, to the base of 60.
-    """
-
-    yaml_implicit_resolvers = {  # noqa: RUF012, as in its base class
-        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":int", ":float"))]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise RecipeError(f"line {key.start_mark.line + 1}: key {key.value!r} occurs twice; remove one of them")
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9]\d*)$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.\d*|\.\d+|(\d+\.?\d*|\.\d+)[eE][-+]?\d+|\.(inf|Inf|INF))$|^\.(nan|NaN|NAN)$"),
-    list("-+0123456789."),
-)
-
-
 def load_recipe(recipe: Path | str, overrides: Iterable[str] = ()) -> Recipe:
     """Read a recipe.
 
@@ -121,11 +95,12 @@ def load_recipe(recipe: Path | str, overrides: Iterable[str] = ()) -> Recipe:
     """
     path = find_recipe(recipe)
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    except RecipeError as error:
-        raise RecipeError(f"{path}, {error}") from None
+        with path.open("rb") as file:
+            tree = load_yaml(file.read(RECIPE_BYTES + 1).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path} is not YAML: {error}") from None
+    except ValueError as error:
+        raise RecipeError(f"{path} is refused: {error}") from None
     if tree is None:
         raise RecipeError(
             f"{path} is empty; a recipe names at least its model, such as `model: {{name: resnet18}}`. "
@@ -173,7 +148,7 @@ def find_recipe(recipe: Path | str) -> Path:
     Raises:
         RecipeError: there is none; names near misses.
     """
-    given = Path(recipe).expanduser()
+    given = expand_user(recipe)
     name = given.name if given.suffix in {".yaml", ".yml"} else f"{given.name}.yaml"
     candidates = [given] if given.suffix else []
     if len(given.parts) == 1:
@@ -203,9 +178,9 @@ def _with_override(tree: dict[str, Any], override: str) -> dict[str, Any]:
     if not equals or not key.strip():
         raise RecipeError(f"--set {override!r} is not of the form key=value, such as qat.epochs=1")
     try:
-        value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"--set {override!r}: the value is not YAML: {' '.join(str(error).split())}") from None
+        value = load_yaml(text)
+    except ValueError as error:
+        raise RecipeError(f"--set {override!r:.200}: the value is refused: {error}") from None
     copy: dict[str, Any] = json.loads(json.dumps(tree, default=str))
     parts = key.strip().split(".")
     here: Any = copy

@@ -17,11 +17,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
 from compress.errors import CompressError, near_misses
+from compress.limits import BATCH, CLASSES, COUNT, SEED, WORKERS
 
 T = TypeVar("T")
 
-AtLeastOne = Annotated[int, Field(ge=1)]
-NotNegativeInt = Annotated[int, Field(ge=0)]
+AtLeastOne = Annotated[int, Field(ge=1, le=COUNT)]
+NotNegativeInt = Annotated[int, Field(ge=0, le=COUNT)]
+Seed = Annotated[int, Field(ge=0, le=SEED)]
+BatchSize = Annotated[int, Field(ge=1, le=BATCH)]
+Workers = Annotated[int, Field(ge=0, le=WORKERS)]
+Threads = Annotated[int, Field(ge=1, le=WORKERS)]
+Classes = Annotated[int, Field(ge=1, le=CLASSES)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -84,7 +90,7 @@ def range_words(hint: Any) -> str:
     """Return the range that an `Annotated` number declares, such as `2 to 8`; "" for any other type.
 
     >>> range_words(AtLeastOne), range_words(Share), range_words(ShareBelowOne), range_words(int)
-    ('1 or more', '0 to 1', 'at least 0 and below 1', '')
+    ('1 to 1,000,000,000', '0 to 1', 'at least 0 and below 1', '')
     """
     fields = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, FieldInfo)]
     bounds = {
@@ -95,11 +101,15 @@ def range_words(hint: Any) -> str:
         if hasattr(bound, name)
     }
     if bounds.keys() == {"ge", "le"}:
-        return f"{bounds['ge']:g} to {bounds['le']:g}"
+        return f"{_number(bounds['ge'])} to {_number(bounds['le'])}"
     if bounds.keys() == {"ge"}:
-        return f"{bounds['ge']:g} or more"
+        return f"{_number(bounds['ge'])} or more"
     words = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
-    return " and ".join(f"{word} {bounds[name]:g}" for name, word in words.items() if name in bounds)
+    return " and ".join(f"{word} {_number(bounds[name])}" for name, word in words.items() if name in bounds)
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 def members(hint: Any) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from compress.errors import CheckpointError, first_few
+from compress.files import expand_user
 
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 """For each name whose shape differs: the shape in the file, and in the model."""
@@ -56,7 +57,7 @@ def read_state_dict(path: Path | str) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the file is missing, truncated or holds something other than named tensors.
     """
-    path = Path(path).expanduser()
+    path = expand_user(path)
     if not path.is_file():
         raise CheckpointError(f"there is no weights file {path}")
     if path.suffix not in SUFFIXES:

@@ -89,7 +89,7 @@ def test_missing_broken_and_doubled(tmp_path):
     with pytest.raises(RecipeError, match="did you mean 'resnet50'"):
         find_recipe("resnet5O.yaml")
     (tmp_path / "broken.yaml").write_text("train: {epochs: 3")
-    with pytest.raises(RecipeError, match="is not YAML"):
+    with pytest.raises(RecipeError, match="not YAML"):
         load_recipe(tmp_path / "broken.yaml")
     (tmp_path / "doubled.yaml").write_text("train: {epochs: 3}\ntrain: {epochs: 4}\n")
     with pytest.raises(RecipeError, match="'train' occurs twice"):

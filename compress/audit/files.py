@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from compress.audit.layers import EngineListing
@@ -16,6 +17,7 @@ from compress.engines.tensorrt.metadata import (
     read_metadata,
 )
 from compress.errors import AuditError, EngineError
+from compress.limits import JSON_BYTES
 
 
 def read_engine_layers(path: Path | str) -> EngineListing:
@@ -35,9 +37,9 @@ def read_engine_layers(path: Path | str) -> EngineListing:
     if path.suffix == ".onnx":
         raise AuditError(f"{path} is a model, not an engine of it: --onnx shows what is in it, build makes an engine")
     if path.suffix == ".json":
-        return parse_inspector(_text(path))
+        return _parsed(parse_inspector, path)
     if path.suffix in {".log", ".txt"}:
-        return parse_build_log(_text(path))
+        return _parsed(parse_build_log, path)
     if metadata_path(path).is_file():
         check_whole(path, read_metadata(path))
     layers, log = layers_path(path), log_path(path)
@@ -65,8 +67,21 @@ def onnx_beside(path: Path | str) -> Path | None:
     return None
 
 
+def _parsed(parse: Callable[[str], EngineListing], path: Path) -> EngineListing:
+    """Read a file with a parser of NVIDIA's forms, which have no specification: what it trips over is refused."""
+    try:
+        return parse(_text(path))
+    except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise AuditError(
+            f"{path} lists its layers in a form that is not known ({type(error).__name__}: {error}); write it again "
+            "with trtexec, or build the engine again"
+        ) from error
+
+
 def _text(path: Path) -> str:
     try:
+        if (size := path.stat().st_size) > JSON_BYTES:
+            raise AuditError(f"{path} has {size:,} bytes, and at most {JSON_BYTES:,} are read")
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise AuditError(f"{path} cannot be read: {error}") from None

@@ -9,13 +9,13 @@ whose shapes are set. Facts that a layer does not report are unknown, and counte
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from compress.audit.layers import EngineLayer, EngineListing
 from compress.audit.nvidia_layer import engine_layer, first_profile, omissions, split_bindings, without_constants
 from compress.errors import AuditError
+from compress.files import parse_json
 
 _AGAIN = "build the engine with profiling verbosity DETAILED (trtexec --profilingVerbosity=detailed) and export again"
 
@@ -27,10 +27,10 @@ def parse_inspector(text: str) -> EngineListing:
         AuditError: the text is not JSON, not the inspector's, or holds names of layers only.
     """
     try:
-        document = json.loads(text)
-    except json.JSONDecodeError as error:
+        document = parse_json(text)
+    except ValueError as error:
         raise AuditError(
-            f"the layer information is not JSON ({error}); give the file that --exportLayerInfo wrote"
+            f"the layer information cannot be read ({error}); give the file that --exportLayerInfo wrote"
         ) from None
     rows = document.get("Layers") if isinstance(document, dict) else None
     if not isinstance(rows, list) or not rows:

@@ -13,7 +13,6 @@ its tactics of convolutions are stubs.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 from compress.audit.layers import EngineLayer, EngineListing
 from compress.audit.nvidia_layer import engine_layer, split_bindings, without_constants
 from compress.errors import AuditError
+from compress.files import parse_json
 
 _LAYER = re.compile(
     r"Name: (?P<Name>.*?), LayerType: (?P<LayerType>\w+), Inputs: \[(?P<Inputs>.*?)\], "
@@ -74,8 +74,8 @@ def _value(text: str) -> Any:
     if not re.match(r"[\[{\d-]", text):
         return text
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
+        return parse_json(text)
+    except ValueError:
         return text
 
 

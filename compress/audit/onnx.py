@@ -161,6 +161,8 @@ def sparse_nodes(path: Path | str) -> tuple[str, ...]:
 
 
 def _load(path: Path) -> onnx.ModelProto:
+    if path.exists() and not path.is_file():  # /dev/zero never ends
+        raise AuditError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}; give an ONNX file")
     try:
         proto = onnx.load(path)
         onnx.checker.check_model(proto)

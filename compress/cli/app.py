@@ -192,5 +192,5 @@ def _os_error(error: OSError) -> str:
 
 
 def _fail(text: str) -> None:
-    ERRORS.print(f"[bold red]error[/] {escape(text)}", highlight=False, soft_wrap=True)
+    ERRORS.print(f"[bold red]error[/] {escape(text)}", highlight=False, markup=True, soft_wrap=True)
     sys.exit(2)

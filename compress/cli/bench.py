@@ -108,11 +108,11 @@ def _end_to_end(
     columns = ("variant and engine", "batch", *(f"{stage} ms" for stage in STAGES), "all ms", "engine's share")
     print_table("from pictures to classes", columns, map(_stages, found.results), numbers=columns[1:])
     for method in dict.fromkeys(row.method for row in found.results):
-        OUT.print(method, markup=False, highlight=False)
+        OUT.print(method, highlight=False)
     for name, reason in found.unavailable.items():
-        OUT.print(f"unavailable {name}: {reason}", markup=False, highlight=False)
+        OUT.print(f"unavailable {name}: {reason}", highlight=False)
     if drawn is not None:
-        OUT.print(f"figure: {drawn}", markup=False, highlight=False, soft_wrap=True)
+        OUT.print(f"figure: {drawn}", highlight=False, soft_wrap=True)
 
 
 def _stages(row: EndToEnd) -> tuple[str, ...]:

@@ -159,7 +159,7 @@ def _show(built: BuiltEngine, path: Path, options: TensorRTOptions, as_json: boo
     OUT.print("The same elsewhere (--commands prints all of them):", highlight=False)
     for command in texts:
         if command.purpose == "build" and command.words[0] in {"trtexec", "tensorrt_rtx"}:
-            OUT.print(f"# {command.target}\n{command.text()}", markup=False, highlight=False, soft_wrap=True)
+            OUT.print(f"# {command.target}\n{command.text()}", highlight=False, soft_wrap=True)
 
 
 def _show_commands(path: Path, options: TensorRTOptions, as_json: bool) -> None:
@@ -168,6 +168,4 @@ def _show_commands(path: Path, options: TensorRTOptions, as_json: bool) -> None:
         print_json([{"target": c.target, "purpose": c.purpose, "text": c.text()} for c in texts])
         return
     for command in texts:
-        OUT.print(
-            f"# {command.target}: {command.purpose}\n{command.text()}", markup=False, highlight=False, soft_wrap=True
-        )
+        OUT.print(f"# {command.target}: {command.purpose}\n{command.text()}", highlight=False, soft_wrap=True)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
@@ -25,8 +24,9 @@ from compress.progress import NoProgress, Progress
 _WIDE = 140
 """Columns of what is not a terminal: a file or a pipe does not wrap."""
 
-OUT = Console(width=None if sys.stdout.isatty() else _WIDE)
-ERRORS = Console(stderr=True)
+OUT = Console(width=None if sys.stdout.isatty() else _WIDE, markup=False)
+ERRORS = Console(stderr=True, markup=False)
+"""Without markup: a folder may be named `o[/red]`, and an extra is `compress[rtx]`."""
 
 _VERBOSE_S = 1.0
 _FIGURES = {"loss": ".3f", "accuracy": ".1%", "images_per_s": ".0f", "images": ".0f"}
@@ -61,7 +61,7 @@ class BarProgress:
 
     def note(self, text: str) -> None:
         """Print a line above the bars."""
-        self._bars.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._bars.console.print(text, highlight=False, soft_wrap=True)
 
 
 def _figures(fields: dict[str, float]) -> str:
@@ -72,7 +72,7 @@ def _figures(fields: dict[str, float]) -> str:
 
 
 def _print_line(text: str) -> None:
-    ERRORS.print(text, highlight=False, markup=False, soft_wrap=True)
+    ERRORS.print(text, highlight=False, soft_wrap=True)
 
 
 @dataclass
@@ -121,7 +121,7 @@ def print_table(
         number = column in right
         table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
     for row in rows:
-        table.add_row(*(escape(str(cell)) for cell in row))  # "compress[rtx]" is no markup
+        table.add_row(*map(str, row))
     OUT.print(table)
 
 

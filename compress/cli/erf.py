@@ -14,6 +14,7 @@ from compress.cli.networks import chosen_recipe, network_of
 from compress.cli.options import ImageSizeOption, JsonOption, ModelChoice, RecipeChoice, SetOption
 from compress.data import BatchPlan, load_data
 from compress.errors import RecipeError
+from compress.limits import COUNT
 from compress.pipeline.again import finished_run, network, variants_in
 from compress.receptive_field import ErfOptions
 from compress.recipe import Recipe
@@ -31,7 +32,7 @@ def erf(
     layer: Annotated[
         list[str] | None, typer.Option("--layer", help="Repeat for several; default: some of each depth.")
     ] = None,
-    images: Annotated[int, typer.Option(help="How many images to average over.")] = 16,
+    images: Annotated[int, typer.Option(min=1, max=COUNT, help="How many images to average over.")] = 16,
     data: Annotated[str, typer.Option(help="Without a recipe: shapes, digits or noise.")] = "shapes",
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the pictures.")] = Path("runs/erf"),
     as_json: JsonOption = False,

@@ -80,11 +80,11 @@ def explore(
     print_table(f"{folder}: forms on {engine}", _COLUMNS, [_cells(row) for row in rows], numbers=numbers)
     for row in rows:
         if row.error:
-            OUT.print(f"{row.form}, SM {row.sm}: not built: {row.error}", markup=False, highlight=False)
+            OUT.print(f"{row.form}, SM {row.sm}: not built: {row.error}", highlight=False)
     for capability, row in chosen.items():
         given = " ".join(f"--set '{text}'" for text in row.overrides) or "the recipe as it is"
         text = f"SM {capability}: fewest bytes with {row.form}: {given}"
-        OUT.print(text, markup=False, highlight=False, soft_wrap=True)
+        OUT.print(text, highlight=False, soft_wrap=True)
 
 
 def _cells(row: FormResult) -> tuple[str, ...]:

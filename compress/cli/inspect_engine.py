@@ -16,6 +16,7 @@ from compress.audit.onnx import sparse_nodes
 from compress.audit.roofline import choices_text, engine_roofline, int8_choices
 from compress.cli.console import OUT, print_json, print_table
 from compress.cli.options import JsonOption
+from compress.limits import COUNT
 
 _COLUMNS = ("layer", "kind", "role", "reads", "writes", "computes in", "MB an image", "macs", "kernel")
 
@@ -32,7 +33,7 @@ def inspect_engine(
         typer.Option("--onnx", help="The file that it was built from: 2:4 weights, rows of flattened tensors."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="Device whose roofs bound the time, such as rtx4090.")] = None,
-    batch_size: Annotated[int, typer.Option(help="With --device: images of one run.")] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, max=COUNT, help="With --device: images of one run.")] = 32,
     as_json: JsonOption = False,
 ) -> None:
     """Audit the engine and print its layers, findings and advice; without `--onnx`, the file beside it is read."""
@@ -47,9 +48,9 @@ def inspect_engine(
     print_table(f"{file}: {audit.source}", _COLUMNS, _rows(audit), numbers=("MB an image", "macs"))
     OUT.print(summary_line(audit), highlight=False)
     for finding in audit.findings:
-        OUT.print(f"- {finding.text}", markup=False, highlight=False)
+        OUT.print(f"- {finding.text}", highlight=False)
     if audit.advice:
-        OUT.print(f"advice: {audit.advice}", markup=False, highlight=False)
+        OUT.print(f"advice: {audit.advice}", highlight=False)
     if bound is not None and device is not None:
         choices = int8_choices(audit, device=device, batch_size=batch_size)
         OUT.print(

@@ -17,6 +17,7 @@ from compress.graph.canonical import canonical_graph
 from compress.graph.float_model import check_float_model
 from compress.graph.layers import layers, total_macs
 from compress.graph.report import leaves_of
+from compress.limits import COUNT
 from compress.plots.graph import draw_block
 from compress.plots.style import save_figure
 from compress.quantization.placement.decisions import Decision
@@ -39,7 +40,7 @@ def inspect_model(
     ] = False,
     device: Annotated[str, typer.Option(help="With --sparsity: device whose roofs bound the time.")] = "h200",
     precision: Annotated[str, typer.Option(help="With --sparsity: int8, fp16, bf16.")] = "int8",
-    batch_size: Annotated[int, typer.Option(help="With --sparsity: images of one run.")] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, max=COUNT, help="With --sparsity: images of one run.")] = 32,
     draw: Annotated[
         str | None, typer.Option("--draw", help="A block, such as layer1.0: its graph with Q/DQ as a PNG; see --out.")
     ] = None,
@@ -63,11 +64,13 @@ def _example(recipe: Recipe) -> torch.Tensor:
 
 def _draw(recipe: Recipe, block: str, out: Path) -> None:
     """Write the figure of one block; the place of Q/DQ nodes depends neither on weights nor on ranges."""
+    if not block:
+        raise RecipeError("--draw is empty: name a block, such as layer1.0 (inspect model lists the layers)")
     network = network_of(recipe, weights=False)
     save_figure(
         draw_block(insert_quantizers(network, _example(recipe), recipe.quantization or QuantSpec()), block), out
     )
-    OUT.print(f"{out}", markup=False)
+    OUT.print(f"{out}")
 
 
 def _show_model(recipe: Recipe, as_json: bool) -> None:
@@ -94,7 +97,7 @@ def _show_model(recipe: Recipe, as_json: bool) -> None:
     macs, unknown = total_macs(tuple(items))
     OUT.print(f"{macs // 2:,} macs an image" + (f"; unknown: {', '.join(unknown)}" if unknown else ""))
     for leaf in leaves_of(graph):
-        OUT.print(f"leaf {leaf.path} ({leaf.kind}): {leaf.reason}", markup=False)
+        OUT.print(f"leaf {leaf.path} ({leaf.kind}): {leaf.reason}")
     decisions = [(d.tensor, d.layer, _format(d), d.rule, d.reason) for d in placement.decisions]
     columns = ("tensor", "asked by", "decision", "rule", "reason")
     print_table(f"{name}: placement for {placement.target}", columns, decisions)

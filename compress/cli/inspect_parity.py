@@ -44,7 +44,7 @@ def inspect_parity(
         if isinstance(found, LayerParity):
             _show(found)
         else:
-            OUT.print(f"[yellow]unavailable[/] {engine}: {found}")
+            OUT.print(f"unavailable {engine}: {found}")
 
 
 def _show(found: LayerParity) -> None:
@@ -62,10 +62,10 @@ def _show(found: LayerParity) -> None:
         for point in found.points
     ]
     print_table(f"{found.engine}: at every quantizer", columns, rows, numbers=columns[2:6])
-    OUT.print(found.verdict, markup=False)
+    OUT.print(found.verdict)
     OUT.print(
         f"logits: {found.logits.sqnr_db:.1f} dB, {found.logits.agreement:.1%} in the same class as fake quantization; "
         f"values read from {found.method}"
     )
     if found.missing:
-        OUT.print(f"not in the file: {', '.join(found.missing)}", markup=False)
+        OUT.print(f"not in the file: {', '.join(found.missing)}")

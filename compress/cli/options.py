@@ -7,13 +7,17 @@ from typing import Annotated
 
 import typer
 
+from compress.limits import IMAGE_SIDE
+
 FolderArgument = Annotated[Path, typer.Argument(help="A run folder.")]
 RecipeOption = Annotated[str, typer.Option("--recipe", "-r", help="A path, or a name such as resnet50.yaml.")]
 RecipeChoice = Annotated[str | None, typer.Option("--recipe", "-r", help="A recipe: its model and its data.")]
 ModelChoice = Annotated[
     str | None, typer.Option("--model", "-m", help="A model of torchvision, or timm:NAME, without a recipe.")
 ]
-ImageSizeOption = Annotated[int, typer.Option("--image-size", help="Side of the input in pixels, without a recipe.")]
+ImageSizeOption = Annotated[
+    int, typer.Option("--image-size", min=8, max=IMAGE_SIDE, help="Side of the input in pixels, without a recipe.")
+]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override, such as qat.epochs=1.")
 ]

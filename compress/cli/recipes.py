@@ -26,14 +26,14 @@ def recipes(
         if as_json:
             print_json([asdict(key) for key in recipe_keys()])
         else:
-            OUT.print(recipe_keys_markdown(), end="", markup=False, highlight=False, soft_wrap=True)
+            OUT.print(recipe_keys_markdown(), end="", highlight=False, soft_wrap=True)
         return
     if name is not None:
         recipe = load_recipe(name)
         if as_json:
             print_json(asdict(recipe))
         else:
-            OUT.print(recipe.to_yaml(), markup=False, highlight=False)
+            OUT.print(recipe.to_yaml(), highlight=False)
         return
     found = [(n, str(find_recipe(n)), _first_line(find_recipe(n))) for n in recipe_names()]
     if as_json:

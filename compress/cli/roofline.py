@@ -11,6 +11,7 @@ from compress.cli.console import OUT, print_json
 from compress.cli.networks import blank_images, chosen_recipe, network_of
 from compress.cli.options import ImageSizeOption, JsonOption, ModelChoice, RecipeChoice, SetOption
 from compress.errors import RecipeError
+from compress.limits import COUNT
 from compress.plots.roofline import draw_ceilings, draw_roofline
 from compress.plots.style import save_figure
 from compress.roofline import ceilings_text, measure_ceilings, rows_text, summary_text, what_if, what_if_text
@@ -24,7 +25,7 @@ def roofline(
     set_: SetOption = None,
     device: Annotated[str, typer.Option(help="Such as h200, a100, t4, orin; or machine, after --measure.")] = "h200",
     precision: Annotated[str, typer.Option(help="fp32, tf32, fp16, bf16, int8, int8-2:4, fp8.")] = "int8",
-    batch_size: Annotated[int, typer.Option(help="Images of one run.")] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, max=COUNT, help="Images of one run.")] = 32,
     unfused: Annotated[
         bool, typer.Option("--unfused", metavar="", help="Each operation alone, not fused as in an engine.")
     ] = False,
@@ -45,7 +46,7 @@ def roofline(
     if as_json:
         print_json({"figure": str(figure), "roofline": bound.as_dict()})
         return
-    OUT.print("\n\n".join((summary_text(bound), rows_text(bound), what_if_text(scenarios))), markup=False)
+    OUT.print("\n\n".join((summary_text(bound), rows_text(bound), what_if_text(scenarios))))
     OUT.print(f"figure: {figure}", highlight=False)
 
 
@@ -60,5 +61,5 @@ def _measure(device: str, out: Path, as_json: bool) -> None:
     if as_json:
         print_json({"file": str(path), "figure": str(figure)})
     else:
-        OUT.print(ceilings_text(measured), markup=False)
+        OUT.print(ceilings_text(measured))
         OUT.print(f"figure: {figure}", highlight=False)

@@ -18,7 +18,7 @@ def show_finished_steps(folder: Path) -> None:
         text = f"{folder}: finished so far: {', '.join(read_state(folder).steps) or 'no step'}"
     else:
         text = f"{folder} holds no run: a new one begins"
-    ERRORS.print(text, highlight=False, markup=False, soft_wrap=True)
+    ERRORS.print(text, highlight=False, soft_wrap=True)
 
 
 def show_run(folder: Path, *, as_json: bool) -> None:
@@ -40,9 +40,9 @@ def show_run(folder: Path, *, as_json: bool) -> None:
     print_table(str(folder), columns, rows, numbers=columns[3:])
     OUT.print("agrees %: share of evaluation images that the engine puts in the same class as torch, fake quantization")
     for note in summary_notes(data.metrics):
-        OUT.print(escape(note))
+        OUT.print(note)
     for note in data.notes:
-        OUT.print(f"[yellow]note[/] {escape(note)}")
+        OUT.print(f"[yellow]note[/] {escape(note)}", markup=True)
     for engine, reason in unavailable_engines(data.metrics).items():
-        OUT.print(f"[yellow]unavailable[/] {escape(engine)}: {escape(reason)}")
+        OUT.print(f"[yellow]unavailable[/] {escape(engine)}: {escape(reason)}", markup=True)
     OUT.print(f"report: {folder / 'report.html'}\n        {folder / 'report.md'}", highlight=False, soft_wrap=True)

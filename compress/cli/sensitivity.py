@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from compress.cli.console import OUT, print_json, print_table, progress
 from compress.cli.options import DeviceOption, JsonOption, RecipeOption, ResumeOption, SetOption
 from compress.cli.run_summary import show_finished_steps
 from compress.errors import RecipeError
+from compress.limits import COUNT
 from compress.meters import metric_title, score_text, shown
 from compress.pipeline import default_folder
 from compress.pipeline.studies.mixed import MixedPoint, check_costs, mixed_front, pick, write_recipe
@@ -31,7 +33,9 @@ def sensitivity(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Run folder; default runs/<recipe>-sensitivity.")
     ] = None,
-    images: Annotated[int, typer.Option(help="Images of the evaluation split that effects are measured on.")] = 256,
+    images: Annotated[
+        int, typer.Option(min=1, max=COUNT, help="Images of the evaluation split that effects are measured on.")
+    ] = 256,
     weight_bits: Annotated[
         list[int] | None, typer.Option("--weight-bits", help="A further format: weights of so many bits. Repeatable.")
     ] = None,
@@ -44,7 +48,7 @@ def sensitivity(
     ] = None,
     write: Annotated[Path | None, typer.Option(help="Recipe of that choice; default <out>/mixed.yaml.")] = None,
     costs: Annotated[str, typer.Option(help="openvino: times measured here; or a device of `roofline`.")] = "openvino",
-    batch_size: Annotated[int, typer.Option(help="Images of one timed run.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, max=COUNT, help="Images of one timed run.")] = 1,
     precision: Annotated[
         str | None, typer.Option(help="Float part on the engine: f32, bf16; default its choice.")
     ] = None,
@@ -55,6 +59,9 @@ def sensitivity(
     """Each layer alone quantized, and each alone float: SQNR and metric. With a budget: a mixed-precision recipe."""
     if budget_ms is not None and max_drop is not None:
         raise RecipeError("--budget-ms and --max-drop are two ways to choose: give one of them")
+    for option, value in (("--budget-ms", budget_ms), ("--max-drop", max_drop)):
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise RecipeError(f"{option} is {value}: it must be a finite number, 0 or more")
     mixed = budget_ms is not None or max_drop is not None
     if write is not None and not mixed:
         raise RecipeError("--write names the recipe of a choice: add --budget-ms or --max-drop")

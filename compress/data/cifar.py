@@ -24,6 +24,7 @@ from compress.data.preprocessing import Preprocessing
 from compress.data.spec import DataSpec
 from compress.data.subset import bounded
 from compress.errors import DataError
+from compress.files import expand_user
 
 MOVEMENT = Movement(shift=1 / 8, flip=True)
 
@@ -98,7 +99,7 @@ def cifar_data(spec: DataSpec) -> DataSet:
 
 def _find(spec: DataSpec, files: _Files) -> Path:
     """Return the folder that holds all files."""
-    root = Path(str(spec.root)).expanduser()
+    root = expand_user(str(spec.root))
     expected = (*files.train, *files.val, files.meta)
     folder = root if (root / files.meta).is_file() else root / files.folder
     missing = [name for name in expected if not (folder / name).is_file()]

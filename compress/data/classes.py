@@ -6,6 +6,7 @@ from pathlib import Path
 
 from compress.data.spec import DataSpec
 from compress.errors import DataError
+from compress.files import expand_user
 
 FIXED_COUNTS = {"digits": 10, "cifar10": 10, "cifar100": 100}
 """Data sets that always have the same classes."""
@@ -31,7 +32,7 @@ def class_count(spec: DataSpec) -> int:
     if spec.name == "shapes":
         return DEFAULT_SHAPES if spec.num_classes is None else spec.num_classes
     if spec.name == "folder":
-        train = Path(str(spec.root)).expanduser() / "train"
+        train = expand_user(str(spec.root)) / "train"
         if train.is_dir():
             return agreed_count(spec, len(class_folders(train)))
         if spec.num_classes is None:

@@ -26,6 +26,7 @@ from compress.data.preprocessing import Preprocessing
 from compress.data.spec import DataSpec
 from compress.data.subset import bounded
 from compress.errors import DataError, first_few
+from compress.files import expand_user
 
 EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -40,7 +41,7 @@ def folder_data(spec: DataSpec) -> DataSet:
     Raises:
         DataError: a folder is missing, a class has no images, or val/ has other classes than train/.
     """
-    root = Path(str(spec.root)).expanduser()
+    root = expand_user(str(spec.root))
     for folder in (root, root / "train", root / "val"):
         if not folder.is_dir():
             raise DataError(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from compress.data.spec import DataSpec, sides
 from compress.errors import DataError
+from compress.files import parse_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,7 @@ class Preprocessing:
             DataError: the text is not such an object.
         """
         try:
-            fields: dict[str, Any] = json.loads(text)
+            fields: dict[str, Any] = parse_json(text)
             values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
             return cls(**values)
         except (ValueError, TypeError, AttributeError) as error:

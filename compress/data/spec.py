@@ -10,7 +10,8 @@ from pydantic import Field
 
 from compress.errors import DataError, near_misses
 from compress.imports import is_import_path
-from compress.validation import AtLeastOne, NotNegativeInt, Positive, Share, validate
+from compress.limits import IMAGE_SIDE
+from compress.validation import AtLeastOne, BatchSize, Classes, Positive, Seed, Share, Workers, validate
 
 DataName = Literal["digits", "shapes", "folder", "cifar10", "cifar100", "masks"]
 
@@ -54,17 +55,17 @@ class DataSpec:
     name: str = "digits"
     root: str | None = None
     image_size: int | tuple[int, int] = 64
-    batch_size: AtLeastOne = 64
-    workers: NotNegativeInt | None = None
+    batch_size: BatchSize = 64
+    workers: Workers | None = None
     on_error: Literal["raise", "skip"] = "raise"
     augment: bool = True
-    num_classes: AtLeastOne | None = None
+    num_classes: Classes | None = None
     classes: tuple[str, ...] | None = None
     ignore_index: Annotated[int, Field(ge=0, le=255)] = 255
     clutter: Share = 1.0
     train_images: AtLeastOne | None = None
     val_images: AtLeastOne | None = None
-    seed: int = 0
+    seed: Seed = 0
     mean: tuple[float, ...] | None = None
     std: tuple[Positive, ...] | None = None
     crop_ratio: Annotated[float, Field(gt=0, le=1)] = 0.875

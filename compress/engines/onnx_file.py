@@ -56,7 +56,8 @@ def existing_file(path: Path | str) -> Path:
     """
     path = Path(path)
     if not path.is_file():
-        raise EngineError(f"{path}: {'is a folder, not a model file' if path.is_dir() else 'no such file'}")
+        there = "is a folder, not a model file" if path.is_dir() else "is no regular file"
+        raise EngineError(f"{path}: {there if path.exists() else 'no such file'}")
     return path
 
 

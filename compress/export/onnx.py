@@ -85,7 +85,8 @@ def export_onnx(
             cannot be exported.
     """
     asked = {"opset": opset, "precision": precision, "dynamic_batch": dynamic_batch, "channel_scales": channel_scales}
-    spec = _checked(ExportSpec(**asked))  # type: ignore[arg-type]
+    spec = ExportSpec(**asked)  # type: ignore[arg-type]
+    check_export(spec)
     check_module(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise ExportError(f"the model is a {type(model).__name__}: give the module that it was scripted or traced from")
@@ -127,12 +128,16 @@ def _check(proto: onnx.ModelProto) -> None:
         raise ExportError(f"the exported model does not pass onnx.checker: {error}") from error
 
 
-def _checked(spec: ExportSpec) -> ExportSpec:
+def check_export(spec: ExportSpec) -> None:
+    """Refuse a form that no file can have, or that the installed onnx does not know.
+
+    Raises:
+        ExportError: names each key, what was got and what is allowed.
+    """
     check_export_spec(spec)
     newest = onnx.defs.onnx_opset_version()
     if spec.opset > newest:
-        raise ExportError(f"opset is {spec.opset}: the installed onnx knows opsets up to {newest}")
-    return spec
+        raise ExportError(f"export.opset is {spec.opset}: the installed onnx knows opsets from 19 to {newest}")
 
 
 def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> onnx.ModelProto:

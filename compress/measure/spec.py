@@ -10,7 +10,7 @@ from pydantic import Field
 
 from compress.engines.registry import ENGINES
 from compress.errors import RecipeError, near_misses
-from compress.validation import AtLeastOne, NotNegativeInt, Positive, validate
+from compress.validation import AtLeastOne, BatchSize, NotNegativeInt, Positive, Threads, validate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +30,12 @@ class BenchSpec:
     """
 
     engines: tuple[str, ...] = ("openvino", "onnxruntime")
-    batch_sizes: tuple[AtLeastOne, ...] = (1, 32)
+    batch_sizes: tuple[BatchSize, ...] = (1, 32)
     warmup: NotNegativeInt = 5
     runs: AtLeastOne = 50
     seconds: Positive = 3.0
-    threads: AtLeastOne | None = None
-    sm: tuple[Annotated[int, Field(ge=10)], ...] = ()
+    threads: Threads | None = None
+    sm: tuple[Annotated[int, Field(ge=10, le=9999)], ...] = ()
     end_to_end: bool = False
 
 

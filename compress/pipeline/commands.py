@@ -8,13 +8,11 @@ from typing import cast
 import torch
 from torch import fx, nn
 
-from compress.data.base import BatchPlan
 from compress.data.load import load_data
-from compress.errors import RecipeError
 from compress.files import write_json
+from compress.pipeline.early import check_memory, check_network, check_sections
 from compress.pipeline.folder import RunFolder, free_folder, latest_folder, open_run
 from compress.pipeline.run import Run
-from compress.pipeline.state import COMMANDS
 from compress.pipeline.steps.audit import audit_step, check_required
 from compress.pipeline.steps.build import build_step
 from compress.pipeline.steps.end_to_end import end_to_end_step
@@ -25,7 +23,6 @@ from compress.pipeline.steps.ptq import ptq_step
 from compress.pipeline.steps.qat import qat_step
 from compress.pipeline.steps.sparse import check_pattern, sparse_step, zeros_of
 from compress.progress import NoProgress, Progress
-from compress.quantization.placement.insert import insert_quantizers
 from compress.recipe import Recipe
 from compress.report import write_report
 from compress.training import SINGLE, Processes
@@ -61,19 +58,19 @@ def run(
         CompressError: its class and its text say what is wrong; finished steps are kept and can be resumed. No folder
             is created for a model or a rule that quantization refuses.
     """
-    _check(recipe, command)
+    check_sections(recipe, command)
+    check_memory(recipe, processes.world_size)
+    place = processes.on(device or _best_device())
     out = Path(out)
     data = load_data(recipe.data)
     built = build_float(recipe)  # before the folder: a model that cannot be built leaves none
-    if command != "train" and recipe.quantization is not None:
-        example = next(iter(data.train.batches(BatchPlan(batch_size=2, limit=2))))[0]
-        insert_quantizers(built.model, example, recipe.quantization)  # refused now and not after an hour of training
+    check_network(recipe, command, built.model, data)  # refused now and not after an hour of training
     folder = processes.on_main(lambda: open_run(out, recipe, command, resume=resume, data=data.fingerprints()))
     this = Run(
         recipe=recipe,
         folder=folder,
         data=data,
-        device=processes.on(device or _best_device()),
+        device=place,
         processes=processes,
         progress=progress or NoProgress(),
         resume=resume,
@@ -121,17 +118,6 @@ def _measure(this: Run, models: dict[Variant, nn.Module]) -> None:
         write_json(this.path("notes.json"), notes)
     write_report(this.folder.path)
     check_required(this)
-
-
-def _check(recipe: Recipe, command: str) -> None:
-    if command not in COMMANDS:
-        raise RecipeError(f"no command {command!r}; one of: {', '.join(COMMANDS)}")
-    if command in {"ptq", "qat"} and recipe.quantization is None:
-        raise RecipeError(f"{command} needs a `quantization` section, and the recipe has quantization: null")
-    if command == "prune" and recipe.sparsity is None:
-        raise RecipeError("prune needs a `sparsity` section, such as sparsity: {pattern: '2:4'}")
-    if command == "qat" and recipe.qat is None:
-        raise RecipeError("qat needs a `qat` section, and the recipe has qat: null; ptq needs none")
 
 
 def _best_device() -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field
 
 from compress.errors import QuantizationError
-from compress.validation import AtLeastOne, NotNegative, Positive, Share, ShareBelowOne, validate
+from compress.validation import AtLeastOne, BatchSize, NotNegative, Positive, Seed, Share, ShareBelowOne, validate
 
 Target = Literal["tensorrt", "openvino", "onnxruntime"]
 Residual = Literal["identity", "both", "none"]
@@ -100,13 +100,13 @@ class AdaRoundSpec:
 
     steps: AtLeastOne = 1000
     images: AtLeastOne = 256
-    batch_size: AtLeastOne = 32
+    batch_size: BatchSize = 32
     lr: Positive = 0.01
     regularization: NotNegative = 0.01
     beta_start: Positive = 20.0
     beta_end: Positive = 2.0
     warm_start: ShareBelowOne = 0.2
-    seed: int = 0
+    seed: Seed = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 
 from compress.errors import RooflineError
-from compress.files import write_json
+from compress.files import read_json, write_json
 from compress.roofline.devices import SPARSE, Device
 
 Backend = Literal["cpu", "cuda"]
@@ -118,7 +117,7 @@ def load_ceilings(path: Path | str) -> Ceilings:
         RooflineError: the file is missing or has other contents.
     """
     try:
-        raw: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        raw: dict[str, Any] = read_json(path)
         ceilings = tuple(
             Ceiling(**{**c, "samples": tuple(Sample(**s) for s in c["samples"])}) for c in raw.pop("ceilings")
         )

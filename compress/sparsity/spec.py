@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compress.errors import SparsityError, near_misses
-from compress.validation import AtLeastOne, NotNegative, NotNegativeInt, Positive, Share, ShareBelowOne, validate
+from compress.validation import AtLeastOne, NotNegative, Positive, Seed, Share, ShareBelowOne, validate
 
 Saliency = Literal["magnitude", "hessian"]
 Schedule = Literal["one-shot", "gradual", "sr-ste"]
@@ -91,7 +91,7 @@ class SparsitySpec:
     damping: Positive = 0.01
     kernels: Kernels = "tensorrt"
     rules: tuple[SparsityRule, ...] = ()
-    seed: NotNegativeInt = 0
+    seed: Seed = 0
 
 
 def parse_pattern(text: str) -> Pattern:

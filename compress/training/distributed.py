@@ -57,7 +57,7 @@ class Processes:
         Raises:
             CompressError: several processes, and another kind of device than that of their exchanges.
         """
-        chosen = self.device if device is None else torch.device(device)
+        chosen = self.device if device is None else _known_device(device)
         if self.world_size > 1 and chosen.type != self.device.type:
             raise CompressError(
                 f"device is {chosen.type} and the processes were started on {self.device.type}: name the same one in "
@@ -193,11 +193,23 @@ def _running_statistics(model: nn.Module) -> list[Tensor]:
     return [buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] in names]
 
 
-def _device(name: str, local_rank: int | None) -> torch.device:
+def _known_device(name: torch.device | str) -> torch.device:
+    """Return a device of a kind that compress computes on.
+
+    Raises:
+        CompressError: another name, or a kind that it does not (mps, xpu, meta).
+    """
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise CompressError(f"device {name!r} is not one that torch knows (cpu, cuda, cuda:1, ...)") from error
+    if device.type not in ("cpu", "cuda"):
+        raise CompressError(f"device is {str(name)!r}: compress computes on cpu and cuda (cuda:1, ...)")
+    return device
+
+
+def _device(name: str, local_rank: int | None) -> torch.device:
+    device = _known_device(name)
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

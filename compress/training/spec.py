@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compress.errors import RecipeError
-from compress.validation import AtLeastOne, NotNegative, NotNegativeInt, Positive, Share, ShareBelowOne, validate
+from compress.validation import AtLeastOne, NotNegative, NotNegativeInt, Positive, Seed, Share, ShareBelowOne, validate
 
 Optimizer = Literal["sgd", "adamw"]
 Schedule = Literal["cosine", "constant"]
@@ -60,7 +60,7 @@ class TrainSpec:
     distill: bool = False
     distill_weight: Share = 0.5
     distill_temperature: Positive = 2.0
-    seed: NotNegativeInt = 0
+    seed: Seed = 0
     checkpoint_steps: AtLeastOne | None = None
     evaluate_every: AtLeastOne = 1
     ema_decay: ShareBelowOne | None = None

@@ -11,6 +11,7 @@ from PIL import Image
 from compress.data.load import load_data
 from compress.data.spec import DataSpec
 from compress.errors import CompressError, RunError
+from compress.pipeline import run
 from compress.pipeline.folder import open_run, read_state, recipe_of
 from compress.recipe import parse_recipe
 
@@ -235,3 +236,25 @@ def test_every_data_set_has_a_fingerprint_that_follows_its_images(name):
     assert first == again and first["train"] != first["val"]
     fewer = load_data(dataclasses.replace(spec, train_images=29)).fingerprints()
     assert fewer["train"].digest() != first["train"].digest() and fewer["val"] == first["val"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"export": {"opset": 99}}, r"export\.opset is 99.*19 to \d\d"),
+        ({"quantization": {"smooth": 0.5}}, "smooth: no LayerNorm"),
+        ({"quantization": {"bias_correction": "analytic"}, "model": {"name": "tests.pipeline.test_resume:network"}},
+         "analytic needs BatchNorm"),
+        ({"quantization": {"weights": {"axis": None}, "batchnorm": "keep"}}, "one scale for all channels"),
+        ({"data": {"image_size": 8192, "batch_size": 2**20}}, r"data\.batch_size 1048576"),
+    ],
+)  # fmt: skip
+def test_what_only_a_late_step_would_refuse_is_refused_at_once(tmp_path, change, words):
+    tree = {
+        "model": {"name": "tests.networks:tiny"},
+        "data": {"image_size": 16, "train_images": 40, "val_images": 20},
+        "train": {"epochs": 1000},
+    }
+    with pytest.raises(CompressError, match=words):
+        run(parse_recipe({**tree, **change}), "qat", tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()

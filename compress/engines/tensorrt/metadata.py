@@ -7,7 +7,6 @@ or, worse, runs another network than the requested one. So each is written with 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from compress.engines.onnx_file import read_onnx
 from compress.engines.tensorrt.library import FLAVOURS
 from compress.engines.tensorrt.options import Profile
 from compress.errors import EngineError
+from compress.files import read_json
 
 _FORMAT = 1
 
@@ -78,7 +78,12 @@ class EngineMetadata:
         """
         if row["format"] != _FORMAT:
             raise ValueError(f"format {row['format']}; this version of compress reads {_FORMAT}")
-        return TypeAdapter(cls).validate_python(row)
+        metadata = TypeAdapter(cls).validate_python(row)
+        if metadata.engine not in FLAVOURS:
+            raise ValueError(f"engine is {metadata.engine!r}; one of: {', '.join(FLAVOURS)}")
+        if metadata.onnx in ("", ".", "..") or any(mark in metadata.onnx for mark in "/\\\0"):
+            raise ValueError(f"onnx is {metadata.onnx!r}; it must be the name of a file beside the engine")
+        return metadata
 
     @property
     def float_precision(self) -> str:
@@ -141,8 +146,8 @@ def read_metadata(engine: Path) -> EngineMetadata:
             "file too, or build the engine again with python -m compress build onnx"
         )
     try:
-        return EngineMetadata.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError) as error:
+        return EngineMetadata.from_dict(read_json(path))
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise EngineError(f"{path} cannot be read ({type(error).__name__}: {error}); build the engine again") from None
 
 

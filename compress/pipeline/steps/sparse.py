@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, cast
@@ -12,9 +11,9 @@ from torch import Tensor, nn
 
 from compress.audit.onnx import audit_sparsity
 from compress.data.base import BatchPlan
-from compress.errors import AuditError, ModelError, RooflineError
+from compress.errors import AuditError, ModelError, RooflineError, RunError
 from compress.export.names import module_prefix
-from compress.files import write_json
+from compress.files import read_json, write_json
 from compress.pipeline.run import Run
 from compress.pipeline.steps.training import facts_of, save_variant, train
 from compress.roofline import sparse_bound
@@ -121,7 +120,11 @@ def _at_most(run: Run, dense: nn.Module, masked: tuple[str, ...], pattern: Patte
 
 def _note(run: Run) -> None:
     """Say in the report what the masks' file knows and a reader might not expect, also if found before a stop."""
-    known = json.loads(run.path("sparsity.json").read_text(encoding="utf-8"))
+    path = run.path("sparsity.json")
+    try:
+        known = dict(read_json(path))
+    except (OSError, TypeError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {error}. Restore it, or begin the run anew (--out)") from error
     refused = (known.get("permutation") or {}).get("refused")
     notes = [known.get("at_most"), f"channels were not permuted: {refused}" if refused else None]
     if run.recipe.finetune.epochs == 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 
 from compress.data.base import BatchPlan
 from compress.data.load import load_data
-from compress.errors import RecipeError
-from compress.files import write_json, write_text
+from compress.errors import RecipeError, RunError
+from compress.files import read_json, write_json, write_text
 from compress.pipeline.folder import open_run
 from compress.pipeline.resumable import SENSITIVITY
 from compress.pipeline.run import Run
@@ -150,12 +149,9 @@ def evaluation_batches(run: Run, images: int) -> Iterator[tuple[Tensor, Tensor]]
 def _measure(run: Run, model: nn.Module, name: str, spec: QuantSpec, images: int) -> Sensitivity:
     """Sensitivity in one format; its rows are kept in the folder as they are measured."""
     path = run.path(f"sensitivity-{name}.json")
-    stored = json.loads(path.read_text()) if path.is_file() else {}
-    if stored.get("images") != images:
-        stored = {"images": images, "rows": []}
-    if "report" in stored:
-        return _report_of(stored["report"])
-    known = {row.layer: row for row in map(_row_of, stored["rows"])}
+    stored, report, known = _stored(path, images)
+    if report is not None:
+        return report
 
     def keep(row: LayerSensitivity) -> None:
         stored["rows"].append(plain(asdict(row)))
@@ -174,6 +170,24 @@ def _measure(run: Run, model: nn.Module, name: str, spec: QuantSpec, images: int
     )
     write_json(path, {"images": images, "report": plain(asdict(report))})
     return report
+
+
+def _stored(path: Path, images: int) -> tuple[dict[str, Any], Sensitivity | None, dict[str, LayerSensitivity]]:
+    """What a stopped run had measured on so many images: the file's content, the whole report, the single layers.
+
+    Raises:
+        RunError: the file is damaged.
+    """
+    nothing: dict[str, Any] = {"images": images, "rows": []}
+    try:
+        stored = read_json(path) if path.exists() else nothing
+        if stored.get("images") != images:
+            stored = nothing
+        if "report" in stored:
+            return stored, _report_of(stored["report"]), {}
+        return stored, None, {row.layer: row for row in map(_row_of, stored["rows"])}
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise RunError(f"{path} cannot be read ({error}): delete it, and its layers are measured again") from error
 
 
 def plain(value: Any) -> Any:

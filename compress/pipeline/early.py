@@ -1,0 +1,91 @@
+"""What can be refused before a run begins: by the recipe, the network and the machine alone, without any training.
+
+A value that only the last step looks at would otherwise be refused after hours of training.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from compress.data.base import BatchPlan, DataSet
+from compress.errors import CalibrationError, DataError, RecipeError
+from compress.export.onnx import check_export
+from compress.export.prepare import prepare
+from compress.pipeline.state import COMMANDS
+from compress.quantization.ptq.quantize import quantize
+from compress.quantization.spec import QuantSpec
+from compress.recipe import Recipe
+from compress.sparsity.eligibility import eligibility
+from compress.sparsity.spec import parse_pattern
+
+
+def check_sections(recipe: Recipe, command: str) -> None:
+    """Refuse a recipe without the sections that a command needs, or with a form of file that cannot be written.
+
+    Raises:
+        RecipeError: no such command, or a section is missing.
+        ExportError: the `export` section.
+    """
+    if command not in COMMANDS:
+        raise RecipeError(f"no command {command!r}; one of: {', '.join(COMMANDS)}")
+    if command in {"ptq", "qat"} and recipe.quantization is None:
+        raise RecipeError(f"{command} needs a `quantization` section, and the recipe has quantization: null")
+    if command == "prune" and recipe.sparsity is None:
+        raise RecipeError("prune needs a `sparsity` section, such as sparsity: {pattern: '2:4'}")
+    if command == "qat" and recipe.qat is None:
+        raise RecipeError("qat needs a `qat` section, and the recipe has qat: null; ptq needs none")
+    check_export(recipe.export)
+
+
+def check_memory(recipe: Recipe, world_size: int) -> None:
+    """Refuse a batch whose images alone, as float32, would fill this machine's memory.
+
+    Raises:
+        DataError: names the keys and both numbers.
+    """
+    data = recipe.data
+    needed = 12 * data.image_size**2 * max(-(-data.batch_size // world_size), *recipe.bench.batch_sizes, 1)
+    try:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return
+    if needed > there:
+        raise DataError(
+            f"one batch of images takes {needed / 2**30:,.1f} GiB (data.image_size {data.image_size}, data.batch_size "
+            f"{data.batch_size}, bench.batch_sizes {recipe.bench.batch_sizes}), and this machine has "
+            f"{there / 2**30:,.1f} GiB: make one of them smaller"
+        )
+
+
+def check_network(recipe: Recipe, command: str, model: nn.Module, data: DataSet) -> None:
+    """Refuse a network that cannot be quantized, made sparse or prepared for export as the recipe asks.
+
+    It is tried with two images, untrained. What depends on the weights or on more images cannot be known yet.
+
+    Raises:
+        CompressError: as `quantize`, `eligibility` and `prepare` do.
+    """
+    if command == "train":
+        return
+    example = next(iter(data.train.batches(BatchPlan(batch_size=2, limit=2))))[0]
+    with torch.random.fork_rng(devices=[]):
+        if command == "prune" and recipe.sparsity is not None and parse_pattern(recipe.sparsity.pattern).kind == "nm":
+            eligibility(model, recipe.sparsity, example_inputs=example)
+        if recipe.quantization is not None:
+            _try_quantization(recipe, recipe.quantization, model, example)
+
+
+def _try_quantization(recipe: Recipe, spec: QuantSpec, model: nn.Module, example: Tensor) -> None:
+    """Quantize a copy without what takes long and can fail for its values alone."""
+    quick = replace(
+        spec, adaround=None, bias_correction=None if spec.bias_correction == "empirical" else spec.bias_correction
+    )
+    try:
+        qmodel = quantize(model, example, [example], spec=quick)
+    except CalibrationError:  # of an untrained network on two images: the calibration of the run will tell
+        return
+    prepare(qmodel, example, precision=recipe.export.precision)
