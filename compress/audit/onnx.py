@@ -83,6 +83,15 @@ def audit_onnx(path: Path | str) -> OnnxAudit:
     """
     path = Path(path)
     proto = _load(path)
+    try:
+        return _audit(path, proto)
+    except (IndexError, KeyError, TypeError, ValueError) as error:  # types and shapes that the checker lets pass
+        raise AuditError(
+            f"{path} is not a valid ONNX file ({type(error).__name__}: {error}); export it again"
+        ) from error
+
+
+def _audit(path: Path, proto: onnx.ModelProto) -> OnnxAudit:
     view = OnnxGraph(proto.graph)
     _check_scales(view)
     ops = Counter(node.op_type for node in proto.graph.node)

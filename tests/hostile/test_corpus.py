@@ -1,0 +1,357 @@
+"""Hostile and damaged inputs, one of each kind that was ever found to be taken or to end in a traceback.
+
+Each is refused with its class of error, in a message that is one line or a list, and without much time or memory.
+"""
+
+import contextlib
+import io
+import json
+import os
+import struct
+import zlib
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from PIL import Image
+from safetensors.torch import save_file
+
+from compress.audit.files import onnx_beside, read_engine_layers
+from compress.audit.onnx import audit_onnx
+from compress.data.load import load_data
+from compress.data.spec import DataSpec
+from compress.engines.onnx_file import read_onnx
+from compress.engines.tensorrt.metadata import read_metadata
+from compress.errors import AuditError, CheckpointError, CompressError, DataError, EngineError, RecipeError, RunError
+from compress.pipeline.folder import open_run, recipe_of
+from compress.recipe import load_recipe, parse_recipe
+from compress.records import read_run
+from compress.training import init_processes
+from compress.training.distributed import SINGLE
+from compress.weights import read_state_dict
+
+DEEP = "[" * 100_000
+LAUGHS = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12)
+)
+
+RECIPES = {
+    "list": "- 1\n",
+    "number": "5\n",
+    "empty": "",
+    "unclosed": "a: [\n",
+    "key is a list": "? [a, b]\n: 1\n",
+    "key is a mapping": "? {a: b}\n: 1\n",
+    "key is a date": "model: {options: {2020-01-01: 1}}\n",
+    "key is bytes": "!!binary aGk=: 1\n",
+    "key is null": "null: 1\n",
+    "key is true": "true: 1\n",
+    "key is not a number": ".nan: 1\n",
+    "key twice": "model: {name: a, name: b}\n",
+    "holds itself": "model: &a {options: *a}\n",
+    "list holds itself": "model: {options: {x: &a [*a]}}\n",
+    "3000 deep": "model: {options: {x: " + "[" * 3000 + "]" * 3000 + "}}\n",
+    "100 deep": "model: {options: {x: " + "[" * 100 + "]" * 100 + "}}\n",
+    "billion laughs": LAUGHS,
+    "5000 digits": "train: {seed: " + "9" * 5000 + "}\n",
+    "exponent of 5000 digits": "train: {lr: 1e" + "9" * 5000 + "}\n",
+    "seed 2^63": "train: {seed: 9223372036854775808}\n",
+    "seed 10^25": "data: {seed: 10000000000000000000000000}\n",
+    "negative seed": "data: {seed: -1}\n",
+    "python object": "model: !!python/object/apply:os.system ['echo hi']\n",
+    "set": "model: !!set {a, b}\n",
+    "pairs": "model: {options: !!pairs [a: b, a: c]}\n",
+    "date": "model: {name: 2020-01-01}\n",
+    "month 13": "model: {name: 2020-13-01}\n",
+    "tab": "model:\n\tname: x\n",
+    "utf-16": "model: {name: resnet18}\n".encode("utf-16"),
+    "latin-1": b"model: {name: \xe9}\n",
+    "nul": b"model: {name: a\0b}\n",
+    "two documents": "model: {name: resnet18}\n---\nmodel: {name: resnet50}\n",
+    "two megabytes": "# " + "x" * 2_000_000,
+    "threads": "bench: {threads: 100000}\n",
+    "workers": "data: {workers: 100000}\n",
+    "image size": "data: {image_size: 1000000}\n",
+    "batch size": "data: {batch_size: 1000000000000}\n",
+    "classes": "model: {num_classes: 1000000000000}\n",
+    "infinite": "train: {lr: .inf}\n",
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes(name, tmp_path):
+    text = RECIPES[name]
+    (tmp_path / "r.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(tmp_path / "r.yaml")
+    assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    "override", ["=1", "train.epochs", "train.epochs=[", "train.seed=" + "9" * 5000, "a.b=" + DEEP, "a=&x [*x]"]
+)
+def test_overrides(override):
+    with pytest.raises(RecipeError):
+        parse_recipe({}, [override])
+
+
+def test_a_recipe_that_is_a_device_or_of_nobody(tmp_path):
+    os.mkfifo(tmp_path / "r.yaml")  # opening it would wait for a writer
+    for given in ("/dev/zero", "~nobody-of-that-name/r.yaml", tmp_path / "r.yaml", tmp_path):
+        with pytest.raises(RecipeError, match="no recipe"):
+            load_recipe(given)
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "meta", "gpu", ""])
+def test_devices(device):
+    for choose in (SINGLE.on, lambda name: init_processes(name, environment={})):
+        with pytest.raises(CompressError, match="device"):
+            choose(device or "none")
+
+
+class Runs:
+    """Runs code as it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("was-run",)
+
+
+WEIGHTS = {
+    "empty.pt": b"",
+    "text.pt": b"hello",
+    "zip.pt": b"PK\x03\x04" + bytes(100),
+    "empty.safetensors": b"",
+    "short.safetensors": struct.pack("<Q", 10),
+    "long.safetensors": struct.pack("<Q", 2**63) + b"{}",
+    "deep.safetensors": struct.pack("<Q", len(DEEP)) + DEEP.encode(),
+    "other.bmp": b"BM",
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights(name, tmp_path):
+    (tmp_path / name).write_bytes(WEIGHTS[name])
+    with pytest.raises(CheckpointError):
+        read_state_dict(tmp_path / name)
+
+
+def test_weights_that_hold_code_a_list_or_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number, content in enumerate((Runs(), [1, 2], {"a": 1}, {}, torch.zeros(2))):
+        torch.save(content, f"{number}.pt")
+        with pytest.raises(CheckpointError):
+            read_state_dict(f"{number}.pt")
+    assert not (tmp_path / "was-run").exists()
+    save_file({}, tmp_path / "none.safetensors")
+    with pytest.raises(CheckpointError):
+        read_state_dict("/dev/zero")
+
+
+def model(nodes, initializers=(), **kind):
+    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [1, 4]) for n in ("x", "y")]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], initializer=list(initializers))
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], **kind)
+
+
+def weight(**change):
+    tensor = numpy_helper.from_array(np.ones((4, 4), np.float32), "w")
+    for key, value in change.items():
+        setattr(tensor, key, value)
+    return tensor
+
+
+def scaled(scale):
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "s"], ["y"]),
+    ]
+    return model(nodes, [numpy_helper.from_array(np.array(scale, np.float32), "s")])
+
+
+def product(tensor):
+    return model([helper.make_node("MatMul", ["x", "w"], ["y"])], [tensor])
+
+
+MODELS = {
+    "empty": b"",
+    "text": b"hello",
+    "zeros": bytes(10_000),
+    "truncated": product(weight()).SerializeToString()[:-20],
+    "no graph": onnx.ModelProto(ir_version=9).SerializeToString(),
+    "tensor type 99": product(weight(data_type=99)).SerializeToString(),
+    "too few bytes": product(weight(raw_data=b"1234")).SerializeToString(),
+    "unfinished field": product(weight()).SerializeToString() + b"\x08",
+    "unknown operator": model([helper.make_node("Frobnicate", ["x"], ["y"])]).SerializeToString(),
+    "input of nothing": model([helper.make_node("Relu", ["z"], ["y"])]).SerializeToString(),
+    "cycle": model(
+        [helper.make_node("Add", ["x", "b"], ["y"]), helper.make_node("Relu", ["y"], ["b"])]
+    ).SerializeToString(),
+    "scale zero": scaled(0).SerializeToString(),
+    "scale nan": scaled(float("nan")).SerializeToString(),
+    "scale negative": scaled(-1).SerializeToString(),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_onnx(name, tmp_path):
+    path = tmp_path / "m.onnx"
+    path.write_bytes(MODELS[name])
+    with pytest.raises(AuditError):
+        audit_onnx(path)
+    with contextlib.suppress(EngineError):  # the interface alone may be whole
+        read_onnx(path)
+
+
+def test_onnx_that_never_ends_or_points_elsewhere(tmp_path):
+    for path in ("/dev/zero", tmp_path):
+        with pytest.raises(AuditError):
+            audit_onnx(path)
+        with pytest.raises(EngineError):
+            read_onnx(path)
+    (tmp_path / "secret").write_bytes(bytes(64))
+    (tmp_path / "models").mkdir()
+    outside = weight(data_location=TensorProto.EXTERNAL, raw_data=b"")
+    for key, value in (("location", "../secret"), ("length", "64")):
+        outside.external_data.add(key=key, value=value)
+    onnx_path = tmp_path / "models" / "m.onnx"
+    onnx_path.write_bytes(product(outside).SerializeToString())
+    with pytest.raises(AuditError):
+        audit_onnx(onnx_path)
+
+
+ENGINE = {
+    "format": 1, "engine": "tensorrt-rtx", "version": "1", "parser_version": "1", "gpu": "", "sms": [89], "recipe": "",
+    "variant": "", "onnx": "m.onnx", "onnx_sha256": "0", "engine_bytes": 1, "engine_sha256": "0", "options": {},
+    "profiles": {}, "inputs": [], "outputs": [], "float_types": ["f32"], "onnx_metadata": {}, "build_seconds": 1.0,
+    "notes": [],
+}  # fmt: skip
+NO_ENGINES = [
+    ("onnx", "../x.onnx"), ("onnx", ""), ("onnx", "/etc/passwd"), ("onnx", 5), ("onnx", None), ("onnx", "a\0b"),
+    ("engine_bytes", "abc"), ("engine_bytes", None), ("engine_sha256", 5), ("profiles", []), ("profiles", {"x": 5}),
+    ("profiles", {"x": {"a": [1]}}), ("inputs", 5), ("inputs", [5]), ("inputs", [{"name": "x"}]), ("sms", 5),
+    ("sms", ["a"]), ("options", None), ("engine", "foo"), ("engine", None), ("onnx_metadata", 5), ("format", "1"),
+    ("notes", 5), ("float_types", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), NO_ENGINES)
+def test_engine_metadata(key, value, tmp_path):
+    engine = tmp_path / "e.engine"
+    engine.write_bytes(b"x")
+    (tmp_path / "e.engine.json").write_text(json.dumps({**ENGINE, key: value}))
+    with pytest.raises(EngineError, match=r"e\.engine\.json cannot be read"):
+        read_metadata(engine)
+    assert onnx_beside(engine) is None
+    with pytest.raises(EngineError):
+        read_engine_layers(engine)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "5", "{}", DEEP, b"\xff", "{" + '"a":' * 3])
+def test_engine_metadata_that_is_none(text, tmp_path):
+    (tmp_path / "e.engine").write_bytes(b"x")
+    (tmp_path / "e.engine.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(EngineError):
+        read_metadata(tmp_path / "e.engine")
+
+
+LAYERS = {
+    "list": "[]", "object": "{}", "number": "5", "deep": DEEP, "layers 5": '{"Layers":5}',
+    "layers [5]": '{"Layers":[5]}',
+    "no names": '{"Layers":[{}]}', "names only": '{"Layers":["conv1"]}',
+    "inputs 5": '{"Layers":[{"Name":"a","LayerType":"b","Inputs":5,"Outputs":[]}]}',
+    "dimensions are text": json.dumps({"Layers": [{
+        "Name": "a", "LayerType": "Convolution", "Outputs": [],
+        "Inputs": [{"Name": "x", "Dimensions": "a", "Format/Datatype": "Int8"}],
+    }]}),
+    "names are null": json.dumps({"Layers": [{
+        "Name": None, "LayerType": None, "Inputs": [{"Name": None}], "Outputs": [{}], "Weights": {"Type": 5},
+    }]}),
+}  # fmt: skip
+MAY_BE_READ = {"dimensions are text", "names are null"}
+"""Odd values beside what is read."""
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_engine_layers(name, tmp_path):
+    (tmp_path / "e.layers.json").write_text(LAYERS[name])
+    try:
+        read_engine_layers(tmp_path / "e.layers.json")
+        assert name in MAY_BE_READ
+    except AuditError as error:
+        assert len(str(error)) < 1000
+
+
+@pytest.mark.parametrize("text", ["", "\0\xff" * 1000, "[" * 200_000, "Layer(Reformat): " + "a, " * 20_000 + "\n"])
+def test_engine_logs(text, tmp_path):
+    (tmp_path / "e.log").write_text(text)
+    with pytest.raises(AuditError):
+        read_engine_layers(tmp_path / "e.log")
+
+
+def png(width, height, data=b"\0" * 1000):
+    def chunk(kind, content):
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
+
+
+def encoded(image, kind="PNG"):
+    file = io.BytesIO()
+    image.save(file, kind)
+    return file.getvalue()
+
+
+GREY = Image.new("RGB", (30, 20), (9, 9, 9))
+PICTURES = {
+    "empty.png": b"",
+    "text.png": b"hello",
+    "truncated.png": encoded(GREY)[:60],
+    "truncated.jpg": encoded(GREY, "JPEG")[:300],
+    "bomb.png": png(60_000, 60_000),
+    "no-pixels.gif.png": b"GIF89a\0\0\0\0\0\0\0;",
+    "float.tif": encoded(Image.fromarray(np.full((9, 9), 0.5, np.float32)), "TIFF"),
+    "int32.tif": encoded(Image.fromarray(np.full((9, 9), 120, np.int32)), "TIFF"),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_images(name, tmp_path):
+    for part in ("train", "val"):
+        for label in ("a", "b"):
+            (tmp_path / part / label).mkdir(parents=True)
+            GREY.save(tmp_path / part / label / "good.png")
+    (tmp_path / "val" / "a" / name).write_bytes(PICTURES[name])
+    spec = DataSpec(name="folder", root=str(tmp_path), image_size=8, workers=0, augment=False)
+    split = load_data(spec).val
+    with pytest.raises(DataError, match="is not a readable image"):
+        split.load(list(range(len(split))), epoch=None, device=torch.device("cpu"))
+
+
+FOLDERS = {
+    "state.json": ["", "[]", DEEP, '{"format": 99}', b"\xff\xfe"],
+    "recipe.yaml": ["a: [", LAUGHS, b"\xff"],
+    "metrics.json": ["{", "5", DEEP, '[{"a": 1}]', '[{"name": "top1", "value": NaN}]', b"\xff"],
+    "layers.json": ["{", "[5]", DEEP, b"\xff"],
+    "histograms.json": ["{", "[5]", DEEP],
+    "notes.json": ["{", "[5]", DEEP],
+    "environment.json": ["{", "[5]", DEEP],
+}
+
+
+@pytest.mark.parametrize(("name", "number"), [(name, i) for name, texts in FOLDERS.items() for i in range(len(texts))])
+def test_run_folders(name, number, tmp_path):
+    recipe = parse_recipe({})
+    open_run(tmp_path, recipe, "qat", resume=False).release()
+    text = FOLDERS[name][number]
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises((RunError, RecipeError)) as caught:
+        if name == "recipe.yaml":
+            recipe_of(tmp_path)
+        elif name == "state.json":
+            open_run(tmp_path, recipe, "qat", resume=True)
+        else:
+            read_run(tmp_path)
+    assert name in str(caught.value)
