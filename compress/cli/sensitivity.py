@@ -57,11 +57,7 @@ def sensitivity(
     as_json: JsonOption = False,
 ) -> None:
     """Each layer alone quantized, and each alone float: SQNR and metric. With a budget: a mixed-precision recipe."""
-    if budget_ms is not None and max_drop is not None:
-        raise RecipeError("--budget-ms and --max-drop are two ways to choose: give one of them")
-    for option, value in (("--budget-ms", budget_ms), ("--max-drop", max_drop)):
-        if value is not None and not (math.isfinite(value) and value >= 0):
-            raise RecipeError(f"{option} is {value}: it must be a finite number, 0 or more")
+    _check_choice(budget_ms, max_drop)
     mixed = budget_ms is not None or max_drop is not None
     if write is not None and not mixed:
         raise RecipeError("--write names the recipe of a choice: add --budget-ms or --max-drop")
@@ -88,6 +84,15 @@ def sensitivity(
     if chosen is not None:
         _show_points(points, chosen, measured.reports[measured.base])
         OUT.print(f"{chosen.label}: {path}", highlight=False, soft_wrap=True)
+
+
+def _check_choice(budget_ms: float | None, max_drop: float | None) -> None:
+    """Refuse two ways to choose, and numbers that choose nothing."""
+    if budget_ms is not None and max_drop is not None:
+        raise RecipeError("--budget-ms and --max-drop are two ways to choose: give one of them")
+    for option, value in (("--budget-ms", budget_ms), ("--max-drop", max_drop)):
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise RecipeError(f"{option} is {value}: it must be a finite number, 0 or more")
 
 
 def _document(

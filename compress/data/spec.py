@@ -97,9 +97,9 @@ def data_contradictions(spec: DataSpec) -> Iterator[str]:
         hint = near_misses(spec.name, DATASETS)
         yield f"data.name is {spec.name!r}{hint} (one of: {', '.join(DATASETS)}, or package.module:function)"
         return
-    if min(spec.height_width) < LEAST_SIDE:
+    if not LEAST_SIDE <= min(spec.height_width) <= max(spec.height_width) <= IMAGE_SIDE:
         given = spec.image_size if isinstance(spec.image_size, int) else list(spec.image_size)
-        yield f"data.image_size is {given}: it must be {LEAST_SIDE} or more"
+        yield f"data.image_size is {given}: it must be {LEAST_SIDE} to {IMAGE_SIDE:,}"
     if spec.name in _ROOTED and not spec.root:
         yield f"data.root is missing: {spec.name} needs the folder of its files; compress never downloads data"
     low, high = SHAPES_CLASSES

@@ -48,7 +48,8 @@ def check_memory(recipe: Recipe, world_size: int) -> None:
         DataError: names the keys and both numbers.
     """
     data = recipe.data
-    needed = 12 * data.image_size**2 * max(-(-data.batch_size // world_size), *recipe.bench.batch_sizes, 1)
+    height, width = data.height_width
+    needed = 12 * height * width * max(-(-data.batch_size // world_size), *recipe.bench.batch_sizes, 1)
     try:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
