@@ -30,7 +30,7 @@ Decoded = tuple[Tensor, Tensor, list[tuple[str, str]]]
 _AREA = (0.08, 1.0)
 _LOG_RATIO = math.log(4 / 3)
 _TRIES = 10
-_LONGEST_STRIP = 4  # times the shorter side; the crop needs one
+_LONGEST_STRIP = 4  # times what the crop needs
 
 
 class Decoder(Dataset[Item]):
@@ -97,7 +97,7 @@ def centre_crop(image: Image.Image, size: tuple[int, int], *, crop_ratio: float)
     Of a long strip only the middle is resized: all of one of 1 x 30,000 pixels would take gigabytes.
     """
     transforms = _transforms()
-    longest = _LONGEST_STRIP * min(image.size)
+    longest = math.ceil(_LONGEST_STRIP * min(image.size) * max(size) / min(size))
     if max(image.size) > longest:
         image = transforms.center_crop(image, [min(image.height, longest), min(image.width, longest)])
     resized = transforms.resize(image, covering(image.height, image.width, size, crop_ratio), antialias=True)

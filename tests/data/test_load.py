@@ -8,7 +8,7 @@ from compress.errors import DataError
     ("values", "message"),
     [
         ({"name": "digit"}, "did you mean 'digits'"),
-        ({"image_size": 7}, "image_size is 7: it must be 8 or more"),
+        ({"image_size": 7}, "image_size is 7: it must be 8 to 8,192"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"workers": -1}, "workers is -1"),
         ({"train_images": 0}, "train_images is 0"),
