@@ -206,3 +206,13 @@ def test_networks_of_the_same_shapes_share_their_choices(tmp_path):
     assert one == other
     larger = lay_out(make_plan(tmp_path / "0.onnx", batch_size=3, dtype=torch.float32))
     assert not set(one) & {signature(step, larger) for step in larger.steps}
+
+
+def test_memory_that_does_not_suffice_is_said_in_one_sentence(tmp_path):
+    layout = lay_out(make_plan(network(tmp_path / "m.onnx")[0], batch_size=2, dtype=torch.float32))
+
+    def candidates(step, layout):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    with pytest.raises(EngineError, match=r"inputs of \(2, 3, 8, 8\) need \d+ MB .* use a smaller batch"):
+        Program(layout, torch.device("cpu"), candidates=candidates, plan=None)
