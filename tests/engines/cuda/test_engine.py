@@ -9,6 +9,7 @@ import torch
 
 from compress.engines import build_engine
 from compress.engines.cuda import engine as cuda_engine
+from compress.engines.cuda import tuning
 from compress.engines.cuda.executor import Candidate, bind_reference
 from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
@@ -166,34 +167,44 @@ def test_a_plan_with_other_choices_is_refused(tmp_path):
 # Choosing kernels -----------------------------------------------------------------------------------------------------
 
 
-def ways(calls):
-    """Two ways to compute a step, and which of them is run."""
+def ways(work):
+    """Two ways to compute a step, of which one works thirty times as much; every computation is noted in `work`."""
 
     def candidates(step, layout):
         run = bind_reference(step, layout, torch.device("cpu"))
 
-        def slow(tensors):
-            calls.append("slow")
-            for _ in range(30):
-                run(tensors)
+        def repeated(times):
+            def repeat(tensors):
+                for _ in range(times):
+                    work.append(step.name)
+                    run(tensors)
 
-        return [Candidate("slow", slow), Candidate("fast", run)]
+            return repeat
+
+        return [Candidate("slow", repeated(30)), Candidate("fast", repeated(1))]
 
     return candidates
 
 
-def test_the_fastest_kernel_of_each_shape_is_measured_once_and_kept(tmp_path):
+def test_the_fastest_kernel_of_each_shape_is_measured_once_and_kept(tmp_path, monkeypatch):
+    work = []
+
+    def counted(run, device):  # a clock that counts computations: no time decides
+        before = len(work)
+        run()
+        return float(len(work) - before)
+
+    monkeypatch.setattr(tuning, "launch_ms", counted)
     path, _ = network(tmp_path / "m.onnx")
     layout = lay_out(make_plan(path, batch_size=2, dtype=torch.float32))
-    plan, calls = read_plan(tmp_path / "m.plan.json", MACHINE), []
-    first = Program(layout, torch.device("cpu"), candidates=ways(calls), plan=plan)
+    plan = read_plan(tmp_path / "m.plan.json", MACHINE)
+    first = Program(layout, torch.device("cpu"), candidates=ways(work), plan=plan)
     assert first.kernels == ["fast"] * len(layout.steps)
-    assert calls
-    calls.clear()
-    again = Program(layout, torch.device("cpu"), candidates=ways(calls), plan=read_plan(plan.path, MACHINE))
+    work.clear()
+    again = Program(layout, torch.device("cpu"), candidates=ways(work), plan=read_plan(plan.path, MACHINE))
     assert again.kernels == first.kernels
-    assert not calls
-    guessed = Program(layout, torch.device("cpu"), candidates=ways(calls), plan=None)
+    assert not work
+    guessed = Program(layout, torch.device("cpu"), candidates=ways(work), plan=None)
     assert guessed.kernels == ["slow"] * len(layout.steps)
 
 
