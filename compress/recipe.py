@@ -22,6 +22,7 @@ from compress.data.spec import DATASETS, DataSpec, data_contradictions
 from compress.errors import RecipeError, near_misses
 from compress.export.spec import ExportSpec
 from compress.files import expand_user
+from compress.imports import is_import_path
 from compress.limits import RECIPE_BYTES
 from compress.measure.spec import BenchSpec, bench_contradictions
 from compress.models import ModelSpec
@@ -87,26 +88,64 @@ def load_recipe(recipe: Path | str, overrides: Iterable[str] = ()) -> Recipe:
     """Read a recipe.
 
     Args:
-        recipe: a path; or a name (`resnet50`, `resnet50.yaml`) in ./recipes or among those that ship with compress.
+        recipe: a path; or a name (`resnet50`, `resnet50.yaml`) in ./recipes or among those that ship with compress. Its
+            key `base` names another recipe, whose keys it changes: a path relative to its own folder, or a name.
         overrides: `section.key=value` each, the value in YAML; an index reaches into a list (`rules.0.enable=false`).
 
     Raises:
         RecipeError: no such recipe, not YAML, or keys, types or ranges that are not allowed (all of them are listed).
     """
     path = find_recipe(recipe)
-    try:
-        with path.open("rb") as file:
-            tree = load_yaml(file.read(RECIPE_BYTES + 1).decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{path} is not YAML: {error}") from None
-    except ValueError as error:
-        raise RecipeError(f"{path} is refused: {error}") from None
+    tree = _extended(_read(path), path, ())
     if tree is None:
         raise RecipeError(
             f"{path} is empty; a recipe names at least its model, such as `model: {{name: resnet18}}`. "
             f"`recipes --keys` lists all keys, `recipes resnet50` shows a whole recipe"
         )
     return parse_recipe(tree, overrides, source=str(path))
+
+
+def _read(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            return load_yaml(file.read(RECIPE_BYTES + 1).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path} is not YAML: {error}") from None
+    except ValueError as error:
+        raise RecipeError(f"{path} is refused: {error}") from None
+
+
+def _extended(tree: Any, path: Path, extending: tuple[Path, ...]) -> Any:
+    """Return a recipe's tree over that of the recipe which its key `base` names.
+
+    Raises:
+        RecipeError: there is no such recipe, or a recipe extends itself.
+    """
+    if not isinstance(tree, dict) or "base" not in tree:
+        return tree
+    chain = (*extending, path.resolve())
+    name = tree["base"]
+    if not isinstance(name, str):
+        raise RecipeError(f"{path}: base is {name!r}; it must be the path or the name of a recipe")
+    beside = path.parent / name
+    base = beside if beside.is_file() else find_recipe(name)
+    if base.resolve() in chain:
+        raise RecipeError(f"{path}: base is {name!r}, which extends this recipe itself; remove one of the two keys")
+    below = _extended(_read(base), base, chain)
+    if not isinstance(below, dict):
+        raise RecipeError(
+            f"{base} holds a {type(below).__name__}; a recipe is a mapping with sections {keys_of(Recipe)}"
+        )
+    return _merged(below, {key: value for key, value in tree.items() if key != "base"})
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Return `below` with the keys of `above` in their place, section by section; lists are replaced."""
+    merged = dict(below)
+    for key, value in above.items():
+        known = merged.get(key)
+        merged[key] = _merged(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def parse_recipe(tree: Any, overrides: Iterable[str] = (), *, source: str = "recipe") -> Recipe:
@@ -222,6 +261,8 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             yield from rules(spec)
     yield from task_contradictions(recipe.task, recipe.loss, recipe.metric)
     yield from _data_of_another_task(recipe)
+    if recipe.teacher is not None and recipe.teacher.weights is None and not is_import_path(recipe.teacher.name):
+        yield "teacher.weights is null: a teacher must be trained; name its weights, or a function that loads them"
     if recipe.sparsity is not None and recipe.sparsity.schedule == "gradual" and recipe.finetune.epochs == 0:
         yield (
             "sparsity.schedule 'gradual' closes its masks while finetune trains, and finetune.epochs is 0: give it "

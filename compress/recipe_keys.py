@@ -22,7 +22,8 @@ _HEAD = """# The keys of a recipe
 
 A recipe is a YAML file with the sections below; every section and every key may be left out, and then has its default.
 `--set section.key=value` changes one key (`--set quantization.weights.num_bits=4`, `--set bench.batch_sizes=[1,8]`),
-and `python -m compress recipes NAME` shows a recipe with all of its values. Paths are relative to the folder that the
+`base: NAME` at the top of a recipe takes all keys of another one, which those of the file change, and
+`python -m compress recipes NAME` shows a recipe with all of its values. Paths are relative to the folder that the
 command is started in. `python -m compress recipes --keys` prints this page.
 
 """

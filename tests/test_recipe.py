@@ -130,3 +130,39 @@ def test_values_that_only_yaml_knows_are_named(text, line, tmp_path):
     with pytest.raises(RecipeError) as caught:
         load_recipe(tmp_path / "r.yaml")
     assert line in str(caught.value)
+
+
+def test_a_recipe_extends_another(tmp_path):
+    (tmp_path / "below.yaml").write_text("base: resnet50\ntrain: {epochs: 3}\nbench: {batch_sizes: [2]}\n")
+    (tmp_path / "above.yaml").write_text("base: below.yaml\ntrain: {lr: 0.5}\nquantization: null\n")
+    got, root = load_recipe(tmp_path / "above.yaml"), load_recipe("resnet50")
+    assert got.train == dataclasses.replace(root.train, epochs=3, lr=0.5)
+    assert (got.quantization, got.bench.batch_sizes, got.data) == (None, (2,), root.data)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base: loop.yaml", "extends this recipe itself"),
+        ("base: 3", "base is 3"),
+        ("base: resnet5", "no recipe 'resnet5'"),
+    ],
+)
+def test_a_base_that_cannot_be(tmp_path, text, message):
+    (tmp_path / "loop.yaml").write_text(text + "\n")
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(tmp_path / "loop.yaml")
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"task": "segmentation"}, "data.name digits has targets of classification"),
+        ({"loss": "dice"}, "loss is 'dice'"),
+        ({"teacher": {"name": "resnet101"}}, "teacher.weights is null"),
+        ({"metric": "accuracy"}, "metric is 'accuracy'"),
+    ],
+)
+def test_tasks_that_cannot_be(tree, message):
+    with pytest.raises(RecipeError, match=message):
+        parse_recipe(tree)

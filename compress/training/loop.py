@@ -35,7 +35,7 @@ from compress.training.average import WeightAverage
 from compress.training.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
 from compress.training.distributed import SINGLE, Processes, average_running_statistics, broadcast_state
 from compress.training.evaluate import QUIET, Evaluation, autocast, evaluate
-from compress.training.freezing import drop_frozen_gradients, freeze_batchnorm
+from compress.training.freezing import drop_frozen_gradients, freeze_batchnorm, frozen
 from compress.training.log import EpochRow, TrainReport, summarize, write_log
 from compress.training.losses import training_loss
 from compress.training.optim import learning_rate, make_optimizer
@@ -100,7 +100,7 @@ def fit(
     if resume and folder is None:
         raise CheckpointError("resume is set without a folder: name the one that holds the checkpoint")
     progress = progress if processes.is_main else QUIET
-    with surroundings(model, teacher, device):
+    with surroundings(model, teacher, device), frozen(model, spec.frozen):
         task = task or classification(data.train.num_classes)
         training = _Training(model, data, spec, batch_size, folder, task, teacher, device, processes, name, progress)
         training.after_step, training.first_epoch = after_step, first_epoch
@@ -218,7 +218,7 @@ class _Training:
         before = self.first_epoch * self.steps_per_epoch
         torch.manual_seed(hash_seed(spec.seed, before + self.step, self.processes.rank))
         for parameters in self.optimizer.param_groups:
-            parameters["lr"] = lr
+            parameters["lr"] = lr * parameters.get("lr_scale", 1.0)
         sums = [self._backward(*self._next(batches), group=group, last=i == group - 1) for i in range(group)]
         drop_frozen_gradients(self.model, spec, self.position.epoch)
         if spec.clip_grad_norm is not None:
@@ -352,7 +352,8 @@ class _Training:
         train = self.data.train
         data = {"batch_size": self.plan.batch_size, "train_images": len(train), "data_seed": train.seed}
         digest = train.fingerprint.digest()
-        return {**asdict(self.spec), **data, "data_digest": digest, "first_epoch": self.first_epoch}
+        spec = {key: value for key, value in asdict(self.spec).items() if value not in ({}, ())}
+        return {**spec, **data, "data_digest": digest, "first_epoch": self.first_epoch}
 
     def _learning_rate(self, step: int) -> float:
         return learning_rate(

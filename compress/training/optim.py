@@ -2,47 +2,118 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 
+from compress.errors import RecipeError, near_misses
+from compress.imports import imported, is_import_path
 from compress.training.spec import TrainSpec
 
 WARMUP_START = 0.01  # of the peak
+_MILESTONES = (2 / 3, 8 / 9)  # shares of the steps after which `step` divides the rate by ten
 
 
 def learning_rate(step: int, *, steps: int, warmup_steps: int, peak: float, schedule: str) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0.
 
     It rises linearly from peak / 100 over `warmup_steps` (Goyal et al., arXiv 1706.02677, section 2.2), then falls as
-    half a cosine to zero at step `steps` (Loshchilov and Hutter, arXiv 1608.03983, equation 5) or stays at `peak`.
+    half a cosine to zero at step `steps` (Loshchilov and Hutter, arXiv 1608.03983, equation 5), stays at `peak`, or
+    falls to a tenth of it after 2/3 and to a hundredth after 8/9 of the steps (`step`). `one_cycle` has no linear rise:
+    it rises from peak / 25 as half a cosine over 30 % of the steps and then falls to peak / 250,000 at the last one
+    (Smith and Topin, arXiv 1708.07120, with the shares of torch's OneCycleLR).
 
     >>> learning_rate(50, steps=100, warmup_steps=0, peak=0.1, schedule="cosine")
     0.05
     """
+    if schedule == "one_cycle":
+        return _one_cycle(step, steps, peak)
     if step < warmup_steps:
         return peak * (WARMUP_START + (1 - WARMUP_START) * step / warmup_steps)
     if schedule == "constant":
         return peak
+    if schedule == "step":
+        return peak * 0.1 ** sum(step >= share * steps for share in _MILESTONES)
     return peak / 2 * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps)))
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Return trainable parameters in two groups: those of two and more dimensions with weight decay, others without."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    weights = [parameter for parameter in trainable if parameter.ndim >= 2]
-    others = [parameter for parameter in trainable if parameter.ndim < 2]
-    groups = [{"params": weights, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+def _one_cycle(step: int, steps: int, peak: float) -> float:
+    rise = max(1e-9, 0.3 * steps - 1)
+    if step <= rise:
+        return _half_cosine(peak / 25, peak, step / rise)
+    return _half_cosine(peak, peak / 25 / 1e4, (step - rise) / max(1e-9, steps - 1 - rise))
+
+
+def _half_cosine(start: float, end: float, share: float) -> float:
+    return end + (start - end) / 2 * (1 + math.cos(math.pi * share))
+
+
+def parameter_groups(
+    model: nn.Module, weight_decay: float, lr_scale: Mapping[str, float] | None = None
+) -> list[dict[str, object]]:
+    """Return trainable parameters in groups: those of two and more dimensions with weight decay, others without.
+
+    Args:
+        model: its parameters with `requires_grad`.
+        weight_decay: of parameters of two and more dimensions.
+        lr_scale: factor of the learning rate by pattern of parameter names; the last that matches counts. Each factor
+            has groups of its own, under the key `lr_scale`.
+    """
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            scale = next((f for p, f in reversed([*(lr_scale or {}).items()]) if fnmatch.fnmatch(name, p)), 1.0)
+            groups.setdefault((scale, parameter.ndim < 2), []).append(parameter)
+    order = sorted(groups, key=lambda key: (key[0] != 1.0, key))
+    made: list[dict[str, object]] = [
+        {"params": groups[key], "weight_decay": 0.0 if key[1] else weight_decay} for key in order
+    ]
+    for group, (scale, _) in zip(made, order, strict=True):
+        if scale != 1.0:
+            group["lr_scale"] = scale
+    return made
+
+
+def matched(model: nn.Module, patterns: Iterable[str], *, key: str) -> set[str]:
+    """Return the names of the parameters that match any of the patterns.
+
+    Raises:
+        RecipeError: a pattern that matches none.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    found = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
+    for pattern, hits in found.items():
+        if not hits:
+            known = near_misses(pattern, names) or f"; the first is {names[0]}" if names else ""
+            raise RecipeError(f"{key} {pattern!r} matches no parameter{known}; a pattern is such as layer1.*")
+    return {name for hits in found.values() for name in hits}
 
 
 def make_optimizer(model: nn.Module, spec: TrainSpec) -> torch.optim.Optimizer:
-    """Return SGD with Nesterov momentum, or AdamW (arXiv 1711.05101) with torch's default betas.
+    """Return SGD with Nesterov momentum, AdamW (arXiv 1711.05101) with torch's default betas, or the user's class.
 
-    On GPUs the step is one fused kernel.
+    On GPUs the step of the first two is one fused kernel.
+
+    Raises:
+        RecipeError: the class cannot be imported or made, or a pattern of `lr_scale` matches no parameter.
     """
-    groups = parameter_groups(model, spec.weight_decay)
+    matched(model, spec.lr_scale, key="lr_scale")
+    groups = parameter_groups(model, spec.weight_decay, spec.lr_scale)
+    if is_import_path(spec.optimizer):
+        maker = imported(spec.optimizer, key="optimizer", error=RecipeError, what="a class of optimizers")
+        try:
+            made = maker(groups, lr=spec.lr, **spec.optimizer_options)
+        except (TypeError, ValueError) as error:
+            raise RecipeError(
+                f"optimizer {spec.optimizer} cannot be made with lr={spec.lr} and optimizer_options "
+                f"{spec.optimizer_options} ({type(error).__name__}: {error})"
+            ) from error
+        if not isinstance(made, torch.optim.Optimizer):
+            raise RecipeError(f"optimizer {spec.optimizer} made a {type(made).__name__}, not a torch.optim.Optimizer")
+        return made
     fused = all(parameter.is_cuda for parameter in model.parameters()) or None
     if spec.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=spec.lr, fused=fused)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from compress.errors import RecipeError
+from compress.errors import RecipeError, near_misses
+from compress.imports import is_import_path
 from compress.validation import AtLeastOne, NotNegative, NotNegativeInt, Positive, Seed, Share, ShareBelowOne, validate
 
-Optimizer = Literal["sgd", "adamw"]
-Schedule = Literal["cosine", "constant"]
+OPTIMIZERS = ("sgd", "adamw")
+Schedule = Literal["cosine", "constant", "step", "one_cycle"]
 Precision = Literal["fp32", "bf16", "fp16"]
 Fused = Literal["auto", "on", "int8", "off"]
 Scales = Literal["fixed", "learned"]
@@ -22,12 +23,18 @@ class TrainSpec:
 
     Attributes:
         epochs: passes over the training split; 0 evaluates only.
-        optimizer: `sgd` (momentum, Nesterov) or `adamw`.
+        optimizer: `sgd` (momentum, Nesterov), `adamw`, or a class, `package.module:Class`, such as `torch.optim:RAdam`,
+            that is called with groups of parameters, lr and `optimizer_options`.
+        optimizer_options: further keyword arguments of that class.
         lr: peak learning rate, for the whole (global) batch.
         momentum: momentum of SGD.
         weight_decay: decay of weights of two and more dimensions; biases and norms have none.
         warmup_epochs: length of the linear warm-up from lr / 100; may be a fraction.
-        schedule: `cosine` to zero or `constant` after the warm-up, step by step.
+        schedule: after the warm-up `cosine` to zero, `constant`, or `step` (a tenth after 2/3 of the epochs, a
+            hundredth after 8/9); or `one_cycle` in place of the warm-up too.
+        lr_scale: factor of the learning rate by pattern of parameter names, such as {"backbone.*": 0.1}.
+        frozen: patterns of parameter names that are not trained, such as ["backbone.*"]; BatchNorm layers all of whose
+            parameters are frozen keep their statistics too.
         label_smoothing: label smoothing of the cross entropy.
         clip_grad_norm: largest L2 norm of the gradients; None = no clipping.
         grad_accumulation: batches of data.batch_size images whose mean gradient makes one optimizer step.
@@ -45,12 +52,15 @@ class TrainSpec:
     """
 
     epochs: NotNegativeInt = 8
-    optimizer: Optimizer = "sgd"
+    optimizer: str = "sgd"
+    optimizer_options: dict[str, Any] = field(default_factory=dict)
     lr: Positive = 0.05
     momentum: ShareBelowOne = 0.9
     weight_decay: NotNegative = 1e-4
     warmup_epochs: NotNegative = 1.0
     schedule: Schedule = "cosine"
+    lr_scale: dict[str, Positive] = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()
     label_smoothing: ShareBelowOne = 0.0
     clip_grad_norm: Positive | None = None
     grad_accumulation: AtLeastOne = 1
@@ -126,6 +136,13 @@ def train_contradictions(spec: TrainSpec) -> Iterator[str]:
             f"{section}.freeze_ranges_epoch is {spec.freeze_ranges_epoch}, and fixed ranges never change: set "
             f"{section}.scales: learned, or leave it out"
         )
+    if spec.optimizer not in OPTIMIZERS and not is_import_path(spec.optimizer):
+        yield (
+            f"{section}.optimizer is {spec.optimizer!r}{near_misses(spec.optimizer, OPTIMIZERS)} (one of: "
+            f"{', '.join(OPTIMIZERS)}, or package.module:Class)"
+        )
+    if spec.optimizer_options and spec.optimizer in OPTIMIZERS:
+        yield f"{section}.optimizer_options are those of an optimizer package.module:Class, and it is {spec.optimizer}"
     if spec.epochs and spec.warmup_epochs > spec.epochs:
         yield (
             f"{section}.warmup_epochs is {spec.warmup_epochs} of {spec.epochs} epochs, so lr would never reach "

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from compress.errors import RecipeError
 from compress.training.optim import learning_rate, make_optimizer, parameter_groups
-from compress.training.spec import TrainSpec
+from compress.training.spec import TrainSpec, check_train_spec
 
 
 @settings(max_examples=40, deadline=None)
@@ -79,3 +80,54 @@ def test_steps_are_the_formulas(name):
         optimizer.zero_grad()
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), expected[key][0], rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(steps=st.integers(10, 300), peak=st.floats(1e-4, 1))
+def test_one_cycle_is_torchs(steps, peak):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=peak, total_steps=steps)
+    for step in range(steps):
+        got = learning_rate(step, steps=steps, warmup_steps=0, peak=peak, schedule="one_cycle")
+        assert got == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-6, abs=1e-12)
+        optimizer.step()
+        cycle.step()
+
+
+def test_step_is_torchs_multi_step():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
+    decay = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[60, 80])
+    for step in range(90):
+        rate = learning_rate(step, steps=90, warmup_steps=0, peak=0.4, schedule="step")
+        assert rate == pytest.approx(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        decay.step()
+
+
+def network():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(2))
+
+
+def test_learning_rates_by_name():
+    model = network()
+    model(torch.zeros(2, 3, 6, 6))
+    groups = parameter_groups(model, 0.1, {"*": 2.0, "0.*": 0.5})
+    rates = {id(p): g.get("lr_scale", 1.0) for g in groups for p in g["params"]}
+    assert [rates[id(p)] for p in model.parameters()] == [0.5, 0.5, 2, 2, 2, 2]
+    assert sum(len(g["params"]) for g in groups) == 6
+    assert {g["weight_decay"] for g in groups if g["params"][0].ndim < 2} == {0.0}
+
+
+def test_an_optimizer_of_the_users():
+    model = nn.Linear(2, 2)
+    made = make_optimizer(model, TrainSpec(optimizer="torch.optim:RAdam", optimizer_options={"betas": [0.8, 0.9]}))
+    assert type(made) is torch.optim.RAdam
+    assert made.param_groups[0]["betas"] == [0.8, 0.9]
+    with pytest.raises(RecipeError, match="cannot be made with .*momentumm"):
+        make_optimizer(model, TrainSpec(optimizer="torch.optim:SGD", optimizer_options={"momentumm": 1}))
+    with pytest.raises(RecipeError, match="has no 'RAdm', did you mean 'RAdam'"):
+        make_optimizer(model, TrainSpec(optimizer="torch.optim:RAdm"))
+    with pytest.raises(RecipeError, match=r"lr_scale 'wieght' matches no parameter, did you mean 'weight'"):
+        make_optimizer(model, TrainSpec(lr_scale={"wieght": 0.5}))
+    with pytest.raises(RecipeError, match="optimizer is 'adam', did you mean 'adamw'"):
+        check_train_spec(TrainSpec(optimizer="adam"))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
+from compress.data.classes import class_count
 from compress.meters import TaskMetric
+from compress.models import build_model
 from compress.pipeline.run import Run
 from compress.training import TrainReport, TrainSpec, fit, save_model
 from compress.training.loop import AfterStep
@@ -28,7 +31,7 @@ def train(
         model: network to train.
         spec: section of the recipe that this training follows.
         variant: network that is made; its step names the files and the progress bar.
-        teacher: model to distill from, if `spec` asks for distillation.
+        teacher: model to distill from, if `spec` asks for distillation and the recipe names no other.
         first_epoch: number of epochs trained before. Without it the network would see the same images in the same
             order, augmented alike, as in the phase before.
         after_step: called after each optimizer step.
@@ -40,7 +43,7 @@ def train(
         batch_size=run.recipe.data.batch_size,
         folder=run.folder.path,
         task=run.task,
-        teacher=teacher if spec.distill else None,
+        teacher=_teacher(run, teacher) if spec.distill else None,
         device=run.device,
         processes=run.processes,
         resume=run.resume,
@@ -49,6 +52,16 @@ def train(
         after_step=after_step,
         progress=run.progress,
     )
+
+
+def _teacher(run: Run, own: nn.Module | None) -> nn.Module | None:
+    """Return the network that the recipe names as the teacher, else `own`."""
+    spec = run.recipe.teacher
+    if spec is None:
+        return own
+    with torch.random.fork_rng(devices=[]):
+        model = build_model(spec, num_classes=class_count(run.recipe.data), task=run.recipe.task)
+    return model.to(run.device).eval()
 
 
 def facts_of(report: TrainReport, metric: TaskMetric) -> dict[str, float]:

@@ -1,0 +1,1 @@
+"""Segmentation networks trained at full length, quantized and measured through recipes."""
