@@ -23,7 +23,7 @@ from compress.training import QATSpec, TrainSpec, check_train_spec
         ("checkpoint_steps", 0),
         ("evaluate_every", 0),
         ("optimizer", "adam"),
-        ("schedule", "step"),
+        ("schedule", "steps"),
         ("precision", "fp8"),
     ],
 )
