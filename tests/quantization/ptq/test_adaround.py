@@ -176,7 +176,7 @@ def test_zeros_stay_zeros():
 
 @pytest.mark.parametrize(
     ("bad", "words"),
-    [({"steps": 0}, "1 or more"), ({"warm_start": 1.0}, "below 1"), ({"beta_end": 30.0}, "beta_start")],
+    [({"steps": 0}, "must be 1 to"), ({"warm_start": 1.0}, "below 1"), ({"beta_end": 30.0}, "beta_start")],
 )
 def test_bad_specs_are_refused(bad, words):
     x = torch.randn(2, 3, 16, 16)
