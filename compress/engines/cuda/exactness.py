@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from compress.engines.cuda import reference
-from compress.engines.cuda.executor import Executor
+from compress.engines.cuda.executor import Executor, Runner
+from compress.engines.cuda.plan.steps import Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +41,24 @@ def differences(executor: Executor, x: dict[str, Tensor]) -> list[StepDifference
     tensors = executor.start(x)
     found = []
     for index, step in enumerate(executor.layout.steps):
-        expected = reference.compute(step, tensors)
-        expected = {name: value.clone() for name, value in expected.items()}
-        executor.runners[index](tensors)
-        for name, value in expected.items():
-            found.append(_compared(step.name, type(step).__name__, tensors[name], value))
+        found += compared_with_exact(step, executor.runners[index], tensors)
         for name in executor.forgotten(index):
             tensors.pop(name, None)
     return found
+
+
+def compared_with_exact(step: Step, run: Runner, tensors: dict[str, Tensor]) -> list[StepDifference]:
+    """Run one step by `run` and compare each tensor that it writes with exact arithmetic.
+
+    Args:
+        step: of a plan.
+        run: a way to compute it.
+        tensors: what the step reads and where it writes, which `run` overwrites.
+    """
+    expected = {name: value.clone() for name, value in reference.compute(step, tensors).items()}
+    run(tensors)
+    kind = type(step).__name__
+    return [_compared(step.name, kind, tensors[name], value) for name, value in expected.items()]
 
 
 def _compared(step: str, kind: str, result: Tensor, expected: Tensor) -> StepDifference:

@@ -85,6 +85,15 @@ class Executor:
             for name in self.layout.plan.inputs
         }
 
+    def random_inputs(self) -> Tensors:
+        """Inputs of standard normal numbers from a fixed seed; of zeros where they are no floating-point numbers."""
+        found = self.empty_inputs()
+        generator = torch.Generator(self.device).manual_seed(0)
+        for value in found.values():
+            if value.is_floating_point():
+                value.normal_(generator=generator)
+        return found
+
     def start(self, inputs: Mapping[str, Tensor]) -> Tensors:
         """The tensors that are there before the first step."""
         return {**self._placed, **self._constants, **inputs}

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.engines.cuda.exactness import compared_with_exact
 from compress.engines.cuda.executor import Candidate, Executor
 from compress.engines.cuda.plan.layout import Layout
 from compress.engines.cuda.plan.quantizers import Grid
 from compress.engines.cuda.plan.steps import Step
 from compress.engines.cuda.timing import launch_ms
+from compress.errors import EngineError
 from compress.kernels.triton.ahead import Request, recorded
 from compress.progress import NoProgress, Progress
 
@@ -31,8 +33,8 @@ class Measured:
 
     Attributes:
         step: its name.
-        times_ms: of each candidate that ran, by its name.
-        refused: why a candidate did not run, by its name.
+        times_ms: of each candidate that can be chosen, by its name.
+        refused: why a candidate cannot be, by its name: it did not run, or its result was wrong.
     """
 
     step: str
@@ -69,23 +71,28 @@ def measure(
     known: dict[str, Measured] | None = None,
     progress: Progress = _QUIET,
 ) -> list[Measured]:
-    """Time the candidates of each step on its own tensors, and give the executor the fastest.
+    """Time the candidates of each step on its own tensors, and give the executor the fastest that is right.
+
+    The fastest is compared with exact arithmetic; if it is wrong, it is refused and the next one is tried.
 
     Args:
         executor: of the plan; its runners are replaced.
         ways: the candidates of each step.
         known: measurements by signature, which are used and added to.
         progress: a task of as many units as there are steps.
+
+    Raises:
+        EngineError: no candidate of a step computes it right.
     """
     known = {} if known is None else known
-    tensors = executor.start(executor.empty_inputs())
+    tensors = executor.start(executor.random_inputs())
     results = []
     progress.start("tuning", len(ways))
     for index, candidates in enumerate(ways):
         step = executor.layout.steps[index]
         key = signature(step, executor.layout)
         if key not in known:
-            known[key] = _measured(step.name, candidates, tensors, executor.device)
+            known[key] = _measured(step, candidates, tensors, executor.device)
         found = known[key]
         results.append(found)
         executor.runners[index] = chosen(candidates, found.best).run
@@ -100,7 +107,9 @@ def chosen(candidates: Sequence[Candidate], name: str) -> Candidate:
     return next((c for c in candidates if c.name == name), candidates[0])
 
 
-def _measured(name: str, candidates: Sequence[Candidate], tensors: dict[str, Tensor], device: torch.device) -> Measured:
+def _measured(
+    step: Step, candidates: Sequence[Candidate], tensors: dict[str, Tensor], device: torch.device
+) -> Measured:
     times: dict[str, float] = {}
     refused: dict[str, str] = {}
     for candidate in candidates if len(candidates) > 1 else ():
@@ -108,7 +117,28 @@ def _measured(name: str, candidates: Sequence[Candidate], tensors: dict[str, Ten
             times[candidate.name] = launch_ms(partial(candidate.run, tensors), device)
         except Exception as error:  # such as too much shared memory: the tile is left out
             refused[candidate.name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return Measured(step=name, times_ms=times, refused=refused)
+    while times:
+        fastest = min(times, key=lambda name: times[name])
+        wrong = _wrong(step, chosen(candidates, fastest), tensors)
+        if not wrong:
+            break
+        del times[fastest]
+        refused[fastest] = wrong
+    if len(candidates) > 1 and not times:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+        raise EngineError(f"cuda: no kernel computes {step.name} right here ({reasons}); run the file with onnxruntime")
+    return Measured(step=step.name, times_ms=times, refused=refused)
+
+
+def _wrong(step: Step, candidate: Candidate, tensors: dict[str, Tensor]) -> str:
+    """How the result of a candidate differs from exact arithmetic by more than rounding; "" if it is right."""
+    found = [d for d in compared_with_exact(step, candidate.run, tensors) if d.wrong]
+    return "; ".join(
+        f"wrong: {d.differing} of {d.codes} codes differ from exact arithmetic, by up to {d.largest}"
+        if d.codes
+        else f"wrong: values differ from exact arithmetic by {d.relative:.1e} of their norm"
+        for d in found
+    )
 
 
 def signature(step: Step, layout: Layout) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -206,6 +207,34 @@ def test_the_fastest_kernel_of_each_shape_is_measured_once_and_kept(tmp_path, mo
     assert not work
     guessed = Program(layout, torch.device("cpu"), candidates=ways(work), plan=None)
     assert guessed.kernels == ["slow"] * len(layout.steps)
+
+
+def test_a_kernel_that_is_fast_and_wrong_is_not_chosen(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "launch_ms", lambda run, device: 2.0 if "right" in str(run.func) else 1.0)
+    layout = lay_out(make_plan(network(tmp_path / "m.onnx")[0], batch_size=2, dtype=torch.float32))
+
+    def candidates(step, layout, ways=("right", "wrong")):
+        exact = bind_reference(step, layout, torch.device("cpu"))
+
+        def right(tensors):
+            exact(tensors)
+
+        def wrong(tensors):
+            exact(tensors)
+            for name in step.writes:
+                tensors[name][0].add_(3)
+
+        return [Candidate(f.__name__, f) for f in (right, wrong, wrong) if f.__name__ in ways]
+
+    plan = read_plan(tmp_path / "m.plan.json", MACHINE)
+    program = Program(layout, torch.device("cpu"), candidates=candidates, plan=plan)
+    assert program.kernels == ["right"] * len(layout.steps)
+    assert all("differ from exact arithmetic" in found.refused["wrong"] for found in program.measured)
+    with pytest.raises(EngineError, match=r"no kernel computes .* right here .*; run the file with onnxruntime"):
+        Program(
+            layout, torch.device("cpu"), candidates=partial(candidates, ways=("wrong",)),
+            plan=read_plan(tmp_path / "other.plan.json", MACHINE),
+        )  # fmt: skip
 
 
 def test_networks_of_the_same_shapes_share_their_choices(tmp_path):
