@@ -1,0 +1,174 @@
+"""The files of the study: both of torch's exporters, NHWC graphs, the package rapidocr, onnx's own backend tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+import torchvision
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+
+from compress.engines.onnx_file import read_onnx
+
+WEIGHTED = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
+TORCHVISION = (
+    "resnet18", "mobilenet_v2", "mobilenet_v3_small", "efficientnet_b0", "shufflenet_v2_x0_5", "densenet121",
+    "regnet_y_400mf", "convnext_tiny", "swin_t",
+)  # fmt: skip
+TIMM = ("vit_tiny_patch16_224", "repvgg_a0", "mobilenetv4_conv_small")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A file of the study.
+
+    Attributes:
+        origin: which group of the table it belongs to.
+        name: of the network.
+        make: writes the file into a folder and returns it.
+        tiny: it is quantized in the process of the study, for one target.
+    """
+
+    origin: str
+    name: str
+    make: Callable[[Path], Path]
+    tiny: bool = False
+
+
+def forms() -> Iterator[Form]:
+    """Yield all files; those of packages that are not installed are left out."""
+    for name in (*TORCHVISION, *TIMM):
+        yield Form(origin="torch, dynamo", name=name, make=partial(_dynamo, name))
+        yield Form(origin="torch, older exporter", name=name, make=partial(_older, name, True))
+        yield Form(origin="torch, BatchNorm as it is", name=name, make=partial(_older, name, False))
+    yield Form(origin="tf2onnx style (NHWC)", name="residual network", make=_nhwc)
+    package = importlib.util.find_spec("rapidocr_onnxruntime")
+    if package is not None and package.origin is not None:
+        for path in sorted((Path(package.origin).parent / "models").glob("*.onnx")):
+            yield Form(origin="rapidocr-onnxruntime (PaddlePaddle)", name=path.stem, make=partial(_given, path))
+    data = Path(onnx.__file__).parent / "backend" / "test" / "data"
+    for path in sorted(data.glob("*/*/model.onnx")):
+        if any(node.op_type in WEIGHTED for node in onnx.load(path, load_external_data=False).graph.node):
+            group = "onnx backend tests"
+            yield Form(origin=group, name=path.parent.name, make=partial(_given, path), tiny=True)
+
+
+def batches(path: Path, *, count: int = 4, images: int = 2, size: int = 64, seed: int = 0) -> list[dict[str, Any]]:
+    """Return inputs of smooth random pictures for a file, by name; open sides are 64 pixels, or 48 by 192 for text."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(count):
+        feed: dict[str, Any] = {}
+        for tensor in read_onnx(path).inputs:
+            open_ = [images, 3, size, size] if len(tensor.shape) == 4 else [images] * len(tensor.shape)
+            if "rec_infer" in path.name:
+                open_ = [images, 3, 48, 192]
+            shape = [w if w > 0 else o for w, o in zip(tensor.shape, open_, strict=True)]
+            if tensor.dtype.startswith(("int", "uint", "bool")):
+                feed[tensor.name] = np.zeros(shape, tensor.dtype)
+                continue
+            x = torch.randn(shape, generator=generator)
+            if len(shape) == 4 and min(shape[2:]) >= 16:
+                x = nn.functional.avg_pool2d(x, 5, 1, 2) * 3
+            feed[tensor.name] = x.numpy().astype(tensor.dtype)
+        found.append(feed)
+    return found
+
+
+def _given(path: Path, _: Path) -> Path:
+    return path
+
+
+def _network(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    if name in TIMM:
+        import timm  # optional: an extra of the package
+
+        options: dict[str, Any] = {"img_size": 64} if name.startswith("vit") else {}
+        model: nn.Module = timm.create_model(name, **options)
+    else:
+        model = torchvision.models.get_model(name)
+    x = nn.functional.avg_pool2d(torch.randn(8, 3, 64, 64), 5, 1, 2) * 3
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None
+    with torch.no_grad():
+        model.train()(x)  # statistics of images, so that activations keep their size
+    return model.eval()
+
+
+def _dynamo(name: str, folder: Path) -> Path:
+    x, path = torch.randn(2, 3, 64, 64), folder / "float.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            _network(name), (x,), str(path), dynamo=True, verbose=False, external_data=False,
+            dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
+        )  # fmt: skip
+    return path
+
+
+def _older(name: str, folded: bool, folder: Path) -> Path:
+    x, path = torch.randn(2, 3, 64, 64), folder / "float.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            _network(name), (x,), str(path), dynamo=False, opset_version=17 if folded else 14, input_names=["input"],
+            dynamic_axes={"input": {0: "batch"}}, do_constant_folding=folded,
+            training=torch.onnx.TrainingMode.EVAL if folded else torch.onnx.TrainingMode.PRESERVE,
+        )  # fmt: skip
+    return path
+
+
+def _nhwc(folder: Path) -> Path:
+    """A residual network as tf2onnx writes it: NHWC outside, NCHW around each convolution."""
+    generator = np.random.default_rng(0)
+    nodes: list[onnx.NodeProto] = []
+    constants: list[onnx.TensorProto] = []
+
+    def conv(x: str, name: str, inputs: int, outputs: int, stride: int = 1) -> str:
+        weight = generator.standard_normal((outputs, inputs, 3, 3)) / np.sqrt(inputs * 9)
+        bias = generator.standard_normal(outputs) / 10
+        constants.append(numpy_helper.from_array(weight.astype(np.float32), f"{name}_w"))
+        constants.append(numpy_helper.from_array(bias.astype(np.float32), f"{name}_b"))
+        nodes.append(helper.make_node("Transpose", [x], [f"{name}_t"], perm=[0, 3, 1, 2], name=f"{name}/to_nchw"))
+        nodes.append(
+            helper.make_node(
+                "Conv", [f"{name}_t", f"{name}_w", f"{name}_b"], [f"{name}_c"], name=f"{name}/conv",
+                pads=[1] * 4, strides=[stride] * 2,
+            )
+        )  # fmt: skip
+        nodes.append(helper.make_node("Transpose", [f"{name}_c"], [name], perm=[0, 2, 3, 1], name=f"{name}/to_nhwc"))
+        return name
+
+    def then(op: str, inputs: list[str], result: str, **attributes: Any) -> str:
+        nodes.append(helper.make_node(op, inputs, [result], name=f"{result}/{op}", **attributes))
+        return result
+
+    x, width = then("Relu", [conv("input", "stem", 3, 16, 2)], "stem_r"), 16
+    for i in range(4):
+        y = then("Relu", [conv(x, f"block{i}a", width, width)], f"block{i}a_r")
+        y = conv(y, f"block{i}b", width, width)
+        x = then("Relu", [then("Add", [y, x], f"block{i}_s")], f"block{i}_r")
+    x = then("ReduceMean", [x], "pooled", axes=[1, 2], keepdims=0)
+    weight = generator.standard_normal((width, 10)).astype(np.float32) / 4
+    constants.append(numpy_helper.from_array(weight, "fc_w"))
+    constants.append(numpy_helper.from_array(np.zeros(10, np.float32), "fc_b"))
+    then("Add", [then("MatMul", [x, "fc_w"], "product"), "fc_b"], "scores")
+    tensor = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        nodes, "nhwc", [tensor("input", TensorProto.FLOAT, ["n", 64, 64, 3])],
+        [tensor("scores", TensorProto.FLOAT, ["n", 10])], constants,
+    )  # fmt: skip
+    path = folder / "float.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 15)], ir_version=8), path)
+    return path

