@@ -1,9 +1,9 @@
 """The file format of checkpoints and weights: safetensors with a JSON header, a format version and a checksum.
 
-Format 2 adds `sha256` beside the header: of the header's text and of every tensor's name, type, shape and
-bytes, so that a flipped bit anywhere is found. Files of format 1, which has none, are read and brought up to date by
-`_UPGRADES`, as files of today will be by later versions: a version that changes the form adds a function here, and a
-file of each version is kept in tests/training/formats.
+Format 2 adds `sha256` to the header: of the rest of it and of every tensor's name, type, shape and bytes, so that a
+flipped bit anywhere is found. Files of format 1, which has none, are read and brought up to date by `_UPGRADES`, as
+files of today will be by later versions: a version that changes the form adds a function here, and a file of each
+version is kept in tests/training/formats.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from compress.validation import parse
 
 VERSION = 2
 HEADER, CHECKSUM = "compress", "sha256"
-"""Keys of our JSON and of the checksum among the file's metadata."""
+"""Key of our JSON among the file's metadata, and of the checksum in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +92,9 @@ def write_tensors(path: Path | str, kind: str, tensors: Mapping[str, Tensor], da
     """
     alone, shared = _without_shared_memory(tensors)
     header = {"kind": kind, "version": VERSION, "torch": torch.__version__, "shared": shared, "data": data}
-    text = json.dumps(header)
+    text = json.dumps({**header, CHECKSUM: _checksum(header, alone)})
     with writing(path) as temporary:
-        save_file(alone, temporary, metadata={HEADER: text, CHECKSUM: _checksum(text, alone)})
+        save_file(alone, temporary, metadata={HEADER: text})  # one key alone: the order of several is random
     return Path(path)
 
 
@@ -110,8 +110,9 @@ def read_tensors(path: Path | str, kind: str) -> Contents:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            header, version = _header(path, kind, metadata.get(HEADER, "null"))
+            tree = parse_json((file.metadata() or {}).get(HEADER, "null"))
+            checksum = tree.pop(CHECKSUM, None) if isinstance(tree, dict) else None
+            header, version = _header(path, kind, tree)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no {kind} at {path}: check the path, or start a new training") from error
@@ -120,7 +121,7 @@ def read_tensors(path: Path | str, kind: str) -> Contents:
             f"{path} is no whole safetensors file ({error}): it was truncated or is of another program; "
             "take a good copy, or start a new training"
         ) from error
-    if version > 1 and metadata.get(CHECKSUM) != _checksum(metadata[HEADER], tensors):
+    if version > 1 and checksum != _checksum(tree, tensors):
         raise _damaged(path, "its contents do not agree with its checksum")
     unknown = [name for name in header.shared.values() if name not in tensors]
     if unknown:
@@ -129,9 +130,8 @@ def read_tensors(path: Path | str, kind: str) -> Contents:
     return Contents(path=str(path), version=version, tensors=tensors, data=header.data)
 
 
-def _header(path: Path | str, kind: str, text: str) -> tuple[Header, int]:
+def _header(path: Path | str, kind: str, tree: Any) -> tuple[Header, int]:
     """Return the header in the form of today, and the version that it was written in."""
-    tree = parse_json(text)
     if not isinstance(tree, dict) or tree.get("kind") != kind:
         got = tree.get("kind") if isinstance(tree, dict) else "safetensors file of another program"
         raise CheckpointError(f"{path} is a {got}, not a {kind} that compress wrote: name the right file")
@@ -154,9 +154,9 @@ def _damaged(path: Path | str, reason: str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged: {reason}. Take a good copy, or start a new training")
 
 
-def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
+def _checksum(header: dict[str, Any], tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 of a header and of tensors, in the order of their names."""
-    digest = hashlib.sha256(text.encode())
+    digest = hashlib.sha256(json.dumps(header).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
