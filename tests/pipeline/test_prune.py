@@ -122,7 +122,9 @@ def test_a_stopped_run_takes_the_masks_that_it_had_found(finished, tmp_path):
     run(RECIPE, "prune", out, resume=True, device="cpu")
     at_most = [n for n in json.loads((finished / "notes.json").read_text()) if n.startswith("2:4 makes")]
     assert len(at_most) == 1 and at_most[0] in json.loads((out / "notes.json").read_text())
-    assert (out / "sparse.safetensors").read_bytes() == (finished / "sparse.safetensors").read_bytes()
+    here, there = (load_file(folder / "sparse.safetensors") for folder in (out, finished))
+    assert here.keys() == there.keys()  # the order of a file's metadata is random
+    assert all(torch.equal(here[name], there[name]) for name in here)
 
 
 @pytest.mark.parametrize("variant", ["sparse", "sparse-ptq", "sparse-qat"])
