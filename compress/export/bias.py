@@ -81,9 +81,12 @@ def integer_biases(proto: onnx.ModelProto) -> tuple[str, ...]:
         bias = view.array(holder.input[place])
         if bias is None or source is None or weight is None or {source.dtype, weight.dtype} != {np.dtype(np.float32)}:
             continue
-        scale = np.broadcast_to(np.asarray(source * weight, np.float32), bias.shape).copy()
+        product = np.asarray(source * weight, np.float32)
+        if bias.ndim != 1 or product.shape not in {(), (1,), bias.shape}:
+            continue  # an added number or map, which is no bias for each output
+        scale = np.broadcast_to(product, bias.shape).copy()
         steps = np.round(bias / scale)
-        if bias.ndim == 1 and np.abs(steps).max() < _LARGEST:
+        if np.abs(steps).max() < _LARGEST:
             done[holder.name] = _dequantize(view, holder, place, steps.astype(np.int32), scale)
     view.replace_nodes(
         part for node in list(proto.graph.node) for part in ((done[node.name], node) if node.name in done else (node,))

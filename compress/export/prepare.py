@@ -186,6 +186,8 @@ def _fold_kept_batchnorm(graph_module: fx.GraphModule) -> None:
                 "channels; use weights.axis 0 or batchnorm: fold"
             )
         statistics: Any = norm
-        factor = statistics.weight / torch.sqrt(statistics.running_var + statistics.eps)
+        factor = torch.rsqrt(statistics.running_var + statistics.eps)
+        if statistics.weight is not None:
+            factor = factor * statistics.weight
         quantizer.set_amax(quantizer.amax * factor.detach().abs().clamp_min(torch.finfo(torch.float32).tiny * 256))
     fold_batchnorm(graph_module)

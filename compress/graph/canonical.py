@@ -5,13 +5,14 @@ from __future__ import annotations
 from torch import fx, nn
 
 from compress.graph.attention import open_attention
+from compress.graph.compare import Reference
 from compress.graph.einsum import open_einsums
 from compress.graph.fold import fold_batchnorm
 from compress.graph.functional import functions_to_modules
 from compress.graph.inplace import follow_changes
 from compress.graph.inputs import Inputs
 from compress.graph.ops import node_kind
-from compress.graph.trace import propagate_shapes, trace
+from compress.graph.trace import check_module, propagate_shapes, trace
 from compress.graph.traits import SHAPES
 
 
@@ -27,8 +28,11 @@ def canonical_graph(model: nn.Module, example_inputs: Inputs, *, fold: bool = Tr
         A graph module in evaluation mode that computes what `model` does, with shapes on its nodes.
 
     Raises:
-        ModelError: the model cannot be traced, or changes tensors in place through views that are read again.
+        ModelError: the model cannot be traced, changes tensors in place through views that are read again, or the graph
+            computes something else than the model.
     """
+    check_module(model)
+    reference = Reference.of(model, example_inputs)
     graph_module = trace(model, example_inputs)
     _drop_assertions(graph_module)
     follow_changes(graph_module, example_inputs)
@@ -38,6 +42,7 @@ def canonical_graph(model: nn.Module, example_inputs: Inputs, *, fold: bool = Tr
         fold_batchnorm(graph_module)
     if opened or made:
         propagate_shapes(graph_module, example_inputs)
+    reference.check(graph_module, "bringing the graph to the form that is quantized")
     return graph_module
 
 

@@ -47,6 +47,7 @@ def matrix_product(equation: str) -> tuple[bool, bool] | None:
     >>> matrix_product("b i j, b j d -> b i d")
     (False, False)
     >>> matrix_product("bij,jk->bki")
+    >>> matrix_product("ij,jj->ij")
     """
     sides, arrow, result = equation.replace(" ", "").partition("->")
     left, comma, right = sides.partition(",")
@@ -57,6 +58,8 @@ def matrix_product(equation: str) -> tuple[bool, bool] | None:
     if left[:-2] != batch or right[:-2] != batch or len({*result}) != len(result):
         return None
     row, column = result[-2], result[-1]
+    if len({*left}) != len(left) or len({*right}) != len(right):
+        return None  # a diagonal
     summed = {*left[-2:]} - {row}
     if len(summed) != 1 or row not in left[-2:] or column not in right[-2:] or {*right[-2:]} != {*summed, column}:
         return None

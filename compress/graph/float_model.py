@@ -6,6 +6,8 @@ be quantized twice.
 
 from __future__ import annotations
 
+from types import FunctionType
+
 import torch
 from torch import fx, nn
 
@@ -52,6 +54,7 @@ def check_float_model(model: nn.Module) -> None:
                 f"{name} is a {type(module).__name__}, which cannot be traced: put its .module in its place"
             )
         _check_hooks(name, module)
+        _check_forward(name, module)
     _check_parameters(dict(model.named_parameters()))
 
 
@@ -94,6 +97,16 @@ def _check_hooks(name: str, module: nn.Module) -> None:
                 f"the weight of {name or 'the model'} is computed by a hook of {kind}: take it off with "
                 f"torch.nn.utils.remove_{made}, or use torch.nn.utils.parametrizations.{made}, which is followed"
             )
+
+
+def _check_forward(name: str, module: nn.Module) -> None:
+    """Refuse a `forward` that is a plain function set on an instance: it reaches one module only, never a copy's."""
+    if isinstance(vars(module).get("forward"), FunctionType):
+        raise ModelError(
+            f"{name or 'the model'} has a forward of its own, a function set on the instance, which calls the module "
+            "that it was made for, also in a copy: quantizing the copy would change nothing. Take it off, or make it a "
+            "method of a subclass"
+        )
 
 
 def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:

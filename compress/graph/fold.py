@@ -10,12 +10,15 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
-from compress.graph.ops import module_kind, node_kind, node_module
+from compress.graph.ops import SPELLINGS, calls_alike, module_kind, node_kind, node_module
 from compress.graph.parametrized import bake
 from compress.graph.traits import WEIGHTED
 
 Statistics = tuple[Tensor, Tensor, float, Tensor | None, Tensor | None]
 """Running mean and variance (C,), epsilon, scale and shift (C,) of a BatchNorm."""
+
+_LAYERS = tuple(kind for name in WEIGHTED for kind in SPELLINGS[name] if isinstance(kind, type))
+"""torch's classes of layers with a weight."""
 
 
 def fold_batchnorm(graph_module: fx.GraphModule) -> tuple[str, ...]:
@@ -59,11 +62,16 @@ def _only_children(graph_module: fx.GraphModule, paths: list[str]) -> None:
 
 
 def foldable_pair(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """(layer, norm) if `norm` is a BatchNorm that can be folded into the layer before it, else None."""
-    if norm.op != "call_module" or node_kind(norm) != "batch_norm" or not isinstance(norm.args[0], fx.Node):
+    """(layer, norm) if `norm` is a BatchNorm that can be folded into the layer before it, else None.
+
+    The graph's nodes carry shapes.
+    """
+    if norm.op != "call_module" or node_kind(norm) != "batch_norm" or not norm.args:
         return None
     layer = norm.args[0]
-    if layer.op != "call_module" or node_kind(layer) not in WEIGHTED or len(layer.users) != 1:
+    if not isinstance(layer, fx.Node) or layer.op != "call_module" or len(layer.users) != 1:
+        return None
+    if node_kind(layer) not in WEIGHTED or not _foldable(node_module(layer), layer.meta.get("shape")):
         return None
     calls = [n.target for n in norm.graph.nodes if n.op == "call_module"]
     if calls.count(layer.target) != 1 or calls.count(norm.target) != 1:
@@ -72,6 +80,16 @@ def foldable_pair(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     if type(module).forward not in {nn.BatchNorm1d.forward, nn.BatchNorm2d.forward, nn.BatchNorm3d.forward}:
         return None  # a subclass that does more than normalize (timm's BatchNormAct2d)
     return (layer, norm) if getattr(module, "running_mean", None) is not None else None
+
+
+def _foldable(layer: nn.Module, shape: tuple[int, ...] | None) -> bool:
+    """Return True if a layer computes with its weight alone, and has its channels on axis 1, where BatchNorm's are.
+
+    Those of a linear layer on tokens (N, L, C) and of a convolution without a batch (C, L) are on another axis.
+    """
+    quantized = isinstance(getattr(layer, "weight_quantizer", None), nn.Module)
+    plain = quantized or any(calls_alike(type(layer), kind) for kind in _LAYERS)
+    return plain and shape is not None and len(shape) == cast(Tensor, layer.weight).dim()
 
 
 def _set_weight(layer: nn.Module, weight: nn.Parameter) -> None:

@@ -119,16 +119,15 @@ def _weighted(graph_module: fx.GraphModule, node: fx.Node, arguments: dict[str, 
     settings = {k: v for k, v in arguments.items() if k not in {"input", "weight", "bias"}}
     if any(isinstance(v, fx.Node) for v in settings.values()):
         return "its settings are computed"
-    name = str(arguments["weight"].target).rpartition(".")[2] if arguments["weight"].op == "get_attr" else "weight"
+    names = _names(arguments)
     if node.target is F.linear:
-        if name == "weight":
+        if names == {"weight": "weight", "bias": "bias"}:
             layer: nn.Module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         else:
             layer = NamedLinear(weight.shape[1], weight.shape[0], bias=False, device="meta")
             layer._parameters.clear()
-            prefix = name.removesuffix("weight")
-            layer.__dict__["names"] = {"weight": name, "bias": f"{prefix}bias"}
-            layer._parameters.update({name: weight, f"{prefix}bias": bias})
+            layer.__dict__["names"] = names
+            layer._parameters.update({names["weight"]: weight, names["bias"]: bias})
             return layer
     elif node.target in _CONVOLUTIONS:
         groups = settings.get("groups", 1)
@@ -141,6 +140,19 @@ def _weighted(graph_module: fx.GraphModule, node: fx.Node, arguments: dict[str, 
         return "there is no layer of this kind"
     layer.weight, layer.bias = weight, bias  # type: ignore[assignment]
     return layer
+
+
+def _names(arguments: dict[str, Any]) -> dict[str, str]:
+    """Names that a weight and a bias have in the module that holds the weight."""
+    weight, bias = arguments["weight"], arguments.get("bias")
+    if weight.op != "get_attr":
+        return {"weight": "weight", "bias": "bias"}
+    path, _, name = str(weight.target).rpartition(".")
+    names = {"weight": name, "bias": f"{name.removesuffix('weight')}bias"}
+    if isinstance(bias, fx.Node) and bias.op == "get_attr":
+        owner, _, own = str(bias.target).rpartition(".")
+        names["bias"] = own if owner == path else names["bias"]
+    return names
 
 
 def _norm(graph_module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any]) -> nn.Module | str:

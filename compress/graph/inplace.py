@@ -15,7 +15,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from compress.errors import ModelError
-from compress.graph.inputs import Inputs, as_inputs, copies_of, same_results
+from compress.graph.compare import same_results
+from compress.graph.inputs import Inputs, as_inputs, copies_of
 
 
 def follow_changes(graph_module: fx.GraphModule, example_inputs: Inputs) -> None:

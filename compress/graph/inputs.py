@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from compress.errors import ModelError
@@ -57,12 +56,3 @@ def named_tensors(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
     elif dataclasses.is_dataclass(value):
         items = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
     return [found for key, item in items for found in named_tensors(item, f"{name}_{key}" if name else str(key))]
-
-
-def same_results(reference: Any, result: Any) -> bool:
-    """Return True if two results of a model hold equal tensors, up to the order of sums in float32."""
-    left, right = flat_tensors(reference), flat_tensors(result)
-    return len(left) == len(right) and all(
-        a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True)
-        for a, b in zip(left, right, strict=True)
-    )

@@ -34,5 +34,10 @@ class Named(nn.Module):
         super().__setattr__(self.__dict__.get("names", {}).get(name, name), value)
 
 
+def stored_name(layer: nn.Module, name: str) -> str:
+    """Name in the state_dict of a layer's `weight` or `bias`."""
+    return str(layer.names[name]) if isinstance(layer, Named) else name
+
+
 class NamedLinear(Named, nn.Linear):  # type: ignore[misc,override]
     """`nn.Linear` with parameters under other names; input (..., in_features)."""

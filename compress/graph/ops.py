@@ -144,8 +144,33 @@ METHODS_OF_SHAPE = frozenset(method for method, kind in _METHODS.items() if kind
 """Methods whose result depends on a tensor's shape and type alone."""
 
 
+def altered(module: nn.Module) -> str:
+    """Why a call of a module is more than its class's forward; "" if it is not.
+
+    Hooks and a `forward` that was set on the instance (as wrapping libraries do) run with the module alone: they would
+    be lost in any other module that takes its place, and may do anything to its result.
+    """
+    if "forward" in vars(module):
+        return "has a forward of its own, set on the instance: make it a method of a subclass, or take it off"
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, name, None) for name in hooks):
+        return "has hooks, which no layer in its place would run: remove them before (handle.remove())"
+    return ""
+
+
+def calls_alike(one: type[nn.Module], other: type[nn.Module]) -> bool:
+    """Return True if calls of two classes of layers run the same methods, so that one may take the other's place."""
+    names = ("__call__", "forward", "_conv_forward", "_output_padding")
+    return all(getattr(one, name, None) is getattr(other, name, None) for name in names)
+
+
 def module_kind(module: nn.Module) -> str:
-    """Kind of a module, subclasses included (`QuantConv2d` is a `conv`); `unknown` if no table names it."""
+    """Kind of a module, subclasses included (`QuantConv2d` is a `conv`).
+
+    `unknown` if no table names it, or if a call of it does more than its class's forward (`altered`).
+    """
+    if altered(module):
+        return "unknown"
     for base in type(module).__mro__:
         if base in _MODULES:
             return _MODULES[base]

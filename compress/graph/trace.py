@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import ModelError
+from compress.graph.compare import first_difference, run_model, same_results
 from compress.graph.concrete import Values, answered, known_proxy, unrolled
-from compress.graph.inputs import Inputs, as_inputs, copies_of, same_results, shapes_text
-from compress.graph.ops import node_kind
+from compress.graph.inputs import Inputs, as_inputs, copies_of, shapes_text
+from compress.graph.ops import altered, node_kind
 from compress.graph.report import ATTRIBUTES, GraphReport, Leaf, attach_report
 from compress.graph.traits import SHAPES
 
@@ -43,17 +44,25 @@ class _Tracer(fx.Tracer):
         leaves: paths of the modules that it does not enter.
         arguments: number of inputs that the example has; None keeps the signature of `forward`.
         values: the values of all nodes, by which it decides control flow on sizes; None traces without them.
+        proxy_buffer_attributes: True makes buffers symbolic, which `buffer.expand(x.shape[0], -1)` needs; False lets
+            Python code decide by their values.
         failed: path of the innermost module in which tracing failed.
     """
 
     def __init__(  # no argument when pickle builds one
-        self, leaves: Iterable[str] = (), arguments: int | None = None, values: Values | None = None
+        self,
+        leaves: Iterable[str] = (),
+        arguments: int | None = None,
+        values: Values | None = None,
+        *,
+        buffers: bool = False,
     ) -> None:
         super().__init__()
         self.leaves = frozenset(leaves)
         self.arguments = arguments
         self.values = values
         self.failed = ""
+        self.proxy_buffer_attributes = buffers
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         """Make as many arguments as the example has, without defaults: if `mask` was given, every call needs it.
@@ -175,14 +184,14 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
         return graph_module
     _check_names(model)
     model = copy.deepcopy(model).eval()
-    reference = _run(model, inputs)
+    reference = run_model(model, inputs)
     asked = dict.fromkeys(leaves, "asked for")
     unknown = [path for path in asked if path not in dict(model.named_modules())]
     if unknown:
         raise ModelError(f"leaves names modules that the model does not have: {', '.join(unknown)}; give their paths")
     graph_module = _graph_of(model, inputs, asked)
     result = propagate_shapes(graph_module, inputs)
-    _check_equal(reference, result, type(model).__name__)
+    _check_equal(model, graph_module, inputs, reference, result)
     return graph_module
 
 
@@ -198,12 +207,15 @@ def _check_names(model: nn.Module) -> None:
 
 def _graph_of(model: nn.Module, inputs: tuple[Tensor, ...], asked: dict[str, str]) -> fx.GraphModule:
     """Trace without values; if that fails, with known shapes; if that fails too, with untraceable modules as leaves."""
-    with contextlib.suppress(Exception):
-        return _graph_module(model, _Tracer(asked, len(inputs)).trace(model), asked)
+    for buffers in (False, True):
+        with contextlib.suppress(Exception):
+            return _graph_module(model, _Tracer(asked, len(inputs), buffers=buffers).trace(model), asked)
     try:
         return _with_shapes(model, inputs, asked)
     except Exception as error:
         known = error
+    with contextlib.suppress(Exception):
+        return _with_shapes(model, inputs, asked, buffers=True)
     try:
         return _with_leaves(model, inputs, asked, concrete=False)
     except ModelError:
@@ -212,18 +224,31 @@ def _graph_of(model: nn.Module, inputs: tuple[Tensor, ...], asked: dict[str, str
         raise
 
 
-def _with_shapes(model: nn.Module, inputs: tuple[Tensor, ...], asked: dict[str, str]) -> fx.GraphModule:
+def _with_shapes(
+    model: nn.Module, inputs: tuple[Tensor, ...], asked: dict[str, str], *, buffers: bool = False
+) -> fx.GraphModule:
     """Trace with known shapes; an error of the graph at another batch size is raised."""
     grown = tuple(torch.cat([x, x[:1]]) if x.dim() else x for x in inputs)
-    graph_module = _with_leaves(model, inputs, asked, concrete=True)
+    graph_module = _with_leaves(model, inputs, asked, concrete=True, buffers=buffers)
     with torch.no_grad():
         result = graph_module.forward(*copies_of(grown))  # calling the module would print the error
-        _check_equal(model(*copies_of(grown)), result, type(model).__name__)
+        _check_equal(model, graph_module, grown, model(*copies_of(grown)), result)
     return graph_module
+
+
+def _by_position(graph_module: fx.GraphModule) -> None:
+    """Pass the arguments of modules by position where their signature allows it: `bn(input=x)` becomes `bn(x)`."""
+    for node in graph_module.graph.nodes:
+        if node.op == "call_module" and node.kwargs:
+            with contextlib.suppress(TypeError, ValueError):  # no signature, or not this one
+                forward = graph_module.get_submodule(str(node.target)).forward
+                bound = inspect.signature(forward).bind(*node.args, **node.kwargs)
+                node.args, node.kwargs = bound.args, bound.kwargs
 
 
 def _graph_module(model: nn.Module, graph: fx.Graph, leaves: dict[str, str]) -> fx.GraphModule:
     graph_module = fx.GraphModule(model, graph, class_name=type(model).__name__).eval()
+    _by_position(graph_module)
     for node in reversed(list(graph_module.graph.nodes)):
         if not node.users and node_kind(node) in SHAPES - {"assert"}:
             graph_module.graph.erase_node(node)  # it decided a branch while tracing and has no other use
@@ -236,12 +261,12 @@ def _graph_module(model: nn.Module, graph: fx.Graph, leaves: dict[str, str]) -> 
 
 
 def _with_leaves(
-    model: nn.Module, inputs: tuple[Tensor, ...], leaves: dict[str, str], *, concrete: bool
+    model: nn.Module, inputs: tuple[Tensor, ...], leaves: dict[str, str], *, concrete: bool, buffers: bool = False
 ) -> fx.GraphModule:
     """Trace until nothing fails, each time with the module that failed last as one more leaf."""
     leaves = dict(leaves)
     while True:
-        tracer = _Tracer(leaves, len(inputs), Values(model, inputs) if concrete else None)
+        tracer = _Tracer(leaves, len(inputs), Values(model, inputs) if concrete else None, buffers=buffers)
         try:
             with answered(model) if concrete else contextlib.nullcontext():
                 graph = tracer.trace(model)
@@ -300,20 +325,20 @@ def propagate_shapes(graph_module: fx.GraphModule, example_inputs: Inputs) -> An
         graph_module.train(training)
 
 
-def _run(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
-    try:
-        with torch.no_grad():
-            return model(*copies_of(inputs))
-    except Exception as error:
-        raise ModelError(
-            f"{type(model).__name__} fails on inputs of {shapes_text(inputs)}: {error}; give example_inputs that the "
-            "model accepts, on the model's device"
-        ) from error
-
-
-def _check_equal(reference: Any, result: Any, name: str) -> None:
-    if not same_results(reference, result):
-        raise ModelError(
-            f"the traced graph of {name} computes something else than the model: its forward depends on values or on "
+def _check_equal(
+    model: nn.Module, graph_module: fx.GraphModule, inputs: tuple[Tensor, ...], reference: Any, result: Any
+) -> None:
+    if same_results(reference, result):
+        return
+    place = first_difference(model, graph_module, inputs)
+    own = altered(model)
+    raise ModelError(
+        f"the traced graph of {type(model).__name__} computes something else than the model"
+        f"{f', first at {place}' if place else ''}: "
+        + (
+            f"the model {own}, which is no part of its class's forward; wrap it in a module that does the same"
+            if own
+            else "its forward depends on values or on "
             "random numbers, or reads a tensor by another name after += changed it; make that part a leaf"
         )
+    )

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from compress.errors import QuantizationError
 from compress.graph.named import Named
+from compress.graph.ops import altered, calls_alike
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.quantizer import Quantizer
 
@@ -89,13 +90,15 @@ _NAMED: dict[type[nn.Module], type[nn.Module]] = {QuantLinear: QuantNamedLinear}
 
 def _float_class(module: nn.Module) -> type[nn.Module] | None:
     """The table's class whose forward `module` runs; a parametrized layer is a subclass with the same forward."""
-    return next((c for c in _QUANTIZED if isinstance(module, c) and type(module).forward is c.forward), None)
+    return next((c for c in _QUANTIZED if isinstance(module, c) and calls_alike(type(module), c)), None)
 
 
 def can_quantize(module: nn.Module) -> str:
     """Why a weighted layer cannot be quantized; "" when it can."""
     if isinstance(module, _QuantWeight):
         return "is quantized already"
+    if altered(module):
+        return altered(module)
     if _float_class(module) is None:
         return f"is a {type(module).__name__}, which has a forward of its own that a quantized weight cannot enter"
     return ""
@@ -129,15 +132,10 @@ def quantized_layer(module: nn.Module, quant_format: QuantFormat, *, name: str) 
     constants = {k: v for k, v in vars(module).items() if k not in vars(layer)}
     layer.__dict__.update(constants)  # kernel_size, stride, ...: what the float layer was made with
     layer.training = module.training
+    for key, parameter in module._parameters.items():  # weight, bias (None too), and what a subclass adds to them
+        layer.register_parameter(key, parameter)
     if parametrize.is_parametrized(module):
-        for key, parameter in module._parameters.items():  # a bias that is None is one too
-            layer.register_parameter(key, parameter)
         _move_parametrizations(module, layer)
-    elif isinstance(module, Named):
-        layer._parameters.update(module._parameters)
-    else:
-        for key in ("weight", "bias"):
-            layer.register_parameter(key, getattr(module, key))
     for key, buffer in module._buffers.items():  # buffers and modules beside a layer at its path
         layer.register_buffer(key, buffer, persistent=key not in module._non_persistent_buffers_set)
     for key, child in module._modules.items():

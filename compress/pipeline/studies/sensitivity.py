@@ -23,12 +23,12 @@ from compress.plots.sensitivity import draw_sensitivity
 from compress.plots.style import WIDE, save_figure, styled
 from compress.progress import NoProgress, Progress
 from compress.quantization.placement.rules import LayerSettings
+from compress.quantization.ptq.prepare import float_graph
 from compress.quantization.sensitivity.mixed import with_weight_bits
 from compress.quantization.sensitivity.sensitivity import (
     Effect,
     LayerSensitivity,
     Sensitivity,
-    float_graph,
     layer_settings,
     sensitivity,
 )
@@ -108,7 +108,7 @@ def sensitivity_run(
     try:
         model = float_step(run, built)
         reports = {name: _measure(run, model, name, spec, images) for name, spec in specs.items()}
-        graph = float_graph(model, run.example.to(run.device), next(iter(specs.values())))
+        graph, _ = float_graph(model, run.example.to(run.device), next(iter(specs.values())))
         return Measured(
             run=run,
             model=model,

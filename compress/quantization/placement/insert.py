@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import fx, nn
 
 from compress.graph.batches import device_of
-from compress.graph.canonical import canonical_graph
 from compress.graph.float_model import check_float_model
 from compress.graph.inputs import Inputs
 from compress.graph.report import attach_report, leaves_of
@@ -13,7 +12,7 @@ from compress.quantization.modules import quantized_layer
 from compress.quantization.placement.decisions import ActivationSite, Placement
 from compress.quantization.placement.place import place
 from compress.quantization.placement.read_fx import read_fx
-from compress.quantization.ptq.prepare import prepare_float
+from compress.quantization.ptq.prepare import float_graph
 from compress.quantization.ptq.ranges import ensure_biases
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import Prepared, QuantizationReport
@@ -33,15 +32,14 @@ def insert_quantizers(model: nn.Module, example_inputs: Inputs, spec: QuantSpec 
         A plain GraphModule in evaluation mode; `.placement` is the table of decisions.
 
     Raises:
-        ModelError: the model cannot be traced.
+        ModelError: the model cannot be traced, or its graph computes something else.
         QuantizationError: nothing can be quantized, a rule matches nothing, the model is quantized already or is not
             in float32.
     """
     spec = spec or QuantSpec()
     check_quant_spec(spec)
     check_float_model(model)
-    graph_module = canonical_graph(model, example_inputs, fold=False)
-    prepared = prepare_float(graph_module, spec)
+    graph_module, prepared = float_graph(model, example_inputs, spec)
     placement = place(read_fx(graph_module), spec)
     if spec.bias_correction:
         ensure_biases(graph_module, [site.path for site in placement.weights])

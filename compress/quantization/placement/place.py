@@ -31,6 +31,7 @@ from compress.quantization.quantizer import quantizer_path
 from compress.quantization.spec import ActivationSpec, QuantSpec
 
 _PRODUCTS = kinds(lambda t: t.category in {"weighted", "product"})
+_REFUSALS = {"cannot quantize", "unknown stays float"}
 _OWN_SCALE = "; a scale of its own, apart from the other parts of the tensor (such as query, key and value)"
 
 
@@ -98,7 +99,7 @@ def _check_anything(view: GraphView, table: TargetTable, anything: bool, rows: l
     """Refuse a graph in which nothing gains from quantization."""
     if anything and any(node.kind in _PRODUCTS & table.inputs.keys() for node in view.nodes):
         return
-    reasons = [f"{row.layer}: {row.reason}" for row in rows if row.rule == "cannot quantize"]
+    reasons = [f"{row.layer}: {row.reason}" for row in rows if row.rule in _REFUSALS]
     raise QuantizationError(
         "the model has no layer that can be quantized (convolution, linear or matmul); "
         + ("; ".join(reasons[:3]) or "see the rows of `python -m compress inspect model` for its operations")

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from compress.graph.ops import node_kind, node_module
+from compress.graph.ops import altered, node_kind, node_module
 from compress.graph.report import Leaf, leaves_of
 from compress.graph.traits import WEIGHTED
 from compress.quantization.modules import can_quantize, weight_axis
@@ -31,6 +31,7 @@ def _node(source: fx.Node, leaves: dict[str, Leaf]) -> Node:
     kind, dtype = node_kind(source), source.meta.get("dtype")
     module: Any = node_module(source) if source.op == "call_module" else None
     path, note = str(source.target) if module is not None else "", str(source.meta.get("whole", ""))
+    note = note or (altered(module) if module is not None else "")
     node = Node(
         name=source.name,
         kind=kind,

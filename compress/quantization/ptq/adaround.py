@@ -14,7 +14,7 @@ images does not decrease stays rounded to nearest. Scales do not change: another
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +27,7 @@ from torch.nn.utils import parametrize
 
 from compress.errors import QuantizationError
 from compress.files import replacing
+from compress.graph.named import stored_name
 from compress.graph.ops import module_kind, node_kind
 from compress.kernels.memory_format import along_axis
 from compress.progress import NoProgress, Progress
@@ -66,7 +67,13 @@ def beta_at(step: int, spec: AdaRoundSpec) -> float:
 
 @torch.no_grad()
 def learn_rounding(
-    layer: nn.Module, inputs: Tensor, targets: Tensor, spec: AdaRoundSpec, *, activation: str = ""
+    layer: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    spec: AdaRoundSpec,
+    *,
+    activation: str = "",
+    settings: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """Return rounded weights with which a layer reproduces `targets` from `inputs`.
 
@@ -76,6 +83,7 @@ def learn_rounding(
         targets: (N, ...) outputs in the float network, before the activation.
         spec: steps, learning rate and schedule.
         activation: `relu` or `relu6` if one follows.
+        settings: further arguments of the layer's call.
 
     Returns:
         Weights on the grid of the layer's quantizer, shape of its weight.
@@ -100,7 +108,7 @@ def learn_rounding(
         h = (sigmoid * _STRETCH + _SHIFT).clamp_(0, 1)
         rounded = torch.addcmul(base, h, free).mul_(scale).requires_grad_()
         with torch.enable_grad():
-            outputs = _activated(_outputs(layer, rounded, inputs[chosen]), activation)
+            outputs = _activated(_outputs(layer, rounded, inputs[chosen], settings), activation)
             (outputs - targets[chosen]).square().sum(axis).mean().backward()
         gradient = cast(Tensor, rounded.grad).mul_(scale)
         if step >= spec.warm_start * spec.steps:
@@ -179,13 +187,13 @@ class Rounder:
     def _round(self, this: Visit) -> Rounding:
         layer = cast(Any, this.layer)
         inputs, targets = torch.cat(this.inputs), torch.cat(this.targets)
-        activation = _activation_after(this.node)
+        call: dict[str, Any] = {"activation": _activation_after(this.node), "settings": this.settings}
         nearest = layer.quantized_weight.detach().clone()
         path, digest = self._file(this, inputs)
         learned = _read(path, digest, nearest)
         if learned is None:
-            learned = learn_rounding(layer, inputs, targets, self.spec, activation=activation)
-        errors = [reconstruction_error(layer, w, inputs, targets, activation=activation) for w in (nearest, learned)]
+            learned = learn_rounding(layer, inputs, targets, self.spec, **call)
+        errors = [reconstruction_error(layer, w, inputs, targets, **call) for w in (nearest, learned)]
         best = learned if errors[1] < errors[0] else nearest
         if path is not None:
             _write(path, digest, best)
@@ -206,22 +214,32 @@ class Rounder:
 
 @torch.no_grad()
 def reconstruction_error(
-    layer: nn.Module, weight: Tensor, inputs: Tensor, targets: Tensor, *, activation: str = "", batch_size: int = 64
+    layer: nn.Module,
+    weight: Tensor,
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    activation: str = "",
+    settings: Mapping[str, Any] | None = None,
+    batch_size: int = 64,
 ) -> float:
     """Return the mean squared error of a layer's outputs with `weight` against `targets`, both after the activation."""
     total = 0.0
     for x, target in zip(inputs.split(batch_size), targets.split(batch_size), strict=True):
-        difference = _activated(_outputs(layer, weight, x), activation) - _activated(target, activation)
+        difference = _activated(_outputs(layer, weight, x, settings), activation) - _activated(target, activation)
         total += difference.double().square().sum().item()
     return total / targets.numel()
 
 
-def _outputs(layer: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
+def _outputs(layer: nn.Module, weight: Tensor, x: Tensor, settings: Mapping[str, Any] | None = None) -> Tensor:
     """Return the layer's outputs with another weight, which is used without quantization."""
     quantizer = cast(Quantizer, layer.weight_quantizer)
     enabled, quantizer.enabled = quantizer.enabled, False
     try:
-        return cast(Tensor, torch.func.functional_call(layer, {"weight": weight}, (x,)))
+        return cast(
+            Tensor,
+            torch.func.functional_call(layer, {stored_name(layer, "weight"): weight}, (x,), dict(settings or {})),
+        )
     finally:
         quantizer.enabled = enabled
 

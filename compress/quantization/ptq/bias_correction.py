@@ -101,7 +101,7 @@ def correct_to_targets(this: Visit, before: Correction | None = None) -> Correct
     axis = -1 if module_kind(this.layer) == "linear" else 1
     total, count = torch.zeros((), dtype=torch.float64), 0
     for x, target in zip(this.inputs, this.targets, strict=True):
-        difference = (target - this.layer(x)).movedim(axis, 0).flatten(1)
+        difference = (target - this.layer(x, **this.settings)).movedim(axis, 0).flatten(1)
         total = total.to(difference.device) + difference.double().sum(1)
         count += difference.shape[1]
     shift = (total / count).float()

@@ -24,7 +24,13 @@ from compress.errors import QuantizationError
 from compress.graph.layers import tensor_args
 from compress.graph.ops import node_kind, node_module
 from compress.graph.traits import WEIGHTED, kinds
-from compress.quantization.ptq.ranges import input_ranges, output_ranges, scale_inputs, scale_outputs
+from compress.quantization.ptq.ranges import (
+    input_ranges,
+    output_ranges,
+    scale_inputs,
+    scale_outputs,
+    shared_parameters,
+)
 from compress.quantization.report import Equalization, Pair
 
 _POINTWISE = kinds(lambda t: t.scales_linearly and t.elementwise and t.data_inputs == 1)
@@ -62,11 +68,13 @@ def find_pairs(graph_module: fx.GraphModule) -> tuple[tuple[Pair, ...], dict[str
     for node in graph_module.graph.nodes:
         if node.op == "call_module":
             calls[str(node.target)] = calls.get(str(node.target), 0) + 1
+    fixed = {path: f"is called {count} times" for path, count in calls.items() if count > 1}
+    fixed |= shared_parameters(graph_module)
     pairs, refused = [], {}
     for node in graph_module.graph.nodes:
         if node.op != "call_module" or node_kind(node) not in WEIGHTED:
             continue
-        found = _partner(node, calls)
+        found = _partner(node, fixed)
         if isinstance(found, Pair):
             pairs.append(found)
         elif found:
@@ -132,16 +140,18 @@ def _equalize_pair(graph_module: fx.GraphModule, pair: Pair) -> Tensor:
     return scale
 
 
-def _partner(first: fx.Node, calls: Mapping[str, int]) -> Pair | str:
+def _partner(first: fx.Node, fixed: Mapping[str, str]) -> Pair | str:
     """Find the only layer that consumes `first`, through functions that scale.
 
     Returns:
         The pair, or the reason why there is none; "" if the output of `first` is the network's.
     """
-    reason = _fixed(first, calls)
+    reason = _fixed(first, fixed)
     if reason:
         return reason
     node, repeat, image = first, 1, node_kind(first) != "linear"
+    if image and not _on_axis_1(first, first):
+        return "its input has no batch dimension"
     while True:
         if len(node.users) != 1:
             return f"{len(node.users)} operations consume it, and all would have to scale alike"
@@ -155,6 +165,8 @@ def _partner(first: fx.Node, calls: Mapping[str, int]) -> Pair | str:
             return "ReLU6 follows, which does not scale with its input (quantization.relu6: relu replaces it)"
         if kind not in _POINTWISE and not (kind in _SPATIAL and image):
             return f"{kind} follows, which does not scale with its input"
+        if kind in _SPATIAL and kind != "flatten" and len(before.meta["shape"]) < 3:
+            return f"{kind} follows, which works on another axis than its channels"
         if kind == "mean" and not _spatial(node, len(before.meta["shape"])):
             return "a mean follows that is not over the pixels"
         if kind == "flatten":
@@ -162,19 +174,29 @@ def _partner(first: fx.Node, calls: Mapping[str, int]) -> Pair | str:
             if len(flat) != 2 or flat[1] != prod(whole[1:]):
                 return "a flatten follows that joins images"
             repeat *= prod(whole[2:])
-    reason = _fixed(node, calls)
+    reason = _fixed(node, fixed)
     if reason:
         return f"{node.target}, which consumes it, {reason}"
-    if image and node_kind(node) == "linear" and len(tensor_args(node)[0].meta["shape"]) != 2:
+    source = tensor_args(node)[0]
+    if node_kind(node) == "linear":
+        fits = not image or len(source.meta["shape"]) == 2
+    else:
+        fits = image and _on_axis_1(node, source)
+    if not fits:
         return f"{node.target}, which consumes it, works on another axis than its channels"
     return Pair(first=str(first.target), second=str(node.target), repeat=repeat)
 
 
-def _fixed(node: fx.Node, calls: Mapping[str, int]) -> str:
+def _on_axis_1(layer: fx.Node, tensor: fx.Node) -> bool:
+    """Return True if a tensor has the rank of a convolution's weight, so that its channels are on axis 1."""
+    return len(tensor.meta["shape"]) == len(node_module(layer).weight.shape)  # type: ignore[arg-type]
+
+
+def _fixed(node: fx.Node, fixed: Mapping[str, str]) -> str:
     """Return the reason why the weight of a layer cannot be rescaled; "" if it can."""
     module: nn.Module = node_module(node)
-    if calls[str(node.target)] != 1:
-        return f"is called {calls[str(node.target)]} times"
+    if str(node.target) in fixed:
+        return fixed[str(node.target)]
     return "has a parametrized weight (a sparsity mask): squash it first" if parametrize.is_parametrized(module) else ""
 
 

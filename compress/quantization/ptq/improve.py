@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
 from compress.graph.canonical import canonical_graph
+from compress.graph.compare import Reference
 from compress.graph.inputs import Inputs
 from compress.graph.report import attach_report
 from compress.progress import Progress
@@ -56,8 +57,10 @@ def smoothed(
     """
     if spec.smooth is None:
         return model, None
+    reference = Reference.of(model, example_inputs)
     graph_module = canonical_graph(model, example_inputs, fold=False)
     done = smooth(graph_module, batches, alpha=spec.smooth, all_reduce=all_reduce, progress=progress)
+    reference.check(graph_module, "smoothing")
     return graph_module, done
 
 

@@ -6,28 +6,40 @@ state has the same modules. Smoothing, which needs data, changes the float netwo
 
 from __future__ import annotations
 
-from torch import fx
+import copy
 
+from torch import fx, nn
+
+from compress.graph.canonical import canonical_graph
+from compress.graph.compare import Reference
 from compress.graph.fold import fold_batchnorm
+from compress.graph.inputs import Inputs
 from compress.quantization.ptq.equalize import equalize, replace_relu6
 from compress.quantization.ptq.moments import batchnorm_moments
 from compress.quantization.report import Prepared
 from compress.quantization.spec import QuantSpec
 
 
-def prepare_float(graph_module: fx.GraphModule, spec: QuantSpec) -> Prepared:
-    """Fold, replace and equalize as `spec` asks; in place.
+def float_graph(model: nn.Module, example_inputs: Inputs, spec: QuantSpec) -> tuple[fx.GraphModule, Prepared]:
+    """Bring a copy of a model to the float graph in which quantizers are placed: fold, replace and equalize.
+
+    The graph is compared with the model. ReLU in the place of ReLU6 does change the network, because the recipe asks
+    for it: everything else is then compared with the network that has it.
 
     Raises:
+        ModelError: the model cannot be traced, or the graph computes something else than the model.
         QuantizationError: equalization was asked for and no two layers can trade scale.
     """
+    graph_module = canonical_graph(model, example_inputs, fold=False)
+    replaced = replace_relu6(graph_module) if spec.relu6 == "relu" else ()
+    reference = Reference.of(copy.deepcopy(graph_module) if replaced else model, example_inputs)
     moments = batchnorm_moments(graph_module) if spec.bias_correction == "analytic" else {}
     if spec.batchnorm == "fold":
         fold_batchnorm(graph_module)
-    replaced = replace_relu6(graph_module) if spec.relu6 == "relu" else ()
     equalization = equalize(graph_module) if spec.equalize else None
     for path, factor in (equalization.divided if equalization else {}).items():
         if path in moments:
             mean, deviation = moments[path]
             moments[path] = (mean / factor, deviation / factor)
-    return Prepared(relu6=replaced, equalization=equalization, moments=moments)
+    reference.check(graph_module, "equalization" if spec.equalize else "folding BatchNorm")
+    return graph_module, Prepared(relu6=replaced, equalization=equalization, moments=moments)

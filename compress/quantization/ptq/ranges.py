@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from compress.graph.ops import module_kind
 
@@ -46,6 +46,28 @@ def output_channels(layer: nn.Module) -> int:
     """Return the number of channels of a weighted layer's output."""
     weight = _weight(layer)
     return weight.shape[1] * _groups(layer) if _transposed(layer) else weight.shape[0]
+
+
+def shared_parameters(graph_module: fx.GraphModule) -> dict[str, str]:
+    """For each module that cannot be rescaled alone, because its parameters are used elsewhere too, the reason.
+
+    Args:
+        graph_module: any; tied weights are one parameter at several paths, or one that the graph reads by itself.
+    """
+    paths: dict[int, list[str]] = {}
+    for name, parameter in graph_module.named_parameters(remove_duplicate=False):
+        paths.setdefault(id(parameter), []).append(name)
+    called = {str(node.target) for node in graph_module.graph.nodes if node.op == "call_module"}
+    read = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
+    found: dict[str, str] = {}
+    for names in paths.values():
+        for name in names:
+            path, others = name.rpartition(".")[0], [other for other in names if other != name]
+            if others:
+                found[path] = f"shares its {name.rpartition('.')[2]} with {others[0]}"
+            elif path in called and name in read:
+                found[path] = f"has a {name.rpartition('.')[2]} that the model also reads by itself"
+    return found
 
 
 def ensure_biases(graph_module: nn.Module, paths: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ MLP; every other norm is refused with a reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from compress.graph.batches import model_inputs
 from compress.graph.ops import layer_name, node_kind, node_module
 from compress.graph.traits import PASSING
 from compress.progress import NoProgress, Progress
-from compress.quantization.ptq.ranges import input_ranges, scale_inputs
+from compress.quantization.ptq.ranges import input_ranges, scale_inputs, shared_parameters
 from compress.quantization.report import Norm, Smoothing
 
 _POSITIONS = ((2, "weight"), (3, "bias"))  # of layer_norm and rms_norm as functions
@@ -57,13 +57,14 @@ def find_norms(graph_module: fx.GraphModule) -> tuple[tuple[Norm, ...], dict[str
         for _ in range(len(node.users) if node.op == "get_attr" else 1)
         if node.op in {"call_module", "get_attr"}
     )
+    shared = shared_parameters(graph_module)
     norms, refused = [], {}
     for node in graph_module.graph.nodes:
         if node_kind(node) != "layer_norm":
             continue
         parameters = _parameters(node)
         path = parameters[0].rpartition(".")[0] if parameters else layer_name(node)
-        reason = _refusal(node, parameters, calls)
+        reason = shared.get(path) or _refusal(node, parameters, calls, shared)
         if reason:
             refused[path] = reason
         else:
@@ -142,7 +143,7 @@ def _parameters(node: fx.Node) -> tuple[str, ...]:
     return tuple(str(p.target) if p.op == "get_attr" else "" for p in given.values() if isinstance(p, fx.Node))
 
 
-def _refusal(node: fx.Node, parameters: tuple[str, ...], calls: Counter[str]) -> str:
+def _refusal(node: fx.Node, parameters: tuple[str, ...], calls: Counter[str], shared: Mapping[str, str]) -> str:
     """Return the reason why a norm cannot be smoothed; "" if it can."""
     if not parameters:
         return "has no affine parameters to rescale"
@@ -162,6 +163,8 @@ def _refusal(node: fx.Node, parameters: tuple[str, ...], calls: Counter[str]) ->
             return f"{user.target if user.op == 'call_module' else user.name} ({node_kind(user)}) consumes it too"
         if calls[str(user.target)] != 1 or parametrize.is_parametrized(node_module(user)):
             return f"{user.target}, which consumes it, is called twice or has a parametrized weight"
+        if str(user.target) in shared:
+            return f"{user.target}, which consumes it, {shared[str(user.target)]}"
     return ""
 
 

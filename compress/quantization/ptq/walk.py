@@ -9,8 +9,9 @@ memory for all images, twice, which is why callers limit the number of images.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -31,6 +32,7 @@ class Visit:
         layer: the module; its weight and bias may be changed, its outputs are computed afterwards.
         node: node of the graph.
         inputs: the layer's input in the quantized network, for each batch.
+        settings: further arguments of the call by name, such as a transposed convolution's `output_size`.
         targets: the layer's output in the float network, for each batch.
     """
 
@@ -39,6 +41,7 @@ class Visit:
     node: fx.Node
     inputs: list[Tensor]
     targets: list[Tensor]
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -92,15 +95,21 @@ def _step(
             enabled, quantizer.enabled = quantizer.enabled, False
             exact[node] = [_value(interpreter, node, exact, i) for i in range(count)]
             quantizer.enabled = enabled
-            inputs = rounded[cast(fx.Node, node.args[0])]
-            visit(
-                Visit(
-                    path=str(node.target), layer=cast(nn.Module, module), node=node, inputs=inputs, targets=exact[node]
-                )
-            )
+            visit(_visit(node, cast(nn.Module, module), exact, rounded))
         else:
             exact[node] = [_value(interpreter, node, exact, i) for i in range(count)]
     rounded[node] = [_value(interpreter, node, rounded, i) for i in range(count)]
+
+
+def _visit(
+    node: fx.Node, layer: nn.Module, exact: dict[fx.Node, list[Any]], rounded: dict[fx.Node, list[Any]]
+) -> Visit:
+    """The call of a layer; its further arguments are sizes, which are the same for every batch."""
+    bound = inspect.signature(layer.forward).bind(*node.args, **node.kwargs).arguments
+    source, *others = bound
+    settings = {name: fx.node.map_arg(bound[name], lambda n: rounded[n][0]) for name in others}
+    inputs = rounded[cast(fx.Node, bound[source])]
+    return Visit(path=str(node.target), layer=layer, node=node, inputs=inputs, targets=exact[node], settings=settings)
 
 
 def _value(interpreter: fx.Interpreter, node: fx.Node, values: dict[fx.Node, list[Any]], i: int) -> Any:

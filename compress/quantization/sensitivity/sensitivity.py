@@ -18,7 +18,6 @@ from torch import fx, nn
 
 from compress.errors import QuantizationError
 from compress.graph.batches import Batches
-from compress.graph.canonical import canonical_graph
 from compress.graph.inputs import Inputs, flat_tensors
 from compress.graph.layers import Layer, layers
 from compress.meters import task_metric
@@ -28,7 +27,7 @@ from compress.quantization.placement.place import place
 from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.placement.rules import LayerSettings, resolve_rules
 from compress.quantization.placement.view import GraphView
-from compress.quantization.ptq.prepare import prepare_float
+from compress.quantization.ptq.prepare import float_graph
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.probe import Effect as Effect
 from compress.quantization.sensitivity.probe import Probe
@@ -114,7 +113,7 @@ def sensitivity(
     """
     known, bars = known or {}, progress or NoProgress()
     spec = replace(spec or QuantSpec(), adaround=None, bias_correction=None)
-    graph = float_graph(model, example_inputs, spec)
+    graph, _ = float_graph(model, example_inputs, spec)
     qmodel = quantize(model, example_inputs, batches, spec=spec, progress=progress)
     chosen = None if metric is None else task_metric(metric)
     probe = Probe(model, qmodel, images, chosen)
@@ -153,17 +152,6 @@ def _row(name: str, layer: Layer, images: int, alone: Effect, left_out: Effect) 
         alone=alone,
         left_out=left_out,
     )
-
-
-def float_graph(model: nn.Module, example_inputs: Inputs, spec: QuantSpec) -> fx.GraphModule:
-    """Return the float graph that `insert_quantizers` places quantizers in.
-
-    Raises:
-        ModelError: the model cannot be traced.
-    """
-    graph = canonical_graph(model, example_inputs, fold=False)
-    prepare_float(graph, spec)
-    return graph
 
 
 def variants_by_layer(graph: fx.GraphModule, spec: QuantSpec) -> dict[str, tuple[Subset, Subset]]:

@@ -1,0 +1,222 @@
+"""Compares a rewritten network with the network that it was made from: the guard against silent wrong results.
+
+Tracing, opening attention, folding BatchNorm, smoothing and equalization all claim to keep a network's outputs. Here
+the claim is checked on the example inputs, in float32. What two orders of the same sums may differ by depends on the
+network: a deep one with random weights amplifies every rounding. So a difference beyond the tolerance is looked at
+again in float64, and held against the difference that a change of all weights by one unit of float32 makes. Only what
+is more than that is a defect, and the message names where it begins.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
+
+from compress.errors import ModelError
+from compress.graph.inputs import Inputs, as_inputs, copies_of, flat_tensors, shapes_text
+
+TOLERANCE = 1e-3
+"""Largest relative error of a rewritten network."""
+_ROUNDING = 2.0**-23  # relative distance of neighbouring float32 numbers
+_AMPLIFIED = 8  # how far beyond one sample of the network's own rounding errors another may be
+
+
+def relative_error(reference: Any, result: Any) -> float:
+    """Largest error of a result of a model, relative to the largest magnitude in the tensor that it is in.
+
+    Args:
+        reference: tensor, or tuple, list, mapping or dataclass of tensors.
+        result: to compare.
+
+    Returns:
+        0 if both are the same; infinity if the number of tensors, a shape, or the places of NaN and infinity differ.
+
+    >>> relative_error(torch.tensor([1.0, -4.0]), torch.tensor([1.5, -4.0]))
+    0.125
+    """
+    left, right = flat_tensors(reference), flat_tensors(result)
+    if len(left) != len(right):
+        return float("inf")
+    return max((_tensor_error(a, b) for a, b in zip(left, right, strict=True)), default=0.0)
+
+
+def same_results(reference: Any, result: Any) -> bool:
+    """Return True if two results of a model agree within `TOLERANCE`."""
+    return relative_error(reference, result) <= TOLERANCE
+
+
+def _tensor_error(a: Tensor, b: Tensor) -> float:
+    if a.shape != b.shape or a.is_complex() != b.is_complex():
+        return float("inf")
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    a, b = a.detach().to(wide), b.detach().to(a.device, wide)
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return 0.0
+    if not bool((same | (a.isfinite() & b.isfinite())).all()):
+        return float("inf")
+    difference = torch.where(same, 0.0, (a - b).abs()).max().item()
+    size = torch.where(a.isfinite(), a.abs(), 0.0).max().item()
+    return difference / size if size else float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A network before it is rewritten, and its results on the example inputs.
+
+    Attributes:
+        model: the network, in evaluation mode; it must not be changed while the reference is in use.
+        inputs: the example inputs.
+        results: of the network.
+        name: of its class, for messages.
+    """
+
+    model: nn.Module
+    inputs: tuple[Tensor, ...]
+    results: Any
+    name: str
+
+    @classmethod
+    def of(cls, model: nn.Module, example_inputs: Inputs) -> Reference:
+        """Run a network once; it keeps its mode.
+
+        Raises:
+            ModelError: it fails on the inputs.
+        """
+        inputs = as_inputs(example_inputs)
+        return cls(model=model, inputs=inputs, results=run_model(model, inputs), name=type(model).__name__)
+
+    def check(self, rewritten: nn.Module, what: str) -> None:
+        """Refuse a rewritten network that computes something else.
+
+        Args:
+            rewritten: takes the same inputs.
+            what: the rewriting that was done to it, for the message, such as "folding BatchNorm".
+
+        Raises:
+            ModelError: the relative error is beyond `TOLERANCE`, and beyond what rounding explains; names the first
+                module that differs.
+        """
+        error = relative_error(self.results, run_model(rewritten, self.inputs))
+        if error <= TOLERANCE or self._explained(rewritten):
+            return
+        place = first_difference(self.model, rewritten, self.inputs)
+        raise ModelError(
+            f"{what} changes what {self.name} computes, by {error:.2g} of its largest output"
+            f"{f', first at {place}' if place else ''}: write that part in another way, or leave it out of "
+            "the rewriting (keep BatchNorm, no equalization, no smoothing, or a leaf); please report it with the model"
+        )
+
+    def _explained(self, rewritten: nn.Module) -> bool:
+        """Return True if the difference is small in float64, or no larger than that by rounding the weights."""
+        for dtype in (torch.float64, torch.float32):
+            inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in self.inputs)
+            exact, moved, other = (copy.deepcopy(m).to(dtype) for m in (self.model, self.model, rewritten))
+            _shake(moved)
+            try:
+                results = [run_model(network, inputs) for network in (exact, moved, other)]
+            except ModelError:
+                continue  # a network that fixes its types does not run in float64
+            error, own = relative_error(results[0], results[2]), relative_error(results[0], results[1])
+            return error <= max(TOLERANCE, _AMPLIFIED * own)
+        return False
+
+
+def run_model(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+    """The results of a model on copies of inputs, in evaluation mode and without gradients; it keeps its own mode.
+
+    Raises:
+        ModelError: the model fails on them.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            return model.eval()(*copies_of(inputs))
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} fails on inputs of {shapes_text(inputs)}: {error}; give example_inputs that the "
+            "model accepts, on the model's device"
+        ) from error
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@torch.no_grad()
+def _shake(model: nn.Module) -> None:
+    """Change every weight by one unit of its last place in float32, up or down at random; in place."""
+    generator = torch.Generator().manual_seed(0)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            signs = torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1
+            tensor.mul_(1 + _ROUNDING * signs.to(tensor))
+
+
+def first_difference(model: nn.Module, rewritten: nn.Module, inputs: tuple[Tensor, ...]) -> str:
+    """Path of the first module of a rewritten graph from which on its values differ from the model's.
+
+    A folded BatchNorm is compared as the layer that holds it now. Layers that trade scale differ in between and agree
+    afterwards, so the search goes back from the output until it reaches modules that agree.
+
+    Args:
+        model: the network before.
+        rewritten: a graph module made from it.
+        inputs: of both.
+
+    Returns:
+        "" if no module differs.
+    """
+    if not isinstance(rewritten, fx.GraphModule):
+        return ""
+    before = _module_results(model, inputs)
+    after = _module_results(rewritten, inputs)
+    gone = [value for path, values in before.items() if path not in after for value in values]
+    nodes = {node: i for i, node in enumerate(rewritten.graph.nodes)}
+    values = _by_call(rewritten, after)
+    expected = _by_call(rewritten, before)
+    differing: set[fx.Node] = set()
+    waiting, seen = [node for node in nodes if node.op == "output"], set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "call_module":
+            if any(same_results(value, values[node]) for value in (expected.get(node), *gone)):
+                continue
+            differing.add(node)
+        waiting += node.all_input_nodes
+    return str(min(differing, key=nodes.__getitem__).target) if differing else ""
+
+
+def _by_call(graph_module: fx.GraphModule, results: dict[str, list[Any]]) -> dict[fx.Node, Any]:
+    """Results of modules, by path and in the order of their calls, by the node that makes the call."""
+    left = {path: iter(values) for path, values in results.items()}
+    calls = [node for node in graph_module.graph.nodes if node.op == "call_module"]
+    return {node: next(left.get(str(node.target), iter(())), None) for node in calls}
+
+
+def _module_results(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, list[Any]]:
+    """The results of every call of every submodule, by path; the model's own hooks stay as they were."""
+    found: dict[str, list[Any]] = {}
+
+    def keep(path: str) -> Callable[..., None]:
+        return lambda _module, _args, result: found.setdefault(path, []).append(tree_map(_copied, result))
+
+    handles = [m.register_forward_hook(keep(path)) for path, m in model.named_modules() if path]
+    try:
+        run_model(model, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
