@@ -18,7 +18,7 @@ MOVES = onnx_operators(lambda t: t.category == "movement" and t.commutes_with_qu
 """Operators that move the elements of their first input."""
 
 PASSES = onnx_operators(lambda t: t.commutes_with_quantization) | {"Concat"}
-"""Operators whose result is quantized if their first input is."""
+"""Operators whose result is quantized if their first input is; of a Concat, if all are."""
 
 
 class OnnxGraph:
@@ -57,12 +57,22 @@ class OnnxGraph:
 
         Args:
             name: tensor.
-            through: operators that may lie between, of which the first input is followed.
+            through: operators that may lie between, of which the first input is followed, and every input of a Concat:
+                one float part makes the whole float. The result is then that of the first.
         """
-        producer = self.producers.get(name)
-        while producer is not None and producer.op_type in through:
-            producer = self.producers.get(producer.input[0])
-        return producer if producer is not None and producer.op_type == "DequantizeLinear" else None
+        found: list[onnx.NodeProto] = []
+        waiting, seen = [name], {name}
+        while waiting:
+            producer = self.producers.get(waiting.pop())
+            if producer is None or not (producer.op_type == "DequantizeLinear" or producer.op_type in through):
+                return None
+            if producer.op_type == "DequantizeLinear":
+                found.append(producer)
+                continue
+            parts = list(producer.input) if producer.op_type == "Concat" else [producer.input[0]]
+            waiting += [part for part in reversed(parts) if part not in seen]
+            seen.update(parts)
+        return found[0] if found else None
 
     def add_constant(self, name: str, value: NDArray[Any]) -> str:
         """Add an initializer, and return its name."""
