@@ -21,7 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from compress.graph.batches import device_of
+from compress.graph.modes import ByMode
 from compress.graph.ops import node_kind, node_module
+from compress.graph.traits import SHAPES
 
 
 def open_attention(graph_module: fx.GraphModule, *, exportable: bool = True) -> tuple[str, ...]:
@@ -55,7 +57,12 @@ def open_attention(graph_module: fx.GraphModule, *, exportable: bool = True) -> 
             part.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
             part = part.prev
         opened.append(node.name)
+        sources = node.all_input_nodes
         graph_module.graph.erase_node(node)
+        for source in sources:
+            if not source.users and node_kind(source) in SHAPES:  # the rate of a dropout
+                graph_module.graph.erase_node(source)
+    graph_module.delete_all_unused_submodules()
     graph_module.recompile()
     return tuple(opened)
 
@@ -118,12 +125,7 @@ def _open_multihead(node: fx.Node, wrap: Wrap) -> str:
         return scores if mask is None else scores + wrap(mask)
 
     def dropped(weights: Any) -> Any:
-        if not module.dropout:
-            return weights
-        name = f"dropouts.{node.name}"
-        owner: Any = node.graph.owning_module
-        owner.add_submodule(name, nn.Dropout(module.dropout).train(module.training))
-        return tracer.create_proxy("call_module", name, (weights,), {})
+        return _drop(node, weights, module.dropout) if module.dropout else weights
 
     y, weights = _attend(qkv[0], qkv[1], qkv[2], width**-0.5, masked, dropped)
     y = y.transpose(1, 2).flatten(2)
@@ -136,6 +138,14 @@ def _open_multihead(node: fx.Node, wrap: Wrap) -> str:
         user.replace_all_uses_with((y if user.args[1] == 0 else weights).node)
         node.graph.erase_node(user)
     return ""
+
+
+def _drop(node: fx.Node, weights: Any, rate: float) -> Any:
+    """Drop weights of attention in training."""
+    name = f"dropouts.{node.name}"
+    owner: Any = node.graph.owning_module
+    owner.add_submodule(name, nn.Dropout(rate).train(owner.training))
+    return weights.tracer.create_proxy("call_module", name, (weights,), {})
 
 
 def _why_whole(node: fx.Node, module: Any, arguments: dict[str, Any]) -> str:
@@ -171,7 +181,8 @@ def _open_scaled_dot_product(node: fx.Node, wrap: Wrap) -> str:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     arguments: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
     arguments |= dict(zip(names, node.args, strict=False)) | node.kwargs
-    if arguments["is_causal"] or arguments["dropout_p"] or arguments.get("enable_gqa"):
+    rate = arguments["dropout_p"]
+    if arguments["is_causal"] or (rate and not isinstance(rate, fx.Node)) or arguments.get("enable_gqa"):
         return "it is causal, drops attention weights, or groups its heads"
     query, key, value = (wrap(arguments[name]) for name in names[:3])
     scale, mask = arguments["scale"], arguments["attn_mask"]
@@ -185,7 +196,11 @@ def _open_scaled_dot_product(node: fx.Node, wrap: Wrap) -> str:
             return scores.masked_fill(torch.logical_not(wrap(mask)), float("-inf"))
         return scores + wrap(mask)
 
-    y, _ = _attend(query, key, value, wrap(scale), masked)
+    def dropped(weights: Any) -> Any:
+        module = node_module(rate) if isinstance(rate, fx.Node) and rate.op == "call_module" else None
+        return _drop(node, weights, module.values[0]) if isinstance(module, ByMode) else weights
+
+    y, _ = _attend(query, key, value, wrap(scale), masked, dropped)
     node.replace_all_uses_with(y.node)
     return ""
 

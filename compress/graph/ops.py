@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from compress.graph.modes import ByMode, InTraining
 from compress.graph.traits import SHAPES
 
 Spelling = type[nn.Module] | Callable[..., object] | str
@@ -107,10 +108,10 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
     "identity": (nn.Identity, "contiguous", "to", "float", "half", "type_as", "clone", "detach", "type"),
     "dropout": (
         *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
-        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d),
+        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, InTraining),
     ),
     "embedding": (nn.Embedding,),
-    "shape": (len, "size", "dim", "ndimension", "numel", "is_floating_point", "is_contiguous"),
+    "shape": (len, ByMode, "size", "dim", "ndimension", "numel", "is_floating_point", "is_contiguous"),
     "floordiv": (operator.floordiv, operator.mod),
     "compare": (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
     "assert": (torch._assert,),

@@ -32,9 +32,11 @@ class GraphReport:
 
     Attributes:
         leaves: the submodules that are opaque, each with its reason.
+        training: what training the graph leaves out of the model's own training; "" if nothing.
     """
 
     leaves: tuple[Leaf, ...] = ()
+    training: str = ""
 
 
 ATTRIBUTES = frozenset({"meta", "report", "placement"})

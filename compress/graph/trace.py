@@ -12,10 +12,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,8 @@ from compress.graph.compare import first_difference, run_model, same_results
 from compress.graph.concrete import Values, answered, known_proxy, unrolled
 from compress.graph.inputs import Inputs, as_inputs, copies_of, shapes_text
 from compress.graph.ops import altered, node_kind
-from compress.graph.report import ATTRIBUTES, GraphReport, Leaf, attach_report
+from compress.graph.report import ATTRIBUTES, GraphReport, Leaf, attach_report, leaves_of, report_of
+from compress.graph.training import LEFT_OUT, add_training_parts, same_in_training, training_mode
 from compress.graph.traits import SHAPES
 
 _NETWORKS = (
@@ -192,6 +195,24 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
     graph_module = _graph_of(model, inputs, asked)
     result = propagate_shapes(graph_module, inputs)
     _check_equal(model, graph_module, inputs, reference, result)
+    return _with_training(model, graph_module, inputs)
+
+
+def _with_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
+    """Return the graph with what the model does in training only, or else with a note that it lacks that."""
+    if same_in_training(model, graph_module, inputs):
+        return graph_module
+    leaves = {leaf.path: leaf.reason for leaf in leaves_of(graph_module)}
+    for concrete, buffers in itertools.product((False, True), repeat=2):
+        values = Values(model, inputs) if concrete else None
+        with contextlib.suppress(Exception):
+            with training_mode(model), answered(model) if concrete else contextlib.nullcontext():
+                training = _Tracer(leaves, len(inputs), values, buffers=buffers).trace(model)
+            whole = copy.deepcopy(graph_module)
+            if add_training_parts(whole, training, model) and same_in_training(model, whole, inputs):
+                propagate_shapes(whole, inputs)
+                return whole
+    attach_report(graph_module, replace(report_of(graph_module), training=LEFT_OUT))
     return graph_module
 
 

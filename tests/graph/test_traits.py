@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from compress.graph.modes import InTraining
 from compress.graph.ops import SPELLINGS, module_kind, node_kind
 from compress.graph.trace import trace
 from compress.graph.traits import MANY, TRAITS
@@ -58,7 +59,7 @@ MODULES = {
     nn.GroupNorm: (2, 8), nn.InstanceNorm1d: (8,), nn.InstanceNorm2d: (8,), nn.InstanceNorm3d: (8,),
     nn.LocalResponseNorm: (3,), nn.Softmax: (1,), nn.LogSoftmax: (1,), nn.PixelShuffle: (2,), nn.PixelUnshuffle: (2,),
     nn.ChannelShuffle: (2,), nn.Unfold: (2,), nn.Unflatten: (1, (2, -1)), nn.Upsample: (None, 2.0),
-    nn.ConstantPad2d: (1, 0.0),
+    nn.ConstantPad2d: (1, 0.0), InTraining: (nn.Dropout(),),
 }  # fmt: skip
 PARAMETRIC = {"conv", "conv_transpose", "linear", "matmul", "addmm", "einsum", "attention", "embedding", "where"}
 UNTRIED = PARAMETRIC | {"masked_fill", "shape", "assert", "compare", "floordiv", "getattr"}

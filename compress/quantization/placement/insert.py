@@ -7,7 +7,7 @@ from torch import fx, nn
 from compress.graph.batches import device_of
 from compress.graph.float_model import check_float_model
 from compress.graph.inputs import Inputs
-from compress.graph.report import attach_report, leaves_of
+from compress.graph.report import attach_report, report_of
 from compress.quantization.modules import quantized_layer
 from compress.quantization.placement.decisions import ActivationSite, Placement
 from compress.quantization.placement.place import place
@@ -59,7 +59,8 @@ def apply_placement(graph_module: fx.GraphModule, placement: Placement, prepared
         _insert_site(graph_module.graph, site, nodes)
     graph_module.graph.lint()
     graph_module.recompile()
-    report = QuantizationReport(leaves=leaves_of(graph_module), placement=placement, prepared=prepared)
+    own = report_of(graph_module)
+    report = QuantizationReport(leaves=own.leaves, training=own.training, placement=placement, prepared=prepared)
     attach_report(graph_module, report)
 
 

@@ -1,0 +1,122 @@
+"""What a model does in training only is in its graph too: from one random state both compute the same in training."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import nn
+from torchvision.ops import StochasticDepth
+
+from compress.graph.report import report_of
+from compress.graph.trace import trace
+from compress.quantization.ptq.quantize import quantize
+from compress.quantization.quantizer import quantizers
+from compress.quantization.report import quantization_report_of
+
+X = torch.randn(4, 8, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    """A convolution, a function that may depend on the mode, and another convolution."""
+
+    def __init__(self, run, **parts):
+        super().__init__()
+        self.a, self.b, self.run = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return self.b(self.run(self, F.relu(self.a(x))))
+
+
+def noisy(s, x):
+    if s.training:
+        x = x + 0.1 * torch.randn_like(x)
+    return x
+
+
+def drop_path(s, x):
+    """As timm's DropPath does it, with an operation in place whose result nobody reads."""
+    if not s.training:
+        return x
+    kept = x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(0.5)
+    kept.div_(0.5)
+    return x * kept
+
+
+def attention(s, x):
+    t = x.flatten(2).transpose(1, 2).unflatten(-1, (2, 4)).transpose(1, 2)
+    y = F.scaled_dot_product_attention(t, t, t, dropout_p=0.5 if s.training else 0.0)
+    return y.transpose(1, 2).flatten(2).transpose(1, 2).reshape(x.shape)
+
+
+NETWORKS = {
+    "function": lambda: Net(lambda s, x: F.dropout(x, 0.5, training=s.training)),
+    "whole channels": lambda: Net(lambda s, x: F.dropout2d(x, 0.5, s.training)),
+    "two": lambda: Net(lambda s, x: F.dropout(x, 0.5, s.training) + F.dropout(x, 0.2, s.training)),
+    "noise": lambda: Net(noisy),
+    "noise on both branches": lambda: Net(lambda s, x: noisy(s, x) + s.a(noisy(s, x))),
+    "drop path": lambda: Net(lambda s, x: x + drop_path(s, x)),
+    "module under a branch": lambda: Net(lambda s, x: s.d(x) if s.training else x, d=nn.Dropout(0.5)),
+    "stochastic depth": lambda: Net(lambda s, x: x + s.d(s.b(x)), d=StochasticDepth(0.5, "row")),
+    "attention": lambda: Net(attention),
+}
+
+
+def in_training(model, x=X, seed=3):
+    model.train()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        return model(x)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_graph_is_as_random_as_the_model(name):
+    model = NETWORKS[name]().eval()
+    graph = trace(model, X)
+    assert not report_of(graph).training and not model.training
+    torch.testing.assert_close(graph(X), model(X))
+    for twin in (graph, copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
+        torch.testing.assert_close(in_training(twin), in_training(model))
+        assert not torch.equal(in_training(twin, seed=4), in_training(twin, seed=5))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_quantized_network_is_too_and_quantizes_as_without(name):
+    model = NETWORKS[name]().eval()
+    qmodel = quantize(model, X, [X])
+    assert {"a", "b"} <= {site.path for site in qmodel.placement.weights}
+    assert set(model.state_dict()) == {key for key in qmodel.state_dict() if "quantizer" not in key}
+    for _, quantizer in quantizers(qmodel):
+        quantizer.enabled = False
+    torch.testing.assert_close(in_training(qmodel), in_training(model), rtol=1e-4, atol=1e-5)
+    assert not torch.equal(in_training(qmodel, seed=4), in_training(qmodel, seed=5))
+
+
+def test_stochastic_depth_of_a_real_network():
+    model = torchvision.models.efficientnet_b0(num_classes=4, stochastic_depth_prob=0.5).eval()
+    x = torch.randn(2, 3, 32, 32)
+    statistics = copy.deepcopy(model.state_dict())
+    graph = trace(model, x)
+    assert all(torch.equal(value, statistics[key]) for key, value in graph.state_dict().items())
+    for network in (model, graph):
+        network.train()
+        for module in network.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.momentum = 0.0
+    torch.testing.assert_close(in_training(graph, x), in_training(model, x))
+
+
+def test_what_cannot_be_kept_is_said():
+    class Auxiliary(Net):
+        def forward(self, x):
+            y = F.relu(self.a(x))
+            return (self.b(y), self.aux(y)) if self.training else self.b(y)
+
+    model = Auxiliary(None, aux=nn.Conv2d(8, 2, 1)).eval()
+    qmodel = quantize(model, X, [X])
+    assert any("in training the model does more" in note for note in quantization_report_of(qmodel).notes())
+    assert not quantization_report_of(quantize(Net(lambda s, x: x).eval(), X, [X])).notes()
