@@ -169,7 +169,7 @@ def test_learned_ranges_beat_fixed_ones_that_are_wrong():
     [
         ({"scales": "learnt"}, "learned"),
         ({"freeze_ranges_epoch": 1}, "scales: learned"),
-        ({"scales": "learned", "freeze_ranges_epoch": -1}, "0 or more"),
+        ({"scales": "learned", "freeze_ranges_epoch": -1}, "it must be 0 to 1,000,000,000"),
         ({"ema_decay": 1.0}, "below 1"),
         ({"freeze_batchnorm_epoch": 1}, "batchnorm: keep"),
     ],
