@@ -161,8 +161,6 @@ def test_files_and_functions_are_small(path):
     lines = len(path.read_text().splitlines())
     assert lines <= LONGEST_FILE, f"{lines} lines: split it at about {LONGEST_FILE}"
     for function in functions(path):
-        if function.name == "_product_kernel" and path.name == "int8_product.py":
-            continue  # is being split with the CUDA engine's other kernels
         length = function.end_lineno - function.lineno + 1
         assert length <= LONGEST_FUNCTION, f"{function.name} has {length} lines: split it at about {LONGEST_FUNCTION}"
 

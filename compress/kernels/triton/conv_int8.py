@@ -87,8 +87,7 @@ def fits(x: Tensor, weight: Tensor) -> bool:
 def default_tile(pixels: int, channels: int, outputs: int, taps: int = 1, *, limited: bool = True) -> ConvTile:
     """A tile for a convolution of `channels` to `outputs` channels at `pixels` output pixels.
 
-    Within 5 % of the best of seven for most of ResNet-50's shapes at batch 128 on an H200, within 13 % for all
-    (`analysis/int8_forward`).
+    Within 5 % of the best of seven for most of ResNet-50's shapes at batch 128 on an H200, within 13 % for all.
 
     Args:
         pixels: of the result, of all images.
