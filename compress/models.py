@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from compress.detectors import FAMILIES, DetectorNetwork, has_background, is_detector
 from compress.errors import ModelError, near_misses
 from compress.imports import imported
 from compress.validation import Classes
@@ -32,7 +33,9 @@ class ModelSpec:
         name: a classifier of torchvision (`resnet50`, `torchvision:resnet50`), one of timm (`timm:resnet50`), or a
             function that makes one (`package.module:factory`, called with the options, and with the number of classes
             as `num_classes`, `classes` or `num_labels` if it has such an argument). For the task segmentation the
-            names of torchvision are those of its segmentation networks (`lraspp_mobilenet_v3_large`).
+            names of torchvision are those of its segmentation networks (`lraspp_mobilenet_v3_large`), for detection
+            those of its one-stage detectors (`retinanet_resnet50_fpn`, `fcos_resnet50_fpn`, `ssd300_vgg16`,
+            `ssdlite320_mobilenet_v3_large`), whose backbone and head become the network.
         weights: null = fresh; a file (.safetensors, .pt, .pth, .th, .ckpt, .bin); a name of torchvision's
             (`IMAGENET1K_V2`, `DEFAULT`, `ResNet50_Weights.IMAGENET1K_V2`); or, for timm, `pretrained`.
         num_classes: outputs of the classifier, not fewer than the data has classes; None = as many as the data.
@@ -77,6 +80,14 @@ def build_model(spec: ModelSpec, *, num_classes: int, task: str = "classificatio
 
 def build_model_with_notes(spec: ModelSpec, *, num_classes: int, task: str = "classification") -> BuiltModel:
     """Make the model that `spec` names; arguments and errors are those of `build_model`."""
+    built = build_whole(spec, num_classes=num_classes, task=task)
+    if task == "detection" and is_detector(built.model):
+        return built._replace(model=DetectorNetwork(built.model))
+    return built
+
+
+def build_whole(spec: ModelSpec, *, num_classes: int, task: str = "classification") -> BuiltModel:
+    """Make the model that `spec` names, a detector with its anchors and losses; otherwise as `build_model`."""
     if spec.num_classes is not None and spec.num_classes < num_classes:
         raise ModelError(
             f"model.num_classes is {spec.num_classes}, but the data has {num_classes} classes; null, or no fewer"
@@ -108,9 +119,12 @@ def _torchvision(spec: ModelSpec, name: str, num_classes: int, task: str) -> Bui
 
     kind, module = {
         "segmentation": ("segmentation network", torchvision.models.segmentation),
-        "detection": ("detector", torchvision.models.detection),
+        "detection": ("one-stage detector", torchvision.models.detection),
     }.get(task, ("classifier", torchvision.models))
     known = torchvision.models.list_models(module=module)
+    if task == "detection":
+        known = [one for one in known if one.startswith(FAMILIES)]
+        num_classes += has_background(name)
     if name not in known:
         raise ModelError(
             f"torchvision has no {kind} {name!r}{near_misses(name, known)} (timm:NAME and package.module:factory "

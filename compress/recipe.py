@@ -39,11 +39,15 @@ class Recipe:
     """From a model to an engine.
 
     Attributes:
-        task: what the network learns: `classification`, or `segmentation` (a class for each pixel).
-        loss: `cross_entropy`; for segmentation also `dice` or `cross_entropy+dice`; or `package.module:function`, a
-            function of (outputs, targets) that returns the mean loss of a batch; null = `cross_entropy`.
+        task: what the network learns: `classification`, `segmentation` (a class for each pixel), or `detection`
+            (boxes).
+        loss: `cross_entropy`; for segmentation also `dice` or `cross_entropy+dice`; for detection `detector`, the
+            detector's own; or `package.module:function`, a function of (outputs, targets) that returns the mean loss of
+            a batch; null = the first of the task's.
         metric: `package.module:name`, a function of (outputs, targets) that returns a number, or a class with
             `update(outputs, targets)` and `compute()`, such as those of torchmetrics; null = the task's own.
+        decode: of detection, `package.module:function`, a function from the network's output tensors to "boxes" (n, 4),
+            "scores" and "labels" of each image; null = that of torchvision's detector. It stays outside the network.
         model: the network and its weights.
         data: the images of training, calibration and evaluation.
         train: training of the float baseline; 0 epochs takes the model's weights as they are.
@@ -59,6 +63,7 @@ class Recipe:
     task: TaskName = "classification"
     loss: str | None = None
     metric: str | None = None
+    decode: str | None = None
     model: ModelSpec = field(default_factory=ModelSpec)
     data: DataSpec = field(default_factory=DataSpec)
     train: TrainSpec = field(default_factory=TrainSpec)
@@ -259,7 +264,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         spec = getattr(recipe, section)
         if spec is not None:
             yield from rules(spec)
-    yield from task_contradictions(recipe.task, recipe.loss, recipe.metric)
+    yield from task_contradictions(recipe.task, recipe.loss, recipe.metric, recipe.decode)
     yield from _data_of_another_task(recipe)
     if recipe.teacher is not None and recipe.teacher.weights is None and not is_import_path(recipe.teacher.name):
         yield "teacher.weights is null: a teacher must be trained; name its weights, or a function that loads them"
@@ -280,8 +285,12 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         yield "export.require is fp16, and export.precision is fp32: engines take the types of the file"
 
 
+_MADE_FOR = {"masks": "segmentation", "voc": "detection", "coco": "detection"}
+"""Tasks of the built-in data sets that are not for classification."""
+
+
 def _data_of_another_task(recipe: Recipe) -> Iterator[str]:
     """Yield a line if the built-in data set has targets of another task."""
-    made_for = "segmentation" if recipe.data.name == "masks" else "classification"
+    made_for = _MADE_FOR.get(recipe.data.name, "classification")
     if recipe.data.name in DATASETS and made_for != recipe.task:
         yield f"data.name {recipe.data.name} has targets of {made_for}, and task is {recipe.task}: change one"

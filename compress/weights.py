@@ -145,9 +145,15 @@ def _renamed(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[di
 
 def _classes_of_foreign_head(shapes: Shapes, num_classes: int) -> int | None:
     """Return the number of classes of the file if its shapes differ from the model's in nothing else, else None."""
-    counts = {there[:1] for there, _ in shapes.values()}
-    only_head = all(here[:1] == (num_classes,) and there[1:] == here[1:] for there, here in shapes.values())
-    return counts.pop()[0] if only_head and len(counts) == 1 and counts != {()} else None
+    counts = set()
+    for there, here in shapes.values():
+        if not there or not here or there[1:] != here[1:] or here[0] % num_classes:
+            return None
+        anchors = here[0] // num_classes  # of a detector: it has outputs for each class and anchor
+        if there[0] % anchors:
+            return None
+        counts.add(there[0] // anchors)
+    return counts.pop() if len(counts) == 1 else None
 
 
 def _misfit(source: str, missing: list[str], unexpected: list[str], shapes: Shapes) -> str:

@@ -28,7 +28,7 @@ LAYERS = [
     {"files", "imports", "meters", "progress", "safe_yaml", "text", "validation"},
     {"kernels"},
     {"graph"},
-    {"quantization", "sparsity", "receptive_field", "roofline", "data", "weights"},
+    {"quantization", "sparsity", "receptive_field", "roofline", "data", "detectors", "weights"},
     {"qat_fusion", "interop", "models"},
     {"tasks"},
     {"export"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from compress.data.coco_file import coco_classes
 from compress.data.spec import DataSpec
 from compress.errors import DataError
 from compress.files import expand_user
@@ -41,6 +42,8 @@ def class_count(spec: DataSpec) -> int:
                 "set data.root to the folder that holds train/ and val/, or data.num_classes to their number"
             )
         return spec.num_classes
+    if spec.name == "coco":
+        return agreed_count(spec, len(coco_classes(spec)))
     if spec.name in FIXED_COUNTS:
         return agreed_count(spec, FIXED_COUNTS[spec.name])
     if spec.num_classes is None:

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from compress.data.base import DataSet
 from compress.data.cifar import cifar_data
 from compress.data.classes import agreed_count
+from compress.data.coco import coco_data
 from compress.data.digits import digits_data
 from compress.data.folder import folder_data
 from compress.data.masks import mask_data
 from compress.data.own import own_data
 from compress.data.shapes import shapes_data
 from compress.data.spec import DataSpec, check_data_spec
+from compress.data.voc import voc_data
 from compress.imports import is_import_path
 
 _MAKERS: dict[str, Callable[[DataSpec], DataSet]] = {
@@ -22,6 +24,8 @@ _MAKERS: dict[str, Callable[[DataSpec], DataSet]] = {
     "cifar10": cifar_data,
     "cifar100": cifar_data,
     "masks": mask_data,
+    "voc": voc_data,
+    "coco": coco_data,
 }
 
 
@@ -33,7 +37,7 @@ def load_data(spec: DataSpec) -> DataSet:
 
     Returns:
         Splits whose batches are images (N, C, H, W) float32, normalized, and targets: (N,) int64 for classification,
-        (N, H, W) int64 for segmentation.
+        (N, H, W) int64 for segmentation, a list of N mappings for detection (see `boxes`).
 
     Raises:
         DataError: a value out of range, missing or unreadable files, or another number of classes than `spec` names.

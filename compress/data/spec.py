@@ -13,13 +13,17 @@ from compress.imports import is_import_path
 from compress.limits import IMAGE_SIDE
 from compress.validation import AtLeastOne, BatchSize, Classes, Positive, Seed, Share, Workers, validate
 
-DataName = Literal["digits", "shapes", "folder", "cifar10", "cifar100", "masks"]
+DataName = Literal["digits", "shapes", "folder", "cifar10", "cifar100", "masks", "voc", "coco"]
 
 DATASETS: tuple[DataName, ...] = get_args(DataName)
 LEAST_SIDE = 8
 
-_ROOTED = ("folder", "cifar10", "cifar100", "masks")
-_RECTANGLES = ("folder", "masks")
+_ROOTED = ("folder", "cifar10", "cifar100", "masks", "voc", "coco")
+_RECTANGLES = ("folder", "masks", "voc", "coco")
+_NAMED = {
+    "masks": "masks needs the names of the classes, in the order of their values in the masks",
+    "voc": "voc needs the names of the classes, as they are in the annotations",
+}
 SHAPES_CLASSES = (2, 100)
 """Fewest and most classes that the cues of `shapes` can make."""
 
@@ -29,19 +33,22 @@ class DataSpec:
     """A data set, and how its images become the model's input.
 
     Attributes:
-        name: data set (`digits`, `shapes`, `folder`, `cifar10`, `cifar100`; for segmentation `masks`), or a function of
-            yours, `package.module:function`, that takes this section and returns the training and the evaluation split;
-            see `compress/data/own.py`. Nothing is ever downloaded.
-        root: folder of `folder` (holding train/ and val/), of `masks` and of the cifar files; unused by the others.
-        image_size: side of the model's square input in pixels, 8 or more, or [height, width] for `folder`, `masks` and
-            functions.
+        name: data set (`digits`, `shapes`, `folder`, `cifar10`, `cifar100`; for segmentation `masks`; for detection
+            `voc` and `coco`), or a function of yours, `package.module:function`, that takes this section and returns
+            the training and the evaluation split; see `compress/data/own.py`. Nothing is ever downloaded.
+        root: folder of `folder` (holding train/ and val/), of `masks`, `voc` and `coco` and of the cifar files; unused
+            by the others.
+        image_size: side of the model's square input in pixels, 8 or more, or [height, width] for `folder`, `masks`,
+            `voc`, `coco` and functions.
         batch_size: images of one step over all processes together (the global batch).
-        workers: loader processes of `folder` and `masks`; None = one per core and process, 8 at most.
-        on_error: `raise` names an unreadable image and stops, `skip` leaves it out and counts it.
+        workers: loader processes of `folder`, `masks`, `voc` and `coco`; None = one per core and process, 8 at most.
+        on_error: `raise` names an unreadable image, or one whose annotation is wrong, and stops; `skip` leaves it out
+            and counts it.
         augment: random shifts, crops and flips of training images, as suits the data set.
         num_classes: classes of `shapes` (2 to 100); None = 20. For other data sets None = as the data say, and
             a number must agree with them.
-        classes: names of the classes of `masks`, whose pixels hold their positions, and of a function's data.
+        classes: names of the classes of `masks`, whose pixels hold their positions, of `voc`, of a function's data, and
+            of `coco` (None = all categories of its training split).
         ignore_index: value of the pixels of masks that have no class.
         clutter: opacity of the clutter of `shapes`, as a share of the usual; 0 leaves the object alone.
         train_images, val_images: images of `shapes` (None = 20,000 and 2,000); of the others an upper bound, every
@@ -107,8 +114,8 @@ def data_contradictions(spec: DataSpec) -> Iterator[str]:
         yield f"data.num_classes is {spec.num_classes}: shapes has from {low} to {high}"
     if not own and spec.name not in _RECTANGLES and isinstance(spec.image_size, tuple):
         yield f"data.image_size is {list(spec.image_size)}: {spec.name} has square images; give one number"
-    if spec.name == "masks" and not spec.classes:
-        yield "data.classes is missing: masks needs the names of the classes, in the order of their values in the masks"
+    if spec.name in _NAMED and not spec.classes:
+        yield f"data.classes is missing: {_NAMED[spec.name]}"
     if spec.classes is not None and spec.num_classes not in (None, len(spec.classes)):
         yield f"data.num_classes is {spec.num_classes}, but data.classes names {len(spec.classes)}; leave one out"
     for key in ("mean", "std"):

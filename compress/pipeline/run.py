@@ -15,6 +15,7 @@ from compress.pipeline.folder import RunFolder
 from compress.progress import NoProgress, Progress
 from compress.recipe import Recipe
 from compress.tasks import Task, make_task
+from compress.tasks.load import detector_head
 from compress.training import SINGLE, Processes
 
 
@@ -45,8 +46,14 @@ class Run:
     @cached_property
     def task(self) -> Task:
         """Loss and metric of the networks."""
-        recipe = self.recipe
-        return make_task(recipe.task, self.data.val.labels, loss=recipe.loss, metric=recipe.metric)
+        recipe, labels = self.recipe, self.data.val.labels
+        detector = None
+        if recipe.task == "detection":
+            size = self.data.val.preprocessing.height_width
+            detector = detector_head(recipe.model, num_classes=len(labels), image_size=size)
+        return make_task(
+            recipe.task, labels, loss=recipe.loss, metric=recipe.metric, decode=recipe.decode, detector=detector
+        )
 
     @property
     def example(self) -> Tensor:

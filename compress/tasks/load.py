@@ -6,23 +6,39 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
+from compress.detectors import DetectorHead, is_detector
 from compress.errors import RecipeError, near_misses
 from compress.imports import imported, is_import_path
 from compress.meters import task_metric
+from compress.models import ModelSpec, build_whole
 from compress.tasks.base import Loss, Task
 from compress.tasks.classification import classification
+from compress.tasks.detection import detection
 from compress.tasks.segmentation import LOSSES, segmentation
 
-TaskName = Literal["classification", "segmentation"]
+TaskName = Literal["classification", "segmentation", "detection"]
 TASKS: tuple[TaskName, ...] = get_args(TaskName)
 
-_LOSSES: dict[str, tuple[str, ...]] = {"classification": ("cross_entropy",), "segmentation": tuple(LOSSES)}
+_LOSSES: dict[str, tuple[str, ...]] = {
+    "classification": ("cross_entropy",),
+    "segmentation": tuple(LOSSES),
+    "detection": ("detector",),
+}
 """Losses by task; the first is the default."""
 
 
-def make_task(name: str, labels: Sequence[str], *, loss: Any = None, metric: Any = None) -> Task:
+def make_task(
+    name: str,
+    labels: Sequence[str],
+    *,
+    loss: Any = None,
+    metric: Any = None,
+    decode: Any = None,
+    detector: DetectorHead | None = None,
+) -> Task:
     """Return a task.
 
     Args:
@@ -31,15 +47,22 @@ def make_task(name: str, labels: Sequence[str], *, loss: Any = None, metric: Any
         loss: a name that the task knows, `package.module:function`, or a function of (outputs, targets) that returns
             the mean loss of a batch; None = the task's own.
         metric: `package.module:name`, or what `task_metric` takes; None = the task's own.
+        decode: for detection, `package.module:function` or a function from outputs to boxes, scores and labels; None =
+            that of the detector.
+        detector: for detection, the part of a detector of torchvision that stays outside the network; see
+            `detector_head`.
 
     Raises:
-        RecipeError: an unknown task or loss, or a module that cannot be imported.
+        RecipeError: an unknown task or loss, a module that cannot be imported, or a detection without loss or decode.
         DataError: as `task_metric`.
     """
     if name not in TASKS:
         raise RecipeError(f"task is {name!r}{near_misses(name, TASKS)} (one of: {', '.join(TASKS)})")
     known = loss if loss in _LOSSES[name] else _LOSSES[name][0]
-    task = classification(len(labels)) if name == "classification" else segmentation(labels, loss=known)
+    if name == "detection":
+        task = _detection(labels, loss, _resolved(decode, "decode", ()), detector)
+    else:
+        task = classification(len(labels)) if name == "classification" else segmentation(labels, loss=known)
     if loss is not None and loss != known:
         task = replace(task, loss=_own_loss(_resolved(loss, "loss", _LOSSES[name])))
     if metric is not None:
@@ -49,8 +72,40 @@ def make_task(name: str, labels: Sequence[str], *, loss: Any = None, metric: Any
     return task
 
 
-def task_contradictions(task: str, loss: str | None, metric: str | None) -> Iterator[str]:
-    """Yield a line if a recipe's `loss` or `metric` is neither a name that its task knows nor an import path."""
+def _detection(labels: Sequence[str], loss: Any, decode: Any, detector: DetectorHead | None) -> Task:
+    """Return the task of detection by a detector of torchvision, or by functions of the user's."""
+    if detector is not None:
+        own_decode = detector.decode if decode is None else decode
+        return detection(labels, loss=detector.loss, decode=own_decode, check=detector.check)
+    if loss is None or loss in _LOSSES["detection"] or decode is None:
+        lacking = "decode" if decode is None else "loss"
+        raise RecipeError(
+            f"{lacking} is not set, and the model is no one-stage detector of torchvision, which has its own: "
+            "give loss and decode, package.module:function each"
+        )
+    return detection(labels, loss=_own_loss(_resolved(loss, "loss", _LOSSES["detection"])), decode=decode)
+
+
+def detector_head(model: ModelSpec, *, num_classes: int, image_size: tuple[int, int]) -> DetectorHead | None:
+    """Return what of a recipe's detector stays outside the network; None if it is none of torchvision's.
+
+    Args:
+        model: a recipe's `model` section; its weights are not loaded.
+        num_classes: number of classes of the data.
+        image_size: height and width of the images in pixels.
+
+    Raises:
+        ModelError: as `build_model`, or the detector fails on images of this size.
+    """
+    with torch.random.fork_rng(devices=[]):
+        built = build_whole(replace(model, weights=None), num_classes=num_classes, task="detection").model
+    return DetectorHead(built, image_size, num_classes) if is_detector(built) else None
+
+
+def task_contradictions(task: str, loss: str | None, metric: str | None, decode: str | None = None) -> Iterator[str]:
+    """Yield a line if a recipe's `loss`, `metric` or `decode` is neither a name that its task knows nor a path."""
+    if decode is not None and (task != "detection" or not is_import_path(decode)):
+        yield f"decode is {decode!r}: it must be null, or package.module:function for the task detection"
     known = _LOSSES[task]
     if not (loss is None or loss in known or is_import_path(loss)):
         yield f"loss is {loss!r}{near_misses(loss, known)} (one of: {', '.join(known)}, or package.module:function)"

@@ -1,0 +1,227 @@
+"""Images with boxes, for detection: the targets, and their changes along with the image.
+
+A target is {"boxes": (n, 4) float32, left, top, right and bottom edge in pixels of the model's input; "labels": (n,)
+int64, positions in the split's labels; "ignored": (n,) bool, boxes that count neither as found nor as missed}.
+
+Images are resized to `image_size` without regard to their shape, and boxes with them: the overlap of two boxes, on
+which mAP is based, does not depend on it. Training images are scaled by 0.7 to 1.4, moved and mirrored, all at random;
+of a box that is cut off, at least 30 % must be left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from compress.data.base import hash_seed
+from compress.data.counter import uniform
+from compress.data.decode import rgb
+from compress.data.fingerprint import file_parts
+from compress.data.items import Item, ItemSplit
+from compress.data.spec import DataSpec
+from compress.errors import DataError
+
+_SCALES = (0.7, 1.4)
+_DRAWS = 4
+_LEAST_VISIBLE = 0.3
+_TOLERANCE = 1.0
+"""Pixels by which a box may exceed its image, for coordinates that were rounded; the excess is cut off."""
+
+Boxes = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Annotation:
+    """An image and its boxes.
+
+    Attributes:
+        image: file of the image.
+        source: the annotation for messages, such as its file.
+        size: (width, height) of the image in pixels as annotated; None = not said.
+        boxes: (n, 4), left, top, right and bottom edge in pixels of the file.
+        labels: (n,) positions of the classes.
+        ignored: (n,) boxes that count neither as found nor as missed.
+    """
+
+    image: Path
+    source: str
+    size: tuple[int, int] | None
+    boxes: Boxes
+    labels: NDArray[np.int64]
+    ignored: NDArray[np.bool_]
+
+
+def annotation(
+    image: Path, source: str, size: tuple[int, int] | None, rows: Iterable[tuple[Sequence[float], int, bool]]
+) -> Annotation:
+    """Return the annotation of an image from (box, class, ignored) rows.
+
+    Raises:
+        DataError: a box without area or outside the image, or a coordinate that is no finite number.
+    """
+    found = list(rows)
+    boxes = np.array([box for box, _, _ in found], dtype=np.float32).reshape(-1, 4)
+    check_boxes(boxes, size, source)
+    return Annotation(
+        image=image,
+        source=source,
+        size=size,
+        boxes=boxes,
+        labels=np.array([label for _, label, _ in found], dtype=np.int64),
+        ignored=np.array([ignored for _, _, ignored in found], dtype=np.bool_),
+    )
+
+
+def check_boxes(boxes: Boxes, size: tuple[int, int] | None, source: str) -> None:
+    """Refuse boxes that cannot be learned, and cut off what exceeds the image by a pixel; in place.
+
+    Raises:
+        DataError: names the box.
+    """
+    for box in boxes:
+        text = "[" + ", ".join(f"{value:g}" for value in box) + "]"
+        if not np.isfinite(box).all():
+            raise DataError(f"{source}: the box {text} has a coordinate that is no finite number")
+        if size is not None:
+            width, height = size
+            if box[:2].min() < -_TOLERANCE or box[2] > width + _TOLERANCE or box[3] > height + _TOLERANCE:
+                raise DataError(f"{source}: the box {text} (left, top, right, bottom) is outside its image of {size}")
+            box[0::2] = box[0::2].clip(0, width)
+            box[1::2] = box[1::2].clip(0, height)
+        if box[2] <= box[0] or box[3] <= box[1]:
+            raise DataError(f"{source}: the box {text} (left, top, right, bottom) has no area")
+
+
+class BoxSplit(ItemSplit):
+    """Images with boxes.
+
+    Args:
+        annotations: the images in their stored order.
+        labels: names of the classes.
+        spec: the recipe's `data` section.
+        augment: scale, move and mirror training images at random.
+
+    Raises:
+        DataError: no image has a box.
+    """
+
+    def __init__(
+        self, annotations: Sequence[Annotation], labels: Sequence[str], spec: DataSpec, *, augment: bool
+    ) -> None:
+        super().__init__(labels, spec, augment=augment)
+        if not any(len(one.boxes) for one in annotations):
+            where = annotations[0].source if annotations else spec.root
+            raise DataError(f"none of {len(annotations)} images has a box (the first is {where}): nothing to detect")
+        self.annotations = list(annotations)
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.annotations)
+
+    def content(self) -> Iterator[bytes | str]:
+        """Yield the boxes, and the name and size of each file and the bytes of some."""
+        for one in self.annotations:
+            yield from (one.boxes.tobytes(), one.labels.tobytes(), one.ignored.tobytes())
+        yield from file_parts(Path(), [str(one.image) for one in self.annotations])
+
+    def reader(self, epoch: int | None) -> Dataset[Item]:
+        """See `ItemSplit.reader`."""
+        seed = hash_seed(self.seed, epoch) if epoch is not None and self.augment else None
+        return _Reader(self.annotations, self.preprocessing.height_width, seed)
+
+    def targets_of(self, found: list[tuple[Boxes, NDArray[np.int64], NDArray[np.bool_]]], device: torch.device) -> Any:
+        """Return a target for each image; see the head of this file."""
+        names = ("boxes", "labels", "ignored")
+        return [
+            {name: torch.from_numpy(part).to(device) for name, part in zip(names, parts, strict=True)}
+            for parts in found
+        ]
+
+
+class _Reader(Dataset[Item]):
+    """The images of a split in an epoch, read one at a time."""
+
+    def __init__(self, annotations: Sequence[Annotation], size: tuple[int, int], seed: int | None) -> None:
+        self.annotations, self.size, self.seed = annotations, size, seed
+
+    def __len__(self) -> int:
+        return len(self.annotations)
+
+    def __getitem__(self, index: int) -> Item:
+        one = self.annotations[index]
+        try:
+            image = _opened(one)
+        except DataError as error:
+            return None, None, str(one.image), str(error)
+        scale = np.array([self.size[1] / image.width, self.size[0] / image.height] * 2, dtype=np.float32)
+        boxes = one.boxes * scale
+        if self.seed is None:
+            return _resized(image, self.size), (boxes, one.labels, one.ignored), str(one.image), ""
+        draws = uniform(self.seed, torch.tensor([index]), _DRAWS)[0].tolist()
+        pixels, boxes, kept = moved(image, boxes, self.size, draws)
+        return pixels, (boxes[kept], one.labels[kept], one.ignored[kept]), str(one.image), ""
+
+
+def _opened(one: Annotation) -> Image.Image:
+    try:
+        with Image.open(one.image) as file:
+            image = rgb(file)
+    except Exception as error:  # a damaged file can make its decoder fail in any way
+        raise DataError(f"{one.image} is not a readable image ({type(error).__name__}: {error})") from None
+    if one.size not in (None, image.size):
+        raise DataError(f"{one.image} has {image.size} pixels (width, height), and {one.source} says {one.size}")
+    if one.size is None:
+        check_boxes(one.boxes, image.size, one.source)
+    return image
+
+
+def _resized(image: Image.Image, size: tuple[int, int]) -> Tensor:
+    height, width = size
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
+    return torch.from_numpy(np.array(image)).movedim(-1, 0).contiguous()
+
+
+def moved(
+    image: Image.Image, boxes: Boxes, size: tuple[int, int], draws: Sequence[float]
+) -> tuple[Tensor, Boxes, NDArray[np.bool_]]:
+    """Return a picture scaled, moved and mirrored, with its boxes.
+
+    Args:
+        image: RGB.
+        boxes: (n, 4) in pixels of the result, if the picture were only resized to it.
+        size: height and width of the result; what lies beyond the picture is grey.
+        draws: four random numbers of [0, 1): scale, vertical and horizontal position, mirror.
+
+    Returns:
+        Pixels (3, H, W) uint8, the boxes cut off at the border, and which of them are left to at least 30 %.
+    """
+    height, width = size
+    scale = _SCALES[0] * (_SCALES[1] / _SCALES[0]) ** draws[0]
+    inner = (max(1, round(height * scale)), max(1, round(width * scale)))
+    top, left = round(draws[1] * (height - inner[0])), round(draws[2] * (width - inner[1]))
+    canvas = Image.new("RGB", (width, height), (128, 128, 128))
+    canvas.paste(image.resize((inner[1], inner[0]), Image.Resampling.BILINEAR), (left, top))
+    pixels = torch.from_numpy(np.array(canvas)).movedim(-1, 0).contiguous()
+    factors = np.array([inner[1] / width, inner[0] / height] * 2, dtype=np.float32)
+    whole = boxes * factors + np.array([left, top] * 2, dtype=np.float32)
+    cut = whole.clip(0, np.array([width, height] * 2, dtype=np.float32))
+    kept: NDArray[np.bool_] = _areas(cut) >= _LEAST_VISIBLE * _areas(whole)
+    if draws[3] < 0.5:
+        pixels = pixels.flip(-1)
+        cut = np.stack([width - cut[:, 2], cut[:, 1], width - cut[:, 0], cut[:, 3]], axis=1)
+    return pixels, cut, kept
+
+
+def _areas(boxes: Boxes) -> Boxes:
+    sides = (boxes[:, 2:] - boxes[:, :2]).clip(0)
+    return sides[:, 0] * sides[:, 1]

@@ -1,0 +1,93 @@
+"""Images and boxes in the layout of COCO: a JSON file for each split, and a folder of images.
+
+Three layouts are known, where {split} is the name in the JSON file's name, such as train or train2017:
+
+    root/annotations/instances_{split}.json   root/{split}/
+    root/annotations/instances_{split}.json   root/images/{split}/
+    root/train/_annotations.coco.json, root/valid/_annotations.coco.json, each beside its images
+
+Boxes of crowds count neither as found nor as missed, and are not learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from compress.data.base import DataSet
+from compress.data.boxes import Annotation, BoxSplit, annotation
+from compress.data.coco_file import classes_in, coco_files, read_json
+from compress.data.spec import DataSpec
+from compress.errors import DataError, first_few
+
+
+def coco_data(spec: DataSpec) -> DataSet:
+    """Return the images and boxes under `spec.root`, all annotations read.
+
+    Raises:
+        DataError: names the file that is missing or damaged, or whose boxes cannot be learned.
+    """
+    root = Path(str(spec.root)).expanduser()
+    found: tuple[str, ...] | None = None if spec.classes is None else tuple(spec.classes)
+
+    def split(name: str, limit: int | None, augment: bool) -> BoxSplit:
+        nonlocal found
+        file, images = coco_files(root, name)
+        content = read_json(file)
+        labels = classes_in(content, file)
+        found = found or tuple(labels.values())
+        skipped: list[str] = []
+        part = BoxSplit(
+            list(_annotations(content, file, images, found, spec, skipped, limit)), found, spec, augment=augment
+        )
+        part.skipped += skipped
+        return part
+
+    return DataSet(train=split("train", spec.train_images, spec.augment), val=split("val", spec.val_images, False))
+
+
+def _annotations(
+    content: dict[str, Any],
+    file: Path,
+    folder: Path,
+    classes: tuple[str, ...],
+    spec: DataSpec,
+    skipped: list[str],
+    limit: int | None,
+) -> Iterator[Annotation]:
+    """Yield the annotation of each image; with `on_error` skip those that are wrong are added to `skipped`."""
+    names = classes_in(content, file)
+    by_image: dict[Any, list[Any]] = {}
+    for item in content["annotations"]:
+        by_image.setdefault(item.get("image_id") if isinstance(item, dict) else None, []).append(item)
+    known = {image.get("id") for image in content["images"] if isinstance(image, dict)}
+    if strays := [str(key) for key in by_image if key not in known]:
+        raise DataError(f"{file} has annotations of images that it does not list: image_id {first_few(strays)}")
+    for image in content["images"][:limit]:
+        where = f"{file}, image {image.get('file_name', image.get('id')) if isinstance(image, dict) else image!r}"
+        try:
+            path = folder / str(image["file_name"])
+            if not path.is_file():
+                raise DataError(f"{where}: there is no file {path}")
+            size = int(image.get("width") or 0), int(image.get("height") or 0)
+            rows = [_row(item, names, classes) for item in by_image.get(image["id"], ())]
+            yield annotation(path, where, size if min(size) > 0 else None, rows)
+        except (DataError, KeyError, TypeError, ValueError) as error:
+            text = str(error) if isinstance(error, DataError) else f"{where}: {type(error).__name__}: {error}"
+            text = text if text.startswith(str(file)) else f"{where}: {text}"
+            if spec.on_error == "raise":
+                raise DataError(f"{text}; data.on_error: skip leaves the image out") from None
+            skipped.append(where)
+
+
+def _row(item: dict[str, Any], names: dict[int, str], classes: tuple[str, ...]) -> tuple[list[float], int, bool]:
+    category = int(item["category_id"])
+    if category not in names or names[category] not in classes:
+        named = f" ({names[category]})" if category in names else ""
+        raise DataError(
+            f"annotation {item.get('id')} has category_id {category}{named}, which is none of the classes "
+            f"({first_few(classes)})"
+        )
+    left, top, width, height = (float(value) for value in item["bbox"])
+    return [left, top, left + width, top + height], classes.index(names[category]), bool(item.get("iscrowd", 0))

@@ -1,0 +1,87 @@
+"""A split of files that are read one at a time, ahead of their use by worker processes.
+
+An item is read by a `Dataset` whose random numbers follow from (seed, epoch, index) alone, so the number of workers
+changes nothing but the speed.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from compress.data.base import Batch, BatchPlan, Split
+from compress.data.folder import MEAN, STD, worker_count
+from compress.data.memory import to_device
+from compress.data.preprocessing import Preprocessing
+from compress.data.spec import DataSpec
+from compress.errors import DataError
+
+Item = tuple[Tensor | None, Any, str, str]
+"""Pixels (3, H, W) uint8 or None, the target, the file's name, and the reason why it could not be read."""
+
+
+class ItemSplit(Split):
+    """A split whose images and targets are files of the user's.
+
+    Args:
+        labels: names of the classes.
+        spec: the recipe's `data` section.
+        augment: change training images at random.
+    """
+
+    def __init__(self, labels: Sequence[str], spec: DataSpec, *, augment: bool) -> None:
+        preprocessing = Preprocessing.of(spec, mean=MEAN, std=STD)
+        super().__init__(labels=tuple(labels), preprocessing=preprocessing, seed=spec.seed)
+        self.augment, self.on_error = augment, spec.on_error
+        self.workers = worker_count() if spec.workers is None else spec.workers
+
+    @abstractmethod
+    def reader(self, epoch: int | None) -> Dataset[Item]:
+        """Return the items in the stored order, changed as in `epoch` if it is a number."""
+
+    @abstractmethod
+    def targets_of(self, found: list[Any], device: torch.device) -> Any:
+        """Return the targets of a batch in the form of the task, from those of its items."""
+
+    def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
+        """Return images (n, 3, H, W) and targets at `indices`, read in this process; see `Split.load`.
+
+        Raises:
+            DataError: names the file that cannot be read, or is wrong, unless `on_error` is skip.
+        """
+        reader = self.reader(epoch)
+        return self._finish([reader[index] for index in indices], device)
+
+    def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
+        """Yield batches as `Split.batches` does, read ahead by worker processes."""
+        shares = [indices for indices in self.batch_indices(plan) if indices]
+        loader = DataLoader(
+            self.reader(plan.epoch),
+            batch_sampler=shares,
+            num_workers=min(self.workers, len(shares)),
+            collate_fn=list,
+            generator=torch.Generator(),  # else each pass would take a number from the global random state
+        )
+        for items in loader:
+            images, targets = self._finish(items, torch.device(device))
+            if len(targets):
+                yield images, targets
+
+    def _finish(self, items: list[Any], device: torch.device) -> Batch:
+        good = []
+        for pixels, target, file, problem in items:
+            if not problem:
+                good.append((pixels, target))
+            elif self.on_error == "raise":
+                raise DataError(f"{problem}; data.on_error: skip leaves it out")
+            elif file not in self.skipped:
+                self.skipped.append(file)
+        height, width = self.preprocessing.height_width
+        pixels = torch.stack([p for p, _ in good]) if good else torch.empty(0, 3, height, width, dtype=torch.uint8)
+        images = self.preprocessing.normalize(to_device(pixels, device).float().div_(255))
+        return images, self.targets_of([target for _, target in good], device)

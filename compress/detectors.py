@@ -1,0 +1,175 @@
+"""torchvision's one-stage detectors in two parts: the network that is quantized and built, and what stays in float.
+
+The network is backbone and head: tensor in, tensors out, under the parameter names of the detector. Anchors, matching,
+losses, decoding of boxes and non-maximum suppression stay outside: they are the detector's own code, whose backbone and
+head are replaced by the network's outputs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import ModelError
+
+Target = Mapping[str, Tensor]
+"""Boxes of an image: "boxes" (n, 4), left, top, right and bottom edge in pixels, and "labels" (n,) int64."""
+
+FAMILIES = ("retinanet", "fcos", "ssd")
+"""Beginnings of the names of torchvision's one-stage detectors."""
+
+
+def is_detector(model: nn.Module) -> bool:
+    """Return True for RetinaNet, FCOS, SSD and SSDLite of torchvision, also with a backbone of the user's."""
+    from torchvision.models import detection  # lazy: it takes seconds, and other tasks do not need it
+
+    return isinstance(model, (detection.RetinaNet, detection.FCOS, detection.ssd.SSD))
+
+
+def has_background(name_or_model: str | nn.Module) -> bool:
+    """Return True if class 0 of a detector is the background, as in SSD and SSDLite."""
+    if isinstance(name_or_model, str):
+        return name_or_model.startswith("ssd")
+    from torchvision.models.detection.ssd import SSD  # lazy: it takes seconds, and other tasks do not need it
+
+    return isinstance(name_or_model, SSD)
+
+
+class DetectorNetwork(nn.Module):
+    """Backbone and head of a detector; it shares their modules.
+
+    Args:
+        detector: one for which `is_detector` is true.
+    """
+
+    def __init__(self, detector: nn.Module) -> None:
+        super().__init__()
+        self.backbone = detector.get_submodule("backbone")
+        self.head = detector.get_submodule("head")
+
+    def forward(self, images: Tensor) -> Any:
+        """Return the head's outputs of images (N, 3, H, W) by name, each (N, anchors, ...)."""
+        features = self.backbone(images)
+        return self.head([features] if isinstance(features, Tensor) else list(features.values()))
+
+
+class DetectorHead:
+    """What of a detector stays outside the network: losses, and from outputs to boxes.
+
+    Args:
+        detector: one for which `is_detector` is true; it is not changed.
+        image_size: height and width of the network's input in pixels.
+        num_classes: number of classes of the data.
+
+    Raises:
+        ModelError: the detector fails on images of this size, or has too few classes.
+    """
+
+    def __init__(self, detector: nn.Module, image_size: tuple[int, int], num_classes: int) -> None:
+        self.image_size, self.num_classes = image_size, num_classes
+        self.first_class = int(has_background(detector))
+        network = DetectorNetwork(copy.deepcopy(detector)).to("meta").eval()
+        try:
+            features = network.backbone(torch.empty(1, 3, *image_size, device="meta"))
+            outputs = network(torch.empty(1, 3, *image_size, device="meta"))
+        except Exception as error:
+            raise ModelError(
+                f"{type(detector).__name__} fails on images of {image_size[0]} x {image_size[1]} pixels "
+                f"({type(error).__name__}: {error}); set data.image_size to a larger one"
+            ) from error
+        maps = [features] if isinstance(features, Tensor) else list(features.values())
+        self.shapes = {name: tuple(tensor.shape[1:]) for name, tensor in outputs.items()}
+        self._detector: Any = copy.deepcopy(detector)
+        self._detector.backbone = _Features([tuple(feature.shape[2:]) for feature in maps])
+        self._detector.head.to("meta")
+        self._detector.transform = _Unchanged()
+        self._check_classes(type(detector).__name__)
+
+    def _check_classes(self, name: str) -> None:
+        width, needed = self.shapes["cls_logits"][-1], self.num_classes + self.first_class
+        if width < needed:
+            background = ", one of them for the background" if self.first_class else ""
+            raise ModelError(f"{name} has {width} classes: the data need {needed}{background}; set model.num_classes")
+
+    def check(self, outputs: Sequence[Tensor], images: Tensor) -> None:
+        """Refuse outputs that do not belong to the anchors.
+
+        Raises:
+            ModelError: names the shapes.
+        """
+        got = [tuple(tensor.shape) for tensor in outputs]
+        wanted = [(len(images), *shape) for shape in self.shapes.values()]
+        if got != wanted:
+            raise ModelError(
+                f"the detector returned outputs of shapes {got} for images of {tuple(images.shape)}; its anchors are "
+                f"made for {self.image_size[0]} x {self.image_size[1]} pixels, with outputs of {wanted}"
+            )
+
+    def loss(self, outputs: Sequence[Tensor], targets: Sequence[Target]) -> Tensor:
+        """Return the sum of the detector's own losses, each a mean over the batch, in float32.
+
+        Args:
+            outputs: of the network, in the order of its names.
+            targets: boxes of each image.
+        """
+        device = outputs[0].device
+        learned = []
+        for target in targets:
+            chosen = ~target["ignored"] if "ignored" in target else slice(None)
+            boxes, labels = target["boxes"][chosen].to(device), target["labels"][chosen].to(device)
+            learned.append({"boxes": boxes, "labels": labels + self.first_class})
+        losses = self._run(outputs, learned)
+        return torch.stack([losses[name] for name in sorted(losses)]).sum()
+
+    @torch.no_grad()
+    def decode(self, outputs: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        """Return boxes (n, 4), scores (n,) and labels (n,) of each image after the detector's NMS, by falling score."""
+        found = self._run(outputs, None)
+        rows = []
+        for row in found:
+            labels = row["labels"] - self.first_class
+            known = labels < self.num_classes
+            rows.append({"boxes": row["boxes"][known], "scores": row["scores"][known], "labels": labels[known]})
+        return rows
+
+    def _run(self, outputs: Sequence[Tensor], targets: list[dict[str, Tensor]] | None) -> Any:
+        """Run the detector's own forward with these outputs as those of its head."""
+        given = dict(zip(self.shapes, (tensor.float() for tensor in outputs), strict=True))
+        detector = self._detector.train(targets is not None)
+        detector.backbone.like = outputs[0]
+        detector.head.forward = lambda features: given
+        images = outputs[0].new_zeros(1, dtype=torch.float32).expand(len(outputs[0]), 3, *self.image_size)
+        return detector(list(images), targets)
+
+
+class _Features(nn.Module):
+    """Stands for a backbone: returns maps of the right sizes, from which anchors are made.
+
+    Attributes:
+        like: a tensor on the device of the outputs.
+    """
+
+    def __init__(self, sizes: Sequence[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.like = torch.zeros(1)
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        nothing = self.like.new_zeros(1, dtype=torch.float32)
+        return {str(i): nothing.expand(len(images), 1, *size) for i, size in enumerate(self.sizes)}
+
+
+class _Unchanged(nn.Module):
+    """Stands for a detector's transform: images have their size and normalization from the data."""
+
+    def forward(self, images: list[Tensor], targets: Any = None) -> tuple[Any, Any]:
+        from torchvision.models.detection.image_list import ImageList  # lazy: it takes seconds
+
+        return ImageList(torch.stack(images), [(x.shape[-2], x.shape[-1]) for x in images]), targets
+
+    def postprocess(self, result: Any, image_shapes: Any, original_image_sizes: Any) -> Any:
+        return result

@@ -1,0 +1,184 @@
+"""Detection of objects: the detector's own losses, and COCO's mean average precision.
+
+A network's outputs are raw: anchors, decoding of boxes and non-maximum suppression are a function beside it, `decode`,
+which stays in float whatever engine has run the network. All parts take the outputs as a tuple of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.errors import DataError, ModelError
+from compress.graph.inputs import flat_tensors
+from compress.meters import Figures, TaskMetric
+from compress.tasks.base import Loss, Task, squared_distance
+from compress.tasks.segmentation import figure_name, palette
+from compress.version import install_hint
+
+Outputs = tuple[Tensor, ...]
+Found = Sequence[Mapping[str, Tensor]]
+"""Of each image "boxes" (n, 4), left, top, right and bottom edge in pixels, "scores" (n,) and "labels" (n,)."""
+Decode = Callable[[Outputs], Found]
+
+_NAMES = {"map": "map", "map_50": "map50", "map_75": "map75"}
+_DRAWN_SCORE = 0.4
+
+
+@dataclass
+class MeanPrecision:
+    """COCO's average precision over IoU 0.5 to 0.95, 101 recalls and at most 100 boxes an image (arXiv 1405.0312).
+
+    Boxes with "ignored" are COCO's crowds: neither found nor missed. Boxes are compared in pixels of the network's
+    input; the overlap of two boxes does not depend on how the picture was resized.
+
+    Attributes:
+        labels: names of the classes.
+        decode: from a batch of outputs to boxes.
+        found, truth: of each image so far, on the CPU.
+    """
+
+    labels: Sequence[str]
+    decode: Decode
+    found: list[dict[str, Tensor]] = field(default_factory=list)
+    truth: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def update(self, outputs: Outputs, targets: Sequence[Mapping[str, Tensor]]) -> None:
+        """Add a batch of outputs and the boxes of its images."""
+        found = checked(self.decode(outputs), len(targets))
+        self.found += [{name: one[name].detach().cpu() for name in ("boxes", "scores", "labels")} for one in found]
+        for target in targets:
+            truth = {"boxes": target["boxes"].cpu(), "labels": target["labels"].cpu()}
+            if "ignored" in target:
+                truth["iscrowd"] = target["ignored"].cpu().long()
+            self.truth.append(truth)
+
+    def compute(self) -> Figures:
+        """Return `map`, `map50`, `map75` and `ap_<class>` of each class that occurs, 0 to 1.
+
+        Raises:
+            DataError: no image has a box.
+        """
+        from torchmetrics.detection import MeanAveragePrecision  # lazy: it takes seconds
+
+        if not any(len(truth["labels"]) for truth in self.truth):
+            raise DataError("mAP: no image that was evaluated has a box, so that nothing can be found")
+        try:
+            metric = MeanAveragePrecision(backend="faster_coco_eval", class_metrics=True)
+        except ModuleNotFoundError as error:
+            raise DataError(f"mAP needs faster-coco-eval ({error}): {install_hint('faster-coco-eval')}") from error
+        metric.warn_on_many_detections = False
+        metric.update(self.found, self.truth)
+        seen = metric.compute()
+        figures = {name: seen[key].item() for key, name in _NAMES.items()}
+        classes, values = seen["classes"].reshape(-1).tolist(), seen["map_per_class"].reshape(-1).tolist()
+        occurs = {int(label) for truth in self.truth for label in truth["labels"]}
+        pairs = [(label, value) for label, value in zip(classes, values, strict=True) if label in occurs]
+        return figures | {f"ap_{figure_name(self.labels[label])}": value for label, value in pairs}
+
+    def merge_state(self, other: MeanPrecision) -> None:
+        """Add what another process has seen."""
+        self.found, self.truth = self.found + other.found, self.truth + other.truth
+
+
+def checked(found: Any, images: int) -> Found:
+    """Return what a `decode` has returned.
+
+    Raises:
+        ModelError: it is not a mapping with boxes (n, 4), scores (n,) and labels (n,) for each image.
+    """
+    if not isinstance(found, (list, tuple)) or len(found) != images:
+        got = f"{len(found)} images" if isinstance(found, (list, tuple)) else f"a {type(found).__name__}"
+        raise ModelError(f"decode returned {got} for {images} images: it must return a mapping for each")
+    for one in found:
+        shapes = {name: tuple(one[name].shape) for name in ("boxes", "scores", "labels") if name in one}
+        count = shapes.get("scores", (0,))[0]
+        if shapes != {"boxes": (count, 4), "scores": (count,), "labels": (count,)}:
+            raise ModelError(f"decode returned {shapes}: it must return boxes (n, 4), scores (n,) and labels (n,)")
+    return found
+
+
+def output_tuple(outputs: Any) -> Outputs:
+    """Return the tensors of a model's or an engine's outputs, in order.
+
+    Raises:
+        ModelError: there is none.
+    """
+    tensors = tuple(flat_tensors(outputs))
+    if not tensors:
+        raise ModelError(f"the model returned {type(outputs).__name__}, which holds no tensor")
+    return tensors
+
+
+def detection(
+    labels: Sequence[str],
+    *,
+    loss: Callable[[Outputs, Any], Tensor],
+    decode: Decode,
+    check: Callable[[Outputs, Tensor], None] | None = None,
+) -> Task:
+    """Return the task of finding objects of some classes.
+
+    Args:
+        labels: names of the classes.
+        loss: (outputs, targets) -> mean loss of a batch; the targets are those of `compress.data.boxes`.
+        decode: outputs -> boxes, scores and labels of each image, after non-maximum suppression.
+        check: raises ModelError if the outputs (outputs, images) do not fit; None = one row of each is asked for.
+    """
+    metric = TaskMetric(name="map", make=partial(MeanPrecision, tuple(labels), decode), select=output_tuple)
+    return Task(
+        name="detection",
+        metric=metric,
+        loss=without_smoothing(loss),
+        distance=squared_distance,
+        check=check or check_rows,
+        draw=partial(draw_boxes, tuple(labels), decode),
+    )
+
+
+def without_smoothing(function: Callable[[Any, Any], Tensor]) -> Loss:
+    """Return a loss of (outputs, targets) that takes label smoothing and leaves it out."""
+
+    def loss(outputs: Any, targets: Any, *, label_smoothing: float = 0.0) -> Tensor:
+        return function(outputs, targets)
+
+    return loss
+
+
+def check_rows(outputs: Outputs, images: Tensor) -> None:
+    """Refuse outputs that have no row for each image.
+
+    Raises:
+        ModelError: names the shapes.
+    """
+    shapes = [tuple(tensor.shape) for tensor in outputs]
+    if any(not shape or shape[0] != len(images) for shape in shapes):
+        raise ModelError(f"the model returned outputs of shapes {shapes} for {len(images)} images: each needs a row")
+
+
+def draw_boxes(labels: Sequence[str], decode: Decode, images: Tensor, outputs: Any, targets: Any) -> Tensor:
+    """Return images with boxes and classes drawn over them, (N, 3, H, W) uint8.
+
+    Args:
+        labels: names of the classes.
+        decode: from outputs to boxes; those of a score under 0.4 are left out.
+        images: (N, 3, H, W) uint8.
+        outputs: of the network; None = draw the targets.
+        targets: boxes of each image.
+    """
+    from torchvision.utils import draw_bounding_boxes  # lazy: it takes seconds
+
+    rows = targets if outputs is None else checked(decode(outputs), len(images))
+    colours = [tuple(colour) for colour in palette(len(labels)).tolist()]
+    drawn = []
+    for image, row in zip(images.cpu(), rows, strict=True):
+        good = row["scores"] >= _DRAWN_SCORE if "scores" in row else torch.ones_like(row["labels"], dtype=torch.bool)
+        boxes, classes = row["boxes"][good].cpu(), row["labels"][good].tolist()
+        colour = [colours[i] for i in classes]
+        drawn.append(draw_bounding_boxes(image, boxes, colors=colour, width=2) if classes else image)
+    return torch.stack(drawn)
