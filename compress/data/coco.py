@@ -65,7 +65,7 @@ def _annotations(
     if strays := [str(key) for key in by_image if key not in known]:
         raise DataError(f"{file} has annotations of images that it does not list: image_id {first_few(strays)}")
     for image in content["images"][:limit]:
-        where = f"{file}, image {image.get('file_name', image.get('id')) if isinstance(image, dict) else image!r}"
+        where = f"{file}, image {_name(image)}"
         try:
             path = folder / str(image["file_name"])
             if not path.is_file():
@@ -91,3 +91,7 @@ def _row(item: dict[str, Any], names: dict[int, str], classes: tuple[str, ...]) 
         )
     left, top, width, height = (float(value) for value in item["bbox"])
     return [left, top, left + width, top + height], classes.index(names[category]), bool(item.get("iscrowd", 0))
+
+
+def _name(image: Any) -> str:
+    return str(image.get("file_name", image.get("id")) if isinstance(image, dict) else image)

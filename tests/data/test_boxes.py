@@ -1,0 +1,197 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from compress.data import BatchPlan, DataSpec, load_data
+from compress.data.classes import class_count
+from compress.errors import DataError
+
+CLASSES = ("dark", "bright")
+SIZE = (40, 60)
+BOXES = {"a": [(10, 8, 30, 20, 1)], "b": [(4, 4, 24, 36, 1), (40, 10, 56, 30, 0)], "c": [(20, 12, 44, 34, 1)]}
+
+
+def picture(boxes):
+    pixels = np.full((*SIZE, 3), 128, np.uint8)
+    for left, top, right, bottom, label in boxes:
+        pixels[top:bottom, left:right] = 255 if label else 0
+    return Image.fromarray(pixels)
+
+
+def xml(boxes, size=SIZE):
+    objects = "".join(
+        f"<object><name>{CLASSES[label]}</name><difficult>{int(label == 0)}</difficult><bndbox><xmin>{left}</xmin>"
+        f"<ymin>{top}</ymin><xmax>{right}</xmax><ymax>{bottom}</ymax></bndbox></object>"
+        for left, top, right, bottom, label in boxes
+    )
+    return f"<annotation><size><width>{size[1]}</width><height>{size[0]}</height></size>{objects}</annotation>"
+
+
+def write_voc(root):
+    for folder in ("JPEGImages", "Annotations", "ImageSets/Main"):
+        (root / folder).mkdir(parents=True)
+    for name, boxes in BOXES.items():
+        picture(boxes).save(root / "JPEGImages" / f"{name}.png")
+        (root / "Annotations" / f"{name}.xml").write_text(xml(boxes))
+    (root / "ImageSets/Main/train.txt").write_text("a\nb\n")
+    (root / "ImageSets/Main/val.txt").write_text("c\n")
+
+
+def write_coco(root):
+    for split, names in (("train", "ab"), ("val", "c")):
+        (root / split).mkdir(parents=True)
+        images, annotations = [], []
+        for number, name in enumerate(names):
+            picture(BOXES[name]).save(root / split / f"{name}.png")
+            images.append({"id": number, "file_name": f"{name}.png", "width": SIZE[1], "height": SIZE[0]})
+            for left, top, right, bottom, label in BOXES[name]:
+                box = {"bbox": [left, top, right - left, bottom - top], "category_id": 7 + label, "image_id": number}
+                annotations.append({"id": len(annotations), "iscrowd": int(label == 0), **box})
+        categories = [{"id": 8, "name": "bright"}, {"id": 7, "name": "dark"}]
+        content = {"images": images, "annotations": annotations, "categories": categories}
+        (root / "annotations").mkdir(exist_ok=True)
+        (root / f"annotations/instances_{split}.json").write_text(json.dumps(content))
+
+
+WRITE = {"voc": write_voc, "coco": write_coco}
+
+
+def spec(root, name="voc", **options):
+    defaults = {"image_size": SIZE, "classes": CLASSES, "workers": 0, "batch_size": 2}
+    return DataSpec(name=name, root=str(root), **{**defaults, **options})
+
+
+@pytest.mark.parametrize("name", WRITE)
+def test_boxes_classes_and_crowds_are_read(tmp_path, name):
+    WRITE[name](tmp_path)
+    data = load_data(spec(tmp_path, name))
+    images, targets = data.train.load([0, 1], epoch=None, device=torch.device("cpu"))
+    assert images.shape == (2, 3, *SIZE)
+    assert [t["boxes"].tolist() for t in targets] == [[list(b[:4]) for b in BOXES[k]] for k in "ab"]
+    assert [t["labels"].tolist() for t in targets] == [[1], [1, 0]]
+    assert [t["ignored"].tolist() for t in targets] == [[False], [False, True]]
+    assert len(data.val) == 1
+    assert data.val.labels == CLASSES
+
+
+@pytest.mark.parametrize("name", WRITE)
+def test_boxes_are_resized_with_their_image(tmp_path, name):
+    WRITE[name](tmp_path)
+    data = load_data(spec(tmp_path, name, image_size=(80, 30)))
+    _, targets = data.val.load([0], epoch=None, device=torch.device("cpu"))
+    assert targets[0]["boxes"].tolist() == [[10, 24, 22, 68]]
+
+
+def test_training_images_move_with_their_boxes_alike_on_every_call(tmp_path):
+    write_voc(tmp_path)
+    split = load_data(spec(tmp_path)).train
+    seen = set()
+    for epoch in range(8):
+        plan = BatchPlan(batch_size=2, epoch=epoch)
+        (images, targets), (again, _) = next(split.batches(plan)), next(split.batches(plan))
+        assert torch.equal(images, again)
+        for pixels, target in zip(split.preprocessing.pixels(images), targets, strict=True):
+            for box, label in zip(target["boxes"], target["labels"], strict=True):
+                rows, columns = ((pixels[0] > 230) if label else (pixels[0] < 25)).nonzero().unbind(1)
+                edges = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+                assert (box - torch.tensor(edges)).abs().max() <= 1.5
+                seen.add(tuple(box.tolist()))
+    assert len(seen) > 8, "epochs differ"
+
+
+def test_workers_change_nothing(tmp_path):
+    write_voc(tmp_path)
+    plan = BatchPlan(batch_size=2, epoch=1)
+    alone, helped = (load_data(spec(tmp_path, workers=n)).train.batches(plan) for n in (0, 1))
+    for (a, mine), (b, theirs) in zip(alone, helped, strict=True):
+        assert torch.equal(a, b)
+        assert all(torch.equal(m[k], t[k]) for m, t in zip(mine, theirs, strict=True) for k in m)
+
+
+def test_the_classes_of_coco_are_its_categories_by_id(tmp_path):
+    write_coco(tmp_path)
+    unnamed = spec(tmp_path, "coco", classes=None)
+    assert load_data(unnamed).train.labels == CLASSES
+    assert class_count(unnamed) == 2
+
+
+BAD_VOC = {
+    "outside": (lambda: xml([(10, 8, 80, 20, 1)]), r"a\.xml: the box \[10, 8, 80, 20\] .* is outside its image"),
+    "no area": (lambda: xml([(10, 8, 10, 20, 1)]), r"a\.xml: the box \[10, 8, 10, 20\] .* has no area"),
+    "corrupt": (lambda: xml([(10, 8, 30, 20, 1)])[:-20], r"a\.xml is not readable XML"),
+    "empty": (lambda: "", r"a\.xml is not readable XML"),
+    "class": (lambda: xml([(1, 1, 9, 9, 1)]).replace("bright", "brigt"), r"a\.xml names the class 'brigt'.*bright"),
+    "number": (lambda: xml([("x", 1, 9, 9, 1)]), r"a\.xml: bndbox/xmin is 'x'; it must be a number"),
+    "NaN": (lambda: xml([("nan", 1, 9, 9, 1)]), r"a\.xml: .* no finite number"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_VOC)
+def test_a_wrong_annotation_is_named_or_left_out(tmp_path, case):
+    write_voc(tmp_path)
+    text, message = BAD_VOC[case]
+    (tmp_path / "Annotations/a.xml").write_text(text())
+    with pytest.raises(DataError, match=message):
+        load_data(spec(tmp_path))
+    train = load_data(spec(tmp_path, on_error="skip")).train
+    assert len(train) == 1
+    assert [file.rsplit("/", 1)[1] for file in train.skipped] == ["a.xml"]
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("JPEGImages/a.png", "1 images are not in .*JPEGImages: a"),
+        ("Annotations/a.xml", r"there is no annotation .*a\.xml"),
+        ("ImageSets/Main/val.txt", r"there is no file .*val\.txt"),
+    ],
+)
+def test_a_missing_file_of_voc_is_named(tmp_path, file, message):
+    write_voc(tmp_path)
+    (tmp_path / file).unlink()
+    with pytest.raises(DataError, match=message):
+        load_data(spec(tmp_path))
+
+
+def test_an_image_of_another_size_than_annotated_is_named(tmp_path):
+    write_voc(tmp_path)
+    (tmp_path / "Annotations/a.xml").write_text(xml(BOXES["a"], size=(50, 60)))
+    with pytest.raises(
+        DataError, match=r"a\.png has \(60, 40\) pixels \(width, height\), and .*a\.xml says \(60, 50\)"
+    ):
+        load_data(spec(tmp_path)).train.load([0], epoch=None, device=torch.device("cpu"))
+
+
+def test_images_without_any_box_are_refused(tmp_path):
+    write_voc(tmp_path)
+    (tmp_path / "Annotations/c.xml").write_text(xml([]))
+    with pytest.raises(DataError, match="none of 1 images has a box"):
+        load_data(spec(tmp_path))
+
+
+BAD_COCO = {
+    "corrupt": (lambda c: None, "instances_train.json is not readable JSON"),
+    "no list": (lambda c: c.pop("annotations"), "instances_train.json has no list of annotations"),
+    "empty": (lambda c: c["annotations"].clear(), "instances_train.json has no annotations"),
+    "category": (lambda c: c["annotations"][0].update(category_id=9), "image a.png: annotation 0 has category_id 9"),
+    "no area": (lambda c: c["annotations"][0].update(bbox=[1, 1, 5, 0]), "image a.png: the box .* has no area"),
+    "outside": (lambda c: c["annotations"][0].update(bbox=[-9, 1, 5, 5]), "image a.png: the box .* is outside"),
+    "no box": (lambda c: c["annotations"][0].pop("bbox"), "image a.png: KeyError: 'bbox'"),
+    "stray": (lambda c: c["annotations"][0].update(image_id=99), "images that it does not list: image_id 99"),
+    "file": (lambda c: c["images"][0].update(file_name="z.png"), r"image z.png: there is no file .*z\.png"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_COCO)
+def test_a_wrong_file_of_coco_is_named(tmp_path, case):
+    write_coco(tmp_path)
+    change, message = BAD_COCO[case]
+    file = tmp_path / "annotations/instances_train.json"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text("{" if case == "corrupt" else json.dumps(content))
+    with pytest.raises(DataError, match=message):
+        load_data(spec(tmp_path, "coco"))
