@@ -127,6 +127,7 @@ _BY_NAME = {
     "shifted_window_attention": "window_attention",
     "_get_relative_position_bias": "position_bias",
     "_patch_merging_pad": "patch_merging",
+    "nms": "nms",
 }
 """Modules and functions of torchvision and timm that torch.fx does not enter, by their bare name."""
 

@@ -181,6 +181,7 @@ TRAITS: Mapping[str, Traits] = MappingProxyType(
             category="quantizer", elementwise=True, free=True, keeps_zero=True, non_negative="if inputs are"
         ),
         "embedding": Traits(category="lookup"),
+        "nms": Traits(category="lookup", data_inputs=2),  # which of some boxes are left
         "position_bias": Traits(category="lookup"),  # torchvision's Swin: biases of attention by relative position
         "shape": _SHAPE,
         "compare": replace(_SHAPE, data_inputs=2, elementwise=True),

@@ -16,6 +16,7 @@ Residual = Literal["identity", "both", "none"]
 CalibratorName = Literal["max", "percentile", "entropy", "mse"]
 Kind = Literal["int", "e4m3"]
 BiasCorrection = Literal["analytic", "empirical"]
+Head = Literal["auto", "float", "quantize"]
 
 LEAST_BITS, MOST_BITS = 2, 8
 """Widths of integers that quantizers, calibrators and exports know."""
@@ -120,6 +121,9 @@ class QuantSpec:
         rules: exceptions, in order, the last match wins; one that matches nothing is an error.
         residual: inputs of a residual sum that are quantized: `identity`, `both` or `none`; None = as the target's
             table says.
+        head: `auto` leaves a detection head's last convolutions, its decoding of boxes and its expectations over a
+            softmax (DFL) float where the graph shows that it is one; `float` leaves the last convolutions of any graph
+            float; `quantize` none. The placement's rows give the price.
         batchnorm: `fold` into the weights before quantizing, or `keep` until export. Folded networks train faster, yet
             only at low rates: nothing normalizes their activations any more.
         equalize: cross-layer equalization: channels that a ReLU joins trade scale until the weights on both sides
@@ -139,6 +143,7 @@ class QuantSpec:
     activations: ActivationSpec = field(default_factory=ActivationSpec)
     rules: tuple[Rule, ...] = ()
     residual: Residual | None = None
+    head: Head = "auto"
     batchnorm: Literal["fold", "keep"] = "fold"
     equalize: bool = False
     relu6: Literal["keep", "relu"] = "keep"

@@ -21,7 +21,8 @@ from compress.errors import QuantizationError
 from compress.graph.traits import kinds
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.decisions import ActivationSite, Decision, Placement, WeightSite
-from compress.quantization.placement.requests import Request, requests_of
+from compress.quantization.placement.heads import head_parts
+from compress.quantization.placement.requests import Request, float_row, requests_of
 from compress.quantization.placement.residual import depths
 from compress.quantization.placement.rules import resolve_rules
 from compress.quantization.placement.signs import never_negative
@@ -73,12 +74,16 @@ def place(view: GraphView, spec: QuantSpec) -> Placement:
     if spec.residual is not None:
         table = replace(table, residual=spec.residual)
     settings, depth = resolve_rules(view, spec), depths(view.nodes)
+    heads = head_parts(view, spec.head)
     order = {node: i for i, node in enumerate(view.nodes)}
     scales = DisjointSet()
     weights: dict[str, WeightSite] = {}  # a layer may be called twice
     traced: list[_Traced] = []
     floats: list[tuple[int, Decision]] = []
     for node in view.nodes:
+        if node in heads and not settings[node].rule:
+            floats.append((order[node], float_row(node, heads[node].rule, heads[node].reason)))
+            continue
         found = requests_of(node, table, settings, depth)
         floats += [(order[node], row) for row in found.refused]
         if found.weight is not None:

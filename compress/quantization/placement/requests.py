@@ -47,7 +47,12 @@ class Requests:
 
     def refuse(self, node: Node, rule: str, reason: str) -> None:
         """Add the row that says why `node` stays float."""
-        self.refused.append(Decision(tensor=node.name, layer=node.layer, decision="float", rule=rule, reason=reason))
+        self.refused.append(float_row(node, rule, reason))
+
+
+def float_row(node: Node, rule: str, reason: str) -> Decision:
+    """Return the row that says why `node` stays float."""
+    return Decision(tensor=node.name, layer=node.layer, decision="float", rule=rule, reason=reason)
 
 
 def requests_of(

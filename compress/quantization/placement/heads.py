@@ -1,0 +1,151 @@
+"""Detection heads, found from the graph: the parts of them that 8 bits harm more than they gain in time.
+
+A layer is final if no other layer follows it. A graph has a detection head if final convolutions at one resolution lead
+to different results (boxes and classes), if a convolution follows a softmax, or if results of final convolutions are
+computed with tensors that do not depend on the image (anchors, grids, strides). Final convolutions that are summed, as
+in segmentation, lead to one result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from scipy.cluster.hierarchy import DisjointSet
+
+from compress.graph.traits import PASSING, kinds
+from compress.quantization.placement.view import GraphView, Node
+from compress.quantization.spec import Head
+
+_LAYERS = kinds(lambda t: t.category in {"weighted", "product"})
+_MOVED = PASSING | kinds(lambda t: t.category == "movement")
+_DECODING = kinds(lambda t: t.category == "arithmetic") | {"sigmoid", "softmax", "softplus", "tanh"}
+_CONVOLUTIONS = frozenset({"conv", "conv_transpose"})
+
+_EXPECTATION = (
+    "a product with a softmax's result takes the mean of a distribution (DFL of YOLO's boxes): small probabilities that "
+    "8 bits drop move the box"
+)
+_BOXES = "decoding of boxes and scores: exp, sigmoid, anchors and strides have ranges that 256 steps do not hold"
+_NMS = "non-maximum suppression sorts and compares boxes, which no engine does in 8 bits"
+
+
+@dataclass(frozen=True)
+class FloatPart:
+    """Why an operation of a head stays float."""
+
+    rule: str
+    reason: str
+
+
+def head_parts(view: GraphView, head: Head) -> Mapping[Node, FloatPart]:
+    """Return the operations of a detection head that stay float.
+
+    Args:
+        view: the graph.
+        head: `auto`, as in the head of this file; `float`, the final convolutions of any graph too; `quantize`, none.
+    """
+    found = {node: FloatPart("NMS stays float", _NMS) for node in view.nodes if node.kind == "nms"}
+    if head == "quantize":
+        return found
+    means = {node for node in view.nodes if _is_expectation(node)}
+    tail = _tail(view, means)
+    finals = [node for node in view.nodes if node.kind in _CONVOLUTIONS and node in tail and node not in means]
+    finals = _whole(finals, view, tail)
+    found |= {node: FloatPart("expectation stays float", _EXPECTATION) for node in means}
+    sources = _sources(view, finals, tail)
+    detects = bool(means) or _leads_apart(finals, sources) or _uses_anchors(view, finals, sources)
+    if detects:
+        decoding = [node for node in sources if node.kind in _DECODING and node.floating and node not in means]
+        found |= {node: FloatPart("box decoding stays float", _BOXES) for node in decoding}
+    if detects or head == "float":
+        price = _share(finals, view)
+        reason = (
+            f"a last convolution of a head, whose errors no layer makes up for; all {len({n.path for n in finals})} "
+            f"together have {price:.1%} of the network's multiply-accumulates (head: quantize takes them in)"
+        )
+        found |= {node: FloatPart("last convolution of a head", reason) for node in finals}
+    return found
+
+
+def _is_expectation(node: Node) -> bool:
+    """Return True for a product of a softmax's result with constants: DFL."""
+    if node.kind not in _LAYERS or not node.tensors:
+        return False
+    activations = [source for source in node.tensors if source.kind != "constant"]
+    if len(activations) != 1:
+        return False  # attention multiplies two activations
+    source = activations[0]
+    while source.kind in _MOVED and source.tensors:
+        source = source.tensors[0]
+    return source.kind == "softmax"
+
+
+def _tail(view: GraphView, means: set[Node]) -> set[Node]:
+    """Return the nodes that no layer follows, expectations aside."""
+    leads: dict[Node, bool] = {}
+    for node in reversed(view.nodes):
+        leads[node] = any((user.kind in _LAYERS and user not in means) or leads[user] for user in node.consumers)
+    return {node for node in view.nodes if not leads[node]}
+
+
+def _whole(finals: list[Node], view: GraphView, tail: set[Node]) -> list[Node]:
+    """Leave out layers that are called elsewhere too, where other layers follow."""
+    inner = {node.path for node in view.nodes if node.path and node not in tail}
+    return [node for node in finals if node.path and node.path not in inner]
+
+
+def _sources(view: GraphView, finals: list[Node], tail: set[Node]) -> dict[Node, frozenset[str]]:
+    """Return the final layers that each node of the tail depends on; nodes that depend on none are left out."""
+    sources = {node: frozenset({node.path}) for node in finals}
+    for node in view.nodes:
+        if node in tail and node not in sources:
+            found = frozenset[str]().union(*(sources.get(source, frozenset()) for source in node.inputs))
+            if found:
+                sources[node] = found
+    return sources
+
+
+def _leads_apart(finals: list[Node], sources: Mapping[Node, frozenset[str]]) -> bool:
+    """Return True if final layers at one resolution lead to different results."""
+    groups = DisjointSet({node.path for node in finals})
+    for node in sources:
+        if node.traits.category == "arithmetic":
+            apart = {sources[source] for source in node.inputs if source in sources}
+            together = sorted(frozenset[str]().union(*apart)) if len(apart) > 1 else []
+            for path in together[1:]:
+                groups.merge(together[0], path)
+    by_size: dict[tuple[int, ...], set[str]] = {}
+    for node in finals:
+        by_size.setdefault((node.shape or ())[2:], set()).add(groups[node.path])
+    return any(len(found) > 1 for found in by_size.values())
+
+
+def _uses_anchors(view: GraphView, finals: list[Node], sources: Mapping[Node, frozenset[str]]) -> bool:
+    """Return True if results of final layers are computed with tensors that do not depend on the image."""
+    of_image: set[Node] = set()
+    for node in view.nodes:
+        if node.kind == "input" or (node.traits.category != "shape" and of_image.intersection(node.inputs)):
+            of_image.add(node)
+    return any(
+        node.traits.category == "arithmetic" and any(s not in of_image and s.shape for s in node.tensors)
+        for node in sources
+        if node not in finals
+    )
+
+
+def _share(layers: list[Node], view: GraphView) -> float:
+    """Return the share of the multiply-accumulates of all convolutions and linear layers."""
+    total = sum(_macs(node) for node in view.nodes)
+    return sum(map(_macs, layers)) / total if total else 0.0
+
+
+def _macs(node: Node) -> int:
+    """Multiply-accumulates of a layer in the traced batch; 0 for other operations."""
+    weight = node.parameters.weight() if node.parameters is not None and node.kind in _LAYERS else None
+    if weight is None or not node.tensors:
+        return 0
+    whole = node.tensors[0].shape if node.kind == "conv_transpose" else node.shape
+    places = (whole or ())[:1] + ((whole or ())[2:] if node.kind in _CONVOLUTIONS else (whole or ())[1:-1])
+    return math.prod(places) * math.prod(weight.shape)
