@@ -1,8 +1,9 @@
-"""Classification and segmentation: loss, metric and pictures of predictions."""
+"""Classification, segmentation and detection: loss, metric and pictures of predictions."""
 
 from compress.tasks.base import Loss, Task
 from compress.tasks.classification import classification
+from compress.tasks.detection import detection
 from compress.tasks.load import TASKS, TaskName, make_task
 from compress.tasks.segmentation import segmentation
 
-__all__ = ["TASKS", "Loss", "Task", "TaskName", "classification", "make_task", "segmentation"]
+__all__ = ["TASKS", "Loss", "Task", "TaskName", "classification", "detection", "make_task", "segmentation"]

@@ -33,4 +33,4 @@ def test_what_is_refused(values, message):
 def test_defaults_are_accepted_and_every_data_set_is_known():
     check_data_spec(DataSpec())
     for name in DATASETS:
-        check_data_spec(DataSpec(name=name, root="somewhere", classes=("a", "b") if name == "masks" else None))
+        check_data_spec(DataSpec(name=name, root="somewhere", classes=("a", "b") if name in ("masks", "voc") else None))

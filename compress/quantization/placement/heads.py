@@ -24,8 +24,8 @@ _DECODING = kinds(lambda t: t.category == "arithmetic") | {"sigmoid", "softmax",
 _CONVOLUTIONS = frozenset({"conv", "conv_transpose"})
 
 _EXPECTATION = (
-    "a product with a softmax's result takes the mean of a distribution (DFL of YOLO's boxes): small probabilities that "
-    "8 bits drop move the box"
+    "a product with a softmax's result takes the mean of a distribution (DFL of YOLO's boxes): small probabilities "
+    "that 8 bits drop move the box"
 )
 _BOXES = "decoding of boxes and scores: exp, sigmoid, anchors and strides have ranges that 256 steps do not hold"
 _NMS = "non-maximum suppression sorts and compares boxes, which no engine does in 8 bits"
