@@ -20,7 +20,6 @@ from compress.graph.inputs import flat_tensors
 from compress.meters import Figures, TaskMetric
 from compress.tasks.base import Loss, Task, squared_distance
 from compress.tasks.segmentation import figure_name, palette
-from compress.version import install_hint
 
 Outputs = tuple[Tensor, ...]
 Found = Sequence[Mapping[str, Tensor]]
@@ -71,12 +70,9 @@ class MeanPrecision:
 
         if not any(len(truth["labels"]) for truth in self.truth):
             raise DataError("mAP: no image that was evaluated has a box, so that nothing can be found")
-        try:
-            metric = MeanAveragePrecision(
-                backend="faster_coco_eval", class_metrics=True, iou_thresholds=_OVERLAPS, rec_thresholds=_RECALLS
-            )
-        except ModuleNotFoundError as error:
-            raise DataError(f"mAP needs faster-coco-eval ({error}): {install_hint('faster-coco-eval')}") from error
+        metric = MeanAveragePrecision(
+            backend="faster_coco_eval", class_metrics=True, iou_thresholds=_OVERLAPS, rec_thresholds=_RECALLS
+        )
         metric.warn_on_many_detections = False
         metric.update(self.found, self.truth)
         seen = metric.compute()
