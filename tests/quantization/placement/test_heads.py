@@ -1,0 +1,173 @@
+"""Detection heads, on networks whose right answer is known."""
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from compress.detectors import DetectorNetwork
+from compress.quantization.placement.insert import insert_quantizers
+from compress.quantization.spec import TARGETS, QuantSpec, Rule
+from examples.yolo import BINS, Yolo
+from tests.tiny_detectors import FAMILIES
+
+SIZE = (32, 64)
+RULES = {"last convolution of a head", "box decoding stays float", "expectation stays float", "NMS stays float"}
+
+
+def placement(model, **options):
+    return insert_quantizers(model.eval(), torch.rand(2, 3, *SIZE), QuantSpec(**options)).placement
+
+
+def parts(model, **options):
+    return {row.layer: row.rule for row in placement(model, **options).decisions if row.rule in RULES}
+
+
+def weights(model, **options):
+    return {site.path for site in placement(model, **options).weights}
+
+
+LAST = {f"{branch}.{level}.1" for branch in ("boxes", "classes") for level in range(3)}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_decoding_yolo(target):
+    model = Yolo(3, width=4, decoded=SIZE)
+    found = insert_quantizers(model.eval(), torch.rand(2, 3, *SIZE), QuantSpec(target=target)).placement
+    rules = {row.layer: row.rule for row in found.decisions if row.rule in RULES}
+    assert {layer for layer, rule in rules.items() if rule == "last convolution of a head"} == LAST
+    assert rules["expectation"] == "expectation stays float"
+    decoding = {layer for layer, rule in rules.items() if rule == "box decoding stays float"}
+    assert {"softmax", "sigmoid", "sub", "mul"} <= decoding
+    assert not {site.path for site in found.weights} & (LAST | {"expectation"})
+    outputs = {tensor for site in found.activations for tensor, _ in site.edges}
+    assert not outputs & {layer.replace(".", "_") for layer in LAST} | outputs & decoding
+    every = {path for path, m in model.named_modules() if isinstance(m, nn.Conv2d)}
+    assert {site.path for site in found.weights} == every - LAST - {"expectation"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_torchvisions_detectors(name):
+    network = DetectorNetwork(FAMILIES[name]())
+    found = parts(network)
+    assert found and set(found.values()) == {"last convolution of a head"}
+    shapes = {path: tuple(m.weight.shape) for path, m in network.named_modules() if isinstance(m, nn.Conv2d)}
+    expected = {path for path in shapes if any(part in path for part in ("cls_logits", "bbox_", "module_list"))}
+    assert set(found) == expected
+    assert weights(network) == set(shapes) - expected
+
+
+def test_one_key_and_rules_switch_the_head():
+    model = Yolo(3, width=4)
+    assert weights(model, head="quantize") - weights(model) == LAST
+    one = Rule(match="boxes.0.1", enable=True)
+    assert weights(model, rules=(one,)) - weights(model) == {"boxes.0.1"}
+
+
+def test_the_price_is_the_share_of_the_products():
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1), nn.Conv2d(8, 2, 1)
+
+        def forward(self, x):
+            x = self.body(x).relu()
+            return self.a(x), self.b(x)
+
+    rows = placement(TwoHeads()).decisions
+    (reason,) = {row.reason for row in rows if row.rule == "last convolution of a head"}
+    share = (8 * 4 + 8 * 2) / (3 * 8 * 9 + 8 * 4 + 8 * 2)
+    assert f"all 2 together have {share:.1%}" in reason
+
+
+class Sum(nn.Module):
+    """Two last convolutions that are summed, as in LR-ASPP."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.low, self.high = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        x = self.body(x).relu()
+        return self.low(x) + self.high(x)
+
+
+class Pyramid(nn.Module):
+    """Last convolutions at different resolutions, as in the feature pyramid of a backbone."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.fine, self.coarse = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        x = self.body(x).relu()
+        return self.fine(x), self.coarse(nn.functional.max_pool2d(x, 2))
+
+
+class Anchors(Pyramid):
+    """One convolution for each resolution, decoded with a grid: the form of YOLOv3 to v5."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("grid", torch.rand(1, 1, *SIZE))
+
+    def forward(self, x):
+        fine, coarse = super().forward(x)
+        return (fine.sigmoid() + self.grid) * 8, coarse
+
+
+@pytest.mark.parametrize("make", [Sum, Pyramid, lambda: torchvision.models.squeezenet1_1(num_classes=4)])
+def test_other_networks_have_no_detection_head(make):
+    model = make()
+    assert parts(model) == {}
+    if not isinstance(model, torchvision.models.SqueezeNet):
+        assert len(parts(model, head="float")) == 2
+
+
+def test_grids_and_anchors_are_recognized():
+    found = parts(Anchors())
+    assert {"fine", "coarse"} <= {layer for layer, rule in found.items() if rule == "last convolution of a head"}
+    assert {"sigmoid", "add", "mul"} <= {layer for layer, rule in found.items() if rule == "box decoding stays float"}
+
+
+def test_attention_is_no_expectation():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (nn.Conv2d(3, 8, 4, 4) for _ in range(3))
+
+        def forward(self, x):
+            q, k, v = (layer(x).flatten(2) for layer in (self.q, self.k, self.v))
+            return (q.transpose(1, 2) @ k).softmax(-1) @ v.transpose(1, 2)
+
+    assert parts(Attention()) == {}
+
+
+def test_an_expectation_is_one_however_it_is_written():
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Conv2d(3, BINS, 3, padding=1)
+            self.register_buffer("bins", torch.arange(float(BINS)))
+
+        def forward(self, x):
+            return self.body(x).movedim(1, -1).softmax(-1) @ self.bins
+
+    found = insert_quantizers(
+        Mean().eval(), torch.rand(2, 3, *SIZE), QuantSpec(head="auto", rules=(Rule(match="body"),))
+    )
+    assert "expectation stays float" in {row.rule for row in found.placement.decisions}
+
+
+def test_suppression_is_known_and_stays_float():
+    class Suppressed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Conv2d(3, 5, 1)
+
+        def forward(self, x):
+            rows = self.body(x).flatten(2).transpose(1, 2)[0]
+            return rows, torchvision.ops.nms(rows[:, :4], rows[:, 4], 0.5)
+
+    found = insert_quantizers(Suppressed().eval(), torch.rand(1, 3, *SIZE), QuantSpec(head="quantize")).placement
+    assert "NMS stays float" in {row.rule for row in found.decisions}
