@@ -62,7 +62,7 @@ def test_a_refusal_names_the_key_the_value_and_the_range(spec, line):
 
 def test_all_values_of_a_dataclass_are_named_at_once():
     with pytest.raises(RecipeError) as caught:
-        check_train_spec(TrainSpec(lr=0.0, epochs=-1, schedule="step"))
+        check_train_spec(TrainSpec(lr=0.0, epochs=-1, schedule="steps"))
     assert [line.split()[0] for line in str(caught.value).splitlines()] == [
         "train.epochs",
         "train.lr",

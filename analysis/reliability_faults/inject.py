@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
+
+import torch
 
 from compress.errors import CompressError
 from compress.pipeline import run
@@ -63,19 +66,30 @@ def operations(recipe: Recipe, command: str, out: Path) -> list[str]:
 
 
 def disturbed(recipe: Recipe, command: str, out: Path, kind: Kind, at: int) -> int:
-    """Run in a process of its own with one fault, and return the exit status."""
-    child = os.fork()
-    if child == 0:
-        status = BROKEN
-        try:
-            with fault(kind, at):
-                run(recipe, command, out, device="cpu")
-            status = 0
-        except (CompressError, OSError):
-            status = REFUSED
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    """Run in a process of its own with one fault, and return the exit status.
+
+    The process is forked from one that has imported everything and computed nothing: after a fork, a process in which
+    autograd's threads have run cannot train.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    child = context.Process(target=_disturb, args=(recipe, command, out, kind, at, torch.get_num_threads()))
+    child.start()
+    child.join()
+    return int(child.exitcode or 0)
+
+
+def _disturb(recipe: Recipe, command: str, out: Path, kind: Kind, at: int, threads: int) -> None:
+    status = BROKEN
+    try:
+        torch.set_num_threads(threads)
+        with fault(kind, at):
+            run(recipe, command, out, device="cpu")
+        status = 0
+    except (CompressError, OSError):
+        status = REFUSED
+    finally:
+        os._exit(status)
 
 
 def digests(out: Path) -> dict[str, str]:

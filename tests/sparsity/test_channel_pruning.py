@@ -88,7 +88,7 @@ def test_misuse_is_refused(monkeypatch):
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(SparsityError, match=r"pip install 'compress\[pruning\]'"):
+    with pytest.raises(SparsityError, match=r"pip install 'compress-vision\[pruning\]'"):
         prune_channels(small(), spec, example_inputs=batch())
 
 
