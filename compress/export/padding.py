@@ -1,8 +1,8 @@
 """Moves padding with zeros into the convolutions that alone read it.
 
 Frameworks that pad unevenly ("same" padding at stride 2, as in TensorFlow's networks) write a Pad before the
-convolution, which engines run in float; EfficientNet-Lite0 has 17 of them in front of INT8 convolutions. ONNX's Conv pads
-each side by itself, and a padded zero is exact on every grid.
+convolution, which engines run in float; EfficientNet-Lite0 has 17 of them in front of INT8 convolutions. ONNX's Conv
+pads each side by itself, and a padded zero is exact on every grid.
 """
 
 from __future__ import annotations
