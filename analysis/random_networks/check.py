@@ -1,0 +1,107 @@
+"""One random network through quantize, export and ONNX Runtime, and the smallest network that still fails."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import cast
+
+import onnxruntime
+import torch
+from torch import Tensor, fx
+
+from analysis.random_networks.network import CHANNELS, SIDE, Network, Step
+from compress.errors import CalibrationError, CompressError
+from compress.export.onnx import export_onnx
+from compress.graph.compare import relative_error
+from compress.quantization.ptq.quantize import quantize
+from compress.quantization.quantizer import quantizers
+from compress.quantization.sensitivity.compare import sqnr
+from compress.quantization.spec import ActivationSpec, QuantSpec, Target
+
+TARGETS: tuple[Target, ...] = ("tensorrt", "openvino", "onnxruntime")
+SAME = 1e-3
+"""Largest relative error of the network with its quantizers off."""
+LOWEST_DB = 5.0
+"""Least signal to noise of the quantized network. 8 bits leave 20 to 50 dB, and less where an operation amplifies their
+error; a wrong sign, scale or axis leaves about none."""
+RUNTIME_DB = 20.0
+"""Least signal to noise of ONNX Runtime against fake quantization: where a sum lies between two integers, float32 may
+round it to either."""
+
+
+def inputs() -> Tensor:
+    """The images that a network is traced, calibrated and compared with."""
+    return torch.randn(4, CHANNELS, SIDE, SIDE, generator=torch.Generator().manual_seed(7))
+
+
+def failure_of(steps: tuple[Step, ...], target: Target, *, export: bool) -> str:
+    """Quantize a network and compare it with the float one, and its file with it.
+
+    Args:
+        steps: of the network.
+        target: whose placement is followed.
+        export: True exports it and runs the file in ONNX Runtime, with and without its optimizations.
+
+    Returns:
+        What went wrong; "" if nothing did, also where the network is refused with a reason.
+    """
+    model, x = Network(steps).eval(), inputs()
+    with torch.no_grad():
+        expected = model(x)
+        if not bool(expected.isfinite().all()):
+            return ""
+        try:
+            spec = QuantSpec(target=target, activations=ActivationSpec(calibrator="max"))
+            qmodel = cast(fx.GraphModule, quantize(model, x, [x], spec=spec))
+        except CalibrationError:
+            return ""  # a tensor of zeros, such as relu(-relu(x)), has no range
+        except CompressError as error:
+            return f"refused: {error}"
+        except Exception as error:
+            return f"traceback of quantize: {type(error).__name__}: {error}"
+        plain = copy.deepcopy(qmodel)
+        for _, quantizer in quantizers(plain):
+            quantizer.enabled = False
+        difference = relative_error(expected, plain(x))
+        if difference > SAME:
+            return f"with quantizers off it differs by {difference:.2g}"
+        result = qmodel(x)
+        noise = sqnr(expected, result)
+        if noise < LOWEST_DB:
+            return f"float to quantized: {noise:.1f} dB"
+    return _failure_of_file(qmodel, x, result) if export else ""
+
+
+def _failure_of_file(qmodel: fx.GraphModule, x: Tensor, expected: Tensor) -> str:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        try:
+            export_onnx(qmodel, x, path)
+        except CompressError as error:
+            return f"export refused: {error}"
+        except Exception as error:
+            return f"traceback of export: {type(error).__name__}: {error}"
+        for level in ("ORT_DISABLE_ALL", "ORT_ENABLE_ALL"):
+            options = onnxruntime.SessionOptions()
+            options.intra_op_num_threads, options.log_severity_level = 1, 3
+            options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
+            session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            (result,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+            noise = sqnr(expected, torch.from_numpy(result))
+            if noise < RUNTIME_DB:
+                return f"fake quantization to ONNX Runtime ({level}): {noise:.1f} dB"
+    return ""
+
+
+def shrunk(steps: tuple[Step, ...], target: Target, *, export: bool) -> tuple[Step, ...]:
+    """Take steps out of a network as long as what is left still fails."""
+    i = 0
+    while i < len(steps):
+        fewer = steps[:i] + steps[i + 1 :]
+        if failure_of(fewer, target, export=export):
+            steps, i = fewer, 0
+        else:
+            i += 1
+    return steps
