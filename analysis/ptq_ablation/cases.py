@@ -24,7 +24,7 @@ from compress.training.spec import TrainSpec
 CALIBRATION, CLASSES = 256, 10
 ADAROUND = AdaRoundSpec(steps=250, images=256)
 WHOLE = ActivationSpec(calibrator="max")  # activations are not clipped, so that only the weights differ
-PER_TENSOR = QuantSpec(weights=WeightSpec(axis=None), activations=WHOLE)
+PER_TENSOR = QuantSpec(weights=WeightSpec(axis=None), activations=WHOLE, insist=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,37 +163,37 @@ CASES: dict[str, Case] = {
     "mobilenet_v2-4bit": Case(
         title="MobileNetV2 as trained, W4A8, one scale a weight tensor",
         network="mobilenet_v2",
-        base=QuantSpec(weights=WeightSpec(num_bits=4, axis=None), activations=WHOLE),
+        base=QuantSpec(weights=WeightSpec(num_bits=4, axis=None), activations=WHOLE, insist=True),
         rows={k: _LOW[k] for k in _FEW[:3]} | {"equalization + empirical": MOBILENET_ROWS["equalization + empirical"]},
     ),
     "resnet18": Case(
         title="ResNet-18 (half width, 32 px), W4A8, one scale a weight tensor",
         network="resnet18",
-        base=QuantSpec(weights=WeightSpec(num_bits=4, axis=None), activations=WHOLE),
+        base=QuantSpec(weights=WeightSpec(num_bits=4, axis=None), activations=WHOLE, insist=True),
         rows=RESNET_ROWS,
     ),
     "resnet18-channel": Case(
         title="ResNet-18, W4A8, a scale a channel",
         network="resnet18",
-        base=QuantSpec(weights=WeightSpec(num_bits=4), activations=WHOLE),
+        base=QuantSpec(weights=WeightSpec(num_bits=4), activations=WHOLE, insist=True),
         rows={k: _LOW[k] for k in _FEW[:3]},
     ),
     "resnet18-3bit": Case(
         title="ResNet-18, W3A8, a scale a channel (mse)",
         network="resnet18",
-        base=QuantSpec(weights=WeightSpec(num_bits=3, calibrator="mse"), activations=WHOLE),
+        base=QuantSpec(weights=WeightSpec(num_bits=3, calibrator="mse"), activations=WHOLE, insist=True),
         rows=_LOW,
     ),
     "vit": Case(
         title="ViT (4 blocks of 64, 32 px), W8A8, a scale a channel",
         network="vit",
-        base=QuantSpec(activations=WHOLE),
+        base=QuantSpec(activations=WHOLE, insist=True),
         rows=VIT_ROWS,
     ),
     "vit-outliers": Case(
         title="the same, 3 channels of each LayerNorm times 100",
         network="vit",
-        base=QuantSpec(activations=WHOLE),
+        base=QuantSpec(activations=WHOLE, insist=True),
         rows=VIT_ROWS,
         change=with_outliers,
     ),

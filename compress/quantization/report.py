@@ -162,11 +162,13 @@ class Comparison:
         methods: names of the keys that ask for them.
         sqnr_db: signal to noise of the outputs with them, against the float network.
         plain_sqnr_db: the same without them.
+        taken_back: the methods that were not kept, because they made the network worse.
     """
 
     methods: tuple[str, ...]
     sqnr_db: float
     plain_sqnr_db: float
+    taken_back: tuple[str, ...] = ()
 
     @property
     def worse(self) -> bool:
@@ -212,9 +214,11 @@ class QuantizationReport(GraphReport):
                 found.append(text.format(len(rows) - refused) + _left(refused))
         if (seen := self.comparison) is not None and seen.worse:
             keys = " and ".join(f"quantization.{name}" for name in seen.methods)
+            back = " and ".join(f"quantization.{name}" for name in seen.taken_back)
             found.append(
                 f"with {keys} the outputs on the calibration pictures have {seen.sqnr_db:.1f} dB against the float "
-                f"network, without {seen.plain_sqnr_db:.1f} dB: the network is worse than plain PTQ; take it out"
+                f"network, without {seen.plain_sqnr_db:.1f} dB: the network is worse than plain PTQ; "
+                + (f"{back} taken back (quantization.insist: true keeps all)" if back else "take it out")
             )
         return found
 

@@ -135,6 +135,8 @@ class QuantSpec:
         adaround: learn how to round weights, layer by layer, instead of rounding to nearest.
         bias_correction: restore the mean of each layer's output, which quantized weights shift: `analytic`, from the
             BatchNorm statistics, or `empirical`, from the calibration images.
+        insist: keep `equalize`, `relu6`, `smooth`, `adaround` and `bias_correction` also where they make the outputs on
+            the calibration images worse than plain PTQ does; otherwise they are taken back, with a note.
     """
 
     target: Target = "tensorrt"
@@ -150,6 +152,7 @@ class QuantSpec:
     smooth: Share | None = None
     adaround: AdaRoundSpec | None = None
     bias_correction: BiasCorrection | None = None
+    insist: bool = False
 
 
 def check_quant_spec(spec: QuantSpec) -> None:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
 from compress.data.load import load_data
 from compress.errors import RecipeError
@@ -42,6 +43,34 @@ def test_a_run_keeps_what_it_improved(tmp_path):
         torch.testing.assert_close(again(x), made(x), rtol=0, atol=0)
     plain = dataclasses.replace(recipe, quantization=dataclasses.replace(recipe.quantization, equalize=False))
     assert plain.digest() != recipe.digest()
+
+
+def clipped(num_classes=10):
+    """Most activations before its ReLU6 exceed 6, so that ReLU in its place is another network."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.ReLU6(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, num_classes)
+    )
+    with torch.no_grad():
+        model[0].weight.mul_(50)
+    return model
+
+
+def test_a_finished_step_is_read_without_what_was_taken_back(tmp_path):
+    tree = {
+        "model": {"name": "tests.pipeline.test_better_ptq:clipped"},
+        "data": {"image_size": 16, "batch_size": 32, "val_images": 32},
+        "quantization": {"calibration_images": 32, "relu6": "relu"},
+        "qat": None,
+    }
+    recipe = parse_recipe(tree)
+    this = Run(recipe=recipe, folder=open_run(tmp_path / "r", recipe, "ptq", resume=False), data=load_data(recipe.data))
+    model = build_float(recipe).model.eval()
+    made = ptq_step(this, model)
+    assert made.report.comparison.taken_back == ("relu6",)
+    assert any("taken back" in note for note in this.all_notes())
+    again = ptq_step(this, model)
+    with torch.no_grad():
+        torch.testing.assert_close(again(this.example), made(this.example), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

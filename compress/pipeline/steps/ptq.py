@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.data.base import BatchPlan, Split
-from compress.files import write_json, write_text
+from compress.errors import RunError
+from compress.files import read_json, write_json, write_text
 from compress.pipeline.run import Run
 from compress.pipeline.steps.training import save_variant
 from compress.quantization.placement.insert import insert_quantizers
+from compress.quantization.ptq.guard import methods, without
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.report import CalibrationReport, QuantizationReport, quantization_report_of
 from compress.quantization.spec import QuantSpec
@@ -29,7 +31,7 @@ def ptq_step(run: Run, float_model: nn.Module, variant: Variant = Variant.PTQ) -
     spec = cast(QuantSpec, run.recipe.quantization)
     example = run.example.to(run.device)
     if run.folder.done(variant.step):
-        qmodel = insert_quantizers(float_model, example, spec)
+        qmodel = insert_quantizers(float_model, example, without(spec, _taken_back(run, variant)))
         load_model(qmodel, run.path(variant.weights_file))
         return qmodel.eval()
     rounded = run.path(f"{variant}.adaround")
@@ -47,9 +49,34 @@ def ptq_step(run: Run, float_model: nn.Module, variant: Variant = Variant.PTQ) -
     notes = (*_clipping_note(calibration), *_dead_note(calibration), *report.notes())
     run.notes += [f"{variant}: {note}" for note in notes]
     run.processes.on_main(lambda: _write_report(run, report, calibration))
+    if report.comparison is not None:
+        back = list(report.comparison.taken_back)
+        run.processes.on_main(lambda: write_json(run.path(_back_file(variant)), back))
     save_variant(run, variant, qmodel, images=calibration.images)
     run.processes.on_main(lambda: shutil.rmtree(rounded, ignore_errors=True))  # the weights replace it
     return qmodel
+
+
+def _back_file(variant: Variant) -> str:
+    """Return the name of the file that names the methods which the network was made without, though asked for."""
+    return f"{variant}.taken_back.json"
+
+
+def _taken_back(run: Run, variant: Variant) -> list[str]:
+    """Return the methods that a finished step took back: its weights are of a network without them.
+
+    Raises:
+        RunError: the file is damaged.
+    """
+    path = run.path(_back_file(variant))
+    try:
+        found = read_json(path) if path.is_file() else []
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read ({error}); restore it, or begin the run anew (--out)") from error
+    asked = methods(cast(QuantSpec, run.recipe.quantization))
+    if not isinstance(found, list) or not set(found) <= set(asked):
+        raise RunError(f"{path} holds {found}: it must be a list of {', '.join(asked)}; begin the run anew (--out)")
+    return found
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Measures what the methods beyond calibration do to a network: noise at its outputs, beside that of plain PTQ.
+"""Measures what the methods beyond calibration do to a network, and takes back those that make it worse.
 
 A method may change the float function (ReLU6 to ReLU), or fail on a network that it does not suit. Both show as noise
 at the outputs on the calibration pictures, against the float network, and plain PTQ is the yardstick.
@@ -7,16 +7,18 @@ at the outputs on the calibration pictures, against the float network, and plain
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from compress.errors import QuantizationError
 from compress.graph.batches import device_of, model_inputs
 from compress.graph.inputs import flat_tensors
-from compress.quantization.report import Comparison
+from compress.graph.report import attach_report
+from compress.quantization.report import Comparison, quantization_report_of
 from compress.quantization.spec import QuantSpec
 
 IMAGES = 64
@@ -35,6 +37,57 @@ def methods(spec: QuantSpec) -> tuple[str, ...]:
 def plain(spec: QuantSpec) -> QuantSpec:
     """Return a specification without them."""
     return replace(spec, **_OFF)
+
+
+def without(spec: QuantSpec, taken_back: Iterable[str]) -> QuantSpec:
+    """Return a specification without the methods of these names."""
+    return replace(spec, **{name: _OFF[name] for name in taken_back})
+
+
+def kept(qmodel: nn.Module, spec: QuantSpec) -> QuantSpec:
+    """Return the specification that a network was made by in the end, without the methods that were taken back."""
+    seen = quantization_report_of(qmodel).comparison
+    return spec if seen is None else without(spec, seen.taken_back)
+
+
+def guarded(
+    model: nn.Module,
+    make: Callable[[QuantSpec], fx.GraphModule],
+    batches: Iterable[Any],
+    spec: QuantSpec,
+    *,
+    all_reduce: bool = False,
+) -> fx.GraphModule:
+    """Quantize with the methods of a specification, and without those that make the network worse than plain PTQ.
+
+    If the methods together are worse, each is tried in the order of their application on top of those that were kept.
+
+    Args:
+        model: the float network.
+        make: quantizes it by a specification.
+        batches: calibration data, which can be read repeatedly.
+        spec: names the methods; with `insist` all are kept.
+        all_reduce: sum over the processes of torch.distributed's default group, which then decide alike.
+
+    Returns:
+        The quantized network; its report holds the comparison, and the methods that were taken back.
+    """
+    qmodel, simple = make(spec), make(plain(spec))
+    seen = compare_with_plain(model, qmodel, simple, batches, spec, all_reduce=all_reduce)
+    if seen.worse and not spec.insist:
+        qmodel, back = simple, methods(spec)
+        for name in methods(spec) if len(back) > 1 else ():
+            others = tuple(other for other in back if other != name)
+            try:
+                candidate = make(without(spec, others))
+            except QuantizationError:  # it needs one that was taken back: equalization, ReLU in the place of ReLU6
+                continue
+            found = compare_with_plain(model, candidate, qmodel, batches, spec, all_reduce=all_reduce)
+            if not found.worse:
+                qmodel, back = candidate, others
+        seen = replace(seen, taken_back=back)
+    attach_report(qmodel, replace(quantization_report_of(qmodel), comparison=seen))
+    return qmodel
 
 
 @torch.no_grad()

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from compress.graph.batches import Batches
 from compress.graph.float_model import check_float_model
 from compress.graph.inputs import Inputs
-from compress.graph.report import attach_report
 from compress.progress import Progress
 from compress.quantization.calibration.calibrate import calibrate, check_batches
 from compress.quantization.placement.insert import insert_quantizers
-from compress.quantization.ptq.guard import compare_with_plain, methods, plain
+from compress.quantization.ptq.guard import guarded, methods
 from compress.quantization.ptq.improve import improve, needs_data_twice, smoothed
 from compress.quantization.spec import QuantSpec, check_quant_spec
 
@@ -32,7 +30,8 @@ def quantize(
 ) -> Any:
     """Fold BatchNorm, insert quantizers, calibrate them and apply the further methods of `spec`.
 
-    Training the result is quantization-aware training.
+    Training the result is quantization-aware training. Methods that make the outputs on the calibration pictures worse
+    than plain PTQ does are taken back, with a note, unless `spec.insist`.
 
     Args:
         model: any float32 module; it is not changed.
@@ -60,18 +59,15 @@ def quantize(
     check_quant_spec(spec)
     check_float_model(model)
     check_batches(batches)
-    compared = bool(methods(spec))
-    if (compared or needs_data_twice(spec)) and iter(batches) is batches:
+    asked = methods(spec)
+    if (asked or needs_data_twice(spec)) and iter(batches) is batches:
         batches = list(batches)  # a generator can be read once
-    ready, smoothing = smoothed(model, example_inputs, batches, spec, all_reduce=all_reduce, progress=progress)
-    qmodel = insert_quantizers(ready, example_inputs, spec)
-    calibrate(qmodel, batches, all_reduce=all_reduce, progress=progress)
-    report = improve(
-        qmodel, batches, spec, smoothing=smoothing, folder=folder, all_reduce=all_reduce, progress=progress
-    )
-    if compared:
-        simple = insert_quantizers(model, example_inputs, plain(spec))
-        calibrate(simple, batches, all_reduce=all_reduce, progress=progress)
-        seen = compare_with_plain(model, qmodel, simple, batches, spec, all_reduce=all_reduce)
-        attach_report(qmodel, replace(report, comparison=seen))
-    return qmodel
+
+    def make(chosen: QuantSpec) -> fx.GraphModule:
+        ready, smoothing = smoothed(model, example_inputs, batches, chosen, all_reduce=all_reduce, progress=progress)
+        qmodel = insert_quantizers(ready, example_inputs, chosen)
+        calibrate(qmodel, batches, all_reduce=all_reduce, progress=progress)
+        improve(qmodel, batches, chosen, smoothing=smoothing, folder=folder, all_reduce=all_reduce, progress=progress)
+        return qmodel
+
+    return guarded(model, make, batches, spec, all_reduce=all_reduce) if asked else make(spec)

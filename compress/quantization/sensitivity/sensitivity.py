@@ -27,6 +27,7 @@ from compress.quantization.placement.place import place
 from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.placement.rules import LayerSettings, resolve_rules
 from compress.quantization.placement.view import GraphView
+from compress.quantization.ptq.guard import kept
 from compress.quantization.ptq.prepare import float_graph
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.probe import Effect as Effect
@@ -113,14 +114,14 @@ def sensitivity(
     """
     known, bars = known or {}, progress or NoProgress()
     spec = replace(spec or QuantSpec(), adaround=None, bias_correction=None)
-    graph, _ = float_graph(model, example_inputs, spec)
     qmodel = quantize(model, example_inputs, batches, spec=spec, progress=progress)
+    spec = kept(qmodel, spec)
+    graph, _ = float_graph(model, example_inputs, spec)
     chosen = None if metric is None else task_metric(metric)
     probe = Probe(model, qmodel, images, chosen)
     variants = variants_by_layer(graph, spec)
-    facts = {layer.path or layer.name: layer for layer in layers(graph)}
+    facts, rows = {layer.path or layer.name: layer for layer in layers(graph)}, []
     images_traced = len(flat_tensors(example_inputs)[0])
-    rows = []
     bars.start(TASK, len(variants), done=sum(name in known for name in variants))
     for name, (alone, left_out) in variants.items():
         if name in known:

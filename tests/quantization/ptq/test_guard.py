@@ -1,4 +1,4 @@
-"""Methods beyond calibration are measured beside plain PTQ, and a loss is said."""
+"""Methods beyond calibration are measured beside plain PTQ, and those that lose are taken back."""
 
 import sys
 from pathlib import Path
@@ -25,7 +25,7 @@ def clipped(scale=8.0):
 
 
 def test_relu_in_the_place_of_relu6_is_measured():
-    model, spec = clipped(), QuantSpec(relu6="relu", activations=MAX)
+    model, spec = clipped(), QuantSpec(relu6="relu", activations=MAX, insist=True)
     qmodel = quantize(model, X, (x for x in [X]), spec=spec)
     seen = qmodel.report.comparison
     assert seen.methods == ("relu6",) and seen.worse
@@ -35,6 +35,28 @@ def test_relu_in_the_place_of_relu6_is_measured():
     assert simple.report.comparison is None
     (note,) = [note for note in qmodel.report.notes() if "worse than plain PTQ" in note]
     assert note.startswith("with quantization.relu6 the outputs")
+
+
+def test_what_makes_the_network_worse_is_taken_back():
+    model = clipped()
+    qmodel = quantize(model, X, (x for x in [X]), spec=QuantSpec(relu6="relu", activations=MAX))
+    seen = qmodel.report.comparison
+    assert seen.taken_back == ("relu6",) and seen.sqnr_db < seen.plain_sqnr_db
+    simple = quantize(model, X, [X], spec=QuantSpec(activations=MAX))
+    assert torch.equal(qmodel(X), simple(X))
+    (note,) = [note for note in qmodel.report.notes() if "worse than plain PTQ" in note]
+    assert "quantization.relu6 taken back (quantization.insist: true" in note
+
+
+def test_what_helps_is_kept_beside_what_does_not():
+    """ReLU6 clips here, so that ReLU ruins the network; bias correction restores what 3-bit weights shift."""
+    model, weights = clipped(), WeightSpec(num_bits=3)
+    spec = QuantSpec(relu6="relu", bias_correction="empirical", activations=MAX, weights=weights)
+    qmodel = quantize(model, X, [X], spec=spec)
+    assert qmodel.report.comparison.taken_back == ("relu6",)
+    simple = quantize(model, X, [X], spec=QuantSpec(activations=MAX, weights=weights))
+    assert sqnr(model(X), qmodel(X)) > sqnr(model(X), simple(X))
+    assert qmodel.report.corrections and not qmodel.report.prepared.relu6
 
 
 def test_a_gain_needs_no_note():
@@ -65,4 +87,5 @@ def test_a_real_network(monkeypatch):
     data = list(Pictures(folder, form, limit=8, batch_size=8))
     spec = QuantSpec(target="openvino", relu6="relu", equalize=True, bias_correction="empirical")
     report = quantize(model, data[0][:1], data, spec=spec).report
-    assert report.comparison.worse and report.comparison.plain_sqnr_db > 12
+    seen = report.comparison
+    assert seen.worse and seen.plain_sqnr_db > 12 and "relu6" in seen.taken_back
