@@ -8,13 +8,11 @@ every layer), the plan file, and prints one table, last.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +22,9 @@ import torch
 from torch import Tensor
 
 from analysis.common.study import command_line, gpu_software, study_parser
-from analysis.cuda_engine.networks import image_size, images, network, prepare
+from analysis.cuda_engine.baseline import MODES, compiled
+from analysis.cuda_engine.fp16 import fp16_ms
+from analysis.cuda_engine.networks import image_size, images, qdq_file
 from analysis.cuda_engine.table import table
 from compress.engines import build_engine
 from compress.engines.cuda.costs import cost_of
@@ -44,8 +44,12 @@ def main() -> None:
     """Networks one after another, until all are done or the time has run out."""
     parser = study_parser(__doc__, out="results/cuda_engine")
     parser.add_argument("--networks", nargs="+", default=["resnet50:128"], metavar="NAME:BATCH")
-    parser.add_argument("--baseline", action="store_true", help="torch.compile(mode='max-autotune') in fp16 too")
-    parser.add_argument("--budget-s", type=float, default=480.0)
+    parser.add_argument("--baseline", action="store_true", help="torch.compile in fp16 too, with CUDA graphs")
+    parser.add_argument(
+        "--autotuned", nargs="*", default=[], metavar="NAME:BATCH", help="mode='max-autotune' for these"
+    )
+    parser.add_argument("--budget-s", type=float, default=480.0, help="of the whole; default: 480")
+    parser.add_argument("--prepare-s", type=float, default=180.0, help="of compiling before anything is timed")
     parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes that compile")
     parser.add_argument("--plan", type=Path, help="plan file to begin with; default: an empty one")
     parser.add_argument("--files", type=Path, default=Path("/tmp/cuda_engine_files"))
@@ -58,32 +62,54 @@ def main() -> None:
 
     signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, arguments.budget_s)
-    asked = [(name, int(batch)) for name, _, batch in (word.partition(":") for word in arguments.networks)]
+    asked, autotuned = _pairs(arguments.networks), _pairs(arguments.autotuned)
     plan = arguments.out / "plan.json"
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.plan is not None and arguments.plan.is_file():
         plan.write_bytes(arguments.plan.read_bytes())
-    pool = ProcessPoolExecutor(min(4, len(asked)), mp_context=multiprocessing.get_context("spawn"))
-    files = {name: pool.submit(prepare, name, str(arguments.files)) for name in dict.fromkeys(n for n, _ in asked)}
+    programs: list[tuple[Program, dict[str, Tensor], Report]] = []
     try:
         report["machine"] = gpu_software("triton")
+        if not arguments.tiny:
+            report["prepared"] = _prepared(asked, autotuned, arguments)
+            write_json(arguments.out / "cuda_engine.json", report)
         for name, batch in asked:
-            row: Report = {"network": name, "batch": batch}
+            row: Report = {"network": name, "batch": batch, "jobs": _jobs(report, name, batch, arguments)}
             report["networks"].append(row)
-            ours = (f"{name} b{batch}", partial(_network, files[name], plan, arguments, row))
-            fp16 = (f"{name} b{batch} fp16", partial(_baseline, name, batch, row))
-            for what, run in ((ours, fp16) if batch == 1 else (fp16, ours)) if arguments.baseline else (ours,):
-                _guarded(report, what, run)
-                write_json(arguments.out / "cuda_engine.json", report)
+            modes = [MODES[0]] * arguments.baseline + [MODES[1]] * ((name, batch) in autotuned)
+            for mode in modes:
+                _guarded(report, f"{name} b{batch} {mode}", partial(_baseline, name, batch, mode, row))
+            _guarded(report, f"{name} b{batch}", partial(_network, plan, arguments, row, programs))
+            write_json(arguments.out / "cuda_engine.json", report)
+        for program, x, row in programs:
+            _guarded(report, f"{row['network']} check", partial(_check, program, x, row))
+            write_json(arguments.out / "cuda_engine.json", report)
     except BudgetSpentError:
         report["failed"].append("no time left")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     write_json(arguments.out / "cuda_engine.json", report)
     print(table(report), flush=True)
-    for process in multiprocessing.active_children():
-        process.kill()  # one that still exports would keep the terminal's pipe open
-    os._exit(0)
+    os._exit(0)  # a process that still compiles would keep the terminal's pipe open
+
+
+def _pairs(words: Sequence[str]) -> list[tuple[str, int]]:
+    return [(name, int(batch or 128)) for name, _, batch in (word.partition(":") for word in words)]
+
+
+def _prepared(asked: Sequence[tuple[str, int]], autotuned: Sequence[tuple[str, int]], arguments: Any) -> Report:
+    from analysis.cuda_engine.ahead import prepared  # lazy: --tiny runs where Triton is not installed
+
+    baselines = [(*pair, MODES[1]) for pair in autotuned]
+    baselines += [(*pair, MODES[0]) for pair in asked] if arguments.baseline else []
+    jobs = max(1, arguments.jobs - 4)
+    return prepared(asked, arguments.files, baselines, seconds=arguments.prepare_s, jobs=jobs)
+
+
+def _jobs(report: Report, name: str, batch: int, arguments: Any) -> int:
+    """Processes that compile a network's kernels while it is built: none if all of them were compiled ahead."""
+    found = report.get("prepared", {}).get(f"{name}:{batch} kernels", "")
+    return 0 if " in " in found else int(arguments.jobs)
 
 
 def _guarded(report: Report, what: str, run: Any) -> None:
@@ -99,13 +125,10 @@ def _since(start: float) -> float:
     return round(time.monotonic() - start, 2)
 
 
-def _network(file: Future[str], plan: Path, arguments: Any, row: Report) -> None:
-    """Build, check and time one network at one batch size."""
-    problem = file.result()
-    if problem:
-        raise RuntimeError(problem)
-    path = arguments.files / f"{row['network']}.onnx"
-    options: dict[str, Any] = {"device": "cpu"} if arguments.tiny else {"plan": str(plan), "jobs": str(arguments.jobs)}
+def _network(plan: Path, arguments: Any, row: Report, programs: list[Any]) -> None:
+    """Build and time one network at one batch size."""
+    path = qdq_file(row["network"], arguments.files)
+    options: dict[str, Any] = {"device": "cpu"} if arguments.tiny else {"plan": str(plan), "jobs": str(row["jobs"])}
     start = time.monotonic()
     engine = cast(CudaEngine, build_engine(path, "cuda", batch_size=row["batch"], **options))
     row["build_s"] = _since(start)
@@ -124,15 +147,14 @@ def _network(file: Future[str], plan: Path, arguments: Any, row: Report) -> None
         row["with_copies_ms"] = float(np.median(times.total_ms))
         row["ms"], row["waiting_ms"] = _call_ms(lambda: engine.run_tensors(given))
         row["images_per_s"] = row["batch"] / row["ms"] * 1e3
-    row["check"] = _checked(program, given)
     _layers(row, program, given)
-    engine.close()
+    programs.append((program, given, row))
 
 
-def _checked(program: Program, x: dict[str, Tensor]) -> Report:
+def _check(program: Program, x: dict[str, Tensor], row: Report) -> None:
     """Every step against exact arithmetic."""
     found = differences(program.executor, x)
-    return {
+    row["check"] = {
         "compared": len(found),
         "codes": sum(d.codes for d in found),
         "differing": sum(d.differing for d in found),
@@ -153,6 +175,8 @@ def _layers(row: Report, program: Program, x: dict[str, Tensor]) -> None:
             "step": step.name, "kind": type(step).__name__, "kernel": program.kernels[index], "ms": ms,
             "bytes": cost.moved_bytes, "macs": cost.int8_macs, "shape": shape,
         }  # fmt: skip
+        if next(iter(x.values())).is_cuda:
+            layer["fp16_ms"] = fp16_ms(step, layout)
         if program.measured:
             found = program.measured[index]
             layer |= {"times_ms": dict(found.times_ms), "refused": dict(found.refused)}
@@ -184,22 +208,19 @@ def _call_ms(run: Callable[[], object], *, calls: int = 50, warmup: int = 20) ->
     return between(queued) / calls, float(np.median([between(run) for _ in range(calls)]))
 
 
-def _baseline(name: str, batch: int, row: Report) -> None:
-    """torch.compile(mode="max-autotune"), fp16, channels_last; its own CUDA graphs."""
-    import torch._inductor.config as inductor_config  # lazy: processes that compile kernels import this file too
-
-    inductor: Any = inductor_config
-    inductor.autotune_num_choices_displayed = 0
+def _baseline(name: str, batch: int, mode: str, row: Report) -> None:
+    """torch.compile in fp16, channels_last, with its own CUDA graphs."""
     start = time.monotonic()
-    model = network(name).cuda().half().to(memory_format=torch.channels_last)
-    x = images(batch, image_size(name)).cuda().half().contiguous(memory_format=torch.channels_last)
+    fast, x = compiled(name, batch, mode)
+    key = "fp16" if mode == MODES[0] else "autotuned"
     with torch.inference_mode():
-        fast = torch.compile(model, mode="max-autotune")
         fast(x)
-        row["fp16_compile_s"] = _since(start)
-        row["fp16_ms"], row["fp16_waiting_ms"] = _call_ms(lambda: fast(x))
-    row["fp16_images_per_s"] = batch / row["fp16_ms"] * 1e3
+        row[f"{key}_compile_s"] = _since(start)
+        row[f"{key}_ms"], row[f"{key}_waiting_ms"] = _call_ms(partial(fast, x))
+    row[f"{key}_images_per_s"] = batch / row[f"{key}_ms"] * 1e3
+    del fast, x
     torch.compiler.reset()
+    torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

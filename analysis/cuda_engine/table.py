@@ -11,7 +11,7 @@ _LEAST_SHARE = 0.015  # of a network's time; shorter layers are left out
 
 def table(report: Mapping[str, Any]) -> str:
     """Networks, each with its layers, longest first; failures last."""
-    lines = [str(report["command"]), str(report.get("machine"))]
+    lines = [str(report["command"]), str(report.get("machine")), str(report.get("prepared", ""))]
     for row in report["networks"]:
         lines += ["", *_network(row)]
     lines += [f"FAILED {text}" for text in report["failed"]]
@@ -20,8 +20,9 @@ def table(report: Mapping[str, Any]) -> str:
 
 def _network(row: Mapping[str, Any]) -> list[str]:
     numbers = {k: (round(v, 3) if isinstance(v, float) else v) for k, v in row.items() if k not in {"layers", "check"}}
-    if row.get("ms") and row.get("fp16_ms"):
-        numbers["speedup"] = round(row["fp16_ms"] / row["ms"], 3)
+    for key in ("fp16", "autotuned"):
+        if row.get("ms") and row.get(f"{key}_ms"):
+            numbers[f"speedup_on_{key}"] = round(row[f"{key}_ms"] / row["ms"], 3)
     lines = [f"== {json.dumps(numbers)}"]
     if "check" in row:
         lines.append(f"   check {json.dumps(row['check'])[:600]}")
@@ -38,8 +39,9 @@ def _network(row: Mapping[str, Any]) -> list[str]:
 
 def _line(ms: float, group: list[Mapping[str, Any]]) -> str:
     layer, each = group[0], ms / len(group)
+    fp16 = f" fp16 {layer['fp16_ms']:.4f}" if layer.get("fp16_ms") else ""
     return (
         f"   {ms:7.3f} = {len(group):2d} x {each:.4f} ms {layer['bytes'] / each / 1e6:6.0f} GB/s "
-        f"{2e-9 * layer['macs'] / each:5.0f} TOPS {layer['kind']} {layer['shape']} {layer['kernel']} "
+        f"{2e-9 * layer['macs'] / each:5.0f} TOPS {layer['kind']} {layer['shape']} {layer['kernel']}{fp16} "
         f"[{layer['step'][-24:]}]"
     )

@@ -43,7 +43,7 @@ OPTIONS = {
     "tune": "no: take the guessed kernel of every layer and measure nothing; yes by default",
     "plan": "plan file with the measured choices; by default MODEL.GPU.plan.json beside the model",
     "profile": "yes or no: layers can be timed either way; taken so that all engines can be called alike",
-    "jobs": "processes that compile kernels at a time; by default one for each CPU",
+    "jobs": "processes that compile kernels at a time; by default one for each CPU; 0: each when it is first launched",
 }
 PRECISIONS = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 LEAST_CAPABILITY = (8, 0)
@@ -145,7 +145,7 @@ class CudaEngine(Engine):
                 for tensor, name in zip(file.outputs, file.output_batch_names, strict=True)
             )
         self._path, self._device, self._dtype = path, device, PRECISIONS[precision]
-        self._jobs = _positive("jobs", build.options.get("jobs", str(os.cpu_count() or 1)))
+        self._jobs = _number("jobs", build.options.get("jobs", str(os.cpu_count() or 1)))
         self._candidates = _candidates(device)
         self._programs: dict[tuple[tuple[int, ...], ...], Program] = {}
         self._last: tuple[Program, dict[str, Tensor]] | None = None
@@ -297,7 +297,7 @@ def _yes(name: str, text: str) -> bool:
     return text == "yes"
 
 
-def _positive(name: str, text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise EngineError(f"cuda: {name} is {text!r}: it must be a number of 1 or more")
+def _number(name: str, text: str) -> int:
+    if not text.isdigit():
+        raise EngineError(f"cuda: {name} is {text!r}: it must be a number of 0 or more")
     return int(text)

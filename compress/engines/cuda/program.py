@@ -40,7 +40,7 @@ class Program:
         device: a GPU; or the CPU, where there is no graph.
         candidates: gives all ways to compute a step; None = exact arithmetic (`reference`).
         plan: measured choices, which are used and added to; None = the guess for every step.
-        jobs: processes that compile at a time.
+        jobs: processes that compile at a time; 0 = each kernel is compiled when it is first launched.
         progress: of compiling and measuring.
 
     Attributes:
@@ -169,7 +169,7 @@ def _direct_steps(layout: Layout, input_bytes: int) -> int:
 
 def _compile(executor: Executor, ways: Sequence[Sequence[Candidate]], jobs: int, progress: Progress) -> None:
     """Compile the kernels of all candidates in processes of their own, into Triton's cache."""
-    if executor.device.type != "cuda":
+    if executor.device.type != "cuda" or not jobs:
         return
     requests = kernel_requests(executor, ways)
     progress.start("compiling kernels", len(requests))
