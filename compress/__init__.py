@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; tests/test_pa
     from compress.models import ModelSpec as ModelSpec
     from compress.models import build_model as build_model
     from compress.onnx_ptq.quantize import quantize_onnx as quantize_onnx
+    from compress.onnx_ptq.to_torch.network import from_onnx as from_onnx
     from compress.pipeline import run as run
     from compress.qat_fusion.fuse import fuse_for_training as fuse_for_training
     from compress.quantization.calibration.calibrate import calibrate as calibrate
@@ -99,6 +100,7 @@ _HOMES = {
     "evaluate": "compress.training",
     "export_onnx": "compress.export.onnx",
     "fit": "compress.training",
+    "from_onnx": "compress.onnx_ptq.to_torch.network",
     "from_pytorch_quantization": "compress.interop.pytorch_quantization",
     "fuse_for_training": "compress.qat_fusion.fuse",
     "insert_quantizers": "compress.quantization.placement.insert",

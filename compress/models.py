@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +36,8 @@ class ModelSpec:
             as `num_classes`, `classes` or `num_labels` if it has such an argument). For the task segmentation the
             names of torchvision are those of its segmentation networks (`lraspp_mobilenet_v3_large`), for detection
             those of its one-stage detectors (`retinanet_resnet50_fpn`, `fcos_resnet50_fpn`, `ssd300_vgg16`,
-            `ssdlite320_mobilenet_v3_large`), whose backbone and head become the network.
+            `ssdlite320_mobilenet_v3_large`), whose backbone and head become the network. Or a float ONNX file
+            (`net.onnx`), which brings its weights; the option {size: [224, 224]} gives sides that it leaves open.
         weights: null = fresh; a file (.safetensors, .pt, .pth, .th, .ckpt, .bin); a name of torchvision's
             (`IMAGENET1K_V2`, `DEFAULT`, `ResNet50_Weights.IMAGENET1K_V2`); or, for timm, `pretrained`.
         num_classes: outputs of the classifier, not fewer than the data has classes; None = as many as the data.
@@ -99,8 +101,10 @@ def build_whole(spec: ModelSpec, *, num_classes: int, task: str = "classificatio
     source, colon, name = spec.name.partition(":")
     if source == "timm" and colon:
         return _timm(spec, name, classes)
-    if source == "torchvision" or not colon:
+    if (source == "torchvision" or not colon) and not spec.name.endswith(".onnx"):
         return _torchvision(spec, (name or source).lower(), classes, task)
+    if spec.name.endswith(".onnx"):
+        return _onnx(spec, classes)
     if spec.weights is not None and not _is_file(spec.weights):
         raise ModelError(
             f"model.weights is {spec.weights!r}: for {spec.name} it must be a file ({', '.join(SUFFIXES)})"
@@ -209,6 +213,19 @@ def _timm(spec: ModelSpec, name: str, num_classes: int) -> BuiltModel:
         return BuiltModel(model, ())
     note = f"timm's {name} classifies {config.num_classes} classes, not {num_classes}: the model has a new classifier"
     return BuiltModel(model, (note,))
+
+
+# --- ONNX files --------------------------------------------------------------------------------------------------
+
+_READER = "compress.onnx_ptq.to_torch.network:from_onnx"
+"""Named and not imported: files are read by parts above this one."""
+
+
+def _onnx(spec: ModelSpec, num_classes: int) -> BuiltModel:
+    """Make the network that an ONNX file holds, weights included."""
+    if spec.weights is not None or spec.num_classes is not None:
+        raise ModelError(f"model.name is the file {spec.name}, which has its own weights and classes; set both to null")
+    return BuiltModel(_made(spec, partial(_factory(_READER), spec.name), num_classes), ())
 
 
 # --- common ----------------------------------------------------------------------------------------------------

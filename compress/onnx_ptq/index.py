@@ -32,6 +32,9 @@ _RANDOM = frozenset(
 _GROWING = frozenset({"ConstantOfShape", "Expand", "Tile", "Range", "Resize", "Pad", "OneHot", "EyeLike"})
 """Operators whose result may be of any size that the file states; they are run to learn small constants only."""
 
+_COMPUTED = 1 << 22
+"""Elements of the largest result of such an operator that is computed: its size is known before."""
+
 _SMALL = 1 << 16
 """Bytes of constants that shape inference may look at; larger ones are weights."""
 
@@ -125,7 +128,9 @@ class Index:
         feeds = {key: value for key in node.input if key and (value := self.value(key)) is not None}
         if not feeds.keys() >= {key for key in node.input if key}:
             return None
-        if node.op_type in _GROWING and not _stays_small(node, feeds):
+        shape = self._shapes.get(name)
+        small = shape is not None and math.prod(shape) <= _COMPUTED
+        if node.op_type in _GROWING and not small and not _stays_small(node, feeds):
             return None
         return _evaluated(node, feeds, name, self.opset)
 

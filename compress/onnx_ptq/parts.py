@@ -16,9 +16,9 @@ Span = tuple[int, int, int]
 """Axis, first index, and index after the last."""
 
 
-def find_parts(index: Index, shapes: Shapes) -> set[str]:
-    """Return the names of all parts."""
-    found: set[str] = set()
+def find_parts(index: Index, shapes: Shapes) -> dict[str, Span]:
+    """Return where each part lies in its tensor, by name."""
+    found: dict[str, Span] = {}
     for name, readers in index.consumers.items():
         shape = shapes.get(name)
         if shape is None or len(readers) < 2:
@@ -30,7 +30,7 @@ def find_parts(index: Index, shapes: Shapes) -> set[str]:
             pieces = {piece for piece, _ in along}
             whole = [0, *edges[1:]] == edges and edges[-1] == shape[axis]
             if len(pieces) > 1 and whole and pieces == set(pairwise(edges)):
-                found.update(part for _, part in along)
+                found.update((part, (axis, *piece)) for piece, part in along)
     return found
 
 

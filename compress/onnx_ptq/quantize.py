@@ -26,11 +26,12 @@ from compress.export.int4 import pack_int4
 from compress.export.shared_convolutions import bias_shared_convolutions
 from compress.onnx_ptq.calibrate import calibrate_graph, watched_tensors
 from compress.onnx_ptq.canonical import canonical, drop_unread
-from compress.onnx_ptq.index import Index, Shapes, Types, elements, infer
+from compress.onnx_ptq.index import Types, infer
 from compress.onnx_ptq.load import SourceFile, load_source, tensors_of
 from compress.onnx_ptq.read import read_onnx_graph
 from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file, unknown_to_runtime
 from compress.onnx_ptq.save import save_model
+from compress.onnx_ptq.shapes import inferred
 from compress.onnx_ptq.write import insert_pairs
 from compress.progress import Progress
 from compress.quantization.calibration.calibrate import check_batches
@@ -43,14 +44,8 @@ _CHANGED, _CHANGED_IN_HALF = 1e-3, 1e-2
 """Largest change of an output, relative to its largest value, that a rewriting of the float graph may make."""
 
 
-_ROUNDS = 4
-"""Times that shapes are inferred again with the values that follow from shapes."""
-
 _ROUNDING = 1e-6
 """Change that rounding alone may make, of probabilities near zero for example."""
-
-_LARGE, _GROWTH = 1 << 28, 1 << 10
-"""Elements that every tensor may have, and elements for each element of the inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +117,7 @@ def quantize_onnx_file(
     if first is None:
         raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
     source, notes = canonical(original, opset=_opset_for(spec, original))
-    index, shapes, types = _inferred(source, first)
+    index, shapes, types = inferred(source, first)
     unknown = unknown_to_runtime(index)
     if notes:
         _compare(original, source, first, unknown)
@@ -176,48 +171,6 @@ def _opset_for(spec: QuantSpec, source: SourceFile) -> int:
         return 19
     clips = any(part.num_bits < 8 for part in activations)
     return 13 if any(part.axis is not None for part in weights) else 11 if clips else 10
-
-
-def _inferred(source: SourceFile, feed: Arrays) -> tuple[Index, Shapes, Types]:
-    """Return the index, shapes and types of a graph; what inference leaves open is measured on one batch."""
-    sizes = {name: value.shape for name, value in feed.items()}
-    shapes, types = infer(source, sizes)
-    _check_sizes(source, shapes, feed)
-    index = Index(source, shapes)
-    unknown = unknown_to_runtime(index)
-    for _ in range(_ROUNDS):
-        known = {} if len(shapes) == len(types) else index.deciding()
-        before = len(shapes)
-        if known:
-            shapes, types = infer(source, sizes, known)
-            index = Index(source, shapes)
-        if len(shapes) == before:
-            break
-    open_ = [
-        name
-        for node in index.graph.node
-        for name in node.output
-        if name and name not in index.fixed and name not in unknown and not (name in shapes and name in types)
-    ]
-    if open_:
-        for name, value in FloatSession(source, open_).run(feed).items():
-            if isinstance(value, np.ndarray):
-                shapes[name] = value.shape
-                types.setdefault(name, onnx.helper.np_dtype_to_tensor_dtype(value.dtype))
-        index = Index(source, shapes)
-    return index, shapes, types
-
-
-def _check_sizes(source: SourceFile, shapes: Shapes, feed: Arrays) -> None:
-    """Refuse a tensor that is out of all proportion to the inputs, before anything is allocated."""
-    allowed = max(_LARGE, _GROWTH * sum(value.size for value in feed.values()))
-    given = {tensor.name for tensor in source.proto.graph.initializer}
-    name = max(shapes.keys() - given, key=lambda key: elements(shapes[key]), default="")
-    if name and elements(shapes[name]) > allowed:
-        raise QuantizationError(
-            f"{source.path}: tensor {name!r} has the shape {shapes[name]}, {elements(shapes[name])} elements; at most "
-            f"{allowed} are computed for inputs of this size. Give smaller batches, or export the file again"
-        )
 
 
 def _compare(original: SourceFile, source: SourceFile, feed: Arrays, unknown: dict[str, str]) -> None:

@@ -1,0 +1,186 @@
+"""A torch.fx graph under construction, from the nodes of an ONNX graph in their order."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+from torch import fx, nn
+
+from compress.errors import QuantizationError
+from compress.export.onnx_graph import attribute
+from compress.onnx_ptq.index import Index, Shapes, Types, renamed
+
+Size = int | fx.Node
+"""A size: a number, or the batch times a number."""
+
+
+class Builder:
+    """Tensors by the names that they have in the file, and what operators need to know of the file.
+
+    Args:
+        index: of the float graph.
+        shapes: of its tensors, for the batch that it is converted with.
+        types: of its tensors.
+        wider: index of the same graph for a batch that is larger by one image, which shows the sizes that depend on the
+            batch; None if the file takes this batch size alone.
+
+    Attributes:
+        root: holds the layers and constants.
+        origin: name of the file's tensor by name of the fx node that computes it.
+        path: path of each layer by name of the file's node.
+        convert: returns the value of a node of the file.
+    """
+
+    convert: Callable[[onnx.NodeProto], Any]
+
+    def __init__(self, index: Index, shapes: Shapes, types: Types, wider: Index | None) -> None:
+        self.index, self.shapes, self.types, self.wider = index, shapes, types, wider
+        self.root, self.graph = nn.Module(), fx.Graph()
+        self.origin: dict[str, str] = {}
+        self.path: dict[str, str] = {}
+        self._made: dict[str, Any] = {}
+        self._names: set[str] = set(dir(fx.GraphModule)) | {"placement", "report"}
+        self._prefixes = {prefix for node in index.graph.node for prefix in _prefixes(node.name)}
+        self._inputs: list[fx.Node] = []
+
+    def input(self, name: str) -> None:
+        """Add an input of the graph."""
+        node = self.graph.placeholder(_identifier(name))
+        self._inputs.append(node)
+        self.set(name, node)
+
+    def set(self, name: str, value: Any) -> None:
+        """Name the value that computes a tensor of the file; an identity gives one value several names."""
+        self._made[name] = value
+        if isinstance(value, fx.Node):
+            self.origin.setdefault(value.name, name)
+
+    def tensor(self, name: str) -> Any:
+        """Return the node that computes a tensor; what follows from constants and sizes is made when it is asked for.
+
+        Raises:
+            QuantizationError: it was not computed, because it follows from sizes.
+        """
+        if name not in self._made:
+            value, producer = self._fixed(name), self.index.producers.get(name)
+            if value is not None:
+                self.set(name, self.constant(name, value))
+            elif producer is not None and name in self.index.fixed:
+                self.set(name, self.convert(producer))
+            else:
+                raise QuantizationError(f"tensor {name!r} is not computed by the graph")
+        return self._made[name]
+
+    def _fixed(self, name: str) -> NDArray[Any] | None:
+        """Return the value of a tensor that depends on neither activations nor the batch size."""
+        value = self.index.value(name) if name in self.index.fixed else None
+        if value is None or name in self.index.constants or self.wider is None:
+            return value
+        after = self.wider.value(name)
+        return value if after is not None and np.array_equal(value, after) else None
+
+    def known(self, name: str) -> bool:
+        """Return True if a tensor is computed by the graph already."""
+        return name in self._made
+
+    def constant(self, name: str, value: NDArray[Any]) -> fx.Node:
+        """Add a constant tensor, which training leaves as it is."""
+        key = _identifier(name)
+        key = renamed([key], self._names)[key]
+        tensor = torch.from_numpy(np.array(value))
+        self.root.register_buffer(key, tensor.float() if tensor.is_floating_point() else tensor)
+        return self.graph.get_attr(key)
+
+    def operand(self, name: str) -> Any:
+        """Return a tensor, or the number that a constant of one element is."""
+        value = None if self.known(name) else self._fixed(name)
+        number = float(value.reshape(-1)[0]) if value is not None and value.size == 1 else None
+        if number is None or self.types.get(name) == onnx.TensorProto.BOOL:
+            return self.tensor(name)
+        return number
+
+    def layer(self, node: onnx.NodeProto, module: nn.Module, *inputs: Any) -> fx.Node:
+        """Add a module under the name of a node, and a call of it."""
+        parts = [part for part in node.name.split(".") if part]
+        nested = ".".join(parts) == node.name and not _prefixes(node.name) & self.path.keys()
+        path = node.name if nested and node.name not in self._prefixes else node.name.replace(".", "_")
+        if path.partition(".")[0] in self._names or not path:
+            path = f"layer_{path}"
+        self.path[node.name] = path
+        *parents, last = path.split(".")
+        holder = self.root
+        for part in parents:
+            if part not in holder._modules:
+                holder.add_module(part, nn.Module())
+            holder = holder.get_submodule(part)
+        holder.add_module(last, module)
+        return self.graph.call_module(path, inputs)
+
+    def call(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a call of a function, or of a method by its name."""
+        if isinstance(function, str):
+            return self.graph.call_method(function, args, kwargs)
+        return self.graph.call_function(function, args, kwargs)
+
+    def integers(self, name: str) -> list[Size]:
+        """Return the values of an integer tensor; one that grows with the batch is computed from its size.
+
+        Raises:
+            QuantizationError: they are not known, or depend on the batch in another way.
+        """
+        value = self.index.value(name)
+        if value is None:
+            raise QuantizationError(
+                f"tensor {name!r}, which decides about a shape, depends on the values of activations"
+            )
+        here = [int(number) for number in value.reshape(-1)]
+        after = None if self.wider is None else self.wider.value(name)
+        if after is None or after.size != len(here):
+            return list(here)
+        return [self._size(name, a, int(b)) for a, b in zip(here, after.reshape(-1), strict=True)]
+
+    def whole(self, name: str) -> list[int]:
+        """Return the values of an integer tensor that does not depend on the batch.
+
+        Raises:
+            QuantizationError: it does.
+        """
+        found = self.integers(name)
+        if not all(isinstance(size, int) for size in found):
+            raise QuantizationError(f"tensor {name!r} depends on the batch size, where a fixed number is needed")
+        return [size for size in found if isinstance(size, int)]
+
+    def _size(self, name: str, here: int, after: int) -> Size:
+        if here == after:
+            return here
+        images = self.shapes[self.index.graph.input[0].name][0]
+        factor = after - here
+        if here != factor * images:
+            raise QuantizationError(f"tensor {name!r} depends on the batch size in a way that is not known")
+        size = self.call("size", self._inputs[0], 0)
+        return size if factor == 1 else self.call(operator.mul, size, factor)
+
+
+def axes_of(builder: Builder, node: onnx.NodeProto, place: int = 1) -> list[int] | None:
+    """Return the axes of an operator, an attribute before opset 13 and an input after; None = all."""
+    if len(node.input) > place and node.input[place]:
+        return builder.whole(node.input[place])
+    found = attribute(node, "axes", None)
+    return None if found is None else [int(axis) for axis in found]
+
+
+def _identifier(name: str) -> str:
+    found = re.sub(r"\W", "_", name) or "tensor"
+    return f"_{found}" if found[0].isdigit() else found
+
+
+def _prefixes(name: str) -> set[str]:
+    parts = name.split(".")
+    return {".".join(parts[:i]) for i in range(1, len(parts))}

@@ -1,0 +1,230 @@
+"""Operators with parameters of their own, as modules at the path of the node's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from compress.errors import QuantizationError
+from compress.export.onnx_graph import attribute
+from compress.onnx_ptq.compounds import Compound
+from compress.onnx_ptq.to_torch.builder import Builder
+
+_CONVOLUTIONS: dict[int, Callable[..., Any]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_TRANSPOSED: dict[int, Callable[..., Any]] = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+_NORMS: dict[int, Callable[..., Any]] = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+_INSTANCE: dict[int, Callable[..., Any]] = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
+
+
+def convolution(b: Builder, node: onnx.NodeProto) -> Any:
+    """Convert Conv, with a padding of its own where its sides differ."""
+    weight, x = constant(b, node.input[1]), b.tensor(node.input[0])
+    kernel = weight.shape[2:]
+    pads, strides, dilations = window(b, node, kernel)
+    sides = list(zip(pads[: len(kernel)], pads[len(kernel) :], strict=True))
+    padding = tuple(low for low, _ in sides)
+    if any(low != high for low, high in sides):
+        x = b.call(F.pad, x, [size for side in reversed(sides) for size in side])
+        padding = (0,) * len(kernel)
+    groups = attribute(node, "group", 1)
+    module = _CONVOLUTIONS[len(kernel)](
+        weight.shape[1] * groups, weight.shape[0], kernel, strides, padding, dilations, groups, bias=_has(node, 2)
+    )
+    return b.layer(node, _filled(module, weight, _optional(b, node, 2)), x)
+
+
+def transposed(b: Builder, node: onnx.NodeProto) -> Any:
+    """Convert ConvTranspose."""
+    weight = constant(b, node.input[1])
+    kernel, groups = weight.shape[2:], attribute(node, "group", 1)
+    pads, strides, dilations = window(b, node, kernel)
+    half = pads[: len(kernel)]
+    if half != pads[len(kernel) :] or attribute(node, "output_shape", None):
+        raise QuantizationError("its padding differs from side to side")
+    extra = attribute(node, "output_padding", [0] * len(kernel))
+    module = _TRANSPOSED[len(kernel)](
+        weight.shape[0], weight.shape[1] * groups, kernel, strides, tuple(half), tuple(extra), groups,
+        bias=_has(node, 2), dilation=dilations,
+    )  # fmt: skip
+    return b.layer(node, _filled(module, weight, _optional(b, node, 2)), b.tensor(node.input[0]))
+
+
+def product(b: Builder, node: onnx.NodeProto) -> Any:
+    """Convert Gemm and MatMul: a linear layer if one side is a matrix of constants, else a product of activations."""
+    x, w = node.input[0], node.input[1]
+    gemm = node.op_type == "Gemm"
+    if gemm and (attribute(node, "transA", 0) or any(attribute(node, key, 1.0) != 1.0 for key in ("alpha", "beta"))):
+        raise QuantizationError("it transposes its first input, or has a factor")
+    matrix = w in b.index.constants and x not in b.index.constants and len(b.shapes.get(w, ())) == 2
+    if matrix:
+        weight = constant(b, w)
+        weight = weight if gemm and attribute(node, "transB", 0) else weight.T
+        return b.layer(node, linear(weight, _optional(b, node, 2)), b.tensor(x))
+    second = b.tensor(w)
+    if gemm and attribute(node, "transB", 0):
+        second = b.call("transpose", second, -2, -1)
+    if _has(node, 2):
+        return b.call(torch.addmm, b.tensor(node.input[2]), b.tensor(x), second)
+    return b.call(torch.matmul, b.tensor(x), second)
+
+
+def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """Return a linear layer with these parameters, (out, in) and (out,)."""
+    out = weight.shape[0]
+    module = nn.Linear(weight.shape[1], out, bias=bias is not None)
+    return _filled(module, weight, None if bias is None else bias.reshape(-1).expand(out))
+
+
+def linear_with_sum(b: Builder, found: Compound) -> Any:
+    """Convert MatMul and the Add of its bias."""
+    node, add = found.nodes[:2]
+    bias = [name for name in add.input if name != node.output[0]]
+    return b.layer(node, linear(constant(b, node.input[1]).T, constant(b, bias[0])), b.tensor(found.input))
+
+
+def batch_norm(b: Builder, node: onnx.NodeProto) -> Any:
+    """Convert a BatchNormalization that was not folded."""
+    scale, shift, mean, variance = (constant(b, name) for name in node.input[1:5])
+    module = _NORMS[len(b.shapes[node.input[0]])](len(scale), eps=attribute(node, "epsilon", 1e-5))
+    _filled(module, scale, shift)
+    module.running_mean, module.running_var = mean.clone(), variance.clone()
+    return b.layer(node, module, b.tensor(node.input[0]))
+
+
+def instance_norm(b: Builder, node: onnx.NodeProto) -> Any:
+    """Convert InstanceNormalization."""
+    scale, shift = (constant(b, name) for name in node.input[1:3])
+    kind = _INSTANCE[len(b.shapes[node.input[0]])]
+    module = kind(len(scale), eps=attribute(node, "epsilon", 1e-5), affine=True)
+    return b.layer(node, _filled(module, scale, shift), b.tensor(node.input[0]))
+
+
+def group_norm(b: Builder, node: onnx.NodeProto) -> Any:
+    """Convert GroupNormalization, whose factors are of channels from opset 21 on."""
+    scale, shift = (constant(b, name) for name in node.input[1:3])
+    groups = attribute(node, "num_groups", 1)
+    if len(scale) != b.shapes[node.input[0]][1]:
+        scale, shift = (v.repeat_interleave(b.shapes[node.input[0]][1] // groups) for v in (scale, shift))
+    module = nn.GroupNorm(groups, len(scale), eps=attribute(node, "epsilon", 1e-5))
+    return b.layer(node, _filled(module, scale, shift), b.tensor(node.input[0]))
+
+
+def layer_norm(b: Builder, node: onnx.NodeProto) -> Any:
+    """Convert LayerNormalization."""
+    weight, bias = constant(b, node.input[1]), _optional(b, node, 2)
+    axis, rank = attribute(node, "axis", -1), len(b.shapes[node.input[0]])
+    return _layer_norm(b, node, node.input[0], rank - axis % rank, weight, bias, attribute(node, "epsilon", 1e-5))
+
+
+def written_layer_norm(b: Builder, found: Compound) -> Any:
+    """Convert a LayerNorm that is written as means, a root and a quotient."""
+    last = {part.op_type: part for part in found.nodes[-2:]}
+    after = [part for part in found.nodes if part is last.get("Mul") or part is last.get("Add")]
+    epsilon = next(b.index.number(name) for part in found.nodes if part.op_type == "Add" for name in part.input
+                   if b.index.number(name) is not None)  # fmt: skip
+    fixed = [next(name for name in part.input if name in b.index.constants) for part in after if part.op_type != "Sqrt"]
+    values = [constant(b, name) for name in fixed]
+    weight = values[0] if values and after[0].op_type == "Mul" else None
+    bias = values[-1] if len(values) == 2 else None
+    return _layer_norm(b, found.nodes[0], found.input, 1, weight, bias, float(epsilon or 0.0))
+
+
+def plain_layer_norm(b: Builder, found: Compound) -> bool:
+    """Return True if a written LayerNorm is over the last axis."""
+    node = found.nodes[0]
+    shape = b.shapes.get(found.input)
+    given = b.index.value(node.input[1]) if len(node.input) > 1 else attribute(node, "axes", None)
+    return (
+        shape is not None and given is not None and [int(a) % len(shape) for a in np.asarray(given)] == [len(shape) - 1]
+    )
+
+
+def _layer_norm(
+    b: Builder, node: onnx.NodeProto, x: str, axes: int, weight: Tensor | None, bias: Tensor | None, epsilon: float
+) -> Any:
+    shape = b.shapes[x][-axes:]
+    module = nn.LayerNorm(shape, eps=epsilon, elementwise_affine=weight is not None, bias=bias is not None)
+    if weight is not None:
+        _filled(module, weight.reshape(shape), None if bias is None else bias.reshape(shape))
+    return b.layer(node, module, b.tensor(x))
+
+
+def prelu(b: Builder, node: onnx.NodeProto) -> Any:
+    """Convert PRelu, whose slope is one number or one of each channel."""
+    slope = constant(b, node.input[1]).reshape(-1)
+    module = nn.PReLU(len(slope))
+    with torch.no_grad():
+        module.weight.copy_(slope)
+    return b.layer(node, module, b.tensor(node.input[0]))
+
+
+def window(
+    b: Builder, node: onnx.NodeProto, kernel: Sequence[int]
+) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
+    """Return pads (begins, then ends), strides and dilations of a window, `auto_pad` resolved by the input's shape."""
+    rank = len(kernel)
+    strides = tuple(attribute(node, "strides", [1] * rank))
+    dilations = tuple(attribute(node, "dilations", [1] * rank))
+    mode = attribute(node, "auto_pad", b"NOTSET").decode()
+    if mode == "VALID":
+        return [0] * (2 * rank), strides, dilations
+    if mode == "NOTSET":
+        return [int(size) for size in attribute(node, "pads", [0] * (2 * rank))], strides, dilations
+    if node.op_type == "ConvTranspose":
+        raise QuantizationError(f"its auto_pad is {mode}")
+    sizes = b.shapes[node.input[0]][2:]
+    total = [
+        max(0, (-(-size // s) - 1) * s + (k - 1) * d + 1 - size)
+        for size, s, k, d in zip(sizes, strides, kernel, dilations, strict=True)
+    ]
+    low = [t // 2 if mode == "SAME_UPPER" else t - t // 2 for t in total]
+    return [*low, *(t - before for t, before in zip(total, low, strict=True))], strides, dilations
+
+
+def constant(b: Builder, name: str) -> Tensor:
+    """Return the value of a constant in float32.
+
+    Raises:
+        QuantizationError: the file computes it when it runs.
+    """
+    value: NDArray[Any] | None = b.index.value(name) if name in b.index.constants else None
+    if value is None:
+        raise QuantizationError(f"its parameter {name!r} is computed when the file runs")
+    return torch.from_numpy(np.array(value, np.float32))
+
+
+def _optional(b: Builder, node: onnx.NodeProto, place: int) -> Tensor | None:
+    return constant(b, node.input[place]) if _has(node, place) else None
+
+
+def _has(node: onnx.NodeProto, place: int) -> bool:
+    return len(node.input) > place and bool(node.input[place])
+
+
+def _filled(module: Any, weight: Tensor, bias: Tensor | None) -> Any:
+    with torch.no_grad():
+        module.weight.copy_(weight)
+        if bias is not None:
+            module.bias.copy_(bias.reshape(module.bias.shape))
+    return module
+
+
+LAYERS: dict[str, Callable[[Builder, onnx.NodeProto], Any]] = {
+    "Conv": convolution,
+    "ConvTranspose": transposed,
+    "Gemm": product,
+    "MatMul": product,
+    "BatchNormalization": batch_norm,
+    "InstanceNormalization": instance_norm,
+    "GroupNormalization": group_norm,
+    "LayerNormalization": layer_norm,
+    "PRelu": prelu,
+}
+"""Converters of operators with parameters."""

@@ -1,0 +1,197 @@
+"""An ONNX file as a torch.fx network: what needs gradients or quantizers in torch works on files through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from compress.engines.base import Arrays
+from compress.errors import ModelError, QuantizationError
+from compress.graph.inputs import flat_tensors
+from compress.onnx_ptq.canonical import canonical
+from compress.onnx_ptq.compounds import Compound, find_compounds
+from compress.onnx_ptq.index import Index, Shapes, Types
+from compress.onnx_ptq.load import SourceFile, load_source
+from compress.onnx_ptq.parts import find_parts
+from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file
+from compress.onnx_ptq.shapes import inferred
+from compress.onnx_ptq.to_torch.builder import Builder
+from compress.onnx_ptq.to_torch.layers import LAYERS, linear_with_sum, plain_layer_norm, written_layer_norm
+from compress.onnx_ptq.to_torch.operators import OPERATORS, part
+
+OPSET = 13
+"""The lowest opset whose operators are known; files of older ones are raised."""
+
+_CHANGED = 1e-3
+"""Largest difference between network and file, relative to an output's largest value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """A file as a torch network.
+
+    Attributes:
+        network: computes the file's outputs, in order; in evaluation mode.
+        origin: name of the file's tensor by name of the fx node that computes it.
+        path: path of each layer in the network by name of the file's node; the same but for names that torch refuses.
+    """
+
+    network: fx.GraphModule
+    origin: dict[str, str]
+    path: dict[str, str]
+
+
+def from_onnx(file: str | Path, batch: Any = None, *, size: tuple[int, int] | None = None) -> fx.GraphModule:
+    """Return an ONNX file as a torch network, compared with the file on ONNX Runtime.
+
+    Args:
+        file: float ONNX file of opset 6 to 22.
+        batch: one batch of its inputs; None = random numbers of the shapes that the file states.
+        size: height and width for open sides, with `batch` None.
+
+    Returns:
+        A GraphModule in evaluation mode, whose layers have the names of the file's nodes. Sizes follow the batch; all
+        others are those of `batch`.
+
+    Raises:
+        AuditError: the file is missing, truncated or not valid ONNX.
+        QuantizationError: it is quantized already.
+        ModelError: an operator has no counterpart, which the message names, or the network computes something else.
+    """
+    source = load_source(file)
+    given = _random(source, size) if batch is None else next(feeds([batch], inputs_of_file(source)))
+    return converted(canonical(source, opset=OPSET)[0], given).network
+
+
+def converted(source: SourceFile, feed: Arrays) -> Converted:
+    """Convert a file in canonical form; see `from_onnx`.
+
+    Raises:
+        ModelError: an operator has no counterpart, or the network computes something else.
+    """
+    index, shapes, types = inferred(source, feed)
+    builder = _built(index, shapes, types, _wider(source, feed))
+    network = fx.GraphModule(builder.root, builder.graph, class_name="OnnxNetwork").eval()
+    _compare(source, network, feed)
+    return Converted(network=network, origin=builder.origin, path=builder.path)
+
+
+def _wider(source: SourceFile, feed: Arrays) -> Index | None:
+    """Return the index of a graph for one more image; None if the file states the size of its batch."""
+    if any(not _open_batch(value) for value in source.proto.graph.input if value.name in feed):
+        return None
+    try:
+        return inferred(source, {name: np.concatenate([value, value[:1]]) for name, value in feed.items()})[0]
+    except QuantizationError:
+        return None
+
+
+def _open_batch(value: onnx.ValueInfoProto) -> bool:
+    dims = value.type.tensor_type.shape.dim
+    return bool(dims) and not dims[0].HasField("dim_value")
+
+
+def _built(index: Index, shapes: Shapes, types: Types, wider: Index | None) -> Builder:
+    builder = Builder(index, shapes, types, wider)
+    for value in index.graph.input:
+        if value.name not in index.initializers:
+            builder.input(value.name)
+    compounds = [
+        found for found in find_compounds(index) if found.kind != "layer_norm" or plain_layer_norm(builder, found)
+    ]
+    last = {found.nodes[-1].output[0]: found for found in compounds}
+    inside = {part.output[0] for found in compounds for part in found.nodes[:-1]}
+    parts = find_parts(index, shapes)
+    builder.convert = partial(_convert, builder, compound=None)
+    for node in index.graph.node:
+        results = [name for name in node.output if name]
+        if not results or results[0] in inside or index.fixed.issuperset(results):
+            continue
+        made = part(builder, node, parts) if results[0] in parts else _convert(builder, node, last.get(results[0]))
+        for name, value in zip(node.output, made if isinstance(made, list) else [made], strict=False):
+            builder.set(name, value)
+    outputs = [builder.tensor(value.name) for value in index.graph.output]
+    builder.graph.output(outputs[0] if len(outputs) == 1 else tuple(outputs))
+    builder.graph.lint()
+    return builder
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"silu": F.silu, "hardswish": F.hardswish, "mish": F.mish}
+
+
+def _convert(builder: Builder, node: onnx.NodeProto, compound: Compound | None) -> Any:
+    """Return the value of an operator, or a list of the values of its outputs.
+
+    Raises:
+        ModelError: names the operator.
+    """
+    try:
+        if compound is not None:
+            return _compound(builder, compound)
+        convert = LAYERS.get(node.op_type) or OPERATORS.get(node.op_type)
+        if convert is None or node.domain not in {"", "ai.onnx"}:
+            raise QuantizationError("torch has no counterpart that is known here")
+        return convert(builder, node)
+    except QuantizationError as error:
+        domain = f" of the domain {node.domain}" if node.domain else ""
+        raise ModelError(
+            f"{builder.index.source.path} cannot become a torch network: operator {node.op_type}{domain} at "
+            f"{node.name or node.output[0]!r}: {error}. Calibration alone (ptq --onnx) does not need this"
+        ) from error
+
+
+def _compound(builder: Builder, found: Compound) -> Any:
+    if found.kind == "linear":
+        return linear_with_sum(builder, found)
+    if found.kind == "layer_norm":
+        return written_layer_norm(builder, found)
+    if found.kind == "gelu":
+        tanh = any(part.op_type == "Tanh" for part in found.nodes)
+        return builder.call(F.gelu, builder.tensor(found.input), approximate="tanh" if tanh else "none")
+    return builder.call(_FUNCTIONS[found.kind], builder.tensor(found.input))
+
+
+def _compare(source: SourceFile, network: fx.GraphModule, feed: Arrays) -> None:
+    """Refuse a network that computes something else than its file."""
+    names = [value.name for value in source.proto.graph.output]
+    expected = FloatSession(source, names).run(feed)
+    inputs = [torch.from_numpy(np.asarray(feed[v.name])) for v in source.proto.graph.input if v.name in feed]
+    try:
+        with torch.no_grad():
+            got = flat_tensors(network(*(x.float() if x.dtype == torch.float16 else x for x in inputs)))
+    except Exception as error:
+        raise ModelError(f"{source.path} as a torch network does not run: {error}") from error
+    limit = 20 * _CHANGED if any(expected[name].dtype == np.float16 for name in names) else _CHANGED
+    for name, value in zip(names, got, strict=True):
+        wanted = np.asarray(expected[name], np.float64)
+        found = value.double().numpy()
+        change = float(np.abs(wanted - found).max(initial=0.0)) if wanted.shape == found.shape else np.inf
+        if not change <= limit * float(np.abs(wanted).max(initial=0.0)) + 1e-6:
+            raise ModelError(
+                f"{source.path} as a torch network differs from the file on ONNX Runtime: output {name!r} by "
+                f"{change:.3g}, more than {limit:g} of its largest value. Calibration alone (ptq --onnx) does not need "
+                "this network"
+            )
+
+
+def _random(source: SourceFile, size: tuple[int, int] | None) -> Arrays:
+    generator, found = np.random.default_rng(0), {}
+    for tensor in inputs_of_file(source):
+        shape = [2 if i == 0 and side < 0 else side for i, side in enumerate(tensor.shape)]
+        if size is not None and len(shape) == 4:
+            shape[2:] = [given if side < 0 else side for given, side in zip(size, shape[2:], strict=True)]
+        if min(shape, default=1) < 1:
+            raise ModelError(
+                f"{source.path}: input {tensor.name!r} has open sides {tensor.shape}; give a batch, or a size"
+            )
+        found[tensor.name] = generator.standard_normal(shape).astype(tensor.dtype)
+    return found

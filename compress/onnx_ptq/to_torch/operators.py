@@ -1,0 +1,327 @@
+"""Operators without parameters, in the spelling that `graph.ops` knows."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+import torch.nn.functional as F
+from onnx import TensorProto
+
+from compress.errors import QuantizationError
+from compress.export.onnx_graph import attribute
+from compress.onnx_ptq.parts import Span
+from compress.onnx_ptq.to_torch.builder import Builder, Size, axes_of
+from compress.onnx_ptq.to_torch.layers import window
+
+Converter = Callable[[Builder, onnx.NodeProto], Any]
+
+_TYPES = {TensorProto.INT64: torch.int64, TensorProto.INT32: torch.int32, TensorProto.BOOL: torch.bool}
+_FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE}
+_MAX_POOLS: dict[int, Callable[..., Any]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+_AVERAGE_POOLS: dict[int, Callable[..., Any]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+_GLOBAL: dict[str, dict[int, Callable[..., Any]]] = {
+    "GlobalAveragePool": {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d},
+    "GlobalMaxPool": {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d},
+}
+
+
+def _one(function: Any, **attributes: tuple[str, float]) -> Converter:
+    """Return the converter of a function of one tensor; `attributes` are (ONNX name, default) by torch's name."""
+
+    def convert(b: Builder, node: onnx.NodeProto) -> Any:
+        named = {key: float(attribute(node, name, value)) for key, (name, value) in attributes.items()}
+        return b.call(function, b.tensor(node.input[0]), **named)
+
+    return convert
+
+
+def _many(function: Any) -> Converter:
+    """Return the converter of a function of two tensors or numbers, applied in turn to more."""
+
+    def convert(b: Builder, node: onnx.NodeProto) -> Any:
+        operands = [b.operand(name) for name in node.input if name]
+        if function in {torch.maximum, torch.minimum}:
+            operands = [b.tensor(name) for name in node.input if name]
+        return functools.reduce(lambda x, y: b.call(function, x, y), operands)
+
+    return convert
+
+
+def _reduction(function: Any) -> Converter:
+    def convert(b: Builder, node: onnx.NodeProto) -> Any:
+        x, axes = b.tensor(node.input[0]), axes_of(b, node)
+        axes = list(range(len(b.shapes[node.input[0]]))) if axes is None else axes
+        return b.call(function, x, dim=axes, keepdim=bool(attribute(node, "keepdims", 1)))
+
+    return convert
+
+
+def _softmax(function: Any) -> Converter:
+    def convert(b: Builder, node: onnx.NodeProto) -> Any:
+        return b.call(function, b.tensor(node.input[0]), dim=int(attribute(node, "axis", -1)))
+
+    return convert
+
+
+def _global(b: Builder, node: onnx.NodeProto) -> Any:
+    return b.call(_GLOBAL[node.op_type][len(b.shapes[node.input[0]]) - 2], b.tensor(node.input[0]), 1)
+
+
+def _clip(b: Builder, node: onnx.NodeProto) -> Any:
+    low, high = (
+        b.index.number(node.input[i]) if len(node.input) > i and node.input[i] else attribute(node, key, None)
+        for i, key in ((1, "min"), (2, "max"))
+    )
+    x = b.tensor(node.input[0])
+    if (low, high) == (0.0, 6.0):
+        return b.call(F.relu6, x)
+    return b.call(F.relu, x) if low == 0 and high is None else b.call(torch.clamp, x, min=low, max=high)
+
+
+def _gelu(b: Builder, node: onnx.NodeProto) -> Any:
+    return b.call(F.gelu, b.tensor(node.input[0]), approximate=attribute(node, "approximate", b"none").decode())
+
+
+def _hard_sigmoid(b: Builder, node: onnx.NodeProto) -> Any:
+    alpha, beta = attribute(node, "alpha", 0.2), attribute(node, "beta", 0.5)
+    x = b.tensor(node.input[0])
+    if abs(alpha - 1 / 6) < 1e-6 and beta == 0.5:
+        return b.call(F.hardsigmoid, x)
+    return b.call(
+        torch.clamp, b.call(operator.add, b.call(operator.mul, x, float(alpha)), float(beta)), min=0.0, max=1.0
+    )
+
+
+def _pool(b: Builder, node: onnx.NodeProto) -> Any:
+    kernel = tuple(attribute(node, "kernel_shape", []))
+    pads, strides, dilations = window(b, node, kernel)
+    half, ceil = pads[: len(kernel)], bool(attribute(node, "ceil_mode", 0))
+    x = b.tensor(node.input[0])
+    uneven = half != pads[len(kernel) :] or any(2 * p > k for p, k in zip(half, kernel, strict=True))
+    sides = [size for low, high in reversed(list(zip(half, pads[len(kernel) :], strict=True))) for size in (low, high)]
+    if node.op_type == "MaxPool":
+        if uneven:
+            x, half = b.call(F.pad, x, sides, "constant", float("-inf")), [0] * len(kernel)
+        return b.call(_MAX_POOLS[len(kernel)], x, kernel, strides, tuple(half), dilations, ceil)
+    counted = bool(attribute(node, "count_include_pad", 0))
+    if (uneven and (not counted or ceil)) or set(dilations) != {1}:
+        raise QuantizationError("its padding differs from side to side, or it is dilated")
+    if uneven:
+        x, half = b.call(F.pad, x, sides), [0] * len(kernel)
+    return b.call(_AVERAGE_POOLS[len(kernel)], x, kernel, strides, tuple(half), ceil, counted)
+
+
+def _resize(b: Builder, node: onnx.NodeProto) -> Any:
+    shape, after = b.shapes[node.input[0]], b.shapes[node.output[0]]
+    mode = attribute(node, "mode", b"nearest").decode()
+    where = attribute(node, "coordinate_transformation_mode", b"half_pixel").decode()
+    rounded = attribute(node, "nearest_mode", b"round_prefer_floor").decode()
+    if node.op_type == "Upsample":
+        where, rounded = "asymmetric", "floor"
+    if shape[:2] != after[:2]:
+        raise QuantizationError("it resizes batch or channels")
+    x, size = b.tensor(node.input[0]), list(after[2:])
+    whole = all(new % old == 0 for old, new in zip(shape[2:], size, strict=True))
+    if mode == "nearest" and ((where == "asymmetric" and rounded == "floor") or (whole and where == "half_pixel")):
+        return b.call(F.interpolate, x, size=size, mode="nearest")
+    modes = {"linear": {1: "linear", 2: "bilinear", 3: "trilinear"}, "cubic": {2: "bicubic"}}.get(mode, {})
+    if len(size) in modes and where in {"half_pixel", "pytorch_half_pixel", "align_corners"}:
+        corners = where == "align_corners"
+        return b.call(F.interpolate, x, size=size, mode=modes[len(size)], align_corners=corners)
+    raise QuantizationError(f"it has mode {mode}, {where}, {rounded}")
+
+
+def _pad(b: Builder, node: onnx.NodeProto) -> Any:
+    pads = b.whole(node.input[1]) if len(node.input) > 1 else [int(p) for p in attribute(node, "pads", [])]
+    if len(node.input) > 3 and node.input[3]:
+        raise QuantizationError("it pads some axes only")
+    mode = {"edge": "replicate"}.get(found := attribute(node, "mode", b"constant").decode(), found)
+    value = b.index.number(node.input[2]) if len(node.input) > 2 and node.input[2] else attribute(node, "value", 0.0)
+    rank = len(pads) // 2
+    sides = [size for i in reversed(range(rank)) for size in (pads[i], pads[rank + i])]
+    while len(sides) > 2 and sides[-2:] == [0, 0]:
+        sides = sides[:-2]
+    return b.call(F.pad, b.tensor(node.input[0]), sides, mode, *([value] if mode == "constant" and value else []))
+
+
+def _reshape(b: Builder, node: onnx.NodeProto) -> Any:
+    sizes = b.integers(node.input[1])
+    if not attribute(node, "allowzero", 0):
+        shape = b.shapes[node.input[0]]
+        sizes = [_kept(b, node.input[0], i, shape[i]) if size == 0 else size for i, size in enumerate(sizes)]
+    moving = [i for i, size in enumerate(sizes) if not isinstance(size, int)]
+    if len(moving) == 1 and -1 not in [size for size in sizes if isinstance(size, int)]:
+        sizes[moving[0]] = -1
+    return b.call(torch.reshape, b.tensor(node.input[0]), tuple(sizes))
+
+
+def _kept(b: Builder, name: str, axis: int, size: int) -> Size:
+    return b.call("size", b.tensor(name), 0) if axis == 0 else size
+
+
+def _flatten(b: Builder, node: onnx.NodeProto) -> Any:
+    axis, rank = attribute(node, "axis", 1), len(b.shapes[node.input[0]])
+    if axis % max(rank, 1) != 1:
+        raise QuantizationError(f"its axis is {axis}")
+    return b.call(torch.flatten, b.tensor(node.input[0]), 1)
+
+
+def _transpose(b: Builder, node: onnx.NodeProto) -> Any:
+    default = list(reversed(range(len(b.shapes[node.input[0]]))))
+    return b.call("permute", b.tensor(node.input[0]), *(int(axis) for axis in attribute(node, "perm", default)))
+
+
+def _squeeze(b: Builder, node: onnx.NodeProto) -> Any:
+    axes, shape = axes_of(b, node), b.shapes[node.input[0]]
+    axes = [i for i, size in enumerate(shape) if size == 1] if axes is None else [axis % len(shape) for axis in axes]
+    return functools.reduce(
+        lambda x, axis: b.call("squeeze", x, axis), sorted(axes, reverse=True), b.tensor(node.input[0])
+    )
+
+
+def _unsqueeze(b: Builder, node: onnx.NodeProto) -> Any:
+    axes, rank = axes_of(b, node) or [], len(b.shapes[node.output[0]])
+    ordered = sorted(axis % rank for axis in axes)
+    return functools.reduce(lambda x, axis: b.call("unsqueeze", x, axis), ordered, b.tensor(node.input[0]))
+
+
+def _expand(b: Builder, node: onnx.NodeProto) -> Any:
+    sizes, shape = b.integers(node.input[1]), b.shapes[node.input[0]]
+    new = len(sizes) - len(shape)
+    wanted: list[Size] = [-1] * max(-new, 0)
+    for i, size in enumerate(sizes):
+        wanted.append(-1 if size == 1 and i >= new else size)
+    return b.call("expand", b.tensor(node.input[0]), *wanted)
+
+
+def _split(b: Builder, node: onnx.NodeProto) -> Any:
+    axis = attribute(node, "axis", 0)
+    sizes = [b.shapes[name][axis] for name in node.output]
+    whole = b.call(torch.split, b.tensor(node.input[0]), sizes, dim=axis)
+    return [b.call(operator.getitem, whole, i) for i in range(len(sizes))]
+
+
+def part(b: Builder, node: onnx.NodeProto, parts: Mapping[str, Span]) -> Any:
+    """Convert one of several slices or gathers that take a tensor apart to an item of `split` or `unbind`."""
+    axis, start, _ = parts[node.output[0]]
+    siblings = {other.output[0] for other in b.index.consumers[node.input[0]]}
+    spans = sorted({span for name, span in parts.items() if name in siblings and span[0] == axis})
+    whole = f"parts of {node.input[0]} along {axis} by {node.op_type}"
+    if not b.known(whole):
+        x = b.tensor(node.input[0])
+        sizes = [end - begin for _, begin, end in spans]
+        split = (torch.unbind, x, axis) if node.op_type == "Gather" else (torch.split, x, sizes, axis)
+        b.set(whole, b.call(*split))
+    item = b.call(operator.getitem, b.tensor(whole), [begin for _, begin, _ in spans].index(start))
+    indices = b.index.value(node.input[1]) if node.op_type == "Gather" else None
+    return b.call("unsqueeze", item, axis) if indices is not None and indices.ndim == 1 else item
+
+
+def _slice(b: Builder, node: onnx.NodeProto) -> Any:
+    rank = len(b.shapes[node.input[0]])
+    starts, ends = (b.whole(node.input[i]) for i in (1, 2))
+    axes = b.whole(node.input[3]) if len(node.input) > 3 and node.input[3] else list(range(len(starts)))
+    steps = b.whole(node.input[4]) if len(node.input) > 4 and node.input[4] else [1] * len(starts)
+    if min(steps) < 1:
+        raise QuantizationError("it goes backwards")
+    cut = [slice(None)] * rank
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        far = end >= b.shapes[node.input[0]][axis]
+        cut[axis % rank] = slice(start, None if far else end, step if step > 1 else None)
+    return b.call(operator.getitem, b.tensor(node.input[0]), tuple(cut))
+
+
+def _gather(b: Builder, node: onnx.NodeProto) -> Any:
+    axis = attribute(node, "axis", 0)
+    value = b.index.value(node.input[1]) if node.input[1] in b.index.constants else None
+    if value is None:
+        raise QuantizationError("its indices are computed when the file runs")
+    x = b.tensor(node.input[0])
+    if value.ndim == 0:
+        return b.call("select", x, axis, int(value))
+    if value.ndim > 1:
+        raise QuantizationError("its indices have several axes")
+    size = b.shapes[node.input[0]][axis]
+    positive = np.where(value < 0, value + size, value)
+    return b.call(torch.index_select, x, axis, b.constant(f"{node.output[0]}_indices", positive.astype(np.int64)))
+
+
+def _concat(b: Builder, node: onnx.NodeProto) -> Any:
+    return b.call(torch.cat, [b.tensor(name) for name in node.input], dim=int(attribute(node, "axis", 0)))
+
+
+def _tile(b: Builder, node: onnx.NodeProto) -> Any:
+    return b.call("repeat", b.tensor(node.input[0]), *b.integers(node.input[1]))
+
+
+def _shuffle(b: Builder, node: onnx.NodeProto) -> Any:
+    if attribute(node, "mode", b"DCR") != b"CRD":
+        raise QuantizationError("its mode is DCR, which torch does not have")
+    return b.call(F.pixel_shuffle, b.tensor(node.input[0]), int(attribute(node, "blocksize", 1)))
+
+
+def _cast(b: Builder, node: onnx.NodeProto) -> Any:
+    to, x = attribute(node, "to", 0), b.tensor(node.input[0])
+    if to in _FLOATS:
+        return x if b.types.get(node.input[0]) in _FLOATS else b.call("to", x, torch.float32)
+    if to not in _TYPES:
+        raise QuantizationError(f"it converts to {TensorProto.DataType.Name(to)}")
+    return b.call("to", x, _TYPES[to])
+
+
+def _where(b: Builder, node: onnx.NodeProto) -> Any:
+    return b.call(torch.where, b.tensor(node.input[0]), b.operand(node.input[1]), b.operand(node.input[2]))
+
+
+def _einsum(b: Builder, node: onnx.NodeProto) -> Any:
+    return b.call(torch.einsum, attribute(node, "equation", b"").decode(), *(b.tensor(name) for name in node.input))
+
+
+def _arg(function: Any) -> Converter:
+    def convert(b: Builder, node: onnx.NodeProto) -> Any:
+        axis, keep = int(attribute(node, "axis", 0)), bool(attribute(node, "keepdims", 1))
+        return b.call(function, b.tensor(node.input[0]), dim=axis, keepdim=keep)
+
+    return convert
+
+
+def _passed(b: Builder, node: onnx.NodeProto) -> Any:
+    return b.tensor(node.input[0])
+
+
+def _reciprocal(b: Builder, node: onnx.NodeProto) -> Any:
+    return b.call(operator.truediv, 1.0, b.tensor(node.input[0]))
+
+
+OPERATORS: dict[str, Converter] = {
+    **{name: _many(getattr(operator, function)) for name, function in (
+        ("Add", "add"), ("Sum", "add"), ("Sub", "sub"), ("Mul", "mul"), ("Div", "truediv"), ("Equal", "eq"),
+        ("Less", "lt"), ("LessOrEqual", "le"), ("Greater", "gt"), ("GreaterOrEqual", "ge"),
+    )},
+    **{name: _one(function) for name, function in (
+        ("Relu", F.relu), ("Sigmoid", torch.sigmoid), ("Tanh", torch.tanh), ("HardSwish", F.hardswish),
+        ("Mish", F.mish), ("Softplus", F.softplus), ("Selu", F.selu), ("Erf", torch.erf), ("Exp", torch.exp),
+        ("Log", torch.log), ("Sqrt", torch.sqrt), ("Neg", torch.neg), ("Abs", torch.abs), ("Floor", torch.floor),
+        ("Sin", torch.sin), ("Cos", torch.cos), ("Not", torch.logical_not), ("Sign", torch.sign),
+    )},
+    **{name: _reduction(function) for name, function in (
+        ("ReduceMean", torch.mean), ("ReduceSum", torch.sum), ("ReduceMax", torch.amax), ("ReduceMin", torch.amin),
+        ("ReduceL2", torch.linalg.vector_norm),
+    )},
+    "LeakyRelu": _one(F.leaky_relu, negative_slope=("alpha", 0.01)), "Elu": _one(F.elu, alpha=("alpha", 1.0)),
+    "Celu": _one(F.celu, alpha=("alpha", 1.0)), "Gelu": _gelu, "HardSigmoid": _hard_sigmoid, "Clip": _clip,
+    "Softmax": _softmax(torch.softmax), "LogSoftmax": _softmax(F.log_softmax), "Pow": _many(torch.pow),
+    "Max": _many(torch.maximum), "Min": _many(torch.minimum), "Where": _where, "Einsum": _einsum,
+    "ArgMax": _arg(torch.argmax), "ArgMin": _arg(torch.argmin), "GlobalAveragePool": _global, "GlobalMaxPool": _global,
+    "MaxPool": _pool, "AveragePool": _pool, "Resize": _resize, "Upsample": _resize, "Pad": _pad, "Reshape": _reshape,
+    "Flatten": _flatten, "Transpose": _transpose, "Squeeze": _squeeze, "Unsqueeze": _unsqueeze, "Expand": _expand,
+    "Split": _split, "Slice": _slice, "Gather": _gather, "Concat": _concat, "Tile": _tile, "DepthToSpace": _shuffle,
+    "Cast": _cast, "Identity": _passed, "Dropout": _passed, "Reciprocal": _reciprocal,
+}  # fmt: skip
+"""Converters of operators without parameters."""

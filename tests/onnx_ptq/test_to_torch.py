@@ -1,0 +1,103 @@
+"""ONNX files as torch networks: the torch model that a file was exported from is the oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import helper
+
+import compress
+from compress.errors import ModelError
+from compress.models import ModelSpec, build_model
+from compress.quantization.report import placement_of
+from compress.quantization.spec import TARGETS, QuantSpec
+from tests.networks import TinyResNet, with_statistics
+from tests.onnx_ptq.files import Attention, Gated, Shuffled, export, model_of, run, weights
+
+NETWORKS = {"resnet": TinyResNet, "gated": Gated, "attention": Attention, "shuffled": Shuffled}
+
+
+def made(name):
+    torch.manual_seed(0)
+    return with_statistics(NETWORKS[name]())
+
+
+@pytest.mark.parametrize("folded", [True, False])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_computes_what_the_model_does(tmp_path, name, folded):
+    model = made(name)
+    network = compress.from_onnx(export(model, tmp_path / "m.onnx", folded=folded), torch.randn(2, 3, 16, 16))
+    x = torch.randn(5, 3, 16, 16)  # of another batch size than the example
+    with torch.no_grad():
+        torch.testing.assert_close(network(x), model.eval()(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_gets_the_quantizers_of_the_model(tmp_path, name, target):
+    model, x, spec = made(name), torch.randn(2, 3, 16, 16), QuantSpec(target=target)
+    network = compress.from_onnx(export(model, tmp_path / "m.onnx"), x)
+    ours, theirs = (placement_of(compress.insert_quantizers(net, x, spec)) for net in (network, model))
+    assert sorted(str(s.format) for s in ours.activations) == sorted(str(s.format) for s in theirs.activations)
+    assert [site.format for site in ours.weights] == [site.format for site in theirs.weights]
+    nodes = {node.name for node in onnx.load(tmp_path / "m.onnx").graph.node}
+    assert {site.path for site in ours.weights} <= nodes
+
+
+def test_a_file_is_fine_tuned_in_int8_and_exported(tmp_path):
+    x = torch.randn(16, 3, 16, 16)
+    spec = ModelSpec(name=str(export(made("resnet"), tmp_path / "float.onnx")), options={"size": [16, 16]})
+    network = build_model(spec, num_classes=10)
+    qmodel = compress.quantize(network, x, [x], spec=QuantSpec(target="onnxruntime"))
+    optimizer, targets = torch.optim.SGD(qmodel.parameters(), 0.05), torch.arange(16) % 10
+    losses = []
+    for _ in range(8):
+        loss = torch.nn.functional.cross_entropy(qmodel.train()(x), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    file = compress.export_onnx(qmodel.eval(), x, tmp_path / "int8.onnx")
+    with torch.no_grad():
+        np.testing.assert_allclose(run(file, x.numpy()), qmodel(x).numpy(), atol=0.05)
+    assert "QuantizeLinear" in {node.op_type for node in onnx.load(file).graph.node}
+
+
+def test_a_file_is_pruned(tmp_path):
+    file = export(with_statistics(TinyResNet(width=64)), tmp_path / "m.onnx")
+    network = compress.from_onnx(file, torch.randn(2, 3, 16, 16))
+    compress.sparsify(network, compress.SparsitySpec(pattern="2:4"), example_inputs=torch.randn(2, 3, 16, 16))
+    compress.squash_masks(network)
+    groups = network.get_submodule("/block1/conv1/Conv").weight.detach().permute(0, 2, 3, 1).reshape(-1, 4)
+    assert int((groups != 0).sum(1).max()) == 2
+
+
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        (helper.make_node("NonZero", ["x"], ["y"], name="odd"), "operator NonZero at 'odd'"),
+        (helper.make_node("DepthToSpace", ["x"], ["y"], name="odd", blocksize=1), "operator DepthToSpace .* DCR"),
+    ],
+)
+def test_refusals_name_the_operator(tmp_path, node, words):
+    onnx.save(model_of([node], {}), tmp_path / "m.onnx")
+    with pytest.raises(ModelError, match=words):
+        compress.from_onnx(tmp_path / "m.onnx")
+
+
+def test_sides_that_the_file_leaves_open(tmp_path):
+    conv = helper.make_node("Conv", ["x", "w"], ["y"], name="a.b")
+    onnx.save(model_of([conv], {"w": weights(4, 3, 3, 3)}, shape=("n", 3, "h", "w")), tmp_path / "m.onnx")
+    with pytest.raises(ModelError, match="open sides"):
+        compress.from_onnx(tmp_path / "m.onnx")
+    network = compress.from_onnx(tmp_path / "m.onnx", size=(8, 8))
+    assert network(torch.zeros(3, 3, 8, 8)).shape == (3, 4, 6, 6)
+    assert isinstance(network.get_submodule("a.b"), torch.nn.Conv2d)
+
+
+def test_a_recipe_with_a_file_takes_no_other_weights():
+    with pytest.raises(ModelError, match="its own weights"):
+        build_model(ModelSpec(name="net.onnx", weights="w.safetensors"), num_classes=10)
