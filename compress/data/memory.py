@@ -1,4 +1,7 @@
-"""A split that is in memory as small 8-bit images, which the device resizes, moves and normalizes."""
+"""A split that is in memory as small 8-bit images, which the device resizes, moves and normalizes.
+
+On a GPU that has room for them the images are kept there whole, so that a batch costs the host a few launches.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,14 @@ from torch.nn import functional as F
 from compress.data.augment import DRAWS, Movement, move
 from compress.data.base import Batch, BatchPlan, Split, hash_seed
 from compress.data.counter import uniform
+from compress.data.drawn import Drawn, DrawnSplit
 from compress.data.preprocessing import Preprocessing
 
 _FINGERPRINT_BYTES = 1 << 28  # of images, read for the fingerprint at most
+_MOST_SHARE = 4  # a GPU keeps images that take at most one part in so many of its free memory
 
 
-class MemorySplit(Split):
+class MemorySplit(DrawnSplit):
     """A split whose images were read once.
 
     Args:
@@ -40,6 +45,7 @@ class MemorySplit(Split):
     ) -> None:
         super().__init__(labels=labels, preprocessing=preprocessing, seed=seed)
         self.images, self.targets, self.movement = images, targets, movement
+        self._kept: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
         """Number of images."""
@@ -52,16 +58,34 @@ class MemorySplit(Split):
             yield str(tuple(tensor.shape))
             yield tensor.cpu().numpy().tobytes()
 
-    def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
-        """Return images (n, 3, S, S) and targets (n,) at `indices`; see `Split.load`."""
-        chosen = torch.tensor(indices, dtype=torch.int64)
-        size = self.preprocessing.height_width[0]
-        images = self.images[to_device(chosen, self.images.device)]
-        images = resize(to_device(images, device).float().div_(255), size)
-        if epoch is not None and self.movement is not None:
-            draws = uniform(hash_seed(self.seed, epoch), chosen, DRAWS)
-            images = move(images, to_device(self.movement.matrices(draws, size).float(), device))
-        return self.preprocessing.normalize(images), to_device(self.targets[chosen], device)
+    def draw(self, indices: Tensor, *, epoch: int | None, device: torch.device) -> Drawn:
+        """Return where the images lie, and the movement of each (n, 2, 3) if there is one; see `DrawnSplit.draw`."""
+        chosen = to_device(indices, self._stored(device)[0].device)
+        if epoch is None or self.movement is None:
+            return (chosen,)
+        draws = uniform(hash_seed(self.seed, epoch), indices, DRAWS)
+        matrices = self.movement.matrices(draws, self.preprocessing.height_width[0]).float()
+        return chosen, to_device(matrices, device)
+
+    def make(self, drawn: Drawn, *, epoch: int | None, device: torch.device) -> Batch:
+        """Return images (n, 3, S, S) and targets (n,); see `DrawnSplit.make`."""
+        chosen, *matrices = drawn
+        images, targets = self._stored(device)
+        pixels = to_device(images[chosen], device).float().div_(255)
+        pixels = resize(pixels, self.preprocessing.height_width[0])
+        if matrices:
+            pixels = move(pixels, matrices[0])
+        return self.preprocessing.normalize(pixels), to_device(targets[chosen], device)
+
+    def _stored(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return images and targets on `device`, copied there once; where they are if it has no room for them."""
+        if device not in self._kept:
+            fits = self.images.device == device
+            if device.type == "cuda" and not fits:
+                fits = self.images.nbytes <= torch.cuda.mem_get_info(device)[0] // _MOST_SHARE
+            place = device if fits else self.images.device
+            self._kept[device] = self.images.to(place), self.targets.to(place)
+        return self._kept[device]
 
 
 def in_memory(

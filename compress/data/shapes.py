@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compress.data.augment import DRAWS, Movement, affine_grid
-from compress.data.base import Batch, DataSet, Split, hash_seed
+from compress.data.base import Batch, DataSet, hash_seed
 from compress.data.classes import class_count
 from compress.data.counter import random_bits, uniform
+from compress.data.drawn import Drawn, DrawnSplit
 from compress.data.memory import to_device
 from compress.data.preprocessing import Preprocessing
 from compress.data.shapes_outlines import outline_bank
@@ -51,7 +52,7 @@ def shapes_data(spec: DataSpec) -> DataSet:
     )
 
 
-class ShapesSplit(Split):
+class ShapesSplit(DrawnSplit):
     """`count` pictures whose numbers start at `first`; the class is the number modulo `num_classes`.
 
     Args:
@@ -76,20 +77,27 @@ class ShapesSplit(Split):
         """Return all that the pictures follow from."""
         return (type(self).__qualname__, *map(str, (self.seed, self.num_classes, self._first, self._clutter)))
 
-    def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
-        """Draw the pictures (n, 3, S, S) at `indices`, with targets (n,); see `Split.load`."""
-        positions = torch.tensor(indices, dtype=torch.int64)
+    def draw(self, indices: Tensor, *, epoch: int | None, device: torch.device) -> Drawn:
+        """Return the numbers of the pictures, their classes and the fields of their `Scenes`; see `DrawnSplit.draw`."""
+        positions = to_device(indices, device)
         numbers, targets = positions + self._first, positions % self.num_classes
-        size, camera, noise_seed = self.preprocessing.height_width[0], None, hash_seed(self.seed)
+        size, camera = self.preprocessing.height_width[0], None
         if epoch is not None and self._movement is not None:
-            noise_seed = hash_seed(self.seed, epoch)
-            camera = self._movement.matrices(uniform(noise_seed, numbers, DRAWS), size)
+            camera = self._movement.matrices(uniform(self._noise_seed(epoch), numbers, DRAWS), size)
         scenes = make_scenes(self.seed, numbers, targets, num_classes=self.num_classes, camera=camera)
-        scenes = with_clutter(scenes, self._clutter).to(device)
+        return numbers, targets, *with_clutter(scenes, self._clutter).tensors()
+
+    def make(self, drawn: Drawn, *, epoch: int | None, device: torch.device) -> Batch:
+        """Draw the pictures (n, 3, S, S), with targets (n,); see `DrawnSplit.make`."""
+        numbers, targets, *fields = drawn
+        scenes, size = Scenes(*fields), self.preprocessing.height_width[0]
         images = paint(scenes, size)
         strength = scenes.noise[:, None, None, None] * min(1.0, size / _FULL_NOISE_SIZE)
-        images += noise(noise_seed, to_device(numbers, device), size) * strength
-        return self.preprocessing.normalize(images.clamp_(0, 1)), to_device(targets, device)
+        images += noise(self._noise_seed(epoch), numbers, size) * strength
+        return self.preprocessing.normalize(images.clamp_(0, 1)), targets
+
+    def _noise_seed(self, epoch: int | None) -> int:
+        return hash_seed(self.seed) if epoch is None or self._movement is None else hash_seed(self.seed, epoch)
 
 
 def paint(scenes: Scenes, size: int) -> Tensor:

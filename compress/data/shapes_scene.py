@@ -4,11 +4,13 @@ A class is a triple of cues: outline, pattern, and tone (warm or cool). The clut
 patterned lumps have no class's outline, and plain outlines have no pattern. So no cue alone identifies a class;
 a model must find the one object that has an outline *and* a pattern.
 
-The numbers are made on the CPU in float64 and depend on (seed, index) alone; only drawing happens on the device.
+The numbers are made in float64 and depend on (seed, index) alone. What is a whole number is the same on every device;
+sines and exponentials differ by rounding at most, which float32 mostly hides.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, fields, replace
 
@@ -16,7 +18,6 @@ import torch
 from torch import Tensor
 
 from compress.data.counter import uniform
-from compress.data.memory import to_device
 from compress.data.shapes_outlines import BLOBS, EXTENT, OUTLINES
 from compress.data.shapes_patterns import PATTERNS, VERSIONS
 
@@ -26,9 +27,7 @@ TONES = ("warm", "cool")
 _LUMPS, _PLAIN, _COVERS = 2, 3, 1
 OBJECT = _LUMPS + _PLAIN
 LAYERS = OBJECT + 1 + _COVERS
-_SIZES = torch.tensor(
-    [(0.35, 0.75)] * _LUMPS + [(0.18, 0.34)] * _PLAIN + [(0.34, 0.62)] + [(0.14, 0.28)] * _COVERS, dtype=torch.float64
-)
+_SIZES = ((0.35, 0.75),) * _LUMPS + ((0.18, 0.34),) * _PLAIN + ((0.34, 0.62),) + ((0.14, 0.28),) * _COVERS
 _SHAPELESS = [*range(_LUMPS), *range(OBJECT + 1, LAYERS)]
 _PLAIN_LAYERS = [*range(_LUMPS, OBJECT), *range(OBJECT + 1, LAYERS)]
 
@@ -39,9 +38,10 @@ _ASPECT, _HUE_SPREAD = 0.2, 1.0
 _LUMINANCE, _CONTRAST, _CHROMA = (0.25, 0.75), (0.12, 0.34), (0.05, 0.16)
 _OPACITY, _NOISE = (0.8, 1.0), (0.05, 0.35)
 _WARM_HUE = math.pi / 6
+_CHANNELS = (0.0, 2 * math.pi / 3, -2 * math.pi / 3)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Scenes:
     """N pictures of L layers, back to front.
 
@@ -65,9 +65,9 @@ class Scenes:
     base: Tensor
     noise: Tensor
 
-    def to(self, device: torch.device) -> Scenes:
-        """Return the same scenes on `device`."""
-        return Scenes(**{field.name: to_device(getattr(self, field.name), device) for field in fields(self)})
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all fields, in order."""
+        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 def cue_counts(num_classes: int) -> tuple[int, int, int]:
@@ -118,7 +118,8 @@ def make_scenes(
     for chosen, cue in zip((outlines, patterns, tones), class_cues(targets, num_classes), strict=True):
         chosen[:, OBJECT] = cue
     outlines[:, _SHAPELESS] = len(OUTLINES) + (cues[0][:, _SHAPELESS] * BLOBS).long()
-    sizes = _SIZES[:, 0] + size * (_SIZES[:, 1] - _SIZES[:, 0])
+    least, most = _on(indices.device, _SIZES).unbind(1)
+    sizes = least + size * (most - least)
     matrices = _matrices(_centres(x, y, sizes), sizes, angle, aspect)
     return Scenes(
         matrices=(matrices if camera is None else _after(matrices, camera[:, None])).float(),
@@ -139,6 +140,12 @@ def with_clutter(scenes: Scenes, share: float) -> Scenes:
     shares = torch.full((LAYERS,), share, dtype=scenes.opacity.dtype, device=scenes.opacity.device)
     shares[OBJECT] = 1
     return replace(scenes, opacity=scenes.opacity * shares)
+
+
+@functools.lru_cache(maxsize=16)
+def _on(device: torch.device, values: tuple[object, ...]) -> Tensor:
+    """Return constants as float64 on `device`; kept, because a copy to a GPU would wait for all of its work."""
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 def _between(limits: tuple[float, float], draws: Tensor) -> Tensor:
@@ -174,7 +181,7 @@ def _after(outer: Tensor, inner: Tensor) -> Tensor:
 def _colours(tones: Tensor, hue: Tensor, middle: Tensor, contrast: Tensor, chroma: Tensor) -> Tensor:
     """Return the two colours of each layer (N, L, 2, 3): one hue, one darker; plain layers have the same one twice."""
     angle = _WARM_HUE + math.pi * tones + (2 * hue - 1) * _HUE_SPREAD
-    channels = torch.tensor([0.0, 2 * math.pi / 3, -2 * math.pi / 3], dtype=torch.float64)
+    channels = _on(hue.device, _CHANNELS)
     tint = _between(_CHROMA, chroma)[..., None] * (angle[..., None] - channels).cos()
     half = _between(_CONTRAST, contrast) / 2
     half[:, _PLAIN_LAYERS] = 0

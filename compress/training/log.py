@@ -28,6 +28,8 @@ class EpochRow:
         val_loss: mean loss of the task on the evaluation split, without smoothing.
         images_per_s: training images of all processes per second.
         seconds: time of training, without evaluation and checkpoints.
+        waited: share of that time in which the first process's device had no step to compute, because pictures were
+            read, decoded or drawn; None = not known (of a checkpoint of an earlier version).
         val: figures of the task's metric on the evaluation split by name, those of a classifier left out.
     """
 
@@ -41,6 +43,7 @@ class EpochRow:
     val_loss: float | None = None
     images_per_s: float
     seconds: float
+    waited: float | None = None
     val: Mapping[str, float] = field(default_factory=dict)
 
     def figure(self, name: str) -> float | None:
@@ -52,9 +55,10 @@ class EpochRow:
         """Return the epoch's figures as a line of a log; `epochs` is the length of the training."""
         value = self.figure(metric.name)
         tested = "" if value is None else f", {metric.title} {metric.text(value)}"
+        waited = "" if self.waited is None else f", {100 * self.waited:.0f} % of it waiting for pictures"
         return (
             f"epoch {self.epoch} of {epochs}, loss {self.train_loss:.4g}{tested}, {self.images_per_s:.0f} images/s, "
-            f"{self.seconds:.0f} s"
+            f"{self.seconds:.0f} s{waited}"
         )
 
 

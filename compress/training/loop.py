@@ -43,6 +43,7 @@ from compress.training.outputs import OutputsOf
 from compress.training.position import Position
 from compress.training.prepare import check_models, example_images, not_finite, surroundings, to_channels_last, wrap
 from compress.training.spec import TrainSpec, check_train_spec
+from compress.training.waiting import Waiting
 
 READ_EVERY = 20
 
@@ -135,6 +136,7 @@ class _Training:
         self.first_epoch = 0
         self.position = Position()
         self.unread: list[Tensor] = []
+        self.waiting = Waiting(device)
         self.plan = BatchPlan(
             batch_size=batch_size, epoch=0, rank=processes.rank, world_size=processes.world_size, drop_last=True
         )
@@ -252,7 +254,8 @@ class _Training:
         return torch.stack([mean * len(targets), hits, mean.new_full((), len(targets))])
 
     def _next(self, batches: Iterator[Batch]) -> Batch:
-        batch = next(batches, None)
+        with self.waiting:
+            batch = next(batches, None)
         if batch is None or not len(batch[1]):
             raise DataError(
                 f"the training split ran out of images in epoch {self.position.epoch + 1}: it promised "
@@ -268,6 +271,7 @@ class _Training:
         self.unread.clear()
         now = time.perf_counter()
         self.position.seconds += now - self.mark
+        self.position.waited += self.waiting.seconds()
         self.mark = now
         for i, (loss, correct, images) in enumerate(rows):
             if not math.isfinite(loss):
@@ -293,6 +297,7 @@ class _Training:
             val_loss=seen.loss if seen else None,
             images_per_s=position.images / position.seconds,
             seconds=position.seconds,
+            waited=min(1.0, position.waited / position.seconds),
             val=values,
         )
         self.position = Position(epoch=done, history=[*position.history, row])

@@ -20,6 +20,7 @@ class Position:
     correct: float = 0.0
     images: float = 0.0
     seconds: float = 0.0
+    waited: float = 0.0  # of the seconds, without a step to compute
     history: list[EpochRow] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)  # files of the training split that could not be read
 

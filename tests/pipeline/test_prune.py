@@ -42,15 +42,15 @@ MASKED = ("block1.conv1", "block1.conv2", "block2.conv1", "block2.conv2")
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
     """A run's folder, and the numbers of the epochs that its training images were loaded for, in order."""
-    out, epochs, load = tmp_path_factory.mktemp("prune") / "run", [], MemorySplit.load
+    out, epochs, draw = tmp_path_factory.mktemp("prune") / "run", [], MemorySplit.draw
 
     def watched(self, indices, *, epoch, device):
         if epoch is not None and epochs[-1:] != [epoch]:
             epochs.append(epoch)
-        return load(self, indices, epoch=epoch, device=device)
+        return draw(self, indices, epoch=epoch, device=device)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MemorySplit, "load", watched)
+        patch.setattr(MemorySplit, "draw", watched)
         run(RECIPE, "prune", out, device="cpu")
     return out, epochs
 

@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from torch import fx, nn
 from torch.nn import functional as F
 
-from compress.data.base import BatchPlan
+from compress.data.base import BatchPlan, DataSet
 from compress.errors import CheckpointError, CompressError, DataError, ModelError, RecipeError
 from compress.progress import NoProgress
+from compress.tasks import classification
 from compress.training import Processes, QATSpec, TrainSpec, evaluate, fit
 from tests.training.toy import ToySplit, WithAuxiliary, convnet, linear, smooth, toy_data
 
@@ -323,3 +324,25 @@ def test_data_that_run_out_are_an_error():
     data.train.batches = lambda plan, device: iter([data.train.load([0, 1], epoch=0, device=device)])
     with pytest.raises(DataError, match="ran out of images in epoch 1"):
         train(linear(), data=data)
+
+
+def test_the_log_says_the_share_of_waiting_for_pictures(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+
+    class Slow(ToySplit):
+        def batches(self, plan, *, device="cpu"):
+            for batch in super().batches(plan, device=device):
+                clock[0] += 3.0
+                yield batch
+
+    def step(*_):
+        clock[0] += 1.0
+
+    spec = TrainSpec(epochs=2, warmup_epochs=0)
+    data = DataSet(train=Slow(48), val=ToySplit(22))
+    report = fit(linear(), data, spec, batch_size=8, folder=tmp_path, after_step=step)
+    assert [row.waited for row in report.history] == [0.75, 0.75]
+    assert "75 % of it waiting for pictures" in report.history[0].sentence(2, classification(4).metric)
+    with (tmp_path / "train.csv").open() as file:
+        assert [row["waited"] for row in csv.DictReader(file)] == ["0.75", "0.75"]
