@@ -24,9 +24,10 @@ from compress.graph.inputs import Inputs
 from compress.graph.ops import node_module
 from compress.graph.parametrized import bake
 from compress.graph.trace import trace
-from compress.quantization.modules import can_quantize
+from compress.quantization.modules import can_quantize, weight_axis
 from compress.quantization.numerics import QuantFormat, quantize_tensor
 from compress.quantization.quantizer import Quantizer, quantizers
+from compress.quantization.spec import MOST_BITS
 
 
 def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32") -> nn.Module:
@@ -167,11 +168,7 @@ def _floats(value: Any) -> Any:
 
 
 def _fold_kept_batchnorm(graph_module: fx.GraphModule) -> None:
-    """Fold the BatchNorm that `batchnorm: keep` has left: integers stay, and ranges grow by |gamma / sigma|.
-
-    Raises:
-        ExportError: a BatchNorm follows a weight with one scale for all channels.
-    """
+    """Fold the BatchNorm that `batchnorm: keep` has left: integers stay, and ranges grow by |gamma / sigma|."""
     for node in list(graph_module.graph.nodes):
         pair = foldable_pair(node)
         if pair is None:
@@ -179,15 +176,31 @@ def _fold_kept_batchnorm(graph_module: fx.GraphModule) -> None:
         layer, norm = node_module(pair[0]), node_module(pair[1])
         if not can_quantize(layer).startswith("is quantized"):
             continue
-        quantizer = cast(Quantizer, layer.weight_quantizer)
-        if quantizer.format.axis is None:
-            raise ExportError(
-                f"{pair[0].target}: a BatchNorm kept through training cannot fold into a weight with one scale for all "
-                "channels; use weights.axis 0 or batchnorm: fold"
-            )
         statistics: Any = norm
         factor = torch.rsqrt(statistics.running_var + statistics.eps)
         if statistics.weight is not None:
             factor = factor * statistics.weight
+        quantizer = _quantizer_by_channel(layer, flips=bool((factor < 0).any()))
         quantizer.set_amax(quantizer.amax * factor.detach().abs().clamp_min(torch.finfo(torch.float32).tiny * 256))
     fold_batchnorm(graph_module)
+
+
+def _quantizer_by_channel(layer: Any, *, flips: bool) -> Quantizer:
+    """Return the layer's weight quantizer with a scale for each channel, and integers that BatchNorm may negate.
+
+    The negative of the lowest integer of a range that is not symmetric is beyond its end. Then the weight is rounded
+    here, and a quantizer of one more bit and the same scale holds it and its negative.
+    """
+    old, axis = cast(Quantizer, layer.weight_quantizer), weight_axis(layer)
+    quant_format, amax = old.format, old.scale.detach() * old.format.high
+    if flips and not quant_format.narrow and quant_format.num_bits < MOST_BITS:
+        if parametrize.is_parametrized(layer):
+            bake(layer, "weight")
+        layer.weight.data = layer.quantized_weight.detach()
+        quant_format = dataclasses.replace(quant_format, num_bits=quant_format.num_bits + 1, narrow=True)
+        amax = old.scale.detach() * quant_format.high
+    channels = layer.weight.shape[axis]
+    new = Quantizer(dataclasses.replace(quant_format, axis=axis), channels=channels, name=old.name).to(amax.device)
+    new.set_amax(amax.expand(channels))
+    layer.weight_quantizer = new
+    return new

@@ -11,9 +11,9 @@ from pydantic import Field
 from compress.errors import QuantizationError
 from compress.validation import AtLeastOne, BatchSize, NotNegative, Positive, Seed, Share, ShareBelowOne, validate
 
-Target = Literal["tensorrt", "openvino", "onnxruntime"]
+Target = Literal["tensorrt", "openvino", "onnxruntime", "any"]
 Residual = Literal["identity", "both", "none"]
-CalibratorName = Literal["max", "percentile", "entropy", "mse"]
+CalibratorName = Literal["max", "percentile", "entropy", "mse", "lsq"]
 Kind = Literal["int", "e4m3"]
 BiasCorrection = Literal["analytic", "empirical"]
 Head = Literal["auto", "float", "quantize"]
@@ -23,6 +23,7 @@ LEAST_BITS, MOST_BITS = 2, 8
 Bits = Annotated[int, Field(ge=LEAST_BITS, le=MOST_BITS)]
 Percentile = Annotated[float, Field(gt=0, le=100)]
 TARGETS: tuple[Target, ...] = get_args(Target)
+"""`any` follows no engine: inputs and weights of products alone, as papers on low bits do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,8 @@ class ActivationSpec:
         calibrator: method that chooses `amax`; the network's input, which is bounded, always keeps its whole range
             (`max`). `entropy` is the best by a little on natural images, and the worst by far where values crowd at a
             few places (drawings, ReLU6): 98.4 to 21 % on MobileNetV2 of digits. `mse` is safe on both.
+            `lsq` is where training learned scales begins (arXiv 1902.08153, section 2.1): a range from the mean
+            magnitude, for few bits.
         percentile: share of magnitudes within `amax`, in percent, for calibrator `percentile`.
         kind: `int`, or `e4m3` for FP8 (with num_bits 8, calibrator `max` or `percentile`, weights and activations
             alike).
@@ -115,10 +118,14 @@ class QuantSpec:
     """Quantization of a network.
 
     Attributes:
-        target: engine whose placement rules are followed.
+        target: engine whose placement rules are followed; `any` has no engine's limits: inputs and weights of products
+            alone are quantized, unsigned where they are never negative, and weights of fewer than 8 bits use all
+            2**num_bits integers.
         calibration_images: images of the training split that ranges are measured on.
         weights, activations: defaults for all layers.
         rules: exceptions, in order, the last match wins; one that matches nothing is an error.
+        first_last_bits: bits of the weights and inputs of the first and the last layer, which most papers leave at 8;
+            None = those of the others. A rule that matches such a layer decides instead.
         residual: inputs of a residual sum that are quantized: `identity`, `both` or `none`; None = as the target's
             table says.
         head: `auto` leaves a detection head's last convolutions, its decoding of boxes and its expectations over a
@@ -144,6 +151,7 @@ class QuantSpec:
     weights: WeightSpec = field(default_factory=WeightSpec)
     activations: ActivationSpec = field(default_factory=ActivationSpec)
     rules: tuple[Rule, ...] = ()
+    first_last_bits: Bits | None = None
     residual: Residual | None = None
     head: Head = "auto"
     batchnorm: Literal["fold", "keep"] = "fold"

@@ -33,6 +33,7 @@ from compress.progress import Progress
 from compress.tasks import Task, classification
 from compress.training.average import WeightAverage
 from compress.training.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
+from compress.training.damping import damping_loss, damping_strength
 from compress.training.distributed import SINGLE, Processes, average_running_statistics, broadcast_state
 from compress.training.evaluate import QUIET, Evaluation, autocast, evaluate
 from compress.training.freezing import drop_frozen_gradients, freeze_batchnorm, frozen
@@ -42,7 +43,7 @@ from compress.training.optim import learning_rate, make_optimizer
 from compress.training.outputs import OutputsOf
 from compress.training.position import Position
 from compress.training.prepare import check_models, example_images, not_finite, surroundings, to_channels_last, wrap
-from compress.training.spec import TrainSpec, check_train_spec
+from compress.training.spec import QATSpec, TrainSpec, check_train_spec
 from compress.training.waiting import Waiting
 
 READ_EVERY = 20
@@ -246,6 +247,9 @@ class _Training:
                 with torch.no_grad():
                     taught = None if self.teach is None else self.teach(images)
             loss = training_loss(self.task, outputs, targets, taught, self.spec)
+            if isinstance(self.spec, QATSpec) and self.spec.damping:
+                share = self.step / (self.spec.epochs * self.steps_per_epoch)
+                loss = loss + damping_strength(self.spec.damping, share) * damping_loss(self.model)
             self.scaler.scale(loss * (self.share / group)).backward()
         mean = loss.detach().double()
         with torch.no_grad():

@@ -86,6 +86,10 @@ class QATSpec(TrainSpec):
             on GPUs with Triton. `int8` also runs the forward pass of convolutions on INT8 tensor cores, where they can;
             it is faster still with `compile`. The trained network is the same.
         scales: `fixed` = ranges stay those of calibration; `learned` = they are trained too (LSQ, arXiv 1902.08153).
+        normalize_weights: normalize weights of fewer than 8 bits before they are rounded (arXiv 1909.13144, section
+            2.3).
+        damping: peak strength of the loss that pulls weights to the centre of their integer, which keeps those of
+            depthwise convolutions from oscillating (arXiv 2203.11086, section 4.1), such as 0.001; 0 = none.
         freeze_ranges_epoch: epoch, counted from 0, after which learned ranges no longer change; None = never.
         freeze_batchnorm_epoch: epoch after which BatchNorm's statistics no longer change, where
             quantization.batchnorm is `keep`; None = never.
@@ -97,6 +101,8 @@ class QATSpec(TrainSpec):
     distill: bool = True
     fused: Fused = "auto"
     scales: Scales = "fixed"
+    normalize_weights: bool = False
+    damping: NotNegative = 0.0
     freeze_ranges_epoch: NotNegativeInt | None = None
     freeze_batchnorm_epoch: NotNegativeInt | None = None
 

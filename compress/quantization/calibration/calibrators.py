@@ -14,9 +14,9 @@ amax of the tensor's channels, so that its scale is a usable number.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any, cast, get_args
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -252,43 +252,6 @@ class HistogramCalibrator(Calibrator):
         dist.all_reduce(self._counted.counts, group=group)
 
 
-def choose_together(calibrators: Iterable[Calibrator]) -> None:
-    """Prepare `compute_amax` of many calibrators whose statistics are on GPUs, so that it need not wait for one.
-
-    All statistics are read at once, and calibrators of one kind choose their ranges at once. On a CPU each chooses by
-    itself, because there the arithmetic takes the time and not the launches.
-    """
-    found = [(c, largest) for c in calibrators if (largest := c._largest()) is not None]
-    found = [(calibrator, largest) for calibrator, largest in found if largest.device.type != "cpu"]
-    alike: dict[Any, list[HistogramCalibrator]] = {}
-    copies = on_host([largest for _, largest in found])
-    for (calibrator, largest), copy in zip(found, copies, strict=True):
-        calibrator._read = copy
-        if isinstance(calibrator, HistogramCalibrator) and calibrator.axis is None:
-            alike.setdefault((type(calibrator), largest.device, calibrator._options()), []).append(calibrator)
-    for group in alike.values():
-        together([cast(Histogram, calibrator._counted) for calibrator in group], group)
-
-
-def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of small tensors of one type on the CPU, waiting for each device once."""
-    found: dict[int, Tensor] = {}
-    for device in {tensor.device for tensor in tensors}:
-        places = [i for i, tensor in enumerate(tensors) if tensor.device == device]
-        flat = torch.cat([tensors[i].detach().reshape(-1) for i in places]).cpu()
-        parts = flat.split([tensors[i].numel() for i in places])
-        found.update({i: part.reshape(tensors[i].shape).clone() for i, part in zip(places, parts, strict=True)})
-    return [found[i] for i in range(len(tensors))]
-
-
-def together(histograms: Sequence[Histogram], group: Sequence[HistogramCalibrator]) -> None:
-    """Choose the ranges of a `group` of calibrators of one kind and options from their histograms."""
-    counts = torch.cat([h.counts for h in histograms])
-    chosen = group[0]._choose_bin(counts, torch.cat([h.width for h in histograms]).nan_to_num()).cpu()
-    for calibrator, own in zip(group, chosen.split(1), strict=True):
-        calibrator._chosen = own
-
-
 def _largest_of_all(amax: Tensor, group: ProcessGroup | None) -> Tensor:
     """Return the maximum over processes; NaN is sent as Inf, because not every backend's MAX propagates NaN."""
     amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)
@@ -341,6 +304,41 @@ class MSECalibrator(HistogramCalibrator):
         return mse_amax(counts, width, num_bits=self.num_bits, unsigned=not self.signed)
 
 
+class LSQCalibrator(MaxCalibrator):
+    """A step of 2 E|v| / sqrt(Qp), where learned step sizes begin (Esser et al., arXiv 1902.08153, section 2.1).
+
+    At many bits that range would be wider than the values; it ends at the largest magnitude.
+    """
+
+    _sums: Tensor | None  # (2, rows) float64: of the magnitudes, and their number
+
+    def __init__(self, *, num_bits: int = 8, signed: bool = True, axis: int | None = None) -> None:
+        super().__init__(axis=axis)
+        self.high = 2 ** (num_bits - signed) - 1
+
+    def _observe(self, rows: Tensor) -> None:
+        super()._observe(rows)
+        sums = rows.abs().sum(1, dtype=torch.float64)
+        self._sums = torch.stack([sums, torch.full_like(sums, rows.shape[1])]) + (
+            0 if self._sums is None else self._sums
+        )
+
+    def _choose(self, largest: Tensor) -> Tensor:
+        sums = torch.ones(2, 1, dtype=torch.float64) if self._sums is None else self._sums
+        mean = (sums[0] / sums[1]).to(largest.device)
+        return torch.minimum((2 * math.sqrt(self.high) * mean).float(), largest)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._sums = None
+
+    def _reduce(self, group: ProcessGroup | None, device: torch.device) -> None:
+        super()._reduce(group, device)
+        empty = torch.zeros(2, self._channels, dtype=torch.float64, device=device)
+        self._sums = empty if self._sums is None else self._sums
+        dist.all_reduce(self._sums, group=group)
+
+
 CALIBRATORS: tuple[str, ...] = get_args(CalibratorName)
 
 
@@ -350,7 +348,7 @@ def make_calibrator(
     """Return the calibrator called `name`; arguments that it does not need are ignored.
 
     Args:
-        name: `max`, `percentile`, `entropy` or `mse`.
+        name: `max`, `percentile`, `entropy`, `mse` or `lsq`.
         num_bits: width of the quantized values, 2 to 8.
         axis: the channel axis; None = one amax for the whole tensor.
         signed: False where the integers start at zero, so that all 2**num_bits of them lie above it.
@@ -369,6 +367,8 @@ def make_calibrator(
         return EntropyCalibrator(num_bits=num_bits, signed=signed, axis=axis)
     if name == "mse":
         return MSECalibrator(num_bits=num_bits, signed=signed, axis=axis)
+    if name == "lsq":
+        return LSQCalibrator(num_bits=num_bits, signed=signed, axis=axis)
     raise CalibrationError(
         f"there is no calibrator {name!r}{near_misses(name, CALIBRATORS)}: choose one of {', '.join(CALIBRATORS)}"
     )

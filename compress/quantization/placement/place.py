@@ -230,7 +230,9 @@ def _activation_row(origin: Node, asked: list[_Traced], name: str, quant_format:
 
 
 def _weight_row(site: WeightSite) -> Decision:
-    scales = "per output channel, symmetric" if site.format.axis is not None else "per tensor, symmetric"
+    scales = ("per output channel" if site.format.axis is not None else "per tensor") + (
+        ", symmetric" if site.format.narrow else f", {site.format.low} to {site.format.high}"
+    )
     return Decision(
         tensor=f"{site.path}.weight",
         layer=site.path,

@@ -12,7 +12,7 @@ from compress.quantization.placement.residual import fused_branch, is_residual_a
 from compress.quantization.placement.rules import LayerSettings
 from compress.quantization.placement.targets import TargetTable
 from compress.quantization.placement.view import Node
-from compress.quantization.spec import WeightSpec
+from compress.quantization.spec import MOST_BITS, WeightSpec
 
 _FLOAT32_PRODUCT = (
     "the model casts what it multiplies to float32 (`.float()`), as linear attention does where values and their "
@@ -84,7 +84,7 @@ def requests_of(
         found.refuse(node, "cannot quantize", f"{node.layer} {node.refusal}")
         return found
     if node.kind in WEIGHTED:
-        found.weight = _weight_site(node, own.weights)
+        found.weight = _weight_site(node, own.weights, table)
     if residual:
         _request_residual(found, node, table, settings, depth)
     elif node.kind in table.inputs:
@@ -178,10 +178,11 @@ def _is_spatial_mean(node: Node) -> bool:
     return bool(node.tensors) and len(node.tensors[0].shape or ()) == 4 and node.axes == frozenset({2, 3})
 
 
-def _weight_site(node: Node, spec: WeightSpec) -> WeightSite:
+def _weight_site(node: Node, spec: WeightSpec, table: TargetTable) -> WeightSite:
     parameters = node.parameters
     axis = parameters.axis if parameters is not None and spec.axis is not None else None
     if axis == 1 and parameters is not None and parameters.groups != 1:
         axis = None  # the axis holds the outputs of one group only; a scale for each does not exist in ONNX
-    quant_format = QuantFormat(num_bits=spec.num_bits, axis=axis, narrow=True, kind=spec.kind)
+    narrow = not table.all_integers or spec.num_bits == MOST_BITS
+    quant_format = QuantFormat(num_bits=spec.num_bits, axis=axis, narrow=narrow, kind=spec.kind)
     return WeightSite(path=node.path, format=quant_format, spec=spec)

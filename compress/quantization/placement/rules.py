@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compress.errors import QuantizationError, near_misses
+from compress.graph.traits import WEIGHTED
 from compress.quantization.placement.view import GraphView, Node
 from compress.quantization.spec import ActivationSpec, QuantSpec, Rule, WeightSpec
 
@@ -42,14 +43,25 @@ def resolve_rules(view: GraphView, spec: QuantSpec) -> dict[Node, LayerSettings]
                 f"quantization.rules: match {rule.match!r} matches no layer{hint}; "
                 "`python -m compress inspect model` lists the names, and globs such as 'layer1.*' are allowed"
             )
-    return {node: _settings(names.get(node, set()), spec) for node in view.nodes}
+    ends = _ends(named) if spec.first_last_bits is not None else set()
+    return {node: _settings(names.get(node, set()), spec, end=node in ends) for node in view.nodes}
 
 
-def _settings(names: set[str], spec: QuantSpec) -> LayerSettings:
+def _ends(nodes: list[Node]) -> set[Node]:
+    """Return the first and the last layer with weights."""
+    weighted = [node for node in nodes if node.kind in WEIGHTED]
+    return {weighted[0], weighted[-1]} if weighted else set()
+
+
+def _settings(names: set[str], spec: QuantSpec, *, end: bool) -> LayerSettings:
     last: Rule | None = None
     for rule in spec.rules:
         if _matches(rule, names):
             last = rule
+    if last is None and end and spec.first_last_bits is not None:
+        bits = spec.first_last_bits
+        weights, activations = replace(spec.weights, num_bits=bits), replace(spec.activations, num_bits=bits)
+        return LayerSettings(enable=True, weights=weights, activations=activations)
     if last is None:
         return LayerSettings(enable=True, weights=spec.weights, activations=spec.activations)
     return LayerSettings(

@@ -39,6 +39,8 @@ class TargetTable:
             concat (8 to 20 dB from fake quantization; an AMD EPYC with AVX512-VNNI, CPUs with AMX not tried). It leaves
             inputs of matrix products signed, and refuses the other form there after some concats.
         stays_float: kinds that stay float, each with the reason.
+        all_integers: weights of fewer than 8 bits use all 2**num_bits integers. Engines want symmetric ones, and of 2
+            bits those are three of four.
     """
 
     inputs: dict[str, str]
@@ -51,6 +53,7 @@ class TargetTable:
     unsigned: bool = False
     offset: frozenset[str] = frozenset()
     stays_float: dict[str, str] = field(default_factory=dict)
+    all_integers: bool = False
 
 
 _WEIGHTED = {
@@ -108,4 +111,5 @@ TABLES: dict[Target, TargetTable] = {
         offset=frozenset({*_WEIGHTED, *_POOLS, "add"}),
         stays_float=_CPU_FLOAT,
     ),
+    "any": TargetTable(inputs=_WEIGHTED, residual="none", unsigned=True, all_integers=True, stays_float=_FLOAT),
 }

@@ -1,0 +1,49 @@
+"""The page of the study, from its rows."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+from analysis.common.study import Row, listed, report_from_file
+
+
+def rows_of(folder: Path) -> list[Row]:
+    """Return the rows that were written."""
+    path = folder / "rows.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def write(folder: Path) -> str:
+    """Write `low_bits.md` into the folder of the rows, and return it."""
+    about = json.loads((folder / "about.json").read_text())
+    jobs: dict[str, list[Row]] = {}
+    for row in rows_of(folder):
+        jobs.setdefault(row["job"], []).append(row)
+    lines = [
+        "# Training at few bits on CIFAR-10",
+        "",
+        f"`{about['command']}`; {listed(about['software'])}. The pictures are a JPEG copy of CIFAR-10: compare gaps, "
+        "not absolutes. Gap: mean difference to the float network that each seed began from, in points, and the "
+        "deviation between seeds.",
+        "",
+        "| training | seeds | top-1 % | float % | gap | epochs | images/s | step |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, rows in jobs.items():
+        top1 = statistics.mean(r["top1"] for r in rows)
+        gaps = [r["top1"] - r["float_top1"] for r in rows if r["float_top1"] is not None]
+        spread = f" ± {statistics.stdev(gaps):.2f}" if len(gaps) > 1 else ""
+        gap = f"{statistics.mean(gaps):+.2f}{spread}" if gaps else ""
+        base = f"{statistics.mean(r['float_top1'] for r in rows):.2f}" if gaps else ""
+        speed = statistics.mean(r["images_per_s"] for r in rows)
+        cells = (name, len(rows), f"{top1:.2f}", base, gap, rows[0]["epochs"], f"{speed:,.0f}", rows[0]["mode"])
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    page = "\n".join(lines) + "\n"
+    (folder / "low_bits.md").write_text(page)
+    return page
+
+
+if __name__ == "__main__":
+    report_from_file(__doc__, lambda path: write(path.parent))
