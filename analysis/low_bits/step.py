@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,7 @@ class Momentum:
     """SGD with Nesterov momentum in operations that a CUDA graph records; the learning rate is a tensor."""
 
     def __init__(self, model: nn.Module, spec: TrainSpec, lr: Tensor) -> None:
-        self.groups: Any = parameter_groups(model, spec.weight_decay)
+        self.groups = cast("list[dict[str, Any]]", parameter_groups(model, spec.weight_decay))
         self.lr, self.momentum = lr, spec.momentum
         self.buffers = [[torch.zeros_like(p) for p in group["params"]] for group in self.groups]
 
