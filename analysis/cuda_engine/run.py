@@ -12,7 +12,8 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,10 +23,11 @@ import torch
 from torch import Tensor
 
 from analysis.common.study import command_line, gpu_software, study_parser
-from analysis.cuda_engine.baseline import MODES, compiled
+from analysis.cuda_engine.baseline import SETTINGS, Baseline
+from analysis.cuda_engine.call_time import call_ms
 from analysis.cuda_engine.fp16 import fp16_ms
 from analysis.cuda_engine.networks import image_size, images, qdq_file
-from analysis.cuda_engine.table import table
+from analysis.cuda_engine.table import head, table
 from compress.engines import build_engine
 from compress.engines.cuda.costs import cost_of
 from compress.engines.cuda.engine import CudaEngine
@@ -34,6 +36,9 @@ from compress.engines.cuda.program import Program
 from compress.files import write_json
 
 Report = dict[str, Any]
+Built = tuple[Program, dict[str, Tensor], Report]
+_MOST_S = 75.0
+"""Seconds of one network's part at most."""
 
 
 class BudgetSpentError(BaseException):
@@ -45,9 +50,6 @@ def main() -> None:
     parser = study_parser(__doc__, out="results/cuda_engine")
     parser.add_argument("--networks", nargs="+", default=["resnet50:128"], metavar="NAME:BATCH")
     parser.add_argument("--baseline", action="store_true", help="torch.compile in fp16 too, with CUDA graphs")
-    parser.add_argument(
-        "--autotuned", nargs="*", default=[], metavar="NAME:BATCH", help="mode='max-autotune' for these"
-    )
     parser.add_argument("--budget-s", type=float, default=480.0, help="of the whole; default: 480")
     parser.add_argument("--prepare-s", type=float, default=180.0, help="of compiling before anything is timed")
     parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes that compile")
@@ -55,80 +57,73 @@ def main() -> None:
     parser.add_argument("--files", type=Path, default=Path("/tmp/cuda_engine_files"))
     parser.add_argument("--tiny", action="store_true", help="on the CPU, in exact arithmetic")
     arguments = parser.parse_args()
-    report: Report = {"command": command_line(), "networks": [], "failed": []}
-
-    def stop(*_: object) -> None:
-        raise BudgetSpentError
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, arguments.budget_s)
-    asked, autotuned = _pairs(arguments.networks), _pairs(arguments.autotuned)
+    asked = [(name, int(batch or 128)) for name, _, batch in (word.partition(":") for word in arguments.networks)]
+    report: Report = {"command": command_line(), "baseline": SETTINGS, "networks": [], "failed": []}
     plan = arguments.out / "plan.json"
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.plan is not None and arguments.plan.is_file():
         plan.write_bytes(arguments.plan.read_bytes())
-    programs: list[tuple[Program, dict[str, Tensor], Report]] = []
-    try:
-        report["machine"] = gpu_software("triton")
-        if not arguments.tiny:
-            report["prepared"] = _prepared(asked, autotuned, arguments)
+    end, built = time.monotonic() + arguments.budget_s, list[Built]()
+    report["machine"] = gpu_software("triton")
+    baselines = {pair: Baseline(*pair) for pair in asked} if arguments.baseline else {}
+    if not arguments.tiny:
+        report["prepared"] = _prepared(asked, arguments)
+        print(report["prepared"], flush=True)
+    for name, batch in asked:
+        row: Report = {"network": name, "batch": batch}
+        report["networks"].append(row)
+        jobs = 0 if "kernels in" in report.get("prepared", {}).get(f"{name}:{batch}", "") else arguments.jobs
+        with _part(report, f"{name} b{batch}", end):
+            _network(plan, arguments, row, jobs, built)
+        if (name, batch) in baselines:
+            row |= baselines[name, batch].measured(max(0.0, min(_MOST_S, end - time.monotonic())))
+        write_json(arguments.out / "cuda_engine.json", report)
+        print(head(row), flush=True)
+    for what in (_layers, _check):
+        for program, x, row in built:
+            with _part(report, f"{row['network']} {what.__name__}", end):
+                what(program, x, row)
             write_json(arguments.out / "cuda_engine.json", report)
-        for name, batch in asked:
-            row: Report = {"network": name, "batch": batch, "jobs": _jobs(report, name, batch, arguments)}
-            report["networks"].append(row)
-            modes = [MODES[0]] * arguments.baseline + [MODES[1]] * ((name, batch) in autotuned)
-            for mode in modes:
-                _guarded(report, f"{name} b{batch} {mode}", partial(_baseline, name, batch, mode, row))
-            _guarded(report, f"{name} b{batch}", partial(_network, plan, arguments, row, programs))
-            write_json(arguments.out / "cuda_engine.json", report)
-        for program, x, row in programs:
-            _guarded(report, f"{row['network']} check", partial(_check, program, x, row))
-            write_json(arguments.out / "cuda_engine.json", report)
-    except BudgetSpentError:
-        report["failed"].append("no time left")
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    write_json(arguments.out / "cuda_engine.json", report)
     print(table(report), flush=True)
     os._exit(0)  # a process that still compiles would keep the terminal's pipe open
 
 
-def _pairs(words: Sequence[str]) -> list[tuple[str, int]]:
-    return [(name, int(batch or 128)) for name, _, batch in (word.partition(":") for word in words)]
-
-
-def _prepared(asked: Sequence[tuple[str, int]], autotuned: Sequence[tuple[str, int]], arguments: Any) -> Report:
+def _prepared(asked: Sequence[tuple[str, int]], arguments: Any) -> Report:
     from analysis.cuda_engine.ahead import prepared  # lazy: --tiny runs where Triton is not installed
 
-    baselines = [(*pair, MODES[1]) for pair in autotuned]
-    baselines += [(*pair, MODES[0]) for pair in asked] if arguments.baseline else []
-    jobs = max(1, arguments.jobs - 4)
-    return prepared(asked, arguments.files, baselines, seconds=arguments.prepare_s, jobs=jobs)
+    jobs, device = max(1, arguments.jobs - 4), torch.device("cuda")
+    return dict(prepared(asked, arguments.files, seconds=arguments.prepare_s, jobs=jobs, device=device))
 
 
-def _jobs(report: Report, name: str, batch: int, arguments: Any) -> int:
-    """Processes that compile a network's kernels while it is built: none if all of them were compiled ahead."""
-    found = report.get("prepared", {}).get(f"{name}:{batch} kernels", "")
-    return 0 if " in " in found else int(arguments.jobs)
+@contextmanager
+def _part(report: Report, what: str, end: float) -> Iterator[None]:
+    """Limit a part of the study in time; its failure is noted, and the next part follows."""
 
+    def stop(*_: object) -> None:
+        raise BudgetSpentError
 
-def _guarded(report: Report, what: str, run: Any) -> None:
-    """Run; a failure is noted, and the next network is measured."""
     try:
-        run()
+        signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, max(0.01, min(_MOST_S, end - time.monotonic())))
+        yield
+    except BudgetSpentError:
+        report["failed"].append(f"{what}: no time left")
     except Exception as error:
         trace = traceback.format_exc()[-1500:]
         report["failed"].append(f"{what}: {type(error).__name__}: {str(error)[:300]} | {trace}")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _since(start: float) -> float:
     return round(time.monotonic() - start, 2)
 
 
-def _network(plan: Path, arguments: Any, row: Report, programs: list[Any]) -> None:
+def _network(plan: Path, arguments: Any, row: Report, jobs: int, built: list[Built]) -> None:
     """Build and time one network at one batch size."""
     path = qdq_file(row["network"], arguments.files)
-    options: dict[str, Any] = {"device": "cpu"} if arguments.tiny else {"plan": str(plan), "jobs": str(row["jobs"])}
+    options: dict[str, Any] = {"device": "cpu"} if arguments.tiny else {"plan": str(plan), "jobs": str(jobs)}
+    row["compiled_ahead"] = not jobs
     start = time.monotonic()
     engine = cast(CudaEngine, build_engine(path, "cuda", batch_size=row["batch"], **options))
     row["build_s"] = _since(start)
@@ -142,13 +137,12 @@ def _network(plan: Path, arguments: Any, row: Report, programs: list[Any]) -> No
     x = images(row["batch"], image_size(row["network"]))
     given = {engine.inputs[0].name: x.to(program.executor.device)}
     if not arguments.tiny:
-        times = engine.gpu_times({engine.inputs[0].name: x.numpy()}, warmup=20, runs=50)
+        row["ms"], row["waiting_ms"] = call_ms(partial(engine.run_tensors, given))
+        row["images_per_s"] = row["batch"] / row["ms"] * 1e3
+        times = engine.gpu_times({engine.inputs[0].name: x.numpy()}, warmup=5, runs=20)
         assert times is not None
         row["with_copies_ms"] = float(np.median(times.total_ms))
-        row["ms"], row["waiting_ms"] = _call_ms(lambda: engine.run_tensors(given))
-        row["images_per_s"] = row["batch"] / row["ms"] * 1e3
-    _layers(row, program, given)
-    programs.append((program, given, row))
+    built.append((program, given, row))
 
 
 def _check(program: Program, x: dict[str, Tensor], row: Report) -> None:
@@ -164,7 +158,7 @@ def _check(program: Program, x: dict[str, Tensor], row: Report) -> None:
     }
 
 
-def _layers(row: Report, program: Program, x: dict[str, Tensor]) -> None:
+def _layers(program: Program, x: dict[str, Tensor], row: Report) -> None:
     """Time and work of each step, and the times of all candidates where they were measured now."""
     layout = program.layout
     row["layers"] = []
@@ -182,45 +176,6 @@ def _layers(row: Report, program: Program, x: dict[str, Tensor]) -> None:
             layer |= {"times_ms": dict(found.times_ms), "refused": dict(found.refused)}
         row["layers"].append(layer)
     row["layers_ms"] = sum(layer["ms"] for layer in row["layers"])
-
-
-def _call_ms(run: Callable[[], object], *, calls: int = 50, warmup: int = 20) -> tuple[float, float]:
-    """Milliseconds of a call: (of many that are queued one after another, median of one that is waited for).
-
-    The first is the GPU's time where the host keeps up; the second also holds the host's time before the GPU starts.
-    """
-
-    def between(action: Callable[[], object]) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        action()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end))
-
-    def queued() -> None:
-        for _ in range(calls):
-            run()
-
-    for _ in range(warmup):
-        run()
-    torch.cuda.synchronize()
-    return between(queued) / calls, float(np.median([between(run) for _ in range(calls)]))
-
-
-def _baseline(name: str, batch: int, mode: str, row: Report) -> None:
-    """torch.compile in fp16, channels_last, with its own CUDA graphs."""
-    start = time.monotonic()
-    fast, x = compiled(name, batch, mode)
-    key = "fp16" if mode == MODES[0] else "autotuned"
-    with torch.inference_mode():
-        fast(x)
-        row[f"{key}_compile_s"] = _since(start)
-        row[f"{key}_ms"], row[f"{key}_waiting_ms"] = _call_ms(partial(fast, x))
-    row[f"{key}_images_per_s"] = batch / row[f"{key}_ms"] * 1e3
-    del fast, x
-    torch.compiler.reset()
-    torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -11,19 +11,24 @@ _LEAST_SHARE = 0.015  # of a network's time; shorter layers are left out
 
 def table(report: Mapping[str, Any]) -> str:
     """Networks, each with its layers, longest first; failures last."""
-    lines = [str(report["command"]), str(report.get("machine")), str(report.get("prepared", ""))]
+    lines = [str(report["command"]), str(report.get("machine"))]
     for row in report["networks"]:
         lines += ["", *_network(row)]
     lines += [f"FAILED {text}" for text in report["failed"]]
     return "\n".join(lines)
 
 
-def _network(row: Mapping[str, Any]) -> list[str]:
+def head(row: Mapping[str, Any]) -> str:
+    """A network's figures without its layers."""
     numbers = {k: (round(v, 3) if isinstance(v, float) else v) for k, v in row.items() if k not in {"layers", "check"}}
-    for key in ("fp16", "autotuned"):
-        if row.get("ms") and row.get(f"{key}_ms"):
-            numbers[f"speedup_on_{key}"] = round(row[f"{key}_ms"] / row["ms"], 3)
-    lines = [f"== {json.dumps(numbers)}"]
+    if row.get("ms") and row.get("fp16_ms"):
+        numbers["speedup"] = round(row["fp16_ms"] / row["ms"], 3)
+        numbers["speedup_waiting"] = round(row["fp16_waiting_ms"] / row["waiting_ms"], 3)
+    return f"== {json.dumps(numbers)}"
+
+
+def _network(row: Mapping[str, Any]) -> list[str]:
+    lines = [head(row)]
     if "check" in row:
         lines.append(f"   check {json.dumps(row['check'])[:600]}")
     total = row.get("layers_ms", 0) or 1
