@@ -33,17 +33,16 @@ from compress.progress import Progress
 from compress.tasks import Task, classification
 from compress.training.average import WeightAverage
 from compress.training.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
-from compress.training.damping import damping_loss, damping_strength
 from compress.training.distributed import SINGLE, Processes, average_running_statistics, broadcast_state
 from compress.training.evaluate import QUIET, Evaluation, autocast, evaluate
 from compress.training.freezing import drop_frozen_gradients, freeze_batchnorm, frozen
 from compress.training.log import EpochRow, TrainReport, summarize, write_log
-from compress.training.losses import training_loss
 from compress.training.optim import learning_rate, make_optimizer
 from compress.training.outputs import OutputsOf
+from compress.training.passes import Passes, RecordedPasses, recordable
 from compress.training.position import Position
 from compress.training.prepare import check_models, example_images, not_finite, surroundings, to_channels_last, wrap
-from compress.training.spec import QATSpec, TrainSpec, check_train_spec
+from compress.training.spec import TrainSpec, check_train_spec, identity_of
 from compress.training.waiting import Waiting
 
 READ_EVERY = 20
@@ -151,12 +150,14 @@ class _Training:
         check_models(model, teacher, images, task=task, spec=spec)
         self.channels_last = to_channels_last(model, images, spec.channels_last, task)
         broadcast_state(model, processes)
-        self.forward, self.no_sync = wrap(model, images, task=task, spec=spec, processes=processes, device=device)
-        self.teach = OutputsOf(teacher, task.select) if teacher is not None else None
-        if self.teach is not None and spec.compile:
-            self.teach.compile()
+        forward, self.no_sync = wrap(model, images, task=task, spec=spec, processes=processes, device=device)
+        teach = OutputsOf(teacher, task.select) if teacher is not None else None
+        if teach is not None and spec.compile:
+            teach.compile()
         self.optimizer = make_optimizer(model, spec)
         self.scaler = torch.amp.GradScaler(device.type, enabled=spec.precision == "fp16")
+        passes = Passes(forward, teach, model=model, task=task, spec=spec, scaler=self.scaler, device=device)
+        self.passes = RecordedPasses(passes) if recordable(spec, processes, device) else passes
         self.average = None if spec.ema_decay is None else WeightAverage(model, spec.ema_decay)
 
     @property
@@ -241,21 +242,9 @@ class _Training:
         """Add a batch's share to the gradients; return [summed loss, correct, images], float64, not read yet."""
         if self.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
+        done = self.step / (self.spec.epochs * self.steps_per_epoch)
         with nullcontext() if last else self.no_sync():
-            with autocast(self.device, self.spec.precision):
-                outputs = self.forward(images)
-                with torch.no_grad():
-                    taught = None if self.teach is None else self.teach(images)
-            loss = training_loss(self.task, outputs, targets, taught, self.spec)
-            if isinstance(self.spec, QATSpec) and self.spec.damping:
-                share = self.step / (self.spec.epochs * self.steps_per_epoch)
-                loss = loss + damping_strength(self.spec.damping, share) * damping_loss(self.model)
-            self.scaler.scale(loss * (self.share / group)).backward()
-        mean = loss.detach().double()
-        with torch.no_grad():
-            correct = None if self.task.correct is None else self.task.correct(outputs, targets).double()
-        hits = mean.new_zeros(()) if correct is None else correct
-        return torch.stack([mean * len(targets), hits, mean.new_full((), len(targets))])
+            return self.passes(images, targets, factor=self.share / group, done=done)
 
     def _next(self, batches: Iterator[Batch]) -> Batch:
         with self.waiting:
@@ -361,8 +350,7 @@ class _Training:
         train = self.data.train
         data = {"batch_size": self.plan.batch_size, "train_images": len(train), "data_seed": train.seed}
         digest = train.fingerprint.digest()
-        spec = {key: value for key, value in asdict(self.spec).items() if value not in ({}, ())}
-        return {**spec, **data, "data_digest": digest, "first_epoch": self.first_epoch}
+        return {**identity_of(self.spec), **data, "data_digest": digest, "first_epoch": self.first_epoch}
 
     def _learning_rate(self, step: int) -> float:
         return learning_rate(

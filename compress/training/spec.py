@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from compress.errors import RecipeError, near_misses
@@ -41,6 +41,8 @@ class TrainSpec:
         precision: `fp32`, or autocast in `bf16` or `fp16` (with a gradient scaler).
         channels_last: memory format of images and weights; None = wherever the model runs in it.
         compile: run the model through torch.compile.
+        cuda_graphs: record the forward and the backward pass of a step once and replay them, so that small networks do
+            not wait for the host; on one GPU, without effect on the CPU.
         distill: learn from the float model's logits too.
         distill_weight: share of the distillation loss.
         distill_temperature: softmax temperature of both models (Hinton et al., arXiv 1503.02531).
@@ -67,6 +69,7 @@ class TrainSpec:
     precision: Precision = "fp32"
     channels_last: bool | None = None
     compile: bool = False
+    cuda_graphs: bool = False
     distill: bool = False
     distill_weight: Share = 0.5
     distill_temperature: Positive = 2.0
@@ -124,6 +127,22 @@ class FinetuneSpec(TrainSpec):
 _SECTIONS: dict[type[TrainSpec], str] = {TrainSpec: "train", QATSpec: "qat", FinetuneSpec: "finetune"}
 
 
+_SPEED = {"cuda_graphs"}
+"""Keys that change the speed alone: a training may go on with another value."""
+_ADDED = {"damping", "normalize_weights"}
+"""Keys that checkpoints of earlier versions do not hold: left out where they have their default."""
+
+
+def identity_of(spec: TrainSpec) -> dict[str, Any]:
+    """Return what a training must have in common with the checkpoint from which it goes on."""
+    default = type(spec)()
+    return {
+        key: value
+        for key, value in asdict(spec).items()
+        if value not in ({}, ()) and key not in _SPEED and not (key in _ADDED and value == getattr(default, key))
+    }
+
+
 def check_train_spec(spec: TrainSpec) -> None:
     """Refuse a specification that cannot be followed.
 
@@ -142,6 +161,13 @@ def train_contradictions(spec: TrainSpec) -> Iterator[str]:
             f"{section}.freeze_ranges_epoch is {spec.freeze_ranges_epoch}, and fixed ranges never change: set "
             f"{section}.scales: learned, or leave it out"
         )
+    if spec.cuda_graphs and spec.grad_accumulation > 1:
+        yield (
+            f"{section}.grad_accumulation is {spec.grad_accumulation}, and {section}.cuda_graphs records steps of one "
+            "batch: leave one of them out"
+        )
+    if isinstance(spec, QATSpec) and spec.cuda_graphs and spec.damping:
+        yield f"{section}.damping grows from step to step, which {section}.cuda_graphs cannot record: leave one out"
     if spec.optimizer not in OPTIMIZERS and not is_import_path(spec.optimizer):
         yield (
             f"{section}.optimizer is {spec.optimizer!r}{near_misses(spec.optimizer, OPTIMIZERS)} (one of: "

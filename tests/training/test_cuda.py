@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
+import compress
 from compress.errors import CompressError
-from compress.training import TrainSpec, evaluate, fit
+from compress.quantization.learned import learn_scales
+from compress.training import QATSpec, TrainSpec, evaluate, fit
 from tests.training.test_loop import Explodes
 from tests.training.toy import convnet, linear, smooth, toy_data
 
@@ -75,3 +78,40 @@ def test_compiled_is_the_same_function():
     torch.testing.assert_close(eager[0].weight, compiled[0].weight, rtol=0, atol=5e-3)
     accuracy = evaluate(compiled, toy_data().val, batch_size=8, device="cuda", precision="bf16")
     assert math.isfinite(accuracy.loss)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_recorded_passes_are_the_passes_one_by_one(tmp_path, precision):
+    plain, recorded = convnet(), convnet()  # with dropout, whose random numbers are the same
+    options = {"precision": precision, "clip_grad_norm": 5.0, "lr": 0.02, "ema_decay": 0.9}
+    train(plain, **options)
+    train(recorded, tmp_path, cuda_graphs=True, **options)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(recorded.state_dict()[name], value, rtol=0, atol=5e-3)
+
+
+def test_recorded_passes_of_quantization_aware_training_with_kept_batchnorm_and_learned_ranges():
+    models = []
+    for recorded in (False, True):
+        model, data = convnet().eval(), toy_data(train=96)
+        images = data.train.load(list(range(16)), epoch=None, device=torch.device("cpu"))[0]
+        qmodel = compress.quantize(model, images[:1], [images], spec=compress.QuantSpec(batchnorm="keep"))
+        learn_scales(qmodel)
+        spec = QATSpec(
+            epochs=3, lr=0.02, distill=False, scales="learned", freeze_ranges_epoch=2, freeze_batchnorm_epoch=1,
+            cuda_graphs=recorded,
+        )  # fmt: skip
+        fit(qmodel, data, spec, batch_size=8, folder=None, device="cuda")
+        models.append(qmodel)
+    for name, value in models[0].state_dict().items():
+        torch.testing.assert_close(models[1].state_dict()[name], value, rtol=0, atol=2e-2)
+
+
+class ReadsItsLoss(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) * float(x.mean() > -1e9)
+
+
+def test_passes_that_cannot_be_recorded():
+    with pytest.raises(CompressError, match="cannot be recorded as a CUDA graph"):
+        train(ReadsItsLoss(*linear()), cuda_graphs=True)

@@ -16,6 +16,7 @@ from compress.errors import CheckpointError, CompressError, DataError, ModelErro
 from compress.progress import NoProgress
 from compress.tasks import classification
 from compress.training import Processes, QATSpec, TrainSpec, evaluate, fit
+from compress.training.passes import recordable
 from tests.training.toy import ToySplit, WithAuxiliary, convnet, linear, smooth, toy_data
 
 
@@ -289,6 +290,8 @@ def test_refusals(tmp_path):
         train(broken)
     with pytest.raises(DataError, match="1 images for 2 processes"):
         fit(linear(), toy_data(train=1), TrainSpec(), batch_size=8, folder=None, processes=Processes(world_size=2))
+    with pytest.raises(RecipeError, match="cuda_graphs records the passes of one process, and there are 2"):
+        recordable(TrainSpec(cuda_graphs=True), Processes(world_size=2), torch.device("cpu"))
     assert not list(tmp_path.iterdir())
 
 

@@ -2,6 +2,7 @@ import pytest
 
 from compress.errors import RecipeError
 from compress.training import QATSpec, TrainSpec, check_train_spec
+from compress.training.spec import identity_of
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,21 @@ def test_says_what_is_near():
 )
 def test_accepts(spec):
     check_train_spec(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (TrainSpec(cuda_graphs=True, grad_accumulation=2), "grad_accumulation is 2, and train.cuda_graphs records"),
+        (QATSpec(cuda_graphs=True, damping=0.1), "qat.damping grows from step to step"),
+    ],
+)
+def test_what_a_cuda_graph_cannot_hold(spec, words):
+    with pytest.raises(RecipeError, match=words):
+        check_train_spec(spec)
+
+
+def test_a_training_is_the_same_with_another_speed_and_with_keys_of_later_versions_at_their_defaults():
+    assert identity_of(TrainSpec(cuda_graphs=True)) == identity_of(TrainSpec())
+    assert "damping" not in identity_of(QATSpec())
+    assert identity_of(QATSpec(damping=0.1))["damping"] == 0.1
