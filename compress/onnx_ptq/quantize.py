@@ -26,7 +26,8 @@ from compress.export.int4 import pack_int4
 from compress.export.shared_convolutions import bias_shared_convolutions
 from compress.onnx_ptq.calibrate import calibrate_graph, watched_tensors
 from compress.onnx_ptq.canonical import canonical, drop_unread
-from compress.onnx_ptq.index import Types, infer
+from compress.onnx_ptq.improve import Improved, improve_file
+from compress.onnx_ptq.index import Index, Types, infer
 from compress.onnx_ptq.load import SourceFile, load_source, tensors_of
 from compress.onnx_ptq.read import read_onnx_graph
 from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file, unknown_to_runtime
@@ -37,6 +38,7 @@ from compress.progress import Progress
 from compress.quantization.calibration.calibrate import check_batches
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.place import place
+from compress.quantization.ptq.guard import methods
 from compress.quantization.report import CalibrationReport
 from compress.quantization.spec import QuantSpec, check_quant_spec
 
@@ -103,6 +105,8 @@ def quantize_onnx_file(
         AuditError: the file is missing, truncated or not valid ONNX.
         QuantizationError: it is quantized already, of another opset, holds nothing that can be quantized, a rule
             matches nothing, or the specification asks for a method that files do not have.
+        ModelError: methods beyond calibration are asked for, and the file cannot become a torch network; the message
+            names the operator.
         CalibrationError: no batches, batches that the network fails on, NaN, or a tensor that is constant zero.
         DataError: a batch does not hold the file's inputs.
     """
@@ -117,10 +121,14 @@ def quantize_onnx_file(
     if first is None:
         raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
     source, notes = canonical(original, opset=_opset_for(spec, original))
+    if notes:
+        _compare(original, source, first, unknown_to_runtime(Index(source)))
+    improved = Improved()
+    if methods(spec):
+        every = [first, *pieces]
+        improved, pieces = improve_file(source, every, spec, progress=progress), iter(every[1:])
     index, shapes, types = inferred(source, first)
     unknown = unknown_to_runtime(index)
-    if notes:
-        _compare(original, source, first, unknown)
     reading = read_onnx_graph(index, shapes, types, unknown)
     placement = place(reading.view, spec)
     total = len(batches) if isinstance(batches, Sized) else 0
@@ -128,28 +136,24 @@ def quantize_onnx_file(
     calibration = calibrate_graph(
         session, reading, placement, itertools.chain([first], pieces), total=total, progress=progress
     )
+    improved.finish(index)
     insert_pairs(index, types, reading, placement, calibration.amax)
     _for_target(source, types, spec.target)
     drop_unread(source.proto.graph)
     save_model(source, target)
-    return QuantizedFile(path=target, placement=placement, calibration=calibration, notes=tuple(notes))
+    return QuantizedFile(path=target, placement=placement, calibration=calibration, notes=(*notes, *improved.notes))
 
 
 def _check_methods(spec: QuantSpec) -> None:
     """Refuse what only torch models have."""
-    asked = {
-        "equalize": spec.equalize,
-        "relu6": spec.relu6 != "keep",
-        "smooth": spec.smooth is not None,
-        "adaround": spec.adaround is not None,
-        "bias_correction": spec.bias_correction is not None,
-        "batchnorm": spec.batchnorm == "keep",
-    }
-    names = [f"quantization.{name}" for name, value in asked.items() if value]
-    if names:
+    if spec.batchnorm == "keep":
         raise QuantizationError(
-            f"{', '.join(names)}: not available for ONNX files, which are calibrated and nothing else; take it out, or "
-            "quantize the torch model"
+            "quantization.batchnorm is keep, which is for training: in a file it is folded; set batchnorm: fold"
+        )
+    if spec.bias_correction == "analytic":
+        raise QuantizationError(
+            "quantization.bias_correction: analytic takes the statistics of BatchNorm, which a file holds no longer; "
+            "set bias_correction: empirical"
         )
 
 

@@ -142,7 +142,7 @@ def test_bad_data(tmp_path, data, kind, match):
 @pytest.mark.parametrize(
     ("spec", "match"),
     [
-        (QuantSpec(equalize=True), "quantization.equalize: not available for ONNX files"),
+        (QuantSpec(batchnorm="keep"), "batchnorm is keep"),
         (QuantSpec(rules=(Rule(match="cnov"),)), "did you mean 'conv'"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,21 @@ Size = int | fx.Node
 """A size: a number, or the batch times a number."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the file holds a parameter of a layer.
+
+    Attributes:
+        node: name of the node that reads it.
+        input: index among the node's inputs; one that is not there yet can be added.
+        transposed: True if the file holds (in, out) of a linear layer, where torch has (out, in).
+    """
+
+    node: str
+    input: int
+    transposed: bool = False
+
+
 class Builder:
     """Tensors by the names that they have in the file, and what operators need to know of the file.
 
@@ -35,6 +51,7 @@ class Builder:
         root: holds the layers and constants.
         origin: name of the file's tensor by name of the fx node that computes it.
         path: path of each layer by name of the file's node.
+        places: where the file holds the parameters of each layer, by the layer's path and the parameter's name.
         convert: returns the value of a node of the file.
     """
 
@@ -45,6 +62,7 @@ class Builder:
         self.root, self.graph = nn.Module(), fx.Graph()
         self.origin: dict[str, str] = {}
         self.path: dict[str, str] = {}
+        self.places: dict[str, dict[str, Place]] = {}
         self._made: dict[str, Any] = {}
         self._names: set[str] = set(dir(fx.GraphModule)) | {"placement", "report"}
         self._prefixes = {prefix for node in index.graph.node for prefix in _prefixes(node.name)}
@@ -106,8 +124,8 @@ class Builder:
             return self.tensor(name)
         return number
 
-    def layer(self, node: onnx.NodeProto, module: nn.Module, *inputs: Any) -> fx.Node:
-        """Add a module under the name of a node, and a call of it."""
+    def layer(self, node: onnx.NodeProto, module: nn.Module, x: Any, **places: Place) -> fx.Node:
+        """Add a module under the name of a node, and a call of it; `places` are those of its parameters."""
         parts = [part for part in node.name.split(".") if part]
         nested = ".".join(parts) == node.name and not _prefixes(node.name) & self.path.keys()
         path = node.name if nested and node.name not in self._prefixes else node.name.replace(".", "_")
@@ -121,7 +139,9 @@ class Builder:
                 holder.add_module(part, nn.Module())
             holder = holder.get_submodule(part)
         holder.add_module(last, module)
-        return self.graph.call_module(path, inputs)
+        own = {"weight": Place(node=node.name, input=1), "bias": Place(node=node.name, input=2)}
+        self.places[path] = own | places
+        return self.graph.call_module(path, (x,))
 
     def call(self, function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a call of a function, or of a method by its name."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from compress.errors import QuantizationError
 from compress.export.onnx_graph import attribute
 from compress.onnx_ptq.compounds import Compound
-from compress.onnx_ptq.to_torch.builder import Builder
+from compress.onnx_ptq.to_torch.builder import Builder, Place
 
 _CONVOLUTIONS: dict[int, Callable[..., Any]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _TRANSPOSED: dict[int, Callable[..., Any]] = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -64,9 +64,9 @@ def product(b: Builder, node: onnx.NodeProto) -> Any:
         raise QuantizationError("it transposes its first input, or has a factor")
     matrix = w in b.index.constants and x not in b.index.constants and len(b.shapes.get(w, ())) == 2
     if matrix:
-        weight = constant(b, w)
-        weight = weight if gemm and attribute(node, "transB", 0) else weight.T
-        return b.layer(node, linear(weight, _optional(b, node, 2)), b.tensor(x))
+        weight, flipped = constant(b, w), not (gemm and attribute(node, "transB", 0))
+        module = linear(weight.T if flipped else weight, _optional(b, node, 2))
+        return b.layer(node, module, b.tensor(x), weight=Place(node=node.name, input=1, transposed=flipped))
     second = b.tensor(w)
     if gemm and attribute(node, "transB", 0):
         second = b.call("transpose", second, -2, -1)
@@ -85,8 +85,11 @@ def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 def linear_with_sum(b: Builder, found: Compound) -> Any:
     """Convert MatMul and the Add of its bias."""
     node, add = found.nodes[:2]
-    bias = [name for name in add.input if name != node.output[0]]
-    return b.layer(node, linear(constant(b, node.input[1]).T, constant(b, bias[0])), b.tensor(found.input))
+    place = 1 - list(add.input).index(node.output[0])
+    return b.layer(
+        node, linear(constant(b, node.input[1]).T, constant(b, add.input[place])), b.tensor(found.input),
+        weight=Place(node=node.name, input=1, transposed=True), bias=Place(node=add.name, input=place),
+    )  # fmt: skip
 
 
 def batch_norm(b: Builder, node: onnx.NodeProto) -> Any:
@@ -125,15 +128,15 @@ def layer_norm(b: Builder, node: onnx.NodeProto) -> Any:
 
 def written_layer_norm(b: Builder, found: Compound) -> Any:
     """Convert a LayerNorm that is written as means, a root and a quotient."""
-    last = {part.op_type: part for part in found.nodes[-2:]}
-    after = [part for part in found.nodes if part is last.get("Mul") or part is last.get("Add")]
-    epsilon = next(b.index.number(name) for part in found.nodes if part.op_type == "Add" for name in part.input
-                   if b.index.number(name) is not None)  # fmt: skip
-    fixed = [next(name for name in part.input if name in b.index.constants) for part in after if part.op_type != "Sqrt"]
-    values = [constant(b, name) for name in fixed]
-    weight = values[0] if values and after[0].op_type == "Mul" else None
-    bias = values[-1] if len(values) == 2 else None
-    return _layer_norm(b, found.nodes[0], found.input, 1, weight, bias, float(epsilon or 0.0))
+    after = found.nodes[[part.op_type for part in found.nodes].index("Sqrt") + 2 :]
+    places = {}
+    for part in after:
+        place = next(i for i, name in enumerate(part.input) if name in b.index.constants)
+        places["weight" if part.op_type == "Mul" else "bias"] = Place(node=part.name, input=place)
+    values = {name: constant(b, after[i].input[place.input]) for i, (name, place) in enumerate(places.items())}
+    root = next(part for part in found.nodes if part.op_type == "Add" and part not in after)
+    epsilon = next(number for name in root.input if (number := b.index.number(name)) is not None)
+    return _layer_norm(b, found.nodes[0], found.input, 1, values.get("weight"), values.get("bias"), epsilon, **places)
 
 
 def plain_layer_norm(b: Builder, found: Compound) -> bool:
@@ -147,13 +150,14 @@ def plain_layer_norm(b: Builder, found: Compound) -> bool:
 
 
 def _layer_norm(
-    b: Builder, node: onnx.NodeProto, x: str, axes: int, weight: Tensor | None, bias: Tensor | None, epsilon: float
-) -> Any:
+    b: Builder, node: onnx.NodeProto, x: str, axes: int, weight: Tensor | None, bias: Tensor | None, epsilon: float,
+    **places: Place,
+) -> Any:  # fmt: skip
     shape = b.shapes[x][-axes:]
     module = nn.LayerNorm(shape, eps=epsilon, elementwise_affine=weight is not None, bias=bias is not None)
     if weight is not None:
         _filled(module, weight.reshape(shape), None if bias is None else bias.reshape(shape))
-    return b.layer(node, module, b.tensor(x))
+    return b.layer(node, module, b.tensor(x), **places)
 
 
 def prelu(b: Builder, node: onnx.NodeProto) -> Any:

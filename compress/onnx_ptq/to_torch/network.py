@@ -24,7 +24,7 @@ from compress.onnx_ptq.load import SourceFile, load_source
 from compress.onnx_ptq.parts import find_parts
 from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file
 from compress.onnx_ptq.shapes import inferred
-from compress.onnx_ptq.to_torch.builder import Builder
+from compress.onnx_ptq.to_torch.builder import Builder, Place
 from compress.onnx_ptq.to_torch.layers import LAYERS, linear_with_sum, plain_layer_norm, written_layer_norm
 from compress.onnx_ptq.to_torch.operators import OPERATORS, part
 
@@ -43,11 +43,13 @@ class Converted:
         network: computes the file's outputs, in order; in evaluation mode.
         origin: name of the file's tensor by name of the fx node that computes it.
         path: path of each layer in the network by name of the file's node; the same but for names that torch refuses.
+        places: where the file holds the parameters of each layer, by the layer's path and the parameter's name.
     """
 
     network: fx.GraphModule
     origin: dict[str, str]
     path: dict[str, str]
+    places: dict[str, dict[str, Place]]
 
 
 def from_onnx(file: str | Path, batch: Any = None, *, size: tuple[int, int] | None = None) -> fx.GraphModule:
@@ -82,7 +84,7 @@ def converted(source: SourceFile, feed: Arrays) -> Converted:
     builder = _built(index, shapes, types, _wider(source, feed))
     network = fx.GraphModule(builder.root, builder.graph, class_name="OnnxNetwork").eval()
     _compare(source, network, feed)
-    return Converted(network=network, origin=builder.origin, path=builder.path)
+    return Converted(network=network, origin=builder.origin, path=builder.path, places=builder.places)
 
 
 def _wider(source: SourceFile, feed: Arrays) -> Index | None:
