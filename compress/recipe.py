@@ -30,8 +30,8 @@ from compress.quantization.spec import QuantSpec, quant_contradictions
 from compress.safe_yaml import load_yaml
 from compress.sparsity.spec import SparsitySpec, sparsity_contradictions
 from compress.tasks.load import TaskName, task_contradictions
-from compress.training.spec import FinetuneSpec, QATSpec, TrainSpec, train_contradictions
-from compress.validation import keys_of, parse
+from compress.training.spec import FinetuneSpec, QATSpec, TrainSpec, task_specific, train_contradictions
+from compress.validation import keys_of, parse, switched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ def parse_recipe(tree: Any, overrides: Iterable[str] = (), *, source: str = "rec
     odd = list(_odd_values(tree))
     if odd:
         raise RecipeError(f"{source} is refused:\n" + "\n".join(f"  {line}" for line in odd))
-    recipe, lines = parse(Recipe, tree)
+    recipe, lines = parse(Recipe, switched(Recipe, tree))
     lines = lines or list(_contradictions(cast(Recipe, recipe)))
     if lines:
         raise RecipeError(f"{source} is refused:\n" + "\n".join(f"  {line}" for line in lines))
@@ -265,6 +265,9 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         if spec is not None:
             yield from rules(spec)
     yield from task_contradictions(recipe.task, recipe.loss, recipe.metric, recipe.decode)
+    for section in ("train", "qat", "finetune"):
+        if (training := getattr(recipe, section)) is not None:
+            yield from task_specific(training, section, recipe.task)
     yield from _data_of_another_task(recipe)
     if recipe.teacher is not None and recipe.teacher.weights is None and not is_import_path(recipe.teacher.name):
         yield "teacher.weights is null: a teacher must be trained; name its weights, or a function that loads them"

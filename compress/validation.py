@@ -59,6 +59,24 @@ def parse(cls: type[T], tree: Any, *, where: str = "") -> tuple[T | None, list[s
         return None, list(dict.fromkeys(lines))
 
 
+def switched(hint: Any, tree: Any) -> Any:
+    """Return a tree from YAML with `on` and `off` where a key takes these words: YAML 1.1 reads them as true and false.
+
+    Args:
+        hint: the declared type of the tree.
+        tree: mappings, lists and plain values.
+    """
+    if isinstance(tree, bool):
+        words = [word for member in members(hint) if get_origin(member) is Literal for word in get_args(member)]
+        word = "on" if tree else "off"
+        return word if word in words else tree
+    if isinstance(tree, dict):
+        return {key: switched(_declared(hint, [key]), value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [switched(_declared(hint, [0]), value) for value in tree]
+    return tree
+
+
 def validate(
     spec: T,
     cls: type[T],

@@ -62,11 +62,11 @@ def test_a_refusal_names_the_key_the_value_and_the_range(spec, line):
 
 def test_all_values_of_a_dataclass_are_named_at_once():
     with pytest.raises(RecipeError) as caught:
-        check_train_spec(TrainSpec(lr=0.0, epochs=-1, schedule="steps"))
+        check_train_spec(TrainSpec(lr=0.0, epochs=-1, precision="fp8"))
     assert [line.split()[0] for line in str(caught.value).splitlines()] == [
         "train.epochs",
         "train.lr",
-        "train.schedule",
+        "train.precision",
     ]
 
 
@@ -90,3 +90,12 @@ def test_recipe_and_library_refuse_with_the_same_line():
 def test_a_dataclass_survives_the_way_through_its_tree():
     recipe = Recipe(quantization=QuantSpec(rules=(Rule(match="fc", weights=WeightSpec(axis=None)),)))
     assert parse(Recipe, dataclasses.asdict(recipe)) == (recipe, [])
+
+
+def test_on_and_off_of_yaml_are_words_where_words_are_asked_for():
+    """YAML 1.1 makes true and false of the unquoted words; a key that takes true or false keeps them."""
+    recipe = parse_recipe({"qat": {"distill": True}, "data": {"augment": False}}, ["qat.fused=off"])
+    assert (recipe.qat.fused, recipe.qat.distill, recipe.data.augment) == ("off", True, False)
+    assert parse_recipe({}, ["qat.fused=on"]).qat.fused == "on"
+    with pytest.raises(RecipeError, match="train.precision is True"):
+        parse_recipe({}, ["train.precision=on"])

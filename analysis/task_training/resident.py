@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compress.data.base import Batch, DataSet, Split, hash_seed
+from compress.data.boxes import targets_on
 from compress.data.counter import uniform
 from compress.data.load import load_data
 from compress.data.masks import NO_CLASS
@@ -77,6 +78,8 @@ class Resident(Split):
         if epoch is not None and self.scales is not None:
             draws = uniform(hash_seed(self.seed, epoch), chosen, _DRAWS)
             pixels, targets = augmented(pixels, targets, draws, self.scales)
+        if not isinstance(targets, Tensor):
+            targets = targets_on([(row["boxes"], row["labels"], row["ignored"]) for row in targets], device)
         return self.preprocessing.normalize(pixels / 255), targets
 
     def _on(self, device: torch.device) -> tuple[Tensor, Any]:
@@ -85,12 +88,8 @@ class Resident(Split):
             self._kept["cpu"] = self._decoded()
         if device.type not in self._kept:
             pixels, targets = self._kept["cpu"]
-            moved = (
-                targets.to(device)
-                if isinstance(targets, Tensor)
-                else [{name: value.to(device) for name, value in row.items()} for row in targets]
-            )
-            self._kept[device.type] = (pixels.to(device), moved)
+            kept = targets.to(device) if isinstance(targets, Tensor) else targets  # boxes are moved on the CPU
+            self._kept[device.type] = (pixels.to(device), kept)
         return self._kept[device.type]
 
     def _decoded(self) -> tuple[Tensor, Any]:
@@ -108,7 +107,7 @@ def augmented(pixels: Tensor, targets: Any, draws: Tensor, scales: tuple[float, 
 
     Args:
         pixels: of the batch, on its device.
-        targets: (N, H, W) int64, or boxes of each picture.
+        targets: (N, H, W) int64 on that device, or boxes of each picture on the CPU.
         draws: (N, 4) of [0, 1): scale, vertical and horizontal position, mirror; on the CPU.
         scales: smallest and largest scale.
     """

@@ -15,7 +15,7 @@ from compress.pipeline import run
 from compress.pipeline.steps import export
 from compress.pipeline.steps.float import build_float
 from compress.progress import NoProgress
-from compress.recipe import Recipe
+from compress.recipe import Recipe, load_recipe
 from compress.records import read_run, summary_table
 from compress.tasks import make_task
 from compress.tasks.load import detector_head
@@ -101,14 +101,16 @@ def main() -> None:
             overrides=arguments.set,
         )
 
+    folder = arguments.runs / arguments.network
+    resume = (folder / "state.json").is_file()
     if arguments.deadline is not None:
         export.SQNR_IMAGES = 2  # it runs on the CPU, for a figure that this study does not show
         left = arguments.deadline - time.time() - NETWORKS[arguments.network].after
-        epochs, qat_epochs = lengths(recipe(PROBED, 1), device, left - 10)
-    folder = arguments.runs / arguments.network
-    resume = (folder / "state.json").is_file()
+        if not resume:
+            epochs, qat_epochs = lengths(recipe(PROBED, 1), device, left - 10)
+    planned = load_recipe(folder / "recipe.yaml") if resume else recipe(epochs, qat_epochs)
     try:
-        run(recipe(epochs, qat_epochs), "qat", folder, resume=resume, progress=Lines())
+        run(planned, "qat", folder, resume=resume, progress=Lines())
     finally:
         if arguments.out is not None and folder.is_dir():
             collect(folder, arguments.out / arguments.network)

@@ -1,4 +1,7 @@
-"""Trains several networks of the study at the same time on one GPU, within a time, and packs what they leave.
+"""Trains networks of the study on one GPU, a few at the same time, within a time, and packs what they leave.
+
+Each wave of networks has an equal part of the time. With the run folders of an earlier call in --runs, unfinished
+networks go on from their checkpoints.
 
 `small.tar.gz` holds metrics, reports and logs of all; `weights.0`, `weights.1`, ... are the pieces of one tar file of
 weights and ONNX files, compressed with xz one by one, as many as fit (`cat weights.* | tar x`).
@@ -24,13 +27,8 @@ from analysis.task_training.networks import NETWORKS
 
 PIECE, PIECES = int(15.5 * 2**20), 4
 SMALL = 2 * 2**20  # bytes of a file that goes into small.tar.gz
-WEIGHTS = {
-    "lraspp_mobilenet_v3_large": ("float.safetensors", "ptq.onnx", "qat.onnx"),
-    "ssdlite320_mobilenet_v3_large": ("float.safetensors", "ptq.onnx", "qat.onnx"),
-    "yolo": ("float.safetensors", "ptq.onnx", "qat.onnx"),
-    "deeplabv3_mobilenet_v3_large": ("ptq.onnx", "qat.onnx"),
-}
-"""Files to be packed, in this order."""
+WEIGHTS = ("float.safetensors", "qat.onnx", "ptq.onnx", "train.checkpoint.safetensors", "qat.checkpoint.safetensors")
+"""Files to be packed, of every network in turn; a checkpoint is there only while its training is under way."""
 
 
 def start(
@@ -78,8 +76,8 @@ def pack(runs: Path, out: Path) -> None:
         for path in sorted(runs.rglob("*")):
             if path.is_file() and path.stat().st_size <= SMALL and path.suffix not in (".onnx", ".safetensors"):
                 tar.add(path, str(path.relative_to(runs)))
-    files = [runs / name / file for name, wanted in WEIGHTS.items() for file in wanted]
-    files = [path for path in files if path.is_file()]
+    folders = sorted(path for path in runs.iterdir() if path.is_dir())
+    files = [path for file in WEIGHTS for folder in folders if (path := folder / file).is_file()]
     with ThreadPoolExecutor(8) as pool:
         packed = list(pool.map(lambda path: lzma.compress(path.read_bytes(), preset=1), files))
     whole = io.BytesIO()
@@ -96,6 +94,21 @@ def pack(runs: Path, out: Path) -> None:
         (out / f"weights.{i // PIECE}").write_bytes(content[i : i + PIECE])
 
 
+def started(names: list[str], arguments: argparse.Namespace, deadline: float) -> dict[str, subprocess.Popen[bytes]]:
+    """Start the processes of a wave, each with its share of the cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    whole = sum(NETWORKS[name].cores for name in names)
+    running, first = {}, 0
+    for name in names:
+        network = NETWORKS[name]
+        data = arguments.camvid if network.base.endswith("camvid") else arguments.bccd
+        count = max(1, len(cores) * network.cores // whole)
+        own = [cores[i % len(cores)] for i in range(first, first + count)]
+        running[name] = start(name, data, own, arguments.runs, deadline, arguments.more)
+        first += count
+    return running
+
+
 def main() -> None:
     """Run the study from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -104,20 +117,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--runs", type=Path, default=Path("runs/task_training"))
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS)[:6], choices=sorted(NETWORKS))
+    parser.add_argument("--at-once", type=int, default=2, help="networks that are trained at the same time")
     parser.add_argument("--budget-s", type=float, default=400.0)
     parser.add_argument("--more", nargs=argparse.REMAINDER, default=[], help="arguments of analysis.task_training.run")
     arguments = parser.parse_args()
-    deadline = time.time() + arguments.budget_s - 15
-    cores = sorted(os.sched_getaffinity(0))
-    running, first = {}, 0
-    for name in arguments.networks:
-        network = NETWORKS[name]
-        data = arguments.camvid if network.base.endswith("camvid") else arguments.bccd
-        own = [cores[i % len(cores)] for i in range(first, first + min(network.cores, len(cores)))]
-        running[name] = start(name, data, own, arguments.runs, deadline, arguments.more)
-        first += network.cores
+    began, names = time.time(), arguments.networks
+    waves = [names[i : i + arguments.at_once] for i in range(0, len(names), arguments.at_once)]
     try:
-        wait(running, deadline)
+        for number, wave in enumerate(waves):
+            deadline = began + (arguments.budget_s - 15) * (number + 1) / len(waves)
+            wait(started(wave, arguments, deadline), deadline)
     finally:
         pack(arguments.runs, arguments.out)
         print("\n".join(table(arguments.runs, arguments.networks)))

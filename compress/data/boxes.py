@@ -27,6 +27,7 @@ from compress.data.counter import uniform
 from compress.data.decode import rgb
 from compress.data.fingerprint import file_parts
 from compress.data.items import Item, ItemSplit
+from compress.data.memory import to_device
 from compress.data.spec import DataSpec
 from compress.errors import DataError
 
@@ -140,11 +141,17 @@ class BoxSplit(ItemSplit):
 
     def targets_of(self, found: list[tuple[Boxes, NDArray[np.int64], NDArray[np.bool_]]], device: torch.device) -> Any:
         """Return a target for each image; see the head of this file."""
-        names = ("boxes", "labels", "ignored")
-        return [
-            {name: torch.from_numpy(part).to(device) for name, part in zip(names, parts, strict=True)}
-            for parts in found
-        ]
+        return targets_on([tuple(map(torch.from_numpy, parts)) for parts in found], device)
+
+
+def targets_on(rows: Sequence[tuple[Tensor, ...]], device: torch.device) -> list[dict[str, Tensor]]:
+    """Return targets on a device from (boxes, labels, ignored) of each image on the CPU.
+
+    Each of the three is copied once for the whole batch: a copy for each image makes the host wait for the device.
+    """
+    counts = [len(row[1]) for row in rows]
+    parts = [to_device(torch.cat(part), device).split(counts) for part in zip(*rows, strict=True)]
+    return [dict(zip(("boxes", "labels", "ignored"), row, strict=True)) for row in zip(*parts, strict=True)]
 
 
 class _Reader(Dataset[Item]):

@@ -15,12 +15,17 @@ from compress.data.base import BatchPlan, DataSet
 from compress.errors import CalibrationError, DataError, RecipeError
 from compress.export.onnx import check_export
 from compress.export.prepare import prepare
+from compress.imports import imported, is_import_path
 from compress.pipeline.state import COMMANDS
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import QuantSpec
 from compress.recipe import Recipe
 from compress.sparsity.eligibility import eligibility
 from compress.sparsity.spec import parse_pattern
+from compress.training.evaluate import modes_restored
+from compress.training.features import FeaturePairs
+from compress.training.optim import check_optimizer, check_schedule
+from compress.training.spec import TrainSpec
 
 
 def check_sections(recipe: Recipe, command: str) -> None:
@@ -39,6 +44,26 @@ def check_sections(recipe: Recipe, command: str) -> None:
     if command == "qat" and recipe.qat is None:
         raise RecipeError("qat needs a `qat` section, and the recipe has qat: null; ptq needs none")
     check_export(recipe.export)
+    check_trainings(recipe, command)
+
+
+def check_trainings(recipe: Recipe, command: str) -> None:
+    """Refuse optimizers, schedules and augmentations of the user's that cannot be imported, of the trainings to come.
+
+    Raises:
+        RecipeError: names the key.
+    """
+    sections: list[TrainSpec | None] = [recipe.train]
+    if command == "prune":
+        sections.append(recipe.finetune)
+    if command in {"qat", "prune"}:
+        sections.append(recipe.qat)
+    for spec in sections:
+        if spec is not None:
+            check_optimizer(spec)
+            check_schedule(spec)
+            for name in filter(is_import_path, spec.augment):
+                imported(name, key="augment", error=RecipeError)
 
 
 def check_memory(recipe: Recipe, world_size: int) -> None:
@@ -77,10 +102,10 @@ def check_network(recipe: Recipe, command: str, model: nn.Module, data: DataSet)
         if command == "prune" and recipe.sparsity is not None and parse_pattern(recipe.sparsity.pattern).kind == "nm":
             eligibility(model, recipe.sparsity, example_inputs=example)
         if recipe.quantization is not None:
-            _try_quantization(recipe, recipe.quantization, model, example)
+            _try_quantization(recipe, recipe.quantization, model, example, trained=command != "ptq")
 
 
-def _try_quantization(recipe: Recipe, spec: QuantSpec, model: nn.Module, example: Tensor) -> None:
+def _try_quantization(recipe: Recipe, spec: QuantSpec, model: nn.Module, example: Tensor, *, trained: bool) -> None:
     """Quantize a copy without what takes long and can fail for its values alone."""
     quick = replace(
         spec, adaround=None, bias_correction=None if spec.bias_correction == "empirical" else spec.bias_correction
@@ -90,3 +115,9 @@ def _try_quantization(recipe: Recipe, spec: QuantSpec, model: nn.Module, example
     except CalibrationError:  # of an untrained network on two images: the calibration of the run will tell
         return
     prepare(qmodel, example, precision=recipe.export.precision)
+    if trained and recipe.qat is not None and recipe.qat.distill_features and recipe.teacher is None:
+        pairs = FeaturePairs(qmodel, model, recipe.qat.distill_features)
+        with pairs.watched(), torch.no_grad(), modes_restored(model, qmodel):
+            for one in (model.eval(), qmodel.eval()):
+                one(example)
+            pairs.distance()

@@ -76,6 +76,10 @@ class RunFolder:
         """The facts that each step wrote, in the order in which the steps ended."""
         return list(self._state.steps.values())
 
+    def facts_of(self, step: str) -> dict[str, Any]:
+        """The facts of a step; none if it has not ended."""
+        return dict(self._state.steps.get(step, {}))
+
     def finish(self, step: str, **facts: Any) -> None:
         """Write down that a step has ended, with facts worth keeping: its line is written last, and in one piece."""
         self._state = replace(self._state, steps={**self._state.steps, step: facts})

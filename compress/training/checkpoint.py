@@ -1,10 +1,10 @@
 """Checkpoints and weights as safetensors files that are whole or absent, and that load completely or not at all.
 
 A model's file holds the tensors of its `state_dict` under their plain names; a checkpoint holds them as `model.*`,
-beside `optimizer.<parameter>.<state>` and, where weights are averaged, `average.<parameter>`. Both hold one JSON
-document in their header. Loading runs no code. A file is written under another name and renamed, so that a process
-that is killed at any moment leaves the previous one. Before anything is copied into a model, every name, shape and type
-is compared.
+beside `optimizer.<parameter>.<state>`, `average.<parameter>` where weights are averaged, and `best.*` where the best
+epoch is kept. Both hold one JSON document in their header. Loading runs no code. A file is written under another name
+and renamed, so that a process that is killed at any moment leaves the previous one. Before anything is copied into a
+model, every name, shape and type is compared.
 
 A checkpoint belongs to one training: its `identity` (the spec, the batch size, the data) is in the header, and a
 training whose identity differs is refused, because the learning rate of step k, the images of step k and therefore
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from compress.errors import CheckpointError, first_few
 from compress.training.average import WeightAverage
+from compress.training.best import BestWeights, best_state
 from compress.training.tensor_file import Contents, read_tensors, write_tensors
 from compress.weights import mask_hint
 
@@ -66,6 +67,7 @@ def save_checkpoint(
     identity: Mapping[str, Any],
     position: Mapping[str, Any],
     average: WeightAverage | None = None,
+    best: BestWeights | None = None,
 ) -> Path:
     """Write everything that a training needs to go on, whole or not at all.
 
@@ -77,6 +79,7 @@ def save_checkpoint(
         identity: JSON document that identifies the training; `load_checkpoint` must be given the same.
         position: JSON document with the position in the training.
         average: the running mean of the weights, if there is one.
+        best: the weights of the best epoch so far, if they are kept.
 
     Raises:
         CheckpointError: a state that is not a tensor, or a file that cannot be written.
@@ -86,6 +89,8 @@ def save_checkpoint(
         tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items() if value is not None}
     if average is not None:
         tensors |= {f"average.{name}": mean for name, mean in average.means.items()}
+    if best is not None:
+        tensors |= {f"best.{name}": tensor for name, tensor in best.state.items()}
     data = {"identity": dict(identity), "position": dict(position), "scaler": scaler.state_dict()}
     return write_tensors(path, "checkpoint", tensors, data)
 
@@ -142,6 +147,7 @@ def restore_checkpoint(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     average: WeightAverage | None = None,
+    best: BestWeights | None = None,
 ) -> dict[str, Any]:
     """Copy a checkpoint's contents into model, optimizer and scaler; raises as `load_checkpoint` does."""
     weights = {name.removeprefix("model."): t for name, t in contents.tensors.items() if name.startswith("model.")}
@@ -150,6 +156,8 @@ def restore_checkpoint(
     if average is not None:
         prefix = "average."
         average.load({n.removeprefix(prefix): t for n, t in contents.tensors.items() if n.startswith(prefix)})
+    if best is not None:
+        best.load(best_state(contents.tensors))
     model.load_state_dict(weights)
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
     if scaler.is_enabled():

@@ -61,6 +61,13 @@ class EpochRow:
             f"{self.seconds:.0f} s{waited}"
         )
 
+    def evaluation(self, images: int) -> Evaluation | None:
+        """Return the evaluation after this epoch, over so many images; None if there was none."""
+        if self.val_loss is None:
+            return None
+        tops = {name: value for name in ("top1", "top5") if (value := getattr(self, f"val_{name}")) is not None}
+        return Evaluation(values={**tops, **self.val}, loss=self.val_loss, images=images)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainReport:
@@ -74,6 +81,7 @@ class TrainReport:
         seconds: time of training, without evaluation and checkpoints; that before a resume included.
         steps: number of optimizer steps.
         resumed_from: optimizer step at which a checkpoint was resumed; None for a training from its start.
+        stopped: why it ended before its last epoch; None if it did not.
     """
 
     history: tuple[EpochRow, ...]
@@ -83,10 +91,16 @@ class TrainReport:
     seconds: float
     steps: int
     resumed_from: int | None
+    stopped: str | None = None
 
 
 def summarize(
-    history: tuple[EpochRow, ...], final: Evaluation, *, metric: TaskMetric, resumed_from: int | None
+    history: tuple[EpochRow, ...],
+    final: Evaluation,
+    *,
+    metric: TaskMetric,
+    resumed_from: int | None,
+    stopped: str | None = None,
 ) -> TrainReport:
     """Return the report of a training whose epochs are `history`."""
     seconds = sum(row.seconds for row in history)
@@ -99,6 +113,7 @@ def summarize(
         seconds=seconds,
         steps=history[-1].step if history else 0,
         resumed_from=resumed_from,
+        stopped=stopped,
     )
 
 

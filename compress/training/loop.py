@@ -31,17 +31,27 @@ from compress.data.base import Batch, BatchPlan, DataSet, hash_seed
 from compress.errors import CheckpointError, CompressError, DataError
 from compress.progress import Progress
 from compress.tasks import Task, classification
+from compress.training.augment import make_augment
 from compress.training.average import WeightAverage
+from compress.training.best import BestWeights, check_reference, stop_reason
 from compress.training.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
 from compress.training.distributed import SINGLE, Processes, average_running_statistics, broadcast_state
 from compress.training.evaluate import QUIET, Evaluation, autocast, evaluate
 from compress.training.freezing import drop_frozen_gradients, freeze_batchnorm, frozen
-from compress.training.log import EpochRow, TrainReport, summarize, write_log
-from compress.training.optim import learning_rate, make_optimizer
+from compress.training.log import TrainReport, best_row, summarize, write_log
+from compress.training.optim import check_schedule, learning_rate, make_optimizer
 from compress.training.outputs import OutputsOf
 from compress.training.passes import Passes, RecordedPasses, recordable
-from compress.training.position import Position
-from compress.training.prepare import check_models, example_images, not_finite, surroundings, to_channels_last, wrap
+from compress.training.position import Position, diverged
+from compress.training.prepare import (
+    check_models,
+    example_batch,
+    feature_pairs,
+    not_finite,
+    surroundings,
+    to_channels_last,
+    wrap,
+)
 from compress.training.spec import TrainSpec, check_train_spec, identity_of
 from compress.training.waiting import Waiting
 
@@ -65,37 +75,40 @@ def fit(
     resume: bool = False,
     name: str = "train",
     first_epoch: int = 0,
+    reference: float | None = None,
     after_step: AfterStep | None = None,
     progress: Progress = QUIET,
 ) -> TrainReport:
     """Train `model` in place.
 
     Args:
-        model: any module from images (N, C, H, W) to the task's outputs: for classification logits (N, classes), or a
-            tuple or dict that holds them first. It is moved to `device`. Afterwards its modes and torch's random state
-            are as they were, its weights contiguous and its gradients gone.
+        model: any module from images (N, C, H, W) to the task's outputs, such as logits (N, classes). It is moved to
+            `device`. Afterwards its modes and torch's random state are as they were, its weights contiguous and its
+            gradients gone.
         data: `train` is for training, `val` for evaluation.
         spec: epochs, learning rate and all other settings.
         batch_size: images of one forward pass over all processes; `grad_accumulation` of them make a step.
-        folder: takes `<name>.checkpoint.safetensors`, before the first step too, and `<name>.csv`; None = no files.
+        folder: takes `<name>.checkpoint.safetensors`, before the first step too, and `<name>.csv`; None = none.
         task: loss and metric; None = classification into the data's classes.
         teacher: the float model to learn from if `spec.distill` is set; otherwise unused.
         device: device on which to compute; None = the process's own.
         processes: all processes; each must call, and gets the same report; rank 0 writes the files.
         resume: go on from the folder's checkpoint if there is one.
         name: of the files and the progress bar.
-        first_epoch: number of the first epoch, for its random order and augmentation: n after n epochs of training.
+        first_epoch: number of the first epoch, for its random order: n after n epochs of training.
+        reference: metric that `spec.stop_within` compares with, such as that of the float network.
         after_step: called after every optimizer step; its effect must follow from the model and the step alone.
         progress: is informed of every optimizer step, and of evaluations.
 
     Raises:
-        RecipeError: a value of `spec` out of range, fp16 on the CPU, distillation without a teacher.
+        RecipeError: a value of `spec` out of range, fp16 on the CPU, no teacher or reference, a user's part that fails.
         ModelError: logits that do not fit the data's classes or the teacher's.
         DataError: too few images for the processes.
         CheckpointError: a checkpoint that is truncated, foreign or of another training; a file that cannot be written.
         CompressError: a loss or weight that is not finite; the last checkpoint is from before.
     """
     check_train_spec(spec)
+    check_reference(spec, reference)
     device = processes.on(device)
     autocast(device, spec.precision)
     if resume and folder is None:
@@ -104,13 +117,8 @@ def fit(
     with surroundings(model, teacher, device), frozen(model, spec.frozen):
         task = task or classification(data.train.num_classes)
         training = _Training(model, data, spec, batch_size, folder, task, teacher, device, processes, name, progress)
-        training.after_step, training.first_epoch = after_step, first_epoch
-        try:
-            return training.run(resume)
-        finally:
-            progress.finish(name)
-            training.optimizer.zero_grad()
-            model.to(memory_format=torch.contiguous_format)
+        training.after_step, training.first_epoch, training.reference = after_step, first_epoch, reference
+        return training.run(resume)
 
 
 class _Training:
@@ -134,6 +142,7 @@ class _Training:
         self.name, self.progress, self.folder, self.task = name, progress, folder, task
         self.after_step: AfterStep | None = None
         self.first_epoch = 0
+        self.reference: float | None = None
         self.position = Position()
         self.unread: list[Tensor] = []
         self.waiting = Waiting(device)
@@ -145,9 +154,18 @@ class _Training:
         whole = min(batch_size, len(data.train))
         self.share = len(range(processes.rank, whole, processes.world_size)) * processes.world_size / max(1, whole)
 
-        images = example_images(data.train, device, processes)
+        images, targets = example_batch(data.train, device, processes)
         teacher = teacher.to(device).eval() if teacher is not None and spec.distill else None
         check_models(model, teacher, images, task=task, spec=spec)
+        check_schedule(spec)
+        self.features = feature_pairs(model, teacher, images, spec)
+        self.augment = make_augment(
+            spec,
+            num_classes=data.train.num_classes,
+            preprocessing=data.train.preprocessing,
+            images=images,
+            targets=targets,
+        )
         self.channels_last = to_channels_last(model, images, spec.channels_last, task)
         broadcast_state(model, processes)
         forward, self.no_sync = wrap(model, images, task=task, spec=spec, processes=processes, device=device)
@@ -156,9 +174,12 @@ class _Training:
             teach.compile()
         self.optimizer = make_optimizer(model, spec)
         self.scaler = torch.amp.GradScaler(device.type, enabled=spec.precision == "fp16")
-        passes = Passes(forward, teach, model=model, task=task, spec=spec, scaler=self.scaler, device=device)
+        passes = Passes(
+            forward, teach, self.features, model=model, task=task, spec=spec, scaler=self.scaler, device=device
+        )
         self.passes = RecordedPasses(passes) if recordable(spec, processes, device) else passes
         self.average = None if spec.ema_decay is None else WeightAverage(model, spec.ema_decay)
+        self.best = BestWeights(model) if spec.keep_best else None
 
     @property
     def step(self) -> int:
@@ -166,14 +187,28 @@ class _Training:
         return self.position.epoch * self.steps_per_epoch + self.position.step
 
     def run(self, resume: bool) -> TrainReport:
+        """Train, and leave no gradients and no memory format behind."""
+        try:
+            return self._run(resume)
+        finally:
+            self.progress.finish(self.name)
+            self.optimizer.zero_grad()
+            self.model.to(memory_format=torch.contiguous_format)
+
+    def _run(self, resume: bool) -> TrainReport:
         resumed_from = self._begin(resume)
         self.progress.start(self.name, self.spec.epochs * self.steps_per_epoch, done=self.step)
-        while self.position.epoch < self.spec.epochs:
-            self._epoch()
-        if self.average is not None:
-            self.average.install()
-        history = tuple(self.position.history)
-        return summarize(history, self._final(), metric=self.task.metric, resumed_from=resumed_from)
+        with nullcontext() if self.features is None else self.features.watched():
+            while self.position.epoch < self.spec.epochs and not self._stopped():
+                self._epoch()
+        for weights in (self.average, self.best):
+            if weights is not None:
+                weights.install()
+        history, why = tuple(self.position.history), self._stopped()
+        return summarize(history, self._final(), metric=self.task.metric, resumed_from=resumed_from, stopped=why)
+
+    def _stopped(self) -> str | None:
+        return stop_reason(self.position.history, self.spec, self.task.metric, self.reference)
 
     def _begin(self, resume: bool) -> int | None:
         """Restore the checkpoint, or write the first one, so that no older training's checkpoint remains."""
@@ -206,7 +241,7 @@ class _Training:
             self.position.step += 1
             if len(self.unread) >= (READ_EVERY if self.device.type == "cuda" else 1):
                 self._read()
-            self.progress.advance(self.name, 1, **self._figures(), lr=lr)
+            self.progress.advance(self.name, 1, **self.position.figures(self.task.correct), lr=lr)
             every = self.spec.checkpoint_steps
             if every and self.step % every == 0 and self.position.step < self.steps_per_epoch:
                 self._save()
@@ -223,7 +258,7 @@ class _Training:
         torch.manual_seed(hash_seed(spec.seed, before + self.step, self.processes.rank))
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = lr * parameters.get("lr_scale", 1.0)
-        sums = [self._backward(*self._next(batches), group=group, last=i == group - 1) for i in range(group)]
+        sums = [self._backward(self._next(batches), group=group, last=i == group - 1) for i in range(group)]
         drop_frozen_gradients(self.model, spec, self.position.epoch)
         if spec.clip_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
@@ -238,8 +273,9 @@ class _Training:
         self.unread.append(sum(sums[1:], start=sums[0]))
         return lr
 
-    def _backward(self, images: Any, targets: Any, *, group: int, last: bool) -> Tensor:
+    def _backward(self, batch: Batch, *, group: int, last: bool) -> Tensor:
         """Add a batch's share to the gradients; return [summed loss, correct, images], float64, not read yet."""
+        images, targets = batch if self.augment is None else self.augment(*batch)
         if self.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         done = self.step / (self.spec.epochs * self.steps_per_epoch)
@@ -277,50 +313,36 @@ class _Training:
         position, spec = self.position, self.spec
         average_running_statistics(self.model, self.processes)
         done = position.epoch + 1
-        seen = self._evaluate() if done % spec.evaluate_every == 0 or done == spec.epochs else None
-        values = dict(seen.values) if seen else {}
-        row = EpochRow(
-            epoch=done,
-            step=self.step,
-            lr=self._learning_rate(self.step - 1),
-            train_loss=position.loss / position.images,
-            train_top1=None if self.task.correct is None else position.correct / position.images,
-            val_top1=values.pop("top1", None),
-            val_top5=values.pop("top5", None),
-            val_loss=seen.loss if seen else None,
-            images_per_s=position.images / position.seconds,
-            seconds=position.seconds,
-            waited=min(1.0, position.waited / position.seconds),
-            val=values,
-        )
-        self.position = Position(epoch=done, history=[*position.history, row])
+        due = done % spec.evaluate_every == 0 or done == spec.epochs
+        with nullcontext() if self.average is None else self.average.swapped():
+            seen = self._evaluate() if due else None
+            row = position.row(seen, step=self.step, lr=self._learning_rate(self.step - 1), counted=self.task.correct)
+            self.position = Position(epoch=done, history=[*position.history, row])
+            if self.best is not None and seen is not None:
+                self.best.offer(self.position.history, self.task.metric)
         self.progress.note(f"{self.name}: {row.sentence(spec.epochs, self.task.metric)}")
         self._save()
         self._write_log()
 
     def _evaluate(self) -> Evaluation:
-        with nullcontext() if self.average is None else self.average.swapped():
-            return evaluate(
-                self.model,
-                self.data.val,
-                batch_size=self.plan.batch_size,
-                task=self.task,
-                device=self.device,
-                processes=self.processes,
-                precision=self.spec.precision,
-                progress=self.progress,
-                name=f"{self.name}: evaluate",
-            )
+        return evaluate(
+            self.model,
+            self.data.val,
+            batch_size=self.plan.batch_size,
+            task=self.task,
+            device=self.device,
+            processes=self.processes,
+            precision=self.spec.precision,
+            progress=self.progress,
+            name=f"{self.name}: evaluate",
+        )
 
     def _final(self) -> Evaluation:
-        """Return the last epoch's evaluation; a resumed training that had ended takes it from its history."""
-        if not self.position.history:
-            return self._evaluate()
-        last = self.position.history[-1]
-        assert last.val_loss is not None
-        tops = {"top1": last.val_top1, "top5": last.val_top5}
-        values = {**{name: value for name, value in tops.items() if value is not None}, **last.val}
-        return Evaluation(values=values, loss=last.val_loss, images=len(self.data.val))
+        """Return the evaluation of the weights that remain, from the history; without epochs it is made now."""
+        history = self.position.history
+        row = best_row(history, self.task.metric) if self.best is not None else history[-1] if history else None
+        seen = None if row is None else row.evaluation(len(self.data.val))
+        return self._evaluate() if seen is None else seen
 
     def _save(self) -> None:
         if self.folder is None:
@@ -337,7 +359,8 @@ class _Training:
 
     def _parts(self) -> dict[str, Any]:
         """Return the objects whose state a checkpoint holds."""
-        return {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, "average": self.average}
+        parts = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
+        return {**parts, "average": self.average, "best": self.best}
 
     def _write_log(self) -> None:
         if self.folder is not None and self.processes.is_main:
@@ -349,8 +372,8 @@ class _Training:
     def _identity(self) -> dict[str, Any]:
         train = self.data.train
         data = {"batch_size": self.plan.batch_size, "train_images": len(train), "data_seed": train.seed}
-        digest = train.fingerprint.digest()
-        return {**identity_of(self.spec), **data, "data_digest": digest, "first_epoch": self.first_epoch}
+        digest, spec = train.fingerprint.digest(), identity_of(self.spec, reference=self.reference)
+        return {**spec, **data, "data_digest": digest, "first_epoch": self.first_epoch}
 
     def _learning_rate(self, step: int) -> float:
         return learning_rate(
@@ -361,18 +384,7 @@ class _Training:
             schedule=self.spec.schedule,
         )
 
-    def _figures(self) -> dict[str, float]:
-        """Return the epoch's means so far; nothing before the first reading."""
-        at = self.position
-        if not at.images or not at.seconds:
-            return {}
-        correct = {} if self.task.correct is None else {"accuracy": at.correct / at.images}
-        return {"loss": at.loss / at.images, **correct, "images_per_s": at.images / at.seconds}
-
     def _diverged(self, problem: str, step: int) -> CompressError:
+        where = f"epoch {step // self.steps_per_epoch + 1}, step {step + 1} (lr {self._learning_rate(step):.3g}"
         saved = "" if self.folder is None else f" {self._checkpoint_path(self.folder)} is from before."
-        return CompressError(
-            f"{self.name}: {problem} at epoch {step // self.steps_per_epoch + 1}, step {step + 1} "
-            f"(lr {self._learning_rate(step):.3g}, precision {self.spec.precision}): the training has diverged."
-            f"{saved} Try a lower lr, a longer warm-up, clip_grad_norm: 1, or precision bf16 or fp32 in place of fp16"
-        )
+        return diverged(f"{self.name}: {problem} at {where}, precision {self.spec.precision})", saved)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -24,7 +25,8 @@ def learning_rate(step: int, *, steps: int, warmup_steps: int, peak: float, sche
     half a cosine to zero at step `steps` (Loshchilov and Hutter, arXiv 1608.03983, equation 5), stays at `peak`, or
     falls to a tenth of it after 2/3 and to a hundredth after 8/9 of the steps (`step`). `one_cycle` has no linear rise:
     it rises from peak / 25 as half a cosine over 30 % of the steps and then falls to peak / 250,000 at the last one
-    (Smith and Topin, arXiv 1708.07120, with the shares of torch's OneCycleLR).
+    (Smith and Topin, arXiv 1708.07120, with the shares of torch's OneCycleLR). A schedule `package.module:function` is
+    called with (step, steps), both without the warm-up, and returns a share of `peak`.
 
     >>> learning_rate(50, steps=100, warmup_steps=0, peak=0.1, schedule="cosine")
     0.05
@@ -35,9 +37,40 @@ def learning_rate(step: int, *, steps: int, warmup_steps: int, peak: float, sche
         return peak * (WARMUP_START + (1 - WARMUP_START) * step / warmup_steps)
     if schedule == "constant":
         return peak
+    if is_import_path(schedule):
+        return peak * _own_share(schedule, step - warmup_steps, max(1, steps - warmup_steps))
     if schedule == "step":
         return peak * 0.1 ** sum(step >= share * steps for share in _MILESTONES)
     return peak / 2 * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps)))
+
+
+def _own_share(schedule: str, step: int, steps: int) -> float:
+    """Return what a schedule of the user's returns.
+
+    Raises:
+        RecipeError: it cannot be imported, fails, or returns no finite number of 0 or more.
+    """
+    function = imported(schedule, key="schedule", error=RecipeError, what="a function of (step, steps)")
+    try:
+        share = float(function(step, steps))
+    except Exception as error:  # the function is its user's and can fail in any way
+        raise RecipeError(
+            f"schedule {schedule} fails at ({step}, {steps}) ({type(error).__name__}: {error})"
+        ) from error
+    if not (math.isfinite(share) and share >= 0):
+        raise RecipeError(f"schedule {schedule} returned {share} at ({step}, {steps}): it must be a share, 0 or more")
+    return share
+
+
+def check_schedule(spec: TrainSpec, *, steps: int = 300) -> None:
+    """Refuse a schedule of the user's that fails at its beginning, its middle or its end.
+
+    Raises:
+        RecipeError: as described at `learning_rate`.
+    """
+    if is_import_path(spec.schedule):
+        for step in (0, steps // 2, steps - 1):
+            _own_share(spec.schedule, step, steps)
 
 
 def _one_cycle(step: int, steps: int, peak: float) -> float:
@@ -90,6 +123,15 @@ def matched(model: nn.Module, patterns: Iterable[str], *, key: str) -> set[str]:
             known = near_misses(pattern, names) or f"; the first is {names[0]}" if names else ""
             raise RecipeError(f"{key} {pattern!r} matches no parameter{known}; a pattern is such as layer1.*")
     return {name for hits in found.values() for name in hits}
+
+
+def check_optimizer(spec: TrainSpec) -> None:
+    """Refuse an optimizer of the user's that cannot be imported or made, or that is none.
+
+    Raises:
+        RecipeError: as `make_optimizer`.
+    """
+    make_optimizer(nn.Linear(1, 1), replace(spec, lr_scale={}))
 
 
 def make_optimizer(model: nn.Module, spec: TrainSpec) -> torch.optim.Optimizer:

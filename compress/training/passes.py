@@ -19,6 +19,7 @@ from compress.tasks import Task
 from compress.training.damping import damping_loss, damping_strength
 from compress.training.distributed import Processes
 from compress.training.evaluate import autocast
+from compress.training.features import FeaturePairs
 from compress.training.losses import training_loss
 from compress.training.spec import QATSpec, TrainSpec
 
@@ -32,6 +33,7 @@ class Passes:
     Args:
         forward: from images to the task's outputs.
         teach: the same of the teacher; None = there is none.
+        features: layers of both whose outputs are compared, watched already; None = there are none.
         model: that is trained.
         task: loss and hits.
         spec: of the training.
@@ -43,6 +45,7 @@ class Passes:
         self,
         forward: Callable[[Any], Any],
         teach: Callable[[Any], Any] | None,
+        features: FeaturePairs | None = None,
         *,
         model: nn.Module,
         task: Task,
@@ -50,7 +53,7 @@ class Passes:
         scaler: torch.amp.GradScaler,
         device: torch.device,
     ) -> None:
-        self.forward, self.teach, self.model, self.task = forward, teach, model, task
+        self.forward, self.teach, self.features, self.model, self.task = forward, teach, features, model, task
         self.spec, self.scaler, self.device = spec, scaler, device
 
     def __call__(self, images: Any, targets: Any, *, factor: float, done: float) -> Tensor:
@@ -69,7 +72,8 @@ class Passes:
             outputs = self.forward(images)
             with torch.no_grad():
                 taught = None if self.teach is None else self.teach(images)
-        loss = training_loss(self.task, outputs, targets, taught, self.spec)
+        features = None if self.features is None else self.features.distance()
+        loss = training_loss(self.task, outputs, targets, taught, self.spec, features)
         if isinstance(self.spec, QATSpec) and self.spec.damping:
             loss = loss + damping_strength(self.spec.damping, done) * damping_loss(self.model)
         self.scaler.scale(loss * factor).backward()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from compress.errors import CheckpointError
+from compress.errors import CheckpointError, CompressError
+from compress.training.evaluate import Evaluation
 from compress.training.log import EpochRow
 from compress.training.tensor_file import Contents
 from compress.validation import parse
@@ -24,6 +25,38 @@ class Position:
     history: list[EpochRow] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)  # files of the training split that could not be read
 
+    def row(self, seen: Evaluation | None, *, step: int, lr: float, counted: object) -> EpochRow:
+        """Return the row of the epoch that has ended.
+
+        Args:
+            seen: the evaluation after it; None if there was none.
+            step: optimizer steps since the training began.
+            lr: learning rate of the last one.
+            counted: None if correct images are not counted.
+        """
+        values = dict(seen.values) if seen else {}
+        return EpochRow(
+            epoch=self.epoch + 1,
+            step=step,
+            lr=lr,
+            train_loss=self.loss / self.images,
+            train_top1=None if counted is None else self.correct / self.images,
+            val_top1=values.pop("top1", None),
+            val_top5=values.pop("top5", None),
+            val_loss=seen.loss if seen else None,
+            images_per_s=self.images / self.seconds,
+            seconds=self.seconds,
+            waited=min(1.0, self.waited / self.seconds),
+            val=values,
+        )
+
+    def figures(self, counted: object) -> dict[str, float]:
+        """Return the epoch's means so far, for progress; nothing before the first reading."""
+        if not self.images or not self.seconds:
+            return {}
+        correct = {} if counted is None else {"accuracy": self.correct / self.images}
+        return {"loss": self.loss / self.images, **correct, "images_per_s": self.images / self.seconds}
+
     @classmethod
     def read(cls, contents: Contents, *, epochs: int, steps_per_epoch: int) -> Position:
         """Return the position in a checkpoint, if it is one of this training."""
@@ -38,3 +71,16 @@ class Position:
         if position is None or lines:
             raise CheckpointError(f"{contents.path} is damaged: {'; '.join(lines)}. Start a new training")
         return position
+
+
+def diverged(problem: str, saved: str) -> CompressError:
+    """Return the error of a training whose loss or weights are not finite.
+
+    Args:
+        problem: what was seen, and where.
+        saved: a sentence on the last checkpoint, or "".
+    """
+    return CompressError(
+        f"{problem}: the training has diverged.{saved} Try a lower lr, a longer warm-up, clip_grad_norm: 1, or "
+        "precision bf16 or fp32 in place of fp16"
+    )

@@ -16,14 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from compress.data.base import Split
+from compress.data.base import Batch, Split
 from compress.errors import DataError, ModelError, RecipeError
 from compress.graph.inputs import flat_tensors
+from compress.meters import whole
 from compress.qat_fusion.fuse import fuse_for_training, is_fusible, pays_off
 from compress.qat_fusion.int8 import Forward
 from compress.tasks import Task
 from compress.training.distributed import Processes
 from compress.training.evaluate import modes_restored
+from compress.training.features import FeaturePairs
 from compress.training.outputs import OutputsOf, outputs_of
 from compress.training.spec import QATSpec, TrainSpec
 
@@ -36,8 +38,8 @@ NoSync = Callable[[], AbstractContextManager[None]]
 """Makes a context in which DistributedDataParallel does not average gradients."""
 
 
-def example_images(split: Split, device: torch.device, processes: Processes) -> Tensor:
-    """Return two images of `split`, or its only one, (N, C, H, W) on `device`.
+def example_batch(split: Split, device: torch.device, processes: Processes) -> Batch:
+    """Return two images of `split`, or its only one, (N, C, H, W) on `device`, and their targets.
 
     Raises:
         DataError: a split with fewer images than there are processes.
@@ -47,7 +49,7 @@ def example_images(split: Split, device: torch.device, processes: Processes) -> 
             f"the training split holds {len(split)} images for {processes.world_size} processes: it needs at least "
             "one for each"
         )
-    return split.load(list(range(min(2, len(split)))), epoch=None, device=device)[0]
+    return split.load(list(range(min(2, len(split)))), epoch=None, device=device)
 
 
 def check_models(model: nn.Module, teacher: nn.Module | None, images: Tensor, *, task: Task, spec: TrainSpec) -> None:
@@ -75,6 +77,22 @@ def check_models(model: nn.Module, teacher: nn.Module | None, images: Tensor, *,
             f"the model's logits have shape {shapes[0]} and the teacher's {shapes[1]}: distillation needs the same "
             "classes in both"
         )
+
+
+def feature_pairs(model: nn.Module, teacher: nn.Module | None, images: Any, spec: TrainSpec) -> FeaturePairs | None:
+    """Return the pairs of layers that `spec.distill_features` names, compared once on two images; None without any.
+
+    Raises:
+        RecipeError: a network has no such module, does not call it, or outputs cannot be compared.
+    """
+    if not spec.distill_features or teacher is None:
+        return None
+    pairs = FeaturePairs(model, teacher, spec.distill_features)
+    with modes_restored(model), torch.no_grad(), pairs.watched():
+        for one in (model.eval(), teacher):
+            outputs_of(OutputsOf(one, whole), images)
+        pairs.distance()
+    return pairs
 
 
 def to_channels_last(model: nn.Module, images: Tensor, wanted: bool | None, task: Task) -> bool:
@@ -145,7 +163,7 @@ def surroundings(model: nn.Module, teacher: nn.Module | None, device: torch.devi
 
 def _is_fused(model: nn.Module, spec: TrainSpec, device: torch.device) -> bool:
     """Return True if quantization-aware training runs a second, fused graph over the same parameters."""
-    if not isinstance(spec, QATSpec) or spec.fused == "off":
+    if not isinstance(spec, QATSpec) or spec.fused == "off" or spec.distill_features:
         return False
     return spec.fused in {"on", "int8"} or (pays_off(device) and is_fusible(model))
 

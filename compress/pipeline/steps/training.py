@@ -36,7 +36,7 @@ def train(
             order, augmented alike, as in the phase before.
         after_step: called after each optimizer step.
     """
-    return fit(
+    report = fit(
         model,
         run.data,
         spec,
@@ -49,9 +49,22 @@ def train(
         resume=run.resume,
         name=variant.step,
         first_epoch=first_epoch,
+        reference=_reference(run) if spec.stop_within is not None else None,
         after_step=after_step,
         progress=run.progress,
     )
+    if report.stopped is not None:
+        done = f"{len(report.history)} of {spec.epochs} epochs"
+        run.notes.append(f"{variant}: training ended after {done}: {report.stopped}")
+    if spec.keep_best and report.best is not None and report.best is not report.history[-1]:
+        run.notes.append(f"{variant}: the weights are those of epoch {report.best.epoch}, whose metric was the best")
+    return report
+
+
+def _reference(run: Run) -> float | None:
+    """Return the metric of the float network, as its training measured it."""
+    value: float | None = run.folder.facts_of(Variant.FLOAT.step).get(run.task.metric.name)
+    return value
 
 
 def _teacher(run: Run, own: nn.Module | None) -> nn.Module | None:

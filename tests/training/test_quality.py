@@ -1,0 +1,297 @@
+"""The best epoch, early ends, augmentation, own schedules and features of a teacher; each resumed to the bit."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchvision.transforms import v2
+
+from compress.data.base import DataSet
+from compress.data.preprocessing import Preprocessing
+from compress.errors import RecipeError
+from compress.progress import NoProgress
+from compress.recipe import parse_recipe
+from compress.tasks import segmentation
+from compress.training import TrainSpec, check_train_spec, evaluate, fit
+from compress.training.augment import make_augment
+from compress.training.features import FeaturePairs, feature_distance
+from compress.training.optim import learning_rate
+from tests.training.toy import CLASSES, ToySplit, convnet, toy_data
+
+FAST = TrainSpec(epochs=4, lr=0.05, warmup_epochs=0, checkpoint_steps=2)
+
+
+def halves(step, steps):
+    return 0.5 if 2 * step >= steps else 1.0
+
+
+def negative(step, steps):
+    return -1.0
+
+
+def brighter(images, targets):
+    return images + 0.1 * torch.rand(()), targets
+
+
+def cropped(images, targets):
+    return images[..., 1:], targets
+
+
+class Pixels(ToySplit):
+    """As `ToySplit`, of 8-bit pixels."""
+
+    def __init__(self, count, **options):
+        super().__init__(count, **options)
+        self.images = self.preprocessing.normalize(
+            (40 * self.images + 128).round().clamp(0, 255).to(torch.uint8).float() / 255
+        )
+
+    def load(self, indices, *, epoch, device):
+        return self.images[indices].to(device), self.targets[indices].to(device)
+
+
+PIXELS = DataSet(train=Pixels(32), val=Pixels(12))
+
+
+class Stop(NoProgress):
+    """Stops a training at its step number `at`."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def advance(self, task, amount=1, **fields):
+        self.left -= task == "train"
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"keep_best": True, "lr": 0.4},
+        {"keep_best": True, "ema_decay": 0.9},
+        {"augment": ("randaugment", "random_erasing", "mixup", "cutmix"), "augment_options": {"mixup": {"alpha": 0.4}}},
+        {"augment": (f"{__name__}:brighter",), "schedule": f"{__name__}:halves"},
+        {"distill": True, "distill_features": {"0": "0"}},
+    ],
+    ids=["best", "best of the mean", "mixed", "own", "features"],
+)
+def test_resumed_to_the_bit(tmp_path, changes):
+    spec = replace(FAST, **changes)
+
+    def train(folder, progress, resume):
+        model = convnet()
+        fit(
+            model,
+            PIXELS,
+            spec,
+            batch_size=8,
+            folder=folder,
+            teacher=convnet(3),
+            resume=resume,
+            progress=progress,
+        )
+        return model.state_dict()
+
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    whole = train(tmp_path / "whole", NoProgress(), False)
+    for at in (7, 4):  # in the middle of an epoch, and once more
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / "cut", Stop(at), at != 7)
+    again = train(tmp_path / "cut", NoProgress(), True)
+    ended = train(tmp_path / "cut", NoProgress(), True)  # of a training that has ended
+    for name, tensor in whole.items():
+        assert tensor.equal(again[name]) and tensor.equal(ended[name]), name
+
+
+def test_keeps_the_best_epoch():
+    """A rate that is far too high at the end destroys what was learned; its epochs are not the best."""
+    data, model = toy_data(noise=0.5), convnet()
+    spec = replace(FAST, epochs=5, schedule=f"{__name__}:late_jump", lr=0.02)
+    kept = convnet()
+    report = fit(kept, data, replace(spec, keep_best=True), batch_size=8, folder=None)
+    last = fit(model, data, spec, batch_size=8, folder=None)
+    values = [row.val_top1 for row in report.history]
+    assert values == [row.val_top1 for row in last.history] and values[-1] < max(values)
+    assert report.final.top1 == max(values) == evaluate(kept, data.val, batch_size=8).top1
+    assert report.best.epoch == 1 + values.index(max(values))
+    assert last.final.top1 == values[-1] == evaluate(model, data.val, batch_size=8).top1
+
+
+def late_jump(step, steps):
+    return 1.0 if step < 0.7 * steps else 400.0
+
+
+def test_stops_within_points_of_the_reference_and_when_nothing_is_gained():
+    data = toy_data(noise=0.5)
+    report = fit(
+        convnet(),
+        data,
+        replace(FAST, epochs=9, stop_within=5.0),
+        batch_size=8,
+        folder=None,
+        reference=0.5,
+    )
+    values = [row.val_top1 for row in report.history]
+    assert values[-1] >= 0.45 and all(value < 0.45 for value in values[:-1]) and len(values) < 9
+    assert "within 5 of the reference, 50.00 %" in report.stopped
+    still = replace(FAST, epochs=9, lr=1e-9, stop_after=2, stop_within=0.0)
+    report = fit(convnet(), data, still, batch_size=8, folder=None, reference=1.0)
+    assert len(report.history) == 3 and "2 evaluations gave no better top-1" in report.stopped
+    with pytest.raises(RecipeError, match="stop_within is set without a reference"):
+        fit(convnet(), data, still, batch_size=8, folder=None)
+
+
+def test_mixup_and_cutmix_are_torchvisions():
+    images, targets = PIXELS.train.images[:8], PIXELS.train.targets[:8]
+    for name, kind, alpha in (("mixup", v2.MixUp, 0.3), ("cutmix", v2.CutMix, 1.0)):
+        spec = TrainSpec(augment=(name,), augment_options={name: {"alpha": alpha}})
+        augment = make_augment(
+            spec, num_classes=CLASSES, preprocessing=PIXELS.train.preprocessing, images=images, targets=targets
+        )
+        torch.manual_seed(5)
+        got, shares = augment(images, targets)
+        torch.manual_seed(5)
+        expected, expected_shares = kind(num_classes=CLASSES, alpha=alpha)(images, targets)
+        assert got.equal(expected) and shares.equal(expected_shares)
+        assert torch.allclose(shares.sum(1), torch.ones(8))
+
+
+def test_randaugment_is_torchvisions_for_each_image():
+    split = PIXELS.train
+    prepared = split.preprocessing
+    augment = make_augment(
+        TrainSpec(augment=("randaugment",), augment_options={"randaugment": {"magnitude": 12}}),
+        num_classes=CLASSES,
+        preprocessing=prepared,
+        images=split.images[:2],
+    )
+    torch.manual_seed(1)
+    got, _ = augment(split.images[:4], split.targets[:4])
+    torch.manual_seed(1)
+    transform = v2.RandAugment(magnitude=12)
+    pixels = torch.stack([transform(row) for row in prepared.pixels(split.images[:4])])
+    assert got.equal(prepared.normalize(pixels.float() / 255)) and not got.equal(split.images[:4])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"augment": ("randaug",)}, "did you mean 'randaugment'"),
+        ({"augment": ("mixup", "mixup")}, "names a change twice"),
+        ({"augment_options": {"mixup": {"alpha": 1.0}}}, "its keys are named changes"),
+        ({"distill_features": {"0": "0"}}, "train.distill is false"),
+        ({"distill": True, "distill_features": {"0": "0"}, "compile": True}, "which train.compile replaces"),
+        ({"stop_after": 4}, "it would never end the training"),
+        ({"schedule": "halves"}, "package.module:function"),
+    ],
+)
+def test_refused_by_the_keys_alone(changes, words):
+    with pytest.raises(RecipeError, match=words):
+        check_train_spec(replace(FAST, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"augment": ("nowhere:nothing",)}, "cannot import nowhere"),
+        ({"augment": (f"{__name__}:cropped",)}, "it must keep their shape"),
+        ({"augment": ("mixup",), "augment_options": {"mixup": {"beta": 1}}}, "augment_options.mixup"),
+        ({"schedule": f"{__name__}:negative"}, "returned -1.0 at"),
+        ({"distill": True, "distill_features": {"9": "0"}}, "the student has no such module"),
+        ({"distill": True, "distill_features": {"0": "5"}}, "cannot be compared"),
+    ],
+)
+def test_refused_before_the_first_step(changes, words):
+    model = convnet()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(RecipeError, match=words):
+        fit(model, PIXELS, replace(FAST, **changes), batch_size=8, folder=None, teacher=convnet(3))
+    assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_named_changes_need_pixels_and_a_class_for_each_image():
+    with pytest.raises(RecipeError, match="8-bit pixels"):
+        fit(convnet(), toy_data(), replace(FAST, augment=("augmix",)), batch_size=8, folder=None)
+    tree = {"task": "segmentation", "model": {"name": "fcn_resnet50"}, "train": {"augment": ["mixup"]}}
+    tree["data"] = {"name": "masks", "root": "x", "classes": ["a", "b"]}
+    with pytest.raises(RecipeError, match="without their masks or boxes"):
+        parse_recipe(tree)
+    tree["train"] = {"stop_within": 0.5}
+    with pytest.raises(RecipeError, match="which this section trains"):
+        parse_recipe(tree)
+    labels = ToySplit(4).targets[:2].view(2, 1, 1).expand(2, 6, 6)
+    with pytest.raises(RecipeError, match="one class for each image"):
+        make_augment(
+            TrainSpec(augment=("mixup",)),
+            num_classes=len(segmentation(("a", "b")).name),
+            preprocessing=Preprocessing(image_size=6),
+            images=torch.zeros(2, 3, 6, 6),
+            targets=labels.float(),
+        )
+
+
+def test_feature_distance_by_its_formula():
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 3, 4, 5, generator=generator), torch.randn(2, 3, 4, 5, generator=generator)
+    assert feature_distance(a, b).item() == pytest.approx(((a - b).square().sum() / b.square().sum()).item(), rel=1e-5)
+    wide = torch.cat([b, b], 1)  # the same attention map from twice the channels
+    assert feature_distance(b, wide).item() == pytest.approx(0, abs=1e-6)
+    maps = [F.normalize(one.square().sum(1).flatten(1), dim=1) for one in (a, wide)]
+    assert feature_distance(a, wide).item() == pytest.approx(
+        (maps[0] - maps[1]).square().sum(1).mean().item(), rel=1e-5
+    )
+    with pytest.raises(RecipeError, match="cannot be compared"):
+        feature_distance(torch.zeros(2, 3), torch.zeros(2, 4))
+
+
+def test_features_draw_the_student_to_the_teacher():
+    data, teacher = PIXELS, convnet(3)
+
+    def distance(model):
+        pairs = FeaturePairs(model.eval(), teacher.eval(), {"0": "0"})
+        with pairs.watched(), torch.no_grad():
+            model(data.val.images)
+            teacher(data.val.images)
+            return pairs.distance().item()
+
+    spec = replace(FAST, distill=True, distill_weight=0.9, epochs=6)
+    plain, taught = convnet(), convnet()
+    fit(plain, data, spec, batch_size=8, folder=None, teacher=teacher)
+    fit(
+        taught,
+        data,
+        replace(spec, distill_features={"0": "0"}, distill_feature_weight=5.0),
+        batch_size=8,
+        folder=None,
+        teacher=teacher,
+    )
+    assert distance(taught) < 0.5 * distance(plain)
+    assert not any(module._forward_hooks for module in [*taught.modules(), *teacher.modules()])
+
+
+def test_a_layer_that_is_not_called_is_named():
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Sequential(nn.Conv2d(3, 4, 3))
+
+        def forward(self, x):
+            return self.block[0](x).mean((2, 3))
+
+    spec = replace(FAST, distill=True, distill_features={"block": "0"})
+    with pytest.raises(RecipeError, match=r"not called as a module.*such as block.0"):
+        fit(Functional(), PIXELS, spec, batch_size=8, folder=None, teacher=convnet(3))
+
+
+def test_own_schedule_follows_the_warm_up():
+    rates = [
+        learning_rate(step, steps=12, warmup_steps=2, peak=0.2, schedule=f"{__name__}:halves") for step in range(12)
+    ]
+    assert rates[:2] == pytest.approx([0.002, 0.101])
+    assert rates[2:7] == [0.2] * 5 and rates[7:] == [0.1] * 5
+    assert not any(math.isnan(rate) for rate in rates)
