@@ -13,14 +13,14 @@ The result is that of the plain path: the same numbers in the same order in floa
 and sums over a row that the kernels compute. In half precision the plain path rounds after the bias, the add and the
 activation, and the fused one only at its end.
 
-The rest of the graph stays as it is, with the reason: FP8, and quantizers of another class (learned scales need a
-gradient that bits do not hold). While a quantizer is disabled or watched by a calibrator, its chain runs plainly too.
+A chain that ends in a learned range is one operation too (`learned`), which keeps its values in place of bits. The
+rest of the graph stays as it is, with the reason: FP8, and quantizers of another class. While a quantizer is disabled
+or watched by a calibrator, its chain runs plainly too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -33,18 +33,19 @@ from compress.graph.ops import node_kind, node_module
 from compress.graph.report import GraphReport, attach_report, leaves_of
 from compress.kernels.activation import SMOOTH_ACTIVATIONS, smooth_quantize
 from compress.kernels.dispatch import Kernels
-from compress.kernels.epilogue import LARGEST_WINDOW, Epilogue, Window, max_pool
+from compress.kernels.epilogue import LARGEST_WINDOW, Window, max_pool
 from compress.kernels.fake_quantize import fused_quantize, pooled_quantize
 from compress.kernels.triton.language import HAS_TRITON
 from compress.qat_fusion.attention import fuse_attention
-from compress.qat_fusion.chain import BOUNDS, LAYERS, Chain
+from compress.qat_fusion.chain import LAYERS, Chain
 from compress.qat_fusion.int8 import Forward, carry_codes
+from compress.qat_fusion.learned import FusedLearnedModule, is_learned
 from compress.qat_fusion.norm import fuse_norms
+from compress.qat_fusion.product import ACTIVATIONS, epilogue_of, product
 from compress.qat_fusion.weights import group_weights, is_live, is_plain
+from compress.quantization.learned import LearnedQuantizer
 from compress.quantization.quantizer import Quantizer
 
-_ACTIVATIONS = {"relu": F.relu, "relu6": F.relu6, **SMOOTH_ACTIVATIONS}
-_PLAIN: tuple[float, float] = (-math.inf, math.inf)
 _KEEP_THEIR_INPUT = ("mish", "layer_norm")
 """Operations that keep their input for backward, so that their result can be computed again."""
 _QUANTIZED_FORWARDS = {layer.forward for layer in LAYERS if hasattr(layer, "quantized_weight")}
@@ -165,10 +166,7 @@ class FusedChainModule(nn.Module):
         self.smooth = activation in SMOOTH_ACTIVATIONS
         self.quantizer = quantizer
         self.kernels: Kernels | None = kernels
-        lower, upper = BOUNDS.get(activation, _PLAIN)
-        bias_dim = -1 if isinstance(layer, nn.Linear) else 1
-        quant_format = quantizer.format
-        self.epilogue = Epilogue(quant_format.low, quant_format.high, lower, upper, quant_format.axis, bias_dim)
+        self.epilogue = epilogue_of(layer, activation, quantizer)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
         """The quantized result, pooled.
@@ -184,7 +182,7 @@ class FusedChainModule(nn.Module):
         layer, bias = cast(Any, self.layer), None
         if layer is not None:
             bias = layer.bias
-            x = _product(layer, x, weight, None)
+            x = product(layer, x, weight, None)
         kernels = self.kernels
         if kernels is None and layer is None and torch.compiler.is_compiling():
             kernels = "torch"  # the compiler fuses the quantizer with the operation before it
@@ -200,7 +198,7 @@ class FusedChainModule(nn.Module):
     def _plain(self, x: Tensor, residual: Tensor | None) -> Tensor:
         y = x if self.layer is None else self.layer(x)
         y = y if residual is None else y + residual
-        y = _ACTIVATIONS[self.activation](y) if self.activation else y
+        y = ACTIVATIONS[self.activation](y) if self.activation else y
         y = cast(Tensor, self.quantizer(y))
         return y if self.window is None else max_pool(y, self.window)
 
@@ -220,15 +218,7 @@ class FusedLayerModule(nn.Module):
             weight: quantized.
         """
         layer = cast(Any, self.layer)
-        return _product(layer, x, weight, layer.bias)
-
-
-def _product(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """The result of a convolution or linear layer with another weight and bias."""
-    if weight is None:
-        weight = layer.quantized_weight if hasattr(layer, "weight_quantizer") else layer.weight
-    matmul: Callable[..., Tensor] = F.linear if isinstance(layer, nn.Linear) else layer._conv_forward
-    return matmul(x, weight, bias)
+        return product(layer, x, weight, layer.bias)
 
 
 def _fused_chains(graph_module: fx.GraphModule) -> dict[fx.Node, FusedChainModule]:
@@ -279,21 +269,20 @@ def _share_weights(graph_module: fx.GraphModule, kernels: Kernels | None) -> Non
 def _fuse(graph_module: fx.GraphModule, node: fx.Node, kernels: Kernels | None) -> FusedChain:
     """Replace a quantizer and the chain that ends in it by one module."""
     quantizer, path = node_module(node), str(node.target)
-    if not is_plain(quantizer):
+    if not is_plain(quantizer) and not is_learned(quantizer):
         kind = "FP8" if type(quantizer) is Quantizer else type(quantizer).__name__
         return FusedChain(quantizer=path, nodes=(), reason=f"{kind} is trained on the plain path")
-    chain = Chain(node)
-    pool, window = (
-        (None, None) if len(chain.inputs) > 1 or chain.activation in SMOOTH_ACTIVATIONS else _pool_after(node)
-    )
-    module = FusedChainModule(
-        None if chain.layer is None else node_module(chain.layer),
-        chain.activation,
-        cast(Quantizer, quantizer),
-        kernels,
-        window,
-        chain.layer is None and len(chain.inputs) == 1 and node_kind(chain.inputs[0]) in _KEEP_THEIR_INPUT,
-    )
+    chain, pool = Chain(node), None
+    layer = None if chain.layer is None else node_module(chain.layer)
+    if is_learned(quantizer):
+        if chain.activation in SMOOTH_ACTIVATIONS:
+            return FusedChain(quantizer=path, nodes=(), reason=f"{chain.activation} before a learned range")
+        module: nn.Module = FusedLearnedModule(layer, chain.activation, cast(LearnedQuantizer, quantizer), kernels)
+    else:
+        smooth = chain.activation in SMOOTH_ACTIVATIONS
+        pool, window = (None, None) if len(chain.inputs) > 1 or smooth else _pool_after(node)
+        kept = chain.layer is None and len(chain.inputs) == 1 and node_kind(chain.inputs[0]) in _KEEP_THEIR_INPUT
+        module = FusedChainModule(layer, chain.activation, cast(Quantizer, quantizer), kernels, window, kept)
     name = f"fused_chains.{node.name}"
     graph_module.add_submodule(name, module)
     with graph_module.graph.inserting_before(node):

@@ -13,17 +13,17 @@ of SGD changes s = amax / Qp exactly as LSQ's own does.
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from compress.errors import QuantizationError
-from compress.kernels.memory_format import along_axis
-from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
+from compress.kernels.epilogue import Epilogue
+from compress.kernels.learned_quantize import learned_quantize
+from compress.kernels.triton.learned_quantize import LEAST_RANGE
+from compress.quantization.numerics import QuantFormat, scale_from_amax
 from compress.quantization.quantizer import Quantizer, quantizers
-
-_SMALLEST = 2.0**-100  # what a range that training has driven to zero or below counts as, until it comes back
 
 
 def learned_fake_quantize(x: Tensor, amax: Tensor, quant_format: QuantFormat, *, elements: int) -> Tensor:
@@ -38,34 +38,13 @@ def learned_fake_quantize(x: Tensor, amax: Tensor, quant_format: QuantFormat, *,
     Returns:
         Shape and type of `x`; the same numbers as `fake_quantize`.
     """
-    factor = math.sqrt(quant_format.high / max(1, elements))  # g Qp
-    return cast(Tensor, _LearnedStep.apply(x, amax, quant_format, factor))
+    epilogue = Epilogue(quant_format.low, quant_format.high, axis=quant_format.axis)
+    return learned_quantize(x, amax, epilogue, gradient_factor(quant_format, elements))
 
 
-class _LearnedStep(torch.autograd.Function):
-    """Keeps the input and the scale for its backward pass; the integers are computed again there."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, amax: Tensor, quant_format: QuantFormat, factor: float) -> Tensor:
-        scale = scale_from_amax(amax, quant_format)
-        ctx.save_for_backward(x, scale)
-        ctx.quant_format, ctx.factor = quant_format, factor
-        return fake_quantize(x, scale, quant_format)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, scale = ctx.saved_tensors
-        f: QuantFormat = ctx.quant_format
-        work = x if x.dtype in {torch.float32, torch.float64} else x.float()
-        steps = work / along_axis(scale.to(work.dtype), x, f.axis)
-        inside = (steps > f.low) & (steps < f.high)
-        grad_x = grad * inside if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return grad_x, None, None, None
-        slope = torch.where(inside, steps.round() - steps, steps.clamp(f.low, f.high)) * grad.to(work.dtype)
-        dims = [i for i in range(x.dim()) if f.axis is None or i != f.axis % x.dim()]
-        grad_s = slope.sum(dims) if dims else slope
-        return grad_x, (grad_s * ctx.factor).reshape(scale.shape).to(scale.dtype), None, None
+def gradient_factor(quant_format: QuantFormat, elements: int) -> float:
+    """The factor g Qp of the gradient of a range that `elements` elements share."""
+    return math.sqrt(quant_format.high / max(1, elements))
 
 
 class LearnedQuantizer(Quantizer):
@@ -88,7 +67,7 @@ class LearnedQuantizer(Quantizer):
     @property
     def positive_amax(self) -> Tensor:
         """`amax`, above zero also where training has overshot."""
-        return self.amax.detach().clamp_min(_SMALLEST)
+        return self.amax.detach().clamp_min(LEAST_RANGE)
 
     @property
     def scale(self) -> Tensor:
@@ -105,11 +84,13 @@ class LearnedQuantizer(Quantizer):
         self._ready = bool(torch.isfinite(self.amax).all())
 
     def _quantized(self, x: Tensor) -> Tensor:
-        # The clamped value with the whole gradient: a range below zero must be able to come back
-        amax = torch.where(self.amax > _SMALLEST, self.amax, _SMALLEST + (self.amax - self.amax.detach()))
+        f = self.format
+        return learned_quantize(x, self.amax, Epilogue(f.low, f.high, axis=f.axis), self.gradient_factor(x))
+
+    def gradient_factor(self, x: Tensor) -> float:
+        """The factor of the gradient of `amax` for a tensor that it quantizes, or for one of its shape."""
         shared = x.numel() if self.of_weight else x.numel() // max(1, len(x) if x.dim() else 1)
-        channels = 1 if self.format.axis is None else x.shape[self.format.axis]
-        return learned_fake_quantize(x, amax, self.format, elements=shared // channels)
+        return gradient_factor(self.format, shared // (1 if self.format.axis is None else x.shape[self.format.axis]))
 
 
 def learn_scales(qmodel: nn.Module) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import compress
 from compress.errors import QuantizationError, RecipeError
+from compress.quantization.learned import learn_scales
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.quantizer import Quantizer
 from compress.training import QATSpec, check_train_spec, fit
@@ -323,3 +324,22 @@ def test_on_a_gpu_training_is_fused_and_learns(compile):
     spec = QATSpec(epochs=4, lr=0.05, distill=False, precision="bf16", compile=compile)
     report = fit(qmodel, toy_data(train=80, size=12, noise=0.3), spec, batch_size=16, folder=None, device="cuda")
     assert report.history[-1].train_loss < report.history[0].train_loss
+
+
+@pytest.mark.parametrize("batchnorm", ["fold", "keep"])
+@pytest.mark.parametrize("target", ["tensorrt", "openvino"])
+def test_learned_ranges_are_fused_with_the_gradients_of_the_plain_path(batchnorm, target):
+    qmodel, x = quantized(network, target, batchnorm=batchnorm)
+    learn_scales(qmodel)
+    qmodel, x = qmodel.double(), x.double()
+    fused = compress.fuse_for_training(qmodel)
+    found = [chain for chain in fused.report.chains if chain.nodes]
+    assert len(found) >= 4 and max(len(chain.nodes) for chain in found) >= 2
+    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-9, atol=1e-9)
+
+
+def test_a_learned_range_before_which_a_smooth_activation_stays_on_the_plain_path():
+    qmodel, _ = quantized(lambda: nn.Sequential(nn.Conv2d(3, 8, 1), nn.SiLU(), nn.Conv2d(8, 8, 1)).eval())
+    learn_scales(qmodel)
+    reasons = {chain.reason for chain in compress.fuse_for_training(qmodel).report.chains}
+    assert "silu before a learned range" in reasons

@@ -1,0 +1,144 @@
+"""Bias, residual add, activation and fake quantization with a learned range, as one differentiable operation.
+
+The gradients are LSQ's (Esser et al., arXiv 1902.08153, equation 3), of the range `amax` in place of the step:
+
+    d/damax = factor * sum over its elements of grad * (round(v / s) - v / s inside the range, else -Qn or Qp)
+
+Unlike that of a fixed range, it needs the values themselves, so the inputs are kept and all is computed again in the
+backward pass: one kernel each way, where the operations one by one take some twenty launches. Triton's kernels compute
+it on a GPU where layout and type fit, torch's operations everywhere else; both compute the same numbers but for the
+order of the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from compress.kernels.dispatch import Kernels, refuse_second_derivative, use_triton_eager
+from compress.kernels.epilogue import Epilogue
+from compress.kernels.fake_quantize import in_type
+from compress.kernels.memory_format import along_axis, dense, like
+from compress.kernels.triton.learned_quantize import LEAST_RANGE, LearnedPlan, learned_plan_of
+
+
+def learned_quantize(
+    y: Tensor,
+    amax: Tensor,
+    epilogue: Epilogue,
+    factor: float,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    kernels: Kernels | None = None,
+) -> Tensor:
+    """Fake quantization of activation(y + bias + residual), computed in float32 (float64 for float64).
+
+    Args:
+        y: any shape, floating point: the result of a layer without its bias, or a weight.
+        amax: () or (C,): the range; one that training has driven below `LEAST_RANGE` counts as that, with its whole
+            gradient, so that it can come back.
+        epilogue: activation and integers.
+        factor: of the range's gradient.
+        bias: (C,), C the size of `y` along `epilogue.bias_dim`.
+        residual: shape of `y`.
+        kernels: which implementation; None = Triton on a GPU, where layout and type fit.
+
+    Returns:
+        Shape, type and memory format of `y`.
+
+    Raises:
+        QuantizationError: in the backward pass, if a second derivative is asked of Triton kernels.
+    """
+    y = dense(y)
+    plan = learned_plan_of(y, bias, residual, amax, epilogue) if use_triton_eager(y, kernels) else None
+    return cast(Tensor, _LearnedQuantize.apply(y, amax, bias, residual, plan, factor, *epilogue))
+
+
+class _LearnedQuantize(torch.autograd.Function):
+    """Keeps its inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        amax: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        plan: LearnedPlan | None,
+        factor: float,
+        low: int,
+        high: int,
+        lower: float,
+        upper: float,
+        axis: int | None,
+        bias_dim: int,
+    ) -> Tensor:
+        """By Triton's kernel if there is a plan, else by torch's operations."""
+        if residual is not None:
+            residual = like(residual, y)
+        ctx.save_for_backward(y, amax, bias, residual)
+        ctx.plan, ctx.factor, ctx.epilogue = plan, factor, (low, high, lower, upper, axis, bias_dim)
+        if plan is not None:
+            return plan.forward(y, bias, residual, amax)
+        steps, scale, _ = _steps(y, amax, bias, residual, Epilogue(low, high, lower, upper, axis, bias_dim))
+        result = steps.round().clamp(low, high) * scale
+        return result if result.dtype == y.dtype else result.to(y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of y, the range, bias and residual."""
+        y, amax, bias, residual = ctx.saved_tensors
+        epilogue = Epilogue(*ctx.epilogue)
+        grad = like(grad, y)
+        if ctx.plan is not None:
+            refuse_second_derivative(grad)
+            passed, sums = ctx.plan.backward(grad, y, bias, residual, amax)
+        else:
+            passed, sums = _gradients(grad, y, amax, bias, residual, epilogue)
+        grad_bias = None
+        if bias is not None and ctx.needs_input_grad[2]:
+            dims = [d for d in range(y.dim()) if d != epilogue.bias_dim % y.dim()]
+            grad_bias = in_type(passed.sum(dims, dtype=_work(y)), bias.dtype)
+        grad_residual = None if residual is None else in_type(passed, residual.dtype)
+        grad_amax = (sums * ctx.factor).reshape(amax.shape).to(amax.dtype) if ctx.needs_input_grad[1] else None
+        return passed, grad_amax, grad_bias, grad_residual, *(None,) * 8
+
+
+def _work(y: Tensor) -> torch.dtype:
+    return torch.float64 if y.dtype == torch.float64 else torch.float32
+
+
+def _steps(
+    y: Tensor, amax: Tensor, bias: Tensor | None, residual: Tensor | None, epilogue: Epilogue
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the activated values in steps of the grid, the step, where the activation passes its gradient)."""
+    work = y.to(_work(y))
+    if bias is not None:
+        work = work + along_axis(bias.to(work.dtype), y, epilogue.bias_dim)
+    if residual is not None:
+        work = work + residual
+    passes = (work > epilogue.lower) & (work < epilogue.upper)
+    if math.isfinite(epilogue.lower):
+        work = work.clamp(min=epilogue.lower)
+    if math.isfinite(epilogue.upper):
+        work = work.clamp(max=epilogue.upper)
+    scale = along_axis((amax.clamp_min(LEAST_RANGE) / epilogue.high).to(work.dtype), y, epilogue.axis)
+    return work / scale, scale, passes
+
+
+def _gradients(
+    grad: Tensor, y: Tensor, amax: Tensor, bias: Tensor | None, residual: Tensor | None, epilogue: Epilogue
+) -> tuple[Tensor, Tensor]:
+    """(the gradient of `y`, the sum for the range without its factor)."""
+    steps, _, passes = _steps(y, amax, bias, residual, epilogue)
+    inside = (steps > epilogue.low) & (steps < epilogue.high)
+    slope = torch.where(inside, steps.round() - steps, steps.clamp(epilogue.low, epilogue.high)) * grad.to(steps.dtype)
+    axis = None if epilogue.axis is None else epilogue.axis % y.dim()
+    dims = [d for d in range(y.dim()) if d != axis]
+    # torch.compile of 2.11 gives a `.to` of the same type as a result of an autograd.Function a gradient of zero
+    passed = torch.where(inside & passes, grad, 0.0)
+    return (passed if passed.dtype == y.dtype else passed.to(y.dtype)), slope.sum(dims) if dims else slope
