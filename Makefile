@@ -24,6 +24,8 @@ install: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	# Type stubs of TensorRT alone: they ask for the 2 GB of its libraries, which no check needs.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps tensorrt-stubs
 	touch $(READY)
 
 clean:          ## remove the environment and caches; runs/ and results/ stay

@@ -256,7 +256,7 @@ def _made(spec: ModelSpec, maker: Callable[..., Any], num_classes: int, **defaul
     classes = {} if name is None else {name: num_classes}
     try:
         model = maker(**{**classes, **defaults, **spec.options})
-    except (TypeError, ValueError, RuntimeError, AssertionError, LookupError, AttributeError) as error:
+    except (TypeError, ValueError, RuntimeError, AssertionError, LookupError, AttributeError, SystemExit) as error:
         stated = "".join(f"{key}={value} and " for key, value in classes.items())
         raise ModelError(
             f"{spec.name} cannot be made with {stated}model.options {spec.options} ({type(error).__name__}: {error})"

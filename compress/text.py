@@ -18,6 +18,7 @@ _ENGINES = {
     "tensorrt": "TensorRT",
     "tensorrt-rtx": "TensorRT-RTX",
     "tensorrt_rtx": "TensorRT-RTX",
+    "tensorrt-lean": "TensorRT lean",
 }
 
 

@@ -11,7 +11,8 @@ import onnxruntime
 import torch
 from torch import Tensor, fx
 
-from analysis.random_networks.network import CHANNELS, SIDE, Network, Step
+from analysis.random_networks.network import Network, Step
+from analysis.random_networks.operations import CHANNELS, SIDE
 from compress.errors import CalibrationError, CompressError
 from compress.export.onnx import export_onnx
 from compress.graph.compare import relative_error

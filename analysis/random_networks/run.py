@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from analysis.random_networks.check import LOWEST_DB, RUNTIME_DB, SAME, TARGETS, failure_of, shrunk
-from analysis.random_networks.network import LAYERS, OTHERS, steps_of
+from analysis.random_networks.network import OPERATIONS, steps_of
 from compress.files import write_json, write_text
 
 
@@ -42,7 +42,7 @@ def main() -> None:
         "first_seed": options.seed,
         "networks": tried,
         "exported": exported,
-        "operations": len(LAYERS | OTHERS),
+        "operations": len(OPERATIONS),
         "cpu_seconds": round(time.process_time(), 1),
         "failures": failures,
     }

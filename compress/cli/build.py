@@ -12,7 +12,7 @@ from compress.cli.options import JsonOption, SetOption
 from compress.engines.onnx_file import read_onnx
 from compress.engines.tensorrt.build import BuiltEngine, build_tensorrt
 from compress.engines.tensorrt.commands import build_commands
-from compress.engines.tensorrt.library import FLAVOURS
+from compress.engines.tensorrt.library import BUILDERS
 from compress.engines.tensorrt.metadata import log_path
 from compress.engines.tensorrt.options import TensorRTOptions, parse_options
 from compress.errors import EngineError, RecipeError, near_misses
@@ -86,9 +86,9 @@ def engine_options(
     Raises:
         EngineError: an unknown engine, or an option that it does not take.
     """
-    if engine not in FLAVOURS:
-        raise EngineError(f"--engine is {engine!r}{near_misses(engine, FLAVOURS)} (one of: {', '.join(FLAVOURS)})")
-    portable = recipe is not None and FLAVOURS[engine].portable
+    if engine not in BUILDERS:
+        raise EngineError(f"--engine is {engine!r}{near_misses(engine, BUILDERS)} (one of: {', '.join(BUILDERS)})")
+    portable = recipe is not None and BUILDERS[engine].portable
     sms = sm or (",".join(map(str, recipe.bench.sm)) if recipe is not None and portable else "")
     given = {name: value for name, value in (("sm", sms), ("batch", batch), ("size", size)) if value}
     for text in further or []:

@@ -24,9 +24,9 @@ from compress.progress import NoProgress, Progress
 _WIDE = 140
 """Columns of what is not a terminal: a file or a pipe does not wrap."""
 
-OUT = Console(width=None if sys.stdout.isatty() else _WIDE, markup=False)
-ERRORS = Console(stderr=True, markup=False)
-"""Without markup: a folder may be named `o[/red]`, and an extra is `compress[rtx]`."""
+OUT = Console(width=None if sys.stdout.isatty() else _WIDE, markup=False, emoji=False)
+ERRORS = Console(stderr=True, markup=False, emoji=False)
+"""Without markup and emoji: a folder may be named `o[/red]`, an extra is `compress[rtx]`, `:b:` is no picture."""
 
 _VERBOSE_S = 1.0
 _FIGURES = {"loss": ".3f", "accuracy": ".1%", "images_per_s": ".0f", "images": ".0f"}

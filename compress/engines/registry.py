@@ -54,9 +54,11 @@ ENGINES: dict[str, EngineEntry] = {
         name: EngineEntry(
             availability=partial(tensorrt_availability, name),
             load=partial(tensorrt_engine.load, engine=name),
-            options=TENSORRT_OPTIONS,
+            options={
+                o: text for o, text in TENSORRT_OPTIONS.items() if not flavour.runs or o in {"device", "cuda_graph"}
+            },
         )
-        for name in FLAVOURS
+        for name, flavour in FLAVOURS.items()
     },
 }
 
@@ -74,8 +76,8 @@ def build_engine(
 
     Args:
         path: the file; for TensorRT also an engine file that was built before.
-        engine: name of a row of `ENGINES`, such as `openvino`, `onnxruntime`, `cuda`, `tensorrt` or `tensorrt-rtx`;
-            `engine_availability` lists those that work here.
+        engine: name of a row of `ENGINES`, such as `openvino`, `onnxruntime`, `cuda`, `tensorrt`, `tensorrt-rtx` or
+            `tensorrt-lean`; `engine_availability` lists those that work here.
         batch_size: fixes the batch, which is faster; None keeps the file's own, dynamic or not.
         threads: CPU threads of one run; None = the engine's own choice.
         precision: of the part that is not quantized: `f32`, `bf16` or `f16`; None = the engine's own choice, which

@@ -54,6 +54,7 @@ def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32"
             open_attention(model, exportable=False)
         except ModelError:
             model.eval()  # torch.export may manage what torch.fx cannot; BatchNorm is then the exporter's to fold
+    _fix_random_slopes(model)
     half = precision == "fp16"
     for layer in [m for m in model.modules() if parametrize.is_parametrized(m)]:
         for key in list(cast(Any, layer).parametrizations):
@@ -62,6 +63,13 @@ def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32"
         parent = model.get_submodule(name.rpartition(".")[0])
         model.set_submodule(name, _written(parent, name, quantizer, half))
     return _HalfInside(_halved(model)) if half else model
+
+
+def _fix_random_slopes(model: nn.Module) -> None:
+    """Replace RReLU, which the exporter does not know: in evaluation mode it is LeakyReLU of the mean slope."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.RReLU):
+            model.set_submodule(name, nn.LeakyReLU((module.lower + module.upper) / 2))
 
 
 def _halved(model: nn.Module) -> nn.Module:

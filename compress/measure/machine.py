@@ -15,7 +15,7 @@ import torch
 
 LIBRARIES = (
     "torch", "torchvision", "numpy", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt",
-    "tensorrt-rtx", "timm",
+    "tensorrt-rtx", "tensorrt-lean", "timm",
 )  # fmt: skip
 
 ISA_FLAGS = (

@@ -4,7 +4,7 @@ import pytest
 
 from analysis.random_networks import check
 from analysis.random_networks.check import TARGETS, failure_of
-from analysis.random_networks.network import LAYERS, OTHERS, Step, steps_of
+from analysis.random_networks.network import OPERATIONS, Step, steps_of
 
 
 @pytest.mark.parametrize("first", range(0, 150, 25))
@@ -35,4 +35,4 @@ def test_the_check_sees_a_wrong_result(monkeypatch):
 
 def test_every_operation_is_drawn():
     drawn = {step.name for seed in range(2000) for step in steps_of(seed)}
-    assert drawn == set(LAYERS | OTHERS)
+    assert drawn == set(OPERATIONS)

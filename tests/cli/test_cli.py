@@ -48,6 +48,7 @@ REFUSALS = [
     (("ptq", "--recipe", "resnet50", "--set", "model.weights=/none.pt"), "/none.pt"),
     (("sensitivity", "--recipe", "resnet50", "--max-drop", "1", "--costs", "h2000"), "did you mean 'h200'"),
     (("bench", "none.onnx", "--engine", "openvino"), "there is no file none.onnx"),
+    (("bench", ":b:.onnx", "--engine", "openvino"), "there is no file :b:.onnx"),
     (("qat", "--recipe", "resnet50", "--set", "quantization.target=trt"), "did you mean 'tensorrt'"),
     (("qat", "--recipe", "resnet50", "--out", "/proc/nowhere/run"), "name a place that exists"),
     (("inspect",), "a model, an onnx file, an engine"),

@@ -18,7 +18,11 @@ from tests.measure.fakes import GivenEngine
 
 def test_every_engine_is_listed_and_says_why_not():
     rows = {row.name: row for row in engine_availability()}
-    assert list(rows) == list(ENGINES) == ["openvino", "onnxruntime", "cuda", "torch", "tensorrt", "tensorrt-rtx"]
+    assert (
+        list(rows)
+        == list(ENGINES)
+        == ["openvino", "onnxruntime", "cuda", "torch", "tensorrt", "tensorrt-rtx", "tensorrt-lean"]
+    )
     for name in ("openvino", "onnxruntime", "torch"):
         assert rows[name].available
         assert rows[name].version

@@ -292,3 +292,14 @@ def test_the_audit_follows_what_placement_follows(tmp_path):
     model, x = nn.Sequential(nn.ReLU(), nn.PixelShuffle(2), nn.Conv2d(3, 4, 1)), torch.randn(2, 12, 6, 6)
     audit = audit_onnx(export_onnx(quantize(model, x, [x]), x, tmp_path / "m.onnx"))
     assert "DepthToSpace" in audit.ops and [row.reason for row in audit.rows] == [""]
+
+
+def test_random_slopes_are_written_as_their_mean(tmp_path):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.RReLU(0.2, 0.6), nn.Conv2d(4, 4, 3)).eval()
+    qmodel = quantize(model, X, [X], spec=QuantSpec(activations=MAX))
+    path = export_onnx(qmodel, X[:1], tmp_path / "m.onnx")
+    np.testing.assert_allclose(run(path), qmodel(X).detach().numpy(), atol=1e-5)
+    assert [node.attribute[0].f for node in onnx.load(path).graph.node if node.op_type == "LeakyRelu"] == [
+        pytest.approx(0.4)
+    ]
+    assert isinstance(qmodel.get_submodule("1"), nn.RReLU)

@@ -109,6 +109,8 @@ def build_tensorrt(
 def _request(file: OnnxFile, library: Library, options: TensorRTOptions) -> Request:
     """Check everything that can be checked before the builder starts."""
     flavour, here = library.flavour, gpu(options.device)
+    if flavour.runs:
+        raise EngineError(f"{flavour.title} has no builder: build with --engine {flavour.runs}")
     sm = here[1] if here else None
     if flavour.portable:
         sms = choose_sms(options, library.sms(), sm, title=flavour.title)

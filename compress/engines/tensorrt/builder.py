@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from compress.engines.tensorrt.options import Profile, TensorRTOptions
 from compress.engines.tensorrt.progress import BuildProgress
 from compress.engines.tensorrt.timing_cache import keep_timing_cache, use_timing_cache
 from compress.errors import EngineError, EngineUnavailableError
+
+if TYPE_CHECKING:
+    import tensorrt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +54,8 @@ def serialized_engine(request: Request, log: Log, bar: BuildProgress) -> tuple[b
     stop = threading.Event()
 
     def work() -> tuple[bytes, tuple[str, ...]]:
-        trt, library = request.library.trt, request.library
+        library = request.library
+        trt = library.trt
         _use_device(request)
         builder = _created(trt.Builder, library, log)
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -82,7 +86,7 @@ def _use_device(request: Request) -> None:
         torch.cuda.set_device(request.options.device)
 
 
-def _created(make: Callable[[Any], Any], library: Library, log: Log) -> Any:
+def _created(make: Callable[[tensorrt.ILogger], tensorrt.Builder], library: Library, log: Log) -> tensorrt.Builder:
     """Make a builder; without a working driver its constructor returns nothing or raises."""
     try:
         made = make(library.logger)
@@ -106,7 +110,7 @@ def _interruptible(work: Callable[[], Any], stop: threading.Event) -> Any:
         return future.result()
 
 
-def _monitor(trt: Any, bar: BuildProgress, stop: threading.Event) -> Any:
+def _monitor(trt: Any, bar: BuildProgress, stop: threading.Event) -> tensorrt.IProgressMonitor:
     """Make the object that the builder reports its phases to; if `step_complete` returns False, it stops."""
 
     class Monitor(trt.IProgressMonitor):
@@ -127,13 +131,14 @@ def _monitor(trt: Any, bar: BuildProgress, stop: threading.Event) -> Any:
     return Monitor()
 
 
-def _parse(request: Request, network: Any) -> None:
+def _parse(request: Request, network: tensorrt.INetworkDefinition) -> None:
     """Fill a network from the ONNX file.
 
     Raises:
         EngineError: the library does not take some nodes; the message names each.
     """
-    trt, path = request.library.trt, request.file.path
+    trt = request.library.trt
+    path = request.file.path
     parser = trt.OnnxParser(network, request.library.logger)
     if parser.parse_from_file(str(path)):
         return
@@ -146,7 +151,7 @@ def _parse(request: Request, network: Any) -> None:
     raise EngineError(f"{title} cannot take {path}: {text}")
 
 
-def _parser_error(error: Any) -> str:
+def _parser_error(error: tensorrt.ParserError) -> str:
     name, operator = error.node_name(), error.node_operator()
     what = f"node {name!r} ({operator})" if operator else "the file"
     code = str(getattr(error.code(), "name", error.code())).lower().replace("_", " ")
@@ -154,16 +159,16 @@ def _parser_error(error: Any) -> str:
     return f"{what}: {code}" + (f" ({said})" if said and said != "false" else "")
 
 
-def _config(request: Request, builder: Any, network: Any) -> Any:
+def _config(
+    request: Request, builder: tensorrt.Builder, network: tensorrt.INetworkDefinition
+) -> tensorrt.IBuilderConfig:
     """Return the builder's configuration. It does not choose precisions: they are those of the ONNX file."""
-    trt, options = request.library.trt, request.options
+    trt = request.library.trt
+    options = request.options
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     if request.library.flavour.portable:
-        config.num_compute_capabilities = len(request.sms)
-        for index, sm in enumerate(request.sms):
-            if not config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), index):
-                raise EngineError(f"{request.library.flavour.title} refuses SM {sm} beside {request.sms}")
+        _name_capabilities(request, config)
     if options.workspace_mib is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mib << 20)
     if options.optimization_level is not None:
@@ -177,13 +182,23 @@ def _config(request: Request, builder: Any, network: Any) -> Any:
     profile = builder.create_optimization_profile()
     for index in range(network.num_inputs):
         shapes = request.profiles[network.get_input(index).name]
-        profile.set_shape(network.get_input(index).name, shapes.min, shapes.opt, shapes.max)
+        profile.set_shape(network.get_input(index).name, *map(trt.Dims, (shapes.min, shapes.opt, shapes.max)))
     config.add_optimization_profile(profile)
     return config
 
 
-def _set_flags(config: Any, request: Request) -> None:
-    flags, options = request.library.trt.BuilderFlag, request.options
+def _name_capabilities(request: Request, config: Any) -> None:
+    """Tell TensorRT-RTX the compute capabilities; TensorRT itself has no such members."""
+    rtx: Any = request.library.trt
+    config.num_compute_capabilities = len(request.sms)
+    for index, sm in enumerate(request.sms):
+        if not config.set_compute_capability(getattr(rtx.ComputeCapability, f"SM{sm}"), index):
+            raise EngineError(f"{request.library.flavour.title} refuses SM {sm} beside {request.sms}")
+
+
+def _set_flags(config: tensorrt.IBuilderConfig, request: Request) -> None:
+    flags = request.library.trt.BuilderFlag
+    options = request.options
     wanted = {
         "SPARSE_WEIGHTS": request.sparse,
         "REFIT": options.refit,

@@ -7,7 +7,7 @@ memory, and waits only for the result. Buffers are allocated again when the shap
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from compress.engines.base import Arrays
 from compress.engines.tensorrt.metadata import EngineMetadata
+
+if TYPE_CHECKING:
+    import tensorrt
 
 TORCH_TYPES = {
     "float32": torch.float32,
@@ -41,7 +44,12 @@ class ExecutionContext:
     """
 
     def __init__(
-        self, context: Any, metadata: EngineMetadata, *, device: torch.device, cuda_graph: bool = False
+        self,
+        context: tensorrt.IExecutionContext,
+        metadata: EngineMetadata,
+        *,
+        device: torch.device,
+        cuda_graph: bool = False,
     ) -> None:
         self._context, self._metadata, self._device, self._cuda_graph = context, metadata, device, cuda_graph
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -121,12 +129,12 @@ class ExecutionContext:
     def _new_outputs(self, *, pinned: bool) -> dict[str, Tensor]:
         """Allocate outputs of the shapes that the context has computed from those of its inputs."""
         place: dict[str, Any] = {"pin_memory": True} if pinned else {"device": self._device}
-        return {
-            tensor.name: torch.empty(
-                tuple(self._context.get_tensor_shape(tensor.name)), dtype=TORCH_TYPES[tensor.dtype], **place
-            )
-            for tensor in self._metadata.outputs
-        }
+        outputs = {}
+        for tensor in self._metadata.outputs:
+            dims = self._context.get_tensor_shape(tensor.name)
+            shape = tuple(dims[i] for i in range(len(dims)))
+            outputs[tensor.name] = torch.empty(shape, dtype=TORCH_TYPES[tensor.dtype], **place)
+        return outputs
 
     def _release(self) -> None:
         """Free buffers and graph, whose addresses or shapes are no longer those of the context."""

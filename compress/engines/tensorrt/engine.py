@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,7 +24,15 @@ from compress.engines.base import Arrays, BuildOptions, Engine, EngineInfo, GpuT
 from compress.engines.onnx_file import ENGINE_SUFFIXES, existing_file
 from compress.engines.tensorrt.build import build_tensorrt
 from compress.engines.tensorrt.context import ExecutionContext
-from compress.engines.tensorrt.library import FLAVOURS, Library, gpu, gpu_problem, sm_problem, tensorrt_library
+from compress.engines.tensorrt.library import (
+    FLAVOURS,
+    Library,
+    gpu,
+    gpu_problem,
+    sm_problem,
+    start_runtime,
+    tensorrt_library,
+)
 from compress.engines.tensorrt.metadata import (
     EngineMetadata,
     check_fresh,
@@ -39,6 +47,9 @@ from compress.engines.tensorrt.timing import time_context
 from compress.errors import EngineError, EngineUnavailableError
 from compress.files import replacing, write_text
 
+if TYPE_CHECKING:
+    import tensorrt
+
 
 def load(path: Path | str, build: BuildOptions, *, engine: str) -> TensorRTEngine:
     """Load an engine file, or an ONNX file, from which the engine is built first if there is none yet.
@@ -46,36 +57,38 @@ def load(path: Path | str, build: BuildOptions, *, engine: str) -> TensorRTEngin
     Args:
         path: the file.
         build: `threads` has no meaning here; `precision` must be that of the file, whose types the engine runs.
-        engine: `tensorrt` or `tensorrt-rtx`.
+        engine: a key of `FLAVOURS`. The lean runtime runs the engine that TensorRT built, beside an ONNX file too.
 
     Raises:
         EngineUnavailableError: the library or a GPU is not here; the message names an engine for another machine.
         EngineError: the file or an option is bad, or the engine is foreign, stale or truncated.
     """
-    path = existing_file(path)
+    file = existing_file(path)
     given = {"tf32": "no", **build.options} if build.precision == "f32" else build.options
     options = parse_options(given, batch_size=build.batch_size)
     graph = yes_or_no("cuda_graph", build.options.get("cuda_graph", "no"))
-    built = path.suffix in ENGINE_SUFFIXES
-    metadata = checked_metadata(path, engine) if built else None
+    if FLAVOURS[engine].runs and file.suffix not in ENGINE_SUFFIXES:
+        file = engine_beside(file, engine)
+    built = file.suffix in ENGINE_SUFFIXES
+    metadata = checked_metadata(file, engine) if built else None
     library = tensorrt_library(engine)
     problem = gpu_problem(library.flavour, options.device)
     problem = problem or sm_problem(library.flavour, library.sms(), gpu(options.device))
     if problem:
-        raise EngineUnavailableError(cannot_run(path, engine, problem))
-    made = build_tensorrt(path, engine, options=options) if metadata is None else None
+        raise EngineUnavailableError(cannot_run(file, engine, problem))
+    made = build_tensorrt(file, engine, options=options) if metadata is None else None
     if made is not None:
-        path, metadata = made.path, made.metadata
+        file, metadata = made.path, made.metadata
     assert metadata is not None
     if build.precision not in (None, metadata.float_precision):
         raise EngineError(
-            f"{engine}: precision {build.precision!r} was asked of {path}, whose types are "
+            f"{engine}: precision {build.precision!r} was asked of {file}, whose types are "
             f"{metadata.float_precision!r}: it is strongly typed and runs the types of the ONNX file; export it in "
             "that precision, or leave it out"
         )
-    loaded = TensorRTEngine(library, path, metadata, options=options, cuda_graph=graph)
+    loaded = TensorRTEngine(library, file, metadata, options=options, cuda_graph=graph)
     if made is not None and not made.reused and not library.flavour.portable:
-        write_text(layers_path(path), loaded.inspector_json())  # TensorRT-RTX writes its layers into the build log
+        write_text(layers_path(file), loaded.inspector_json())  # TensorRT-RTX writes its layers into the build log
     return loaded
 
 
@@ -86,15 +99,44 @@ def checked_metadata(path: Path, engine: str) -> EngineMetadata:
         EngineError: the file is refused.
     """
     metadata = read_metadata(path)
-    if metadata.engine != engine:
+    wanted = FLAVOURS[engine].runs or engine
+    if metadata.engine != wanted:
         raise EngineError(
-            f"{path} was built with {metadata.engine}; load it as {metadata.engine!r}, or build it for {engine!r}"
+            f"{path} was built with {metadata.engine}; load it as {metadata.engine!r}, or build it for {wanted!r}"
+        )
+    if wanted != engine and not metadata.options.get("version_compatible"):
+        raise EngineError(
+            f"{path} is no version-compatible engine, and {engine} runs no other; load it as {wanted!r}, or build it "
+            f"with {COMPATIBLE}"
         )
     check_whole(path, metadata)
     onnx = path.with_name(metadata.onnx)
     if onnx.is_file():
         check_fresh(path, metadata, onnx)
     return metadata
+
+
+COMPATIBLE = "--engine tensorrt --option version_compatible=yes"
+"""What to type to build an engine that the lean runtime runs."""
+
+
+def engine_beside(onnx: Path, engine: str) -> Path:
+    """Return the one version-compatible engine of TensorRT that was built from a model and lies beside it.
+
+    Raises:
+        EngineUnavailableError: there is none, or several.
+    """
+    files = sorted(onnx.parent.glob(f"{onnx.stem}.{FLAVOURS[engine].runs}.sm*.engine"))
+    found = [file for file in files if read_metadata(file).options.get("version_compatible")]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(file.name for file in found)
+        raise EngineUnavailableError(f"{engine}: {names} were built from {onnx}; name one of them")
+    raise EngineUnavailableError(
+        f"{engine} has no builder, and beside {onnx} is no version-compatible engine of it: build one where TensorRT "
+        f"is (python -m compress build onnx {onnx} {COMPATIBLE}), copy it and its .json here, and name it"
+    )
 
 
 def cannot_run(path: Path, engine: str, problem: str) -> str:
@@ -142,14 +184,15 @@ class TensorRTEngine(Engine):
             problem = gpu_problem(library.flavour, options.device)
             raise EngineUnavailableError(cannot_run(path, metadata.engine, problem))
         check_runnable(path, metadata, version=library.version, gpu=here[0], sm=here[1])
+        name = library.flavour.name
         self._library, self._engine_metadata, self._device = library, metadata, torch.device("cuda", options.device)
         fixed = options.batch[0] if len(set(options.batch)) == 1 else None
         self.metadata = metadata.onnx_metadata
         self.inputs = _with_batch(metadata.inputs, fixed)
         self.outputs = _with_batch(metadata.outputs, fixed)
         self.info = EngineInfo(
-            engine=metadata.engine,
-            label=f"{metadata.engine} ({metadata.float_precision})",
+            engine=name,
+            label=f"{name} ({metadata.float_precision})",
             version=library.version,
             device=here[0],
             float_precision=metadata.float_precision,
@@ -158,13 +201,15 @@ class TensorRTEngine(Engine):
         )
         self._cache_path = path.with_name(f"{path.name}.runtime-cache")
         self._cuda_graph, self._context_count = cuda_graph, contexts
+        self._runtime: tensorrt.Runtime | None
+        self._engine: tensorrt.ICudaEngine | None
         self._runtime, self._engine = self._deserialize(path)
         self._config, self._cache = self._runtime_config()
         self._contexts: list[ExecutionContext] = []
 
-    def _deserialize(self, path: Path) -> tuple[Any, Any]:
+    def _deserialize(self, path: Path) -> tuple[tensorrt.Runtime, tensorrt.ICudaEngine]:
         with self._library.listening() as log, torch.cuda.device(self._device):
-            runtime = self._library.trt.Runtime(self._library.logger)
+            runtime = start_runtime(self._library)
             if self._engine_metadata.options.get("version_compatible"):
                 runtime.engine_host_code_allowed = True  # such an engine contains a runtime of its own
             engine = runtime.deserialize_cuda_engine(path.read_bytes())
@@ -174,9 +219,10 @@ class TensorRTEngine(Engine):
 
     def _runtime_config(self) -> tuple[Any, Any]:
         """Load the kernels that TensorRT-RTX compiled in earlier runs; they are stored beside the engine."""
-        if not self._library.flavour.portable or not hasattr(self._engine, "create_runtime_config"):
+        engine: Any = self._engine  # TensorRT itself has no such members
+        if not self._library.flavour.portable or not hasattr(engine, "create_runtime_config"):
             return None, None
-        trt, config = self._library.trt, self._engine.create_runtime_config()
+        trt, config = self._library.trt, engine.create_runtime_config()
         if self._cuda_graph and hasattr(trt, "CudaGraphStrategy"):
             config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
         cache = config.create_runtime_cache()

@@ -1,4 +1,4 @@
-"""Imports TensorRT 10 and 11 and TensorRT-RTX, three libraries with one Python API; no other file imports them.
+"""Imports TensorRT 10 and 11, its lean runtime and TensorRT-RTX, libraries with one Python API; no other file does.
 
 `Flavour` holds their differences as data. All three are strongly typed as compress uses them: the types are those of
 the ONNX file. TensorRT 10 needs a flag for that (`STRONGLY_TYPED`); TensorRT 11 and RTX accept the flag and ignore it.
@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,9 @@ from compress.engines.arrays import reason
 from compress.engines.base import Availability
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 from compress.version import install_hint
+
+if TYPE_CHECKING:
+    import tensorrt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,7 @@ class Flavour:
         install: command that installs it.
         portable: True if it builds for named compute capabilities, on any machine; else it builds for the GPU here.
         timing_cache: True if it times kernels while it builds, and can store the times.
+        runs: engine whose files it runs; "" = its own. Then it has no builder.
     """
 
     name: str
@@ -46,6 +50,7 @@ class Flavour:
     install: str
     portable: bool
     timing_cache: bool
+    runs: str = ""
 
 
 FLAVOURS: dict[str, Flavour] = {
@@ -65,7 +70,20 @@ FLAVOURS: dict[str, Flavour] = {
         portable=True,
         timing_cache=False,
     ),
+    "tensorrt-lean": Flavour(
+        name="tensorrt-lean",
+        module="tensorrt_lean",
+        title="TensorRT's lean runtime",
+        install=f"{install_hint('lean')} (tensorrt-lean-cu12 for drivers of CUDA 12)",
+        portable=False,
+        timing_cache=False,
+        runs="tensorrt",
+    ),
 }
+"""All libraries. The lean runtime runs version-compatible engines of TensorRT, in 45 MB instead of 2 GB."""
+
+BUILDERS = {name: flavour for name, flavour in FLAVOURS.items() if not flavour.runs}
+"""Those that build engines."""
 
 OLDEST = 10
 """Major version of TensorRT from which networks are explicit and can be strongly typed throughout."""
@@ -97,7 +115,7 @@ class Library:
         self._lock = threading.RLock()
 
     @property
-    def logger(self) -> Any:
+    def logger(self) -> tensorrt.ILogger:
         """The one logger of this process: the library uses the first that it gets and ignores all later ones."""
         return self._logger
 
@@ -118,7 +136,7 @@ class Library:
         return tuple(sorted(int(name[2:]) for name in members if re.fullmatch(r"SM\d+", name)))
 
 
-def _make_logger(trt: Any) -> tuple[Any, list[Log]]:
+def _make_logger(trt: Any) -> tuple[tensorrt.ILogger, list[Log]]:
     sinks: list[Log] = []
     letters = {"VERBOSE": "V", "INFO": "I", "WARNING": "W", "ERROR": "E", "INTERNAL_ERROR": "F"}
 
@@ -126,11 +144,26 @@ def _make_logger(trt: Any) -> tuple[Any, list[Log]]:
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
 
-        def log(self, severity: Any, text: str) -> None:
+        def log(self, severity: tensorrt.ILogger.Severity, text: str) -> None:
             for sink in sinks:
                 sink.lines.append((letters.get(severity.name, "I"), text))
 
     return Logger(), sinks
+
+
+def start_runtime(library: Library) -> tensorrt.Runtime:
+    """Make a runtime, which loads engines.
+
+    Raises:
+        EngineUnavailableError: the library does not start, such as without a driver. It still returns an object then,
+            whose use or end stops the process with a segmentation fault (version 11.4).
+    """
+    with library.listening() as log:
+        runtime: tensorrt.Runtime = library.trt.Runtime(library.logger)
+    if log.errors():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(runtime))  # it is never freed
+        raise EngineUnavailableError(f"{library.flavour.title} {library.version} does not start: {log.errors()}")
+    return runtime
 
 
 _LOADED: dict[str, Library] = {}
@@ -140,7 +173,7 @@ def tensorrt_library(name: str) -> Library:
     """Return the library of an engine, imported on first use.
 
     Args:
-        name: `tensorrt` or `tensorrt-rtx`.
+        name: a key of `FLAVOURS`.
 
     Raises:
         EngineError: the name is another.
@@ -151,7 +184,7 @@ def tensorrt_library(name: str) -> Library:
             f"{name!r} is no TensorRT engine{near_misses(name, FLAVOURS)} (one of: {', '.join(FLAVOURS)})"
         )
     flavour = FLAVOURS[name]
-    library, problem = _import(flavour.module)
+    library, problem = _import(flavour.module, "Runtime" if flavour.runs else "Builder")
     if problem:
         raise EngineUnavailableError(f"{problem}; {flavour.install}")
     if name in _LOADED and _LOADED[name].trt is library:
@@ -163,22 +196,24 @@ def tensorrt_library(name: str) -> Library:
     if not flavour.portable and (not major.isdigit() or int(major) < OLDEST):
         raise EngineUnavailableError(
             f"{flavour.title} {library.__version__} is installed and compress needs {OLDEST} or 11, whose networks are "
-            f"strongly typed: pip install --upgrade tensorrt"
+            f"strongly typed: pip install --upgrade {flavour.name}"
         )
     _LOADED[name] = Library(flavour, library)
     return _LOADED[name]
 
 
-def _import(module: str) -> tuple[Any, str]:
-    """Return the imported module and "", or None and the reason. Placeholders may raise any error."""
+def _import(module: str, member: str) -> tuple[Any, str]:
+    """Return the imported module, which has `member`, and "", or None and the reason. Placeholders raise any error."""
     try:
         library = importlib.import_module(module)
     except ModuleNotFoundError as error:
         return None, f"{module} is not installed" if error.name == module else f"{module} cannot be imported ({error})"
     except (Exception, SystemExit) as error:
         return None, f"{module} cannot be imported ({type(error).__name__}: {reason(error, limit=200)})"
-    if not hasattr(library, "Builder"):
-        return None, f"the package {module} holds no Builder: it is a placeholder or another package"
+    if getattr(library, "__file__", None) is None:  # a folder of that name, such as that of type stubs
+        return None, f"{module} is not installed"
+    if not hasattr(library, member):
+        return None, f"the package {module} holds no {member}: it is a placeholder or another package"
     return library, ""
 
 

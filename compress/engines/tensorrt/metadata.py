@@ -7,6 +7,7 @@ or, worse, runs another network than the requested one. So each is written with 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from pydantic import TypeAdapter
 
 from compress.engines.base import TensorInfo
 from compress.engines.onnx_file import read_onnx
-from compress.engines.tensorrt.library import FLAVOURS
+from compress.engines.tensorrt.library import BUILDERS, FLAVOURS
 from compress.engines.tensorrt.options import Profile
 from compress.errors import EngineError
 from compress.files import read_json
@@ -79,8 +80,8 @@ class EngineMetadata:
         if row["format"] != _FORMAT:
             raise ValueError(f"format {row['format']}; this version of compress reads {_FORMAT}")
         metadata = TypeAdapter(cls).validate_python(row)
-        if metadata.engine not in FLAVOURS:
-            raise ValueError(f"engine is {metadata.engine!r}; one of: {', '.join(FLAVOURS)}")
+        if metadata.engine not in BUILDERS:
+            raise ValueError(f"engine is {metadata.engine!r}; one of: {', '.join(BUILDERS)}")
         if metadata.onnx in ("", ".", "..") or any(mark in metadata.onnx for mark in "/\\\0"):
             raise ValueError(f"onnx is {metadata.onnx!r}; it must be the name of a file beside the engine")
         return metadata
@@ -193,12 +194,12 @@ def check_runnable(engine: Path, metadata: EngineMetadata, *, version: str, gpu:
         EngineError: the engine is refused; the message says what it was built for, what is here, and what to do.
     """
     flavour = FLAVOURS[metadata.engine]
-    later = metadata.options.get("version_compatible") and _major(version) >= _major(metadata.version)
+    later = metadata.options.get("version_compatible") and _numbers(version) >= _numbers(metadata.version)
     if version != metadata.version and not later:
         advice = "" if flavour.portable else ", or build with version_compatible"
         raise EngineError(
             f"{engine} was built with {flavour.title} {metadata.version} and here is {version}: engines run with the "
-            f"version that built them; build it again here{advice}"
+            f"version that built them, and version-compatible ones with later ones too; build it again here{advice}"
         )
     hardware = metadata.options.get("hardware", "none")
     problem = ""
@@ -216,6 +217,6 @@ def check_runnable(engine: Path, metadata: EngineMetadata, *, version: str, gpu:
         raise EngineError(f"{engine} does not run on {gpu} (SM {sm}): {problem}; build it again {advice}")
 
 
-def _major(version: str) -> int:
-    head = version.partition(".")[0]
-    return int(head) if head.isdigit() else -1
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version in order, such as (10, 13, 0, 35)."""
+    return tuple(int(number) for number in re.findall(r"\d+", version))

@@ -10,11 +10,14 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from compress.engines.tensorrt.library import Library
 from compress.errors import EngineError
 from compress.files import replacing
+
+if TYPE_CHECKING:
+    import tensorrt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,7 @@ def default_cache_path(version: str, gpu: str) -> Path:
 
 
 def use_timing_cache(
-    library: Library, config: Any, path: Path | None, *, gpu: str
+    library: Library, config: tensorrt.IBuilderConfig, path: Path | None, *, gpu: str
 ) -> tuple[TimingCache | None, tuple[str, ...]]:
     """Give a builder's configuration the times that are stored.
 
@@ -65,7 +68,7 @@ def use_timing_cache(
     return None, (note,)
 
 
-def keep_timing_cache(cache: TimingCache, config: Any) -> None:
+def keep_timing_cache(cache: TimingCache, config: tensorrt.IBuilderConfig) -> None:
     """Write the times after a build."""
     with replacing(cache.path) as temporary:
         temporary.write_bytes(bytes(config.get_timing_cache().serialize()))

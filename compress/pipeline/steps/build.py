@@ -8,7 +8,7 @@ from pathlib import Path
 from compress.engines.onnx_file import read_onnx
 from compress.engines.tensorrt.build import BuiltEngine, build_tensorrt
 from compress.engines.tensorrt.commands import build_commands, commands_markdown
-from compress.engines.tensorrt.library import FLAVOURS
+from compress.engines.tensorrt.library import BUILDERS
 from compress.engines.tensorrt.options import DEFAULT_BATCH, TensorRTOptions
 from compress.errors import EngineError, EngineUnavailableError
 from compress.files import write_text
@@ -26,7 +26,7 @@ def build_step(run: Run, variants: Sequence[str]) -> None:
     the rows of its engine say why, and build.md holds what to type on the other machine.
     """
     spec = run.recipe.bench
-    names = [name for name in spec.engines if name in FLAVOURS]
+    names = [name for name in spec.engines if name in BUILDERS]
     if not names or run.folder.done("engines"):
         return
     files = [run.path(f"{variant}.onnx") for variant in variants]
@@ -38,7 +38,7 @@ def build_step(run: Run, variants: Sequence[str]) -> None:
             built = build_or_reason(path, name, options, run.progress)
             rows.append(_row(path.stem, name, run.folder.without_path(built) if isinstance(built, str) else built))
     BUILT_ENGINES.write(run.folder.path, rows)
-    refused = [row for row in rows if row.status != "built" and FLAVOURS[row.engine].portable]
+    refused = [row for row in rows if row.status != "built" and BUILDERS[row.engine].portable]
     run.notes.extend(f"{row.variant}, {row.engine}: {row.reason}" for row in refused)
     run.notes.extend(f"{row.variant}, {row.engine}: {note}" for row in rows for note in row.notes)
     run.finish("engines", built=sum(row.status == "built" for row in rows))
@@ -48,7 +48,7 @@ def engine_options(spec: BenchSpec, engine: str = "tensorrt-rtx") -> TensorRTOpt
     """Build options of a recipe's engines: its compute capabilities, tuned for its largest batch."""
     largest = max(spec.batch_sizes, default=DEFAULT_BATCH[2])
     return TensorRTOptions(
-        sms=spec.sm if FLAVOURS[engine].portable else (), batch=(1, largest, max(largest, DEFAULT_BATCH[2]))
+        sms=spec.sm if BUILDERS[engine].portable else (), batch=(1, largest, max(largest, DEFAULT_BATCH[2]))
     )
 
 

@@ -1,9 +1,13 @@
 """The library: placeholders, mixtures of versions, drivers that are too old, and its collected messages."""
 
 import importlib
+import importlib.metadata
+import re
+import subprocess
 import sys
 
 import pytest
+import torch
 
 from compress.engines.tensorrt.library import (
     FLAVOURS,
@@ -64,7 +68,7 @@ def test_a_driver_older_than_the_library(driver, library, problem_text):
     problem = driver_problem(driver, library, title="TensorRT")
     assert bool(problem) == bool(problem_text)
     if problem_text:
-        assert importlib.import_module("re").search(problem_text, problem)
+        assert re.search(problem_text, problem)
 
 
 def test_a_gpu_that_rtx_does_not_run_on_needs_tensorrt_itself():
@@ -91,3 +95,42 @@ def test_the_real_library_is_heard():
     library.logger.log(library.trt.ILogger.ERROR, "after")
     assert log.text() == "[E] first\nsecond\n[V] a detail\n"
     assert log.errors() == "first second"
+
+
+def test_the_lean_runtime_is_tensorrt_itself_without_its_builder():
+    lean = tensorrt_library("tensorrt-lean")
+    assert lean.version == importlib.metadata.version("tensorrt-lean")
+    assert not hasattr(lean.trt, "Builder")
+    for kind, names in {
+        "BuilderFlag": ("SPARSE_WEIGHTS", "REFIT", "VERSION_COMPATIBLE", "TF32"),
+        "HardwareCompatibilityLevel": ("AMPERE_PLUS", "SAME_COMPUTE_CAPABILITY"),
+        "ProfilingVerbosity": ("DETAILED",),
+        "MemoryPoolType": ("WORKSPACE",),
+        "LayerInformationFormat": ("JSON",),
+    }.items():
+        assert set(names) <= set(getattr(lean.trt, kind).__members__)
+    assert tuple(lean.trt.Dims((1, 2, 3))) == (1, 2, 3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_runtime_without_a_driver_is_refused_and_does_not_end_the_process():
+    """The library returns an object all the same, whose use or end is a segmentation fault."""
+    script = (
+        "from compress.engines.tensorrt.library import start_runtime, tensorrt_library\n"
+        "from compress.errors import EngineUnavailableError\n"
+        "try:\n    start_runtime(tensorrt_library('tensorrt-lean'))\n"
+        "except EngineUnavailableError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search("lean runtime 11.* does not start: .*CUDA", done.stdout)
+
+
+def test_a_folder_of_type_stubs_is_no_library(tmp_path, monkeypatch):
+    (tmp_path / "tensorrt").mkdir()
+    (tmp_path / "tensorrt" / "__init__.pyi").write_text("class Builder: ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "tensorrt", raising=False)
+    importlib.invalidate_caches()
+    with pytest.raises(EngineUnavailableError, match="tensorrt is not installed"):
+        tensorrt_library("tensorrt")
