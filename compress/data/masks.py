@@ -22,15 +22,15 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from compress.data.base import Batch, BatchPlan, DataSet, Split, hash_seed
+from compress.data.base import DataSet, hash_seed
 from compress.data.counter import uniform
 from compress.data.decode import rgb
 from compress.data.fingerprint import file_parts
-from compress.data.folder import EXTENSIONS, MEAN, STD, worker_count
+from compress.data.folder import EXTENSIONS
+from compress.data.items import Item, ItemSplit
 from compress.data.memory import to_device
-from compress.data.preprocessing import Preprocessing
 from compress.data.spec import DataSpec
 from compress.errors import DataError, first_few
 
@@ -88,8 +88,8 @@ def _pairs(images: Path, masks: Path) -> list[Pair]:
     return pairs
 
 
-class MaskSplit(Split):
-    """Images with a class for each pixel.
+class MaskSplit(ItemSplit):
+    """Images with a class for each pixel: int64 (n, H, W), 255 where there is none.
 
     Args:
         pairs: the files.
@@ -98,11 +98,8 @@ class MaskSplit(Split):
     """
 
     def __init__(self, pairs: list[Pair], spec: DataSpec, *, augment: bool) -> None:
-        preprocessing = Preprocessing.of(spec, mean=MEAN, std=STD)
-        super().__init__(labels=tuple(spec.classes or ()), preprocessing=preprocessing, seed=spec.seed)
-        self.pairs, self.augment, self.ignore_index = pairs, augment, spec.ignore_index
-        self.workers = worker_count() if spec.workers is None else spec.workers
-        self.on_error = spec.on_error
+        super().__init__(spec.classes or (), spec, augment=augment)
+        self.pairs, self.ignore_index = pairs, spec.ignore_index
 
     def __len__(self) -> int:
         """Number of images."""
@@ -115,48 +112,18 @@ class MaskSplit(Split):
             files = [getattr(pair, part) for pair in self.pairs]
             yield from file_parts(files[0].parent, [file.name for file in files])
 
-    def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
-        """Return images (n, 3, H, W) and classes (n, H, W) int64, 255 where there is none; see `Split.load`.
+    def reader(self, epoch: int | None) -> Dataset[Item]:
+        """Return the images and masks, which are read when they are asked for."""
+        return _Reader(self, epoch)
 
-        Raises:
-            DataError: a file is unreadable, a mask has another size than its image, or a class is out of range; with
-                the file, unless `on_error` is skip.
-        """
-        reader = _Reader(self, epoch)
-        return self._finish([reader[index] for index in indices], device)
-
-    def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
-        """Yield batches as `Split.batches` does, read ahead by worker processes."""
-        shares = [indices for indices in self.batch_indices(plan) if indices]
-        loader = DataLoader(
-            _Reader(self, plan.epoch),
-            batch_sampler=shares,
-            num_workers=min(self.workers, len(shares)),
-            collate_fn=list,
-            generator=torch.Generator(),  # else each pass would take a number from the global random state
-        )
-        for items in loader:
-            images, targets = self._finish(items, torch.device(device))
-            if len(targets):
-                yield images, targets
-
-    def _finish(self, items: list[Any], device: torch.device) -> Batch:
-        good = []
-        for pixels, classes, file, problem in items:
-            if not problem:
-                good.append((pixels, classes))
-            elif self.on_error == "raise":
-                raise DataError(f"{problem}; data.on_error: skip leaves it out")
-            elif file not in self.skipped:
-                self.skipped.append(file)
+    def targets_of(self, found: list[Any], device: torch.device) -> Tensor:
+        """Return the classes of a batch, (n, H, W) int64."""
         height, width = self.preprocessing.height_width
-        pixels = torch.stack([p for p, _ in good]) if good else torch.empty(0, 3, height, width, dtype=torch.uint8)
-        classes = torch.stack([c for _, c in good]) if good else torch.empty(0, height, width, dtype=torch.uint8)
-        images = self.preprocessing.normalize(to_device(pixels, device).float().div_(255))
-        return images, to_device(classes, device).long()
+        classes = torch.stack(found) if found else torch.empty(0, height, width, dtype=torch.uint8)
+        return to_device(classes, device).long()
 
 
-class _Reader(Dataset[Any]):
+class _Reader(Dataset[Item]):
     """The items of a split in an epoch, read one at a time: (pixels, classes, file, problem)."""
 
     def __init__(self, split: MaskSplit, epoch: int | None) -> None:
@@ -167,7 +134,7 @@ class _Reader(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def __getitem__(self, index: int) -> tuple[Tensor | None, Tensor | None, str, str]:
+    def __getitem__(self, index: int) -> Item:
         pair = self.pairs[index]
         try:
             image, mask = self._read(pair)
