@@ -147,7 +147,7 @@ def settle(model: nn.Module, images: Tensor) -> None:
     """
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.abs().max() < 1e-3:
+            if parameter.numel() and parameter.abs().max() < 1e-3:
                 parameter.copy_(
                     torch.randn_like(parameter) * 0.02 if parameter.dim() > 1 else torch.ones_like(parameter)
                 )

@@ -14,6 +14,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from compress.export.prepare import prepare
 from compress.export.shared_convolutions import bias_shared_convolutions
 from compress.export.spec import ExportSpec, check_export_spec
 from compress.files import replacing
-from compress.graph.inputs import Inputs, as_inputs, flat_tensors, named_tensors
+from compress.graph.inputs import Inputs, as_inputs, each_input, flat_tensors, named_tensors
 from compress.graph.report import leaves_of, report_of
 from compress.graph.trace import check_module
 from compress.quantization.report import QuantizationReport
@@ -66,7 +67,7 @@ def export_onnx(
 
     Args:
         model: quantized by compress, or float; not changed.
-        example_inputs: a tensor or a sequence of tensors, float32.
+        example_inputs: a tensor, or a sequence or mapping of tensors, float32.
         path: file to write; whole or not at all.
         precision: `fp32`, or `fp16` to write all that is not quantized in float16 (inputs and outputs stay float32).
         dynamic_batch: leave the first dimension of all inputs open (named `batch`).
@@ -142,7 +143,7 @@ def check_export(spec: ExportSpec) -> None:
 
 def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> onnx.ModelProto:
     if spec.dynamic_batch:  # torch.export takes a batch of one for a constant
-        inputs = tuple(x.repeat(2, *[1] * (x.dim() - 1)) if len(x) == 1 else x for x in inputs)
+        inputs = each_input(lambda x: x.repeat(2, *[1] * (x.dim() - 1)) if len(x) == 1 else x, inputs)
     batch = torch.export.Dim("batch", min=1)
     names = input_names(len(inputs))
     try:
@@ -157,7 +158,7 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
     results = output_names([key for key, _ in named_tensors(output)], taken=names)
     if not results:
         raise ExportError(f"the model returned {type(output).__name__}, which holds no tensor that a file could return")
-    if not isinstance(output, (Tensor, tuple, list, dict)):
+    if is_dataclass(output) or not isinstance(output, (Tensor, tuple, list, dict)):
         model = _TensorsOf(model)  # torch.export knows no other containers
     shapes: Any = tuple({0: batch} for _ in inputs) if spec.dynamic_batch else None
     if shapes is not None and not _named_arguments(model):
@@ -166,7 +167,7 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
         with _quiet(), torch.no_grad():
             program = torch.onnx.export(
                 model,
-                inputs,
+                tuple(inputs),
                 dynamo=True,
                 opset_version=spec.opset,
                 dynamic_shapes=shapes,

@@ -20,7 +20,7 @@ from compress.export.half import half_or_more, half_scale
 from compress.export.names import INT4_KEY
 from compress.graph.attention import open_attention
 from compress.graph.fold import fold_batchnorm, foldable_pair
-from compress.graph.inputs import Inputs
+from compress.graph.inputs import Inputs, KeywordInputs, as_inputs
 from compress.graph.ops import node_module
 from compress.graph.parametrized import bake
 from compress.graph.trace import trace
@@ -54,6 +54,8 @@ def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32"
             open_attention(model, exportable=False)
         except ModelError:
             model.eval()  # torch.export may manage what torch.fx cannot; BatchNorm is then the exporter's to fold
+            inputs = as_inputs(example_inputs)
+            model = _ByPosition(model, inputs.names) if isinstance(inputs, KeywordInputs) else model
     _fix_random_slopes(model)
     half = precision == "fp16"
     for layer in [m for m in model.modules() if parametrize.is_parametrized(m)]:
@@ -70,6 +72,17 @@ def _fix_random_slopes(model: nn.Module) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.RReLU):
             model.set_submodule(name, nn.LeakyReLU((module.lower + module.upper) / 2))
+
+
+class _ByPosition(nn.Module):
+    """Takes by position what a model takes by keyword."""
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.model(**dict(zip(self.names, inputs, strict=True)))
 
 
 def _halved(model: nn.Module) -> nn.Module:
@@ -166,7 +179,7 @@ class _HalfInside(nn.Module):
 def _floats(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.float() if value.is_floating_point() else value
-    if isinstance(value, dict):
+    if type(value) is dict:
         return {k: _floats(v) for k, v in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(

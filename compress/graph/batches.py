@@ -13,9 +13,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from compress.errors import DataError
+from compress.graph.inputs import KeywordInputs, each_input
 
 Batches = Iterable[Any]
 """Tensors, or tuples that begin with all inputs of the model, which a target may follow; see `batch_inputs`."""
@@ -93,20 +94,30 @@ def model_inputs(model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
     """
     device = device_of(model)
     if isinstance(batch, Mapping):
-        return tuple(x.to(device) for x in _named_inputs(model, batch))
+        return each_input(lambda x: x.to(device), _named_inputs(model, batch))
     return tuple(x.to(device) for x in batch_inputs(batch, _required(model)))
 
 
-def _named_inputs(model: nn.Module, batch: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors of a mapping that are the first arguments of `forward`, in its order."""
+def _named_inputs(model: nn.Module, batch: Mapping[str, Any]) -> KeywordInputs:
+    """Return the tensors of a mapping that are arguments of `forward`, in its order."""
     given = {name: value for name, value in batch.items() if name not in TARGET_KEYS and isinstance(value, Tensor)}
-    arguments = [name for name in inspect.signature(model.forward).parameters if name in given]
+    known = _arguments(model)
+    arguments = [name for name in known if name in given]
     if len(given) < (count := _required(model)):
         raise DataError(_too_few(list(given.values()), count))
     if len(arguments) < len(given):
-        names, known = ", ".join(map(str, batch)), ", ".join(inspect.signature(model.forward).parameters)
-        raise DataError(f"a batch has the keys {names}, and {type(model).__name__} takes {known}: name them alike")
-    return [given[name] for name in arguments]
+        names = ", ".join(map(str, batch))
+        raise DataError(
+            f"a batch has the keys {names}, and {type(model).__name__} takes {', '.join(known)}: name them alike"
+        )
+    return KeywordInputs({name: given[name] for name in arguments})
+
+
+def _arguments(model: nn.Module) -> list[str]:
+    """Names of the arguments of a model; a graph may have renamed those of its `forward`, such as `input`."""
+    if isinstance(model, fx.GraphModule):
+        return [str(node.target) for node in model.graph.nodes if node.op == "placeholder"]
+    return list(inspect.signature(model.forward).parameters)
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from compress.errors import ModelError
-from compress.graph.inputs import Inputs, as_inputs, copies_of, flat_tensors, shapes_text
+from compress.graph.inputs import Inputs, as_inputs, copies_of, each_input, flat_tensors, run_with, shapes_text
 
 TOLERANCE = 1e-3
 """Largest relative error of a rewritten network."""
@@ -116,7 +117,7 @@ class Reference:
     def _explained(self, rewritten: nn.Module) -> bool:
         """Return True if the difference is small in float64, or no larger than that by rounding the weights."""
         for dtype in (torch.float64, torch.float32):
-            inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in self.inputs)
+            inputs = each_input(partial(_in_type, dtype=dtype), self.inputs)
             exact, moved, other = (copy.deepcopy(m).to(dtype) for m in (self.model, self.model, rewritten))
             _shake(moved)
             try:
@@ -128,6 +129,10 @@ class Reference:
         return False
 
 
+def _in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() else x
+
+
 def run_model(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
     """The results of a model on copies of inputs, in evaluation mode and without gradients; it keeps its own mode.
 
@@ -137,7 +142,7 @@ def run_model(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
     modes = [(module, module.training) for module in model.modules()]
     try:
         with torch.no_grad():
-            return model.eval()(*copies_of(inputs))
+            return run_with(model.eval(), copies_of(inputs))
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} fails on inputs of {shapes_text(inputs)}: {error}; give example_inputs that the "

@@ -145,13 +145,16 @@ def unrolled(proxy: Any, value: Any) -> Iterator[Any]:
 def answered(root: nn.Module) -> Iterator[None]:
     """Let builtins and functions that refuse symbolic values take proxies; restores them afterwards.
 
-    Builtins are replaced in the Python modules that define the classes of `root`, except torch's own; `torch.zeros` and
-    the like are replaced in torch.
+    Builtins are replaced in the Python modules of the packages that define the classes of `root`, whose helpers may be
+    anywhere in them, but not in torch's own; `torch.zeros` and the like are replaced in torch.
     """
     modules = {type(module).__module__ for module in root.modules()}
+    packages = {name.partition(".")[0] for name in modules} - {"torch", __name__.partition(".")[0]}
+    modules |= {name for name in sys.modules if name.partition(".")[0] in packages}
     places = [vars(sys.modules[name]) for name in modules if name in sys.modules and name.split(".")[0] != "torch"]
     changed = [(place, name, function) for place in places for name, function in _BUILTINS.items() if name not in place]
-    tensors = {name: _recorded(name) for name in _MAKERS} | {"is_tensor": _is_tensor}
+    tensors = {name: _recorded(name) for name in _MAKERS} | {name: _limits(name) for name in ("finfo", "iinfo")}
+    tensors |= {name: _unchecked(name) for name in _CHECKS} | {"is_tensor": _is_tensor}
     before = {name: getattr(torch, name) for name in tensors}
     try:
         for place, name, function in changed:
@@ -171,15 +174,43 @@ def _recorded(name: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         symbolic = any(isinstance(value, fx.Proxy) for value in tree_leaves((args, kwargs)))
-        return _call(new_tensor, (name, *args), kwargs) if symbolic else function(*args, **kwargs)
+        if not symbolic:
+            return function(*args, **kwargs)
+        return _call(new_zeros, args, kwargs) if name == "zeros" else _call(new_tensor, (name, *args), kwargs)
 
     return recorded
+
+
+def _limits(name: str) -> Callable[..., Any]:
+    """`torch.finfo` or `torch.iinfo`, which also take the type of a symbolic tensor."""
+    function: Callable[..., Any] = getattr(torch, name)
+
+    def limits(*dtype: Any) -> Any:
+        return function(*(value.tracer.known(value) if isinstance(value, _Known) else value for value in dtype))
+
+    return limits
+
+
+def _unchecked(name: str) -> Callable[..., Any]:
+    """A check of torch, which symbolic conditions pass: the model has run on the example."""
+    function: Callable[..., Any] = getattr(torch, name)
+
+    def check(*args: Any, **kwargs: Any) -> None:
+        if not any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values())):
+            function(*args, **kwargs)
+
+    return check
 
 
 def new_tensor(name: str, *args: Any, **kwargs: Any) -> Tensor:
     """Call the factory of torch of that name; unpickling traces a graph over, where torch.zeros takes no proxy."""
     made: Tensor = getattr(torch, name)(*args, **kwargs)
     return made
+
+
+def new_zeros(*args: Any, **kwargs: Any) -> Tensor:
+    """Call `torch.zeros`, as `new_tensor` does; its kind is known."""
+    return torch.zeros(*args, **kwargs)
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy:
@@ -202,9 +233,15 @@ def _is_instance(value: Any, kind: Any) -> bool:
     return isinstance(value, _Known) and isinstance(value.tracer.value_of(value), kind)
 
 
+def _is_callable(value: Any) -> bool:
+    """`callable`, which is true of no proxy: tensors and sizes cannot be called."""
+    return callable(value) and not isinstance(value, fx.Proxy)
+
+
 def _is_tensor(value: Any) -> bool:
     return _is_instance(value, Tensor)
 
 
-_BUILTINS: dict[str, Callable[..., Any]] = {"len": _length, "isinstance": _is_instance}
+_BUILTINS: dict[str, Callable[..., Any]] = {"len": _length, "isinstance": _is_instance, "callable": _is_callable}
+_CHECKS = ("_check", "_check_with", "_check_value", "_check_tensor_all", "_check_tensor_all_with")
 _MAKERS = ("zeros", "ones", "full", "tensor")

@@ -113,6 +113,7 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
     "embedding": (nn.Embedding,),
     "shape": (len, ByMode, "size", "dim", "ndimension", "numel", "is_floating_point", "is_contiguous"),
     "floordiv": (operator.floordiv, operator.mod),
+    "zeros": (torch.zeros_like, "new_zeros"),
     "compare": (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
     "assert": (torch._assert,),
 }
@@ -128,8 +129,9 @@ _BY_NAME = {
     "_get_relative_position_bias": "position_bias",
     "_patch_merging_pad": "patch_merging",
     "nms": "nms",
+    "new_zeros": "zeros",
 }
-"""Modules and functions of torchvision and timm that torch.fx does not enter, by their bare name."""
+"""Modules and functions that torch.fx does not enter, of torchvision, timm and `graph.concrete`, by their bare name."""
 
 _ATTRIBUTES = {
     **dict.fromkeys(("shape", "ndim", "device", "dtype"), "shape"),

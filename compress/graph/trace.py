@@ -16,7 +16,7 @@ import itertools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,130 +26,13 @@ from torch import Tensor, fx, nn
 
 from compress.errors import ModelError
 from compress.graph.compare import first_difference, run_model, same_results
-from compress.graph.concrete import Values, answered, known_proxy, unrolled
-from compress.graph.inputs import Inputs, as_inputs, copies_of, shapes_text
+from compress.graph.concrete import Values, answered
+from compress.graph.inputs import Inputs, as_inputs, copies_of, each_input, run_with, shapes_text
 from compress.graph.ops import altered, node_kind
 from compress.graph.report import ATTRIBUTES, GraphReport, Leaf, attach_report, leaves_of, report_of
+from compress.graph.tracer import Tracer
 from compress.graph.training import LEFT_OUT, add_training_parts, same_in_training, training_mode
 from compress.graph.traits import SHAPES
-
-_NETWORKS = (
-    *(nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
-    *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
-)
-"""Modules of torch.nn that are traced into, because they are networks and not layers."""
-
-
-class _Tracer(fx.Tracer):
-    """fx's tracer with leaves of our choice.
-
-    Attributes:
-        leaves: paths of the modules that it does not enter.
-        arguments: number of inputs that the example has; None keeps the signature of `forward`.
-        values: the values of all nodes, by which it decides control flow on sizes; None traces without them.
-        proxy_buffer_attributes: True makes buffers symbolic, which `buffer.expand(x.shape[0], -1)` needs; False lets
-            Python code decide by their values.
-        failed: path of the innermost module in which tracing failed.
-    """
-
-    def __init__(  # no argument when pickle builds one
-        self,
-        leaves: Iterable[str] = (),
-        arguments: int | None = None,
-        values: Values | None = None,
-        *,
-        buffers: bool = False,
-    ) -> None:
-        super().__init__()
-        self.leaves = frozenset(leaves)
-        self.arguments = arguments
-        self.values = values
-        self.failed = ""
-        self.proxy_buffer_attributes = buffers
-
-    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """Make as many arguments as the example has, without defaults: if `mask` was given, every call needs it.
-
-        Arguments that the example leaves out become their defaults, so that `mask is None` is decided as in use.
-        `*args` holds the inputs after the named ones, `**kwargs` is empty.
-        """
-        function, args = super().create_args_for_root(root_fn, is_module, concrete_args)
-        if self.arguments is None:
-            return function, args
-        named = inspect.unwrap(root_fn).__code__.co_argcount  # self among them
-        for i, arg in enumerate(args):
-            if not isinstance(arg, fx.Proxy) or arg.node.op != "placeholder":
-                continue
-            name = str(arg.node.target)
-            if name.startswith("**"):
-                args[i] = {}
-            elif name.startswith("*"):
-                with self.graph.inserting_before(arg.node):
-                    rest = range(self.arguments + 1 - named)
-                    args[i] = tuple(self.create_proxy("placeholder", f"{name[1:]}_{k}", (), {}) for k in rest)
-            elif i <= self.arguments and i < named:
-                arg.node.args = ()
-                continue
-            elif arg.node.args:
-                args[i] = arg.node.args[0]
-            else:
-                continue
-            self.graph.erase_node(arg.node)
-        return function, args
-
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        node = super().create_node(*args, **kwargs)
-        if self.values is not None:
-            self.values.add(node)
-        return node
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return super().proxy(node) if self.values is None else known_proxy(node, self)
-
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        if self.values is not None and self.values.busy:
-            return attr_val
-        return super().getattr(attr, attr_val, parameter_proxy_cache)
-
-    def known(self, proxy: fx.Proxy) -> Any:
-        """Return the value of a proxy that depends on sizes alone."""
-        if self.values is None:
-            raise fx.proxy.TraceError("no values are known")
-        return self.values.known(proxy.node)
-
-    def sized(self, proxy: fx.Proxy) -> Any:
-        """Return the value whose length is that of a proxy."""
-        if self.values is None:
-            raise fx.proxy.TraceError("no values are known")
-        return self.values.sized(proxy.node)
-
-    def value_of(self, proxy: fx.Proxy) -> Any:
-        """Return the value of a proxy; None if it is not known."""
-        return None if self.values is None else self.values.values.get(proxy.node)
-
-    def to_bool(self, obj: fx.Proxy) -> bool:
-        return super().to_bool(obj) if self.values is None else bool(self.known(obj))
-
-    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        return super().iter(obj) if self.values is None else unrolled(obj, self.known(obj))
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return (
-            module_qualified_name in self.leaves
-            or getattr(m, "is_quantizer", False)
-            or (type(m) not in _NETWORKS and super().is_leaf_module(m, module_qualified_name))
-        )
-
-    def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if self.values is not None and self.values.busy:
-            return forward(*args, **kwargs)
-        try:
-            return super().call_module(m, forward, args, kwargs)
-        except Exception:
-            self.failed = self.failed or self.path_of_module(m)  # the innermost module sees the error first
-            raise
 
 
 def check_module(model: object) -> None:
@@ -207,7 +90,7 @@ def _with_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tuple
         values = Values(model, inputs) if concrete else None
         with contextlib.suppress(Exception):
             with training_mode(model), answered(model) if concrete else contextlib.nullcontext():
-                training = _Tracer(leaves, len(inputs), values, buffers=buffers).trace(model)
+                training = Tracer(leaves, inputs, values, buffers=buffers).trace(model)
             whole = copy.deepcopy(graph_module)
             if add_training_parts(whole, training, model) and same_in_training(model, whole, inputs):
                 propagate_shapes(whole, inputs)
@@ -230,7 +113,7 @@ def _graph_of(model: nn.Module, inputs: tuple[Tensor, ...], asked: dict[str, str
     """Trace without values; if that fails, with known shapes; if that fails too, with untraceable modules as leaves."""
     for buffers in (False, True):
         with contextlib.suppress(Exception):
-            return _graph_module(model, _Tracer(asked, len(inputs), buffers=buffers).trace(model), asked)
+            return _graph_module(model, Tracer(asked, inputs, buffers=buffers).trace(model), asked)
     try:
         return _with_shapes(model, inputs, asked)
     except Exception as error:
@@ -249,11 +132,11 @@ def _with_shapes(
     model: nn.Module, inputs: tuple[Tensor, ...], asked: dict[str, str], *, buffers: bool = False
 ) -> fx.GraphModule:
     """Trace with known shapes; an error of the graph at another batch size is raised."""
-    grown = tuple(torch.cat([x, x[:1]]) if x.dim() else x for x in inputs)
+    grown = each_input(lambda x: torch.cat([x, x[:1]]) if x.dim() else x, inputs)
     graph_module = _with_leaves(model, inputs, asked, concrete=True, buffers=buffers)
     with torch.no_grad():
         result = graph_module.forward(*copies_of(grown))  # calling the module would print the error
-        _check_equal(model, graph_module, grown, model(*copies_of(grown)), result)
+        _check_equal(model, graph_module, grown, run_with(model, copies_of(grown)), result)
     return graph_module
 
 
@@ -287,7 +170,7 @@ def _with_leaves(
     """Trace until nothing fails, each time with the module that failed last as one more leaf."""
     leaves = dict(leaves)
     while True:
-        tracer = _Tracer(leaves, len(inputs), Values(model, inputs) if concrete else None, buffers=buffers)
+        tracer = Tracer(leaves, inputs, Values(model, inputs) if concrete else None, buffers=buffers)
         try:
             with answered(model) if concrete else contextlib.nullcontext():
                 graph = tracer.trace(model)

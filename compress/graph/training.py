@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from compress.graph.batches import device_of
 from compress.graph.compare import relative_error
-from compress.graph.inputs import copies_of
+from compress.graph.inputs import copies_of, run_with
 from compress.graph.modes import ByMode, InTraining
 from compress.graph.ops import node_kind
 
@@ -58,7 +58,7 @@ def same_in_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tup
         with training_mode(network), torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
             torch.manual_seed(0)
             try:
-                results.append(network.forward(*copies_of(inputs)))
+                results.append(run_with(network.forward, copies_of(inputs)))
             except Exception:
                 return False
     return relative_error(*results) <= _SAME

@@ -190,6 +190,7 @@ TRAITS: Mapping[str, Traits] = MappingProxyType(
         "input": _GRAPH,
         "output": replace(_GRAPH, data_inputs=MANY),
         "constant": _GRAPH,
+        "zeros": Traits(category="graph", keeps_zero=True, multiplies=True, non_negative="always"),
         "unknown": Traits(category="unknown", data_inputs=MANY),
     }
 )

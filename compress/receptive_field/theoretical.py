@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import ReceptiveFieldError
-from compress.graph.inputs import Inputs, as_inputs
+from compress.graph.inputs import Inputs, as_inputs, first_of
 from compress.graph.layers import layers
 from compress.graph.ops import attribute_of, layer_name, node_kind, node_module, run_node
 from compress.graph.report import leaves_of
@@ -53,7 +53,7 @@ def receptive_field(model: nn.Module, example_inputs: Inputs) -> ReceptiveFieldT
         ReceptiveFieldError: the input is not an image.
         ModelError: the model fails on the input or cannot be traced.
     """
-    inputs = tuple(x[:1] for x in as_inputs(example_inputs))
+    inputs = first_of(as_inputs(example_inputs), 1)
     check_image(inputs[0])
     return graph_receptive_field(trace(model, inputs), inputs, name=type(model).__name__)
 

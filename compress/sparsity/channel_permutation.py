@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import ModelError, SparsityError
-from compress.graph.inputs import Inputs, as_inputs, flat_tensors
+from compress.graph.inputs import Inputs, as_inputs, flat_tensors, run_with
 from compress.graph.trace import trace
 from compress.progress import NoProgress, Progress
 from compress.sparsity.channel_classes import Channels, Use, permute_index
@@ -255,7 +255,7 @@ def _same(reference: nn.Module, model: nn.Module, inputs: tuple[Tensor, ...]) ->
     """Return True if both compute the same in evaluation mode, up to rounding."""
     with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         left = flat_tensors(reference(*inputs))
-        right = flat_tensors(copy.deepcopy(model).eval()(*inputs))
+        right = flat_tensors(run_with(copy.deepcopy(model).eval(), inputs))
     return len(left) == len(right) and all(
         a.shape == b.shape and float((a - b).abs().max()) <= TOLERANCE * max(1.0, float(a.abs().max()))
         for a, b in zip(left, right, strict=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import ModelError, SparsityError
-from compress.graph.inputs import Inputs, as_inputs, flat_tensors
+from compress.graph.inputs import Inputs, KeywordInputs, as_inputs, flat_tensors, run_with
 from compress.graph.layers import layers as layer_table
 from compress.graph.layers import total_macs
 from compress.graph.trace import trace
@@ -139,19 +139,19 @@ def _remove(model: nn.Module, inputs: tuple[Tensor, ...], ratio: float, spec: Sp
     ignored = [layers[path] for path in layers if left_dense(path, spec)]
     ignored.append(layers[run_order(model, layers, inputs)[-1]])
     with evaluating(model), torch.no_grad():
-        shapes = [t.shape for t in flat_tensors(model(*inputs))]
+        shapes = [t.shape for t in flat_tensors(run_with(model, inputs))]
         try:
             with warnings.catch_warnings(), torch.enable_grad():  # torch-pruning reads the graph that autograd records
                 warnings.filterwarnings("ignore", message="Unwrapped parameters", category=UserWarning)
                 library.pruner.BasePruner(
                     model,
-                    inputs,
+                    dict(zip(inputs.names, inputs, strict=True)) if isinstance(inputs, KeywordInputs) else inputs,
                     importance=library.importance.GroupMagnitudeImportance(p=2),
                     pruning_ratio=ratio,
                     ignored_layers=ignored,
                     round_to=MULTIPLE if spec.kernels == "tensorrt" else None,
                 ).step()
-            after = [t.shape for t in flat_tensors(model(*inputs))]
+            after = [t.shape for t in flat_tensors(run_with(model, inputs))]
         except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError) as error:
             raise SparsityError(
                 f"torch-pruning cannot remove channels of {type(model).__name__}: {error}; leave out layers with rules "

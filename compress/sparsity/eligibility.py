@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import SparsityError, near_misses
-from compress.graph.inputs import Inputs, as_inputs
+from compress.graph.inputs import Inputs, as_inputs, run_with
 from compress.graph.ops import module_kind
 from compress.graph.traits import WEIGHTED
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
@@ -233,7 +233,7 @@ def run_order(model: nn.Module, layers: dict[str, nn.Module], example_inputs: In
     hooks = [m.register_forward_hook(lambda *_, path=path: order.setdefault(path)) for path, m in layers.items()]
     try:
         with evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):  # compiled calls skip hooks
-            model(*as_inputs(example_inputs))
+            run_with(model, as_inputs(example_inputs))
     except (RuntimeError, ValueError, TypeError) as error:
         raise SparsityError(f"the model fails on the example inputs: {error}") from error
     finally:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from compress.errors import SparsityError
 from compress.graph.batches import model_inputs
+from compress.graph.inputs import first_of, run_with
 from compress.progress import NoProgress, Progress
 from compress.sparsity.masks import nm_mask, unstructured_mask
 from compress.sparsity.spec import Pattern
@@ -146,7 +147,8 @@ def calibration_inputs(model: nn.Module, batches: Iterable[Any], images: int) ->
     inputs: list[tuple[Tensor, ...]] = []
     count = 0
     for batch in batches:
-        inputs.append(tuple(x[: images - count] for x in model_inputs(model, batch)))
+        left = images - count
+        inputs.append(first_of(model_inputs(model, batch), left))
         count += len(inputs[-1][0])
         if count >= images:
             break
@@ -237,7 +239,7 @@ def _measure(
     try:
         with torch.no_grad():
             for batch in inputs:
-                model(*batch)
+                run_with(model, batch)
                 progress.advance("hessian")
     finally:
         for handle in handles:

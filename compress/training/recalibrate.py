@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from compress.errors import DataError
 from compress.graph.batches import model_inputs
+from compress.graph.inputs import run_with
 from compress.training.evaluate import modes_restored
 
 
@@ -48,7 +49,7 @@ def recalibrate_batchnorm(model: nn.Module, batches: Iterable[Any]) -> int:
                 layer.momentum = None  # the plain mean of all batches
                 layer.train()
             for batch in batches:
-                model(*model_inputs(model, batch))
+                run_with(model, model_inputs(model, batch))
                 count += 1
         if not count:
             raise DataError("BatchNorm cannot be recalibrated from no batches: give images of the training split")

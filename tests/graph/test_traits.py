@@ -52,7 +52,7 @@ BY_SPELLING = {
     torch.tensor_split: (2, 1), "select": (1, 2), "narrow": (1, 1, 2), "expand": (3, 2, 8, 4, 4),
     "repeat": (2, 1, 1, 1), "broadcast_to": ((3, 2, 8, 4, 4),), "unfold": (2, 2, 1), F.prelu: "weight",
     torch.clamp: (-0.5, 0.5), torch.clip: (-0.5, 0.5), "clamp": (-0.5, 0.5), "clamp_": (-0.5, 0.5), "clip": (-0.5, 0.5),
-    F.batch_norm: "statistics", F.layer_norm: ((4,),), F.rms_norm: ((4,),),
+    "new_zeros": ((2, 8, 4, 4),), F.batch_norm: "statistics", F.layer_norm: ((4,),), F.rms_norm: ((4,),),
 }  # fmt: skip
 MODULES = {
     nn.BatchNorm1d: (8,), nn.BatchNorm2d: (8,), nn.BatchNorm3d: (8,), nn.LayerNorm: (4,), nn.RMSNorm: (4,),

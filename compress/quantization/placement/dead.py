@@ -27,6 +27,8 @@ def _is_zero(node: Node, dead: set[Node]) -> bool:
         weight = parameters.weight()
         multiplies_by_zero = weight is not None and not weight.detach().any()
         return _zero(parameters.bias()) and (multiplies_by_zero or (all(known) and _zero(parameters.mean())))
+    if node.kind == "zeros":
+        return True
     if node.traits.multiplies:
         return any(known)
     return node.traits.keeps_zero and bool(known) and all(known) and not any(node.numbers)

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
 from compress.graph.batches import device_of, model_inputs
-from compress.graph.inputs import flat_tensors
+from compress.graph.inputs import first_of, flat_tensors, run_with
 from compress.graph.report import attach_report
 from compress.quantization.report import Comparison, quantization_report_of
 from compress.quantization.spec import QuantSpec
@@ -108,7 +108,7 @@ def compare_with_plain(
     model.eval()
     try:
         for batch in batches:
-            inputs = tuple(x[:left] for x in model_inputs(model, batch))
+            inputs = first_of(model_inputs(model, batch), left)
             left -= len(inputs[0])
             expected, ours, theirs = (_outputs(network, inputs) for network in (model, qmodel, simple))
             parts = (expected.square().sum(), (ours - expected).square().sum(), (theirs - expected).square().sum())
@@ -129,7 +129,7 @@ def compare_with_plain(
 
 def _outputs(network: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
     """Return all floating-point results of a network as one vector."""
-    tensors = [x for x in flat_tensors(network(*inputs)) if x.is_floating_point()]
+    tensors = [x for x in flat_tensors(run_with(network, inputs)) if x.is_floating_point()]
     return torch.cat([x.double().reshape(-1) for x in tensors])
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from compress.errors import CalibrationError
 from compress.graph.batches import model_inputs
+from compress.graph.inputs import first_of
 from compress.graph.ops import node_module
 from compress.quantization.quantizer import Quantizer
 
@@ -138,7 +139,7 @@ def _images(qmodel: nn.Module, batches: Iterable[Any], limit: int) -> list[tuple
     values: list[tuple[Tensor, ...]] = []
     left = limit
     for batch in batches:
-        inputs = tuple(x[:left] for x in model_inputs(qmodel, batch))
+        inputs = first_of(model_inputs(qmodel, batch), left)
         left -= len(inputs[0])
         if len(inputs[0]) == 0:
             break

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
 from compress.graph.batches import TARGET_KEYS, model_inputs
-from compress.graph.inputs import flat_tensors
+from compress.graph.inputs import flat_tensors, run_with
 from compress.meters import TaskMetric
 from compress.quantization.sensitivity.compare import decibel
 from compress.quantization.sensitivity.subset import Subset, run_subset
@@ -87,12 +87,15 @@ class Probe:
 
     def __post_init__(self) -> None:
         self.judge = self.metric or _TOP1
-        self.batches, self.targets = _split(self.qmodel, self.images)
+        given = list(self.images)
+        self.batches, self.targets = _split(self.qmodel, given)
         training = self.model.training
         self.model.eval()
         try:
             with torch.no_grad():
-                self.reference = [self.judge.select(self.model(*inputs)) for inputs in self.batches]
+                self.reference = [
+                    self.judge.select(run_with(self.model, model_inputs(self.model, batch))) for batch in given
+                ]
         finally:
             self.model.train(training)
 

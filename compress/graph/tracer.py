@@ -1,0 +1,140 @@
+"""The tracer: torch.fx's own, with leaves of our choice, the arguments of an example, and known sizes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from compress.graph.concrete import Values, known_proxy, unrolled
+from compress.graph.inputs import KeywordInputs
+
+_NETWORKS = (
+    *(nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
+    *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+)
+"""Modules of torch.nn that are traced into, because they are networks and not layers."""
+
+
+class Tracer(fx.Tracer):
+    """fx's tracer with leaves of our choice.
+
+    Attributes:
+        leaves: paths of the modules that it does not enter.
+        inputs: the example; None keeps the signature of `forward`.
+        values: the values of all nodes, by which it decides control flow on sizes; None traces without them.
+        proxy_buffer_attributes: True makes buffers symbolic, which `buffer.expand(x.shape[0], -1)` needs; False lets
+            Python code decide by their values.
+        failed: path of the innermost module in which tracing failed.
+    """
+
+    def __init__(  # no argument when pickle builds one
+        self,
+        leaves: Iterable[str] = (),
+        inputs: tuple[Tensor, ...] | None = None,
+        values: Values | None = None,
+        *,
+        buffers: bool = False,
+    ) -> None:
+        super().__init__()
+        self.leaves = frozenset(leaves)
+        self.inputs = inputs
+        self.values = values
+        self.failed = ""
+        self.proxy_buffer_attributes = buffers
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        """Make an argument for each input of the example; all others keep their defaults.
+
+        So `mask is None` is decided as in use, and a decorated `forward` is called as its callers do.
+        """
+        if self.inputs is None:
+            return super().create_args_for_root(root_fn, is_module, concrete_args)
+        by_keyword = isinstance(self.inputs, KeywordInputs)
+        names = self.inputs.names if isinstance(self.inputs, KeywordInputs) else _names(root_fn, len(self.inputs))
+        made = [self.create_proxy("placeholder", name, (), {}) for name in names]
+
+        def called(root: nn.Module, *inputs: Any) -> Any:
+            return root_fn(root, **dict(zip(names, inputs, strict=True))) if by_keyword else root_fn(root, *inputs)
+
+        return called, [self.root, *made]
+
+    def create_arg(self, a: Any) -> Any:
+        """Keep the class of a model output: a dataclass that is a mapping too, as in transformers."""
+        if isinstance(a, Mapping) and is_dataclass(a):
+            given = {key: self.create_arg(value) for key, value in a.items() if value is not None}
+            return self.create_node("call_function", type(a), (), given)
+        return super().create_arg(a)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Record a node, and compute its value where values are kept."""
+        node = super().create_node(*args, **kwargs)
+        if self.values is not None:
+            self.values.add(node)
+        return node
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """Return a proxy whose sizes are known where values are kept."""
+        return super().proxy(node) if self.values is None else known_proxy(node, self)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """Return an attribute of a module: symbolic, but not while values are computed."""
+        if self.values is not None and self.values.busy:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def known(self, proxy: fx.Proxy) -> Any:
+        """Return the value of a proxy that depends on sizes alone."""
+        if self.values is None:
+            raise fx.proxy.TraceError("no values are known")
+        return self.values.known(proxy.node)
+
+    def sized(self, proxy: fx.Proxy) -> Any:
+        """Return the value whose length is that of a proxy."""
+        if self.values is None:
+            raise fx.proxy.TraceError("no values are known")
+        return self.values.sized(proxy.node)
+
+    def value_of(self, proxy: fx.Proxy) -> Any:
+        """Return the value of a proxy; None if it is not known."""
+        return None if self.values is None else self.values.values.get(proxy.node)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Decide an `if` by the value of the example, if that follows from sizes alone."""
+        return super().to_bool(obj) if self.values is None else bool(self.known(obj))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """Return the items of a proxy whose length is known."""
+        return super().iter(obj) if self.values is None else unrolled(obj, self.known(obj))
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return True for layers of torch.nn, quantizers and the leaves of our choice."""
+        return (
+            module_qualified_name in self.leaves
+            or getattr(m, "is_quantizer", False)
+            or (type(m) not in _NETWORKS and super().is_leaf_module(m, module_qualified_name))
+        )
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Enter a module or record its call, and note where that fails."""
+        if self.values is not None and self.values.busy:
+            return forward(*args, **kwargs)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.failed = self.failed or self.path_of_module(m)  # the innermost module sees the error first
+            raise
+
+
+def _names(function: Callable[..., Any], count: int) -> list[str]:
+    """Names of the first `count` arguments of a `forward` after self; those of `*args` are numbered."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    names = [p.name for p in parameters if p.kind in positional][:count]
+    rest = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), "input")
+    return names + [f"{rest}_{i}" for i in range(count - len(names))]
