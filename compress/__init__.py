@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; tests/test_pa
     from compress.measure import measure_metric as measure_metric
     from compress.models import ModelSpec as ModelSpec
     from compress.models import build_model as build_model
+    from compress.onnx_ptq.mend import mend_onnx as mend_onnx
     from compress.onnx_ptq.quantize import quantize_onnx as quantize_onnx
     from compress.onnx_ptq.to_torch.network import from_onnx as from_onnx
     from compress.pipeline import run as run
@@ -46,6 +47,8 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; tests/test_pa
     from compress.quantization.ptq.quantize import quantize as quantize
     from compress.quantization.quantizer import Quantizer as Quantizer
     from compress.quantization.report import CalibrationReport as CalibrationReport
+    from compress.quantization.sensitivity.diagnose import diagnose as diagnose
+    from compress.quantization.sensitivity.mend import mend as mend
     from compress.quantization.sensitivity.sensitivity import Sensitivity as Sensitivity
     from compress.quantization.sensitivity.sensitivity import sensitivity as sensitivity
     from compress.quantization.spec import ActivationSpec as ActivationSpec
@@ -95,6 +98,7 @@ _HOMES = {
     "build_engine": "compress.engines.registry",
     "build_model": "compress.models",
     "calibrate": "compress.quantization.calibration.calibrate",
+    "diagnose": "compress.quantization.sensitivity.diagnose",
     "effective_receptive_field": "compress.receptive_field",
     "engine_availability": "compress.engines.registry",
     "evaluate": "compress.training",
@@ -110,6 +114,8 @@ _HOMES = {
     "measure_accuracy": "compress.measure",
     "measure_latency": "compress.measure",
     "measure_metric": "compress.measure",
+    "mend": "compress.quantization.sensitivity.mend",
+    "mend_onnx": "compress.onnx_ptq.mend",
     "quantize": "compress.quantization.ptq.quantize",
     "quantize_onnx": "compress.onnx_ptq.quantize",
     "recalibrate_batchnorm": "compress.training",

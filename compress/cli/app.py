@@ -91,7 +91,8 @@ _INSPECT = {
     "parity": Entry(
         "compress.cli.inspect_parity:inspect_parity",
         "Each engine against fake quantization at every quantizer, and the first layer that differs by more than "
-        "rounding explains.",
+        "rounding explains. With --mend: quantization against float, which layers lose accuracy and why, and a recipe "
+        "with the smallest set of changes that brings it back, each with its price; for recipes, runs and ONNX files.",
     ),
 }
 _BUILD = {

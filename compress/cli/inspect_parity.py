@@ -1,18 +1,35 @@
-"""The command `inspect parity`: engines against fake quantization, layer by layer."""
+"""The command `inspect parity`: engines against fake quantization, and quantization against float, layer by layer."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from compress.cli.console import OUT, print_json, print_table
+from compress.cli.console import OUT, print_json, print_table, progress
+from compress.cli.mend import show_mended
+from compress.cli.onnx_data import (
+    ChannelsOption,
+    DataOption,
+    FileOption,
+    ImagesOption,
+    LayoutOption,
+    MeanOption,
+    SizeOption,
+    StdOption,
+    TargetOption,
+    batches_of,
+    form_of,
+    spec_of,
+)
 from compress.cli.options import JsonOption, RecipeChoice, SetOption
 from compress.errors import RecipeError
 from compress.measure.layer_parity import LayerParity
-from compress.pipeline.studies.parity import parity_of_recipe, parity_of_run
+from compress.pipeline.studies.mend import Goal, mend_file, mend_recipe, mend_run
+from compress.pipeline.studies.parity import Results, parity_of_recipe, parity_of_run
 from compress.pipeline.studies.sensitivity import plain
 from compress.recipe import load_recipe
 
@@ -21,16 +38,53 @@ def inspect_parity(
     recipe: RecipeChoice = None,
     run: Annotated[Path | None, typer.Option("--run", help="A run folder in place of a recipe.")] = None,
     set_: SetOption = None,
+    mend: Annotated[
+        float | None, typer.Option(help="Find the smallest change that loses at most these points against float.")
+    ] = None,
+    mend_sqnr: Annotated[float | None, typer.Option(help="The same for a least signal to noise in dB.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Recipe with the changes; default mended.yaml.")] = None,
+    onnx: FileOption = None,
+    data: DataOption = None,
+    target: TargetOption = None,
+    size: SizeOption = None,
+    mean: MeanOption = None,
+    std: StdOption = None,
+    layout: LayoutOption = "NCHW",
+    channels: ChannelsOption = "RGB",
+    images: ImagesOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare the engines and print a table for each.
+    """Compare engines with fake quantization; with --mend, quantization with float, and find what brings it back.
 
     Raises:
         RecipeError: a recipe and a run, or neither.
     """
+    goal = _goal(mend, mend_sqnr, write)
+    if onnx is not None:
+        if goal is None or run is not None:
+            raise RecipeError("--onnx FILE is compared with float: add --mend or --mend-sqnr, and no --run")
+        spec = spec_of(recipe, set_, target, images)
+        batches = batches_of(data, form_of(size, mean, std, layout, channels), spec.calibration_images)
+        with progress() as bars:
+            show = mend_file(onnx, batches, spec, goal, out=write or Path("mended.yaml"), progress=bars)
+        show_mended(show, as_json=as_json)
+        return
     if (recipe is None) == (run is None):
         raise RecipeError("inspect parity compares one network: give --recipe, or --run with a run folder")
+    if goal is not None:
+        out, count = write or Path("mended.yaml"), images or _IMAGES
+        with progress() as bars:
+            if run is not None:
+                show = mend_run(run, goal, images=count, out=out, progress=bars)
+            else:
+                show = mend_recipe(load_recipe(str(recipe), set_ or ()), goal, images=count, out=out, progress=bars)
+        show_mended(show, as_json=as_json)
+        return
     results = parity_of_recipe(load_recipe(recipe, set_ or ())) if recipe is not None else parity_of_run(Path(str(run)))
+    _show_engines(results, as_json=as_json)
+
+
+def _show_engines(results: Results, *, as_json: bool) -> None:
     if as_json:
         rows = {
             engine: {**asdict(found), "verdict": found.verdict}
@@ -45,6 +99,23 @@ def inspect_parity(
             _show(found)
         else:
             OUT.print(f"unavailable {engine}: {found}")
+
+
+_IMAGES = 256
+
+
+def _goal(mend: float | None, mend_sqnr: float | None, write: Path | None) -> Goal | None:
+    """Return the goal that options name; None if there is none."""
+    if mend is None and mend_sqnr is None:
+        if write is not None:
+            raise RecipeError("--write names the recipe of --mend or --mend-sqnr: add one of them")
+        return None
+    value = mend if mend_sqnr is None else mend_sqnr
+    if (mend is not None and mend_sqnr is not None) or not math.isfinite(float(value or 0)) or float(value or 0) < 0:
+        raise RecipeError(
+            "--mend takes points of the metric, --mend-sqnr a number of dB, 0 or more; give one of the two"
+        )
+    return Goal(drop=mend, sqnr_db=mend_sqnr)
 
 
 def _show(found: LayerParity) -> None:

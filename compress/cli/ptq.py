@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, cast, get_args
 
-import typer
 from rich.markup import escape
 
 from compress.audit.onnx import audit_onnx
 from compress.cli.console import OUT, print_json, print_table, progress
+from compress.cli.onnx_data import (
+    ChannelsOption,
+    DataOption,
+    FileOption,
+    ImagesOption,
+    LayoutOption,
+    MeanOption,
+    SizeOption,
+    StdOption,
+    TargetOption,
+    batches_of,
+    form_of,
+    spec_of,
+)
 from compress.cli.options import DeviceOption, JsonOption, OutOption, RecipeChoice, ResumeOption, SetOption
 from compress.cli.run import ptq as ptq_of_recipe
-from compress.data.files import Layout, PictureInput, unlabelled
 from compress.errors import RecipeError
 from compress.files import write_json, write_text
 from compress.onnx_ptq.quantize import QuantizedFile, quantize_onnx_file
-from compress.quantization.spec import TARGETS, QuantSpec
-from compress.recipe import load_recipe
-
-_BATCH = 8
-_ONNX = "ONNX files"
 
 
 def ptq(
@@ -31,26 +36,15 @@ def ptq(
     resume: ResumeOption = False,
     device: DeviceOption = None,
     as_json: JsonOption = False,
-    onnx: Annotated[Path | None, typer.Option(help="A float ONNX file to quantize.", rich_help_panel=_ONNX)] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="A folder of pictures, an .npz of inputs, or package.module:function.", rich_help_panel=_ONNX
-        ),
-    ] = None,
-    target: Annotated[str | None, typer.Option(help=", ".join(TARGETS), rich_help_panel=_ONNX)] = None,
-    size: Annotated[
-        str | None, typer.Option(help="Pictures: 224, or 480x640 (height first).", rich_help_panel=_ONNX)
-    ] = None,
-    mean: Annotated[
-        str | None, typer.Option(help="Pictures: such as 0.485,0.456,0.406.", rich_help_panel=_ONNX)
-    ] = None,
-    std: Annotated[str | None, typer.Option(help="Pictures: such as 0.229,0.224,0.225.", rich_help_panel=_ONNX)] = None,
-    layout: Annotated[str, typer.Option(help="Pictures: NCHW or NHWC.", rich_help_panel=_ONNX)] = "NCHW",
-    channels: Annotated[str, typer.Option(help="Pictures: RGB or BGR.", rich_help_panel=_ONNX)] = "RGB",
-    images: Annotated[
-        int | None, typer.Option(help="Pictures to calibrate with.", min=1, rich_help_panel=_ONNX)
-    ] = None,
+    onnx: FileOption = None,
+    data: DataOption = None,
+    target: TargetOption = None,
+    size: SizeOption = None,
+    mean: MeanOption = None,
+    std: StdOption = None,
+    layout: LayoutOption = "NCHW",
+    channels: ChannelsOption = "RGB",
+    images: ImagesOption = None,
 ) -> None:
     """Run a recipe, or quantize a file."""
     if onnx is None:
@@ -62,60 +56,13 @@ def ptq(
             )
         ptq_of_recipe(recipe, set_, out, resume, device, as_json)
         return
-    if data is None:
-        raise RecipeError(
-            "--onnx needs --data: a folder of pictures, an .npz file of inputs, or package.module:function"
-        )
-    if set_ and recipe is None:
-        raise RecipeError("--set changes a recipe; give --recipe too")
-    spec = _spec(recipe, set_, target, images)
-    form = _form(size, mean, std, layout, channels)
-    batches = unlabelled(data, form, limit=spec.calibration_images, batch_size=_BATCH)
+    spec = spec_of(recipe, set_, target, images)
+    batches = batches_of(data, form_of(size, mean, std, layout, channels), spec.calibration_images)
     folder = out or Path("runs") / f"{onnx.stem}-ptq"
     with progress() as bars:
         done = quantize_onnx_file(onnx, batches, spec=spec, out=folder / f"{onnx.stem}.int8.onnx", progress=bars)
     write_text(folder / "placement.csv", done.placement.to_csv())
     _show(done, folder, as_json=as_json)
-
-
-def _spec(recipe: str | None, set_: list[str] | None, target: str | None, images: int | None) -> QuantSpec:
-    """Return the quantization section of a recipe with what the options change."""
-    spec = QuantSpec()
-    if recipe is not None:
-        found = load_recipe(recipe, set_ or ()).quantization
-        if found is None:
-            raise RecipeError(f"{recipe} has no quantization section, which says how to quantize the file")
-        spec = found
-    if target is not None:
-        if target not in TARGETS:
-            raise RecipeError(f"--target is {target!r} (one of: {', '.join(TARGETS)})")
-        spec = replace(spec, target=target)
-    return spec if images is None else replace(spec, calibration_images=images)
-
-
-def _form(size: str | None, mean: str | None, std: str | None, layout: str, channels: str) -> PictureInput:
-    if layout not in get_args(Layout) or channels not in {"RGB", "BGR"}:
-        raise RecipeError(f"--layout is {layout!r} and --channels {channels!r}: they must be NCHW or NHWC, RGB or BGR")
-    form = PictureInput(layout=cast(Layout, layout), channels=channels)  # type: ignore[arg-type]
-    if size is not None:
-        sides = [int(side) if side.isdecimal() else 0 for side in size.split("x")]
-        if len(sides) > 2 or min(sides) < 1:
-            raise RecipeError(f"--size is {size!r}: it must be a number of pixels, or height x width such as 480x640")
-        form = replace(form, size=(sides[0], sides[-1]))
-    return replace(form, mean=_numbers("mean", mean, form.mean), std=_numbers("std", std, form.std))
-
-
-def _numbers(name: str, text: str | None, default: tuple[float, ...]) -> tuple[float, ...]:
-    if text is None:
-        return default
-    try:
-        found = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        found = ()
-    if len(found) not in (1, 3) or (name == "std" and min(found) <= 0):
-        positive = " above 0" if name == "std" else ""
-        raise RecipeError(f"--{name} is {text!r}: it must be one number{positive} or three, such as 0.5,0.5,0.5")
-    return found * 3 if len(found) == 1 else found
 
 
 def _show(done: QuantizedFile, folder: Path, *, as_json: bool) -> None:

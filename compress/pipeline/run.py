@@ -19,6 +19,17 @@ from compress.tasks.load import detector_head
 from compress.training import SINGLE, Processes
 
 
+def task_of(recipe: Recipe, data: DataSet) -> Task:
+    """Return loss and metric of a recipe's networks on its data."""
+    labels, detector = data.val.labels, None
+    if recipe.task == "detection":
+        size = data.val.preprocessing.height_width
+        detector = detector_head(recipe.model, num_classes=len(labels), image_size=size)
+    return make_task(
+        recipe.task, labels, loss=recipe.loss, metric=recipe.metric, decode=recipe.decode, detector=detector
+    )
+
+
 @dataclass
 class Run:
     """A run in progress.
@@ -46,14 +57,7 @@ class Run:
     @cached_property
     def task(self) -> Task:
         """Loss and metric of the networks."""
-        recipe, labels = self.recipe, self.data.val.labels
-        detector = None
-        if recipe.task == "detection":
-            size = self.data.val.preprocessing.height_width
-            detector = detector_head(recipe.model, num_classes=len(labels), image_size=size)
-        return make_task(
-            recipe.task, labels, loss=recipe.loss, metric=recipe.metric, decode=recipe.decode, detector=detector
-        )
+        return task_of(self.recipe, self.data)
 
     @property
     def example(self) -> Tensor:

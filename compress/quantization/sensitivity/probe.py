@@ -64,6 +64,19 @@ def _logits(output: Any) -> Tensor:
 
 
 _TOP1 = TaskMetric(name="top1", make=_Top1, select=_logits, classes=lambda logits: logits.argmax(1))
+_OUTPUTS = TaskMetric(name="outputs", make=_Top1, select=flat_tensors)
+
+
+def outputs_alone(model: nn.Module, batch: Any) -> TaskMetric | None:
+    """Return what judges a network without a metric by its outputs alone; None if they are logits of classes."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            found = flat_tensors(model(*model_inputs(model, batch)))
+    finally:
+        model.train(training)
+    return None if len(found) == 1 and found[0].dim() == 2 else _OUTPUTS
 
 
 @dataclass

@@ -1,0 +1,94 @@
+"""Options that say what an ONNX file's inputs are, and what the commands that take a file make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, cast, get_args
+
+import typer
+
+from compress.data.files import Layout, PictureInput, unlabelled
+from compress.errors import RecipeError
+from compress.quantization.spec import TARGETS, QuantSpec
+from compress.recipe import load_recipe
+
+_ONNX = "ONNX files"
+BATCH = 8
+"""Pictures of one batch."""
+
+FileOption = Annotated[Path | None, typer.Option("--onnx", help="A float ONNX file.", rich_help_panel=_ONNX)]
+DataOption = Annotated[
+    str | None,
+    typer.Option(
+        "--data", help="A folder of pictures, an .npz of inputs, or package.module:function.", rich_help_panel=_ONNX
+    ),
+]
+TargetOption = Annotated[str | None, typer.Option("--target", help=", ".join(TARGETS), rich_help_panel=_ONNX)]
+SizeOption = Annotated[
+    str | None, typer.Option("--size", help="Pictures: 224, or 480x640 (height first).", rich_help_panel=_ONNX)
+]
+MeanOption = Annotated[
+    str | None, typer.Option("--mean", help="Pictures: such as 0.485,0.456,0.406.", rich_help_panel=_ONNX)
+]
+StdOption = Annotated[
+    str | None, typer.Option("--std", help="Pictures: such as 0.229,0.224,0.225.", rich_help_panel=_ONNX)
+]
+LayoutOption = Annotated[str, typer.Option("--layout", help="Pictures: NCHW or NHWC.", rich_help_panel=_ONNX)]
+ChannelsOption = Annotated[str, typer.Option("--channels", help="Pictures: RGB or BGR.", rich_help_panel=_ONNX)]
+ImagesOption = Annotated[
+    int | None, typer.Option("--images", help="Pictures to calibrate with.", min=1, rich_help_panel=_ONNX)
+]
+
+
+def spec_of(recipe: str | None, set_: list[str] | None, target: str | None, images: int | None) -> QuantSpec:
+    """Return the quantization section of a recipe with what the options change."""
+    spec = QuantSpec()
+    if set_ and recipe is None:
+        raise RecipeError("--set changes a recipe; give --recipe too")
+    if recipe is not None:
+        found = load_recipe(recipe, set_ or ()).quantization
+        if found is None:
+            raise RecipeError(f"{recipe} has no quantization section, which says how to quantize the file")
+        spec = found
+    if target is not None:
+        if target not in TARGETS:
+            raise RecipeError(f"--target is {target!r} (one of: {', '.join(TARGETS)})")
+        spec = replace(spec, target=target)
+    return spec if images is None else replace(spec, calibration_images=images)
+
+
+def batches_of(data: str | None, form: PictureInput, images: int) -> Iterable[Any]:
+    """Return the batches that `--data` names."""
+    if data is None:
+        raise RecipeError(
+            "--onnx needs --data: a folder of pictures, an .npz file of inputs, or package.module:function"
+        )
+    return unlabelled(data, form, limit=images, batch_size=BATCH)
+
+
+def form_of(size: str | None, mean: str | None, std: str | None, layout: str, channels: str) -> PictureInput:
+    """Return the preprocessing that options name."""
+    if layout not in get_args(Layout) or channels not in {"RGB", "BGR"}:
+        raise RecipeError(f"--layout is {layout!r} and --channels {channels!r}: they must be NCHW or NHWC, RGB or BGR")
+    form = PictureInput(layout=cast(Layout, layout), channels=channels)  # type: ignore[arg-type]
+    if size is not None:
+        sides = [int(side) if side.isdecimal() else 0 for side in size.split("x")]
+        if len(sides) > 2 or min(sides) < 1:
+            raise RecipeError(f"--size is {size!r}: it must be a number of pixels, or height x width such as 480x640")
+        form = replace(form, size=(sides[0], sides[-1]))
+    return replace(form, mean=_numbers("mean", mean, form.mean), std=_numbers("std", std, form.std))
+
+
+def _numbers(name: str, text: str | None, default: tuple[float, ...]) -> tuple[float, ...]:
+    if text is None:
+        return default
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if len(found) not in (1, 3) or (name == "std" and min(found) <= 0):
+        positive = " above 0" if name == "std" else ""
+        raise RecipeError(f"--{name} is {text!r}: it must be one number{positive} or three, such as 0.5,0.5,0.5")
+    return found * 3 if len(found) == 1 else found

@@ -1,0 +1,117 @@
+"""The accuracy debugger for ONNX files: the same tool as for torch models, on the file as a torch network.
+
+What it returns names the file's own nodes, so that the specification works with `quantize_onnx`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from compress.errors import CalibrationError
+from compress.onnx_ptq.canonical import canonical
+from compress.onnx_ptq.improve import file_names, for_network
+from compress.onnx_ptq.index import Index
+from compress.onnx_ptq.load import load_source
+from compress.onnx_ptq.run import feeds, inputs_of_file
+from compress.onnx_ptq.to_torch.network import OPSET, converted
+from compress.progress import Progress
+from compress.quantization.sensitivity.diagnose import Diagnosis
+from compress.quantization.sensitivity.mend import Change, Mended, mend
+from compress.quantization.spec import QuantSpec
+
+
+def mend_onnx(
+    path: Path | str,
+    batches: Iterable[Any],
+    images: Iterable[Any] | None = None,
+    *,
+    spec: QuantSpec | None = None,
+    drop: float | None = None,
+    sqnr_db: float | None = None,
+    metric: Any = None,
+    progress: Progress | None = None,
+) -> Mended:
+    """Find the smallest set of changes with which the quantized form of a file meets a goal.
+
+    Args:
+        path: float ONNX file.
+        batches: calibration data, as for `quantize_onnx`.
+        images: batches that the goal is measured on, with a target last for a metric; None = `batches`.
+        spec: target, rules and methods to begin with; rules match the names of nodes.
+        drop: as for `compress.mend`.
+        sqnr_db: as for `compress.mend`.
+        metric: as for `compress.mend`.
+        progress: is informed of each network that is tried.
+
+    Returns:
+        The diagnosis, and a specification for `quantize_onnx`.
+
+    Raises:
+        ModelError: an operator has no counterpart in torch, which the message names.
+        QuantizationError: as `compress.mend` and `quantize_onnx`.
+        CalibrationError: no batches.
+    """
+    spec = spec or QuantSpec()
+    original = load_source(path)
+    inputs = inputs_of_file(original)
+    order = [tensor.name for tensor in inputs]
+    data = [_in_order(batch, order) for batch in batches]
+    first = next(feeds(iter(data), inputs), None)
+    if first is None:
+        raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
+    source, _ = canonical(original, opset=OPSET)
+    made, index = converted(source, first), Index(source)
+    own = for_network(spec, made, index)
+    found = mend(
+        made.network, data[0][: len(order)], data,
+        data if images is None else [_in_order(batch, order) for batch in images],
+        spec=own, drop=drop, sqnr_db=sqnr_db, metric=metric, progress=progress,
+    )  # fmt: skip
+    return _renamed(found, file_names(made, index), spec, len(own.rules))
+
+
+def _in_order(batch: Any, order: list[str]) -> tuple[Any, ...]:
+    """Return a batch as tensors in the order of the file's inputs, and what follows them as it is."""
+    if isinstance(batch, Mapping):
+        batch = tuple(itertools.chain((batch[name] for name in order), (v for k, v in batch.items() if k not in order)))
+    parts = batch if isinstance(batch, (tuple, list)) else (batch,)
+    found = [torch.from_numpy(part) if isinstance(part, np.ndarray) else part for part in parts]
+    return tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.float16 else x for x in found)
+
+
+def _renamed(found: Mended, names: Mapping[str, str], spec: QuantSpec, count: int) -> Mended:
+    """Return a result that names the file's nodes, and begins with the caller's own rules."""
+
+    def mended_spec(own: QuantSpec) -> QuantSpec:
+        added = tuple(replace(rule, match=names.get(rule.match, rule.match)) for rule in own.rules[count:])
+        return replace(own, rules=(*spec.rules, *added))
+
+    def change(one: Change) -> Change:
+        name = names.get(one.layer, one.layer)
+        return replace(
+            one, layer=name, text=one.text.replace(f"{one.layer}: ", f"{name}: ", 1) if one.layer else one.text
+        )
+
+    return replace(
+        found,
+        diagnosis=renamed_diagnosis(found.diagnosis, names),
+        spec=mended_spec(found.spec),
+        specs=tuple(mended_spec(own) for own in found.specs),
+        changes=tuple(change(one) for one in found.changes),
+    )
+
+
+def renamed_diagnosis(found: Diagnosis, names: Mapping[str, str]) -> Diagnosis:
+    """Return a diagnosis whose layers have other names; those that are not named keep theirs."""
+    rows = tuple(replace(row, layer=names.get(row.layer, row.layer)) for row in found.rows)
+    first = found.first
+    if first is not None:
+        first = replace(first, tensor=names.get(first.tensor, first.tensor))
+    return replace(found, rows=rows, first=first)

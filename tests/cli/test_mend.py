@@ -1,0 +1,73 @@
+"""`inspect parity --mend`: a file whose channels have unequal ranges is mended, and the recipe that is written runs."""
+
+import json
+
+import numpy as np
+import pytest
+
+from compress.recipe import load_recipe
+from tests.onnx_ptq.files import batches, export, run, sqnr
+from tests.onnx_ptq.test_improve import unequal
+
+PER_TENSOR = "quantization: {target: onnxruntime, weights: {axis: null}, activations: {calibrator: max}}\n"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    export(unequal(), tmp_path / "net.onnx")
+    np.savez(tmp_path / "inputs.npz", picture=np.concatenate([x.numpy() for x in batches()]))
+    (tmp_path / "per-tensor.yaml").write_text(PER_TENSOR)
+    return tmp_path
+
+
+FILE = ("--onnx", "net.onnx", "--data", "inputs.npz", "--recipe", "per-tensor.yaml")
+
+
+def test_a_file_is_mended_by_one_command(compress, folder):
+    told = compress("inspect", "parity", *FILE, "--mend-sqnr", "30", "--json", cwd=folder)
+    assert told.returncode == 0, told.stderr
+    document = json.loads(told.stdout)
+    assert document["met"] and document["diagnosis"]["quantized"]["sqnr_db"] < 30 <= document["effect"]["sqnr_db"]
+    assert [price["label"] for price in document["prices"]][:3] == ["float", "as specified", "mended"]
+    names = {row["layer"] for row in document["diagnosis"]["rows"]}
+    assert names == {"/0/Conv", "/2/Conv", "/4/Conv"}, "the names of the file's nodes"
+    assert load_recipe(folder / "mended.yaml").quantization.weights.axis is None
+    done = compress("ptq", *FILE[:4], "--recipe", "mended.yaml", "--out", "run", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    x = batches(seed=1)[0].numpy()
+    assert sqnr(run(folder / "net.onnx", x), run(folder / "run" / "net.int8.onnx", x)) > 28
+
+
+def test_the_table_says_what_was_found(compress, folder):
+    told = compress("inspect", "parity", *FILE, "--mend-sqnr", "30", "--write", "m.yaml", cwd=folder)
+    assert told.returncode == 0, told.stderr
+    assert "one scale for channels whose ranges differ" in told.stdout.replace("\n", " ")
+    assert "met" in told.stdout and (folder / "m.yaml").is_file()
+
+
+def test_a_recipe_that_is_good_is_kept(compress, tmp_path):
+    (tmp_path / "r.yaml").write_text(
+        "model: {name: 'tests.networks:tiny'}\n"
+        "data: {image_size: 16, batch_size: 32, train_images: 64, val_images: 64}\n"
+        "quantization: {target: openvino, calibration_images: 32}\n"
+    )
+    told = compress("inspect", "parity", "--recipe", "r.yaml", "--mend", "100", "--json", cwd=tmp_path)
+    assert told.returncode == 0, told.stderr
+    document = json.loads(told.stdout)
+    assert document["met"] and not document["changes"] and document["diagnosis"]["metric"] == "top1"
+    assert load_recipe(tmp_path / "mended.yaml").quantization == load_recipe(tmp_path / "r.yaml").quantization
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((*FILE, "--run", "x", "--mend", "1"), "no --run"),
+        (FILE, "add --mend"),
+        (("--recipe", "per-tensor.yaml", "--mend", "1", "--mend-sqnr", "30"), "one of the two"),
+        (("--recipe", "per-tensor.yaml", "--mend", "-1"), "0 or more"),
+        (("--recipe", "per-tensor.yaml", "--write", "m.yaml"), "--write names"),
+    ],
+)
+def test_refusals(compress, folder, options, words):
+    told = compress("inspect", "parity", *options, cwd=folder)
+    assert told.returncode == 2 and words in " ".join(told.stderr.split())

@@ -1,0 +1,147 @@
+"""The accuracy debugger on networks whose fault is known, because it was put there."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import compress
+from compress.errors import QuantizationError
+from compress.quantization.sensitivity.compare import sqnr
+from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
+from tests.networks import TinyResNet, with_statistics
+from tests.onnx_ptq.test_improve import outliers, unequal
+
+X = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+MAX = ActivationSpec(calibrator="max")
+PER_TENSOR = QuantSpec(weights=WeightSpec(axis=None), activations=MAX)
+
+
+class Logits(nn.Module):
+    """The mean over the pixels of a network's result."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x).mean((2, 3))
+
+
+class TwoRanges(nn.Module):
+    """A concat of a tensor and of another, which is 300 times as large."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3), nn.Conv2d(8, 4, 1)
+        with torch.no_grad():
+            self.b.weight.mul_(300)
+            self.c.weight[:, 4:].div_(300)
+
+    def forward(self, x):
+        return self.c(torch.cat([self.a(x), self.b(x)], 1)).mean((2, 3))
+
+
+class Flat(nn.Module):
+    """A softmax over 256 positions with peaks near 1, so that all other probabilities are below half a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.last = nn.Conv2d(3, 8, 1), nn.Linear(8, 4)
+
+    def forward(self, x):
+        tokens = self.embed(x).flatten(2).transpose(1, 2)
+        return self.last((torch.softmax(4 * tokens @ tokens.transpose(1, 2), -1) @ tokens)[:, 0])
+
+
+def faulty(name):
+    torch.manual_seed(0)
+    return {"two ranges": TwoRanges, "softmax tails": Flat}[name]().eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "spec"),
+    [
+        ("channel ranges", Logits(unequal()), PER_TENSOR),
+        ("outlier channels", outliers(), QuantSpec(activations=MAX)),
+        ("two ranges", faulty("two ranges"), QuantSpec(activations=MAX)),
+        ("softmax tails", faulty("softmax tails"), QuantSpec(activations=MAX)),
+        (
+            "saturation",
+            with_statistics(TinyResNet()),
+            QuantSpec(activations=ActivationSpec(calibrator="percentile", percentile=70)),
+        ),
+    ],
+)
+def test_the_cause_is_named(name, model, spec):
+    found = compress.diagnose(model, X, [X], [X], spec=spec)
+    assert name in {cause.kind for row in found.rows for cause in row.causes}
+    qmodel = compress.quantize(model.eval(), X, [X], spec=spec)
+    with torch.no_grad():
+        assert found.quantized.sqnr_db == pytest.approx(sqnr(model(X), qmodel(X)), abs=0.01)
+    assert math.isclose(sum(row.share for row in found.rows), 1, rel_tol=1e-6)
+    assert [row.share for row in found.rows] == sorted((row.share for row in found.rows), reverse=True)
+
+
+def test_the_first_tensor_that_diverges():
+    """The second convolution alone has three bits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.Flatten()
+    )
+    bad = compress.Rule(match="2", weights=WeightSpec(num_bits=2))
+    found = compress.diagnose(model.eval(), X, [X], [X], spec=QuantSpec(rules=(bad,), activations=MAX))
+    assert found.first.tensor == "_2" and found.first.sqnr_db < 20 < found.first.before_db
+    assert found.rows[0].layer == "2" and found.rows[0].share > 0.9
+    good = compress.diagnose(model, X, [X], [X], spec=QuantSpec(activations=MAX))
+    assert good.first is None
+
+
+@pytest.mark.parametrize(
+    ("model", "spec", "words"),
+    [
+        (Logits(unequal()), PER_TENSOR, "equalize: true"),
+        (outliers(), QuantSpec(activations=MAX), "smooth: 0.5"),
+    ],
+)
+def test_one_change_of_the_whole_network_mends_it(model, spec, words):
+    done = compress.mend(model, X, [X], [X], spec=spec, sqnr_db=30)
+    assert done.met and len(done.changes) == 1 and done.changes[0].text.startswith(words)
+    assert done.diagnosis.quantized.sqnr_db < 30 <= done.effect.sqnr_db
+    assert_holds(model, done, 30)
+
+
+def test_layers_are_changed_where_nothing_else_helps():
+    model = with_statistics(TinyResNet()).eval()
+    bad = compress.Rule(match="block*", weights=WeightSpec(num_bits=2))
+    done = compress.mend(model, X, [X], [X], spec=QuantSpec(rules=(bad,), activations=MAX), sqnr_db=25)
+    assert done.met and done.changes
+    assert {change.layer for change in done.changes} <= {row.layer for row in done.diagnosis.rows}
+    for change in done.changes:
+        assert change.without.sqnr_db < 25, "each is needed"
+    assert_holds(model, done, 25)
+
+
+def assert_holds(model, done, least):
+    """The specification alone gives the network that was promised."""
+    qmodel = compress.quantize(model, X, [X], spec=done.spec)
+    with torch.no_grad():
+        assert sqnr(model(X), qmodel(X)) == pytest.approx(done.effect.sqnr_db, abs=0.01)
+        assert sqnr(model(X), qmodel(X)) >= least
+
+
+def test_a_network_that_is_good_is_left_alone():
+    model = with_statistics(TinyResNet()).eval()
+    targets = model(X).argmax(1)
+    done = compress.mend(model, X, [X], [(X, targets)], spec=QuantSpec(activations=MAX), drop=100)
+    assert done.met and not done.changes and done.spec == QuantSpec(activations=MAX)
+    assert done.diagnosis.float_score == 1.0
+
+
+@pytest.mark.parametrize("goal", [{}, {"drop": 1, "sqnr_db": 20}])
+def test_one_goal(goal):
+    with pytest.raises(QuantizationError, match="one goal"):
+        compress.mend(TinyResNet(), X, [X], [X], **goal)
