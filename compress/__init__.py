@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from compress.version import __version__ as __version__
 
 if TYPE_CHECKING:  # the same names for type checkers and editors; tests/test_package.py compares the two lists
+    from compress.audit.engine import EngineAudit as EngineAudit
+    from compress.audit.engine_file import audit_engine as audit_engine
     from compress.audit.onnx import OnnxAudit as OnnxAudit
     from compress.audit.onnx import audit_onnx as audit_onnx
     from compress.data.load import load_data as load_data
@@ -23,6 +25,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; tests/test_pa
     from compress.engines.base import Engine as Engine
     from compress.engines.registry import build_engine as build_engine
     from compress.engines.registry import engine_availability as engine_availability
+    from compress.engines.tensorrt.build import build_tensorrt as build_tensorrt
     from compress.engines.torch import TorchEngine as TorchEngine
     from compress.errors import CompressError as CompressError
     from compress.export.onnx import export_onnx as export_onnx
@@ -39,12 +42,15 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; tests/test_pa
     from compress.onnx_ptq.quantize import quantize_onnx as quantize_onnx
     from compress.onnx_ptq.to_torch.network import from_onnx as from_onnx
     from compress.pipeline import run as run
+    from compress.pipeline.saved import load as load
+    from compress.pipeline.saved import save as save
     from compress.qat_fusion.fuse import fuse_for_training as fuse_for_training
     from compress.quantization.calibration.calibrate import calibrate as calibrate
     from compress.quantization.learned import learn_scales as learn_scales
     from compress.quantization.placement.decisions import Placement as Placement
     from compress.quantization.placement.insert import insert_quantizers as insert_quantizers
     from compress.quantization.ptq.quantize import quantize as quantize
+    from compress.quantization.ptq.quantize import quantize_targets as quantize_targets
     from compress.quantization.quantizer import Quantizer as Quantizer
     from compress.quantization.report import CalibrationReport as CalibrationReport
     from compress.quantization.sensitivity.diagnose import diagnose as diagnose
@@ -79,6 +85,7 @@ _HOMES = {
     "CompressError": "compress.errors",
     "DataSpec": "compress.data.spec",
     "Engine": "compress.engines.base",
+    "EngineAudit": "compress.audit.engine",
     "ExportSpec": "compress.export.spec",
     "MaskSchedule": "compress.sparsity.schedule",
     "ModelSpec": "compress.models",
@@ -94,9 +101,11 @@ _HOMES = {
     "TorchEngine": "compress.engines.torch",
     "TrainSpec": "compress.training",
     "WeightSpec": "compress.quantization.spec",
+    "audit_engine": "compress.audit.engine_file",
     "audit_onnx": "compress.audit.onnx",
     "build_engine": "compress.engines.registry",
     "build_model": "compress.models",
+    "build_tensorrt": "compress.engines.tensorrt.build",
     "calibrate": "compress.quantization.calibration.calibrate",
     "diagnose": "compress.quantization.sensitivity.diagnose",
     "effective_receptive_field": "compress.receptive_field",
@@ -109,6 +118,7 @@ _HOMES = {
     "fuse_for_training": "compress.qat_fusion.fuse",
     "insert_quantizers": "compress.quantization.placement.insert",
     "learn_scales": "compress.quantization.learned",
+    "load": "compress.pipeline.saved",
     "load_data": "compress.data.load",
     "load_recipe": "compress.recipe",
     "measure_accuracy": "compress.measure",
@@ -118,10 +128,12 @@ _HOMES = {
     "mend_onnx": "compress.onnx_ptq.mend",
     "quantize": "compress.quantization.ptq.quantize",
     "quantize_onnx": "compress.onnx_ptq.quantize",
+    "quantize_targets": "compress.quantization.ptq.quantize",
     "recalibrate_batchnorm": "compress.training",
     "receptive_field": "compress.receptive_field",
     "roofline": "compress.roofline.model",
     "run": "compress.pipeline",
+    "save": "compress.pipeline.saved",
     "sensitivity": "compress.quantization.sensitivity.sensitivity",
     "sparsify": "compress.sparsity.sparsifier",
     "squash_masks": "compress.sparsity.parametrization",

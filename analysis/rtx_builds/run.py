@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import compress
 from analysis.common.study import Row, command_line, software, study_parser
-from compress.audit.engine import audit_engine
+from compress.audit.engine import audit_listing
 from compress.audit.findings import unknown_part
 from compress.audit.nvidia_log import parse_build_log
 from compress.data import BatchPlan, DataSpec, load_data
@@ -104,7 +104,7 @@ def row(name: str, kind: str, sm: int, made: Path | str, batch: int) -> Row:
         built = build_tensorrt(made, "tensorrt-rtx", options=options, reuse=False)
     except CompressError as error:
         return {**known, "reason": str(error)}
-    audit = audit_engine(parse_build_log(built.log), onnx=made)
+    audit = audit_listing(parse_build_log(built.log), onnx=made)
     return {
         **known,
         "seconds": time.perf_counter() - start,

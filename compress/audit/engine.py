@@ -80,7 +80,7 @@ class EngineAudit:
         return sum(layer.macs or 0 for layer in self.weighted if layer.precision in types) / total if total else 0.0
 
 
-def audit_engine(
+def audit_listing(
     listing: EngineListing, *, onnx: Path | str | None = None, sparse_nodes: Collection[str] = ()
 ) -> EngineAudit:
     """Audit an engine.

@@ -64,10 +64,17 @@ _COMMANDS = {
         "compress.cli.roofline:roofline",
         "Least time of a network on a device, and the most that INT8, 2:4, fusion and batching could save.",
     ),
+    "predict": Entry(
+        "compress.cli.predict:predict",
+        "Classes, masks or boxes of pictures, by a run's file on an engine.",
+    ),
     "report": Entry("compress.cli.report:report", "Write the report of a run folder anew and print its table."),
     "doctor": Entry(
         "compress.cli.doctor:doctor",
         "Which engines and devices work here; for each that does not, the reason and what to install.",
+    ),
+    "init": Entry(
+        "compress.cli.init:init", "Write a recipe from flags, or from a few questions: task, model, data, target."
     ),
     "recipes": Entry(
         "compress.cli.recipes:recipes",

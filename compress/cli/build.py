@@ -17,7 +17,7 @@ from compress.engines.tensorrt.metadata import log_path
 from compress.engines.tensorrt.options import TensorRTOptions, parse_options
 from compress.errors import EngineError, RecipeError, near_misses
 from compress.pipeline import default_folder, run
-from compress.pipeline.again import variants_in
+from compress.pipeline.again import networks_of, variants_in
 from compress.pipeline.folder import read_state
 from compress.recipe import Recipe, load_recipe
 
@@ -69,7 +69,7 @@ def build_recipe(
     """Build the engine of a recipe's network, after finishing its run where need be, or print its commands."""
     parsed = load_recipe(recipe, set_ or ())
     options = engine_options(engine, sm=sm, batch=batch, size=size, further=option, recipe=parsed)
-    _build(exported_file(recipe, parsed, variant), engine, options, out=out, commands=commands, as_json=as_json)
+    _build(exported_file(recipe, parsed, variant, engine), engine, options, out=out, commands=commands, as_json=as_json)
 
 
 def engine_options(
@@ -99,8 +99,10 @@ def engine_options(
     return parse_options(given)
 
 
-def exported_file(name: str, recipe: Recipe, variant: str = "") -> Path:
-    """The ONNX file of a network of the recipe, from its last run; a run that is missing or stopped is finished first.
+def exported_file(name: str, recipe: Recipe, variant: str = "", engine: str = ENGINE) -> Path:
+    """The ONNX file of a network of the recipe that is made for an engine, from the recipe's last run.
+
+    A run that is missing or stopped is finished first.
 
     Raises:
         RecipeError: the run has no such network.
@@ -117,7 +119,7 @@ def exported_file(name: str, recipe: Recipe, variant: str = "") -> Path:
     chosen = variant or known[-1]
     if chosen not in known:
         raise RecipeError(f"{folder} holds no {chosen!r}{near_misses(chosen, known)}; it holds {', '.join(known)}")
-    return folder / f"{chosen}.onnx"
+    return networks_of([folder])[chosen].of(engine)
 
 
 def _holds(folder: Path, recipe: Recipe, step: str = "") -> bool:

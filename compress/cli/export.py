@@ -9,12 +9,17 @@ import typer
 
 from compress.cli.console import OUT, print_json
 from compress.cli.options import FolderArgument, JsonOption
+from compress.errors import RunError, near_misses
 from compress.pipeline.again import export_again
+from compress.quantization.spec import TARGETS
 
 
 def export(
     folder: FolderArgument,
     variant: Annotated[str, typer.Option(help="float, ptq, qat, ...; default: the last that the run made.")] = "",
+    target: Annotated[
+        str | None, typer.Option(help="Of a run for several targets: which one's file; default: the first's.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File to write; default <variant>-<precision>.onnx.")
     ] = None,
@@ -24,8 +29,16 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Export the network and print the file's path and size."""
+    if target is not None and target not in TARGETS:
+        raise RunError(f"--target is {target!r}{near_misses(target, TARGETS)} (one of: {', '.join(TARGETS)})")
     path = export_again(
-        folder, variant=variant, out=out, precision=precision, opset=opset, dynamic_batch=not static_batch
+        folder,
+        variant=variant,
+        target=target,
+        out=out,
+        precision=precision,
+        opset=opset,
+        dynamic_batch=not static_batch,
     )
     if as_json:
         print_json({"onnx": str(path), "bytes": path.stat().st_size})

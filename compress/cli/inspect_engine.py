@@ -8,11 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from compress.audit.cuda_plan import read_cuda_layers
-from compress.audit.engine import EngineAudit, audit_engine
-from compress.audit.files import onnx_beside, read_engine_layers
+from compress.audit.engine import EngineAudit
+from compress.audit.engine_file import audit_engine
 from compress.audit.findings import megabytes, unknown_part
-from compress.audit.onnx import sparse_nodes
 from compress.audit.roofline import choices_text, engine_roofline, int8_choices
 from compress.cli.console import OUT, print_json, print_table
 from compress.cli.options import JsonOption
@@ -37,10 +35,7 @@ def inspect_engine(
     as_json: JsonOption = False,
 ) -> None:
     """Audit the engine and print its layers, findings and advice; without `--onnx`, the file beside it is read."""
-    planned = file.suffix == ".onnx" and file.is_file()  # the engine cuda runs the file itself
-    listing = read_cuda_layers(file) if planned else read_engine_layers(file)
-    onnx = onnx or (file if planned else onnx_beside(file))
-    audit = audit_engine(listing, onnx=onnx, sparse_nodes=() if onnx is None else sparse_nodes(onnx))
+    audit = audit_engine(file, onnx=onnx)
     if as_json:
         print_json(_document(audit, device, batch_size))
         return

@@ -67,10 +67,12 @@ def _draw(recipe: Recipe, block: str, out: Path) -> None:
     if not block:
         raise RecipeError("--draw is empty: name a block, such as layer1.0 (inspect model lists the layers)")
     network = network_of(recipe, weights=False)
-    save_figure(
-        draw_block(insert_quantizers(network, _example(recipe), recipe.quantization or QuantSpec()), block), out
-    )
+    save_figure(draw_block(insert_quantizers(network, _example(recipe), _spec(recipe).for_target()), block), out)
     OUT.print(f"{out}")
+
+
+def _spec(recipe: Recipe) -> QuantSpec:
+    return recipe.quantization or QuantSpec()
 
 
 def _show_model(recipe: Recipe, as_json: bool) -> None:
@@ -78,13 +80,15 @@ def _show_model(recipe: Recipe, as_json: bool) -> None:
     check_float_model(network)
     graph = canonical_graph(network, _example(recipe))
     items = [layer for layer in layers(graph) if layer.weight_elements or layer.macs]
-    placement = place(read_fx(graph), recipe.quantization or QuantSpec())
+    spec = _spec(recipe)
+    placements = [place(read_fx(graph), spec.for_target(target)) for target in spec.targets]
     if as_json:
         print_json(
             {
                 "layers": [asdict(layer) for layer in items],
                 "leaves": [asdict(leaf) for leaf in leaves_of(graph)],
-                "placement": [asdict(row) for row in placement.decisions],
+                "placement": [asdict(row) for row in placements[0].decisions],
+                "placements": {p.target: [asdict(row) for row in p.decisions] for p in placements},
             }
         )
         return
@@ -98,9 +102,10 @@ def _show_model(recipe: Recipe, as_json: bool) -> None:
     OUT.print(f"{macs // 2:,} macs an image" + (f"; unknown: {', '.join(unknown)}" if unknown else ""))
     for leaf in leaves_of(graph):
         OUT.print(f"leaf {leaf.path} ({leaf.kind}): {leaf.reason}")
-    decisions = [(d.tensor, d.layer, _format(d), d.rule, d.reason) for d in placement.decisions]
-    columns = ("tensor", "asked by", "decision", "rule", "reason")
-    print_table(f"{name}: placement for {placement.target}", columns, decisions)
+    for placement in placements:
+        decisions = [(d.tensor, d.layer, _format(d), d.rule, d.reason) for d in placement.decisions]
+        columns = ("tensor", "asked by", "decision", "rule", "reason")
+        print_table(f"{name}: placement for {placement.target}", columns, decisions)
 
 
 def _macs(macs: int | None) -> str:

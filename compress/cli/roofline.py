@@ -23,7 +23,9 @@ def roofline(
     model: ModelChoice = None,
     image_size: ImageSizeOption = 224,
     set_: SetOption = None,
-    device: Annotated[str, typer.Option(help="Such as h200, a100, t4, orin; or machine, after --measure.")] = "h200",
+    device: Annotated[
+        str, typer.Option(help="Such as h200, a100, thor, xeon-8480; or machine, after --measure.")
+    ] = "h200",
     precision: Annotated[str, typer.Option(help="fp32, tf32, fp16, bf16, int8, int8-2:4, fp8.")] = "int8",
     batch_size: Annotated[int, typer.Option(min=1, max=COUNT, help="Images of one run.")] = 32,
     unfused: Annotated[

@@ -19,6 +19,7 @@ from compress.engines.tensorrt import engine as tensorrt_engine
 from compress.engines.tensorrt.library import FLAVOURS, tensorrt_availability
 from compress.engines.tensorrt.options import OPTIONS as TENSORRT_OPTIONS
 from compress.errors import EngineError, EngineUnavailableError, near_misses
+from compress.quantization.spec import Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,22 +31,35 @@ class EngineEntry:
         load: makes an engine from a file; None for an engine that runs modules in memory.
         options: name and meaning of each option that `build_engine` passes on.
         instead: for an engine without `load`: the reason, and how to use it.
+        target: the target whose files suit it; None for an engine that takes any placement.
     """
 
     availability: Callable[[], Availability]
     load: Callable[[Path | str, BuildOptions], Engine] | None = None
     options: Mapping[str, str] = field(default_factory=dict)
     instead: str = ""
+    target: Target | None = None
 
 
 ENGINES: dict[str, EngineEntry] = {
     "openvino": EngineEntry(
-        availability=openvino_engine.availability, load=openvino_engine.load, options=openvino_engine.OPTIONS
+        availability=openvino_engine.availability,
+        load=openvino_engine.load,
+        options=openvino_engine.OPTIONS,
+        target="openvino",
     ),
     "onnxruntime": EngineEntry(
-        availability=onnxruntime_engine.availability, load=onnxruntime_engine.load, options=onnxruntime_engine.OPTIONS
+        availability=onnxruntime_engine.availability,
+        load=onnxruntime_engine.load,
+        options=onnxruntime_engine.OPTIONS,
+        target="onnxruntime",
     ),
-    "cuda": EngineEntry(availability=cuda_engine.availability, load=cuda_engine.load, options=cuda_engine.OPTIONS),
+    "cuda": EngineEntry(
+        availability=cuda_engine.availability,
+        load=cuda_engine.load,
+        options=cuda_engine.OPTIONS,
+        target="tensorrt",
+    ),
     "torch": EngineEntry(
         availability=torch_engine.availability,
         instead="it runs modules, not files: use TorchEngine(module, ...)",
@@ -57,6 +71,7 @@ ENGINES: dict[str, EngineEntry] = {
             options={
                 o: text for o, text in TENSORRT_OPTIONS.items() if not flavour.runs or o in {"device", "cuda_graph"}
             },
+            target="tensorrt",
         )
         for name, flavour in FLAVOURS.items()
     },
@@ -100,6 +115,16 @@ def build_engine(
             raise EngineError(f"{engine}: unknown option {name!r}{near_misses(name, entry.options)} (options: {known})")
     build = BuildOptions(batch_size=batch_size, threads=threads, precision=precision, options=options)
     return entry.load(path, build)
+
+
+def target_of(engine: str) -> Target | None:
+    """Return the target whose files suit an engine; None for torch, which takes any, and for unknown names.
+
+    >>> target_of("tensorrt-rtx"), target_of("torch")
+    ('tensorrt', None)
+    """
+    entry = ENGINES.get(engine)
+    return entry.target if entry else None
 
 
 def engine_availability() -> tuple[Availability, ...]:

@@ -138,7 +138,7 @@ def quantize_onnx_file(
     )
     improved.finish(index)
     insert_pairs(index, types, reading, placement, calibration.amax)
-    _for_target(source, types, spec.target)
+    _for_target(source, types, spec.only_target)
     drop_unread(source.proto.graph)
     save_model(source, target)
     return QuantizedFile(path=target, placement=placement, calibration=calibration, notes=(*notes, *improved.notes))

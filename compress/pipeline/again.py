@@ -8,12 +8,14 @@ from pathlib import Path
 from torch import nn
 
 from compress.data.load import load_data
+from compress.engines import Engine
 from compress.errors import RunError, near_misses
 from compress.export.names import RECIPE_KEY, VARIANT_KEY
 from compress.export.onnx import export_onnx
 from compress.measure import BenchSpec
 from compress.measure.metric import Metric
 from compress.pipeline.folder import read_state, recipe_of
+from compress.pipeline.network import NetworkFiles, stem
 from compress.pipeline.run import Run
 from compress.pipeline.steps.evaluate import bench
 from compress.pipeline.steps.float import build_float, float_step
@@ -21,6 +23,7 @@ from compress.pipeline.steps.ptq import ptq_step
 from compress.pipeline.steps.qat import qat_step
 from compress.pipeline.steps.sparse import sparse_step
 from compress.progress import NoProgress, Progress
+from compress.quantization.spec import TARGETS, Target
 from compress.variants import Variant
 
 
@@ -33,6 +36,7 @@ def export_again(
     folder: Path,
     *,
     variant: str = "",
+    target: Target | None = None,
     out: Path | None = None,
     precision: str = "fp32",
     opset: int = 19,
@@ -43,6 +47,7 @@ def export_again(
     Args:
         folder: of the run.
         variant: which network; "" = the last that was made.
+        target: one of the run's targets; None = the first.
         out: file; None = `<folder>/<variant>-<precision>.onnx`.
         precision: `fp32` or `fp16`, of all that is not quantized.
         opset: 19 or later.
@@ -52,18 +57,14 @@ def export_again(
         RunError: the folder holds no such network.
         ExportError: bad arguments.
     """
-    known = variants_in(folder)
-    if not known:
-        raise RunError(f"{folder} holds no weights of a run ({', '.join(list(Variant)[:3])}.safetensors)")
-    chosen = Variant.named(variant) if variant else known[-1]
-    if chosen not in known:
-        raise RunError(f"{folder} holds no {variant!r}{near_misses(variant, known)}; it holds {', '.join(known)}")
+    chosen = chosen_variant(folder, variant)
     run = finished_run(folder)
-    recipe = run.recipe
+    recipe, model = run.recipe, network(run, chosen, target)
+    name = stem(chosen, target if target in run.further_targets and chosen.is_quantized else None)
     return export_onnx(
-        network(run, chosen),
+        model,
         run.example,
-        out or folder / f"{chosen}-{precision}.onnx",
+        out or folder / f"{name}-{precision}.onnx",
         precision=precision,
         dynamic_batch=dynamic_batch,
         opset=opset,
@@ -71,6 +72,21 @@ def export_again(
         labels=run.data.val.labels,
         metadata={RECIPE_KEY: recipe.digest(), VARIANT_KEY: chosen},
     )
+
+
+def chosen_variant(folder: Path, name: str = "") -> Variant:
+    """Return the variant of that name in a run folder; "" = the last that was made.
+
+    Raises:
+        RunError: the folder holds no such network.
+    """
+    known = variants_in(folder)
+    if not known:
+        raise RunError(f"{folder} holds no weights of a run ({', '.join(list(Variant)[:3])}.safetensors)")
+    chosen = Variant.named(name) if name else known[-1]
+    if chosen not in known:
+        raise RunError(f"{folder} holds no {name!r}{near_misses(name, known)}; it holds {', '.join(known)}")
+    return chosen
 
 
 def finished_run(folder: Path) -> Run:
@@ -85,8 +101,26 @@ def finished_run(folder: Path) -> Run:
     return Run(recipe=recipe, folder=state, data=data)
 
 
-def network(run: Run, variant: Variant) -> nn.Module:
-    """Return a network of a finished run with its weights loaded; `variant` is one of `variants_in`."""
+def network(run: Run, variant: Variant, target: Target | None = None) -> nn.Module:
+    """Return a network of a finished run with its weights loaded.
+
+    Args:
+        run: of `finished_run`.
+        variant: one of `variants_in`.
+        target: one of the run's targets; None = the first. A network that is not quantized is the same for all.
+
+    Raises:
+        RunError: the run is not for that target.
+    """
+    spec = run.recipe.quantization
+    known = spec.targets if spec is not None else ()
+    if target is not None and target not in known:
+        raise RunError(f"the run is for {', '.join(known) or 'no target'}, not for {target!r}")
+    first = _network(run, variant)
+    return run.further.get((variant, target), first) if target is not None else first
+
+
+def _network(run: Run, variant: Variant) -> nn.Module:
     float_model = float_step(run, build_float(run.recipe))
     base = sparse_step(run, float_model) if variant.is_sparse else float_model
     if not variant.is_quantized:
@@ -95,8 +129,8 @@ def network(run: Run, variant: Variant) -> nn.Module:
     return qat_step(run, float_model, quantized, variant) if variant.trained_from else quantized
 
 
-def networks_of(files: Sequence[Path]) -> dict[str, Path]:
-    """ONNX files by their names in a table.
+def networks_of(files: Sequence[Path]) -> dict[str, NetworkFiles]:
+    """Networks by their names in a table.
 
     Args:
         files: one run folder, whose files have the names of its variants; or any number of ONNX files, which have their
@@ -108,7 +142,7 @@ def networks_of(files: Sequence[Path]) -> dict[str, Path]:
     if any(path.is_dir() for path in files):
         if len(files) > 1:
             raise RunError("bench takes one run folder or any number of ONNX files, not both")
-        found = {str(v): files[0] / v.onnx_file for v in Variant if (files[0] / v.onnx_file).is_file()}
+        found = {str(v): _files_of(files[0], v) for v in Variant if (files[0] / v.onnx_file).is_file()}
         if not found:
             raise RunError(f"{files[0]} holds no ONNX files of a run yet; let it finish with --resume first")
         return found
@@ -116,7 +150,22 @@ def networks_of(files: Sequence[Path]) -> dict[str, Path]:
     if missing:
         raise RunError(f"there is no file {', '.join(missing)}; give ONNX files, or one run folder")
     stems = [path.stem for path in files]
-    return {path.stem if stems.count(path.stem) == 1 else str(path): path for path in files}
+    return {path.stem if stems.count(path.stem) == 1 else str(path): NetworkFiles(file=path) for path in files}
+
+
+def _files_of(folder: Path, variant: Variant) -> NetworkFiles:
+    """Return the files of a run's network; the engine `torch` loads its module."""
+    paths = {target: folder / f"{stem(variant, target)}.onnx" for target in TARGETS}
+
+    def in_torch(threads: int | None) -> Engine:
+        run = finished_run(folder)
+        return run.in_torch(variant, network(run, variant), threads=threads)
+
+    return NetworkFiles(
+        file=folder / variant.onnx_file,
+        further={target: path for target, path in paths.items() if path.is_file()},
+        in_torch=in_torch,
+    )
 
 
 def bench_again(files: Sequence[Path], spec: BenchSpec, *, progress: Progress | None = None) -> list[Metric]:

@@ -112,7 +112,7 @@ def _measure(this: Run, models: dict[Variant, nn.Module]) -> None:
     build_step(this, list(models))
     audit_step(this, list(models))
     evaluate_step(this, models)
-    bench_step(this, list(models))
+    bench_step(this, models)
     end_to_end_step(this)
     if notes := this.all_notes():
         write_json(this.path("notes.json"), notes)

@@ -17,7 +17,7 @@ from compress.export.onnx import check_export
 from compress.export.prepare import prepare
 from compress.imports import imported, is_import_path
 from compress.pipeline.state import COMMANDS
-from compress.quantization.ptq.quantize import quantize
+from compress.quantization.ptq.quantize import quantize_targets
 from compress.quantization.spec import QuantSpec
 from compress.recipe import Recipe
 from compress.sparsity.eligibility import eligibility
@@ -111,11 +111,13 @@ def _try_quantization(recipe: Recipe, spec: QuantSpec, model: nn.Module, example
         spec, adaround=None, bias_correction=None if spec.bias_correction == "empirical" else spec.bias_correction
     )
     try:
-        qmodel = quantize(model, example, [example], spec=quick)
+        found = quantize_targets(model, example, [example], spec=quick)
     except CalibrationError:  # of an untrained network on two images: the calibration of the run will tell
         return
-    prepare(qmodel, example, precision=recipe.export.precision)
+    for qmodel in found.values():
+        prepare(qmodel, example, precision=recipe.export.precision)
     if trained and recipe.qat is not None and recipe.qat.distill_features and recipe.teacher is None:
+        qmodel = next(iter(found.values()))  # training follows the first target
         pairs = FeaturePairs(qmodel, model, recipe.qat.distill_features)
         with pairs.watched(), torch.no_grad(), modes_restored(model, qmodel):
             for one in (model.eval(), qmodel.eval()):

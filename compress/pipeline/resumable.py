@@ -12,6 +12,8 @@ from compress.variants import Variant
 _QUANTIZED = tuple(v.step for v in Variant if v.is_quantized)
 _TRAINED = tuple(v.step for v in Variant if v.trained_from)
 SENSITIVITY = "sensitivity"
+TARGETS_STEP = "targets"
+"""Ending of the step that makes a trained network for further targets; it depends on what its training depends on."""
 _FILES = ("export", "engines", "engine_audit", "evaluate", "bench", "end_to_end")
 
 STEPS: dict[str, tuple[str, ...]] = {
@@ -48,7 +50,7 @@ class Difference:
         parts = self.key.split(".")
         names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         steps = next((STEPS[name] for name in names if name in STEPS), None)
-        return [step for step in taken if steps is None or step in steps]
+        return [step for step in taken if steps is None or step.removesuffix(f".{TARGETS_STEP}") in steps]
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> Iterator[Difference]:

@@ -8,15 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compress.data.base import BatchPlan, DataSet, Split
+from compress.engines import Engine, TorchEngine
+from compress.engines.registry import target_of
 from compress.pipeline.folder import RunFolder
+from compress.pipeline.network import NetworkFiles, stem, torch_label
 from compress.progress import NoProgress, Progress
+from compress.quantization.spec import Target
 from compress.recipe import Recipe
 from compress.tasks import Task, make_task
 from compress.tasks.load import detector_head
 from compress.training import SINGLE, Processes
+from compress.variants import Variant
 
 
 def task_of(recipe: Recipe, data: DataSet) -> Task:
@@ -42,6 +47,7 @@ class Run:
         processes: of torchrun; the lone one otherwise.
         progress: is advanced during long work.
         resume: whether steps may go on from the files in the folder.
+        further: the quantized networks of further targets, where the recipe names several.
         notes: what happened in the step under way that the user might not expect; `finish` keeps them with its result.
     """
 
@@ -52,6 +58,7 @@ class Run:
     processes: Processes = SINGLE
     progress: Progress = field(default_factory=NoProgress)
     resume: bool = False
+    further: dict[tuple[Variant, Target], nn.Module] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @cached_property
@@ -74,6 +81,34 @@ class Run:
     def path(self, name: str) -> Path:
         """A file of the run folder."""
         return self.folder / name
+
+    @property
+    def further_targets(self) -> tuple[Target, ...]:
+        """The recipe's targets after the first, which quantization-aware training follows."""
+        spec = self.recipe.quantization
+        return () if spec is None else spec.targets[1:]
+
+    def further_target(self, variant: Variant, engine: str) -> Target | None:
+        """Return the further target whose network an engine is given; None = that of the first target."""
+        target = target_of(engine)
+        return target if variant.is_quantized and target in self.further_targets else None
+
+    def files(self, variant: Variant, model: nn.Module | None = None) -> NetworkFiles:
+        """Return the files of a network for measuring; with its module, it is measured in torch too."""
+        further = {t: self.path(f"{stem(variant, t)}.onnx") for t in self.further_targets if variant.is_quantized}
+        return NetworkFiles(
+            file=self.path(variant.onnx_file),
+            further=further,
+            in_torch=None if model is None else lambda threads: self.in_torch(variant, model, threads=threads),
+        )
+
+    def in_torch(
+        self, variant: Variant, model: nn.Module, target: Target | None = None, *, threads: int | None = None
+    ) -> Engine:
+        """Return a network of the run as an engine, on the run's device."""
+        shape = self.data.val.preprocessing.input_shape
+        label = torch_label(variant, target)
+        return TorchEngine(model, shape, device=str(self.device), label=label, threads=threads)
 
     def finish(self, step: str, **facts: Any) -> None:
         """Write down that a step has ended, with facts worth keeping, its notes, and the images that could not be read.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field
@@ -120,7 +120,8 @@ class QuantSpec:
     Attributes:
         target: engine whose placement rules are followed; `any` has no engine's limits: inputs and weights of products
             alone are quantized, unsigned where they are never negative, and weights of fewer than 8 bits use all
-            2**num_bits integers.
+            2**num_bits integers. A list makes one file each in a run, and measures every engine with the file that was
+            made for it; quantization-aware training follows the first.
         calibration_images: images of the training split that ranges are measured on.
         weights, activations: defaults for all layers.
         rules: exceptions, in order, the last match wins; one that matches nothing is an error.
@@ -146,7 +147,7 @@ class QuantSpec:
             the calibration images worse than plain PTQ does; otherwise they are taken back, with a note.
     """
 
-    target: Target = "tensorrt"
+    target: Target | tuple[Target, ...] = "tensorrt"
     calibration_images: AtLeastOne = 512
     weights: WeightSpec = field(default_factory=WeightSpec)
     activations: ActivationSpec = field(default_factory=ActivationSpec)
@@ -162,6 +163,37 @@ class QuantSpec:
     bias_correction: BiasCorrection | None = None
     insist: bool = False
 
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """All targets, the one that training follows first.
+
+        >>> QuantSpec(target="openvino").targets
+        ('openvino',)
+        """
+        return self.target if isinstance(self.target, tuple) else (self.target,)
+
+    @property
+    def only_target(self) -> Target:
+        """The target of a specification that has one.
+
+        Raises:
+            QuantizationError: it has several; a network follows the rules of one.
+        """
+        if len(self.targets) != 1:
+            raise QuantizationError(
+                f"quantization.target names {', '.join(self.targets)}, and one network follows the rules of one: call "
+                "compress.quantize_targets, which makes a network for each, or spec.for_target(...)"
+            )
+        return self.targets[0]
+
+    def for_target(self, target: Target | None = None) -> QuantSpec:
+        """Return this specification for one of its targets; None = the first.
+
+        >>> QuantSpec(target=("tensorrt", "openvino")).for_target().target
+        'tensorrt'
+        """
+        return replace(self, target=target or self.targets[0])
+
 
 def check_quant_spec(spec: QuantSpec) -> None:
     """Refuse a specification that cannot be followed.
@@ -174,6 +206,8 @@ def check_quant_spec(spec: QuantSpec) -> None:
 
 def quant_contradictions(spec: QuantSpec) -> Iterator[str]:
     """Yield a line for each contradiction between values that are in range by themselves."""
+    if not spec.targets or len(set(spec.targets)) < len(spec.targets):
+        yield f"quantization.target is {list(spec.targets)}: name one target, or several that differ"
     yield from _kind_contradictions(spec)
     folded = {"equalize": spec.equalize, "adaround": spec.adaround, "bias_correction": spec.bias_correction}
     asked = [name for name, value in folded.items() if value]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from compress.engines.registry import target_of
 from compress.measure.metric import Metric, judged_by
 from compress.text import display, fixed, in_bytes, significant
 from compress.variants import Variant
@@ -27,6 +28,8 @@ SUMMARY_COLUMNS = summary_columns(())
 """The titles for a classifier."""
 _PER_BATCH = ("p50_ms", "p90_ms", "p99_ms", "images_per_s")
 _OF_THE_FILE = ("", "onnx")
+_SIZES = ("file_bytes", "weight_bytes")
+"""Figures of files; those of a run for several targets name the engine that the file was made for."""
 _ROW_METRICS = ("p50_ms", "p99_ms", "images_per_s", "file_bytes")
 
 
@@ -161,7 +164,7 @@ def unavailable_engines(metrics: Iterable[Metric]) -> dict[str, str]:
     """Engine label -> reason, for engines none of whose numbers could be measured."""
     by_engine: dict[str, list[Metric]] = {}
     for m in metrics:
-        if m.engine:
+        if m.engine and m.name not in _SIZES:
             by_engine.setdefault(m.engine, []).append(m)
     return {
         engine: _merged(dict.fromkeys(m.reason for m in items))
@@ -213,15 +216,16 @@ class _Index:
     def find(self, name: str, variant: str, engine: str, batch_size: int | None) -> Metric | None:
         """The metric of this very batch size, or for what does not depend on it the first of the engine.
 
-        A file belongs to no engine: its size is that of the engine's own file (a built engine), else the ONNX
-        file's; torch runs no file.
+        A file belongs to no engine: its size is that of the engine's own file (a built engine), else that of the ONNX
+        file for its target, else the ONNX file's; torch runs no file.
         """
         items = self._items.get((name, variant), [])
         mine = [m for m in items if m.engine == engine]
         if name in _PER_BATCH:
             return next((m for m in mine if m.batch_size == batch_size), None)
         if name == "file_bytes" and not mine and family(engine) != "torch":
-            mine = [m for m in items if m.engine in _OF_THE_FILE]
+            made_for = [m for m in items if m.engine and m.engine == target_of(family(engine))]
+            mine = made_for or [m for m in items if m.engine in _OF_THE_FILE]
         return next((m for m in mine if m.batch_size == batch_size), mine[0] if mine else None)
 
     def value(self, name: str, variant: str, engine: str, batch_size: int | None) -> float | None:

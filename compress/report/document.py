@@ -98,9 +98,15 @@ def _titles(run: RunData) -> tuple[str, str]:
     parts = [
         f"on {data}" if data else "",
         image_size_text(size) if size else "",
-        f"quantizers placed for {display(str(target))}" if target else "",
+        f"quantizers placed for {_listed(target)}" if target else "",
     ]
     return plain(str(name or run.folder.resolve().name)), plain(", ".join(part for part in parts if part))
+
+
+def _listed(target: object) -> str:
+    """The target of a recipe, or its targets, in words."""
+    names = target if isinstance(target, list) else [target]
+    return ", ".join(display(str(name)) for name in names)
 
 
 def _figure(drawn: Mapping[str, Picture | Absent], name: str) -> Iterator[Block]:

@@ -1,8 +1,9 @@
-"""Peaks and bandwidths of NVIDIA's GPUs, from the data sheets, in tera-operations and gigabytes a second.
+"""Peaks and bandwidths of NVIDIA's GPUs and of Intel's Xeons, from the data sheets, in tera-operations and GB a second.
 
 Data sheets of Hopper, Blackwell, Ada data-centre cards and Jetson give tensor-core figures with 2:4 sparsity; the dense
 figures here are half of those, as the footnotes say. GeForce cards multiply fp16 with fp32 accumulation, which
-frameworks use, at half the rate of fp16 accumulation; the table has the figure with fp32 accumulation.
+frameworks use, at half the rate of fp16 accumulation; the table has the figure with fp32 accumulation. A Xeon's data
+sheet gives cores, clock and memory, from which `_xeon` computes the peaks.
 """
 
 from __future__ import annotations
@@ -51,11 +52,32 @@ def _dense_half(fp32: float, sparse: dict[str, float]) -> dict[str, float]:
     return {"fp32": fp32, **{precision: tera / 2 for precision, tera in sparse.items()}}
 
 
+_VECTOR_FLOPS = {"fp32": 64}
+"""Operations of a core in a clock: two AVX-512 units, each with 16 multiply-adds."""
+_VNNI_FLOPS = {**_VECTOR_FLOPS, "int8": 256}
+_AMX_FLOPS = {**_VECTOR_FLOPS, "bf16": 1024, "int8": 2048}
+_PER_CLOCK = "Intel 64 and IA-32 Architectures Optimization Reference Manual"
+
+
+def _xeon(name: str, title: str, cores: int, gigahertz: float, bandwidth: float, per_clock: dict[str, int]) -> Device:
+    """Peaks of one socket: cores times the highest clock times the operations of a core in a clock."""
+    return _device(
+        name,
+        title,
+        bandwidth,
+        f"Intel's product specification ({cores} cores, {gigahertz} GHz); operations a clock: {_PER_CLOCK}",
+        dense={precision: cores * gigahertz * flops / 1e3 for precision, flops in per_clock.items()},
+        note="one socket at its highest turbo clock, which all cores with wide vectors do not reach together; all "
+        "channels of memory filled",
+    )
+
+
 _A100 = {"fp32": 19.5, "tf32": 156.0, "fp16": 312.0, "bf16": 312.0, "int8": 624.0}
 _A100_SPARSE = {"tf32": 312.0, "fp16": 624.0, "bf16": 624.0, "int8": 1248.0}
 _L4_SPARSE = _with_sparsity(120.0, 242.0, 485.0)
 _H100_SXM_SPARSE = _with_sparsity(989.0, 1979.0, 3958.0)
 _H100_PCIE_SPARSE = _with_sparsity(756.0, 1513.0, 3026.0)
+_THOR_SPARSE = {"fp16": 517.5, "bf16": 517.5, "fp8": 1035.0, "int8": 1035.0}
 _B200_SPARSE = _with_sparsity(2200.0, 4500.0, 9000.0)
 
 TABLE: tuple[Device, ...] = (
@@ -203,6 +225,18 @@ TABLE: tuple[Device, ...] = (
         sparse={"tf32": 10.0, "fp16": 20.0, "bf16": 20.0, "int8": 40.0},
         note=f"{_JETSON}. Before the Super mode of JetPack 6.2",
     ),
+    _device(
+        "thor-t5000",
+        "NVIDIA Jetson T5000 (Jetson AGX Thor)",
+        273,
+        "NVIDIA Jetson Thor Series Modules datasheet (T5000)",
+        dense=_dense_half(8.06, _THOR_SPARSE),
+        sparse=_THOR_SPARSE,
+        note="2070 is the headline figure, sparse FP4; FP8 and INT8 are half of it, FP16 a quarter, dense half again",
+    ),
+    _xeon("xeon-8380", "Intel Xeon Platinum 8380 (Ice Lake)", 40, 3.4, 204.8, _VNNI_FLOPS),
+    _xeon("xeon-8480", "Intel Xeon Platinum 8480+ (Sapphire Rapids)", 56, 3.8, 307.2, _AMX_FLOPS),
+    _xeon("xeon-8592", "Intel Xeon Platinum 8592+ (Emerald Rapids)", 64, 3.9, 358.4, _AMX_FLOPS),
 )
 
 _ALIASES = {
@@ -212,6 +246,10 @@ _ALIASES = {
     "orin-agx": "orin-agx-64gb",
     "orin-nx": "orin-nx-16gb",
     "orin-nano": "orin-nano-8gb",
+    "thor": "thor-t5000",
+    "agx-thor": "thor-t5000",
+    "xeon-8480+": "xeon-8480",
+    "xeon-8592+": "xeon-8592",
     "3090": "rtx3090",
     "4090": "rtx4090",
     "5080": "rtx5080",

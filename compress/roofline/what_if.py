@@ -18,6 +18,9 @@ from compress.roofline.counting import Workload, count
 from compress.roofline.devices import SPARSE, Device
 from compress.roofline.model import Roofline, find_device, roofline_of
 
+_AS_IT_IS = ("fp16", "bf16", "fp32")
+"""Precisions in which networks run that nobody has compressed, the fastest first."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
@@ -49,7 +52,7 @@ def what_if(
     example_inputs: Inputs,
     *,
     device: str | Device = "h200",
-    precision: str = "fp16",
+    precision: str | None = None,
     batch_sizes: Iterable[int] = (1, 8, 32, 128),
 ) -> tuple[WhatIf, ...]:
     """Return bounds for each step of compression, from the model as it is to int8 2:4 at large batches.
@@ -58,7 +61,7 @@ def what_if(
         model: any module that fx can trace.
         example_inputs: its inputs; all scenarios but the last have their batch size.
         device: see `roofline`.
-        precision: precision of the model as it is.
+        precision: precision of the model as it is; None = the first of fp16, bf16 and fp32 that the device has.
         batch_sizes: batch sizes of the last scenarios, fused, in the best precision of the device.
 
     Returns:
@@ -69,6 +72,7 @@ def what_if(
         ModelError: the model fails on its inputs or cannot be traced.
     """
     found = find_device(device)
+    precision = precision or next((p for p in _AS_IT_IS if p in found.precisions), "fp32")
     found.peak_flops_per_s(precision)
     graph_module = trace(model, example_inputs)
     plain, fused = (count(graph_module, example_inputs, fused=fuse) for fuse in (False, True))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from compress.audit.cuda_plan import read_cuda_layers
-from compress.audit.engine import audit_engine
+from compress.audit.engine import audit_listing
 from compress.errors import EngineError
 from tests.engines.cuda.qdq import Builder
 
@@ -15,7 +15,7 @@ def test_a_residual_block_moves_one_byte_an_element(tmp_path):
     y = b.quantize(b.op("Relu", b.conv(x, 32, stride=2)))
     y = b.quantize(b.op("Relu", b.op("Add", b.conv(y, 32), y)))
     path = b.save(tmp_path / "m.onnx", b.linear(b.op("Flatten", b.op("GlobalAveragePool", y)), 10))
-    audit = audit_engine(read_cuda_layers(path), onnx=path)
+    audit = audit_listing(read_cuda_layers(path), onnx=path)
     first, second = (layer for layer in audit.layers if layer.operation == "conv")
     assert (first.precision, first.input_types, first.output_types) == ("int8", ("int8",), ("int8",))
     assert (first.read_bytes, first.written_bytes) == (16 * 8 * 8, 32 * 4 * 4)
@@ -30,7 +30,7 @@ def test_attention_counts_both_of_its_products(tmp_path):
     q, k, v = (b.quantize("input") for _ in range(3))
     scores = b.op("MatMul", q, b.op("Transpose", k, perm=[0, 1, 3, 2]))
     y = b.op("MatMul", b.quantize(b.op("Softmax", scores, axis=-1), clip=1.0), v)
-    audit = audit_engine(read_cuda_layers(b.save(tmp_path / "m.onnx", b.quantize(y))))
+    audit = audit_listing(read_cuda_layers(b.save(tmp_path / "m.onnx", b.quantize(y))))
     (layer,) = [layer for layer in audit.layers if layer.kind == "Attention"]
     assert layer.macs == 2 * 6 * 6 * (8 + 8)
     assert layer.precision == "int8"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from compress.audit.engine import audit_engine
+from compress.audit.engine import audit_listing
 from compress.audit.files import read_engine_layers
 from compress.audit.layers import EngineLayer, EngineListing, EngineTensor
 from compress.audit.roofline import choices_text, engine_roofline, int8_choices
@@ -60,7 +60,7 @@ def finding(audit, kind):
 
 
 def test_a_good_engine_has_nothing_to_report():
-    audit = audit_engine(
+    audit = audit_listing(
         listing(
             kernel("q", [("x", "fp32")], ("x8", "int8")),
             conv("a", ("x8", "int8"), ("a8", "int8")),
@@ -76,7 +76,7 @@ def test_a_good_engine_has_nothing_to_report():
 
 
 def test_requantize_kernels_and_wide_outputs():
-    audit = audit_engine(
+    audit = audit_listing(
         listing(
             kernel("q", [("x", "fp32")], ("x8", "int8")),
             conv("a", ("x8", "int8"), ("a32", "fp32")),
@@ -99,7 +99,7 @@ def test_requantize_kernels_and_wide_outputs():
 
 
 def test_layers_that_fell_to_floating_point():
-    audit = audit_engine(
+    audit = audit_listing(
         listing(
             conv("a", ("x", "int8"), ("a8", "int8")),
             conv("b", ("a8", "int8"), ("b16", "fp16")),
@@ -111,7 +111,7 @@ def test_layers_that_fell_to_floating_point():
 
 
 def test_fp32_engine_is_reported_of_fp16():
-    audit = audit_engine(listing(conv("a", ("x", "fp32"), ("y", "fp32"), weight="fp32")))
+    audit = audit_listing(listing(conv("a", ("x", "fp32"), ("y", "fp32"), weight="fp32")))
     assert audit.findings == () and "computes in FP32" in audit.advice
 
 
@@ -127,9 +127,9 @@ def test_fp32_engine_is_reported_of_fp16():
 )
 def test_sparse_weights(tactic, known, expected):
     layer = conv("a", ("x", "int8"), ("y", "int8"), tactic=tactic, sparse_weights=known)
-    assert kinds(audit_engine(listing(layer))) == expected
+    assert kinds(audit_listing(listing(layer))) == expected
     silent = replace(layer, sparse_weights=None)
-    assert kinds(audit_engine(listing(silent), sparse_nodes={"/a/Conv"} if known else ())) == expected
+    assert kinds(audit_listing(listing(silent), sparse_nodes={"/a/Conv"} if known else ())) == expected
 
 
 def test_reformats_and_batch():
@@ -144,7 +144,7 @@ def test_reformats_and_batch():
         kernel("__myl_TranCast_myl0_1", [("m", "fp16")], ("n", "fp16")),
         conv("a", ("n", "fp16"), ("y", "fp16"), weight="fp16"),
     )
-    one, four = (audit_engine(listing(*(fixed(layer, b) for layer in layers))) for b in (-1, 4))
+    one, four = (audit_listing(listing(*(fixed(layer, b) for layer in layers))) for b in (-1, 4))
     assert (one.fixed_batch, four.fixed_batch) == (None, 4)
     assert one.activation_bytes == four.activation_bytes == N * 12
     assert [layer.macs for layer in one.layers] == [layer.macs for layer in four.layers] == [0, 0, N * 64 * 9]
@@ -154,7 +154,7 @@ def test_reformats_and_batch():
 def test_bytes_of_the_recorded_engines():
     n = 16 * 14 * 14
     int8, int8_fp16, fp16 = (
-        audit_engine(read_engine_layers(RECORDED / f"rtx_1_7_{name}.log")) for name in ("int8", "int8_fp16", "fp16")
+        audit_listing(read_engine_layers(RECORDED / f"rtx_1_7_{name}.log")) for name in ("int8", "int8_fp16", "fp16")
     )
     assert int8.activation_bytes == n * (5 + 5 + 5 + 5 + 9)
     assert int8_fp16.activation_bytes == n * (5 + 3 + 3 + 3 + 7)
@@ -165,7 +165,7 @@ def test_bytes_of_the_recorded_engines():
 
 
 def test_roofline_of_engine_layers():
-    audit = audit_engine(
+    audit = audit_listing(
         listing(
             conv("a", ("x", "int8"), ("a32", "fp32")),
             kernel("r", [("a32", "fp32")], ("y", "int8")),
@@ -181,7 +181,7 @@ def test_roofline_of_engine_layers():
 
 
 def test_where_int8_pays():
-    audit = audit_engine(
+    audit = audit_listing(
         listing(
             kernel("q", [("x", "fp32")], ("x8", "int8")),
             conv("a", ("x8", "int8"), ("a32", "fp32")),
@@ -199,6 +199,6 @@ def test_where_int8_pays():
 
 
 def test_unknown_device():
-    audit = audit_engine(listing(conv("a", ("x", "int8"), ("y", "int8"))))
+    audit = audit_listing(listing(conv("a", ("x", "int8"), ("y", "int8"))))
     with pytest.raises(RooflineError, match="rtx4090"):
         engine_roofline(audit, device="rtx4091")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import compress
-from compress.audit.engine import audit_engine
+from compress.audit.engine import audit_listing
 from compress.audit.files import read_engine_layers
 from compress.audit.layers import EngineTensor, macs, operation
 from compress.audit.nvidia_inspector import parse_inspector
@@ -62,7 +62,7 @@ def test_inspector_of_10():
     assert first.inputs[0].dtype == "int8" and first.inputs[0].elements() == 2 * 4 * 64  # 3 channels padded to 4
     assert macs(first) == 2 * 64 * 64 * 27
     assert [layer.sparse_weights for layer in listing.layers[2:]] == [False, True, True]
-    audit = audit_engine(listing)
+    audit = audit_listing(listing)
     assert audit.fixed_batch == 2
     assert [layer.sparse for layer in audit.weighted] == [False, True, False]
     assert audit.sparse_kernels() == "1 of 2 sparse"
@@ -72,7 +72,7 @@ def test_inspector_of_10():
 
 
 def test_inspector_of_8():
-    audit = audit_engine(read_engine_layers(RECORDED / "inspector_8.json"))
+    audit = audit_listing(read_engine_layers(RECORDED / "inspector_8.json"))
     assert audit.fixed_batch == 2 and audit.unknown_sizes == 0
     roles = ["quantize", "weighted", "weighted", "weighted", "requantize", "weighted", "reformat", "pool", "quantize"]
     assert [layer.role for layer in audit.layers] == [*roles, "weighted", "host"]
@@ -95,7 +95,7 @@ def test_inspector_of_11():
         "(NHWC) Channel major format",
     )
     assert macs(conv) == 32 * 64 * 16 * 9
-    audit = audit_engine(listing)
+    audit = audit_listing(listing)
     assert audit.fixed_batch is None and audit.activation_bytes == 64 * (16 * 4 + 16 + 16 + 32 * 2)
 
 
@@ -105,7 +105,7 @@ def test_types_that_10_does_not_tell_are_not_zero():
         for tensor in (*layer["Inputs"], *layer["Outputs"]):
             tensor["Format/Datatype"] = "N/A due to dynamic shapes"
             tensor["Dimensions"][0] = -1
-    audit = audit_engine(parse_inspector(json.dumps(document)))
+    audit = audit_listing(parse_inspector(json.dumps(document)))
     assert audit.weighted[0].precision == "int8"  # of the weight, which it does report
     unknown_sizes = next(f for f in audit.findings if f.kind == "unknown")
     assert len(unknown_sizes.layers) == 5 and "not counted" in unknown_sizes.text
@@ -174,7 +174,7 @@ def as_text(*layers):
 
 def test_weights_among_the_inputs_of_a_product_of_10_are_no_activations():
     listing = parsed(convolution(), product())
-    audit = audit_engine(listing)
+    audit = audit_listing(listing)
     assert [t.name for t in listing.layers[1].inputs] == ["a"] and len(listing.layers[1].constants) == 3
     assert [layer.macs for layer in audit.weighted] == [36 * 1152, 576 * 10]
     assert audit.layers[1].read_bytes == 2 * 576 and audit.layers[1].weight_bytes == 2 * (5760 + 1 + 10)
@@ -187,7 +187,7 @@ def test_the_log_of_10_is_read_as_its_json():
 
 
 def test_further_keys_are_kept():
-    audit = audit_engine(parsed(convolution(SomethingNew={"Of": "12.x"}), product(), AlsoNew=1))
+    audit = audit_listing(parsed(convolution(SomethingNew={"Of": "12.x"}), product(), AlsoNew=1))
     assert audit.layers[0].more == {"Kernel": [3, 3], "TacticValue": "0x28", "SomethingNew": {"Of": "12.x"}}
 
 
@@ -198,7 +198,7 @@ def test_what_is_missing_is_unknown_and_said():
     listing = parsed(nameless, kindless, silent)
     assert listing.layers[0].name == "?" and listing.layers[1].kind == "?"
     assert len(listing.notes) == 4 and all("1 of 3 layers are listed without" in note for note in listing.notes)
-    audit = audit_engine(listing)
+    audit = audit_listing(listing)
     assert audit.layers[0].unknown_sizes == 2 and audit.layers[0].activation_bytes == 0
     assert audit.layers[1].macs is None
     assert {f.text for f in audit.findings if not f.layers} == set(listing.notes)
@@ -255,7 +255,7 @@ def test_a_real_build(tmp_path):
     for scales in ("weight", "output"):
         path = compress.export_onnx(qmodel, x, tmp_path / f"{scales}.onnx", precision="fp16", channel_scales=scales)
         built = build_tensorrt(path, "tensorrt-rtx", options=TensorRTOptions(sms=(89,)))
-        found[scales] = audit_engine(read_engine_layers(built.path))
+        found[scales] = audit_listing(read_engine_layers(built.path))
     for audit in found.values():
         assert [layer.precision for layer in audit.weighted] == ["int8", "int8"]
         assert sum(layer.macs for layer in audit.weighted) == 144 * (32 * 16 * 9 + 16 * 32)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import compress
-from compress.audit.engine import audit_engine
+from compress.audit.engine import audit_listing
 from compress.audit.layers import EngineLayer, EngineListing, EngineTensor
 from compress.audit.requirement import unmet_by_audit, unmet_by_runtime
 
@@ -28,7 +28,7 @@ def layer(name, dtype, nodes):
 
 def audit(*types, named=True):
     layers = tuple(layer(f"l{i}", dtype, (f"/{i}/Conv",) if named else ()) for i, dtype in enumerate(types))
-    return audit_engine(EngineListing(source="test", layers=layers))
+    return audit_listing(EngineListing(source="test", layers=layers))
 
 
 @pytest.mark.parametrize("named", [True, False])

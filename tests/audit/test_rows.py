@@ -10,7 +10,7 @@ from torchvision.models import SwinTransformer, VisionTransformer
 from typer.testing import CliRunner
 
 import compress
-from compress.audit.engine import audit_engine
+from compress.audit.engine import audit_listing
 from compress.audit.files import onnx_beside, read_engine_layers
 from compress.audit.layers import EngineLayer, EngineListing, EngineTensor
 from compress.audit.onnx_shapes import NodeOutput, onnx_shapes
@@ -45,7 +45,7 @@ def engines(request, tmp_path_factory):
 
 def test_bytes_of_an_open_batch_are_those_of_a_fixed_one(engines):
     path, dynamic, fixed = engines
-    complete, oracle = audit_engine(read_engine_layers(dynamic), onnx=path), audit_engine(read_engine_layers(fixed))
+    complete, oracle = audit_listing(read_engine_layers(dynamic), onnx=path), audit_listing(read_engine_layers(fixed))
     assert complete.fixed_batch is None and oracle.fixed_batch == 8
     assert complete.kernels == oracle.kernels and complete.unknown_sizes == 0
     assert complete.activation_bytes == oracle.activation_bytes
@@ -58,7 +58,7 @@ def test_bytes_of_an_open_batch_are_those_of_a_fixed_one(engines):
 
 def test_without_the_file_the_rest_is_said_to_be_unknown(engines):
     path, dynamic, _ = engines
-    silent, complete = (audit_engine(read_engine_layers(dynamic), onnx=onnx) for onnx in (None, path))
+    silent, complete = (audit_listing(read_engine_layers(dynamic), onnx=onnx) for onnx in (None, path))
     assert silent.unknown_sizes > 0 and silent.activation_bytes < complete.activation_bytes
     assert any(finding.kind == "unknown" and "size" in finding.text for finding in silent.findings)
     assert any(layer.macs is None for layer in silent.weighted)

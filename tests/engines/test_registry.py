@@ -10,6 +10,7 @@ from compress.engines import ENGINES, Availability, build_engine, engine_availab
 from compress.engines.registry import EngineEntry
 from compress.errors import EngineError, EngineUnavailableError
 from compress.measure import BenchSpec, check_bench_spec
+from compress.pipeline.network import NetworkFiles
 from compress.pipeline.steps.evaluate import bench
 from compress.progress import NoProgress
 from tests.engines.models import classifier
@@ -94,7 +95,7 @@ def test_a_row_is_all_that_a_new_engine_needs(tmp_path, monkeypatch):
     assert "mine" in {row.name for row in engine_availability() if row.available}
     spec = BenchSpec(engines=("mine",), batch_sizes=(2,), runs=1, warmup=0)
     check_bench_spec(spec)
-    metrics = bench({"float": tmp_path / "m.onnx"}, spec, progress=NoProgress())
+    metrics = bench({"float": NetworkFiles(file=tmp_path / "m.onnx")}, spec, progress=NoProgress())
     assert {(m.engine, m.status) for m in metrics} == {("given", "complete")}
     assert build_engine(tmp_path / "m.onnx", "mine", batch_size=1, speed="high").inputs[0].shape == (1, 3, 8, 8)
     with pytest.raises(EngineError, match="unknown option 'sped', did you mean 'speed'"):

@@ -163,7 +163,8 @@ def test_files_of_one_name_are_told_apart(tmp_path):
     for path in files:
         path.parent.mkdir(exist_ok=True)
         path.touch()
-    assert networks_of(files) == {str(files[0]): files[0], str(files[1]): files[1], "n": files[2]}
+    found = {name: network.file for name, network in networks_of(files).items()}
+    assert found == {str(files[0]): files[0], str(files[1]): files[1], "n": files[2]}
 
 
 def test_foreign_folders_are_refused(tmp_path):

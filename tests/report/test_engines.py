@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from compress.audit.engine import audit_engine
+from compress.audit.engine import audit_listing
 from compress.audit.files import read_engine_layers
 from compress.errors import RunError
 from compress.plots.engines import draw_engines, role_bytes
@@ -25,7 +25,7 @@ def reported(run_folder, tmp_path_factory):
     shutil.copytree(run_folder, folder)
     audits = {"ptq": "rtx_1_7_int8.log", "qat": "rtx_1_7_int8_fp16.log", "sparse-qat": "inspector_10.json"}
     rows = [
-        EngineRow.of(audit_engine(read_engine_layers(RECORDED / file)), variant=variant, engine="tensorrt-rtx SM 89")
+        EngineRow.of(audit_listing(read_engine_layers(RECORDED / file)), variant=variant, engine="tensorrt-rtx SM 89")
         for variant, file in audits.items()
     ]
     rows.append(EngineRow(variant="ptq", engine="openvino (f32)", unmet=("1 of 3 <INT8> operations",)))
@@ -36,7 +36,7 @@ def reported(run_folder, tmp_path_factory):
 
 def test_read_back(reported):
     first, second, sparse, last = read_run(reported).engines
-    audit = audit_engine(read_engine_layers(RECORDED / "rtx_1_7_int8.log"))
+    audit = audit_listing(read_engine_layers(RECORDED / "rtx_1_7_int8.log"))
     assert first.kernels == audit.kernels and len(first.layers) == audit.kernels
     assert sum(role_bytes(first).values()) == first.activation_bytes == audit.activation_bytes
     assert role_bytes(first)["requantize"] == sum(x.activation_bytes for x in audit.layers if x.role == "requantize")
@@ -75,4 +75,4 @@ def test_another_file_of_that_name_is_refused(run_folder, tmp_path):
     (folder / "engine_audit.json").write_text(json.dumps([{"engine": "x"}]), encoding="utf-8")
     with pytest.raises(RunError, match=r"engine_audit\.json, row 1: variant"):
         read_run(folder)
-    assert asdict(audit_engine(read_engine_layers(RECORDED / "rtx_1_7_int8.log")))  # what --json prints is plain data
+    assert asdict(audit_listing(read_engine_layers(RECORDED / "rtx_1_7_int8.log")))  # what --json prints is plain data

@@ -27,12 +27,30 @@ SHEETS = {
     "orin-agx-64gb": (204.8, 170 / 4, 170 / 2),
     "orin-nx-16gb": (102.4, 60 / 4, 60 / 2),
     "orin-nano-8gb": (68, 40 / 4, 40 / 2),
+    "thor-t5000": (273, 2070 / 8, 2070 / 4),
+}
+# name: (GB/s, dense fp32 TFLOPS, dense int8 TOPS) of one socket: channels x MT/s x 8; cores x GHz x operations a clock.
+PROCESSORS = {
+    "xeon-8380": (8 * 3.2 * 8, 40 * 3.4 * 2 * 2 * 16 / 1e3, 40 * 3.4 * 2 * 2 * 64 / 1e3),
+    "xeon-8480": (8 * 4.8 * 8, 56 * 3.8 * 2 * 2 * 16 / 1e3, 56 * 3.8 * 2 * 16 * 64 / 1e3),
+    "xeon-8592": (8 * 5.6 * 8, 64 * 3.9 * 2 * 2 * 16 / 1e3, 64 * 3.9 * 2 * 16 * 64 / 1e3),
 }
 
 
 def test_table_holds_the_devices_of_the_sheets():
-    assert {d.name for d in TABLE} == set(SHEETS)
-    assert set(DEVICE_NAMES) == {*SHEETS, "machine"}
+    assert {d.name for d in TABLE} == {*SHEETS, *PROCESSORS}
+    assert set(DEVICE_NAMES) == {*SHEETS, *PROCESSORS, "machine"}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_peaks_of_processors_are_cores_times_clock(name):
+    bandwidth, fp32, int8 = PROCESSORS[name]
+    device = find_device(name)
+    assert device.bandwidth_bytes_per_s == pytest.approx(bandwidth * 1e9)
+    assert device.peak_flops_per_s("fp32") == pytest.approx(fp32 * 1e12)
+    assert device.peak_flops_per_s("int8") == pytest.approx(int8 * 1e12)
+    assert "turbo" in device.note and "Intel" in device.source
+    assert ("bf16" in device.precisions) == (name != "xeon-8380")  # AMX began with Sapphire Rapids
 
 
 @pytest.mark.parametrize("name", SHEETS)
@@ -62,6 +80,7 @@ def test_what_turing_and_ampere_lack():
 def test_short_names_and_spelling():
     assert find_device("A100").name == "a100-80gb"
     assert find_device("H100").name == "h100-sxm"
+    assert find_device("Xeon 8480+").name == "xeon-8480" and find_device("AGX Thor").name == "thor-t5000"
     assert find_device("Orin AGX").name == find_device("orin").name == "orin-agx-64gb"
     own = Device(name="x", title="X", bandwidth_bytes_per_s=1.0, dense_flops_per_s={"fp32": 1.0}, source="a test")
     assert find_device(own) is own

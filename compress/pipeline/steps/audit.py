@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from compress.audit.engine import EngineAudit, audit_engine
+from pathlib import Path
+
+from compress.audit.engine import EngineAudit, audit_listing
 from compress.audit.files import read_engine_layers
 from compress.audit.onnx import audit_onnx, sparse_nodes
 from compress.audit.requirement import unmet_by_audit, unmet_by_runtime
@@ -54,24 +56,24 @@ def _file_rows(run: Run) -> list[EngineRow]:
     for built in BUILT_ENGINES.read(run.folder.path) or ():
         if built.status != "built":
             continue
-        onnx = run.path(f"{built.variant}.onnx")
+        onnx = run.files(Variant(built.variant)).of(built.engine)
         try:
             listing = read_engine_layers(run.path(built.file))
-            audit = audit_engine(listing, onnx=onnx, sparse_nodes=sparse_nodes(onnx))
+            audit = audit_listing(listing, onnx=onnx, sparse_nodes=sparse_nodes(onnx))
         except AuditError as error:
             run.notes.append(f"{built.variant}, {built.engine}: the engine is not audited: {error}")
             continue
         label = f"{built.engine} SM {', '.join(map(str, built.sms))}"
-        unmet = _unmet(run, Variant(built.variant), audit)
+        unmet = _unmet(run, Variant(built.variant), audit, onnx)
         rows.append(EngineRow.of(audit, variant=built.variant, engine=label, unmet=unmet))
     return rows
 
 
-def _unmet(run: Run, variant: Variant, audit: EngineAudit) -> list[str]:
+def _unmet(run: Run, variant: Variant, audit: EngineAudit, onnx: Path) -> list[str]:
     require = run.recipe.export.require
     if require is None or variant is Variant.FLOAT or (require == "int8" and not variant.is_quantized):
         return []
-    return list(unmet_by_audit(audit, require, _int8_nodes(run, variant)))
+    return list(unmet_by_audit(audit, require, _int8_nodes(onnx)))
 
 
 _TELLING = ("openvino", "cuda")
@@ -87,14 +89,15 @@ def _runtime_rows(run: Run, variants: list[str]) -> list[EngineRow]:
     quantized = [Variant(name) for name in variants if Variant(name).is_quantized]
     for engine_name in (name for name in _TELLING if name in recipe.bench.engines):
         for variant in quantized:
+            onnx = run.files(variant).of(engine_name)
             try:
-                with build_engine(run.path(f"{variant}.onnx"), engine_name, batch_size=1) as engine:
-                    unmet = unmet_by_runtime(engine.runtime_layers(), _int8_nodes(run, variant))
+                with build_engine(onnx, engine_name, batch_size=1) as engine:
+                    unmet = unmet_by_runtime(engine.runtime_layers(), _int8_nodes(onnx))
                     rows.append(EngineRow(variant=variant, engine=engine.info.label, unmet=tuple(unmet)))
             except EngineError as error:
                 run.notes.append(f"{variant}, {engine_name}: the engine is not audited: {error}")
     return rows
 
 
-def _int8_nodes(run: Run, variant: str) -> list[str]:
-    return [row.name for row in audit_onnx(run.path(f"{variant}.onnx")).rows if row.int8]
+def _int8_nodes(onnx: Path) -> list[str]:
+    return [row.name for row in audit_onnx(onnx).rows if row.int8]

@@ -17,6 +17,7 @@ from compress.pipeline.run import Run
 from compress.progress import Progress
 from compress.records.files import BUILT_ENGINES
 from compress.records.rows import BuiltRow
+from compress.variants import Variant
 
 
 def build_step(run: Run, variants: Sequence[str]) -> None:
@@ -29,14 +30,14 @@ def build_step(run: Run, variants: Sequence[str]) -> None:
     names = [name for name in spec.engines if name in BUILDERS]
     if not names or run.folder.done("engines"):
         return
-    files = [run.path(f"{variant}.onnx") for variant in variants]
-    write_commands(run.path("build.md"), files, engine_options(spec))
+    files = {variant: run.files(Variant(variant)).of(names[0]) for variant in variants}  # one target for both libraries
+    write_commands(run.path("build.md"), list(files.values()), engine_options(spec))
     rows: list[BuiltRow] = []
     for name in names:
         options = engine_options(spec, name)
-        for path in files:
+        for variant, path in files.items():
             built = build_or_reason(path, name, options, run.progress)
-            rows.append(_row(path.stem, name, run.folder.without_path(built) if isinstance(built, str) else built))
+            rows.append(_row(variant, name, run.folder.without_path(built) if isinstance(built, str) else built))
     BUILT_ENGINES.write(run.folder.path, rows)
     refused = [row for row in rows if row.status != "built" and BUILDERS[row.engine].portable]
     run.notes.extend(f"{row.variant}, {row.engine}: {row.reason}" for row in refused)

@@ -12,7 +12,7 @@ import torch
 from compress.data.base import Split
 from compress.data.folder import FolderSplit
 from compress.data.memory import MemorySplit
-from compress.engines import Engine, build_engine
+from compress.engines import Engine
 from compress.errors import DataError, EngineError, EngineUnavailableError
 from compress.measure import BenchSpec
 from compress.measure.end_to_end import EndToEnd, Picture, measure_end_to_end
@@ -63,10 +63,10 @@ def bench_end_to_end(
     for batch_size in spec.batch_sizes:
         with ExitStack() as stack:
             engines: dict[str, Engine] = {}
-            for variant, path in networks.items():
+            for variant, files_of in networks.items():
                 for name in spec.engines:
                     try:
-                        built = build_engine(path, name, batch_size=batch_size, threads=spec.threads)
+                        built = files_of.engine(name, batch_size=batch_size, threads=spec.threads)
                     except EngineUnavailableError as error:
                         unavailable[name] = str(error)
                         continue

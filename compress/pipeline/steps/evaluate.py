@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from compress.engines import Engine, TorchEngine, build_engine
+from compress.engines import Engine
+from compress.engines.registry import target_of
 from compress.errors import EngineError, EngineUnavailableError
 from compress.files import write_json
 from compress.measure import (
@@ -23,10 +24,11 @@ from compress.measure import (
 )
 from compress.measure.first_difference import LayerDifference, first_difference
 from compress.measure.metric import Metric
+from compress.pipeline.network import NetworkFiles
 from compress.pipeline.run import Run
 from compress.pipeline.steps.judge import evaluation_batch, judge
 from compress.progress import Progress
-from compress.quantization.spec import TARGETS, QuantSpec
+from compress.quantization.spec import QuantSpec, Target
 from compress.training import QATSpec
 from compress.variants import Variant
 
@@ -43,32 +45,38 @@ def evaluate_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
         return
     write_json(run.path("environment.json"), describe_machine().to_dict())
     metrics: list[Metric] = []
-    references: dict[Variant, EngineFigures] = {}
+    references: dict[tuple[Variant, Target | None], EngineFigures] = {}
     for variant, model in models.items():
-        references[variant] = _evaluate_torch(run, variant, model, metrics)
+        references[variant, None] = _evaluate_torch(run, variant, model, None, metrics)
         for engine, precision in _engines(run.recipe.bench):
-            metrics += _evaluate_engine(run, variant, engine, precision, references[variant])
-    run.notes += _training_lost(run, references)
+            target = run.further_target(variant, engine)
+            if engine == "torch":
+                continue
+            if target is not None and (variant, target) not in references:
+                further = run.further[variant, target]
+                references[variant, target] = _evaluate_torch(run, variant, further, target, metrics)
+            metrics += _evaluate_engine(run, variant, engine, precision, references[variant, target])
+    run.notes += _training_lost(run, {variant: references[variant, None] for variant in models})
     run.folder.add_metrics(metrics)
     run.finish("evaluate")
 
 
-def _evaluate_torch(run: Run, variant: Variant, model: nn.Module, metrics: list[Metric]) -> EngineFigures:
+def _evaluate_torch(
+    run: Run, variant: Variant, model: nn.Module, target: Target | None, metrics: list[Metric]
+) -> EngineFigures:
     """The network itself, in torch: for a quantized one that is fake quantization, the reference of its engines."""
-    label = "torch (fake quantization)" if variant.is_quantized else "torch"
-    shape = run.data.val.preprocessing.input_shape
-    with TorchEngine(model, shape, device=str(run.device), label=label) as engine:
+    with run.in_torch(variant, model, target) as engine:
         seen = judge(run, engine)
-    metrics += _figures(run, variant, label, seen)
+    metrics += _figures(run, variant, engine.info.label, seen)
     return seen
 
 
 def _evaluate_engine(
     run: Run, variant: Variant, engine: str, precision: str | None, reference: EngineFigures
 ) -> list[Metric]:
-    path = run.path(variant.onnx_file)
+    files = run.files(variant)
     try:
-        with build_engine(path, engine, batch_size=evaluation_batch(run), precision=precision) as built:
+        with files.engine(engine, batch_size=evaluation_batch(run), precision=precision) as built:
             seen = judge(run, built, preprocessing=run.data.val.preprocessing)
             label = built.info.label
     except (EngineUnavailableError, EngineError) as error:
@@ -82,7 +90,7 @@ def _evaluate_engine(
         metrics.append(Metric(name=name, variant=variant, engine=label, value=value, unit=unit, method=method))
     if parity.sqnr_db < POOR_PARITY_DB:
         images = run.batches("val", PROBE_IMAGES, limit=PROBE_IMAGES)[0].numpy()
-        where = where_it_differs(path, engine, images, precision)
+        where = where_it_differs(files.of(engine), engine, images, precision)
         run.notes.append(f"{variant} on {label}: {where}{_of_another_target(run, variant, engine)}")
     return metrics
 
@@ -126,11 +134,12 @@ def _training_lost(run: Run, seen: Mapping[Variant, EngineFigures]) -> list[str]
 
 def _of_another_target(run: Run, variant: Variant, engine: str) -> str:
     """A warning for files that are written for one engine and measured on another."""
-    spec = run.recipe.quantization
-    if spec is None or not variant.is_quantized or spec.target == engine or engine not in TARGETS:
+    spec, suits = run.recipe.quantization, target_of(engine)
+    if spec is None or not variant.is_quantized or suits is None or suits in spec.targets:
         return ""
     return (
-        f"; the file is for target {spec.target}, and quantization.target {engine} is the form that suits this engine"
+        f"; the file is for target {spec.targets[0]}, and {suits} is the target that suits this engine: name both in "
+        "quantization.target"
     )
 
 
@@ -159,27 +168,25 @@ def _figures(run: Run, variant: str, label: str, seen: EngineFigures) -> list[Me
     ]
 
 
-def bench_step(run: Run, variants: list[str]) -> None:
+def bench_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
     """Latency and throughput of every network on every engine."""
     if run.folder.done("bench"):
         return
-    files = {variant: run.path(f"{variant}.onnx") for variant in variants}
+    files = {str(variant): run.files(variant, model) for variant, model in models.items()}
     run.folder.add_metrics(bench(files, run.recipe.bench, progress=run.progress))
     run.finish("bench")
 
 
-def bench(files: dict[str, Path], spec: BenchSpec, *, progress: Progress) -> list[Metric]:
-    """Latency of ONNX files on engines, all variants in turn at each batch size."""
+def bench(files: Mapping[str, NetworkFiles], spec: BenchSpec, *, progress: Progress) -> list[Metric]:
+    """Latency of networks on engines, all variants in turn at each batch size."""
     metrics: list[Metric] = []
     for batch_size in spec.batch_sizes:
         with ExitStack() as stack:
             engines: dict[str, tuple[str, Engine]] = {}
-            for variant, path in files.items():
+            for variant, network in files.items():
                 for name, precision in _engines(spec):
                     try:
-                        built = build_engine(
-                            path, name, batch_size=batch_size, threads=spec.threads, precision=precision
-                        )
+                        built = network.engine(name, batch_size=batch_size, threads=spec.threads, precision=precision)
                     except EngineError as error:
                         metrics += _unavailable(("p50_ms", "ms"), variant, name, batch_size, error)
                         continue

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from torch import fx, nn
@@ -16,10 +17,11 @@ from compress.graph.canonical import canonical_graph
 from compress.graph.layers import Layer, layers
 from compress.measure.metric import Metric
 from compress.measure.sizes import model_sizes
+from compress.pipeline.network import stem
 from compress.pipeline.run import Run
 from compress.quantization.report import placement_of
 from compress.quantization.sensitivity.compare import output_sqnr, weight_sqnr
-from compress.quantization.spec import QuantSpec
+from compress.quantization.spec import QuantSpec, Target
 from compress.records.files import LAYERS, OPERATIONS
 from compress.records.rows import LayerRow, OperationRow
 from compress.variants import Variant
@@ -32,35 +34,47 @@ def export_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
     """Write `<variant>.onnx` for each network, audit.json, layers.json and the sizes."""
     if run.folder.done("export"):
         return
-    spec = run.recipe.export
-    audits, metrics = [], []
+    audits: list[tuple[str, OnnxAudit]] = []
+    metrics: list[Metric] = []
     run.progress.start("export", len(models))
     for variant, model in models.items():
-        path = export_onnx(
-            model.cpu(),
-            run.example,
-            run.path(variant.onnx_file),
-            precision=spec.precision if variant is not Variant.FLOAT else "fp32",
-            dynamic_batch=spec.dynamic_batch,
-            opset=spec.opset,
-            channel_scales=spec.channel_scales,
-            preprocessing=run.data.val.preprocessing,
-            labels=run.data.val.labels,
-            metadata={RECIPE_KEY: run.recipe.digest(), VARIANT_KEY: str(variant)},
-        )
-        audits.append((variant, audit_onnx(path)))
-        sizes = model_sizes(path)
-        for name, value in (("file_bytes", sizes.file_bytes), ("weight_bytes", sizes.weight_bytes)):
-            method = f"of {path.name}" if name == "file_bytes" else f"initializers of {path.name}"
-            metrics.append(
-                Metric(name=name, variant=variant, engine="", value=float(value), unit="bytes", method=method)
-            )
+        path = _write(run, variant, model, run.path(variant.onnx_file))
+        audits.append((str(variant), audit_onnx(path)))
+        metrics += _sizes(variant, path)
+        for target in run.further_targets if variant.is_quantized else ():
+            path = _write(run, variant, run.further[variant, target], run.path(f"{stem(variant, target)}.onnx"))
+            audits.append((stem(variant, target), audit_onnx(path)))
+            metrics += _sizes(variant, path, target)
         run.progress.advance("export")
     run.progress.finish("export")
-    OPERATIONS.write(run.folder.path, [row for variant, audit in audits for row in _operation_rows(variant, audit)])
+    OPERATIONS.write(run.folder.path, [row for name, audit in audits for row in _operation_rows(name, audit)])
     LAYERS.write(run.folder.path, _layer_rows(run, models))
     run.folder.add_metrics(metrics)
     run.finish("export", variants=list(models))
+
+
+def _write(run: Run, variant: Variant, model: nn.Module, path: Path) -> Path:
+    spec = run.recipe.export
+    return export_onnx(
+        model.cpu(),
+        run.example,
+        path,
+        precision=spec.precision if variant is not Variant.FLOAT else "fp32",
+        dynamic_batch=spec.dynamic_batch,
+        opset=spec.opset,
+        channel_scales=spec.channel_scales,
+        preprocessing=run.data.val.preprocessing,
+        labels=run.data.val.labels,
+        metadata={RECIPE_KEY: run.recipe.digest(), VARIANT_KEY: str(variant)},
+    )
+
+
+def _sizes(variant: Variant, path: Path, target: Target | None = None) -> Iterator[Metric]:
+    """Yield the sizes of a file; those of a further target's are of its engine."""
+    sizes, engine = model_sizes(path), target or ""
+    for name, value in (("file_bytes", sizes.file_bytes), ("weight_bytes", sizes.weight_bytes)):
+        method = f"of {path.name}" if name == "file_bytes" else f"initializers of {path.name}"
+        yield Metric(name=name, variant=variant, engine=engine, value=float(value), unit="bytes", method=method)
 
 
 def _operation_rows(variant: str, audit: OnnxAudit) -> list[OperationRow]:

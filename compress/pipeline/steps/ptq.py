@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -13,48 +14,86 @@ from torch import Tensor, fx, nn
 from compress.data.base import BatchPlan, Split
 from compress.errors import RunError
 from compress.files import read_json, write_json, write_text
+from compress.pipeline.network import stem
 from compress.pipeline.run import Run
 from compress.pipeline.steps.training import save_variant
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.ptq.guard import methods, without
-from compress.quantization.ptq.quantize import quantize
+from compress.quantization.ptq.quantize import quantize_targets
 from compress.quantization.report import CalibrationReport, QuantizationReport, quantization_report_of
-from compress.quantization.spec import QuantSpec
-from compress.training import load_model
+from compress.quantization.spec import QuantSpec, Target
+from compress.training import load_model, save_model
 from compress.variants import Variant
 
 _MANY_CLIPPED = 0.02  # share of the values beyond the range; percentile and mse leave out far fewer
 
 
 def ptq_step(run: Run, float_model: nn.Module, variant: Variant = Variant.PTQ) -> fx.GraphModule:
-    """Quantize a float network, calibrated on images of the training split; a finished step loads its weights."""
+    """Quantize a float network, calibrated on images of the training split; a finished step loads its weights.
+
+    Returns:
+        The network of the first target; `run.further` has those of the others, which are calibrated in the same pass.
+    """
     spec = cast(QuantSpec, run.recipe.quantization)
     example = run.example.to(run.device)
+    first, *others = spec.targets
     if run.folder.done(variant.step):
-        qmodel = insert_quantizers(float_model, example, without(spec, _taken_back(run, variant)))
-        load_model(qmodel, run.path(variant.weights_file))
-        return qmodel.eval()
+        kept = without(spec, _taken_back(run, variant))
+        found = {target: insert_quantizers(float_model, example, kept.for_target(target)) for target in spec.targets}
+        for target, model in found.items():
+            load_model(model, _weights(run, variant, target))
+        run.further |= {(variant, target): found[target].eval() for target in others}
+        return found[first].eval()
     rounded = run.path(f"{variant}.adaround")
-    qmodel = quantize(
+    found = quantize_targets(
         float_model,
         example,
-        _calibration_images(run, spec),
+        calibration_images(run, spec),
         spec=spec,
         folder=rounded if run.processes.is_main else None,
         all_reduce=run.processes.world_size > 1,
         progress=run.progress,
     )
-    report = quantization_report_of(qmodel)
+    for target, model in found.items():
+        _report(run, variant, target, model)
+    run.further |= {(variant, target): found[target] for target in others}
+    save_further(run, variant)
+    images = cast(CalibrationReport, quantization_report_of(found[first]).calibration).images
+    save_variant(run, variant, found[first], images=images)
+    run.processes.on_main(lambda: shutil.rmtree(rounded, ignore_errors=True))  # the weights replace it
+    return found[first]
+
+
+def _weights(run: Run, variant: Variant, target: Target) -> Path:
+    further = target if target in run.further_targets else None
+    return run.path(f"{stem(variant, further)}.safetensors")
+
+
+def save_further(run: Run, variant: Variant) -> None:
+    """Write the weights of a variant for the run's further targets, on the main process."""
+
+    def work() -> None:
+        for target in run.further_targets:
+            facts = {"step": variant.step, "recipe": run.recipe.digest()}
+            save_model(run.further[variant, target], _weights(run, variant, target), facts)
+
+    run.processes.on_main(work)
+
+
+def _report(run: Run, variant: Variant, target: Target, model: fx.GraphModule) -> None:
+    """Note what stands out, and write the decisions and the histograms."""
+    report = quantization_report_of(model)
     calibration = cast(CalibrationReport, report.calibration)
     notes = (*_clipping_note(calibration), *_dead_note(calibration), *report.notes())
-    run.notes += [f"{variant}: {note}" for note in notes]
+    further = target in run.further_targets
+    run.notes += [f"{stem(variant, target) if further else variant}: {note}" for note in notes]
+    if further:
+        run.processes.on_main(lambda: write_text(run.path(f"placement.{target}.csv"), report.placement.to_csv()))
+        return
     run.processes.on_main(lambda: _write_report(run, report, calibration))
     if report.comparison is not None:
         back = list(report.comparison.taken_back)
         run.processes.on_main(lambda: write_json(run.path(_back_file(variant)), back))
-    save_variant(run, variant, qmodel, images=calibration.images)
-    run.processes.on_main(lambda: shutil.rmtree(rounded, ignore_errors=True))  # the weights replace it
-    return qmodel
 
 
 def _back_file(variant: Variant) -> str:
@@ -93,7 +132,7 @@ class CalibrationImages:
         return (images for images, _ in self.split.batches(self.plan))
 
 
-def _calibration_images(run: Run, spec: QuantSpec) -> CalibrationImages:
+def calibration_images(run: Run, spec: QuantSpec) -> CalibrationImages:
     """Return the images that ranges are measured on: of the training split, never of the evaluation split."""
     plan = BatchPlan(
         batch_size=run.recipe.data.batch_size,

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, fx, nn
 
+from compress.pipeline.network import stem
+from compress.pipeline.resumable import TARGETS_STEP
 from compress.pipeline.run import Run
+from compress.pipeline.steps.ptq import calibration_images, save_further
 from compress.pipeline.steps.training import facts_of, save_variant, train
+from compress.quantization.calibration.calibrate import calibrate
 from compress.quantization.learned import freeze_scales, learn_scales
+from compress.quantization.report import placement_of
+from compress.quantization.spec import QuantSpec
 from compress.quantization.weight_norm import bake_weights, normalize_weights
 from compress.sparsity.parametrization import apply_masks, squash_masks
 from compress.training import QATSpec, load_model
@@ -38,7 +44,8 @@ def qat_step(
     qmodel = copy.deepcopy(ptq_model)
     if run.folder.done(variant.step):
         load_model(qmodel, run.path(variant.weights_file))
-        return qmodel.eval()
+        further_step(run, variant, qmodel.eval())
+        return qmodel
     if masks:
         apply_masks(qmodel, masks)
     if spec.normalize_weights:
@@ -52,4 +59,51 @@ def qat_step(
     if masks:
         squash_masks(qmodel)
     save_variant(run, variant, qmodel, **facts_of(report, run.task.metric))
-    return qmodel.eval()
+    further_step(run, variant, qmodel.eval())
+    return qmodel
+
+
+def further_step(run: Run, variant: Variant, trained: fx.GraphModule) -> None:
+    """Make the trained network for the run's further targets, in `run.further`: its weights, with their placements.
+
+    Training follows the first target. The others take its weights and the ranges of these, and the ranges of their
+    activations are measured anew, all in one pass.
+    """
+    before, step = variant.trained_from, f"{variant.step}.{TARGETS_STEP}"
+    if not run.further_targets or before is None:
+        return
+    found = {target: copy.deepcopy(cast(fx.GraphModule, run.further[before, target])) for target in run.further_targets}
+    run.further |= {(variant, target): model for target, model in found.items()}
+    if run.folder.done(step):
+        for target, model in found.items():
+            load_model(model, run.path(f"{stem(variant, target)}.safetensors"))
+        return
+    for model in found.values():
+        take_weights(model, trained)
+    first, *others = found.values()
+    spec = cast(QuantSpec, run.recipe.quantization)
+    images, together = calibration_images(run, spec), run.processes.world_size > 1
+    calibrate(first, images, also=others, all_reduce=together, progress=run.progress)
+    for model in found.values():
+        take_weight_ranges(model, trained)
+    save_further(run, variant)
+    run.notes.append(
+        f"{variant}: training followed the placement for {spec.targets[0]}; the files for "
+        f"{', '.join(run.further_targets)} have its weights, and ranges of activations measured anew"
+    )
+    run.processes.on_main(lambda: run.finish(step))
+
+
+def take_weights(model: fx.GraphModule, trained: fx.GraphModule) -> None:
+    """Copy all weights and statistics from a network of the same float graph, ranges left out; in place."""
+    state = {name: value for name, value in trained.state_dict().items() if not name.endswith("amax")}
+    model.load_state_dict(state, strict=False)
+
+
+def take_weight_ranges(model: fx.GraphModule, trained: fx.GraphModule) -> None:
+    """Copy the ranges with which weights were trained, of the layers that both networks quantize alike; in place."""
+    formats = {site.path: site.format for site in placement_of(trained).weights}
+    for site in placement_of(model).weights:
+        if formats.get(site.path) == site.format:
+            own, other = (cast(Any, m.get_submodule(site.path)).weight_quantizer for m in (model, trained))
+            own.set_amax(other.amax)

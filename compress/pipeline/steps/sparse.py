@@ -14,6 +14,7 @@ from compress.data.base import BatchPlan
 from compress.errors import AuditError, ModelError, RooflineError, RunError
 from compress.export.names import module_prefix
 from compress.files import read_json, write_json
+from compress.pipeline.network import stem
 from compress.pipeline.run import Run
 from compress.pipeline.steps.training import facts_of, save_variant, train
 from compress.roofline import sparse_bound
@@ -163,12 +164,13 @@ def check_pattern(run: Run, variants: list[str]) -> None:
         return
     layers = [key.removesuffix(_MASK) for key in read_state_dict(run.path("masked.safetensors")) if key.endswith(_MASK)]
     rows = []
-    for variant in variants:
-        audit = audit_sparsity(run.path(f"{variant}.onnx"), pattern.n, pattern.m)
+    targets = (None, *run.further_targets)
+    for name in (stem(v, t) for v in variants for t in (targets if Variant(v).is_quantized else (None,))):
+        audit = audit_sparsity(run.path(f"{name}.onnx"), pattern.n, pattern.m)
         for layer in layers:
             row = next((r for r in audit if r.name.startswith(module_prefix(layer))), None)
             if row is None or row.violations:
                 held = "is not in the file" if row is None else f"breaks {pattern} in {row.violations} groups"
-                raise AuditError(f"{variant}.onnx: {layer} {held}; the masks were lost on the way to the file")
-            rows.append({"variant": variant, **asdict(row)})
+                raise AuditError(f"{name}.onnx: {layer} {held}; the masks were lost on the way to the file")
+            rows.append({"variant": name, **asdict(row)})
     write_json(run.path("sparsity_audit.json"), rows)

@@ -19,7 +19,7 @@ import yaml
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from compress.audit.engine import EngineAudit, audit_engine
+from compress.audit.engine import EngineAudit, audit_listing
 from compress.audit.nvidia_log import parse_build_log
 from compress.audit.roofline import engine_roofline, int8_choices
 from compress.engines import build_engine
@@ -216,7 +216,7 @@ class Explorer:
         out = path.with_suffix(f".sm{sm}.engine")
         built = build_tensorrt(path, self.engine, options=replace(self.options, sms=(sm,)), out=out)
         try:
-            return audit_engine(parse_build_log(built.log), onnx=path)
+            return audit_listing(parse_build_log(built.log), onnx=path)
         finally:
             out.unlink(missing_ok=True)  # tens of megabytes each; the log beside it has everything
 
@@ -225,7 +225,8 @@ class Explorer:
             return self.model
         key = json.dumps(asdict(spec), sort_keys=True, default=str)
         if key not in self._quantized:
-            self._quantized[key] = quantize(self.model, self.example, self.calibration, spec=spec)
+            own = spec.for_target("tensorrt" if "tensorrt" in spec.targets else None)
+            self._quantized[key] = quantize(self.model, self.example, self.calibration, spec=own)
         return self._quantized[key]
 
     def _unprofitable(self, recipe: Recipe) -> list[Rule]:

@@ -11,12 +11,13 @@ from torch import Tensor, fx
 
 from compress.data.base import BatchPlan, Split
 from compress.data.load import load_data
+from compress.engines.registry import target_of
 from compress.errors import EngineError, RecipeError, RunError
 from compress.export.onnx import export_onnx
 from compress.measure.layer_parity import TOLERANCE, LayerParity, layer_parity
 from compress.pipeline.again import finished_run, network, variants_in
 from compress.pipeline.steps.float import build_float
-from compress.quantization.ptq.quantize import quantize
+from compress.quantization.ptq.quantize import quantize_targets
 from compress.recipe import Recipe
 from compress.variants import Variant
 
@@ -50,8 +51,13 @@ def parity_of_recipe(
         batch_size=recipe.data.batch_size, limit=min(recipe.quantization.calibration_images, len(data.train))
     )
     batches = [x for x, _ in data.train.batches(plan)]
-    qmodel = quantize(model, batches[0][:2], batches, spec=recipe.quantization)
-    return _compare(qmodel, batches[0][:2], _images(data.val, images), engines, tolerance)
+    networks = quantize_targets(model, batches[0][:2], batches, spec=recipe.quantization)
+    example, seen = batches[0][:2], _images(data.val, images)
+    first, results = next(iter(networks.values())), Results()
+    for engine in engines:
+        qmodel = networks.get(target_of(engine) or "tensorrt", first)
+        results |= _compare(qmodel, example, seen, [engine], tolerance)
+    return results
 
 
 def parity_of_run(
@@ -75,8 +81,11 @@ def parity_of_run(
         held = ", ".join(known) or "none"
         raise RunError(f"{folder} holds no quantized network {variant!r} (there is: {held}); ptq and qat make them")
     run = finished_run(folder)
-    qmodel = cast(fx.GraphModule, network(run, chosen))
-    return _compare(qmodel, run.example, _images(run.data.val, images), engines, tolerance)
+    seen, results = _images(run.data.val, images), Results()
+    for engine in engines:
+        qmodel = cast(fx.GraphModule, network(run, chosen, run.further_target(chosen, engine)))
+        results |= _compare(qmodel, run.example, seen, [engine], tolerance)
+    return results
 
 
 def _images(split: Split, count: int) -> Tensor:

@@ -8,11 +8,11 @@ that names it, because a scale chosen for it would be arbitrary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -31,18 +31,25 @@ from compress.quantization.spec import ActivationSpec, WeightSpec
 
 
 def calibrate(
-    qmodel: nn.Module, batches: Batches, *, all_reduce: bool = False, progress: Progress | None = None
+    qmodel: nn.Module,
+    batches: Batches,
+    *,
+    also: Sequence[nn.Module] = (),
+    all_reduce: bool = False,
+    progress: Progress | None = None,
 ) -> CalibrationReport:
     """Measure the ranges of a model's tensors and set them in its quantizers.
 
     Args:
         qmodel: from `insert_quantizers`; on any device, batches are moved to it.
         batches: calibration data as for `quantize`; all of it is used.
+        also: the same float model with quantizers placed for other targets; the ranges of all come from one pass over
+            the data, and a tensor that several of them quantize is counted once.
         all_reduce: merge statistics over the processes of torch.distributed's default group.
         progress: is informed of each batch.
 
     Returns:
-        Ranges and histograms; also at `qmodel.report.calibration`.
+        Ranges and histograms of `qmodel`; also at `qmodel.report.calibration`, and those of the others at theirs.
 
     Raises:
         QuantizationError: the model was not made by compress.
@@ -50,35 +57,44 @@ def calibrate(
             explain, or a quantizer that never ran.
         DataError: a batch does not hold the model's inputs.
     """
-    report = quantization_report_of(qmodel)
-    placement = report.placement
     check_batches(batches)
-    calibrate_weights(qmodel)
-    activations = {site.name: cast(Quantizer, qmodel.get_submodule(site.name)) for site in placement.activations}
-    watching = {site.name: _calibrator(activations[site.name], site.spec) for site in placement.activations}
-    images = _watch(qmodel, activations, watching, batches, progress or NoProgress())
-    if all_reduce:
-        total = torch.tensor([images], device=device_of(qmodel))
-        torch.distributed.all_reduce(total)
-        images = int(total.item())
+    first, *others = (_Network(model) for model in (qmodel, *also))
+    images = _watch(first, others, batches, progress or NoProgress(), all_reduce=all_reduce)
     if images == 0:
         raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
-    if all_reduce:
-        for calibrator in watching.values():
-            calibrator.all_reduce()
-    choose_together(watching.values())
-    dead = _dead(qmodel, watching)
-    for name, calibrator in watching.items():
-        if name in dead:
-            activations[name].set_amax(torch.ones_like(activations[name].amax))  # zeros are exact on any grid
-        else:
-            _set(activations[name], calibrator)
-    found = dict(quantizers(qmodel))
-    amax = dict(zip(found, on_host([quantizer.amax for quantizer in found.values()]), strict=True))
-    histograms = {name: h for name, c in watching.items() if (h := c.histogram) is not None}
-    seen = CalibrationReport(images=images, amax=amax, histograms=histograms, dead=dead)
-    attach_report(cast(fx.GraphModule, qmodel), replace(report, calibration=seen))
-    return seen
+    for network in others:
+        network.set_ranges(images)
+    return first.set_ranges(images)
+
+
+class _Network:
+    """A network under calibration: its activation quantizers and their calibrators, by path."""
+
+    def __init__(self, qmodel: nn.Module) -> None:
+        self.model = cast(fx.GraphModule, qmodel)
+        self.report = quantization_report_of(qmodel)
+        calibrate_weights(qmodel)
+        sites = self.report.placement.activations
+        self.activations = {site.name: cast(Quantizer, qmodel.get_submodule(site.name)) for site in sites}
+        self.watching = {site.name: _calibrator(self.activations[site.name], site.spec) for site in sites}
+        self.tensors = {site.name: frozenset(tensor for tensor, _ in site.edges) for site in sites}
+
+    def set_ranges(self, images: int) -> CalibrationReport:
+        """Choose the ranges from what was collected, set them, and attach the report."""
+        choose_together(self.watching.values())
+        dead = _dead(self.model, self.watching)
+        for name, calibrator in self.watching.items():
+            quantizer = self.activations[name]
+            if name in dead:
+                quantizer.set_amax(torch.ones_like(quantizer.amax))  # zeros are exact on any grid
+            else:
+                _set(quantizer, calibrator)
+        found = dict(quantizers(self.model))
+        amax = dict(zip(found, on_host([quantizer.amax for quantizer in found.values()]), strict=True))
+        histograms = {name: h for name, c in self.watching.items() if (h := c.histogram) is not None}
+        seen = CalibrationReport(images=images, amax=amax, histograms=histograms, dead=dead)
+        attach_report(self.model, replace(self.report, calibration=seen))
+        return seen
 
 
 def _dead(qmodel: nn.Module, watching: dict[str, Calibrator]) -> tuple[str, ...]:
@@ -133,28 +149,85 @@ def _set(quantizer: Quantizer, calibrator: Calibrator) -> None:
 
 
 def _watch(
-    qmodel: nn.Module,
-    activations: dict[str, Quantizer],
-    watching: dict[str, Calibrator],
-    batches: Batches,
-    progress: Progress,
+    first: _Network, others: Sequence[_Network], batches: Batches, progress: Progress, *, all_reduce: bool
 ) -> int:
-    """Run all batches with calibrators attached and weights unquantized; return the number of images."""
+    """Run all batches through the first network, unquantized, with the calibrators of all; return the images."""
     images, task = 0, "calibrate"
     iterator = iter(batches)
-    first = next(iterator, None)
-    if first is None:
-        return 0
-    total = len(batches) if isinstance(batches, Sized) else 0
-    progress.start(task, total)
-    with torch.no_grad(), _calibrating(qmodel, activations, watching):
-        for batch in chain([first], iterator):
-            inputs = model_inputs(qmodel, batch)
-            _run(qmodel, inputs)
-            images += len(inputs[0])
-            progress.advance(task, 1, images=images)
-    progress.finish(task)
+    first_batch = next(iterator, None)
+    further, shared = _shared(first, others)
+    if first_batch is not None:
+        progress.start(task, len(batches) if isinstance(batches, Sized) else 0)
+        network = _Showing(first.model, further) if further else first.model
+        with torch.no_grad(), _calibrating(first.model, first.watching):
+            for batch in chain([first_batch], iterator):
+                inputs = model_inputs(first.model, batch)
+                _run(network, inputs)
+                images += len(inputs[0])
+                progress.advance(task, 1, images=images)
+        progress.finish(task)
+    if all_reduce:
+        images = _all_reduced(first, others, shared, images)
+    for own, same in shared:
+        own.take(same)
     return images
+
+
+def _all_reduced(
+    first: _Network, others: Sequence[_Network], shared: Sequence[tuple[Calibrator, Calibrator]], images: int
+) -> int:
+    """Merge the statistics of all processes; return the images of all."""
+    total = torch.tensor([images], device=device_of(first.model))
+    torch.distributed.all_reduce(total)
+    if total.item():
+        takers = {id(own) for own, _ in shared}
+        for calibrator in chain(*(network.watching.values() for network in (first, *others))):
+            if id(calibrator) not in takers:
+                calibrator.all_reduce()
+    return int(total.item())
+
+
+def _shared(
+    first: _Network, others: Sequence[_Network]
+) -> tuple[dict[str, list[Calibrator]], list[tuple[Calibrator, Calibrator]]]:
+    """Divide the calibrators of further networks.
+
+    Returns:
+        Those that must see tensors of their own, by the names of the graph's nodes; and pairs of a calibrator with one
+        that sees the same tensors and counts them alike.
+    """
+    further: dict[str, list[Calibrator]] = {}
+    shared: list[tuple[Calibrator, Calibrator]] = []
+    known: dict[tuple[frozenset[str], str], Calibrator] = {}
+    for network in (first, *others):
+        for name, calibrator in network.watching.items():
+            key = (network.tensors[name], calibrator.statistics)
+            same = known.setdefault(key, calibrator)
+            if same is calibrator and network is not first:
+                for tensor in network.tensors[name]:
+                    further.setdefault(tensor, []).append(calibrator)
+            elif same is not calibrator and network is not first:
+                shared.append((calibrator, same))
+    return further, shared
+
+
+class _Showing(fx.Interpreter):
+    """Runs a graph, and shows calibrators the results of the nodes that they ask for."""
+
+    def __init__(self, graph_module: fx.GraphModule, further: Mapping[str, Sequence[Calibrator]]) -> None:
+        super().__init__(graph_module)
+        self.further = further
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """Run the graph."""
+        return self.run(*inputs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node and show its result."""
+        value = super().run_node(n)
+        for calibrator in self.further.get(n.name, ()):
+            calibrator.collect(value)
+        return value
 
 
 def check_batches(batches: Batches) -> None:
@@ -169,9 +242,9 @@ def check_batches(batches: Batches) -> None:
         )
 
 
-def _run(qmodel: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+def _run(network: Callable[..., Any], inputs: tuple[Tensor, ...]) -> None:
     try:
-        qmodel(*inputs)
+        network(*inputs)
     except CompressError:
         raise
     except Exception as error:
@@ -184,9 +257,7 @@ def _run(qmodel: nn.Module, inputs: tuple[Tensor, ...]) -> None:
 
 
 @contextmanager
-def _calibrating(
-    qmodel: nn.Module, activations: dict[str, Quantizer], watching: dict[str, Calibrator]
-) -> Iterator[None]:
+def _calibrating(qmodel: nn.Module, watching: dict[str, Calibrator]) -> Iterator[None]:
     """Attach calibrators, in evaluation mode and without quantizing; restore everything afterwards."""
     training = qmodel.training
     states = {name: quantizer.enabled for name, quantizer in quantizers(qmodel)}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ class Calibrator(ABC):
         axis: the channel axis, for an amax of shape (C,); None = one for the whole tensor, of shape ().
     """
 
+    statistics: ClassVar[str]  # what is counted; calibrators that count alike can share it
     _channels: int  # channels of the tensors so far; 0 = no tensor yet
     _read: Tensor | None  # largest magnitudes on the CPU, set by `choose_together`
 
@@ -112,6 +113,11 @@ class Calibrator(ABC):
             )
         return amax
 
+    def take(self, other: Calibrator) -> None:
+        """Take over what another calibrator of the same `statistics` collected; neither may collect afterwards."""
+        self._channels, self._read = other._channels, other._read
+        self._share(other)
+
     def reset(self) -> None:
         """Delete the statistics and free their memory."""
         self._channels, self._read = 0, None
@@ -171,6 +177,10 @@ class Calibrator(ABC):
         """Delete the statistics."""
 
     @abstractmethod
+    def _share(self, other: Any) -> None:
+        """Refer to the statistics of another calibrator, which counts alike."""
+
+    @abstractmethod
     def _reduce(self, group: ProcessGroup | None, device: torch.device) -> None:
         """Merge the statistics of all processes; this process has `self._channels`, and may have no statistics."""
 
@@ -178,6 +188,7 @@ class Calibrator(ABC):
 class MaxCalibrator(Calibrator):
     """Clips nothing: amax is the largest magnitude."""
 
+    statistics = "largest"
     _amax: Tensor | None
 
     def _observe(self, rows: Tensor) -> None:
@@ -194,6 +205,9 @@ class MaxCalibrator(Calibrator):
     def _forget(self) -> None:
         self._amax = None
 
+    def _share(self, other: Any) -> None:
+        self._amax = other._amax
+
     def _reduce(self, group: ProcessGroup | None, device: torch.device) -> None:
         mine = torch.zeros(self._channels, device=device) if self._amax is None else self._amax
         self._amax = _largest_of_all(mine, group)
@@ -202,6 +216,7 @@ class MaxCalibrator(Calibrator):
 class HistogramCalibrator(Calibrator):
     """Counts magnitudes; subclasses choose from the counts."""
 
+    statistics = "histogram"
     _counted: Histogram | None
     _chosen: Tensor | None  # set by `choose_together`
 
@@ -232,6 +247,9 @@ class HistogramCalibrator(Calibrator):
 
     def _forget(self) -> None:
         self._counted = self._chosen = None
+
+    def _share(self, other: Any) -> None:
+        self._counted, self._chosen = other._counted, None
 
     @property
     def histogram(self) -> tuple[Tensor, Tensor] | None:
@@ -310,6 +328,7 @@ class LSQCalibrator(MaxCalibrator):
     At many bits that range would be wider than the values; it ends at the largest magnitude.
     """
 
+    statistics = "mean"
     _sums: Tensor | None  # (2, rows) float64: of the magnitudes, and their number
 
     def __init__(self, *, num_bits: int = 8, signed: bool = True, axis: int | None = None) -> None:
@@ -331,6 +350,10 @@ class LSQCalibrator(MaxCalibrator):
     def _forget(self) -> None:
         super()._forget()
         self._sums = None
+
+    def _share(self, other: Any) -> None:
+        super()._share(other)
+        self._sums = other._sums
 
     def _reduce(self, group: ProcessGroup | None, device: torch.device) -> None:
         super()._reduce(group, device)

@@ -70,7 +70,8 @@ def place(view: GraphView, spec: QuantSpec) -> Placement:
     """
     if any(node.kind == "quantizer" for node in view.nodes):
         raise QuantizationError("the model is quantized already; quantize the float model, or train this one as it is")
-    table = TABLES[spec.target]
+    target = spec.only_target
+    table = TABLES[target]
     if spec.residual is not None:
         table = replace(table, residual=spec.residual)
     settings, depth = resolve_rules(view, spec), depths(view.nodes)
@@ -97,7 +98,7 @@ def place(view: GraphView, spec: QuantSpec) -> Placement:
     first_call = {node.path: order[node] for node in reversed(view.nodes)}
     rows += [(first_call[site.path], _weight_row(site)) for site in weights.values()]
     decisions = tuple(row for _, row in sorted(rows + floats, key=lambda item: item[0]))
-    return Placement(target=spec.target, decisions=decisions, activations=tuple(sites), weights=tuple(weights.values()))
+    return Placement(target=target, decisions=decisions, activations=tuple(sites), weights=tuple(weights.values()))
 
 
 def _check_anything(view: GraphView, table: TargetTable, anything: bool, rows: list[Decision]) -> None:

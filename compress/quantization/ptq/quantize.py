@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from compress.graph.inputs import Inputs
 from compress.progress import Progress
 from compress.quantization.calibration.calibrate import calibrate, check_batches
 from compress.quantization.placement.insert import insert_quantizers
-from compress.quantization.ptq.guard import guarded, methods
+from compress.quantization.ptq.guard import guarded, kept, methods
 from compress.quantization.ptq.improve import improve, needs_data_twice, smoothed
-from compress.quantization.spec import QuantSpec, check_quant_spec
+from compress.quantization.spec import QuantSpec, Target, check_quant_spec
 
 
 def quantize(
@@ -38,7 +39,8 @@ def quantize(
         example_inputs: inputs that the model is traced with.
         batches: calibration data, all of it is used: tensors, or (tensor, target); for a model of several inputs
             tuples that begin with all of them.
-        spec: target and rules; None = `QuantSpec()`, target TensorRT.
+        spec: target and rules; None = `QuantSpec()`, target TensorRT. One that names several targets is for
+            `quantize_targets`.
         folder: folder in which AdaRound saves finished layers, to go on from after a stop; None = nothing is saved.
         all_reduce: merge statistics over the processes of torch.distributed's default group; each process gives its
             own share of the calibration data.
@@ -57,17 +59,66 @@ def quantize(
     """
     spec = spec or QuantSpec()
     check_quant_spec(spec)
+    found = quantize_targets(
+        model,
+        example_inputs,
+        batches,
+        spec=spec.for_target(spec.only_target),
+        folder=folder,
+        all_reduce=all_reduce,
+        progress=progress,
+    )
+    return found[spec.only_target]
+
+
+def quantize_targets(
+    model: nn.Module,
+    example_inputs: Inputs,
+    batches: Batches,
+    *,
+    spec: QuantSpec,
+    folder: Path | None = None,
+    all_reduce: bool = False,
+    progress: Progress | None = None,
+) -> dict[Target, fx.GraphModule]:
+    """Quantize a float model for each target of `spec`; all are calibrated in one pass over the data.
+
+    Args:
+        model: as for `quantize`.
+        example_inputs: as for `quantize`.
+        batches: as for `quantize`.
+        spec: with `target=("tensorrt", "openvino")`, for instance.
+        folder: as for `quantize`; each further target has a folder of its own in it.
+        all_reduce: as for `quantize`.
+        progress: as for `quantize`.
+
+    Returns:
+        A network for each target, in the order of `spec.target`; their weights are their own.
+
+    Raises:
+        CompressError: as `quantize` does.
+    """
+    check_quant_spec(spec)
     check_float_model(model)
     check_batches(batches)
     asked = methods(spec)
     if (asked or needs_data_twice(spec)) and iter(batches) is batches:
         batches = list(batches)  # a generator can be read once
 
-    def make(chosen: QuantSpec) -> fx.GraphModule:
+    def make(chosen: QuantSpec, targets: Sequence[Target]) -> dict[Target, fx.GraphModule]:
         ready, smoothing = smoothed(model, example_inputs, batches, chosen, all_reduce=all_reduce, progress=progress)
-        qmodel = insert_quantizers(ready, example_inputs, chosen)
-        calibrate(qmodel, batches, all_reduce=all_reduce, progress=progress)
-        improve(qmodel, batches, chosen, smoothing=smoothing, folder=folder, all_reduce=all_reduce, progress=progress)
-        return qmodel
+        found = {target: insert_quantizers(ready, example_inputs, chosen.for_target(target)) for target in targets}
+        one, *rest = found.values()
+        calibrate(one, batches, also=rest, all_reduce=all_reduce, progress=progress)
+        for target, qmodel in found.items():
+            place = folder if folder is None or target == spec.targets[0] else folder / target
+            improve(
+                qmodel, batches, chosen, smoothing=smoothing, folder=place, all_reduce=all_reduce, progress=progress
+            )
+        return found
 
-    return guarded(model, make, batches, spec, all_reduce=all_reduce) if asked else make(spec)
+    if not asked:
+        return make(spec, spec.targets)
+    first, *others = spec.targets  # methods beyond calibration are judged on the first
+    judged = guarded(model, lambda chosen: make(chosen, [first])[first], batches, spec, all_reduce=all_reduce)
+    return {first: judged, **(make(kept(judged, spec), others) if others else {})}

@@ -17,7 +17,7 @@ from torchvision.models.efficientnet import EfficientNet, MBConvConfig
 from torchvision.models.inception import BasicConv2d, InceptionA, InceptionC
 
 import compress
-from compress.audit.engine import audit_engine
+from compress.audit.engine import audit_listing
 from compress.audit.nvidia_log import parse_build_log
 from compress.audit.onnx import audit_onnx, audit_sparsity
 from compress.audit.requirement import unmet_by_audit
@@ -104,7 +104,7 @@ def build(path, sms=SMS, **options):
     built = build_tensorrt(path, options=options, out=out)
     assert built.metadata.sms == sms and out.stat().st_size > 5_000
     sparse = [row.name for row in audit_sparsity(path) if row.violations == 0 and row.zeros >= 0.5]
-    return built, audit_engine(parse_build_log(built.log), onnx=path, sparse_nodes=sparse), listed(built.log)
+    return built, audit_listing(parse_build_log(built.log), onnx=path, sparse_nodes=sparse), listed(built.log)
 
 
 def listed(log):

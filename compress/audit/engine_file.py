@@ -1,0 +1,30 @@
+"""Audits an engine by its file: what it is, where its layers are listed, and the ONNX file that it was built from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from compress.audit.cuda_plan import read_cuda_layers
+from compress.audit.engine import EngineAudit, audit_listing
+from compress.audit.files import onnx_beside, read_engine_layers
+from compress.audit.onnx import sparse_nodes
+
+
+def audit_engine(path: Path | str, *, onnx: Path | str | None = None) -> EngineAudit:
+    """Audit an engine: the type of every layer, the bytes that it moves, and what is wrong with either.
+
+    Args:
+        path: a built engine with its log or the inspector's JSON beside it, or one of these files; an ONNX file stands
+            for the plan that the engine `cuda` makes of it.
+        onnx: the file that the engine was built from: its 2:4 weights, and the rows of flattened tensors; None = the
+            file beside the engine, if it is there and unchanged.
+
+    Raises:
+        AuditError: there is no such file, or nothing lists the engine's layers.
+        EngineError: the engine is truncated, or another than was built.
+    """
+    path = Path(path)
+    planned = path.suffix == ".onnx" and path.is_file()  # the engine cuda runs the file itself
+    listing = read_cuda_layers(path) if planned else read_engine_layers(path)
+    source = onnx or (path if planned else onnx_beside(path))
+    return audit_listing(listing, onnx=source, sparse_nodes=() if source is None else sparse_nodes(source))

@@ -1,0 +1,86 @@
+"""The command `init`: a recipe from flags, or from questions where a person sits at the terminal."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+import yaml
+
+from compress.cli.console import OUT
+from compress.data.spec import DATASETS
+from compress.engines.registry import ENGINES
+from compress.errors import RecipeError
+from compress.files import write_text
+from compress.quantization.spec import TARGETS
+from compress.recipe import parse_recipe
+from compress.tasks.load import TaskName
+
+_MODELS = {
+    "classification": "resnet50",
+    "segmentation": "lraspp_mobilenet_v3_large",
+    "detection": "retinanet_resnet50_fpn",
+}
+_DATA = {"classification": "folder", "segmentation": "masks", "detection": "coco"}
+
+
+def init(
+    path: Annotated[Path, typer.Argument(help="File to write.")] = Path("recipe.yaml"),
+    task: Annotated[str | None, typer.Option(help=", ".join(get_args(TaskName)))] = None,
+    model: Annotated[
+        str | None, typer.Option(help="resnet50, timm:NAME, package.module:function, or net.onnx.")
+    ] = None,
+    weights: Annotated[str | None, typer.Option(help="A file, or torchvision's name such as IMAGENET1K_V2.")] = None,
+    data: Annotated[str | None, typer.Option(help=f"{', '.join(DATASETS)}, or package.module:function.")] = None,
+    root: Annotated[str | None, typer.Option(help="Folder of the data.")] = None,
+    classes: Annotated[str | None, typer.Option(help="Names of the classes, a,b,c, where the data do not say.")] = None,
+    image_size: Annotated[int | None, typer.Option(help="Side of the input in pixels.")] = None,
+    target: Annotated[str | None, typer.Option(help=f"One or more of {', '.join(TARGETS)}, with commas.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="Epochs of the float baseline; 0 takes the weights as they are.")
+    ] = None,
+    qat_epochs: Annotated[int | None, typer.Option(help="Epochs of quantization-aware training; 0 = none.")] = None,
+    force: Annotated[bool, typer.Option("--force", metavar="", help="Replace a file that is there.")] = False,
+) -> None:
+    """Write the recipe, and print the command that runs it.
+
+    Raises:
+        RecipeError: the file is there already, or a value is refused; nothing is written then.
+    """
+    if path.exists() and not force:
+        raise RecipeError(f"{path} is there already; name another file, or replace it with --force")
+    ask = sys.stdin.isatty()
+    task = task or _answer(ask, "Task (classification, segmentation, detection)", "classification")
+    if task not in _MODELS:
+        raise RecipeError(f"--task is {task!r} (one of: {', '.join(_MODELS)})")
+    model = model or _answer(ask, "Model", _MODELS[task])
+    data = data or _answer(ask, f"Data ({', '.join(DATASETS)})", _DATA[task] if root else "digits")
+    if data in ("folder", "masks", "voc", "coco"):
+        root = root or _answer(ask, "Folder of the data", "")
+    image_size = image_size or int(_answer(ask, "Side of the input in pixels", "64" if data == "digits" else "224"))
+    target = target or _answer(ask, f"Targets ({', '.join(TARGETS)})", "openvino")
+    targets = [name.strip() for name in target.split(",")]
+    tree: dict[str, Any] = {
+        **({} if task == "classification" else {"task": task}),
+        "model": _given(name=model, weights=weights),
+        "data": _given(name=data, root=root, image_size=image_size, classes=classes.split(",") if classes else None),
+        "train": {"epochs": epochs if epochs is not None else 0 if weights else 8},
+        "quantization": {"target": targets if len(targets) > 1 else targets[0]},
+        "qat": None if qat_epochs == 0 else {"epochs": qat_epochs or 2},
+        "bench": {"engines": [name for name in targets if name in ENGINES] or ["openvino"]},
+    }
+    parse_recipe(tree, source=str(path))
+    write_text(path, f"# {model} on {data}, for {', '.join(targets)}.\n" + yaml.safe_dump(tree, sort_keys=False))
+    command = "ptq" if tree["qat"] is None else "qat"
+    OUT.print(f"{path}\nnext: python -m compress {command} --recipe {path}", highlight=False, soft_wrap=True)
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None and value != ""}
+
+
+def _answer(ask: bool, question: str, default: str) -> str:
+    """Ask where a person sits at the terminal; else the default is taken."""
+    return str(typer.prompt(question, default=default)) if ask else default

@@ -1,0 +1,60 @@
+"""The networks of a run as engines are given them: a file for each target, or the module itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from compress.engines import Engine, build_engine
+from compress.engines.registry import target_of
+from compress.quantization.spec import Target
+from compress.variants import Variant
+
+
+def stem(variant: str, target: Target | None = None) -> str:
+    """Return the name of a network's files; `target` is that of a further target of the run, None of the first.
+
+    >>> stem("ptq"), stem("ptq", "openvino")
+    ('ptq', 'ptq.openvino')
+    """
+    return str(variant) if target is None else f"{variant}.{target}"
+
+
+def torch_label(variant: Variant, target: Target | None = None) -> str:
+    """Return the label of a network in torch, which is fake quantization where the network is quantized."""
+    if not variant.is_quantized:
+        return "torch"
+    return f"torch (fake quantization{f', {target}' if target else ''})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkFiles:
+    """One network to be measured.
+
+    Attributes:
+        file: ONNX file, of the first target where there are several.
+        further: the file of each further target.
+        in_torch: makes the engine `torch` of a number of threads; None for a file whose module is not here.
+    """
+
+    file: Path
+    further: Mapping[Target, Path] = field(default_factory=dict)
+    in_torch: Callable[[int | None], Engine] | None = None
+
+    def of(self, engine: str) -> Path:
+        """Return the file that was made for an engine, or the first target's where none was."""
+        target = target_of(engine)
+        return self.file if target is None else self.further.get(target, self.file)
+
+    def engine(
+        self, name: str, *, batch_size: int | None = None, threads: int | None = None, precision: str | None = None
+    ) -> Engine:
+        """Load the network into an engine.
+
+        Raises:
+            EngineError: as `build_engine` does.
+        """
+        if name == "torch" and self.in_torch is not None:
+            return self.in_torch(threads)
+        return build_engine(self.of(name), name, batch_size=batch_size, threads=threads, precision=precision)

@@ -1,0 +1,137 @@
+"""What a run's network says about pictures, on an engine: classes, masks or boxes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from compress.data.decode import centre_crop, rgb
+from compress.data.preprocessing import Preprocessing
+from compress.errors import DataError
+from compress.export.names import PREPROCESSING_KEY
+from compress.files import replacing
+from compress.pipeline.again import chosen_variant, networks_of
+from compress.pipeline.saved import run_without_data
+from compress.tasks import Task
+
+TOP = 5
+LEAST_SCORE = 0.4
+"""Boxes of a lower score are left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One picture and what the network says about it.
+
+    Attributes:
+        image: file of the picture.
+        classes: (name, share): of a classifier the likeliest five with their probabilities; of a segmentation the
+            classes with their shares of the pixels.
+        boxes: of a detector: class, score, and the corners left, top, right, bottom in pixels of the network's input.
+        drawn: file of the picture with its masks or boxes; None for a classifier.
+    """
+
+    image: str
+    classes: tuple[tuple[str, float], ...] = ()
+    boxes: tuple[tuple[str, float, tuple[float, ...]], ...] = ()
+    drawn: str | None = field(default=None)
+
+
+def predict(
+    folder: Path,
+    images: Sequence[Path],
+    *,
+    engine: str = "openvino",
+    variant: str = "",
+    out: Path | None = None,
+) -> list[Prediction]:
+    """Run a finished run's file on pictures.
+
+    Args:
+        folder: of the run; its data need not be on this machine.
+        images: files of pictures.
+        engine: that runs the network.
+        variant: which network; "" = the last that was made.
+        out: folder of drawn masks and boxes; None = `predictions` in the run folder.
+
+    Raises:
+        RunError: the folder holds no such network.
+        DataError: a file is no picture.
+        EngineError: the engine cannot run the file.
+    """
+    run = run_without_data(folder)
+    files = networks_of([folder])[chosen_variant(folder, variant)]
+    out = folder / "predictions" if out is None else out
+    with files.engine(engine, batch_size=1) as built:
+        preprocessing = Preprocessing.from_json(built.metadata[PREPROCESSING_KEY])
+        found = []
+        for path in images:
+            pixels = read_picture(path, preprocessing, cropped=run.task.name == "classification")
+            inputs = preprocessing.normalize(pixels[None].float().div(255)).numpy()
+            outputs = built.run({built.inputs[0].name: inputs})
+            tensors = {name: torch.from_numpy(array) for name, array in outputs.items()}
+            seen = run.task.select(next(iter(tensors.values())) if len(tensors) == 1 else tensors)
+            found.append(_prediction(run.task, run.data.val.labels, path, pixels, seen, out))
+    return found
+
+
+def read_picture(path: Path, preprocessing: Preprocessing, *, cropped: bool) -> Tensor:
+    """Read a picture as the evaluation of a run does.
+
+    Args:
+        path: of the file.
+        preprocessing: size of the result.
+        cropped: take the centre, as classifiers do; else the whole picture, stretched to the size.
+
+    Returns:
+        (channels, height, width) uint8.
+
+    Raises:
+        DataError: the file is missing or is no picture.
+    """
+    try:
+        with Image.open(io.BytesIO(path.read_bytes())) as image:
+            whole = rgb(image)
+            if cropped:
+                return centre_crop(whole, preprocessing.height_width, crop_ratio=preprocessing.crop_ratio)
+            height, width = preprocessing.height_width
+            pixels = whole.resize((width, height), Image.Resampling.BILINEAR)
+            return torch.from_numpy(np.array(pixels)).movedim(-1, 0).contiguous()
+    except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        raise DataError(f"{path} cannot be read as a picture: {error}") from None
+
+
+def _prediction(task: Task, labels: Sequence[str], path: Path, pixels: Tensor, seen: Any, out: Path) -> Prediction:
+    if task.name == "classification":
+        shares, places = seen[0].float().softmax(0).topk(min(TOP, len(seen[0])))
+        named = [(labels[place], share) for share, place in zip(shares.tolist(), places.tolist(), strict=True)]
+        return Prediction(image=str(path), classes=tuple(named))
+    drawn = _draw(task, path, pixels, seen, out)
+    if task.name == "segmentation":
+        counts = seen[0].argmax(0).flatten().bincount(minlength=len(labels)) / seen[0, 0].numel()
+        rows = sorted(zip(labels, counts.tolist(), strict=True), key=lambda row: -row[1])
+        return Prediction(image=str(path), classes=tuple(row for row in rows if row[1] > 0), drawn=drawn)
+    (rows_of_image,) = task.metric.make().decode(seen)  # type: ignore[attr-defined]
+    boxes = [
+        (labels[int(label)], float(score), tuple(box.tolist()))
+        for box, score, label in zip(*(rows_of_image[k] for k in ("boxes", "scores", "labels")), strict=True)
+        if score >= LEAST_SCORE
+    ]
+    return Prediction(image=str(path), boxes=tuple(boxes), drawn=drawn)
+
+
+def _draw(task: Task, path: Path, pixels: Tensor, seen: Any, out: Path) -> str | None:
+    if task.draw is None:
+        return None
+    picture = task.draw(pixels[None], seen, None)[0].movedim(0, -1).contiguous().numpy()
+    with replacing(out / f"{path.stem}.png") as temporary:
+        Image.fromarray(picture).save(temporary, format="PNG")
+    return str(out / f"{path.stem}.png")

@@ -1,0 +1,99 @@
+"""Networks of finished runs in one's own code, and weights of one's own networks in files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from compress.data.base import DataSet
+from compress.data.blank import BlankSplit
+from compress.data.classes import class_count
+from compress.data.preprocessing import Preprocessing
+from compress.data.spec import DataSpec
+from compress.engines.onnx_file import read_onnx
+from compress.errors import CheckpointError, RunError
+from compress.export.names import PREPROCESSING_KEY
+from compress.files import expand_user
+from compress.pipeline.again import chosen_variant, network
+from compress.pipeline.folder import read_state, recipe_of
+from compress.pipeline.run import Run
+from compress.pipeline.state import read_state_file
+from compress.quantization.spec import Target
+from compress.training.checkpoint import load_model, save_model
+from compress.variants import Variant
+
+_GREY = (0.5, 0.5, 0.5)
+
+
+def load(
+    path: Path | str, *, variant: str = "", target: Target | None = None, into: nn.Module | None = None
+) -> nn.Module:
+    """Load a network of a finished run, or the weights that `save` wrote.
+
+    Neither the data of the run nor the weights that it began with need be on this machine.
+
+    Args:
+        path: a run folder, or a .safetensors file.
+        variant: of a run: `float`, `ptq`, `qat`, ...; "" = the last that was made.
+        target: of a run for several targets: one of them; None = the first.
+        into: of a file: the module that takes the weights, such as one of `insert_quantizers`; in place.
+
+    Returns:
+        The module in evaluation mode, on the CPU; a quantized one is a GraphModule with `.placement`.
+
+    Raises:
+        RunError: the folder holds no such network.
+        CheckpointError: the file is damaged, does not fit `into`, or `into` is missing.
+    """
+    path = expand_user(path)
+    if path.is_dir():
+        if into is not None:
+            raise RunError(f"{path} is a run folder, which rebuilds its network: leave `into` out")
+        chosen = chosen_variant(path, variant)
+        return network(run_without_data(path), chosen, target).cpu().eval()
+    if into is None:
+        raise CheckpointError(f"{path} is no run folder; weights in a file need the module that takes them: into=model")
+    load_model(into, path)
+    return into.eval()
+
+
+def save(model: nn.Module, path: Path | str) -> Path:
+    """Write a module's weights, and the ranges of its quantizers, as safetensors with a checksum; whole or not at all.
+
+    `load(path, into=model)` reads them back. Code is not saved: a quantized network is rebuilt by `insert_quantizers`
+    with the same model and spec.
+
+    Args:
+        model: any module, on any device.
+        path: file that ends in .safetensors.
+
+    Raises:
+        CheckpointError: another ending, or the file cannot be written.
+    """
+    path = expand_user(path)
+    if path.suffix != ".safetensors":
+        raise CheckpointError(f"{path} must end in .safetensors, which is the form that is written")
+    return save_model(model, path)
+
+
+def run_without_data(folder: Path) -> Run:
+    """Return a finished run whose data are black images of the right shape: enough to rebuild its networks.
+
+    Raises:
+        RunError: the folder holds no run.
+    """
+    recipe, state = recipe_of(folder), read_state_file(folder)
+    kept = (state.data or {}).get("val", {}).get("labels")
+    labels = tuple(kept) if kept else tuple(str(number) for number in range(class_count(recipe.data)))
+    recipe = replace(recipe, model=replace(recipe.model, weights=None), data=replace(recipe.data, classes=labels))
+    split = BlankSplit(labels=labels, preprocessing=preprocessing_of(folder, recipe.data))
+    return Run(recipe=recipe, folder=read_state(folder), data=DataSet(train=split, val=split))
+
+
+def preprocessing_of(folder: Path, spec: DataSpec) -> Preprocessing:
+    """Return the preprocessing that a run's files hold; of a run without files, one of the recipe's shape."""
+    path = folder / Variant.FLOAT.onnx_file
+    text = read_onnx(path).metadata.get(PREPROCESSING_KEY) if path.is_file() else None
+    return Preprocessing.of(spec, mean=_GREY, std=_GREY) if text is None else Preprocessing.from_json(text)

@@ -1,0 +1,215 @@
+"""A run for several targets: one file each, every engine measured with the file that was made for it."""
+
+import json
+
+import onnx
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from sklearn.datasets import load_digits
+
+import compress
+from compress.errors import CompressError, DataError, QuantizationError, RecipeError, RunError
+from compress.pipeline import run
+from compress.pipeline.again import bench_again, export_again, networks_of
+from compress.pipeline.predict import predict
+from compress.progress import NoProgress
+from compress.quantization.ptq.quantize import quantize, quantize_targets
+from compress.quantization.quantizer import quantizers
+from compress.recipe import parse_recipe
+from compress.records import read_run, summary_table
+from tests.networks import tiny
+
+TREE = {
+    "model": {"name": "tests.networks:tiny"},
+    "data": {"image_size": 16, "batch_size": 64, "val_images": 100},
+    "train": {"epochs": 3, "lr": 0.05},
+    "quantization": {"target": ["tensorrt", "openvino"], "calibration_images": 64},
+    "qat": {"epochs": 1},
+    "bench": {"engines": ["openvino", "torch"], "batch_sizes": [2], "warmup": 1, "runs": 2, "seconds": 0.1},
+}
+
+
+class CtrlC(NoProgress):
+    """A user who stops the run when it calibrates for the second time: after training, for the further targets."""
+
+    def __init__(self):
+        self.left = 2
+
+    def start(self, task, total, *, done=0):
+        self.left -= task == "calibrate"
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("targets") / "run"
+    with pytest.raises(KeyboardInterrupt):
+        run(parse_recipe(TREE), "qat", out, device="cpu", progress=CtrlC())
+    steps = json.loads((out / "state.json").read_text())["steps"]
+    assert "qat" in steps and "qat.targets" not in steps and not (out / "qat.openvino.safetensors").exists()
+    run(parse_recipe(TREE), "qat", out, device="cpu", resume=True)
+    return out
+
+
+def zero_points(path):
+    """Types of the zero points of the quantizers whose scale is a single number: those of activations."""
+    graph = onnx.load(path).graph
+    constants = {c.name: onnx.numpy_helper.to_array(c) for c in graph.initializer}
+    return {
+        constants[node.input[2]].dtype.name
+        for node in graph.node
+        if node.op_type == "QuantizeLinear" and constants[node.input[1]].size == 1
+    }
+
+
+@pytest.mark.parametrize("variant", ["ptq", "qat"])
+def test_each_engine_is_measured_with_the_file_that_was_made_for_it(finished, variant):
+    assert zero_points(finished / f"{variant}.onnx") == {"int8"}
+    assert "uint8" in zero_points(finished / f"{variant}.openvino.onnx")
+    assert (finished / "placement.openvino.csv").is_file()
+    rows = {(m["name"], m["variant"], m["engine"]): m for m in json.loads((finished / "metrics.json").read_text())}
+    size = (finished / f"{variant}.openvino.onnx").stat().st_size
+    assert rows["file_bytes", variant, "openvino"]["value"] == size
+    reference = rows["top1", variant, "torch (fake quantization, openvino)"]["value"]
+    assert rows["agreement", variant, "openvino (f32)"]["value"] >= 98
+    assert abs(rows["top1", variant, "openvino (f32)"]["value"] - reference) <= 2
+    table = summary_table(read_run(finished).metrics)
+    shown = next(row for row in table if (row.engine, row.variant) == ("openvino (f32)", variant))
+    assert shown.file_bytes == size
+    files = networks_of([finished])[variant]
+    assert [files.of(engine).name for engine in ("tensorrt", "cuda", "openvino", "onnxruntime")] == [
+        f"{variant}.onnx", f"{variant}.onnx", f"{variant}.openvino.onnx", f"{variant}.onnx",
+    ]  # fmt: skip
+    assert networks_of([finished])["float"].of("openvino").name == "float.onnx"
+
+
+def test_training_is_done_once_and_its_weights_are_in_every_file(finished):
+    first, other = (load_file(finished / f"qat{t}.safetensors") for t in ("", ".openvino"))
+    before = load_file(finished / "ptq.openvino.safetensors")
+    weights = [name for name in first if name.endswith("weight")]
+    assert weights and all(torch.equal(first[name], other[name]) for name in weights)
+    assert any(not torch.equal(before[name], other[name]) for name in weights)
+    assert "training followed the placement for tensorrt" in " ".join(read_run(finished).notes)
+    tree = {**TREE, "quantization": {**TREE["quantization"], "target": ["tensorrt", "onnxruntime"]}}
+    with pytest.raises(RunError, match="quantization.target"):
+        run(parse_recipe(tree), "qat", finished, device="cpu", resume=True)
+
+
+def test_engine_torch_times_the_module(finished):
+    rows = {
+        (m["variant"], m["engine"])
+        for m in json.loads((finished / "metrics.json").read_text())
+        if m["name"] == "p50_ms"
+    }
+    assert {("float", "torch"), ("ptq", "torch (fake quantization)"), ("qat", "torch (fake quantization)")} <= rows
+    again = bench_again([finished], compress.BenchSpec(engines=("torch",), batch_sizes=(1,), runs=1, seconds=0.05))
+    assert {m.status for m in again} == {"complete"} and {m.batch_size for m in again} == {1}
+    (refused,) = bench_again([finished / "qat.onnx"], compress.BenchSpec(engines=("torch",), batch_sizes=(1,)))
+    assert refused.value is None and "modules, not files" in refused.reason
+
+
+def test_export_again_takes_a_target(finished, tmp_path):
+    path = export_again(finished, variant="ptq", target="openvino", out=tmp_path / "again.onnx")
+    assert zero_points(path) == zero_points(finished / "ptq.openvino.onnx")
+    with pytest.raises(RunError, match="the run is for tensorrt, openvino, not for"):
+        export_again(finished, target="elsewhere")
+
+
+@pytest.mark.parametrize(("variant", "target"), [("float", None), ("ptq", "openvino"), ("", None)])
+def test_a_network_is_loaded_without_its_data(finished, variant, target, monkeypatch):
+    def no_data(*_):
+        raise AssertionError("load reads no data")
+
+    monkeypatch.setattr("compress.pipeline.again.load_data", no_data)
+    model = compress.load(finished, variant=variant, target=target)
+    name = f"{variant or 'qat'}{f'.{target}' if target else ''}.onnx"
+    images = torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)
+    with compress.build_engine(finished / name, "onnxruntime") as engine, torch.no_grad():
+        (expected,) = engine.run({"input": images.numpy()}).values()
+    torch.testing.assert_close(model(images), torch.from_numpy(expected), rtol=1e-2, atol=0.1)
+    assert not model.training
+
+
+def test_weights_are_saved_and_loaded(tmp_path, finished):
+    model = compress.load(finished, variant="ptq")
+    path = compress.save(model, tmp_path / "mine.safetensors")
+    other = compress.insert_quantizers(tiny(), torch.randn(2, 3, 16, 16), compress.QuantSpec())
+    assert compress.load(path, into=other) is other
+    images = torch.randn(2, 3, 16, 16)
+    torch.testing.assert_close(other(images), model(images))
+    for match, call in (
+        ("into=model", lambda: compress.load(path)),
+        ("leave `into` out", lambda: compress.load(finished, into=other)),
+        ("must end in .safetensors", lambda: compress.save(model, tmp_path / "mine.pt")),
+        ("holds no 'qta'", lambda: compress.load(finished, variant="qta")),
+    ):
+        with pytest.raises(CompressError, match=match):
+            call()
+    assert not (tmp_path / "mine.pt").exists()
+
+
+def test_predict_names_the_classes_of_pictures(finished, tmp_path):
+    bunch = load_digits()
+    paths = []
+    for i in range(6):
+        paths.append(tmp_path / f"{i}.png")
+        grey = (bunch.images[i] * (255 / 16)).round().astype("uint8")
+        Image.fromarray(grey).resize((64, 64), Image.Resampling.BILINEAR).save(paths[-1])
+    found = predict(finished, paths)
+    right = sum(one.classes[0][0] == str(digit) for one, digit in zip(found, bunch.target[:6], strict=True))
+    assert right >= 4 and all(len(one.classes) == 5 and sum(s for _, s in one.classes) <= 1.001 for one in found)
+    (tmp_path / "no.png").write_bytes(b"no picture")
+    for bad in ("no.png", "absent.png"):
+        with pytest.raises(DataError, match=f"{bad} cannot be read as a picture"):
+            predict(finished, [tmp_path / bad])
+
+
+class Counted:
+    """Batches that count how often they are read."""
+
+    def __init__(self, batches):
+        self.batches, self.passes = batches, 0
+
+    def __iter__(self):
+        self.passes += 1
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize("calibrator", ["mse", "entropy", "max", "lsq"])
+def test_shared_calibration_gives_each_target_the_ranges_of_its_own(calibrator):
+    torch.manual_seed(0)
+    model, batches = tiny().eval(), [torch.randn(8, 3, 16, 16) for _ in range(2)]
+    spec = compress.QuantSpec(
+        target=("tensorrt", "openvino", "onnxruntime"), activations=compress.ActivationSpec(calibrator=calibrator)
+    )
+    counted = Counted(batches)
+    together = quantize_targets(model, batches[0][:2], counted, spec=spec)
+    assert counted.passes == 1 and list(together) == list(spec.targets)
+    for target, qmodel in together.items():
+        alone = quantize(model, batches[0][:2], batches, spec=spec.for_target(target))
+        expected = {name: q.amax for name, q in quantizers(alone)}
+        found = {name: q.amax for name, q in quantizers(qmodel)}
+        assert found.keys() == expected.keys()
+        for name, amax in expected.items():
+            torch.testing.assert_close(found[name], amax, rtol=1e-6, atol=0)
+        assert qmodel.placement == alone.placement and qmodel.report.calibration.images == 16
+
+
+def test_what_cannot_be_is_refused_in_one_sentence():
+    spec = compress.QuantSpec(target=("tensorrt", "openvino"))
+    with pytest.raises(
+        QuantizationError,
+        match=r"names tensorrt, openvino, and one network follows the rules of one: call compress.quantize_targets",
+    ):
+        quantize(tiny(), torch.randn(1, 3, 16, 16), [torch.randn(1, 3, 16, 16)], spec=spec)
+    for target, match in (
+        (["openvino", "openvino"], "several that differ"),
+        ([], "name one target"),
+        (["openvin"], "did you mean 'openvino'"),
+        ("openvin", "did you mean 'openvino'"),
+    ):
+        with pytest.raises(RecipeError, match=match):
+            parse_recipe({"quantization": {"target": target}})
