@@ -1,0 +1,148 @@
+"""A small network on a GPU: how fast it trains, and its top-1 on the engine `cuda` in float, PTQ, QAT and 2:4 + INT8.
+
+    python -m analysis.small_network.run --data CIFAR --weights resnet20.safetensors
+
+ResNet-20 on CIFAR-10. Writes small_network.json after every row, and prints the rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import compress
+from analysis.common.cifar import NETWORKS
+from analysis.common.study import command_line, gpu_software, study_parser
+from compress.data import BatchPlan, DataSet, DataSpec, load_data
+from compress.files import write_json
+from compress.quantization.learned import learn_scales
+from compress.training import QATSpec, TrainSpec, fit
+
+BATCH = 128
+ENGINE_BATCH = 500
+CALIBRATION = 1024
+Row = dict[str, Any]
+
+
+class Study:
+    """Data, weights and the rows so far."""
+
+    def __init__(self, arguments: Any) -> None:
+        name = "cifar10" if arguments.data else "digits"
+        spec = DataSpec(name=name, root=arguments.data, image_size=32, batch_size=BATCH, train_images=arguments.images)
+        self.data: DataSet = load_data(spec)
+        self.weights = load_file(arguments.weights) if arguments.weights else None
+        self.out, self.engine_options, self.images = arguments.out, dict(arguments.engine), arguments.images
+        self.report: Row = {"command": command_line(), "machine": gpu_software("triton"), "rows": []}
+
+    def network(self) -> nn.Module:
+        """ResNet-20, trained if weights were given."""
+        torch.manual_seed(0)
+        model = NETWORKS["resnet20"]()
+        if self.weights is not None:
+            model.load_state_dict(self.weights)
+        return model
+
+    def pictures(self, count: int) -> torch.Tensor:
+        """Training pictures without augmentation, on the CPU."""
+        return next(self.data.train.batches(BatchPlan(batch_size=count, limit=count)))[0]
+
+    def quantized(self, model: nn.Module, **spec: Any) -> nn.Module:
+        """The network with calibrated quantizers."""
+        x = self.pictures(CALIBRATION)
+        return compress.quantize(model.eval(), x[:1], x.split(256), spec=compress.QuantSpec(**spec))
+
+    def add(self, row: Row) -> None:
+        """Keep a row and print it."""
+        self.report["rows"].append(row)
+        write_json(self.out / "small_network.json", self.report)
+        print(row, flush=True)
+
+
+def main() -> None:
+    """Speed first, then accuracy."""
+    parser = study_parser(__doc__, out="results/small_network")
+    parser.add_argument("--data", help="folder of CIFAR-10; the digits of scikit-learn without it")
+    parser.add_argument("--weights", type=Path, help="trained float weights of ResNet-20")
+    parser.add_argument("--images", type=int, help="training images at most")
+    parser.add_argument("--engine", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="its options")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    study = Study(arguments)
+    for part in (_speeds, _accuracies):
+        try:
+            part(study)
+        except Exception:
+            study.add({"failed": traceback.format_exc()[-1500:]})
+
+
+def _speeds(study: Study) -> None:
+    """Epochs of float training and of QAT, as launches and as CUDA graphs."""
+    common: Row = {"epochs": 2, "lr": 0.001, "warmup_epochs": 0, "precision": "bf16", "evaluate_every": 2}
+    learned: Row = {**common, "distill": False, "scales": "learned"}
+    for graphs in (False, True):
+        end = ", CUDA graph" if graphs else ""
+        _speed(study, f"float{end}", study.network(), TrainSpec(cuda_graphs=graphs, **common))
+        model = study.quantized(study.network())
+        spec = QATSpec(cuda_graphs=graphs, distill=False, fused="on", **common)
+        _speed(study, f"QAT, BatchNorm folded, fixed ranges{end}", model, spec)
+        for fused in ("off", "on"):
+            model = study.quantized(study.network(), batchnorm="keep")
+            learn_scales(model)
+            spec = QATSpec(cuda_graphs=graphs, fused=fused, **learned)
+            _speed(study, f"QAT, BatchNorm kept, learned ranges, fused {fused}{end}", model, spec)
+
+
+def _speed(study: Study, name: str, model: nn.Module, spec: TrainSpec) -> None:
+    """The second epoch counts: the first compiles and records."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    report = fit(model, study.data, spec, batch_size=BATCH, folder=None, device=device)
+    last = report.history[-1]
+    study.add({
+        "training": name, "images_per_s": round(last.images_per_s), "waited": last.waited, "loss": last.train_loss,
+        "top1": last.val_top1,
+    })  # fmt: skip
+
+
+def _accuracies(study: Study) -> None:
+    """Top-1 of files on the engine, and of the same files on ONNX Runtime."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    spec = QATSpec(epochs=3, lr=0.002, precision="bf16" if device == "cuda" else "fp32", cuda_graphs=True)
+    teacher = study.network().eval()
+    _accuracy(study, "float", study.network().eval(), None)
+    qmodel = study.quantized(study.network())
+    _accuracy(study, "PTQ", qmodel, device)
+    fit(qmodel, study.data, spec, batch_size=BATCH, folder=None, device=device, teacher=copy.deepcopy(teacher))
+    _accuracy(study, "QAT", qmodel.cpu(), device)
+    sparse = study.network()
+    compress.sparsify(sparse, compress.SparsitySpec(pattern="2:4"), example_inputs=study.pictures(1))
+    qmodel = study.quantized(sparse)
+    fit(qmodel, study.data, spec, batch_size=BATCH, folder=None, device=device, teacher=copy.deepcopy(teacher))
+    _accuracy(study, "2:4 + INT8 (QAT)", qmodel.cpu(), device)
+
+
+def _accuracy(study: Study, name: str, model: nn.Module, device: str | None) -> None:
+    path = study.out / "file.onnx"
+    model.eval()
+    compress.export_onnx(model, study.pictures(2), path, dynamic_batch=True)
+    row: Row = {"file": name}
+    for engine_name in ("cuda", "onnxruntime"):
+        options = {} if engine_name != "cuda" else {"tune": "no", **study.engine_options}
+        start = time.monotonic()
+        engine = compress.build_engine(path, engine_name, batch_size=ENGINE_BATCH, **options)
+        found = compress.measure_accuracy(engine, study.data.val.batches(BatchPlan(batch_size=ENGINE_BATCH)))
+        engine.close()
+        row |= {engine_name: found.top1, f"{engine_name}_s": round(time.monotonic() - start, 1)}
+    path.unlink()
+    study.add(row)
+
+
+if __name__ == "__main__":
+    main()
