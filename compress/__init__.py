@@ -76,12 +76,15 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; tests/test_pa
     from compress.training import evaluate as evaluate
     from compress.training import fit as fit
     from compress.training import recalibrate_batchnorm as recalibrate_batchnorm
+    from compress.training.callbacks import Callback as Callback
+    from compress.training.loops.cycle import QuantizationCycle as QuantizationCycle
 
 _HOMES = {
     "ActivationSpec": "compress.quantization.spec",
     "AdaRoundSpec": "compress.quantization.spec",
     "BenchSpec": "compress.measure",
     "CalibrationReport": "compress.quantization.report",
+    "Callback": "compress.training.callbacks",
     "CompressError": "compress.errors",
     "DataSpec": "compress.data.spec",
     "Engine": "compress.engines.base",
@@ -93,6 +96,7 @@ _HOMES = {
     "Placement": "compress.quantization.placement.decisions",
     "QATSpec": "compress.training",
     "QuantSpec": "compress.quantization.spec",
+    "QuantizationCycle": "compress.training.loops.cycle",
     "Quantizer": "compress.quantization.quantizer",
     "Recipe": "compress.recipe",
     "Rule": "compress.quantization.spec",

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from compress.tasks import Task, classification
 from compress.training.augment import make_augment
 from compress.training.average import WeightAverage
 from compress.training.best import BestWeights, check_reference, stop_reason
+from compress.training.callbacks import Callback, Callbacks
 from compress.training.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
 from compress.training.distributed import SINGLE, Processes, average_running_statistics, broadcast_state
 from compress.training.evaluate import QUIET, Evaluation, autocast, evaluate
@@ -77,6 +78,7 @@ def fit(
     first_epoch: int = 0,
     reference: float | None = None,
     after_step: AfterStep | None = None,
+    callbacks: Iterable[Callback] = (),
     progress: Progress = QUIET,
 ) -> TrainReport:
     """Train `model` in place.
@@ -98,7 +100,7 @@ def fit(
         first_epoch: number of the first epoch, for its random order: n after n epochs of training.
         reference: metric that `spec.stop_within` compares with, such as that of the float network.
         after_step: called after every optimizer step; its effect must follow from the model and the step alone.
-        progress: is informed of every optimizer step, and of evaluations.
+        callbacks, progress: listeners on rank 0, such as `compress.training.loggers`; of steps and evaluations.
 
     Raises:
         RecipeError: a value of `spec` out of range, fp16 on the CPU, no teacher or reference, a user's part that fails.
@@ -118,6 +120,7 @@ def fit(
         task = task or classification(data.train.num_classes)
         training = _Training(model, data, spec, batch_size, folder, task, teacher, device, processes, name, progress)
         training.after_step, training.first_epoch, training.reference = after_step, first_epoch, reference
+        training.callbacks = Callbacks(callbacks if processes.is_main else ())
         return training.run(resume)
 
 
@@ -141,7 +144,7 @@ class _Training:
         self.model, self.data, self.spec, self.device, self.processes = model.to(device), data, spec, device, processes
         self.name, self.progress, self.folder, self.task = name, progress, folder, task
         self.after_step: AfterStep | None = None
-        self.first_epoch = 0
+        self.first_epoch, self.callbacks = 0, Callbacks(())
         self.reference: float | None = None
         self.position = Position()
         self.unread: list[Tensor] = []
@@ -198,6 +201,7 @@ class _Training:
     def _run(self, resume: bool) -> TrainReport:
         resumed_from = self._begin(resume)
         self.progress.start(self.name, self.spec.epochs * self.steps_per_epoch, done=self.step)
+        self.callbacks.begin(self.name, self.spec, done=self.step)
         with nullcontext() if self.features is None else self.features.watched():
             while self.position.epoch < self.spec.epochs and not self._stopped():
                 self._epoch()
@@ -205,7 +209,9 @@ class _Training:
             if weights is not None:
                 weights.install()
         history, why = tuple(self.position.history), self._stopped()
-        return summarize(history, self._final(), metric=self.task.metric, resumed_from=resumed_from, stopped=why)
+        report = summarize(history, self._final(), metric=self.task.metric, resumed_from=resumed_from, stopped=why)
+        self.callbacks.end(self.name, report)
+        return report
 
     def _stopped(self) -> str | None:
         return stop_reason(self.position.history, self.spec, self.task.metric, self.reference)
@@ -241,7 +247,9 @@ class _Training:
             self.position.step += 1
             if len(self.unread) >= (READ_EVERY if self.device.type == "cuda" else 1):
                 self._read()
-            self.progress.advance(self.name, 1, **self.position.figures(self.task.correct), lr=lr)
+            figures = {**self.position.figures(self.task.correct), "lr": lr}
+            self.progress.advance(self.name, 1, **figures)
+            self.callbacks.step(self.name, self.step, figures)
             every = self.spec.checkpoint_steps
             if every and self.step % every == 0 and self.position.step < self.steps_per_epoch:
                 self._save()
@@ -323,6 +331,7 @@ class _Training:
         self.progress.note(f"{self.name}: {row.sentence(spec.epochs, self.task.metric)}")
         self._save()
         self._write_log()
+        self.callbacks.epoch(self.name, row)
 
     def _evaluate(self) -> Evaluation:
         return evaluate(

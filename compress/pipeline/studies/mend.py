@@ -132,6 +132,7 @@ def _mend(
     spec = recipe.quantization
     if spec is None:
         raise RecipeError("the debugger is for a quantized network, and the recipe has quantization: null")
+    spec = spec.for_target()  # of several targets the one that training follows
     size = recipe.data.batch_size
     batches: list[Tensor] = [
         x

@@ -1,0 +1,112 @@
+"""What quantization adds to any training loop: calibrate before, freeze and average during, export at the end."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from compress.export.onnx import export_onnx
+from compress.graph.batches import Batches
+from compress.graph.inputs import Inputs
+from compress.quantization.learned import freeze_scales, learn_scales
+from compress.quantization.ptq.quantize import quantize
+from compress.quantization.spec import QuantSpec
+from compress.training.average import WeightAverage
+from compress.training.freezing import drop_frozen_gradients, freeze_batchnorm
+from compress.training.spec import QATSpec
+
+
+@dataclass(kw_only=True)
+class QuantizationCycle:
+    """The parts of quantization-aware training that a loop must call, in this order.
+
+    Attributes:
+        example_inputs: inputs that the model is traced and exported with.
+        batches: calibration data, as for `compress.quantize`.
+        spec: quantization; None = `QuantSpec()`.
+        qat: `scales`, `ema_decay`, `freeze_batchnorm_epoch` and `freeze_ranges_epoch` are followed; the rest belongs to
+            the loop.
+        export_to: ONNX file to write at the end; None = none.
+        export: further arguments of `export_onnx`, such as {"precision": "fp16"}.
+    """
+
+    example_inputs: Inputs
+    batches: Batches
+    spec: QuantSpec | None = None
+    qat: QATSpec = field(default_factory=QATSpec)
+    export_to: Path | str | None = None
+    export: dict[str, Any] = field(default_factory=dict)
+    model: fx.GraphModule | None = None
+    average: WeightAverage | None = None
+
+    def begin(self, model: nn.Module) -> fx.GraphModule:
+        """Quantize and calibrate a float model, before the loop makes its optimizer; the model itself is not changed.
+
+        Raises:
+            CompressError: as `compress.quantize` does.
+        """
+        qmodel: fx.GraphModule = quantize(model, self.example_inputs, self.batches, spec=self.spec)
+        if self.qat.scales == "learned":
+            learn_scales(qmodel)
+        self.model = qmodel.train()
+        return self.model
+
+    def epoch(self, epoch: int) -> None:
+        """Freeze BatchNorm where `qat` says so; after the loop has put the model into training mode.
+
+        Args:
+            epoch: number of the epoch that begins, counted from 0.
+        """
+        freeze_batchnorm(self._model(), self.qat, epoch)
+
+    def before_step(self, epoch: int) -> None:
+        """Leave frozen ranges out of the optimizer step that follows."""
+        drop_frozen_gradients(self._model(), self.qat, epoch)
+
+    def after_step(self, step: int) -> None:
+        """Take the weights of an optimizer step, counted from 1, into their mean."""
+        if self.qat.ema_decay is None:
+            return
+        if self.average is None:  # the loop has moved the model to its device by now
+            self.average = WeightAverage(self._model(), self.qat.ema_decay)
+        self.average.update(step)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Give the model the mean of its weights while the block runs, such as an evaluation."""
+        return nullcontext() if self.average is None else self.average.swapped()
+
+    def end(self) -> Path | None:
+        """Install the mean of the weights, fix learned ranges, and export the file.
+
+        Raises:
+            CompressError: as `compress.export_onnx` does.
+        """
+        model = self._model()
+        if self.average is not None:
+            self.average.install()
+        freeze_scales(model)
+        model.eval()
+        if self.export_to is None:
+            return None
+        device = next(model.parameters()).device
+        try:
+            return export_onnx(model.cpu(), _on_cpu(self.example_inputs), self.export_to, **self.export)
+        finally:
+            model.to(device)
+
+    def _model(self) -> fx.GraphModule:
+        if self.model is None:
+            raise RuntimeError("QuantizationCycle.begin was not called: it makes the quantized model")
+        return self.model
+
+
+def _on_cpu(inputs: Any) -> Any:
+    if isinstance(inputs, Tensor):
+        return inputs.cpu()
+    if isinstance(inputs, dict):
+        return {name: _on_cpu(value) for name, value in inputs.items()}
+    return type(inputs)(_on_cpu(value) for value in inputs) if isinstance(inputs, (tuple, list)) else inputs

@@ -1,0 +1,74 @@
+"""A Lightning callback; needs the extra `lightning`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+from compress.training.average import WeightAverage
+from compress.training.loops.cycle import QuantizationCycle
+
+
+class QuantizationCallback(Callback):
+    """Quantizes a module's network before its optimizer is made, and does the rest of the cycle during `fit`.
+
+    Args:
+        cycle: calibration data, quantization, averaging, freezing and export.
+        attribute: name of the network in the LightningModule.
+    """
+
+    def __init__(self, cycle: QuantizationCycle, *, attribute: str = "model") -> None:
+        self.cycle, self.attribute = cycle, attribute
+        self._step = 0
+        self._means: Mapping[str, Any] | None = None
+        self._swapped = ExitStack()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Put the quantized network in the place of the float one; Lightning calls this before any optimizer."""
+        if stage == "fit" and self.cycle.model is None:
+            setattr(pl_module, self.attribute, self.cycle.begin(getattr(pl_module, self.attribute)))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Freeze what the epoch freezes; Lightning may have changed the modes."""
+        self.cycle.epoch(trainer.current_epoch)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Leave frozen ranges out."""
+        self.cycle.before_step(trainer.current_epoch)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Update the mean after an optimizer step; with accumulation not every batch makes one."""
+        if trainer.global_step > self._step:
+            self._step = trainer.global_step
+            if self._means is not None and self.cycle.model is not None and self.cycle.qat.ema_decay is not None:
+                self.cycle.average = WeightAverage(self.cycle.model, self.cycle.qat.ema_decay)
+                self.cycle.average.load(self._means)
+                self._means = None
+            self.cycle.after_step(self._step)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate the mean of the weights."""
+        self._swapped.enter_context(self.cycle.averaged())
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on with the weights of the last step."""
+        self._swapped.close()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Install the mean and export, on the main process."""
+        if trainer.is_global_zero:
+            self.cycle.end()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the mean for Lightning's checkpoint."""
+        return {} if self.cycle.average is None else {"means": dict(self.cycle.average.means)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the mean of a checkpoint."""
+        self._means = state_dict.get("means")
