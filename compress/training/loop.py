@@ -100,7 +100,8 @@ def fit(
         first_epoch: number of the first epoch, for its random order: n after n epochs of training.
         reference: metric that `spec.stop_within` compares with, such as that of the float network.
         after_step: called after every optimizer step; its effect must follow from the model and the step alone.
-        callbacks, progress: listeners on rank 0, such as `compress.training.loggers`; of steps and evaluations.
+        callbacks: listeners on rank 0, such as those of `compress.training.loggers`.
+        progress: is informed of every optimizer step, and of evaluations.
 
     Raises:
         RecipeError: a value of `spec` out of range, fp16 on the CPU, no teacher or reference, a user's part that fails.
@@ -111,13 +112,12 @@ def fit(
     """
     check_train_spec(spec)
     check_reference(spec, reference)
-    device = processes.on(device)
-    autocast(device, spec.precision)
+    autocast(device := processes.on(device), spec.precision)
     if resume and folder is None:
         raise CheckpointError("resume is set without a folder: name the one that holds the checkpoint")
     progress = progress if processes.is_main else QUIET
+    task = task or classification(data.train.num_classes)
     with surroundings(model, teacher, device), frozen(model, spec.frozen):
-        task = task or classification(data.train.num_classes)
         training = _Training(model, data, spec, batch_size, folder, task, teacher, device, processes, name, progress)
         training.after_step, training.first_epoch, training.reference = after_step, first_epoch, reference
         training.callbacks = Callbacks(callbacks if processes.is_main else ())
