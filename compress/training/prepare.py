@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from compress.data.base import Batch, Split
@@ -144,6 +145,8 @@ def wrap(
             find_unused_parameters=_has_unused_parameters(model, images, task),
             **_NO_BUFFER_BROADCAST,
         )
+        if spec.gradients == "bf16":
+            module.register_comm_hook(None, bf16_compress_hook)
         no_sync = module.no_sync
     return (torch.compile(module) if spec.compile else module), no_sync
 

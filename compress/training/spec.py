@@ -51,6 +51,8 @@ class TrainSpec:
         compile: run the model through torch.compile.
         cuda_graphs: record the forward and the backward pass of a step once and replay them, so that small networks do
             not wait for the host; on one GPU, without effect on the CPU.
+        gradients: type in which several processes exchange their gradients; `bf16` sends half of the bytes of `fp32`
+            and rounds each gradient to eight bits.
         distill: learn from the float model's logits too.
         distill_weight: share of the distillation loss.
         distill_temperature: softmax temperature of both models (Hinton et al., arXiv 1503.02531).
@@ -87,6 +89,7 @@ class TrainSpec:
     channels_last: bool | None = None
     compile: bool = False
     cuda_graphs: bool = False
+    gradients: Literal["fp32", "bf16"] = "fp32"
     distill: bool = False
     distill_weight: Share = 0.5
     distill_temperature: Positive = 2.0
@@ -151,7 +154,15 @@ _SECTIONS: dict[type[TrainSpec], str] = {TrainSpec: "train", QATSpec: "qat", Fin
 
 _SPEED = {"cuda_graphs"}
 """Keys that change the speed alone: a training may go on with another value."""
-_ADDED = {"damping", "normalize_weights", "keep_best", "stop_after", "stop_within", "distill_feature_weight"}
+_ADDED = {
+    "gradients",
+    "damping",
+    "normalize_weights",
+    "keep_best",
+    "stop_after",
+    "stop_within",
+    "distill_feature_weight",
+}
 """Keys that checkpoints of earlier versions do not hold: left out where they have their default."""
 
 

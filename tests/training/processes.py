@@ -139,15 +139,19 @@ def full_disk(folder):
         (folder / "facts.json").write_text(json.dumps(facts))
 
 
-def pair(folder):
-    """Two processes train what one trains, each on its share."""
-    folder.mkdir(exist_ok=True)
+def two_places():
+    """The environments of two processes that find each other."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **common} for rank in range(2)]
-    children = [fork(lambda place=place: member(folder, place)) for place in places]
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **common} for rank in range(2)]
+
+
+def pair(folder):
+    """Two processes train what one trains, each on its share."""
+    folder.mkdir(exist_ok=True)
+    children = [fork(lambda place=place: member(folder, place)) for place in two_places()]
     ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     ends.append(forked(lambda: member(folder, {})))
     (folder / "ends.json").write_text(json.dumps(ends))
@@ -176,6 +180,18 @@ def member(folder, environment):
         facts["resumed_from"] = fit(resumed, toy_data(), spec, folder=stopped, resume=True, **options).resumed_from
         save_model(resumed, folder / f"resumed-{who}.safetensors")
 
+    spec = TrainSpec(**{**vars(spec), "gradients": "bf16"})
+    fit(rounded := smooth(), toy_data(), spec, folder=None, **options)
+    save_model(rounded, folder / f"rounded-{who}.safetensors")
+    spec = TrainSpec(**{**vars(spec), "gradients": "fp32"})
+    crossed = smooth(seed=0 if processes.world_size > 1 else 5)  # two are stopped, and one goes on
+    try:
+        data = interrupted_data(loads=10) if processes.world_size > 1 else toy_data()
+        fit(crossed, data, spec, folder=folder / "crossed", resume=True, **options)
+        save_model(crossed, folder / "crossed.safetensors")
+    except KeyboardInterrupt:
+        pass
+
     fit(with_aux := WithAuxiliary(), toy_data(), spec, folder=None, **options)
     save_model(with_aux, folder / f"auxiliary-{who}.safetensors")
 
@@ -189,6 +205,29 @@ def member(folder, environment):
     ]
     (folder / f"facts-{who}.json").write_text(json.dumps(facts))
     processes.close()
+
+
+def dying(folder):
+    """Two processes, of which the second fails in a step."""
+    folder.mkdir(exist_ok=True)
+    children = [fork(lambda place=place: dying_member(place)) for place in two_places()]
+    (folder / "ends.json").write_text(json.dumps([os.waitstatus_to_exitcode(os.waitpid(c, 0)[1]) for c in children]))
+
+
+def dying_member(environment):
+    processes = init_processes("cpu", environment=environment)
+    data = toy_data()
+    if not processes.is_main:
+        load, left = data.train.load, [5]
+
+        def fail(*arguments, **options):
+            left[0] -= 1
+            if not left[0]:
+                raise ValueError("the second process fails on purpose")
+            return load(*arguments, **options)
+
+        data.train.load = fail
+    fit(smooth(), data, TrainSpec(epochs=9), folder=None, batch_size=8, processes=processes)
 
 
 def interrupted_data(loads):
@@ -228,4 +267,4 @@ def exchange(processes):
 
 
 if __name__ == "__main__":
-    {"killed": killed, "pair": pair}[sys.argv[1]](Path(sys.argv[2]))
+    {"killed": killed, "pair": pair, "dying": dying}[sys.argv[1]](Path(sys.argv[2]))

@@ -44,6 +44,26 @@ def test_resumed_is_the_undisturbed_one(pair, facts):
             torch.testing.assert_close(resumed[key], whole[key], rtol=0, atol=0 if who == "1-0" else 1e-6)
 
 
+def test_one_process_goes_on_where_two_were_stopped(pair):
+    whole, crossed = load_file(pair / "smooth-1-0.safetensors"), load_file(pair / "crossed.safetensors")
+    for key in whole:
+        torch.testing.assert_close(crossed[key], whole[key], rtol=0, atol=1e-5)
+
+
+def test_gradients_in_bfloat16_are_rounded_and_the_same_everywhere(pair):
+    exact, first, second = (load_file(pair / f"{n}.safetensors") for n in ("smooth-2-0", "rounded-2-0", "rounded-2-1"))
+    for key, expected in exact.items():
+        torch.testing.assert_close(first[key], expected, rtol=0, atol=5e-3)
+        assert torch.equal(first[key], second[key])
+    assert any(not torch.equal(first[key], expected) for key, expected in exact.items())
+
+
+def test_a_process_that_fails_ends_all_with_its_traceback(tmp_path):
+    ends, errors = run("dying", tmp_path / "dying")
+    assert 0 not in ends
+    assert "ValueError: the second process fails on purpose" in errors
+
+
 def test_figures_are_those_of_all_images(facts):
     alone, first, second = (facts[who] for who in RUNS)
     assert first["history"] == second["history"]
