@@ -4,13 +4,16 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test lint types install clean
+.PHONY: demo test docs lint types install clean
 
 demo: install   ## from nothing to a quantized engine and a report
 	$(BIN)/python -m compress qat --recipe resnet50.yaml
 
 test: install   ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+docs: install   ## the documentation as a site, in build/site
+	$(BIN)/mkdocs build --strict
 
 lint: install   ## style
 	$(BIN)/ruff check .

@@ -1,0 +1,38 @@
+"""The documentation: it builds without a warning, every link resolves, and its Python runs as it stands."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(path for path in DOCS.glob("*.md") if "```python" in path.read_text())
+
+
+def test_the_site_builds_with_every_warning_as_an_error(tmp_path):
+    config = pytest.importorskip("mkdocs.config", reason="the extra `docs` is not installed")
+    from mkdocs.commands.build import build
+
+    found = config.load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site"), strict=True)
+    build(found)
+    assert {path.stem for path in DOCS.glob("*.md")} <= {
+        path.parent.name or "index" for path in tmp_path.rglob("*.html")
+    } | {"index"}
+    text = (tmp_path / "site" / "api" / "index.html").read_text()
+    assert "Fold BatchNorm, insert quantizers" in text  # the docstring of compress.quantize
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_python_of_a_page_runs(page, tmp_path, monkeypatch):
+    """In order, in one namespace and an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        exec(compile(block, page.name, "exec"), names)
+
+
+def test_links_of_the_readme_and_the_pages_lead_somewhere():
+    for page in (ROOT / "README.md", *DOCS.glob("*.md")):
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+            assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
