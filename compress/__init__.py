@@ -67,6 +67,9 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; tests/test_pa
     from compress.recipe import Recipe as Recipe
     from compress.recipe import load_recipe as load_recipe
     from compress.roofline.model import roofline as roofline
+    from compress.search.front import Front as Front
+    from compress.search.search import search as search
+    from compress.search.spec import SearchSpec as SearchSpec
     from compress.sparsity.parametrization import squash_masks as squash_masks
     from compress.sparsity.schedule import MaskSchedule as MaskSchedule
     from compress.sparsity.sparsifier import sparsify as sparsify
@@ -90,6 +93,7 @@ _HOMES = {
     "Engine": "compress.engines.base",
     "EngineAudit": "compress.audit.engine",
     "ExportSpec": "compress.export.spec",
+    "Front": "compress.search.front",
     "MaskSchedule": "compress.sparsity.schedule",
     "ModelSpec": "compress.models",
     "OnnxAudit": "compress.audit.onnx",
@@ -100,6 +104,7 @@ _HOMES = {
     "Quantizer": "compress.quantization.quantizer",
     "Recipe": "compress.recipe",
     "Rule": "compress.quantization.spec",
+    "SearchSpec": "compress.search.spec",
     "Sensitivity": "compress.quantization.sensitivity.sensitivity",
     "SparsitySpec": "compress.sparsity.spec",
     "TorchEngine": "compress.engines.torch",
@@ -138,6 +143,7 @@ _HOMES = {
     "roofline": "compress.roofline.model",
     "run": "compress.pipeline",
     "save": "compress.pipeline.saved",
+    "search": "compress.search.search",
     "sensitivity": "compress.quantization.sensitivity.sensitivity",
     "sparsify": "compress.sparsity.sparsifier",
     "squash_masks": "compress.sparsity.parametrization",

@@ -7,7 +7,7 @@ base class; each docstring says what is refused.
         RecipeError, ModelError, DataError, CheckpointError, RunError
         QuantizationError
             CalibrationError
-        SparsityError, ReceptiveFieldError, RooflineError
+        SparsityError, SearchError, ReceptiveFieldError, RooflineError
         ExportError
             AuditError
         EngineError
@@ -56,6 +56,10 @@ class CalibrationError(QuantizationError):
 
 class SparsityError(CompressError):
     """A mask or a pattern does not fit its weight."""
+
+
+class SearchError(CompressError):
+    """A search has nothing to choose from, or its bound cannot be met."""
 
 
 class ReceptiveFieldError(CompressError):

@@ -36,6 +36,7 @@ LAYERS = [
     {"audit", "onnx_ptq"},
     {"measure"},
     {"training"},
+    {"search"},
     {"recipe"},
     {"records", "recipe_keys"},
     {"plots"},

@@ -1,0 +1,118 @@
+"""Residual blocks that can be left out, and blocks of layers that share a format, found in a traced graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from compress.graph.ops import node_kind
+from compress.graph.traits import WEIGHTED
+
+LARGEST_UNIT = 6
+"""Weighted layers of a module that share one format at most; larger modules are whole stages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A residual block: `add` sums `identity` and a branch that depends on `identity` alone.
+
+    Attributes:
+        name: module path that the layers of the branch share.
+        add, identity: names of the nodes.
+        layers: weighted layers of the branch.
+    """
+
+    name: str
+    add: str
+    identity: str
+    layers: tuple[str, ...]
+
+
+def residual_blocks(graph: fx.Graph) -> tuple[Block, ...]:
+    """Return every block x + f(x) whose branch f has weighted layers and feeds nothing but the sum, in graph order.
+
+    Without the branch the block computes x, so that leaving it out needs no other change.
+    """
+    found: list[Block] = []
+    for node in graph.nodes:
+        operands = [x for x in node.args[:2] if isinstance(x, fx.Node)] if node_kind(node) == "add" else []
+        if len(operands) != 2 or operands[0].meta.get("shape") != operands[1].meta.get("shape"):
+            continue
+        for identity, end in (operands, operands[::-1]):
+            branch = _branch(identity, end)
+            if branch is None or any(user not in branch and user is not node for x in branch for user in x.users):
+                continue
+            layers = _weighted_paths(x for x in graph.nodes if x in branch)
+            if layers:
+                name = _common(layers) or node.name
+                taken = {block.name for block in found}
+                name = f"{name} ({node.name})" if name in taken else name
+                found.append(Block(name=name, add=node.name, identity=identity.name, layers=layers))
+                break
+    return tuple(found)
+
+
+def leave_out(module: fx.GraphModule, block: Block) -> None:
+    """Replace a block by its identity, in place; the caller removes dead code afterwards."""
+    nodes = {node.name: node for node in module.graph.nodes}
+    if block.add in nodes and block.identity in nodes:
+        nodes[block.add].replace_all_uses_with(nodes[block.identity])
+
+
+def units(layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Group layers into blocks that share a format: the deepest module that holds several of them, if it is no stage.
+
+    >>> units(["conv1", "layer1.0.conv1", "layer1.0.conv2", "layer1.1.conv1", "layer1.1.conv2", "fc"])
+    {'conv1': ('conv1',), 'layer1.0': ('layer1.0.conv1', 'layer1.0.conv2'), 'layer1.1': ('layer1.1.conv1', \
+'layer1.1.conv2'), 'fc': ('fc',)}
+    """
+    counts = Counter(prefix for layer in layers for prefix in _prefixes(layer))
+    grouped: dict[str, list[str]] = {}
+    for layer in layers:
+        deepest = next((prefix for prefix in _prefixes(layer) if counts[prefix] > 1), "")
+        name = deepest if deepest and counts[deepest] <= LARGEST_UNIT else layer
+        grouped.setdefault(name, []).append(layer)
+    return {name: tuple(own) for name, own in grouped.items()}
+
+
+def _prefixes(path: str) -> list[str]:
+    """Modules that hold a layer, the deepest first, without the network itself."""
+    parts = path.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+
+
+def _branch(identity: fx.Node, end: fx.Node) -> set[fx.Node] | None:
+    """Nodes from `identity` (excluded) to `end`; None if `end` depends on another value too, or not on `identity`."""
+    seen: set[fx.Node] = set()
+    waiting, reached = [end], False
+    while waiting:
+        node = waiting.pop()
+        if node is identity:
+            reached = True
+            continue
+        if node in seen:
+            continue
+        if node.op == "placeholder":
+            return None
+        seen.add(node)
+        waiting += node.all_input_nodes
+    return seen if reached and end is not identity else None
+
+
+def _weighted_paths(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    return tuple(str(n.target) for n in nodes if n.op == "call_module" and node_kind(n) in WEIGHTED)
+
+
+def _common(paths: Sequence[str]) -> str:
+    """The longest module path that all paths share; of a single layer its own."""
+    if len(paths) == 1:
+        return paths[0]
+    shared = []
+    for parts in zip(*(path.split(".") for path in paths), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)

@@ -1,0 +1,233 @@
+"""A candidate from its configuration to its figures on the engine: built, judged and timed beside the float network.
+
+Everything that a worker needs is in a `Lab`, and nothing in it changes.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from compress.engines.base import Engine
+from compress.engines.registry import build_engine
+from compress.errors import SearchError
+from compress.export.onnx import export_onnx
+from compress.measure import Latency, measure_latency
+from compress.measure.latency import latency_ratio
+from compress.quantization.ptq.quantize import quantize
+from compress.quantization.spec import QuantSpec, Rule
+from compress.search.costs import Costs
+from compress.search.network import Scores, apply, distance, reconstruct, removed_classes
+from compress.search.space import FLOAT, Configuration, Space, formats_of, left_out, sparse_layers
+from compress.search.spec import SearchSpec
+from compress.search.structure import Structure
+from compress.sparsity.parametrization import squash_masks
+from compress.sparsity.sparsifier import sparsify
+from compress.sparsity.spec import SparsityRule, SparsitySpec
+from compress.training import recalibrate_batchnorm
+
+REFERENCE = "float"
+_QUICK = 1  # calibration batches of a network that is only timed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What was measured of a candidate on the engine.
+
+    Attributes:
+        ms: median time of a run.
+        ratio: its time over that of the float network, timed in turn with it.
+        distance: squared error of its outputs over the variance of the float network's, on pictures held back.
+        agreement: share of those pictures that it gives the float network's class; None for outputs that are no logits.
+    """
+
+    ms: float
+    ratio: float
+    distance: float
+    agreement: float | None
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Everything that candidates are built and measured with.
+
+    Attributes:
+        structure: of the float network.
+        space: of configurations.
+        spec: of the search.
+        quantization: target and formats of what is quantized; its rules come before those of a configuration.
+        engine: name of the engine.
+        scores: importance of channels.
+        fit: pictures that candidates learn from.
+        held: pictures that they are measured on.
+        runs, seconds: most timed runs of each network, and time for each.
+    """
+
+    structure: Structure
+    space: Space
+    spec: SearchSpec
+    quantization: QuantSpec
+    engine: str
+    scores: Scores
+    fit: Sequence[Tensor]
+    held: Sequence[Tensor]
+    runs: int = 60
+    seconds: float = 0.6
+    costs: Costs = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "costs", Costs(self.structure))
+
+    @property
+    def example(self) -> Tensor:
+        """Images that candidates are traced and exported with, as many as a timed run has."""
+        images = torch.cat([batch.cpu() for batch in self.fit])
+        times = -(-self.spec.batch_size // len(images))
+        return images.repeat(times, *[1] * (images.ndim - 1))[: self.spec.batch_size]
+
+    @cached_property
+    def images(self) -> Tensor:
+        """All pictures held back, as many as fill whole runs."""
+        images = torch.cat([batch.cpu() for batch in self.held])
+        whole = max(len(images) // self.spec.batch_size, 1) * self.spec.batch_size
+        return images.repeat(-(-whole // len(images)), *[1] * (images.ndim - 1))[:whole]
+
+
+def build(lab: Lab, configuration: Configuration, *, steps: int | None = None) -> nn.Module:
+    """Return the float network of a configuration, its layers reconstructed and its 2:4 masks applied.
+
+    Args:
+        lab: with the float network.
+        configuration: of its space.
+        steps: of reconstruction; None = as the specification says.
+    """
+    small = apply(lab.structure, configuration, lab.scores)
+    if removed_classes(lab.structure, configuration, lab.scores) or left_out(configuration):
+        count = lab.spec.reconstruction_steps if steps is None else steps
+        reconstruct(small, lab.structure, configuration, lab.scores, lab.fit, steps=count)
+    sparse = [layer for layer in sparse_layers(lab.structure, configuration) if _has(small, layer)]
+    if sparse:
+        sparsify(small, sparsity_spec(sparse), example_inputs=lab.fit[0])
+        squash_masks(small)
+        recalibrate_batchnorm(small, lab.fit)
+    return small.eval()
+
+
+def sparsity_spec(layers: Sequence[str]) -> SparsitySpec:
+    """2:4 in these layers alone."""
+    rules = (SparsityRule(match="*", enable=False), *(SparsityRule(match=layer) for layer in layers))
+    return SparsitySpec(pattern="2:4", kernels="any", rules=rules)
+
+
+def quantization_of(lab: Lab, network: nn.Module, configuration: Configuration) -> QuantSpec | None:
+    """The specification that gives a candidate's layers their formats; None if all of them are float."""
+    formats = {k: v for k, v in formats_of(lab.structure, configuration).items() if _has(network, k)}
+    if set(formats.values()) <= {FLOAT}:
+        return None
+    base, rules = lab.quantization, []
+    for layer, name in formats.items():
+        if name == FLOAT:
+            rules.append(Rule(match=layer, enable=False))
+        else:
+            bits = int(name.removeprefix("int"))
+            rules.append(Rule(match=layer, weights=replace(base.weights, num_bits=bits)))
+    if len(set(formats.values())) == 1 and "int8" in formats.values():
+        rules = []  # what no rule names is INT8
+    names = [name for name, _ in network.named_modules()]
+    kept = [rule for rule in base.rules if any(fnmatch.fnmatch(name, rule.match) for name in names)]
+    return replace(base, rules=(*kept, *rules))
+
+
+def with_formats(lab: Lab, network: nn.Module, configuration: Configuration, *, quick: bool = False) -> nn.Module:
+    """Return a candidate quantized as its configuration says, calibrated on the pictures to learn from."""
+    spec = quantization_of(lab, network, configuration)
+    if spec is None:
+        return network
+    batches = list(lab.fit)[:_QUICK] if quick else list(lab.fit)
+    return quantize(network, lab.fit[0][:2], batches, spec=spec)
+
+
+def export(lab: Lab, network: nn.Module, path: Path) -> Path:
+    """Write a candidate for a batch of fixed size, which exports in a third of the time of an open one."""
+    return export_onnx(network.cpu(), lab.example, path, dynamic_batch=False)
+
+
+def measure(lab: Lab, configuration: Configuration, reference: Path) -> Figures:
+    """Build a candidate and measure it on the engine, in turn with the float network.
+
+    Args:
+        lab: everything needed.
+        configuration: of its space.
+        reference: file of the float network, of `export`.
+
+    Raises:
+        CompressError: the candidate cannot be built, exported or run.
+    """
+    with tempfile.TemporaryDirectory(prefix="compress-search-") as folder:
+        network = with_formats(lab, build(lab, configuration), configuration)
+        files = {REFERENCE: reference, "candidate": export(lab, network, Path(folder) / "candidate.onnx")}
+        with engines_of(lab, files) as engines:
+            outputs = {name: run_images(lab, engine) for name, engine in engines.items()}
+            timed = time_engines(lab, engines)
+    far = distance(outputs["candidate"], outputs[REFERENCE])
+    if not np.isfinite(far):
+        raise SearchError("the candidate's outputs are not finite")
+    return Figures(
+        ms=timed["candidate"].p50_ms,
+        ratio=latency_ratio(timed["candidate"], timed[REFERENCE]),
+        distance=far,
+        agreement=agreement(outputs["candidate"], outputs[REFERENCE]),
+    )
+
+
+@contextmanager
+def engines_of(lab: Lab, files: Mapping[str, Path]) -> Iterator[dict[str, Engine]]:
+    """Load files into the engine of a search; they are closed at the end."""
+    built: dict[str, Engine] = {}
+    spec = lab.spec
+    try:
+        for name, path in files.items():
+            built[name] = build_engine(
+                path, lab.engine, batch_size=spec.batch_size, threads=spec.threads, precision=spec.precision
+            )
+        yield built
+    finally:
+        for engine in built.values():
+            engine.close()
+
+
+def time_engines(lab: Lab, engines: Mapping[str, Engine]) -> dict[str, Latency]:
+    """Time engines in turn."""
+    timed = measure_latency(engines, batch_size=lab.spec.batch_size, runs=lab.runs, seconds=lab.seconds)
+    return {row.label: row for row in timed}
+
+
+def run_images(lab: Lab, engine: Engine) -> list[Tensor]:
+    """The engine's outputs for the pictures held back."""
+    name = engine.inputs[0].name
+    rows = [engine.run({name: part.numpy()}) for part in lab.images.split(lab.spec.batch_size)]
+    return [torch.from_numpy(np.concatenate([np.asarray(r[o.name]) for r in rows])).float() for o in engine.outputs]
+
+
+def agreement(outputs: Sequence[Tensor], reference: Sequence[Tensor]) -> float | None:
+    """Share of images of the same class in two sets of logits; None for other outputs."""
+    if len(outputs) != 1 or outputs[0].ndim != 2:
+        return None
+    return float((outputs[0].argmax(1) == reference[0].argmax(1)).double().mean())
+
+
+def _has(network: nn.Module, path: str) -> bool:
+    try:
+        network.get_submodule(path)
+    except AttributeError:
+        return False
+    return True

@@ -1,0 +1,169 @@
+"""The latency of a network as a sum over its layers, fitted to networks that were timed on the engine.
+
+Every network of the fit is timed as a whole, in place, with all that the engine fuses; where the engine also reports
+the time of each layer (OpenVINO), those times are further equations. The time of a layer of one kind and format is
+
+    call + a macs + b (elements read and written) + c weights
+
+with non-negative coefficients for all layers of that kind, and a deviation of each single layer, by ridge regression.
+A network adds a constant, and the elements that are converted where the format changes from one layer to the next.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import lsq_linear
+from scipy.stats import spearmanr
+
+from compress.errors import SearchError
+from compress.search.costs import LayerCost
+
+_NETWORK, _CONVERT, _SINGLE = "network", "convert", "*"
+_RIDGE, _DEVIATION, _LAYER = 1e-3, 0.05, 0.5
+
+Values = Sequence[float] | NDArray[np.float64]
+Feature = tuple[str, str, str]
+"""(kind or path, format, quantity)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A network that was timed.
+
+    Attributes:
+        costs: of its layers.
+        time: of a run, in the unit of the model; a search takes the float network's own time.
+        layers: time of each layer as the engine reports it, by path; empty if it does not.
+    """
+
+    costs: tuple[LayerCost, ...]
+    time: float
+    layers: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyModel:
+    """A fitted model.
+
+    Attributes:
+        coefficients: time for each unit of a feature.
+    """
+
+    coefficients: Mapping[Feature, float]
+
+    def predict(self, costs: Sequence[LayerCost]) -> float:
+        """Predicted time of a run; never below the constant of a network."""
+        constant = self.coefficients.get((_NETWORK, "", ""), 0.0)
+        between = sum(self.coefficients.get(key, 0.0) * value for key, value in _between(costs).items())
+        return constant + between + sum(self.layer(cost) for cost in costs)
+
+    def layer(self, cost: LayerCost) -> float:
+        """Predicted time of one layer."""
+        return max(0.0, sum(self.coefficients.get(key, 0.0) * value for key, value in _of_layer(cost).items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Predictions against measurements of networks that a model was not fitted to.
+
+    Attributes:
+        predicted: times.
+        measured: times.
+        median_error: median of |predicted - measured| / measured.
+        spearman: rank correlation; NaN of fewer than three networks.
+    """
+
+    predicted: tuple[float, ...]
+    measured: tuple[float, ...]
+    median_error: float
+    spearman: float
+
+
+def fit(samples: Sequence[Sample]) -> LatencyModel:
+    """Fit a model by least squares of relative errors.
+
+    Raises:
+        SearchError: no samples, or times that are not finite and above zero.
+    """
+    if not samples or not all(np.isfinite(sample.time) and sample.time > 0 for sample in samples):
+        raise SearchError("the latency model needs networks with times above zero")
+    rows: list[tuple[dict[Feature, float], float, float]] = []
+    for sample in samples:
+        rows.append((_features(sample.costs), sample.time, 1 / sample.time))
+        scale = _LAYER * len(sample.costs) ** 0.5 / sample.time
+        rows += [
+            (_of_layer(cost), sample.layers[cost.path], scale) for cost in sample.costs if cost.path in sample.layers
+        ]
+    names = sorted({name for features, _, _ in rows for name in features})
+    column = {name: i for i, name in enumerate(names)}
+    matrix, target = np.zeros((len(rows), len(names))), np.zeros(len(rows))
+    for i, (features, time, weight) in enumerate(rows):
+        target[i] = time * weight
+        for name, value in features.items():
+            matrix[i, column[name]] = value * weight
+    size = np.abs(matrix).max(axis=0)
+    size[size == 0] = 1.0
+    single = np.array([_is_deviation(name) for name in names])
+    ridge = np.diag(np.where(single, _DEVIATION**0.5, _RIDGE**0.5))
+    solved = lsq_linear(
+        np.vstack([matrix / size, ridge]),
+        np.concatenate([target, np.zeros(len(names))]),
+        bounds=(np.where(single, -np.inf, 0.0), np.inf),
+    )
+    found = solved.x / size
+    return LatencyModel(coefficients={name: float(found[column[name]]) for name in names})
+
+
+def check(predicted: Iterable[float], measured: Iterable[float]) -> Check:
+    """Compare predictions with measurements."""
+    left, right = np.asarray(tuple(predicted), dtype=float), np.asarray(tuple(measured), dtype=float)
+    return Check(
+        predicted=tuple(left.tolist()),
+        measured=tuple(right.tolist()),
+        median_error=float(np.median(np.abs(left - right) / right)) if len(right) else float("nan"),
+        spearman=rank_correlation(left, right),
+    )
+
+
+def rank_correlation(
+    left: Sequence[float] | NDArray[np.float64], right: Sequence[float] | NDArray[np.float64]
+) -> float:
+    """Spearman's rank correlation; NaN for fewer than three values, or where one side is constant."""
+    if len(left) < 3 or len(set(map(float, left))) == 1 or len(set(map(float, right))) == 1:
+        return float("nan")
+    return float(spearmanr(left, right).statistic)
+
+
+def _features(costs: Sequence[LayerCost]) -> dict[Feature, float]:
+    """Features of a whole network."""
+    total: dict[Feature, float] = {(_NETWORK, "", ""): 1.0, **_between(costs)}
+    for cost in costs:
+        for name, value in _of_layer(cost).items():
+            total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def _between(costs: Sequence[LayerCost]) -> dict[Feature, float]:
+    """Elements that are converted between layers of different formats."""
+    changed = sum(b.read for a, b in itertools.pairwise(costs) if a.format != b.format)
+    return {(_NETWORK, "", _CONVERT): changed} if changed else {}
+
+
+def _of_layer(cost: LayerCost) -> dict[Feature, float]:
+    return {
+        (cost.kind, cost.format, "call"): 1.0,
+        (cost.kind, cost.format, "macs"): cost.macs,
+        (cost.kind, cost.format, "elements"): cost.read + cost.written,
+        (cost.kind, cost.format, "weights"): cost.weights,
+        (f"{_SINGLE}{cost.path}", cost.format, "call"): 1.0,
+        (f"{_SINGLE}{cost.path}", cost.format, "macs"): cost.macs,
+    }
+
+
+def _is_deviation(name: Feature) -> bool:
+    return name[0].startswith(_SINGLE)

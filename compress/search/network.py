@@ -1,0 +1,156 @@
+"""A configuration applied to a network: channels removed, blocks left out; a pure function of the two.
+
+Nothing is trained here. `reconstruct` then lets the smaller network's layers learn the float network's outputs again,
+from pictures alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from compress.errors import SearchError
+from compress.graph.inputs import flat_tensors
+from compress.search.blocks import leave_out
+from compress.search.space import Configuration, left_out, widths_of
+from compress.search.structure import Structure
+from compress.search.surgery import kept_positions, remove_channels
+from compress.training import recalibrate_batchnorm
+
+Scores = Mapping[str, Tensor]
+"""For each group of channels the importance of each of its channels, in the order of `WidthGroup.classes`."""
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_LEARNING_RATE = 1e-3
+
+
+def apply(structure: Structure, configuration: Configuration, scores: Scores | None = None) -> fx.GraphModule:
+    """Return the network that a configuration describes, in evaluation mode; where nothing goes it computes the same.
+
+    Formats and sparsity are not applied: the result is a float network, which `quantize` and `sparsify` take.
+
+    Args:
+        structure: of the float network.
+        configuration: elements that it does not name stay as they are.
+        scores: the channels of the highest scores stay; None keeps the first ones (the weights are loaded afterwards).
+
+    Raises:
+        SearchError: more channels are to be kept than there are, or none.
+    """
+    small = remove_channels(structure.graph, structure.axes, removed_classes(structure, configuration, scores))
+    for name in left_out(configuration):
+        leave_out(small, structure.blocks[name])
+    small.graph.eliminate_dead_code()
+    small.delete_all_unused_submodules()
+    small.recompile()
+    return small.eval()
+
+
+def removed_classes(structure: Structure, configuration: Configuration, scores: Scores | None = None) -> list[int]:
+    """Classes of channels that a configuration removes."""
+    removed: list[int] = []
+    for name, count in widths_of(configuration).items():
+        classes = structure.groups[name].classes
+        if not 1 <= count <= len(classes):
+            raise SearchError(f"width {name} is {count}: it must be from 1 to {len(classes)}")
+        if scores is None:
+            removed += classes[count:]
+        else:
+            order = scores[name].argsort(descending=True, stable=True).tolist()
+            removed += [classes[i] for i in sorted(order[count:])]
+    return removed
+
+
+def reconstruct(
+    small: fx.GraphModule,
+    structure: Structure,
+    configuration: Configuration,
+    scores: Scores,
+    batches: Sequence[Tensor],
+    *,
+    steps: int,
+) -> fx.GraphModule:
+    """Measure BatchNorm's statistics again and train for a few steps on the float network's outputs, in place.
+
+    The loss is the squared error of the outputs, and of the output of every BatchNorm that is left at the channels that
+    are left, each over the power of its target (layer-wise reconstruction, as in AdaRound and BRECQ, of all layers
+    at once). No labels are read.
+
+    Args:
+        small: of `apply`.
+        structure: of the float network.
+        configuration: that `small` was made with.
+        scores: that `small` was made with.
+        batches: pictures, preprocessed.
+        steps: of Adam; 0 leaves the weights alone.
+    """
+    recalibrate_batchnorm(small, batches)
+    if not steps:
+        return small
+    kept = _kept_outputs(small, structure, removed_classes(structure, configuration, scores))
+    parameters = [p for p in small.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr=_LEARNING_RATE)
+    for step in range(steps):
+        images = batches[step % len(batches)]
+        with torch.no_grad():
+            wanted, inner = _observed(structure.graph, images, kept)
+        with torch.enable_grad():
+            got, own = _observed(small, images, kept)
+            loss = sum((_error(a, b) for a, b in zip(got, wanted, strict=True)), torch.zeros((), device=images.device))
+            for path, index in kept.items():
+                target = inner[path].index_select(1, index.to(images.device))
+                loss = loss + _error(own[path], target) / len(kept)
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+    recalibrate_batchnorm(small, batches)
+    return small.eval()
+
+
+def _kept_outputs(small: nn.Module, structure: Structure, removed: Sequence[int]) -> dict[str, Tensor]:
+    """Positions of the channels that are left in the output of each BatchNorm of `small`."""
+    paths = {path for path, module in small.named_modules() if isinstance(module, _NORMS)}
+    return {
+        path: kept_positions(axis, removed)
+        for axis in structure.axes
+        if (path := axis.path.rpartition(".")[0]) in paths and axis.path.endswith((".weight", ".running_mean"))
+    }
+
+
+def _observed(model: nn.Module, images: Tensor, paths: Mapping[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The outputs of a network and of some of its modules."""
+    seen: dict[str, Tensor] = {}
+
+    def keep(path: str) -> Any:
+        return lambda module, inputs, output: seen.__setitem__(path, output.clone())  # what follows may be in place
+
+    handles = [model.get_submodule(path).register_forward_hook(keep(path)) for path in paths]
+    try:
+        return flat_tensors(model(images)), seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _error(value: Tensor, target: Tensor) -> Tensor:
+    return (value - target).square().mean() / target.square().mean().clamp_min(1e-12)
+
+
+def distance(outputs: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
+    """Squared error of outputs over the variance of the reference, averaged over output tensors; 0 = the same.
+
+    Args:
+        outputs: output tensors of a network.
+        reference: those of the float network for the same images.
+    """
+    shares = []
+    for value, target in zip(outputs, reference, strict=True):
+        target = target.double()
+        power = cast(float, (target - target.mean(0, keepdim=True)).square().mean().item())
+        shares.append((value.double() - target).square().mean().item() / max(power, 1e-12))
+    return sum(shares) / max(len(shares), 1)

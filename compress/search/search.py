@@ -1,0 +1,256 @@
+"""From a trained network to a Pareto front of smaller ones, each measured on the engine."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from compress.engines.registry import ENGINES
+from compress.errors import EngineError, EngineUnavailableError, SearchError, near_misses
+from compress.files import write_json
+from compress.graph.batches import Batches, device_of, model_inputs
+from compress.graph.inputs import Inputs
+from compress.progress import NoProgress, Progress
+from compress.quantization.spec import QuantSpec, Target
+from compress.search.accuracy_model import rate_choices
+from compress.search.criteria import channel_scores
+from compress.search.front import FLOAT_POINT, Front, Point, choose
+from compress.search.lab import REFERENCE, Lab, export, measure
+from compress.search.network import apply
+from compress.search.plan import read_plan, write_plan
+from compress.search.space import Configuration, make_space
+from compress.search.spec import SearchSpec, check_search_spec
+from compress.search.start import best_within, uniform
+from compress.search.structure import analyse
+from compress.search.timing import Timed, time_space
+from compress.search.trials import add_starts, failures, open_study, optuna, results, run_trials
+
+TARGETS: dict[str, Target] = {"openvino": "openvino", "onnxruntime": "onnxruntime"}
+"""Whose placement rules fit an engine; TensorRT's fit all others."""
+
+STUDY = "search"
+_BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+_HELD = 4  # one picture of so many is held back
+
+
+def search(
+    model: nn.Module,
+    example_inputs: Inputs,
+    batches: Batches,
+    *,
+    engine: str = "openvino",
+    latency: float | None = None,
+    max_drop: float | None = None,
+    spec: SearchSpec | None = None,
+    quantization: QuantSpec | None = None,
+    out: Path | str = "search",
+    storage: str | None = None,
+    cache: Path | None = None,
+    role: Literal["all", "worker"] = "all",
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Front:
+    """Search over precision, 2:4 sparsity, width and depth; every point of the result was measured on the engine.
+
+    The latency model is fitted to networks that are timed here; the accuracy model is made from the pictures. An
+    integer program over both gives the first configurations, NSGA-II goes on from them. Nothing is trained but a few
+    steps of reconstruction: fine-tune `front.network(front.chosen)` with `compress.fit`.
+
+    Args:
+        model: trained float network; not changed.
+        example_inputs: inputs that it is traced with.
+        batches: pictures of the training split, or (pictures, targets), of which the pictures are used.
+        engine: `openvino`, `onnxruntime`, `cuda`, ...
+        latency: choose the most accurate network that takes at most this share of the float network's time.
+        max_drop: choose the fastest network of those that give at most so many percent of the pictures held back
+            another class than the float network. With neither, nothing is chosen.
+        spec: space and effort.
+        quantization: of what is not float; its target becomes the engine's own.
+        out: folder of the plan and, without a storage, of the trials.
+        storage: where trials are kept, for several workers: a URL of Optuna's, or a file; None = a file in `out`.
+        cache: folder of latencies; None = that of the user.
+        role: `worker` takes part in the trials of a search that was begun in `out`, and does nothing else.
+        resume: go on with the search in `out`.
+        progress: is advanced during long work.
+
+    Raises:
+        SearchError: the bound is no bound, or cannot be met (names the best found); nothing can be chosen; or `out`
+            holds another search.
+        EngineError: an unknown engine.
+        EngineUnavailableError: an engine that is not on this machine.
+        ModelError: the model cannot be traced.
+    """
+    spec, bars = spec or SearchSpec(), progress or NoProgress()
+    version = check_request(engine, latency=latency, max_drop=max_drop, spec=spec)
+    begun, folder = time.monotonic(), Path(out)
+    lab = _lab(model, example_inputs, batches, engine=engine, spec=spec, quantization=quantization)
+    folder.mkdir(parents=True, exist_ok=True)
+    reference = export(lab, apply(lab.structure, {}), folder / f"{REFERENCE}-{os.getpid()}.onnx")
+    try:
+        known = read_plan(folder, lab, needed=role == "worker", resume=resume or role == "worker")
+        if known is None:
+            timed = time_space(lab, reference, version=version, cache=cache, progress=bars)
+            _check_reachable(timed, latency)
+            known = timed, rate_choices(lab, progress=bars)
+            write_plan(folder, lab, *known)
+        timed, accuracy = known
+        starts = _starts(lab, timed, accuracy.distance, latency)
+        seed = spec.seed if role == "all" else spec.seed + os.getpid()
+        study = open_study(storage or str(folder / "trials.log"), STUDY, seed=seed, population=max(len(starts), 8))
+        if role == "all":
+            add_starts(study, lab.space, starts)
+        deadline = None if spec.hours is None else begun + 3600 * spec.hours
+        count = max(spec.trials, 1)
+        run_trials(
+            study,
+            lab.space,
+            lambda c: measure(lab, c, reference),
+            count=count,
+            deadline=deadline,
+            progress=bars,
+        )
+        points = _points(lab, timed, accuracy, study, measure(lab, {}, reference))
+    finally:
+        reference.unlink(missing_ok=True)
+    write_json(folder / "points.json", [asdict(point) for point in points])
+    bounded = role == "all" and (latency is not None or max_drop is not None)
+    return Front(
+        lab=lab,
+        points=points,
+        chosen=choose(points, latency=latency, max_drop=max_drop) if bounded else None,
+        timed=timed,
+        accuracy=accuracy,
+        failed=failures(study),
+        notes=lab.space.notes,
+    )
+
+
+def check_request(
+    engine: str, *, latency: float | None = None, max_drop: float | None = None, spec: SearchSpec | None = None
+) -> str:
+    """Refuse a search that cannot be made, before any work; return the version of the engine's library.
+
+    Raises:
+        SearchError: a bound that is none, two bounds, a specification out of range, or Optuna is not installed.
+        EngineError: an unknown engine.
+        EngineUnavailableError: an engine that is not on this machine.
+    """
+    if latency is not None and max_drop is not None:
+        raise SearchError("latency and max_drop are two ways to choose: give one of them")
+    if latency is not None and not 0 < latency < 1:
+        raise SearchError(f"latency is {latency}: it must be a share of the float network's time, above 0 and below 1")
+    if max_drop is not None and not (math.isfinite(max_drop) and max_drop >= 0):
+        raise SearchError(f"max_drop is {max_drop}: it must be a finite number of points, 0 or more")
+    check_search_spec(spec or SearchSpec())
+    if engine not in ENGINES or ENGINES[engine].load is None:
+        names = [name for name, entry in ENGINES.items() if entry.load is not None]
+        raise EngineError(f"unknown engine {engine!r}{near_misses(engine, names)} (one of: {', '.join(names)})")
+    there = ENGINES[engine].availability()
+    if not there.available:
+        raise EngineUnavailableError(f"{engine} is not available here: {there.reason}; {there.install}")
+    optuna()
+    return there.version
+
+
+def _lab(
+    model: nn.Module,
+    example_inputs: Inputs,
+    batches: Batches,
+    *,
+    engine: str,
+    spec: SearchSpec,
+    quantization: QuantSpec | None,
+) -> Lab:
+    structure = analyse(model, example_inputs)
+    space = make_space(structure, spec, engine)
+    pictures = _pictures(model, batches, spec.images)
+    held = max(1, len(pictures) // _HELD)
+    fit, rest = pictures[held:], pictures[:held]
+    size = min(32, len(fit))
+    learnt = [part for part in fit.split(size) if len(part) == size]
+    target = TARGETS.get(engine, "tensorrt")
+    return Lab(
+        structure=structure,
+        space=space,
+        spec=spec,
+        quantization=replace(quantization or QuantSpec(), target=target),
+        engine=engine,
+        scores=channel_scores(structure, spec.criterion, learnt),
+        fit=learnt,
+        held=rest.split(64),
+    )
+
+
+def _pictures(model: nn.Module, batches: Batches, count: int) -> Tensor:
+    """The first pictures of batches, in one tensor on the model's device."""
+    parts: list[Tensor] = []
+    for batch in batches:
+        inputs = model_inputs(model, batch)
+        if len(inputs) != 1:
+            raise SearchError(f"the model takes {len(inputs)} inputs: search takes networks of one input of pictures")
+        parts.append(inputs[0])
+        if sum(map(len, parts)) >= count:
+            break
+    if sum(map(len, parts)) < 2 * _HELD:
+        raise SearchError(f"search got {sum(map(len, parts))} pictures: give {2 * _HELD} or more, better some hundreds")
+    pictures = torch.cat(parts)[:count].to(device_of(model))
+    if not bool(pictures.isfinite().all()):
+        raise SearchError("the pictures hold values that are NaN or infinite")
+    order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(0))  # loaders are often by class
+    return pictures[order]
+
+
+def _check_reachable(timed: Timed, latency: float | None) -> None:
+    """Refuse a bound that the smallest network of the space misses, before the pictures are looked at."""
+    if latency is not None and timed.smallest > latency:
+        raise SearchError(
+            f"latency {latency:g} cannot be met: the fastest network that was timed, the smallest of the space among "
+            f"them, takes {timed.smallest:.3f} of the float network's time; ask for that or more, or allow more "
+            "in the recipe's `search` section (widths, blocks, formats)"
+        )
+
+
+def _starts(lab: Lab, timed: Timed, distances: Any, latency: float | None) -> dict[str, Configuration]:
+    """Uniform configurations, and the best by the models for several budgets, those near the bound first."""
+
+    def predict(configuration: Configuration) -> float:
+        return timed.model.predict(lab.costs.of(configuration))
+
+    found: dict[str, Configuration] = {}
+    near = () if latency is None else (latency, 0.97 * latency, 0.92 * latency)
+    for number, budget in enumerate(dict.fromkeys((*near, *_BUDGETS)), 1):
+        best = best_within(lab.space, distances, predict, budget)
+        if best is not None:
+            found.setdefault(f"start {number} ({budget:.2f})", best)
+    baselines: dict[str, Configuration] = {}
+    for name in lab.spec.formats:
+        if name != "float":
+            baselines[f"{name} everywhere"] = uniform(lab.space, format_=name)
+        baselines |= {
+            f"width {share:g}, {name}": uniform(lab.space, width=share, format_=name) for share in lab.spec.widths
+        }
+    if any(element.startswith("sparse") for element in lab.space.elements):
+        baselines["2:4 everywhere"] = uniform(lab.space, sparse=True)
+    most = max(lab.spec.trials // 2, 1)
+    return {**dict(list(found.items())[:most]), **baselines}
+
+
+def _points(lab: Lab, timed: Timed, accuracy: Any, study: Any, reference: Any) -> tuple[Point, ...]:
+    rows = [(FLOAT_POINT, {}, reference), *results(study)]
+    return tuple(
+        Point(
+            label=label,
+            configuration=configuration,
+            figures=figures,
+            predicted_ratio=timed.model.predict(lab.costs.of(configuration)),
+            predicted_distance=accuracy.predict(configuration),
+        )
+        for label, configuration, figures in rows
+    )

@@ -1,0 +1,137 @@
+"""The space of configurations: for each element of a network (a width, a block's format, a block) its choices.
+
+A configuration is a plain mapping from elements to choices, which JSON, Optuna and a recipe can hold; an element that
+it does not name stays as the float network has it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from compress.errors import SearchError, near_misses
+from compress.search.spec import SearchSpec
+from compress.search.structure import Structure
+
+Configuration = Mapping[str, str]
+"""Choice by element: {"width layer1.0.conv1": "48", "format layer1.0": "int8", "block layer1.1": "left out"}."""
+
+WIDTH, FORMAT, SPARSE, BLOCK = "width", "format", "sparse", "block"
+FLOAT, DENSE, SPARSE_24, KEPT, LEFT_OUT = "float", "dense", "2:4", "kept", "left out"
+
+_MULTIPLES = {"cuda": 16, "tensorrt": 16, "tensorrt-rtx": 16}
+_MULTIPLE = 8
+_SPARSE_ENGINES = {"tensorrt", "tensorrt-rtx"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """All configurations of a search.
+
+    Attributes:
+        elements: choices of each element, those that change least first.
+        notes: what was left out of the space, and why.
+    """
+
+    elements: Mapping[str, tuple[str, ...]]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> float:
+        """Number of configurations."""
+        count = 1.0
+        for choices in self.elements.values():
+            count *= len(choices)
+        return count
+
+    def largest(self) -> dict[str, str]:
+        """The configuration that changes least."""
+        return {element: choices[0] for element, choices in self.elements.items()}
+
+
+def make_space(structure: Structure, spec: SearchSpec, engine: str) -> Space:
+    """Return the choices that a specification allows for a network on an engine.
+
+    Raises:
+        SearchError: nothing can be chosen.
+    """
+    elements: dict[str, tuple[str, ...]] = {}
+    notes = [f"channels of {layer} stay: they {reason}" for layer, reason in structure.left.items()]
+    multiple = spec.multiple or _MULTIPLES.get(engine, _MULTIPLE)
+    for name, group in structure.groups.items():
+        elements[f"{WIDTH} {name}"] = _counts(len(group.classes), spec.widths, multiple)
+    for name in structure.units:
+        elements[f"{FORMAT} {name}"] = spec.formats
+        if spec.sparsity or (spec.sparsity is None and engine in _SPARSE_ENGINES):
+            elements[f"{SPARSE} {name}"] = (DENSE, SPARSE_24)
+    if spec.sparsity and engine not in _SPARSE_ENGINES:
+        notes.append(f"{engine} has no kernels for 2:4, so 2:4 can cost accuracy and win no time there")
+    if spec.blocks:
+        elements |= {f"{BLOCK} {name}": (KEPT, LEFT_OUT) for name in structure.blocks}
+    if not any(len(choices) > 1 for choices in elements.values()):
+        raise SearchError(
+            "the space is empty: no width, format, sparsity or block of this network can be chosen (search.widths "
+            f"{spec.widths}, search.formats {spec.formats}, search.blocks {spec.blocks}); allow more in the recipe's "
+            "`search` section" + ("; " + "; ".join(notes[:3]) if notes else "")
+        )
+    return Space(elements=elements, notes=tuple(notes))
+
+
+def check_configuration(space: Space, configuration: Configuration) -> None:
+    """Refuse a configuration that is not of a space.
+
+    Raises:
+        SearchError: names the element and its choices.
+    """
+    for element, choice in configuration.items():
+        if element not in space.elements:
+            raise SearchError(f"the space has no element {element!r}{near_misses(element, space.elements)}")
+        if choice not in space.elements[element]:
+            raise SearchError(f"{element} is {choice!r}; one of: {', '.join(space.elements[element])}")
+
+
+def key_of(configuration: Configuration) -> str:
+    """A text that differs between configurations that differ."""
+    return json.dumps(dict(sorted(configuration.items())))
+
+
+def widths_of(configuration: Configuration) -> dict[str, int]:
+    """Channels kept, by group."""
+    return {name: int(choice) for name, choice in part(configuration, WIDTH).items()}
+
+
+def left_out(configuration: Configuration) -> set[str]:
+    """Names of the blocks that are left out."""
+    return {name for name, choice in part(configuration, BLOCK).items() if choice == LEFT_OUT}
+
+
+def formats_of(structure: Structure, configuration: Configuration) -> dict[str, str]:
+    """Format of each weighted layer; float where none is named."""
+    chosen = part(configuration, FORMAT)
+    return {layer: chosen.get(unit, FLOAT) for unit, layers in structure.units.items() for layer in layers}
+
+
+def sparse_layers(structure: Structure, configuration: Configuration) -> list[str]:
+    """Layers that are to be 2:4 sparse."""
+    chosen = part(configuration, SPARSE)
+    return [layer for unit, own in structure.units.items() if chosen.get(unit) == SPARSE_24 for layer in own]
+
+
+def part(configuration: Configuration, kind: str) -> dict[str, str]:
+    """The choices of one kind of element, by the name that follows the kind."""
+    prefix = f"{kind} "
+    return {
+        element.removeprefix(prefix): choice for element, choice in configuration.items() if element.startswith(prefix)
+    }
+
+
+def _counts(size: int, shares: tuple[float, ...], multiple: int) -> tuple[str, ...]:
+    """Channels that may be kept, the most first.
+
+    >>> _counts(64, (0.75, 0.5, 0.25), 8), _counts(20, (0.75, 0.5), 8)
+    (('64', '48', '32', '16'), ('20', '16', '12'))
+    """
+    step = multiple if size >= 4 * multiple else max(4, multiple // 2)
+    counts = {max(step, round(share * size / step) * step) for share in shares}
+    return tuple(str(count) for count in sorted({size, *(c for c in counts if c < size)}, reverse=True))

@@ -1,0 +1,112 @@
+"""Where a search starts: the best configurations by the models, of an integer program for each budget of time.
+
+Distances add up over elements; times do not quite, because the work of a layer is a product of the widths on both of
+its sides. So the program is linear in the times around a configuration and is solved again around its own solution.
+The solver is that of mixed precision (`compress.quantization.sensitivity.mixed`, scipy's HiGHS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from compress.errors import QuantizationError
+from compress.quantization.sensitivity.mixed import choose_formats
+from compress.search.space import BLOCK, FORMAT, SPARSE, WIDTH, Configuration, Space
+
+Predict = Callable[[Configuration], float]
+_STEPS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Otherwise:
+    """What another choice of one element would have done, by the models.
+
+    Attributes:
+        element: such as `width layer1.0.conv1`.
+        chosen: its choice.
+        choice: the other one.
+        time: by how much the network would be slower (or faster, below 0), in times of the float network.
+        distance: by how much its error would grow (or shrink).
+    """
+
+    element: str
+    chosen: str
+    choice: str
+    time: float
+    distance: float
+
+
+def best_within(
+    space: Space, distances: Mapping[str, Mapping[str, float]], predict: Predict, budget: float
+) -> Configuration | None:
+    """Return the configuration of the least sum of distances within a budget of predicted time; None = there is none.
+
+    Args:
+        space: of configurations.
+        distances: of each choice that differs from the others of its element.
+        predict: time of a configuration.
+        budget: in the unit of `predict`.
+    """
+    current: dict[str, str] = space.largest()
+    best: tuple[float, dict[str, str]] | None = None
+    limit = budget
+    for _ in range(_STEPS):
+        now = predict(current)
+        times = {
+            element: {choice: predict({**current, element: choice}) - now for choice in space.elements[element]}
+            for element in distances
+        }
+        least = {element: min(row.values()) for element, row in times.items()}
+        shifted = {e: {c: value - least[e] for c, value in row.items()} for e, row in times.items()}
+        try:
+            chosen = choose_formats(distances, shifted, budget=max(limit - now - sum(least.values()), 0.0))
+            current = {**current, **chosen.formats}
+        except QuantizationError:
+            current = {**current, **{e: min(row, key=lambda c: row[c]) for e, row in times.items()}}
+        got = predict(current)
+        far = sum(row[current[element]] for element, row in distances.items())
+        if got <= budget and (best is None or far < best[0]):
+            best = (far, dict(current))
+        limit *= min(max(budget / got, 0.8), 1.05) if got > budget else 1.0
+    return None if best is None else best[1]
+
+
+def uniform(space: Space, *, width: float = 1.0, format_: str = "", sparse: bool = False) -> Configuration:
+    """One share of the channels everywhere, one format everywhere, 2:4 everywhere: what one tries without a search."""
+    chosen: dict[str, str] = {}
+    for element, choices in space.elements.items():
+        kind = element.partition(" ")[0]
+        if kind == WIDTH:
+            full = int(choices[0])
+            chosen[element] = min(choices, key=lambda c: abs(int(c) - width * full))
+        elif kind == FORMAT:
+            chosen[element] = format_ if format_ in choices else choices[0]
+        elif kind == SPARSE:
+            chosen[element] = choices[-1] if sparse else choices[0]
+        elif kind == BLOCK:
+            chosen[element] = choices[0]
+    return chosen
+
+
+def otherwise(
+    space: Space, distances: Mapping[str, Mapping[str, float]], predict: Predict, chosen: Configuration
+) -> tuple[Otherwise, ...]:
+    """The neighbouring choices of every element of a configuration, and what they would have changed."""
+    now = predict(chosen)
+    rows: list[Otherwise] = []
+    for element, choices in space.elements.items():
+        if len(choices) < 2 or element not in chosen:
+            continue
+        place = choices.index(chosen[element])
+        rows += [
+            Otherwise(
+                element=element,
+                chosen=chosen[element],
+                choice=other,
+                time=predict({**chosen, element: other}) - now,
+                distance=distances[element][other] - distances[element][chosen[element]],
+            )
+            for other in choices[max(place - 1, 0) : place] + choices[place + 1 : place + 2]
+        ]
+    return tuple(rows)

@@ -1,0 +1,163 @@
+"""What can be taken from a network: groups of channels, residual blocks, and blocks of layers that share a format.
+
+Channels come from `compress.sparsity.groups`, which follows them through sums, concatenations and depthwise
+convolutions: a group is a set of channels that nothing distinguishes, such as all channels of a residual stage, and
+any number of them may go. A group is offered only if the network was seen to run without half of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx, nn
+
+from compress.graph.float_model import check_float_model
+from compress.graph.inputs import Inputs, as_inputs, flat_tensors
+from compress.graph.layers import Layer
+from compress.graph.layers import layers as layer_table
+from compress.graph.trace import trace
+from compress.search.blocks import Block, residual_blocks, units
+from compress.search.surgery import Axis, axes_of, removable, remove_channels
+from compress.sparsity.channel_classes import Channels
+from compress.sparsity.groups import channels_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class WidthGroup:
+    """Channels that nothing distinguishes; any number of them may be removed.
+
+    Attributes:
+        name: the first layer that produces them.
+        classes: the channels, as classes of `Structure.axes`.
+        producers: layers that produce them.
+    """
+
+    name: str
+    classes: tuple[int, ...]
+    producers: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Structure:
+    """A traced float network and all that may be taken from it.
+
+    Attributes:
+        graph: the network, in evaluation mode; not to be changed.
+        inputs: example inputs that it was traced with.
+        axes: every axis of its tensors along channels.
+        groups: of channels, by name.
+        blocks: residual blocks that may be left out, by name.
+        units: weighted layers that share a format, by the name of their module.
+        layers: weighted layers with their costs, in graph order.
+        left: why other channels stay, by the layer that produces them.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[Tensor, ...]
+    axes: tuple[Axis, ...]
+    groups: Mapping[str, WidthGroup]
+    blocks: Mapping[str, Block]
+    units: Mapping[str, tuple[str, ...]]
+    layers: tuple[Layer, ...]
+    left: Mapping[str, str]
+
+
+def analyse(model: nn.Module, example_inputs: Inputs) -> Structure:
+    """Trace a float network and find what may be taken from it.
+
+    Args:
+        model: float32 network; not changed. It is copied, so that later changes of it do not matter.
+        example_inputs: a batch of at least one image, on the model's device.
+
+    Raises:
+        ModelError: the model cannot be traced.
+        QuantizationError: it is not in float32, or quantized already.
+    """
+    check_float_model(model)
+    inputs = as_inputs(example_inputs)
+    graph = trace(copy.deepcopy(model).eval(), inputs).eval()
+    channels = channels_of(graph, inputs)
+    rows = tuple(row for row in layer_table(graph) if row.path and row.weight_macs)
+    axes = axes_of(channels)
+    groups, left = _groups(graph, channels, axes)
+    found = Structure(
+        graph=graph,
+        inputs=inputs,
+        axes=axes,
+        groups=groups,
+        blocks={block.name: block for block in residual_blocks(graph.graph)},
+        units=units([row.path for row in rows]),
+        layers=rows,
+        left=left,
+    )
+    return _without_failing(found)
+
+
+def shares_of_axes(structure: Structure) -> dict[tuple[str, str], Counter[str]]:
+    """How many positions of each axis belong to each group ("" = no group), by tensor and role."""
+    owner = {number: name for name, group in structure.groups.items() for number in group.classes}
+    return {
+        (axis.path, axis.role): Counter(owner.get(number, "") for number in axis.classes.tolist())
+        for axis in structure.axes
+    }
+
+
+def _groups(
+    graph: fx.GraphModule, channels: Channels, axes: Sequence[Axis]
+) -> tuple[dict[str, WidthGroup], dict[str, str]]:
+    """Groups whose channels may be removed, and why others may not."""
+    pinned = channels.pinned()
+    uses = list(channels.uses.values())
+    held: dict[int, set[int]] = {}
+    for place, axis in enumerate(axes):
+        for number in axis.classes.unique().tolist():
+            held.setdefault(number, set()).add(place)
+    groups: dict[str, WidthGroup] = {}
+    left: dict[str, str] = {}
+    for classes in channels.interchangeable():
+        own = [uses[place] for place in sorted(held.get(classes[0], ()))]  # of all alike: nothing distinguishes them
+        producers = tuple(use.path.removesuffix(".weight") for use in own if use.role == "out")
+        if not producers:
+            continue
+        reason = next((pinned[number] for number in classes if number in pinned), "") or removable(graph, own)
+        if not reason and len(classes) < 2:
+            reason = "are a single channel"
+        if reason:
+            left.setdefault(producers[0], reason)
+        else:
+            name = producers[0] if producers[0] not in groups else f"{producers[0]} ({len(groups)})"
+            groups[name] = WidthGroup(name=name, classes=tuple(classes), producers=producers)
+    return groups, left
+
+
+def _without_failing(structure: Structure) -> Structure:
+    """Drop groups without half of which the network does not run: its forward uses sizes as constants."""
+    if not structure.groups or not _failure(structure, list(structure.groups.values())):
+        return structure
+    reasons = {name: _failure(structure, [group]) for name, group in structure.groups.items()}
+    groups = {name: group for name, group in structure.groups.items() if not reasons[name]}
+    return replace(structure, groups=groups, left={**structure.left, **{k: v for k, v in reasons.items() if v}})
+
+
+def _failure(structure: Structure, groups: Sequence[WidthGroup]) -> str:
+    """Why the network does not run without half of some groups; "" if it does."""
+    removed = [number for group in groups for number in group.classes[: len(group.classes) // 2]]
+    small = remove_channels(structure.graph, structure.axes, removed)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # fx prints the line of its code that fails
+            after = _output_shapes(small, structure.inputs)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        return f"must stay, because the network does not run without half of them: {str(error).splitlines()[0][:100]}"
+    same = after == _output_shapes(structure.graph, structure.inputs)
+    return "" if same else "must stay, because the network's outputs change their shape with them"
+
+
+def _output_shapes(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[torch.Size]:
+    with torch.no_grad():
+        return [tensor.shape for tensor in flat_tensors(model(*inputs))]

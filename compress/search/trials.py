@@ -1,0 +1,223 @@
+"""The refinement: trials of NSGA-II over configurations, each built and measured, in as many processes as one likes.
+
+Optuna keeps the trials in a storage that processes and machines share. A worker that is killed loses the trial that it
+was in: another worker finds it running without its process, marks it failed and tries its configuration again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from compress.errors import CompressError, SearchError
+from compress.progress import Progress
+from compress.search.lab import Figures
+from compress.search.space import Configuration, Space, key_of
+from compress.version import install_hint
+
+TASK = "trials"
+_LABEL, _FIGURES, _ERROR, _WORKER = "label", "figures", "error", "worker"
+_LONG = 20.0  # a trial of another machine that takes so many times the median is taken for lost
+_PATIENCE_S = 0.5
+
+
+def optuna() -> Any:
+    """Import Optuna, which is optional; no other file imports it.
+
+    Raises:
+        SearchError: it is not installed; names the command.
+    """
+    try:
+        import optuna  # optional: an extra of the package
+    except ImportError as error:
+        raise SearchError(f"search needs Optuna: {install_hint('search')}") from error
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
+
+
+def open_study(storage: str, name: str, *, seed: int, population: int, create: bool = True) -> Any:
+    """Open the study of a search, and create it where there is none.
+
+    Args:
+        storage: a URL that Optuna knows (`sqlite:///...`, `mysql://...`, `postgresql://...`), or a file that several
+            processes append to.
+        name: of the study.
+        seed: of this worker.
+        population: configurations of a generation of NSGA-II.
+        create: False refuses a study that is not there.
+
+    Raises:
+        SearchError: the storage cannot be opened, or there is no study.
+    """
+    library = optuna()
+    sampler = library.samplers.NSGAIISampler(population_size=max(population, 2), seed=seed)
+    try:
+        backend: Any = storage
+        if "://" not in storage:
+            Path(storage).parent.mkdir(parents=True, exist_ok=True)
+            journal = library.storages.journal
+            lock = journal.JournalFileOpenLock(storage)
+            backend = library.storages.JournalStorage(journal.JournalFileBackend(storage, lock_obj=lock))
+        if not create:
+            return library.load_study(study_name=name, storage=backend, sampler=sampler)
+        return library.create_study(
+            study_name=name,
+            storage=backend,
+            sampler=sampler,
+            directions=["minimize", "minimize"],
+            load_if_exists=True,
+        )
+    except Exception as error:
+        raise SearchError(f"storage {storage!r} cannot be used for the search {name!r}: {error}") from error
+
+
+def add_starts(study: Any, space: Space, starts: Mapping[str, Configuration]) -> None:
+    """Queue configurations to be tried first, by label; those that the study has already are left out."""
+    known = {key_of(configuration_of(trial)) for trial in study.get_trials(deepcopy=False)}
+    for label, configuration in starts.items():
+        whole = {**space.largest(), **configuration}
+        if key_of(whole) not in known:
+            known.add(key_of(whole))
+            study.enqueue_trial(whole, user_attrs={_LABEL: label})
+
+
+def run_trials(
+    study: Any,
+    space: Space,
+    evaluate: Callable[[Configuration], Figures],
+    *,
+    count: int,
+    deadline: float | None,
+    progress: Progress,
+) -> None:
+    """Run trials in this process until the study has `count` that ended; other processes may do the same.
+
+    Args:
+        study: of `open_study`.
+        space: of configurations.
+        evaluate: builds and measures a configuration.
+        count: trials that ended, of all processes.
+        deadline: of `time.monotonic`; no trial begins later. The queued starts of other processes are not waited for.
+        progress: is advanced by every trial that ends.
+    """
+    seen = len(ended(study))
+    progress.start(TASK, count, done=min(seen, count))
+    while True:
+        reclaim(study)
+        now = len(ended(study))
+        for _ in range(min(now, count) - min(seen, count)):
+            progress.advance(TASK)
+        seen = now
+        if now >= count or (deadline is not None and time.monotonic() > deadline):
+            break
+        if now + len(_running(study)) >= count:
+            time.sleep(_PATIENCE_S)  # others are at work on the last ones, and one of them may be lost
+            continue
+        _run_one(study, space, evaluate)
+    progress.finish(TASK)
+
+
+def _run_one(study: Any, space: Space, evaluate: Callable[[Configuration], Figures]) -> None:
+    known = {
+        key_of(configuration_of(trial)): trial.user_attrs[_FIGURES]
+        for trial in study.get_trials(deepcopy=False)
+        if _FIGURES in trial.user_attrs
+    }
+    trial = study.ask()
+    trial.set_user_attr(_WORKER, [socket.gethostname(), os.getpid()])
+    configuration = {name: trial.suggest_categorical(name, choices) for name, choices in space.elements.items()}
+    state = optuna().trial.TrialState
+    try:
+        stored = known.get(key_of(configuration))
+        figures = evaluate(configuration) if stored is None else Figures(**json.loads(stored))
+    except CompressError as error:
+        trial.set_user_attr(_ERROR, str(error))
+        study.tell(trial, state=state.FAIL)
+        return
+    except BaseException:
+        study.tell(trial, state=state.FAIL)
+        raise
+    trial.set_user_attr(_FIGURES, json.dumps(asdict(figures)))
+    study.tell(trial, [figures.ratio, figures.distance])
+
+
+def reclaim(study: Any) -> int:
+    """Give the configurations of trials whose worker is gone back to the queue; return how many."""
+    state = optuna().trial.TrialState
+    durations = [trial.duration.total_seconds() for trial in ended(study) if trial.duration is not None]
+    limit = _LONG * sorted(durations)[len(durations) // 2] if durations else None
+    count = 0
+    for trial in _running(study):
+        host, pid = trial.user_attrs.get(_WORKER, (socket.gethostname(), None))
+        age = (datetime.now() - trial.datetime_start).total_seconds() if trial.datetime_start else 0.0
+        here = host == socket.gethostname()
+        lost = (pid is not None and not _alive(pid)) if here else (limit is not None and age > max(limit, 60.0))
+        if not lost:
+            continue
+        try:
+            study.tell(trial.number, state=state.FAIL)
+        except (ValueError, RuntimeError):  # another worker was faster
+            continue
+        label = trial.user_attrs.get(_LABEL)
+        study.enqueue_trial(configuration_of(trial), user_attrs={_LABEL: label} if label else None)
+        count += 1
+    return count
+
+
+def results(study: Any) -> list[tuple[str, dict[str, str], Figures]]:
+    """(label, configuration, figures) of every trial that was measured, in their order, each configuration once."""
+    found: dict[str, tuple[str, dict[str, str], Figures]] = {}
+    for trial in study.get_trials(deepcopy=False):
+        if _FIGURES not in trial.user_attrs:
+            continue
+        configuration = configuration_of(trial)
+        label = trial.user_attrs.get(_LABEL) or f"trial {trial.number}"
+        figures = Figures(**json.loads(trial.user_attrs[_FIGURES]))
+        found.setdefault(key_of(configuration), (label, configuration, figures))
+    return list(found.values())
+
+
+def failures(study: Any) -> dict[str, str]:
+    """Reasons of trials that could not be built or run, by label."""
+    return {
+        trial.user_attrs.get(_LABEL) or f"trial {trial.number}": trial.user_attrs[_ERROR]
+        for trial in study.get_trials(deepcopy=False)
+        if _ERROR in trial.user_attrs
+    }
+
+
+def ended(study: Any) -> Sequence[Any]:
+    """Trials that were measured, or refused with a reason; those that a lost worker left do not count."""
+    return [
+        trial
+        for trial in study.get_trials(deepcopy=False)
+        if trial.state.is_finished() and (_FIGURES in trial.user_attrs or _ERROR in trial.user_attrs)
+    ]
+
+
+def configuration_of(trial: Any) -> dict[str, str]:
+    """The configuration of a trial, also of one that waits in the queue."""
+    return dict(trial.params or trial.system_attrs.get("fixed_params", {}))
+
+
+def _running(study: Any) -> list[Any]:
+    state = optuna().trial.TrialState
+    return list(study.get_trials(deepcopy=False, states=(state.RUNNING,)))
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process of this machine runs; one that ended and was not waited for does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except ProcessLookupError:
+        return False
+    except (OSError, IndexError):  # another user's process, or no /proc
+        return True
