@@ -28,6 +28,7 @@ from compress.measure.spec import BenchSpec, bench_contradictions
 from compress.models import ModelSpec
 from compress.quantization.spec import QuantSpec, quant_contradictions
 from compress.safe_yaml import load_yaml
+from compress.search.spec import SearchSpec, search_contradictions
 from compress.sparsity.spec import SparsitySpec, sparsity_contradictions
 from compress.tasks.load import TaskName, task_contradictions
 from compress.training.spec import FinetuneSpec, QATSpec, TrainSpec, task_specific, train_contradictions
@@ -57,6 +58,7 @@ class Recipe:
         finetune: training after weights were taken away, before any quantization.
         export: the ONNX file.
         bench: timing of the exported files on engines.
+        search: space and effort of `search`.
         teacher: a network, trained already, that training with `distill` learns from; null = the float network.
     """
 
@@ -73,6 +75,7 @@ class Recipe:
     finetune: FinetuneSpec = field(default_factory=FinetuneSpec)
     export: ExportSpec = field(default_factory=ExportSpec)
     bench: BenchSpec = field(default_factory=BenchSpec)
+    search: SearchSpec = field(default_factory=SearchSpec)
     teacher: ModelSpec | None = None
 
     def to_yaml(self) -> str:
@@ -255,6 +258,7 @@ _RULES: dict[str, Callable[[Any], Iterable[str]]] = {
     "sparsity": sparsity_contradictions,
     "finetune": train_contradictions,
     "bench": bench_contradictions,
+    "search": search_contradictions,
 }
 
 

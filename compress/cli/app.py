@@ -52,6 +52,11 @@ _COMMANDS = {
         "Quantize each layer alone, and leave each alone float: SQNR and the metric. With a budget: a mixed-precision "
         "recipe.",
     ),
+    "search": Entry(
+        "compress.cli.search:search",
+        "The most accurate network within a latency, or the fastest within a drop: precision, 2:4, width and depth, "
+        "measured on the engine.",
+    ),
     "receptive-field": Entry(
         "compress.cli.receptive_field:receptive_field",
         "Theoretical receptive field of every layer: size, stride and padding, exact from the graph.",

@@ -26,6 +26,7 @@ STEPS: dict[str, tuple[str, ...]] = {
     "export": _FILES,
     "export.require": ("engine_audit",),
     "bench": _FILES[1:],
+    "search": (),
 }
 """Steps that depend on a section or a key; the longest name that fits counts. Every step depends on any other key.
 

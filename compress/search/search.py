@@ -19,10 +19,10 @@ from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.inputs import Inputs
 from compress.progress import NoProgress, Progress
 from compress.quantization.spec import QuantSpec, Target
-from compress.search.accuracy_model import rate_choices
+from compress.search.accuracy_model import AccuracyModel, Table, rate_choices
 from compress.search.criteria import channel_scores
 from compress.search.front import FLOAT_POINT, Front, Point, choose
-from compress.search.lab import REFERENCE, Lab, export, measure
+from compress.search.lab import REFERENCE, Figures, Lab, engines_of, export, measure, time_engines
 from compress.search.network import apply
 from compress.search.plan import read_plan, write_plan
 from compress.search.space import Configuration, make_space
@@ -92,9 +92,9 @@ def search(
     begun, folder = time.monotonic(), Path(out)
     lab = _lab(model, example_inputs, batches, engine=engine, spec=spec, quantization=quantization)
     folder.mkdir(parents=True, exist_ok=True)
+    known = read_plan(folder, lab, needed=role == "worker", resume=resume or role == "worker")
     reference = export(lab, apply(lab.structure, {}), folder / f"{REFERENCE}-{os.getpid()}.onnx")
     try:
-        known = read_plan(folder, lab, needed=role == "worker", resume=resume or role == "worker")
         if known is None:
             timed = time_space(lab, reference, version=version, cache=cache, progress=bars)
             _check_reachable(timed, latency)
@@ -116,7 +116,7 @@ def search(
             deadline=deadline,
             progress=bars,
         )
-        points = _points(lab, timed, accuracy, study, measure(lab, {}, reference))
+        points = _points(lab, timed, accuracy, study, reference)
     finally:
         reference.unlink(missing_ok=True)
     write_json(folder / "points.json", [asdict(point) for point in points])
@@ -217,7 +217,7 @@ def _check_reachable(timed: Timed, latency: float | None) -> None:
         )
 
 
-def _starts(lab: Lab, timed: Timed, distances: Any, latency: float | None) -> dict[str, Configuration]:
+def _starts(lab: Lab, timed: Timed, distances: Table, latency: float | None) -> dict[str, Configuration]:
     """Uniform configurations, and the best by the models for several budgets, those near the bound first."""
 
     def predict(configuration: Configuration) -> float:
@@ -227,7 +227,7 @@ def _starts(lab: Lab, timed: Timed, distances: Any, latency: float | None) -> di
     near = () if latency is None else (latency, 0.97 * latency, 0.92 * latency)
     for number, budget in enumerate(dict.fromkeys((*near, *_BUDGETS)), 1):
         best = best_within(lab.space, distances, predict, budget)
-        if best is not None:
+        if best is not None and not _as_is(lab, best):
             found.setdefault(f"start {number} ({budget:.2f})", best)
     baselines: dict[str, Configuration] = {}
     for name in lab.spec.formats:
@@ -242,8 +242,11 @@ def _starts(lab: Lab, timed: Timed, distances: Any, latency: float | None) -> di
     return {**dict(list(found.items())[:most]), **baselines}
 
 
-def _points(lab: Lab, timed: Timed, accuracy: Any, study: Any, reference: Any) -> tuple[Point, ...]:
-    rows = [(FLOAT_POINT, {}, reference), *results(study)]
+def _points(lab: Lab, timed: Timed, accuracy: AccuracyModel, study: Any, reference: Path) -> tuple[Point, ...]:
+    """The float network, which is the unit of time and the origin of the distance, and all that was measured."""
+    with engines_of(lab, {REFERENCE: reference}) as engines:
+        own = time_engines(lab, engines)[REFERENCE]
+    whole = Figures(ms=own.p50_ms, ratio=1.0, distance=0.0, agreement=1.0)
     return tuple(
         Point(
             label=label,
@@ -252,5 +255,11 @@ def _points(lab: Lab, timed: Timed, accuracy: Any, study: Any, reference: Any) -
             predicted_ratio=timed.model.predict(lab.costs.of(configuration)),
             predicted_distance=accuracy.predict(configuration),
         )
-        for label, configuration, figures in rows
+        for label, configuration, figures in [(FLOAT_POINT, {}, whole), *results(study)]
+        if label == FLOAT_POINT or not _as_is(lab, configuration)
     )
+
+
+def _as_is(lab: Lab, configuration: Configuration) -> bool:
+    """Whether a configuration leaves everything as the float network has it."""
+    return lab.costs.of(configuration) == lab.costs.of({})

@@ -18,11 +18,10 @@ from typing import Any
 
 from compress.errors import CompressError, EngineError
 from compress.files import read_json, write_json
-from compress.measure.latency import latency_ratio
 from compress.measure.layer_times import measure_engine_layers
 from compress.measure.machine import describe_machine
 from compress.progress import Progress
-from compress.search.lab import REFERENCE, Lab, engines_of, export, time_engines, with_formats
+from compress.search.lab import REFERENCE, Lab, engines_of, export, time_engines, time_ratio, with_formats
 from compress.search.latency_model import Check, LatencyModel, Sample, check, fit
 from compress.search.network import apply
 from compress.search.space import BLOCK, FORMAT, SPARSE, Configuration, key_of
@@ -68,13 +67,13 @@ def time_space(lab: Lab, reference: Path, *, version: str, cache: Path | None, p
         CompressError: no network can be timed.
     """
     generator = random.Random(lab.spec.seed)
-    held_out = max(4, lab.spec.networks // 3)
+    held_out = max(2, lab.spec.networks // 3)
     store = _Store(cache_path(lab, version, cache))
-    known = {**_corners(lab), **_random(lab, generator, max(lab.spec.networks - len(_corners(lab)), 2))}
+    known = {**_corners(lab), **_random(lab, generator, max(lab.spec.networks - len(_corners(lab)), 0))}
     progress.start(TASK, len(known) + held_out)
     samples = _samples(lab, list(known.values()), reference, store, progress)
     seen = Check(predicted=(), measured=(), median_error=float("nan"), spearman=float("nan"))
-    for _ in range(_ROUNDS):
+    for _ in range(min(_ROUNDS, 1 + lab.spec.networks // 6)):
         model = fit(list(samples.values()))
         fresh = [c for key, c in _random(lab, generator, held_out).items() if key not in samples]
         unseen = _samples(lab, fresh, reference, store, progress)
@@ -170,7 +169,7 @@ def _measured(
         with engines_of(lab, {REFERENCE: reference, **files}) as engines:
             timed = time_engines(lab, engines)
         layers = _layer_shares(lab, files)
-    times = {name: latency_ratio(timed[name], timed[REFERENCE]) for name in files}
+    times = {name: time_ratio(timed[name], timed[REFERENCE]) for name in files}
     found, rows = {}, {}
     for name, time in times.items():
         configuration = configurations[int(name)]

@@ -177,10 +177,13 @@ def results(study: Any) -> list[tuple[str, dict[str, str], Figures]]:
     for trial in study.get_trials(deepcopy=False):
         if _FIGURES not in trial.user_attrs:
             continue
-        configuration = configuration_of(trial)
-        label = trial.user_attrs.get(_LABEL) or f"trial {trial.number}"
-        figures = Figures(**json.loads(trial.user_attrs[_FIGURES]))
-        found.setdefault(key_of(configuration), (label, configuration, figures))
+        configuration, label = configuration_of(trial), trial.user_attrs.get(_LABEL)
+        known = found.get(key_of(configuration))
+        if known is None:
+            figures = Figures(**json.loads(trial.user_attrs[_FIGURES]))
+            found[key_of(configuration)] = (label or f"trial {trial.number}", configuration, figures)
+        elif label:  # NSGA-II came upon a start that a lost worker had taken
+            found[key_of(configuration)] = (label, configuration, known[2])
     return list(found.values())
 
 

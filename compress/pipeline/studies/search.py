@@ -1,0 +1,226 @@
+"""The steps of `search`: the float baseline, the search itself, fine-tuning until the bound is kept, and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from compress.data.load import load_data
+from compress.errors import RunError, SearchError
+from compress.files import write_json
+from compress.measure import describe_machine
+from compress.pipeline.folder import RunFolder, open_run, read_state, recipe_of
+from compress.pipeline.run import Run
+from compress.pipeline.steps.float import build_float, float_step
+from compress.pipeline.studies.search_attempt import attempt, export_open, measure_files
+from compress.progress import NoProgress, Progress
+from compress.recipe import Recipe
+from compress.report.search_page import write_search_report
+from compress.search.front import Front, Point
+from compress.search.outcome import Attempt, Bound, Outcome
+from compress.search.search import check_request, search
+from compress.training import load_model
+from compress.variants import Variant
+
+STEP = "search"
+_SCORED = 8  # points of the front whose metric is measured before fine-tuning
+_IMAGES = 1024  # of the evaluation split, for those
+
+
+def search_run(
+    recipe: Recipe,
+    out: Path,
+    *,
+    engine: str,
+    latency: float | None = None,
+    max_drop: float | None = None,
+    storage: str | None = None,
+    resume: bool = False,
+    device: str | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Train the baseline where the recipe says so, search, fine-tune, and check the bound on the engine.
+
+    Args:
+        recipe: its section `search` says what may be chosen, `finetune` and `qat` how the chosen network is trained.
+        out: the run folder; the fine-tuned networks have folders of their own in it.
+        engine: on which everything is measured.
+        latency: largest share of the float network's latency; either this or `max_drop`.
+        max_drop: most points of the recipe's metric that may be lost.
+        storage: of trials, for several workers; None = a file in the folder.
+        resume: go on with the run that `out` holds.
+        device: where torch computes; None = a GPU where there is one.
+        progress: is advanced during long work.
+
+    Raises:
+        SearchError: before any work, if the request cannot be followed; at the end, if no network keeps the bound.
+        CompressError: as its steps do.
+    """
+    if latency is None and max_drop is None:
+        raise SearchError("search takes a bound: --latency 0.5 (of the float network's) or --max-drop 1.0 (points)")
+    check_request(engine, latency=latency, max_drop=max_drop, spec=recipe.search)
+    bound = Bound(latency=latency, max_drop=max_drop)
+    data, built = load_data(recipe.data), build_float(recipe)
+    folder = open_run(out, recipe, STEP, resume=resume, data=data.fingerprints())
+    run = _run(recipe, folder, data, device=device, progress=progress, resume=resume)
+    try:
+        model = float_step(run, built)
+        write_json(run.path("environment.json"), describe_machine().to_dict())
+        front = _search(run, model, engine, storage=storage, latency=latency)
+        reference = export_open(run, front.lab.structure.graph, run.path("reference.onnx"))
+        scores = _scores(run, front, reference)
+        attempts = _attempts(run, front, bound, reference)
+        write_json(run.path("attempts.json"), [asdict(made) for made in attempts])
+        kept = [made for made in attempts if bound.keeps(made)]
+        best = min(kept, key=lambda made: made.drop if bound.latency is not None else made.ratio, default=None)
+        outcome = Outcome(
+            bound=bound,
+            front=front,
+            metric=run.task.metric,
+            scores=scores,
+            attempts=tuple(attempts),
+            chosen=best,
+            images=min(_IMAGES, len(run.data.val)),
+            folder=run.folder.path,
+        )
+        write_search_report(outcome, recipe=recipe)
+        if best is None:
+            raise SearchError(_missed(bound, attempts))
+        run.finish(STEP, chosen=best.folder)
+        return outcome
+    finally:
+        run.folder.release()
+
+
+def search_worker(
+    out: Path, *, engine: str, storage: str | None = None, device: str | None = None, progress: Progress | None = None
+) -> Front:
+    """Take part in the trials of the search that another process has begun in `out`.
+
+    Raises:
+        RunError: the folder holds no float network yet.
+        SearchError: the search has no trials yet, or is of another engine.
+    """
+    recipe = recipe_of(out)
+    check_request(engine, spec=recipe.search)
+    state = read_state(out)
+    if not state.done(Variant.FLOAT.step):
+        raise RunError(f"{out} holds no trained float network yet: let the search begin its trials first")
+    data, built = load_data(recipe.data), build_float(recipe)
+    run = _run(recipe, state, data, device=device, progress=progress, resume=True)
+    load_model(built.model, run.path(Variant.FLOAT.weights_file))
+    return _search(run, built.model.to(run.device).eval(), engine, storage=storage, latency=None, role="worker")
+
+
+def _run(
+    recipe: Recipe, folder: RunFolder, data: Any, *, device: str | None, progress: Progress | None, resume: bool
+) -> Run:
+    found = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return Run(
+        recipe=recipe,
+        folder=folder,
+        data=data,
+        device=torch.device(found),
+        progress=progress or NoProgress(),
+        resume=resume,
+    )
+
+
+def _search(
+    run: Run,
+    model: nn.Module,
+    engine: str,
+    *,
+    storage: str | None,
+    latency: float | None,
+    role: Literal["all", "worker"] = "all",
+) -> Front:
+    spec = run.recipe.search
+    size = min(64, run.recipe.data.batch_size)
+    pictures = run.batches("train", size, limit=min(spec.images, len(run.data.train)))
+    return search(
+        model.eval(),
+        run.example.to(run.device),
+        [images.to(run.device) for images in pictures],
+        engine=engine,
+        spec=spec,
+        quantization=run.recipe.quantization,
+        out=run.path(STEP),
+        storage=storage,
+        role=role,
+        resume=run.path(STEP).exists(),
+        latency=latency,
+        progress=run.progress,
+    )
+
+
+def _scores(run: Run, front: Front, reference: Path) -> dict[str, float]:
+    """The metric of the float network and of points of the front, before fine-tuning, on the engine."""
+    rows = [point for point in front.front if point.configuration]
+    step = max(1, -(-len(rows) // _SCORED))
+    files = {"reference": reference}
+    for number, point in enumerate(rows[::step]):
+        network = front.quantized(point)
+        files[point.label] = export_open(run, network, run.path(f"{STEP}/scored-{number}.onnx"))
+    scores, _ = measure_files(run, front, files, images=min(_IMAGES, len(run.data.val)))
+    for name, path in files.items():
+        if name != "reference":
+            path.unlink(missing_ok=True)
+    return {"float" if name == "reference" else name: score for name, score in scores.items()}
+
+
+def _attempts(run: Run, front: Front, bound: Bound, reference: Path) -> list[Attempt]:
+    """Fine-tune points until one keeps the bound; by drop, go on to faster ones while they keep it."""
+    made: list[Attempt] = []
+    waiting = order(front, bound)
+    while waiting and len(made) < run.recipe.search.attempts:
+        point = waiting.pop(0)
+        made.append(attempt(run, front, point, f"network-{len(made) + 1}", reference))
+        waiting = after(waiting, point, made[-1], bound)
+    return made
+
+
+def order(front: Front, bound: Bound) -> list[Point]:
+    """The points to fine-tune, the most promising first.
+
+    By latency these are the points within the bound, the most accurate first. By drop it is the middle of the front,
+    and `after` halves what is left of it.
+    """
+    rows = [point for point in front.front if point.configuration]
+    if bound.latency is not None:
+        within = [point for point in rows if point.figures.ratio <= bound.latency] or rows[:1]
+        return sorted(within, key=lambda point: point.figures.distance)
+    faster = [point for point in rows if point.figures.ratio < 1] or rows[:1]
+    likely = [point for point in faster if point.figures.distance <= 0.5] or faster[-1:]
+    return [likely[0], *(point for point in faster if point is not likely[0])]
+
+
+def after(waiting: Sequence[Point], point: Point, made: Attempt, bound: Bound) -> list[Point]:
+    """The points that are still worth fine-tuning after one of them was measured, the next first."""
+    if bound.latency is not None:
+        if bound.keeps(made):
+            return []
+        faster = [p for p in waiting if p.figures.ratio < point.figures.ratio * min(1.0, bound.latency / made.ratio)]
+        return faster or [p for p in waiting if p.figures.ratio < point.figures.ratio]
+    ahead = (
+        [p for p in waiting if p.figures.ratio < point.figures.ratio]
+        if bound.keeps(made)
+        else [p for p in waiting if p.figures.distance < point.figures.distance]
+    )
+    ahead.sort(key=lambda p: p.figures.ratio)
+    middle = len(ahead) // 2
+    return ahead[middle : middle + 1] + ahead[:middle] + ahead[middle + 1 :]
+
+
+def _missed(bound: Bound, attempts: Sequence[Attempt]) -> str:
+    best = min(attempts, key=lambda made: made.ratio if bound.latency is not None else made.drop)
+    return (
+        f"no network keeps the bound, {bound.words}, after fine-tuning; the best of {len(attempts)} is {best.folder} "
+        f"({best.label}) at {best.ratio:.3f} of the float network's latency with {best.drop:.2f} points lost. Raise "
+        "search.attempts, search.trials or finetune.epochs, or ask for less"
+    )

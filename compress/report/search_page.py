@@ -1,0 +1,295 @@
+"""The page of a search: the front, what each layer got and why, uniform choices, and how good the models are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+from compress.files import replacing, write_json, write_text
+from compress.plots.front import Mark, draw_front, front_svg
+from compress.plots.style import WIDE, styled, to_png
+from compress.recipe import Recipe
+from compress.report.blocks import (
+    Block,
+    Bullets,
+    Column,
+    Details,
+    Document,
+    Picture,
+    Section,
+    Table,
+    Text,
+    Tiles,
+    table,
+)
+from compress.report.headline import KeyFigure
+from compress.report.html import to_html
+from compress.report.markdown import FIGURES, to_markdown
+from compress.search.front import FLOAT_POINT, Point
+from compress.search.outcome import Outcome
+from compress.search.space import BLOCK, FORMAT, WIDTH, formats_of, left_out, widths_of
+from compress.text import MISSING
+
+_X = "time over that of the float network"
+_Y = "error of the outputs before fine-tuning"
+
+
+def write_search_report(outcome: Outcome, *, recipe: Recipe) -> tuple[Path, Path]:
+    """Write report.md, report.html, figures/front.png and front.json into the run folder, each whole or absent.
+
+    Returns:
+        The paths of report.md and report.html.
+    """
+    folder, document = outcome.folder, search_document(outcome, recipe=recipe)
+    markdown, page = to_markdown(document), to_html(document)
+    picture = next(block for section in document.sections for block in section.blocks if isinstance(block, Picture))
+    with replacing(folder / FIGURES / f"{picture.name}.png") as path:
+        path.write_bytes(picture.png)
+    write_json(folder / "front.json", _json(outcome))
+    return write_text(folder / "report.md", markdown), write_text(folder / "report.html", page)
+
+
+def search_document(outcome: Outcome, *, recipe: Recipe) -> Document:
+    """The content of the page."""
+    lab = outcome.front.lab
+    sections = (
+        Section("front", "Front", (_picture(outcome), _points_table(outcome))),
+        Section("networks", "Fine-tuned networks", _attempt_blocks(outcome)),
+        Section("layers", "What each layer got, and why", _layer_blocks(outcome)),
+        Section("uniform", "Uniform choices", _baseline_blocks(outcome)),
+        Section("models", "How good the predictions were", _model_blocks(outcome)),
+        Section("notes", "Notes", _notes(outcome)),
+    )
+    return Document(
+        title=f"Search: {recipe.model.name} on {lab.engine}",
+        subtitle=(
+            f"Asked for: {outcome.bound.words}. {len(outcome.front.points) - 1} configurations of "
+            f"{lab.space.size:.3g} were built and measured, batch {lab.spec.batch_size}."
+        ),
+        headline=outcome.advice,
+        tiles=Tiles(_tiles(outcome)),
+        sections=sections,
+    )
+
+
+def _tiles(outcome: Outcome) -> tuple[KeyFigure, ...]:
+    made, metric = outcome.chosen, outcome.metric
+    if made is None:
+        return (KeyFigure(value=MISSING, label="no network keeps the bound"),)
+    return (
+        KeyFigure(value=f"{made.ratio:.2f}", label="of the float network's latency"),
+        KeyFigure(value=f"{made.ms:.3g} ms", label=f"a run of {outcome.front.lab.spec.batch_size} on the engine"),
+        KeyFigure(value=metric.text(made.score), label=f"{metric.title} on the engine"),
+        KeyFigure(value=f"{made.drop:.2f}", label="points below the float network"),
+    )
+
+
+def _picture(outcome: Outcome) -> Picture:
+    marks = _marks(outcome)
+    alt = f"Error against time of {len(marks)} networks"
+    with styled():
+        png = to_png(draw_front(marks, WIDE, x_label=_X, y_label=_Y))
+    wide, narrow = (front_svg(marks, width=width, label=alt, x_label=_X, y_label=_Y) for width in (760.0, 380.0))
+    return Picture(
+        name="front",
+        title="Every configuration that was measured",
+        caption="Each mark is a network that was built, exported and timed on the engine; point at it for its choices.",
+        alt=alt,
+        png=png,
+        svg_wide=wide,
+        svg_narrow=narrow,
+    )
+
+
+def _marks(outcome: Outcome) -> list[Mark]:
+    on_front = {point.label for point in outcome.front.front}
+    chosen = outcome.chosen.label if outcome.chosen else ""
+    rows = []
+    for point in outcome.front.points:
+        kind = "baseline" if point.is_baseline else "trial"
+        kind = "chosen" if point.label == chosen else "front" if point.label in on_front else kind
+        figures = point.figures
+        text = f"{point.label}: {figures.ratio:.3f} of the time, error {figures.distance:.4f}\n{_words(outcome, point)}"
+        rows.append(Mark(x=figures.ratio, y=figures.distance, kind=kind, text=text))
+    return rows
+
+
+def _words(outcome: Outcome, point: Point) -> str:
+    """A configuration in words: what it changes."""
+    largest = {**outcome.front.lab.space.largest()}
+    changed = [f"{e} {c}" for e, c in point.configuration.items() if largest.get(e) != c or c in {"int8", "int4"}]
+    formats = {c for e, c in point.configuration.items() if e.startswith(FORMAT)}
+    if len(formats) == 1:
+        changed = [f"all {formats.pop()}", *(text for text in changed if not text.startswith(FORMAT))]
+    return ", ".join(changed) or "as it was"
+
+
+def _points_table(outcome: Outcome) -> Table:
+    metric = outcome.metric
+    on_front = outcome.front.front
+    rows = [
+        (
+            point.label,
+            f"{point.figures.ratio:.3f}",
+            f"{point.figures.ms:.3f}",
+            f"{point.figures.distance:.4f}",
+            MISSING if point.figures.agreement is None else f"{100 * point.figures.agreement:.1f}",
+            metric.text(outcome.scores[point.label]) if point.label in outcome.scores else MISSING,
+        )
+        for point in on_front
+    ]
+    return table(
+        "network",
+        _number("time"),
+        _number("ms"),
+        _number("error"),
+        _number("agrees %"),
+        _number(f"{metric.title}, {outcome.images} images"),
+        rows=rows,
+    )
+
+
+def _attempt_blocks(outcome: Outcome) -> tuple[Block, ...]:
+    metric = outcome.metric
+    rows = [
+        (
+            f"{made.folder} ({made.label})",
+            made.variant,
+            f"{made.ratio:.3f}",
+            f"{made.ms:.3f}",
+            metric.text(made.score),
+            f"{made.drop:.2f}",
+            "yes" if outcome.bound.keeps(made) else "no",
+        )
+        for made in outcome.attempts
+    ]
+    columns = ("network", "variant", _number("time"), _number("ms"), _number(metric.title), _number("points lost"))
+    return (
+        Text("Each was fine-tuned with the float network as its teacher, quantized, exported, and measured on the "
+             "engine in turn with the float network. Its folder holds the weights, the files and a report of its own."),
+        table(*columns, "keeps the bound", rows=rows),
+    )  # fmt: skip
+
+
+def _layer_blocks(outcome: Outcome) -> tuple[Block, ...]:
+    front, point = outcome.front, outcome.point
+    lab, model = front.lab, front.timed.model
+    before = {cost.path: model.layer(cost) for cost in lab.costs.of({})}
+    now = {cost.path: model.layer(cost) for cost in lab.costs.of(point.configuration)}
+    formats, widths = formats_of(lab.structure, point.configuration), widths_of(point.configuration)
+    why = _reasons(outcome)
+    owners = {layer: name for name, group in lab.structure.groups.items() for layer in group.producers}
+    unit_of = {layer: unit for unit, layers in lab.structure.units.items() for layer in layers}
+    gone = {layer: name for name in left_out(point.configuration) for layer in lab.structure.blocks[name].layers}
+    rows = []
+    for row in lab.structure.layers:
+        group = owners.get(row.path)
+        size = len(lab.structure.groups[group].classes) if group else 0
+        channels = f"{widths.get(group, size)} of {size}" if group else "all"
+        block = gone.get(row.path)
+        reasons = [why.get(f"{BLOCK} {block}")] if block else [
+            why.get(f"{WIDTH} {group}"), why.get(f"{FORMAT} {unit_of[row.path]}")
+        ]  # fmt: skip
+        rows.append(
+            (
+                row.path,
+                "left out" if block else formats[row.path],
+                "" if block else channels,
+                f"{100 * before[row.path]:.1f}",
+                f"{100 * now.get(row.path, 0.0):.1f}",
+                "; ".join(reason for reason in reasons if reason),
+            )
+        )
+    columns = (Column(title="layer", code=True), "format", "channels", _number("% of time"), _number("now"))
+    text = (
+        "Times are predicted, in percent of the float network's. The last column is what the next choice of that "
+        "layer's group or block would have changed, by the models: time in percent of the float network's, and error."
+    )
+    return Text(text), table(*columns, "the next choice", rows=rows)
+
+
+def _reasons(outcome: Outcome) -> dict[str, str]:
+    """For each element what its neighbouring choices would have cost."""
+    found: dict[str, list[str]] = {}
+    for other in outcome.front.otherwise(outcome.point):
+        found.setdefault(other.element, []).append(
+            f"{other.choice}: {100 * other.time:+.1f} % time, {other.distance:+.4f} error"
+        )
+    return {element: ", ".join(parts) for element, parts in found.items()}
+
+
+def _baseline_blocks(outcome: Outcome) -> tuple[Block, ...]:
+    rows = []
+    for point in outcome.front.points:
+        if not point.is_baseline:
+            continue
+        equal = [p for p in outcome.front.front if p.figures.ratio <= point.figures.ratio]
+        best = min(equal, key=lambda p: p.figures.distance) if equal else None
+        rows.append(
+            (
+                point.label,
+                f"{point.figures.ratio:.3f}",
+                f"{point.figures.distance:.4f}",
+                f"{best.figures.distance:.4f} ({best.label})" if best is not None else MISSING,
+            )
+        )
+    text = "What one tries without a search, and the least error of the front in the same time. Before fine-tuning."
+    return Text(text), table("choice", _number("time"), _number("error"), "the front in that time", rows=rows)
+
+
+def _model_blocks(outcome: Outcome) -> tuple[Block, ...]:
+    front = outcome.front
+    seen, ranks = front.latency_check, front.accuracy_check()
+    trials = [point for point in front.points if point.label != FLOAT_POINT]
+    later = [abs(p.predicted_ratio - p.figures.ratio) / p.figures.ratio for p in trials]
+    median = sorted(later)[len(later) // 2] if later else math.nan
+    lines = (
+        f"Latency, {len(seen.measured)} networks that the model had not seen: median error "
+        f"{100 * seen.median_error:.1f} %, rank correlation {_rank(seen.spearman)}; over the {len(trials)} candidates "
+        f"afterwards {100 * median:.1f} %.",
+        f"Latency was fitted to {len(front.timed.samples)} networks; {front.timed.cached} of their times were on disk.",
+        f"Error of the outputs, rank correlation with what was measured: sum of single choices "
+        f"{_rank(ranks['distance'])}, first order {_rank(ranks['taylor'])}, second order {_rank(ranks['fisher'])}.",
+    )
+    rows = [
+        (p.label, f"{p.predicted_ratio:.3f}", f"{p.figures.ratio:.3f}", f"{p.predicted_distance:.4f}",
+         f"{p.figures.distance:.4f}")
+        for p in trials
+    ]  # fmt: skip
+    columns = ("network", _number("time, predicted"), _number("measured"), _number("error, predicted"))
+    return Bullets(lines), Details("All candidates", (table(*columns, _number("measured"), rows=rows),))
+
+
+def _notes(outcome: Outcome) -> tuple[Block, ...]:
+    failed = [f"{label} could not be measured: {reason}" for label, reason in outcome.front.failed.items()]
+    lines = (*outcome.front.notes, *failed)
+    return (Bullets(lines),) if lines else (Text("None.", note=True),)
+
+
+def _json(outcome: Outcome) -> dict[str, object]:
+    front = outcome.front
+    return {
+        "bound": asdict(outcome.bound),
+        "advice": outcome.advice,
+        "chosen": asdict(outcome.chosen) if outcome.chosen else None,
+        "attempts": [asdict(made) for made in outcome.attempts],
+        "points": [asdict(point) for point in front.points],
+        "front": [point.label for point in front.front],
+        "scores": dict(outcome.scores),
+        "latency_check": _finite(asdict(front.latency_check)),
+        "accuracy_check": _finite(front.accuracy_check()),
+    }
+
+
+def _finite(tree: dict[str, float]) -> dict[str, object]:
+    """Numbers as JSON has them: null in the place of NaN."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in tree.items()}
+
+
+def _rank(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else MISSING
+
+
+def _number(title: str) -> Column:
+    return Column(title=title, align="right")

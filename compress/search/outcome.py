@@ -1,0 +1,114 @@
+"""What a whole search ends with: the bound that was asked for, and networks that were fine-tuned and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from compress.meters import TaskMetric
+from compress.search.front import Front, Point
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """A network that was fine-tuned, quantized, exported and measured.
+
+    Attributes:
+        label: of the point that it began as.
+        folder: its own run folder, with a report.
+        variant: which of its networks is the best on the engine.
+        file: of that network.
+        ms: median time of a run.
+        ratio: its time over that of the float network, timed in turn.
+        score: the task's metric on the engine, whole evaluation split.
+        drop: points lost against the float network on the engine.
+    """
+
+    label: str
+    folder: str
+    variant: str
+    file: str
+    ms: float
+    ratio: float
+    score: float
+    drop: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """What was asked for: one of the two is given.
+
+    Attributes:
+        latency: largest share of the float network's time.
+        max_drop: most points of the metric that may be lost.
+    """
+
+    latency: float | None = None
+    max_drop: float | None = None
+
+    def keeps(self, made: Attempt) -> bool:
+        """Whether a network keeps the bound on the engine."""
+        if self.latency is not None:
+            return made.ratio <= self.latency
+        return made.drop <= float(self.max_drop or 0.0) + 1e-9
+
+    @property
+    def words(self) -> str:
+        """The bound in words."""
+        if self.latency is not None:
+            return f"at most {self.latency:g} of the float network's latency"
+        return f"at most {self.max_drop:g} points lost"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The result of a search with its fine-tuned networks.
+
+    Attributes:
+        bound: that was asked for.
+        front: of the search.
+        metric: of the task.
+        scores: the metric on the engine before fine-tuning, by label of the point; `float` among them.
+        attempts: points that were fine-tuned, in their order.
+        chosen: the best of those that keep the bound; None if none does.
+        images: of the evaluation split that `scores` were measured on.
+        folder: the run folder.
+    """
+
+    bound: Bound
+    front: Front
+    metric: TaskMetric
+    scores: Mapping[str, float]
+    attempts: tuple[Attempt, ...]
+    chosen: Attempt | None
+    images: int
+    folder: Path
+    labels: Mapping[str, Point] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "labels", {point.label: point for point in self.front.points})
+
+    @property
+    def point(self) -> Point:
+        """The point that the chosen network began as; without one, the fastest of the front."""
+        return self.labels[self.chosen.label] if self.chosen is not None else self.front.front[0]
+
+    @property
+    def advice(self) -> str:
+        """The result in one sentence."""
+        made, metric = self.chosen, self.metric
+        if made is None:
+            return f"No network keeps the bound, {self.bound.words}; the table says how near each came."
+        rivals = [p for p in self.front.points if p.is_baseline and p.configuration and p.figures.ratio <= made.ratio]
+        rival = min(rivals, key=lambda p: p.figures.distance) if rivals else None
+        beside = ""
+        if rival is not None and self.point.figures.distance < rival.figures.distance:
+            beside = (
+                f"; before fine-tuning its error is {self.point.figures.distance:.3f} where `{rival.label}`, the best "
+                f"uniform choice that is as fast, has {rival.figures.distance:.3f}"
+            )
+        return (
+            f"Take {made.folder} ({made.label}, {made.variant}): {metric.text(made.score)} {metric.title} at "
+            f"{made.ratio:.2f} of the float network's latency, {made.drop:.2f} points below it{beside}."
+        )

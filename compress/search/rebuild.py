@@ -1,0 +1,39 @@
+"""A network of a search as a recipe's model: built by the original's name, made smaller, then the weights are loaded.
+
+`model: {name: "compress.search.rebuild:network", weights: FILE, options: {...}}` is what a search writes, so that every
+command takes its networks as it takes any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.models import ModelSpec, build_model
+from compress.search.network import apply
+from compress.search.structure import analyse
+
+
+def network(
+    *,
+    num_classes: int,
+    model: Mapping[str, Any],
+    image: Sequence[int],
+    configuration: Mapping[str, str],
+    task: str = "classification",
+) -> nn.Module:
+    """Return the network that a configuration leaves of another one; which channels these are, the weights say.
+
+    Args:
+        num_classes: of the data.
+        model: `ModelSpec` of the whole network, without weights.
+        image: channels, height and width of an input.
+        configuration: elements and choices.
+        task: of the recipe.
+    """
+    whole = build_model(ModelSpec(**{**model, "weights": None}), num_classes=num_classes, task=task)
+    example = torch.randn(2, *image, generator=torch.Generator().manual_seed(0))
+    return apply(analyse(whole, example), configuration).train()

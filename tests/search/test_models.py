@@ -1,0 +1,96 @@
+"""The latency model and the start of a search, against known coefficients and brute force."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compress.errors import SearchError
+from compress.search.costs import Costs
+from compress.search.latency_model import Sample, check, fit
+from compress.search.space import Space, make_space
+from compress.search.spec import SearchSpec
+from compress.search.start import best_within, otherwise, uniform
+from compress.search.structure import analyse
+from tests.networks import network
+
+STRUCTURE = analyse(network(), torch.randn(2, 3, 16, 16))
+SPACE = make_space(STRUCTURE, SearchSpec(multiple=2), "openvino")
+COSTS = Costs(STRUCTURE)
+
+
+def known_time(costs):
+    """Constants of an invented engine: INT8 has half the time for a mac, and each layer has a call."""
+    speed = {"float": 2e-6, "int8": 1e-6}
+    return 0.01 + sum(0.002 + speed[c.format] * c.macs + 5e-7 * (c.read + c.written) for c in costs)
+
+
+def networks(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda choices: choices[int(torch.randint(len(choices), (1,), generator=generator))]  # noqa: E731
+    return [{e: draw(c) for e, c in SPACE.elements.items()} for _ in range(count)]
+
+
+def test_costs_are_those_of_the_smaller_network():
+    """conv1 takes 3 channels, 16 by 16 pixels, 3 by 3 weights; block1.conv1 8 by 8 pixels after the pool."""
+    rows = {c.path: c for c in COSTS.of({"width conv1": "4", "width block1.conv1": "6", "format block1": "int8"})}
+    assert (rows["conv1"].macs, rows["conv1"].written) == (256 * 4 * 3 * 9, 256 * 4)
+    assert (rows["block1.conv1"].macs, rows["block1.conv1"].format) == (64 * 6 * 4 * 9, "int8")
+    assert rows["block1.conv2"].weights == 6 * 4 * 9
+    assert "block1.conv1" not in {c.path for c in COSTS.of({"block block1": "left out"})}
+
+
+def test_a_latency_model_finds_the_time_of_networks_it_has_not_seen():
+    samples = [Sample(costs=COSTS.of(c), time=known_time(COSTS.of(c))) for c in networks(24, 0)]
+    model = fit(samples)
+    unseen = [COSTS.of(c) for c in networks(12, 1)]
+    seen = check(map(model.predict, unseen), map(known_time, unseen))
+    assert seen.median_error < 0.05
+    assert seen.spearman > 0.95
+
+
+def test_times_of_layers_are_used_where_the_engine_has_them():
+    costs = COSTS.of({})
+    layers = {c.path: 0.1 * (i + 1) for i, c in enumerate(costs)}
+    model = fit([Sample(costs=costs, time=sum(layers.values()) + 0.05, layers=layers)])
+    for cost in costs:
+        assert model.layer(cost) == pytest.approx(layers[cost.path], rel=0.25)
+
+
+@pytest.mark.parametrize("time", [0.0, float("nan"), -1.0])
+def test_times_that_are_none_are_refused(time):
+    with pytest.raises(SearchError, match="above zero"):
+        fit([Sample(costs=COSTS.of({}), time=time)])
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+def test_the_start_is_the_best_of_all_where_times_add_up(data):
+    elements = {f"width {i}": tuple(map(str, range(3, 0, -1))) for i in range(4)}
+    number = st.floats(0.01, 1.0)
+    times = {
+        e: dict(zip(c, sorted((data.draw(number) for _ in c), reverse=True), strict=True)) for e, c in elements.items()
+    }
+    errors = {e: dict(zip(c, sorted(data.draw(number) for _ in c), strict=True)) for e, c in elements.items()}
+    sums = lambda table, chosen: sum(table[e][c] for e, c in chosen.items())  # noqa: E731
+    everything = [dict(zip(elements, choice, strict=True)) for choice in itertools.product(*elements.values())]
+    budget = data.draw(st.floats(0.05, 4.0))
+    within = [c for c in everything if sums(times, c) <= budget]
+    found = best_within(Space(elements=elements), errors, lambda c: sums(times, c), budget)
+    if not within:
+        assert found is None
+    else:
+        assert sums(times, found) <= budget
+        assert sums(errors, found) == pytest.approx(min(sums(errors, c) for c in within), abs=1e-4)
+
+
+def test_uniform_choices_and_the_cost_of_another():
+    half = uniform(SPACE, width=0.5, format_="int8")
+    assert {c for e, c in half.items() if e.startswith("format")} == {"int8"}
+    assert (half["width conv1"], half["width block2.conv1"], half["block block1"]) == ("4", "8", "kept")
+    errors = {e: {c: float(i) for i, c in enumerate(choices)} for e, choices in SPACE.elements.items()}
+    rows = {(o.element, o.choice): o for o in otherwise(SPACE, errors, lambda c: float(c["width conv1"]), half)}
+    assert (rows["width conv1", "6"].time, rows["width conv1", "6"].distance) == (2.0, -1.0)
+    assert rows["block block1", "left out"].time == 0.0

@@ -1,0 +1,125 @@
+"""A configuration applied to a network, against the network itself with the same channels set to zero."""
+
+import copy
+
+import pytest
+import torch
+import torchvision
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from compress.errors import SearchError
+from compress.models import ModelSpec, build_model
+from compress.search.criteria import channel_scores
+from compress.search.network import apply, distance, reconstruct, removed_classes
+from compress.search.space import make_space
+from compress.search.spec import SearchSpec
+from compress.search.structure import analyse
+from tests.networks import network
+
+IMAGES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+STRUCTURE = analyse(network(), IMAGES)
+SPACE = make_space(STRUCTURE, SearchSpec(widths=(0.75, 0.5, 0.25), multiple=2), "openvino")
+WIDTHS = {element: choices for element, choices in SPACE.elements.items() if element.startswith("width")}
+
+
+def zeroed(removed):
+    """The whole network with the scale and shift of removed channels at zero, which ReLU and pools keep."""
+    model = copy.deepcopy(STRUCTURE.graph)
+    with torch.no_grad():
+        for axis in STRUCTURE.axes:
+            path, _, name = axis.path.rpartition(".")
+            module = model.get_submodule(path)
+            if isinstance(module, nn.BatchNorm2d) and name in {"weight", "bias"}:
+                getattr(module, name)[torch.isin(axis.classes, torch.tensor(removed, dtype=torch.int64))] = 0
+    return model
+
+
+@given(st.fixed_dictionaries({e: st.sampled_from(c) for e, c in WIDTHS.items()}), st.integers(0, 1000))
+@settings(max_examples=15, deadline=None)
+def test_a_smaller_network_computes_what_zeroed_channels_compute(configuration, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scores = {n: torch.rand(len(g.classes), generator=generator) for n, g in STRUCTURE.groups.items()}
+    small = apply(STRUCTURE, configuration, scores)
+    torch.testing.assert_close(small(IMAGES), zeroed(removed_classes(STRUCTURE, configuration, scores))(IMAGES))
+    for element, choice in configuration.items():
+        assert small.get_submodule(element.removeprefix("width ")).out_channels == int(choice)
+
+
+def test_nothing_removed_is_the_float_network_and_it_is_left_alone():
+    model = network()
+    before = copy.deepcopy(model.state_dict())
+    whole = apply(analyse(model, IMAGES), {})
+    assert torch.equal(whole(IMAGES), model(IMAGES))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_block_left_out_is_its_identity():
+    model = network()
+    without = apply(analyse(model, IMAGES), {"block block1": "left out"})
+    model.block1 = nn.ReLU()
+    torch.testing.assert_close(without(IMAGES), model(IMAGES))
+    assert not any(name.startswith("block1.conv") for name, _ in without.named_modules())
+
+
+def test_blocks_and_groups_of_mobilenet_v2():
+    """17 inverted residuals, 10 of them with a sum (Sandler et al., arXiv 1801.04381, table 2)."""
+    model = torchvision.models.mobilenet_v2(num_classes=10).eval()
+    found = analyse(model, torch.randn(2, 3, 32, 32))
+    assert len(found.blocks) == 10
+    assert {name: reason for name, reason in found.left.items() if "output" not in reason} == {}
+    kept = {"width features.2.conv.0.0": "48", "width features.3.conv.2": "16"}
+    kept = {e: c for e, c in kept.items() if e.removeprefix("width ") in found.groups}
+    small = apply(found, kept)
+    depthwise = small.get_submodule("features.2.conv.1.0")
+    assert (depthwise.groups, depthwise.in_channels, depthwise.out_channels) == (48, 48, 48)
+    assert small(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_shuffled_channels_stay_and_say_why():
+    class Shuffled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.fc = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 6, 1), nn.Linear(6, 2)
+
+        def forward(self, x):
+            x = self.first(x)
+            x = self.second(x.view(len(x), 2, 4, *x.shape[2:]).transpose(1, 2).reshape(len(x), 8, *x.shape[2:]))
+            return self.fc(x.mean((2, 3)))
+
+    found = analyse(Shuffled().eval(), IMAGES)
+    assert "first" not in found.groups
+    assert "second" in found.groups
+
+
+def test_a_rebuilt_network_takes_the_weights():
+    scores = channel_scores(STRUCTURE, "magnitude", [])
+    configuration = {"width conv1": "4", "block block1": "left out"}
+    small = apply(STRUCTURE, configuration, scores)
+    options = {"model": {"name": "tests.networks:tiny"}, "image": [3, 16, 16], "configuration": configuration}
+    made = build_model(ModelSpec(name="compress.search.rebuild:network", options=options), num_classes=10)
+    made.load_state_dict(small.state_dict())
+    torch.testing.assert_close(made.eval()(IMAGES), small(IMAGES))
+
+
+def test_reconstruction_comes_nearer():
+    torch.manual_seed(0)
+    model = build_model(ModelSpec(name="tests.networks:tiny"), num_classes=10)
+    pictures = torch.randn(64, 3, 16, 16)
+    model.train()(pictures)  # statistics of these pictures
+    found = analyse(model.eval(), pictures[:2])
+    configuration = {"width block1.conv1": "4"}
+    scores = channel_scores(found, "taylor", [pictures])
+
+    def far(steps):
+        small = reconstruct(apply(found, configuration, scores), found, configuration, scores, [pictures], steps=steps)
+        return distance([small(pictures)], [found.graph(pictures)])
+
+    with torch.no_grad():
+        assert far(30) < far(0)
+
+
+def test_widths_out_of_range_are_refused():
+    with pytest.raises(SearchError, match="width conv1 is 9: it must be from 1 to 8"):
+        apply(STRUCTURE, {"width conv1": "9"})

@@ -1,0 +1,64 @@
+"""Trials in several processes, of which one is killed; a search that goes on."""
+
+import subprocess
+import sys
+
+import pytest
+
+from compress.errors import EngineError, SearchError
+from compress.progress import NoProgress
+from compress.search.trials import failures, open_study, results, run_trials
+from tests.search.worker import SPACE, STARTS, figures, work
+
+
+def start(storage, seconds):
+    command = [sys.executable, "-m", "tests.search.worker", storage, "8", str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_killed_worker_loses_its_trial_only(tmp_path):
+    storage = str(tmp_path / "trials.log")
+    lost = start(storage, 600)
+    assert lost.stdout.readline() == "begun\n"  # it is inside the first trial and will never end it
+    other = start(storage, 0.01)
+    assert other.stdout.readline() == "begun\n"
+    lost.kill()
+    lost.wait()
+    other.communicate(timeout=60)
+    assert other.returncode == 0
+    found = results(open_study(storage, "search", seed=0, population=4, create=False))
+    assert {label for label, _, _ in found} >= set(STARTS)  # the configuration of the lost trial was tried again
+    assert all(figures(configuration) == measured for _, configuration, measured in found)
+    front = {(f.ratio, f.distance) for _, _, f in found}
+    assert {(f.ratio, f.distance) for f in map(figures, STARTS.values())} <= front
+
+
+def test_a_search_goes_on_where_it_ended(tmp_path):
+    storage = str(tmp_path / "trials.log")
+    first = results(work(storage, 5, 0.0))
+    second = results(work(storage, 9, 0.0, seed=1))
+    assert second[: len(first)] == first
+    assert len(second) >= len(first)
+    assert results(work(storage, 9, 0.0)) == second  # as many as were asked for have ended: nothing is run
+
+
+def test_a_database_serves_as_well(tmp_path):
+    assert len(results(work(f"sqlite:///{tmp_path / 'trials.db'}", 4, 0.0))) == 4
+
+
+def test_candidates_that_cannot_run_are_kept_with_their_reason(tmp_path):
+    study = open_study(str(tmp_path / "trials.log"), "search", seed=0, population=2)
+
+    def evaluate(configuration):
+        raise EngineError("no kernel")
+
+    run_trials(study, SPACE, evaluate, count=2, deadline=None, progress=NoProgress())
+    assert set(failures(study).values()) == {"no kernel"}
+    assert results(study) == []
+
+
+def test_a_storage_that_is_none_is_refused(tmp_path):
+    with pytest.raises(SearchError, match="cannot be used"):
+        open_study("nosuch://host/name", "search", seed=0, population=2)
+    with pytest.raises(SearchError, match="cannot be used"):
+        open_study(str(tmp_path / "empty.log"), "search", seed=0, population=2, create=False)
