@@ -46,10 +46,9 @@ def search(
     as_json: JsonOption = False,
 ) -> None:
     """Search precision, 2:4, width and depth under measured latency; fine-tune, quantize and measure what it chose."""
-    changes = [*(set_ or ())]
-    changes += [f"search.trials={trials}"] if trials is not None else []
-    changes += [f"search.hours={hours}"] if hours is not None else []
-    parsed = load_recipe(recipe, changes)
+    effort = {"search.trials": trials, "search.hours": hours}
+    changes = [f"{key}={value}" for key, value in effort.items() if value is not None]
+    parsed = load_recipe(recipe, [*(set_ or ()), *changes])
     folder = out or default_folder(recipe, "search", resume=resume or worker, recipe=parsed)
     if worker:
         if latency is not None or max_drop is not None:
@@ -72,6 +71,10 @@ def search(
             device=device,
             progress=bars,
         )
+    _show(folder, outcome, as_json=as_json)
+
+
+def _show(folder: Path, outcome: Outcome, *, as_json: bool) -> None:
     if as_json:
         print_json(
             {
@@ -83,10 +86,6 @@ def search(
             }
         )
         return
-    _show(folder, outcome)
-
-
-def _show(folder: Path, outcome: Outcome) -> None:
     metric = outcome.metric
     columns = ("network", "time", "ms", "error", metric.title)
     rows = [

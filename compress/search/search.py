@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.inputs import Inputs
 from compress.progress import NoProgress, Progress
 from compress.quantization.spec import QuantSpec, Target
-from compress.search.accuracy_model import AccuracyModel, Table, rate_choices
+from compress.search.accuracy_model import AccuracyModel, rate_choices
 from compress.search.criteria import channel_scores
 from compress.search.front import FLOAT_POINT, Front, Point, choose
 from compress.search.lab import REFERENCE, Figures, Lab, engines_of, export, measure, time_engines
@@ -36,6 +37,7 @@ TARGETS: dict[str, Target] = {"openvino": "openvino", "onnxruntime": "onnxruntim
 """Whose placement rules fit an engine; TensorRT's fit all others."""
 
 STUDY = "search"
+Role = Literal["all", "worker"]
 _BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 _HELD = 4  # one picture of so many is held back
 
@@ -53,15 +55,14 @@ def search(
     out: Path | str = "search",
     storage: str | None = None,
     cache: Path | None = None,
-    role: Literal["all", "worker"] = "all",
+    role: Role = "all",
     resume: bool = False,
     progress: Progress | None = None,
 ) -> Front:
     """Search over precision, 2:4 sparsity, width and depth; every point of the result was measured on the engine.
 
-    The latency model is fitted to networks that are timed here; the accuracy model is made from the pictures. An
-    integer program over both gives the first configurations, NSGA-II goes on from them. Nothing is trained but a few
-    steps of reconstruction: fine-tune `front.network(front.chosen)` with `compress.fit`.
+    An integer program over a latency model and an accuracy model gives the first configurations, NSGA-II goes on from
+    them. Nothing is trained but a few steps of reconstruction: fine-tune `front.network(front.chosen)` afterwards.
 
     Args:
         model: trained float network; not changed.
@@ -89,47 +90,79 @@ def search(
     """
     spec, bars = spec or SearchSpec(), progress or NoProgress()
     version = check_request(engine, latency=latency, max_drop=max_drop, spec=spec)
-    begun, folder = time.monotonic(), Path(out)
     lab = _lab(model, example_inputs, batches, engine=engine, spec=spec, quantization=quantization)
+    bound = {"latency": latency, "max_drop": max_drop}
+    return _measured_front(
+        lab, Path(out), bound, version=version, storage=storage, cache=cache, role=role, resume=resume, progress=bars
+    )
+
+
+def _measured_front(
+    lab: Lab,
+    folder: Path,
+    bound: Mapping[str, float | None],
+    *,
+    version: str,
+    storage: str | None,
+    cache: Path | None,
+    role: Role,
+    resume: bool,
+    progress: Progress,
+) -> Front:
+    """Make both models or read them, run the trials, and choose."""
+    begun, latency = time.monotonic(), bound["latency"]
     folder.mkdir(parents=True, exist_ok=True)
     known = read_plan(folder, lab, needed=role == "worker", resume=resume or role == "worker")
     reference = export(lab, apply(lab.structure, {}), folder / f"{REFERENCE}-{os.getpid()}.onnx")
     try:
         if known is None:
-            timed = time_space(lab, reference, version=version, cache=cache, progress=bars)
+            timed = time_space(lab, reference, version=version, cache=cache, progress=progress)
             _check_reachable(timed, latency)
-            known = timed, rate_choices(lab, progress=bars)
+            known = timed, rate_choices(lab, progress=progress)
             write_plan(folder, lab, *known)
-        timed, accuracy = known
-        starts = _starts(lab, timed, accuracy.distance, latency)
-        seed = spec.seed if role == "all" else spec.seed + os.getpid()
-        study = open_study(storage or str(folder / "trials.log"), STUDY, seed=seed, population=max(len(starts), 8))
-        if role == "all":
-            add_starts(study, lab.space, starts)
-        deadline = None if spec.hours is None else begun + 3600 * spec.hours
-        count = max(spec.trials, 1)
-        run_trials(
-            study,
-            lab.space,
-            lambda c: measure(lab, c, reference),
-            count=count,
-            deadline=deadline,
-            progress=bars,
-        )
-        points = _points(lab, timed, accuracy, study, reference)
+        starts = _starts(lab, *known, latency) if role == "all" else {}
+        study = _refine(lab, reference, starts, storage or str(folder / "trials.log"), begun=begun, progress=progress)
+        points = _points(lab, *known, study, reference)
     finally:
         reference.unlink(missing_ok=True)
     write_json(folder / "points.json", [asdict(point) for point in points])
-    bounded = role == "all" and (latency is not None or max_drop is not None)
+    bounded = role == "all" and any(value is not None for value in bound.values())
+    chosen = choose(points, **bound) if bounded else None
+    timed, accuracy = known
     return Front(
         lab=lab,
         points=points,
-        chosen=choose(points, latency=latency, max_drop=max_drop) if bounded else None,
+        chosen=chosen,
         timed=timed,
         accuracy=accuracy,
         failed=failures(study),
         notes=lab.space.notes,
     )
+
+
+def _refine(
+    lab: Lab,
+    reference: Path,
+    starts: Mapping[str, Configuration],
+    storage: str,
+    *,
+    begun: float,
+    progress: Progress,
+) -> Any:
+    """Queue the starts, if there are any, and take part in the trials until there are enough; return the study."""
+    spec = lab.spec
+    seed = spec.seed if starts else spec.seed + os.getpid()  # workers draw other configurations
+    study = open_study(storage, STUDY, seed=seed, population=max(len(starts), 8))
+    add_starts(study, lab.space, starts)
+    run_trials(
+        study,
+        lab.space,
+        lambda configuration: measure(lab, configuration, reference),
+        count=spec.trials,
+        deadline=None if spec.hours is None else begun + 3600 * spec.hours,
+        progress=progress,
+    )
+    return study
 
 
 def check_request(
@@ -217,7 +250,7 @@ def _check_reachable(timed: Timed, latency: float | None) -> None:
         )
 
 
-def _starts(lab: Lab, timed: Timed, distances: Table, latency: float | None) -> dict[str, Configuration]:
+def _starts(lab: Lab, timed: Timed, accuracy: AccuracyModel, latency: float | None) -> dict[str, Configuration]:
     """Uniform configurations, and the best by the models for several budgets, those near the bound first."""
 
     def predict(configuration: Configuration) -> float:
@@ -226,7 +259,7 @@ def _starts(lab: Lab, timed: Timed, distances: Table, latency: float | None) -> 
     found: dict[str, Configuration] = {}
     near = () if latency is None else (latency, 0.97 * latency, 0.92 * latency)
     for number, budget in enumerate(dict.fromkeys((*near, *_BUDGETS)), 1):
-        best = best_within(lab.space, distances, predict, budget)
+        best = best_within(lab.space, accuracy.distance, predict, budget)
         if best is not None and not _as_is(lab, best):
             found.setdefault(f"start {number} ({budget:.2f})", best)
     baselines: dict[str, Configuration] = {}

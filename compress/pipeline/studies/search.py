@@ -64,7 +64,6 @@ def search_run(
     if latency is None and max_drop is None:
         raise SearchError("search takes a bound: --latency 0.5 (of the float network's) or --max-drop 1.0 (points)")
     check_request(engine, latency=latency, max_drop=max_drop, spec=recipe.search)
-    bound = Bound(latency=latency, max_drop=max_drop)
     data, built = load_data(recipe.data), build_float(recipe)
     folder = open_run(out, recipe, STEP, resume=resume, data=data.fingerprints())
     run = _run(recipe, folder, data, device=device, progress=progress, resume=resume)
@@ -73,28 +72,37 @@ def search_run(
         write_json(run.path("environment.json"), describe_machine().to_dict())
         front = _search(run, model, engine, storage=storage, latency=latency)
         reference = export_open(run, front.lab.structure.graph, run.path("reference.onnx"))
-        scores = _scores(run, front, reference)
-        attempts = _attempts(run, front, bound, reference)
-        write_json(run.path("attempts.json"), [asdict(made) for made in attempts])
-        kept = [made for made in attempts if bound.keeps(made)]
-        best = min(kept, key=lambda made: made.drop if bound.latency is not None else made.ratio, default=None)
-        outcome = Outcome(
-            bound=bound,
-            front=front,
-            metric=run.task.metric,
-            scores=scores,
-            attempts=tuple(attempts),
-            chosen=best,
-            images=min(_IMAGES, len(run.data.val)),
-            folder=run.folder.path,
-        )
-        write_search_report(outcome, recipe=recipe)
-        if best is None:
-            raise SearchError(_missed(bound, attempts))
-        run.finish(STEP, chosen=best.folder)
-        return outcome
+        return _finish(run, front, Bound(latency=latency, max_drop=max_drop), reference)
     finally:
         run.folder.release()
+
+
+def _finish(run: Run, front: Front, bound: Bound, reference: Path) -> Outcome:
+    """Fine-tune points of a front until one keeps the bound, and write the report.
+
+    Raises:
+        SearchError: none does.
+    """
+    scores = _scores(run, front, reference)
+    attempts = _attempts(run, front, bound, reference)
+    write_json(run.path("attempts.json"), [asdict(made) for made in attempts])
+    kept = [made for made in attempts if bound.keeps(made)]
+    best = min(kept, key=lambda made: made.drop if bound.latency is not None else made.ratio, default=None)
+    outcome = Outcome(
+        bound=bound,
+        front=front,
+        metric=run.task.metric,
+        scores=scores,
+        attempts=tuple(attempts),
+        chosen=best,
+        images=min(_IMAGES, len(run.data.val)),
+        folder=run.folder.path,
+    )
+    write_search_report(outcome, recipe=run.recipe)
+    if best is None:
+        raise SearchError(_missed(bound, attempts))
+    run.finish(STEP, chosen=best.folder)
+    return outcome
 
 
 def search_worker(
@@ -191,7 +199,10 @@ def order(front: Front, bound: Bound) -> list[Point]:
     By latency these are the points within the bound, the most accurate first. By drop it is the middle of the front,
     and `after` halves what is left of it.
     """
-    rows = [point for point in front.front if point.configuration]
+    others = sorted((p for p in front.points if p.configuration), key=lambda p: p.figures.ratio)
+    if not others:
+        raise SearchError(f"no candidate could be measured: {'; '.join(list(front.failed.values())[:3])}")
+    rows = [point for point in front.front if point.configuration] or others[:1]  # the float network is the fastest
     if bound.latency is not None:
         within = [point for point in rows if point.figures.ratio <= bound.latency] or rows[:1]
         return sorted(within, key=lambda point: point.figures.distance)
