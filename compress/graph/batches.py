@@ -16,14 +16,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import DataError
-from compress.graph.inputs import KeywordInputs, each_input
+from compress.graph.inputs import TARGET_KEYS, KeywordInputs, each_input
 
 Batches = Iterable[Any]
 """Tensors, or tuples that begin with all inputs of the model, which a target may follow; see `batch_inputs`."""
-
-
-TARGET_KEYS = ("labels", "label", "targets", "target")
-"""Keys of a mapping batch that hold its targets."""
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:

@@ -13,6 +13,9 @@ from compress.errors import ModelError
 Inputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 """A tensor, tensors in the order of `forward`, or tensors by the names of its arguments."""
 
+TARGET_KEYS = ("labels", "label", "targets", "target")
+"""Keys of a mapping that hold targets, which are no inputs."""
+
 
 class KeywordInputs(tuple[Tensor, ...]):
     """Inputs that a model takes by keyword, such as `pixel_values`; a graph traced with them takes them in this order.
@@ -36,13 +39,16 @@ class KeywordInputs(tuple[Tensor, ...]):
 def as_inputs(example_inputs: Inputs) -> tuple[Tensor, ...]:
     """A tensor, a sequence or a mapping of tensors as a tuple, which keeps the names of a mapping.
 
+    A mapping may be a batch of a loader: its targets are left out.
+
     Raises:
         ModelError: `example_inputs` is something else, or empty.
     """
     if isinstance(example_inputs, KeywordInputs):
         return example_inputs
     if isinstance(example_inputs, Mapping):
-        given: tuple[Any, ...] = KeywordInputs(example_inputs)
+        named = {name: value for name, value in example_inputs.items() if name not in TARGET_KEYS}
+        given: tuple[Any, ...] = KeywordInputs(named)
     else:
         given = tuple(example_inputs) if isinstance(example_inputs, Sequence) else (example_inputs,)
     if not given or not all(isinstance(x, Tensor) for x in given):

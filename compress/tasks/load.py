@@ -64,7 +64,7 @@ def make_task(
     else:
         task = classification(len(labels)) if name == "classification" else segmentation(labels, loss=known)
     if loss is not None and loss != known:
-        task = replace(task, loss=_own_loss(_resolved(loss, "loss", _LOSSES[name])))
+        task = replace(task, loss=own_loss(_resolved(loss, "loss", _LOSSES[name])))
     if metric is not None:
         found = task_metric(_resolved(metric, "metric", (task.metric.name,)), select=task.metric.select)
         classes = task.metric.classes if found.classes is None else found.classes
@@ -83,7 +83,7 @@ def _detection(labels: Sequence[str], loss: Any, decode: Any, detector: Detector
             f"{lacking} is not set, and the model is no one-stage detector of torchvision, which has its own: "
             "give loss and decode, package.module:function each"
         )
-    return detection(labels, loss=_own_loss(_resolved(loss, "loss", _LOSSES["detection"])), decode=decode)
+    return detection(labels, loss=own_loss(_resolved(loss, "loss", _LOSSES["detection"])), decode=decode)
 
 
 def detector_head(model: ModelSpec, *, num_classes: int, image_size: tuple[int, int]) -> DetectorHead | None:
@@ -124,7 +124,7 @@ def _resolved(given: Any, key: str, known: Sequence[str]) -> Any:
     return imported(given, key=key, error=RecipeError)
 
 
-def _own_loss(function: Callable[[Any, Any], Tensor]) -> Loss:
+def own_loss(function: Callable[[Any, Any], Tensor]) -> Loss:
     """Return a user's function as a loss; it smooths its own labels."""
 
     def loss(outputs: Any, targets: Any, *, label_smoothing: float = 0.0) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
-from compress.graph.batches import TARGET_KEYS, model_inputs
-from compress.graph.inputs import flat_tensors, run_with
+from compress.graph.batches import model_inputs
+from compress.graph.inputs import TARGET_KEYS, flat_tensors, run_with
 from compress.meters import TaskMetric
 from compress.quantization.sensitivity.compare import decibel
 from compress.quantization.sensitivity.subset import Subset, run_subset

@@ -1,0 +1,117 @@
+"""A user's DataLoader as a split: its data set, its way to join a batch and its processes, in an order of our own.
+
+Training goes on after a stop with the very images that it would have had, so their order follows from (seed, epoch)
+and not from the loader's sampler. A batch is (images, targets), or a mapping with targets under one of
+`graph.batches.TARGET_KEYS` and one input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from compress.data.base import Batch, BatchPlan, DataSet, Split, hash_seed
+from compress.data.preprocessing import Preprocessing
+from compress.errors import DataError
+from compress.graph.batches import split_batch
+
+
+class LoaderSplit(Split):
+    """The images of a DataLoader, as its data set returns them: normalized, and augmented by itself.
+
+    With `num_workers=0` an augmentation that draws from torch's random state follows from the step too; worker
+    processes draw from a seed of the epoch, so that a training stopped within an epoch goes on with other draws.
+
+    Args:
+        loader: over a data set with a length.
+        seed: of the order.
+
+    Raises:
+        DataError: no such data set, or a sampler of its own.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, seed: int = 0) -> None:
+        super().__init__(labels=(), preprocessing=_as_given(_example(loader)), seed=seed)
+        self.loader, self.dataset = loader, loader.dataset
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
+        """Return images and targets at `indices`; see `Split.load`."""
+        return _on(self.loader.collate_fn([self.dataset[index] for index in indices]), device)
+
+    def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
+        """Yield batches as `Split.batches` does, read ahead by the loader's processes."""
+        if not self.loader.num_workers:
+            yield from super().batches(plan, device=device)
+            return
+        passes = DataLoader(
+            self.dataset,
+            batch_sampler=[indices for indices in self.batch_indices(plan) if indices],
+            num_workers=self.loader.num_workers,
+            collate_fn=self.loader.collate_fn,
+            worker_init_fn=self.loader.worker_init_fn,
+            generator=torch.Generator().manual_seed(hash_seed(self.seed, plan.epoch or 0)),
+        )
+        for batch in passes:
+            yield _on(batch, torch.device(device))
+
+
+def loader_data(train: DataLoader[Any], val: DataLoader[Any] | None = None, *, seed: int = 0) -> DataSet:
+    """Return the data set of two loaders; without `val` the training images are evaluated on.
+
+    Raises:
+        DataError: as `LoaderSplit`.
+    """
+    split = LoaderSplit(train, seed=seed)
+    return DataSet(train=split, val=split if val is None else LoaderSplit(val, seed=seed))
+
+
+def _example(loader: DataLoader[Any]) -> Tensor:
+    """Return the images of the first batch, after the loader was checked."""
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise DataError(
+            f"the loader's data set is a {type(dataset).__name__} without a length: training needs images by number "
+            "(__getitem__ and __len__), so that it can go on after a stop"
+        )
+    if not isinstance(loader.sampler, (RandomSampler, SequentialSampler)) or (
+        loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
+    ):
+        raise DataError(
+            f"the loader has a sampler of its own ({type(loader.sampler).__name__}): give one with shuffle=True or "
+            "False, since the order of training follows from its seed; repeat images in the data set to weight them"
+        )
+    if not len(dataset):
+        raise DataError("the loader's data set is empty")
+    return _on(loader.collate_fn([dataset[0]]), torch.device("cpu"))[0]
+
+
+def _on(batch: Any, device: torch.device) -> Batch:
+    """Return images and targets of a batch on a device."""
+    inputs, targets = split_batch(batch)
+    given = list(inputs.values()) if isinstance(inputs, Mapping) else [inputs]
+    tensors = [value for value in given if isinstance(value, Tensor)]
+    if len(tensors) != 1 or len(given) != 1:
+        got = ", ".join(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
+        raise DataError(f"a batch holds the inputs {got}; training takes one tensor of images and its targets")
+    return tensors[0].to(device), tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, targets)
+
+
+def _as_given(images: Tensor) -> Preprocessing:
+    """Return the preprocessing of images that are a model's input already."""
+    channels = images.shape[1] if images.ndim > 1 else 1
+    size = (images.shape[-2], images.shape[-1]) if images.ndim == 4 else 1
+    return Preprocessing(
+        image_size=size,
+        mean=(0.0,) * channels,
+        std=(1.0,) * channels,
+        channels="RGB" if channels == 3 else "other",
+    )
