@@ -69,6 +69,10 @@ _COMMANDS = {
         "compress.cli.roofline:roofline",
         "Least time of a network on a device, and the most that INT8, 2:4, fusion and batching could save.",
     ),
+    "bundle": Entry(
+        "compress.cli.bundle:bundle",
+        "A run's file as a model repository of Triton Inference Server or of OpenVINO Model Server.",
+    ),
     "predict": Entry(
         "compress.cli.predict:predict",
         "Classes, masks or boxes of pictures, by a run's file on an engine.",

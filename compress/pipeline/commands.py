@@ -25,6 +25,7 @@ from compress.pipeline.steps.sparse import check_pattern, sparse_step, zeros_of
 from compress.progress import NoProgress, Progress
 from compress.recipe import Recipe
 from compress.report import write_report
+from compress.report.card import write_card
 from compress.training import SINGLE, Processes
 from compress.variants import Variant
 
@@ -117,6 +118,7 @@ def _measure(this: Run, models: dict[Variant, nn.Module]) -> None:
     if notes := this.all_notes():
         write_json(this.path("notes.json"), notes)
     write_report(this.folder.path)
+    write_card(this.folder.path)
     check_required(this)
 
 

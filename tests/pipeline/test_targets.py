@@ -3,8 +3,10 @@
 import json
 
 import onnx
+import onnxruntime
 import pytest
 import torch
+import yaml
 from PIL import Image
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
@@ -13,6 +15,7 @@ import compress
 from compress.errors import CompressError, DataError, QuantizationError, RecipeError, RunError
 from compress.pipeline import run
 from compress.pipeline.again import bench_again, export_again, networks_of
+from compress.pipeline.bundle import write_bundle
 from compress.pipeline.predict import predict
 from compress.progress import NoProgress
 from compress.quantization.ptq.quantize import quantize, quantize_targets
@@ -165,6 +168,41 @@ def test_predict_names_the_classes_of_pictures(finished, tmp_path):
     for bad in ("no.png", "absent.png"):
         with pytest.raises(DataError, match=f"{bad} cannot be read as a picture"):
             predict(finished, [tmp_path / bad])
+
+
+def test_the_card_has_the_front_matter_of_hubs_and_the_engines_numbers(finished):
+    text = (finished / "model_card.md").read_text()
+    front = yaml.safe_load(text.split("---\n")[1])
+    assert front["pipeline_tag"] == "image-classification" and {"onnx", "ptq", "qat"} <= set(front["tags"])
+    values = {m["name"]: m["value"] for r in front["model-index"][0]["results"] for m in r["metrics"]}
+    rows = {(m["name"], m["variant"], m["engine"]): m for m in json.loads((finished / "metrics.json").read_text())}
+    found = values["top-1, QAT on OpenVINO (f32)"]
+    assert found == pytest.approx(rows["top1", "qat", "openvino (f32)"]["value"], abs=1e-4)
+    assert yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])["quantization"]["target"] == [
+        "tensorrt",
+        "openvino",
+    ]
+
+
+def test_bundles_hold_the_file_of_their_engine(finished, tmp_path):
+    triton = write_bundle(finished, "triton", tmp_path / "triton", name="digits")
+    assert [str(p.relative_to(tmp_path)) for p in triton] == [
+        "triton/digits/1/model.onnx",
+        "triton/digits/config.pbtxt",
+    ]
+    assert triton[0].read_bytes() == (finished / "qat.onnx").read_bytes()
+    session = onnxruntime.InferenceSession(triton[0], providers=["CPUExecutionProvider"])
+    text = triton[1].read_text()
+    for tensor in (*session.get_inputs(), *session.get_outputs()):
+        dims = ", ".join(map(str, tensor.shape[1:]))
+        assert f'name: "{tensor.name}", data_type: TYPE_FP32, dims: [{dims}]' in text
+    assert "max_batch_size: 32" in text and "dynamic_batching" in text and text.count("{") == text.count("}")
+    (served,) = write_bundle(finished, "openvino", tmp_path / "ovms", variant="ptq")
+    assert served.read_bytes() == (finished / "ptq.openvino.onnx").read_bytes()
+    with pytest.raises(RunError, match="is there already"):
+        write_bundle(finished, "triton", tmp_path / "triton", name="digits")
+    with pytest.raises(RunError, match="did you mean 'triton'"):
+        write_bundle(finished, "tritn", tmp_path)
 
 
 class Counted:
