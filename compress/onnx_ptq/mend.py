@@ -74,7 +74,9 @@ def mend_onnx(
         data if images is None else [_in_order(batch, order) for batch in images],
         spec=own, drop=drop, sqnr_db=sqnr_db, metric=metric, progress=progress,
     )  # fmt: skip
-    return _renamed(found, file_names(made, index), spec, len(own.rules))
+    names = file_names(made, index)
+    found = replace(found, diagnosis=renamed_diagnosis(found.diagnosis, names, made.origin))
+    return _renamed(found, names, spec, len(own.rules))
 
 
 def _in_order(batch: Any, order: list[str]) -> tuple[Any, ...]:
@@ -101,17 +103,23 @@ def _renamed(found: Mended, names: Mapping[str, str], spec: QuantSpec, count: in
 
     return replace(
         found,
-        diagnosis=renamed_diagnosis(found.diagnosis, names),
         spec=mended_spec(found.spec),
         specs=tuple(mended_spec(own) for own in found.specs),
         changes=tuple(change(one) for one in found.changes),
     )
 
 
-def renamed_diagnosis(found: Diagnosis, names: Mapping[str, str]) -> Diagnosis:
-    """Return a diagnosis whose layers have other names; those that are not named keep theirs."""
-    rows = tuple(replace(row, layer=names.get(row.layer, row.layer)) for row in found.rows)
+def renamed_diagnosis(found: Diagnosis, names: Mapping[str, str], tensors: Mapping[str, str]) -> Diagnosis:
+    """Return a diagnosis whose layers and tensors have other names; those that are not named keep theirs."""
+    rows = tuple(
+        replace(
+            row,
+            layer=names.get(row.layer, row.layer),
+            causes=tuple(replace(cause, tensor=tensors.get(cause.tensor, cause.tensor)) for cause in row.causes),
+        )
+        for row in found.rows
+    )
     first = found.first
     if first is not None:
-        first = replace(first, tensor=names.get(first.tensor, first.tensor))
+        first = replace(first, tensor=tensors.get(first.tensor, first.tensor))
     return replace(found, rows=rows, first=first)

@@ -32,7 +32,7 @@ from compress.onnx_ptq.load import SourceFile, load_source, tensors_of
 from compress.onnx_ptq.read import read_onnx_graph
 from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file, unknown_to_runtime
 from compress.onnx_ptq.save import save_model
-from compress.onnx_ptq.shapes import inferred
+from compress.onnx_ptq.shapes import inferred, open_batch
 from compress.onnx_ptq.write import insert_pairs
 from compress.progress import Progress
 from compress.quantization.calibration.calibrate import check_batches
@@ -184,6 +184,8 @@ def _compare(original: SourceFile, source: SourceFile, feed: Arrays, unknown: di
         QuantizationError: names the output.
     """
     names = [value.name for value in original.proto.graph.output if value.name not in unknown]
+    if all(open_batch(value) for value in original.proto.graph.input if value.name in feed):
+        feed = {name: value[:1] for name, value in feed.items()}  # one image shows a change
     before, after = (FloatSession(model, names).run(feed) for model in (original, source))
     for name in names:
         a, b = (np.asarray(values[name]) for values in (before, after))

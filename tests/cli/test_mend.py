@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import onnx
 import pytest
 
 from compress.recipe import load_recipe
@@ -31,6 +32,8 @@ def test_a_file_is_mended_by_one_command(compress, folder):
     assert [price["label"] for price in document["prices"]][:3] == ["float", "as specified", "mended"]
     names = {row["layer"] for row in document["diagnosis"]["rows"]}
     assert names == {"/0/Conv", "/2/Conv", "/4/Conv"}, "the names of the file's nodes"
+    tensors = {name for node in onnx.load(folder / "net.onnx").graph.node for name in node.output}
+    assert document["diagnosis"]["first"]["tensor"] in tensors
     assert load_recipe(folder / "mended.yaml").quantization.weights.axis is None
     done = compress("ptq", *FILE[:4], "--recipe", "mended.yaml", "--out", "run", cwd=folder)
     assert done.returncode == 0, done.stderr

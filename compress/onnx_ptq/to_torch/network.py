@@ -23,7 +23,7 @@ from compress.onnx_ptq.index import Index, Shapes, Types
 from compress.onnx_ptq.load import SourceFile, load_source
 from compress.onnx_ptq.parts import find_parts
 from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file
-from compress.onnx_ptq.shapes import inferred
+from compress.onnx_ptq.shapes import inferred, open_batch
 from compress.onnx_ptq.to_torch.builder import Builder, Place
 from compress.onnx_ptq.to_torch.layers import LAYERS, linear_with_sum, plain_layer_norm, written_layer_norm
 from compress.onnx_ptq.to_torch.operators import OPERATORS, part
@@ -89,17 +89,12 @@ def converted(source: SourceFile, feed: Arrays) -> Converted:
 
 def _wider(source: SourceFile, feed: Arrays) -> Index | None:
     """Return the index of a graph for one more image; None if the file states the size of its batch."""
-    if any(not _open_batch(value) for value in source.proto.graph.input if value.name in feed):
+    if any(not open_batch(value) for value in source.proto.graph.input if value.name in feed):
         return None
     try:
         return inferred(source, {name: np.concatenate([value, value[:1]]) for name, value in feed.items()})[0]
     except QuantizationError:
         return None
-
-
-def _open_batch(value: onnx.ValueInfoProto) -> bool:
-    dims = value.type.tensor_type.shape.dim
-    return bool(dims) and not dims[0].HasField("dim_value")
 
 
 def _built(index: Index, shapes: Shapes, types: Types, wider: Index | None) -> Builder:

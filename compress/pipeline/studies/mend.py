@@ -16,6 +16,7 @@ from compress.errors import EngineError, RecipeError
 from compress.export.onnx import export_onnx
 from compress.files import write_text
 from compress.measure.prices import MENDED, Price, measure_prices
+from compress.meters import TaskMetric
 from compress.onnx_ptq.mend import mend_onnx
 from compress.onnx_ptq.quantize import quantize_onnx
 from compress.pipeline.again import finished_run, network
@@ -96,21 +97,23 @@ def mend_file(
     spec: QuantSpec,
     goal: Goal,
     *,
+    images: Iterable[Any] | None = None,
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> MendReport:
-    """Debug an ONNX file on its calibration data, with targets where the batches hold some.
+    """Debug an ONNX file.
 
     Args:
         path: float file.
         batches: as for `quantize_onnx`.
         spec: quantization to begin with.
         goal: when the file is mended.
+        images: batches that the goal is measured on, with targets last where there are some; None = `batches`.
         out: recipe to write, for `ptq --onnx`; None = none.
         progress: is informed of each network that is tried.
     """
     data = list(batches)
-    found = mend_onnx(path, data, spec=spec, drop=goal.drop, sqnr_db=goal.sqnr_db, progress=progress)
+    found = mend_onnx(path, data, images, spec=spec, drop=goal.drop, sqnr_db=goal.sqnr_db, progress=progress)
 
     def make(own: QuantSpec | None, target: Path) -> Path:
         return path if own is None else quantize_onnx(path, data, spec=own, out=target)
@@ -140,9 +143,25 @@ def _mend(
     ]
     judged = data.val.batches(BatchPlan(batch_size=size, limit=min(images, len(data.val))))
     metric = task_of(recipe, data).metric
+    made = mend_model(model, batches, judged, spec, goal, metric=None if metric is TOP1 else metric, progress=progress)
+    path = None if out is None else write_text(out, replace(recipe, quantization=made.mended.spec).to_yaml())
+    return replace(made, recipe=path)
+
+
+def mend_model(
+    model: nn.Module,
+    batches: list[Tensor],
+    images: Iterable[Any],
+    spec: QuantSpec,
+    goal: Goal,
+    *,
+    metric: TaskMetric | None = None,
+    progress: Progress | None = None,
+) -> MendReport:
+    """Debug a torch model, and time what was found; arguments are those of `compress.mend`."""
     found = mend(
-        model, batches[0][:2], batches, judged, spec=spec, drop=goal.drop, sqnr_db=goal.sqnr_db,
-        metric=None if metric is TOP1 else metric, progress=progress,
+        model, batches[0][:2], batches, images, spec=spec, drop=goal.drop, sqnr_db=goal.sqnr_db, metric=metric,
+        progress=progress,
     )  # fmt: skip
 
     def make(own: QuantSpec | None, target: Path) -> Path:
@@ -150,8 +169,7 @@ def _mend(
         return export_onnx(made, batches[0][:2], target)
 
     prices, reason = _prices(found, spec, make, progress)
-    path = None if out is None else write_text(out, replace(recipe, quantization=found.spec).to_yaml())
-    return MendReport(mended=found, prices=prices, not_timed=reason, recipe=path)
+    return MendReport(mended=found, prices=prices, not_timed=reason, recipe=None)
 
 
 def _prices(
