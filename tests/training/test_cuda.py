@@ -1,6 +1,8 @@
 """Training on a GPU: half precision with a scaler, fused optimizers, compilation, readings far apart."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -112,6 +114,12 @@ class ReadsItsLoss(nn.Sequential):
         return super().forward(x) * float(x.mean() > -1e9)
 
 
-def test_passes_that_cannot_be_recorded():
+def cannot_be_recorded():
     with pytest.raises(CompressError, match="cannot be recorded as a CUDA graph"):
         train(ReadsItsLoss(*linear()), cuda_graphs=True)
+
+
+def test_passes_that_cannot_be_recorded():
+    """In a process of its own: after a failed recording torch's generator of a GPU cannot be used any more."""
+    code = "from tests.training.test_cuda import cannot_be_recorded; cannot_be_recorded()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -62,7 +62,7 @@ def pointwise(
         weight: of `pack_weight`, of one tap and one group.
         finish: of `finish_of`, on the device.
         outputs: codes that are added and written, in rows at multiples of 16 bytes; no values.
-        columns: output channels.
+        columns: output channels, a multiple of 16: the copy engine writes whole 16 bytes, past the last column too.
         tile: of a program.
         multiprocessors: of the GPU.
         zero: code of 0 of the input.

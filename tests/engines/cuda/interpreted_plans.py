@@ -124,11 +124,11 @@ def check_pointwise(device):
     """Products of rows by tensor descriptors: channels and rows that fill no tile, zeros, residuals."""
     for rows, channels, columns, zero, tile in (
         (70, 40, 48, 0, PointwiseTile(32, 32, 32)),
-        (33, 64, 40, 5, PointwiseTile(32, 16, 64, programs=1)),
-        (5, 16, 100, -128, PointwiseTile(32, 64, 32, stages=3)),
+        (33, 64, 32, 5, PointwiseTile(32, 16, 64, programs=1)),
+        (5, 16, 112, -128, PointwiseTile(32, 64, 32, stages=3)),
     ):
         torch.manual_seed(0)
-        pitch = columns + -columns % 16
+        pitch = columns + 16  # what lies between rows is another tensor's
         x = torch.randint(-128, 128, (rows, channels + -channels % 16), dtype=torch.int8)
         w = torch.randint(-127, 128, (columns, channels), dtype=torch.int8)
         residual = torch.randint(-128, 128, (rows, pitch), dtype=torch.int8)

@@ -1,5 +1,6 @@
 """The Triton kernels compute what exact arithmetic does, step by step; and they compile for GPUs that are not here."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,3 +49,35 @@ def test_a_convolution_compiles_for_a_gpu_that_is_not_here(tmp_path):
     products = [request for request in requests if request.name == "_product_kernel"]
     assert len(products) == 1
     assert [result.error for result in compile_requests(products, (9, 0), jobs=1)] == [""]
+
+
+@pytest.mark.parametrize(("columns", "count"), [(128, 1), (136, 0)])
+def test_products_by_descriptors_only_where_they_write_nothing_but_their_own_channels(tmp_path, columns, count):
+    pytest.importorskip("triton")
+    from compress.engines.cuda.bind import Bindings, candidates
+
+    b = Builder((64, 32, 64, 64))
+    path = b.save(tmp_path / "m.onnx", b.quantize(b.conv(b.quantize("input"), columns, taps=1, padding=0)))
+    layout = lay_out(make_plan(path, batch_size=64))
+    names = [way.name for step in layout.steps for way in candidates(step, layout, Bindings(torch.device("cpu"), {}))]
+    assert any("pointwise" in name for name in names) == bool(count)
+
+
+def test_no_operation_reads_a_tensor_of_the_device_on_the_host(tmp_path):
+    """On the device `meta`, tensors have no values: reading one fails here, as it does in a CUDA graph."""
+    pytest.importorskip("triton")
+    from compress.engines.cuda.bind import Bindings, candidates
+
+    b = Builder((2, 4, 8))
+    x = b.op("Reshape", "input", b.constant(np.array([2, 8, 4])))
+    x = b.op("Slice", x, *(b.constant(np.array([n])) for n in (1, 7, 1, 2)))
+    x = b.op("ReduceMean", x, b.constant(np.array([2])), keepdims=1)
+    x = b.op("Tile", x, b.constant(np.array([1, 1, 3])))
+    x = b.op("Gather", x, b.constant(np.array(0)), axis=1)
+    x = b.op("Gather", x, b.constant(np.array([2, 0])), axis=1)
+    layout = lay_out(make_plan(b.save(tmp_path / "m.onnx", x), batch_size=2))
+    meta = torch.device("meta")
+    bindings = Bindings(meta, {})
+    executor = Executor(layout, [candidates(step, layout, bindings)[0].run for step in layout.steps], meta)
+    (result,) = executor.run(executor.empty_inputs()).values()
+    assert result.shape == (2, 2)

@@ -18,6 +18,7 @@ from compress.engines.cuda.bind.common import (
     plain_finish,
 )
 from compress.engines.cuda.executor import Candidate, Tensors
+from compress.engines.cuda.onnx_ops import is_read_by_the_host
 from compress.engines.cuda.plan.layout import Copy, Layout
 from compress.engines.cuda.plan.quantizers import Grid
 from compress.engines.cuda.plan.stem import PackImage
@@ -192,8 +193,12 @@ def bind_operation(step: Operation, layout: Layout, bindings: Bindings) -> list[
     def fitting(x: Tensor) -> Tensor:
         return x.to(bindings.device, dtype if x.is_floating_point() else x.dtype)
 
+    def placed(index: int, x: Tensor) -> Tensor:
+        return x.cpu() if is_read_by_the_host(step.op, index, x) else fitting(x)
+
     constants = bindings.keep(
-        (step.name, "inputs"), lambda: tuple(fitting(x) if isinstance(x, Tensor) else x for x in step.inputs)
+        (step.name, "inputs"),
+        lambda: tuple(placed(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(step.inputs)),
     )
     ready = replace(step, inputs=constants)
 

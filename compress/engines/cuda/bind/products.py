@@ -115,6 +115,8 @@ def _pointwise(
     values = e.residual.name and e.residual.grid is None
     if bindings.capability < LEAST_CAPABILITY or weight.groups > 1 or e.out.value or values or None in rows:
         return []
+    if columns % ALIGNED:  # the copy engine would write to the end of the last 16 bytes, where another tensor may begin
+        return []
     finish = _product_finish(step, bindings)
     zero = step.x.grid.zero if step.x.grid else 0
     count, pitch = cast("tuple[int, int]", rows[0])

@@ -1,0 +1,131 @@
+"""Writes the page of the study from its JSON, without measuring again.
+
+python -m analysis.cuda_engine.report results/h100/cuda_engine.json
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from analysis.common.study import listed, report_from_file
+
+BANDWIDTH, PEAK = 3.35e12, 1.979e15
+"""Of an H100, by its data sheet: bytes and INT8 operations a second."""
+_LEAST_SHARE = 0.02
+
+Row = Mapping[str, Any]
+
+
+def write(file: Path) -> None:
+    """Write the page beside the JSON file."""
+    report = json.loads(file.read_text(encoding="utf-8"))
+    file.with_suffix(".md").write_text("\n".join(page(report)) + "\n", encoding="utf-8")
+
+
+def page(report: Row) -> Iterator[str]:
+    """Yield the lines of the page."""
+    yield "# INT8 on our own engine, NVIDIA H100"
+    yield ""
+    yield (
+        f"Networks of random weights, quantized after training, exported, 224 px. {listed(report['machine'])}. "
+        f"Baseline: fp16, channels_last, {report['baseline']}."
+    )
+    yield ""
+    yield from _table(
+        ("network", "batch", "ms", "images/s", "fp16 ms", "fp16 images/s", "ratio", "ratio, each call waited for",
+         "build s", "with the plan s", "codes that differ from exact arithmetic"),
+        [_network(row) for row in report["networks"] if row.get("ms")],
+    )  # fmt: skip
+    missing = [f"{row['network']} b{row['batch']}" for row in report["networks"] if not row.get("ms")]
+    yield ""
+    if missing:
+        yield f"Not measured in its time: {', '.join(missing)}."
+        yield ""
+    yield (
+        "Times are those of calls queued one after another, which is the GPU's time. Ratios are fp16's time over ours. "
+        "Where a star stands, kernels were compiled before building."
+    )
+    yield ""
+    yield f"`{report['command']}`"
+    for row in report["networks"]:
+        if row.get("layers"):
+            yield from _layers(row)
+
+
+def _network(row: Row) -> Sequence[str]:
+    check = row.get("check")
+    codes = f"{check['differing']:,} of {check['codes']:,}, by {check['largest']} at most" if check else "not compared"
+    return (
+        row["network"], str(row["batch"]), f"{row['ms']:.3f}", f"{row['images_per_s']:,.0f}",
+        _number(row.get("fp16_ms"), ".3f"), _number(row.get("fp16_images_per_s"), ",.0f"),
+        _ratio(row.get("fp16_ms"), row["ms"]), _ratio(row.get("fp16_waiting_ms"), row["waiting_ms"]),
+        f"{row['build_s']:.1f}{'*' if row.get('compiled_ahead') else ''}", _number(row.get("build_with_plan_s"), ".2f"),
+        codes,
+    )  # fmt: skip
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _ratio(theirs: float | None, ours: float) -> str:
+    return "" if theirs is None else f"{theirs / ours:.2f}"
+
+
+def _layers(row: Row) -> Iterator[str]:
+    """Layers above 2 % of the time, those of one kind together, with their shares of the roofs."""
+    total = row["layers_ms"]
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for layer in row["layers"]:
+        key = (layer["kind"], layer["kernel"], str(layer["shape"]), str(layer["bytes"]))
+        groups.setdefault(key, []).append(layer)
+    kept = sorted(groups.values(), key=lambda group: -sum(layer["ms"] for layer in group))
+    kept = [group for group in kept if sum(layer["ms"] for layer in group) >= _LEAST_SHARE * total]
+    lines = [_layer(group, total) for group in kept]
+    reached = sum(max(float(line[4]), float(line[5])) >= 0.6 for line in lines)
+    slower = [layer for layer in row["layers"] if layer.get("fp16_ms") and layer["fp16_ms"] < layer["ms"]]
+    yield ""
+    yield f"## {row['network']}, batch {row['batch']}"
+    yield ""
+    yield (
+        f"{reached} of {len(lines)} kinds of layers above 2 % of the time reach 0.6 of a roof. In {len(slower)} of "
+        f"{len(row['layers'])} steps the bare product would be faster in fp16"
+        + (f": {sum(x['ms'] - x['fp16_ms'] for x in slower):.3f} ms in all." if slower else ".")
+    )
+    yield ""
+    head = (
+        "layer, result",
+        "count",
+        "ms each",
+        "share of time",
+        "of bandwidth",
+        "of INT8 peak",
+        "bare fp16 ms",
+        "kernel",
+    )
+    yield from _table(head, lines)
+
+
+def _layer(group: Sequence[Row], total: float) -> Sequence[str]:
+    first, ms = group[0], sum(layer["ms"] for layer in group)
+    each = ms / len(group) / 1e3
+    shape = "x".join(str(n) for n in (first["shape"] or [[]])[0])
+    return (
+        f"{first['kind']} {shape}", str(len(group)), f"{1e3 * each:.4f}", f"{ms / total:.1%}",
+        f"{first['bytes'] / each / BANDWIDTH:.2f}", f"{2 * first['macs'] / each / PEAK:.2f}",
+        _number(first.get("fp16_ms"), ".4f"), first["kernel"].removeprefix("triton "),
+    )  # fmt: skip
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+if __name__ == "__main__":
+    report_from_file(__doc__, write)
