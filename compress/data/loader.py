@@ -2,7 +2,7 @@
 
 Training goes on after a stop with the very images that it would have had, so their order follows from (seed, epoch)
 and not from the loader's sampler. A batch is (images, targets), or a mapping with targets under one of
-`graph.batches.TARGET_KEYS` and one input.
+`graph.inputs.TARGET_KEYS` and one input.
 """
 
 from __future__ import annotations

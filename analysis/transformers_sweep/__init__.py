@@ -1,0 +1,1 @@
+"""Networks of transformers through quantization, a training step, export and ONNX Runtime."""

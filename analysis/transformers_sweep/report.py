@@ -1,0 +1,73 @@
+"""Write transformers.md from transformers.jsonl."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from analysis.common.study import Row, listed, report_from_file
+from analysis.transformers_sweep.networks import networks
+from compress.files import write_text
+
+LEGEND = (
+    "W and A: quantizers of weights and of activations. SQNR in dB over four images that were not used for "
+    "calibration, of the tensor by which networks are compared (logits, depth, features): of fake quantization to the "
+    "float network; of the exported file to fake quantization, node by node as it is written (file) and with ONNX "
+    "Runtime's integer kernels (runtime), whose requantization rounds otherwise. Moved: of fake quantization to itself "
+    "with pixels moved by 1e-5, which shows the effect of rounding alone. A network goes through if its file is at "
+    "least at 40 dB, or at most 3 dB below that of rounding, and at 20 dB with integer kernels. "
+    "Every network also took a step of quantization-aware training with finite gradients."
+)
+
+
+def read(log: Path) -> dict[str, Row]:
+    """Return the newest row of each network."""
+    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
+    return {row["network"]: row for row in map(json.loads, lines)}
+
+
+def write(log: Path) -> None:
+    """Write the page beside the log: the networks that do not go through first."""
+    rows = read(log)
+    order = [name for name in networks() if name in rows]
+    counted = Counter(row["status"] for row in rows.values())
+    lines = [
+        "# Networks of transformers: quantization, training, export, parity",
+        "",
+        f"`python -m analysis.transformers_sweep.run`, target `onnxruntime`, small configurations, random weights. "
+        f"{len(rows)} of {len(networks())} networks done: "
+        f"{', '.join(f'{count} {status}' for status, count in counted.most_common())}.",
+        "",
+        *(
+            f"- {count} on {where}."
+            for where, count in Counter(
+                f"{row['machine']['cpu']}, one thread, {listed(row['machine']['versions'])}" for row in rows.values()
+            ).items()
+        ),
+        "",
+        LEGEND,
+        "",
+        "| network | task | W | A | SQNR to float | file | runtime | moved | remark |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---|",
+        *(_line(name, rows[name]) for name in sorted(order, key=lambda name: rows[name]["status"] == "ok")),
+        "",
+    ]
+    write_text(log.with_suffix(".md"), "\n".join(lines))
+
+
+def _line(name: str, row: Row) -> str:
+    keys = ("task", "weights", "activations", "sqnr_float_db", "sqnr_file_db", "sqnr_engine_db", "sqnr_moved_db")
+    cells = [str(row.get(key, "")) for key in keys]
+    remarks = [] if row["status"] == "ok" else [f"**{row['status']}**, {row.get('stage', '')}: {row['error']}"]
+    remarks += [f"kept whole: {leaf}" for leaf in row.get("leaves", ())[:1]]
+    remarks += (
+        ["training its graph leaves out a part of the network's own training (auxiliary outputs, dropped layers)"]
+        if row.get("training")
+        else []
+    )
+    return f"| {name} | {' | '.join(cells)} | {'; '.join(remarks).replace('|', '/')} |"
+
+
+if __name__ == "__main__":
+    report_from_file(__doc__, write)
