@@ -140,6 +140,25 @@ class Rounding:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reconstruction:
+    """Result of reconstruction for one block.
+
+    Attributes:
+        block: module path of its layer, or of the first and the last one.
+        error_before, error_after: mean squared error of its output against the float network's, on the calibration
+            images.
+        steps: steps of learning.
+        reason: why nothing was learned; "" when it was.
+    """
+
+    block: str
+    error_before: float
+    error_after: float
+    steps: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Correction:
     """Result of bias correction for one layer.
 
@@ -186,6 +205,7 @@ class QuantizationReport(GraphReport):
         calibration: ranges and histograms; None before `calibrate`.
         smoothing: SmoothQuant; None if it was not asked for.
         rounding: AdaRound, a row for each layer.
+        reconstruction: blocks with learned roundings and ranges, a row for each.
         corrections: bias correction, a row for each layer.
         comparison: what the methods beyond calibration gained or lost; None where none was asked for.
     """
@@ -195,6 +215,7 @@ class QuantizationReport(GraphReport):
     calibration: CalibrationReport | None = field(default=None, compare=False)  # tensors have no single truth value
     smoothing: Smoothing | None = None
     rounding: tuple[Rounding, ...] = ()
+    reconstruction: tuple[Reconstruction, ...] = ()
     corrections: tuple[Correction, ...] = ()
     comparison: Comparison | None = None
 
@@ -208,7 +229,11 @@ class QuantizationReport(GraphReport):
             found.append(f"equalized {len(done.pairs)} pairs of layers{_left(len(done.refused))}")
         if self.smoothing is not None:
             found.append(f"smoothed {len(self.smoothing.norms)} norms{_left(len(self.smoothing.refused))}")
-        for rows, text in ((self.rounding, "AdaRound learned {} layers"), (self.corrections, "corrected {} biases")):
+        for rows, text in (
+            (self.rounding, "AdaRound learned {} layers"),
+            (self.reconstruction, "reconstructed {} blocks"),
+            (self.corrections, "corrected {} biases"),
+        ):
             if rows:
                 refused = sum(bool(row.reason) for row in rows)
                 found.append(text.format(len(rows) - refused) + _left(refused))

@@ -95,6 +95,8 @@ class AdaRoundSpec:
         steps: steps of Adam for each layer.
         images: largest number of calibration images to learn from; their activations at one layer are held in memory.
         batch_size: images of one step.
+        positions: output positions of a layer, sampled over all images, that are learned from; a step takes the share
+            of them that `batch_size` has of the images.
         lr: learning rate of Adam.
         regularization: weight of the term that drives every rounding to 0 or 1.
         beta_start, beta_end: exponent of that term at its first and at its last step; a lower one is harder.
@@ -105,10 +107,44 @@ class AdaRoundSpec:
     steps: AtLeastOne = 1000
     images: AtLeastOne = 256
     batch_size: BatchSize = 32
+    positions: AtLeastOne = 8192
     lr: Positive = 0.01
     regularization: NotNegative = 0.01
     beta_start: Positive = 20.0
     beta_end: Positive = 2.0
+    warm_start: ShareBelowOne = 0.2
+    seed: Seed = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReconstructSpec:
+    """Reconstruction of blocks, for few bits: roundings of weights and ranges learned together, without labels.
+
+    BRECQ (Li et al., arXiv 2102.05426) with QDrop (Wei et al., arXiv 2203.05740).
+
+    Attributes:
+        steps: steps of Adam for each block.
+        images: largest number of calibration images to learn from.
+        batch_size: images of one step.
+        lr: learning rate of the roundings.
+        range_lr: learning rate of the logarithm of a range; it falls to zero linearly.
+        learn_ranges: learn ranges of weights and activations too.
+        drop: share of the activations' elements that are left unquantized while a block learns; 0 = BRECQ.
+        layers: layers in a row, without a shortcut around them, that make a block.
+        regularization: weight of the term that drives every rounding to 0 or 1.
+        warm_start: share of the steps without that term.
+        seed: seed of the choice of images and elements.
+    """
+
+    steps: AtLeastOne = 1000
+    images: AtLeastOne = 1024
+    batch_size: BatchSize = 32
+    lr: Positive = 0.01
+    range_lr: Positive = 0.002
+    learn_ranges: bool = True
+    drop: ShareBelowOne = 0.5
+    layers: AtLeastOne = 3
+    regularization: NotNegative = 0.01
     warm_start: ShareBelowOne = 0.2
     seed: Seed = 0
 
@@ -141,6 +177,7 @@ class QuantSpec:
         smooth: SmoothQuant: share of the ranges' difficulty that moves from the output of a LayerNorm into the weights
             that consume it; 0.5 is usual.
         adaround: learn how to round weights, layer by layer, instead of rounding to nearest.
+        reconstruct: learn roundings and ranges block by block, for few bits; instead of `adaround`.
         bias_correction: restore the mean of each layer's output, which quantized weights shift: `analytic`, from the
             BatchNorm statistics, or `empirical`, from the calibration images.
         insist: keep `equalize`, `relu6`, `smooth`, `adaround` and `bias_correction` also where they make the outputs on
@@ -160,6 +197,7 @@ class QuantSpec:
     relu6: Literal["keep", "relu"] = "keep"
     smooth: Share | None = None
     adaround: AdaRoundSpec | None = None
+    reconstruct: ReconstructSpec | None = None
     bias_correction: BiasCorrection | None = None
     insist: bool = False
 
@@ -209,13 +247,20 @@ def quant_contradictions(spec: QuantSpec) -> Iterator[str]:
     if not spec.targets or len(set(spec.targets)) < len(spec.targets):
         yield f"quantization.target is {list(spec.targets)}: name one target, or several that differ"
     yield from _kind_contradictions(spec)
-    folded = {"equalize": spec.equalize, "adaround": spec.adaround, "bias_correction": spec.bias_correction}
+    folded = {
+        "equalize": spec.equalize,
+        "adaround": spec.adaround,
+        "reconstruct": spec.reconstruct,
+        "bias_correction": spec.bias_correction,
+    }
     asked = [name for name, value in folded.items() if value]
     if asked and spec.batchnorm == "keep":
         yield (
             f"quantization.{asked[0]} works on weights that hold their BatchNorm, and quantization.batchnorm is keep; "
             f"set batchnorm: fold, or take {asked[0]} out"
         )
+    if spec.adaround is not None and spec.reconstruct is not None:
+        yield "quantization.adaround and quantization.reconstruct both learn how to round the weights: take one out"
     learned = spec.adaround
     if learned is not None and learned.beta_end > learned.beta_start:
         yield (

@@ -32,12 +32,15 @@ from compress.graph.ops import module_kind, node_kind
 from compress.kernels.memory_format import along_axis
 from compress.progress import NoProgress, Progress
 from compress.quantization.numerics import QuantFormat
+from compress.quantization.ptq.rows import sampled_rows
 from compress.quantization.ptq.walk import Visit, walk
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import Rounding, placement_of
 from compress.quantization.spec import AdaRoundSpec
 from compress.validation import validate
 
+CHECK_EVERY = 50
+"""Steps between looks at whether all roundings are decided."""
 _STRETCH, _SHIFT = 1.2, -0.1  # zeta - gamma and gamma of the paper's rectified sigmoid
 
 
@@ -98,17 +101,22 @@ def learn_rounding(
     free = ((floor >= form.low) & (floor < form.high) & (weight != 0)).to(weight.dtype)
     base = floor.clamp(form.low, form.high)
     generator = torch.Generator().manual_seed(spec.seed)
-    targets = _activated(targets, activation)
+    targets, images, batch_size = _activated(targets, activation), len(inputs), spec.batch_size
     axis = -1 if module_kind(layer) == "linear" else 1
+    rows = sampled_rows(layer, inputs, targets, count=spec.positions, generator=generator)
+    if rows is not None:
+        inputs, targets, axis = rows.inputs[0], rows.targets, -1
+        batch_size = max(spec.batch_size, len(targets) * spec.batch_size // images)
     v = inverse_rounding((steps - floor).clamp(0, 1))
     optimizer = torch.optim.Adam([v], lr=spec.lr, fused=v.dtype == torch.float32)
     for step in range(spec.steps):
-        chosen = torch.randint(len(inputs), (min(spec.batch_size, len(inputs)),), generator=generator).to(inputs.device)
+        chosen = torch.randint(len(inputs), (min(batch_size, len(inputs)),), generator=generator).to(inputs.device)
         sigmoid = torch.sigmoid(v)
         h = (sigmoid * _STRETCH + _SHIFT).clamp_(0, 1)
         rounded = torch.addcmul(base, h, free).mul_(scale).requires_grad_()
         with torch.enable_grad():
-            outputs = _activated(_outputs(layer, rounded, inputs[chosen], settings), activation)
+            part = rows.outputs(rounded, chosen) if rows else _outputs(layer, rounded, inputs[chosen], settings)
+            outputs = _activated(part, activation)
             (outputs - targets[chosen]).square().sum(axis).mean().backward()
         gradient = cast(Tensor, rounded.grad).mul_(scale)
         if step >= spec.warm_start * spec.steps:
@@ -117,6 +125,8 @@ def learn_rounding(
         # autograd would read and write the weight a dozen times more
         slope = sigmoid.mul_(1 - sigmoid).mul_(_STRETCH).mul_((h > 0) & (h < 1))
         v.grad = gradient.mul_(slope).mul_(free)
+        if step % CHECK_EVERY == 0 and step and not bool(v.grad.any()):
+            break  # every rounding has reached 0 or 1
         optimizer.step()
     return torch.addcmul(base, (soft_rounding(v) >= 0.5).to(base.dtype), free) * scale
 

@@ -25,7 +25,7 @@ IMAGES = 64
 """Largest number of pictures that are compared."""
 
 _OFF: dict[str, Any] = {
-    "relu6": "keep", "equalize": False, "smooth": None, "adaround": None, "bias_correction": None,
+    "relu6": "keep", "equalize": False, "smooth": None, "adaround": None, "reconstruct": None, "bias_correction": None,
 }  # fmt: skip
 
 

@@ -5,7 +5,8 @@
 3. ranges are calibrated;
 4. `adaround` and the empirical `bias_correction` process the layers in one walk: a layer is rounded, then its bias is
    corrected, and the inputs of the next layer include both;
-5. the analytic `bias_correction` follows from the quantized weights, without a walk.
+5. or `reconstruct` learns roundings and ranges block by block, before the bias correction;
+6. the analytic `bias_correction` follows from the quantized weights, without a walk.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from compress.graph.report import attach_report
 from compress.progress import Progress
 from compress.quantization.ptq.adaround import Rounder
 from compress.quantization.ptq.bias_correction import IMAGES, correct_bias_analytic, correct_to_targets
+from compress.quantization.ptq.reconstruct import reconstruct
 from compress.quantization.ptq.smoothquant import smooth
 from compress.quantization.ptq.walk import Visit, walk
 from compress.quantization.report import Correction, QuantizationReport, Smoothing, quantization_report_of
@@ -34,7 +36,8 @@ from compress.quantization.spec import QuantSpec
 
 def needs_data_twice(spec: QuantSpec) -> bool:
     """Return True if calibration data are read more than once."""
-    return spec.smooth is not None or spec.adaround is not None or spec.bias_correction == "empirical"
+    learned = spec.adaround is not None or spec.reconstruct is not None
+    return spec.smooth is not None or learned or spec.bias_correction == "empirical"
 
 
 def smoothed(
@@ -101,6 +104,7 @@ def improve(
     paths = [site.path for site in report.placement.weights]
     analytic = paths if spec.bias_correction == "analytic" else []
     weights = {path: cast(Tensor, qmodel.get_submodule(path).weight).detach().clone() for path in analytic}
+    blocks = reconstruct(qmodel, batches, spec.reconstruct, progress=progress) if spec.reconstruct else ()
     rounder = None
     if spec.adaround is not None:
         rounder = Rounder(spec.adaround, folder=folder, progress=progress, total=len(paths))
@@ -118,9 +122,9 @@ def improve(
     rows = tuple(corrections.values())
     if spec.bias_correction == "analytic":
         rows = correct_bias_analytic(qmodel, report.prepared.moments, weights=weights)
-    if all_reduce and (rounding or rows):
-        for tensor in qmodel.parameters():
+    if all_reduce and (rounding or rows or blocks):
+        for tensor in (*qmodel.parameters(), *qmodel.buffers()):
             torch.distributed.broadcast(tensor.data, 0)
-    report = replace(report, smoothing=smoothing, rounding=rounding, corrections=rows)
+    report = replace(report, smoothing=smoothing, rounding=rounding, reconstruction=blocks, corrections=rows)
     attach_report(qmodel, report)
     return report

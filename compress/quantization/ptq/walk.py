@@ -60,7 +60,7 @@ def walk(qmodel: fx.GraphModule, batches: Iterable[Any], visit: Callable[[Visit]
         DataError: a batch does not hold the model's inputs.
     """
     qmodel.eval()
-    values = _images(qmodel, batches, images)
+    values = calibration_inputs(qmodel, batches, images)
     interpreter = fx.Interpreter(qmodel)
     exact: dict[fx.Node, list[Any]] = {}
     rounded: dict[fx.Node, list[Any]] = {}
@@ -134,7 +134,7 @@ def _in_place(node: fx.Node) -> bool:
     return bool(node.kwargs.get("inplace")) or name.endswith("_") or name in {"iadd", "isub", "imul", "itruediv"}
 
 
-def _images(qmodel: nn.Module, batches: Iterable[Any], limit: int) -> list[tuple[Tensor, ...]]:
+def calibration_inputs(qmodel: nn.Module, batches: Iterable[Any], limit: int) -> list[tuple[Tensor, ...]]:
     """Inputs of each batch, in the order of the graph's placeholders."""
     values: list[tuple[Tensor, ...]] = []
     left = limit

@@ -1,0 +1,112 @@
+"""Networks of CIFAR-10 at few bits without training and without labels: calibration alone beside reconstructed blocks.
+
+Every row is written as it is measured, and the same command goes on after a stop.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import compress
+from analysis.common.study import Row, command_line, listed, software, study_parser
+from analysis.real_accuracy.networks import cifar
+from analysis.real_accuracy.statistics import figures
+from compress.files import write_text
+from compress.quantization.spec import ActivationSpec, QuantSpec, ReconstructSpec, WeightSpec
+
+BITS = {"W4A8": (4, 8), "W4A4": (4, 4), "W3A3": (3, 3), "W2A4": (2, 4)}
+
+
+def main() -> None:
+    """Measure the rows that are missing, and write the table."""
+    parser = study_parser(__doc__, out="results/low_bits")
+    parser.add_argument("--data", required=True, help="folder of cifar-10-batches-py")
+    parser.add_argument("--weights", type=Path, required=True, help="file of analysis.low_bits")
+    parser.add_argument("--network", default="resnet20")
+    parser.add_argument("--bits", nargs="+", choices=BITS, default=["W4A8", "W4A4"])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--images", type=int, default=512)
+    parser.add_argument("--limit", type=int, help="number of test pictures")
+    o = parser.parse_args()
+    file = o.out / "ptq.jsonl"
+    rows: list[Row] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    done = {(row["network"], row["bits"], row["method"]) for row in rows}
+    subject = cifar(o.network, o.data, o.weights, o.limit, calibration=o.images)
+    expected = logits(subject.model, subject.images)
+    for bits in o.bits:
+        for method in ("calibration", "blocks"):
+            if (o.network, bits, method) in done:
+                continue
+            spec = specification(*BITS[bits], o.steps if method == "blocks" else 0, o.images)
+            start = time.process_time()
+            qmodel = compress.quantize(
+                subject.model, subject.calibration[:2], list(subject.calibration.split(64)), spec=spec
+            )
+            seconds = time.process_time() - start
+            seen = figures(expected, logits(qmodel, subject.images), subject.targets)
+            float_top1 = 100 * (expected.argmax(1) == subject.targets).double().mean().item()
+            row = {"network": o.network, "bits": bits, "method": method, "cpu_seconds": round(seconds, 1)}
+            row |= {"float_top1": round(float_top1, 2), "figures": asdict(seen), "evaluated": len(subject.images)}
+            row |= {"steps": o.steps, "images": o.images, "software": software("torch")}
+            row["command"] = command_line(hidden())
+            rows.append(row)
+            with file.open("a") as stream:
+                stream.write(json.dumps(row) + "\n")
+    print(page(o.out, rows))
+
+
+def specification(weights: int, activations: int, steps: int, images: int) -> QuantSpec:
+    """Return a specification without an engine's limits, first and last layers at 8 bits."""
+    return QuantSpec(
+        target="any",
+        weights=WeightSpec(num_bits=weights, calibrator="mse"),
+        activations=ActivationSpec(num_bits=activations),
+        first_last_bits=8,
+        reconstruct=ReconstructSpec(steps=steps, images=images) if steps else None,
+    )
+
+
+@torch.no_grad()
+def logits(model: nn.Module, images: Tensor) -> Tensor:
+    """Return the logits of all pictures."""
+    return torch.cat([model(part) for part in images.split(250)])
+
+
+def hidden() -> list[str]:
+    """Return this process's arguments without folders of one machine."""
+    import sys  # lazy: for the command alone
+
+    words = list(sys.argv[1:])
+    return [{"--data": "DIR", "--weights": "FILE"}.get(words[i - 1] if i else "", word) for i, word in enumerate(words)]
+
+
+def page(folder: Path, rows: list[Row]) -> str:
+    """Write `ptq.md` and return it."""
+    lines = [
+        "# Few bits without training and without labels on CIFAR-10",
+        "",
+        "Fake quantization in torch, target `any`, first and last layers at 8 bits; in brackets 95 % intervals of a "
+        "paired bootstrap over pictures. CPU seconds on a busy machine.",
+        "",
+        "| network | bits | method | top-1 % | float % | points | agreement % | SQNR dB | CPU s | command |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        f = row["figures"]
+        shown = [
+            f"{f[k]['value']:.2f} [{f[k]['low']:.2f}, {f[k]['high']:.2f}]" for k in ("points", "agreement", "sqnr_db")
+        ]
+        cells = [row["network"], row["bits"], row["method"], f"{f['top1']['value']:.2f}", f"{row['float_top1']:.2f}"]
+        lines.append(f"| {' | '.join([*cells, *shown, str(row['cpu_seconds']), '`' + row['command'] + '`'])} |")
+    lines += ["", listed(rows[0]["software"]) if rows else ""]
+    return write_text(folder / "ptq.md", "\n".join(lines) + "\n").read_text()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Methods of quantization, each from a float model to a file: ours by specification, and peers that are installed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import compress
+from analysis.real_accuracy.networks import Subject
+from compress.quantization.spec import ActivationSpec, AdaRoundSpec, QuantSpec, ReconstructSpec, Target, WeightSpec
+
+BATCH = 10
+INPUT = "input"
+Make = Callable[[Subject, Path, Path], Path]
+"""From (network and pictures, the float file, folder) to the quantized file."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method, the engines that run its files, and which network it is for.
+
+    Attributes:
+        make: writes the file.
+        engines: that are measured.
+        bits: of weights and activations, such as W8A8.
+        version: package whose version is in the row.
+        only: names of networks; empty = all.
+    """
+
+    make: Make
+    engines: tuple[str, ...]
+    bits: str = "W8A8"
+    version: str = ""
+    only: tuple[str, ...] = field(default_factory=tuple)
+
+
+def ours(spec: QuantSpec) -> Make:
+    """Return a maker that quantizes with `spec` and exports."""
+
+    def make(subject: Subject, _: Path, folder: Path) -> Path:
+        batches, example = list(subject.calibration.split(BATCH)), subject.calibration[:2]
+        qmodel = compress.quantize(subject.model, example, batches, spec=spec)
+        return compress.export_onnx(qmodel, example, folder / "ours.onnx")
+
+    return make
+
+
+def float_file(subject: Subject, folder: Path) -> Path:
+    """Write the float network with torch's older exporter."""
+    path, example = folder / "float.onnx", subject.calibration[:2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            subject.model, (example,), str(path), dynamo=False, opset_version=17, input_names=[INPUT],
+            output_names=["logits"], dynamic_axes={INPUT: {0: "batch"}, "logits": {0: "batch"}},
+        )  # fmt: skip
+    return path
+
+
+def onnxruntime(calibration: str, subject: Subject, path: Path, folder: Path) -> Path:
+    """Quantize with ONNX Runtime's static quantizer in the form that its documentation recommends for x86."""
+    from onnxruntime import quantization  # optional: a peer's part of the engine
+
+    class Reader(quantization.CalibrationDataReader):
+        """Yields the batches."""
+
+        def __init__(self) -> None:
+            self.feeds: Iterator[dict[str, Any]] = iter([{INPUT: b.numpy()} for b in subject.calibration.split(BATCH)])
+
+        def get_next(self) -> dict[str, Any] | None:
+            """Return the next batch."""
+            return next(self.feeds, None)
+
+    ready, out = folder / "ready.onnx", folder / "ort.onnx"
+    quantization.quant_pre_process(str(path), str(ready), skip_symbolic_shape=True)
+    quantization.quantize_static(
+        str(ready), str(out), Reader(), quant_format=quantization.QuantFormat.QDQ, per_channel=True,
+        activation_type=quantization.QuantType.QUInt8, weight_type=quantization.QuantType.QInt8, reduce_range=False,
+        calibrate_method=quantization.CalibrationMethod[calibration],
+    )  # fmt: skip
+    return out
+
+
+def nncf(best: bool, subject: Subject, path: Path, folder: Path) -> Path:
+    """Quantize with NNCF for OpenVINO: its defaults, or its more accurate bias correction."""
+    import nncf as package  # optional: a peer
+    import openvino
+
+    data = list(subject.calibration.split(BATCH))
+    dataset = package.Dataset(data, lambda batch: {INPUT: batch.numpy()})
+    model = openvino.Core().read_model(path)
+    done = package.quantize(model, dataset, subset_size=len(data), fast_bias_correction=not best)
+    openvino.save_model(done, folder / "nncf.xml", compress_to_fp16=False)
+    return folder / "nncf.xml"
+
+
+def _ours_for(target: Target) -> dict[str, Method]:
+    """Return our methods for an engine."""
+    base = QuantSpec(target=target)
+    w4 = replace(base, weights=WeightSpec(num_bits=4, calibrator="mse"))
+    fast = AdaRoundSpec(steps=500, images=200)
+    specs: dict[str, tuple[QuantSpec, str]] = {
+        "default (mse)": (base, "W8A8"),
+        "max": (replace(base, activations=ActivationSpec(calibrator="max")), "W8A8"),
+        "percentile 99.99": (replace(base, activations=ActivationSpec(calibrator="percentile")), "W8A8"),
+        "entropy": (replace(base, activations=ActivationSpec(calibrator="entropy")), "W8A8"),
+        "weights mse": (replace(base, weights=WeightSpec(calibrator="mse")), "W8A8"),
+        "bias correction": (replace(base, bias_correction="empirical"), "W8A8"),
+        "relu6 to relu, equalize, bias correction": (
+            replace(base, relu6="relu", equalize=True, bias_correction="empirical"),
+            "W8A8",
+        ),
+        "AdaRound": (replace(base, adaround=fast), "W8A8"),
+        "nearest": (w4, "W4A8"),
+        "nearest, bias correction": (replace(w4, bias_correction="empirical"), "W4A8"),
+        "AdaRound, 4 bits": (replace(w4, adaround=fast), "W4A8"),
+        "blocks": (replace(w4, reconstruct=ReconstructSpec(steps=500, images=200)), "W4A8"),
+    }
+    return {
+        f"compress: {name}, {target}": Method(ours(spec), (target,), bits, "") for name, (spec, bits) in specs.items()
+    }
+
+
+METHODS: dict[str, Method] = {
+    **_ours_for("openvino"),
+    "NNCF: default": Method(partial(nncf, False), ("openvino",), version="nncf"),
+    "NNCF: fast_bias_correction=False": Method(partial(nncf, True), ("openvino",), version="nncf"),
+    "ONNX Runtime's quantizer: MinMax": Method(
+        partial(onnxruntime, "MinMax"), ("onnxruntime", "openvino"), version="onnxruntime"
+    ),
+    "ONNX Runtime's quantizer: Percentile": Method(
+        partial(onnxruntime, "Percentile"), ("onnxruntime",), version="onnxruntime"
+    ),
+    **{k: m for k, m in _ours_for("onnxruntime").items() if k.startswith(("compress: default", "compress: max"))},
+}
+"""By the name in the tables."""
+
+
+def logits_of(path: Path, engine: str, images: Tensor, threads: int) -> Tensor:
+    """Return the logits of all pictures on an engine, OpenVINO's remainder in f32."""
+    options: dict[str, Any] = {"threads": threads, "precision": "f32"} if engine == "openvino" else {"threads": threads}
+    with compress.build_engine(path, engine, **options) as made:
+        name = made.inputs[0].name
+        parts = [next(iter(made.run({name: batch.numpy()}).values())) for batch in images.split(BATCH)]
+    return torch.cat([torch.from_numpy(part) for part in parts])

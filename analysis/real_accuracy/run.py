@@ -1,0 +1,134 @@
+"""Accuracy of quantized networks with real weights on real pictures, on engines, beside the peers.
+
+Every row is written as it is measured, and the same command goes on after a stop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from torch import Tensor
+
+from analysis.common.cifar import NETWORKS
+from analysis.common.study import Row, command_line, software, study_parser
+from analysis.real_accuracy.methods import METHODS, Method, float_file, logits_of
+from analysis.real_accuracy.networks import Subject, cifar, imagenet
+from analysis.real_accuracy.report import write
+from analysis.real_accuracy.statistics import figures
+from compress.measure import describe_machine
+
+
+def main() -> None:
+    """Measure the rows that are missing, and write the page."""
+    parser = study_parser(__doc__, out="results/real_accuracy")
+    parser.add_argument("--networks", nargs="+", default=["efficientnet_lite0"])
+    parser.add_argument("--pictures", type=Path, help="folder of ImageNet pictures, one of each class")
+    parser.add_argument("--cifar", help="folder of cifar-10-batches-py")
+    parser.add_argument("--weights", nargs="+", type=Path, default=[], help="files of analysis.low_bits, by network")
+    parser.add_argument("--methods", nargs="+", help="parts of the methods' names; default: all")
+    parser.add_argument("--limit", type=int, help="number of pictures")
+    parser.add_argument("--threads", type=int, default=1)
+    o = parser.parse_args()
+    o.out.mkdir(parents=True, exist_ok=True)
+    file = o.out / "rows.jsonl"
+    done = {_key(row) for row in _rows(file)}
+    for name in o.networks:
+        subject = _subject(name, o)
+        with tempfile.TemporaryDirectory() as folder:
+            _measure(name, subject, Path(folder), file, done, o)
+    write(o.out)
+
+
+def _subject(name: str, o: argparse.Namespace) -> Subject:
+    if name in NETWORKS:
+        weights = o.weights[sorted(set(o.networks) & set(NETWORKS), key=o.networks.index).index(name)]
+        return cifar(name, o.cifar, weights, o.limit)
+    return imagenet(o.pictures, o.limit)
+
+
+def _measure(
+    name: str, subject: Subject, folder: Path, file: Path, done: set[tuple[str, ...]], o: argparse.Namespace
+) -> None:
+    """Append the rows of one network."""
+    path, expected = float_file(subject, folder), dict[str, Tensor]()
+    for title, method in METHODS.items():
+        chosen = not o.methods or any(part in title for part in o.methods)
+        missing = [e for e in method.engines if (name, title, e) not in done]
+        if not chosen or not missing:
+            continue
+        start = time.perf_counter()
+        try:
+            made = method.make(subject, path, folder)
+        except ImportError as error:
+            print(f"{name}, {title}: not installed ({error})", flush=True)
+            continue
+        seconds = time.perf_counter() - start
+        for engine in missing:
+            if engine not in expected:
+                expected[engine] = logits_of(path, engine, subject.images, o.threads)
+            row = _row(name, title, method, engine, made, expected[engine], subject, o)
+            row["seconds"] = round(seconds, 1)
+            with file.open("a") as stream:
+                stream.write(json.dumps(row) + "\n")
+            print(f"{name}, {title}, {engine}: {row['figures']['points']['value']:+.2f} points", flush=True)
+
+
+def _row(
+    name: str,
+    title: str,
+    method: Method,
+    engine: str,
+    made: Path,
+    expected: Tensor,
+    subject: Subject,
+    o: argparse.Namespace,
+) -> Row:
+    logits = logits_of(made, engine, subject.images, o.threads)
+    float_top1 = 100 * (expected.argmax(1) == subject.targets).double().mean().item()
+    return {
+        "network": name,
+        "method": title,
+        "engine": engine,
+        "bits": method.bits,
+        "float_top1": round(float_top1, 2),
+        "figures": asdict(figures(expected, logits, subject.targets)),
+        "calibration": len(subject.calibration),
+        "evaluated": len(subject.images),
+        "command": command_line(_public()),
+        "machine": describe_machine().to_dict()["cpu"],
+        "load": round(os.getloadavg()[0], 1),
+        "software": software("torch", "openvino", "onnxruntime", *([method.version] if method.version else [])),
+    }
+
+
+def _public() -> list[str]:
+    """Return this process's arguments without folders of one machine."""
+    import sys  # lazy: for the command alone
+
+    hidden, words, kept = {"--pictures": "DIR", "--cifar": "DIR", "--weights": "FILE"}, list(sys.argv[1:]), list[str]()
+    while words:
+        word = words.pop(0)
+        kept.append(word)
+        if word in hidden:
+            while words and not words[0].startswith("--"):
+                words.pop(0)
+            kept.append(hidden[word])
+    return kept
+
+
+def _rows(file: Path) -> list[Row]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _key(row: Row) -> tuple[str, ...]:
+    return row["network"], row["method"], row["engine"]
+
+
+if __name__ == "__main__":
+    main()

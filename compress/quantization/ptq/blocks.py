@@ -1,0 +1,111 @@
+"""Blocks of a quantized graph: parts with one tensor at the beginning and one at the end, such as residual blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from compress.errors import QuantizationError
+from compress.graph.ops import node_module
+from compress.quantization.modules import _QuantWeight
+from compress.quantization.quantizer import Quantizer
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a graph.
+
+    Attributes:
+        source: node whose value the block takes; nothing else enters it but parameters.
+        nodes: nodes in order; the value of the last one is the result.
+        layers: paths of its layers with a quantized weight, each once.
+    """
+
+    source: fx.Node
+    nodes: tuple[fx.Node, ...]
+    layers: tuple[str, ...]
+
+
+def blocks(graph_module: fx.GraphModule, *, most: int) -> tuple[Block, ...]:
+    """Cut a graph wherever a single tensor is alive, and join the parts to blocks with quantized layers.
+
+    Operations after a layer, such as its activation, belong to the layer's block, and a quantizer to the block of its
+    consumer. What follows the last quantized layer is in no block.
+
+    Args:
+        graph_module: quantized; one input.
+        most: layers of parts that are a single layer each are joined up to this number; a residual block stays whole.
+
+    Raises:
+        QuantizationError: the network has several inputs.
+    """
+    inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    if len(inputs) != 1:
+        raise QuantizationError(
+            f"the network has {len(inputs)} inputs, and reconstruction of blocks knows networks of one: take "
+            "quantization.reconstruct out, or use quantization.adaround"
+        )
+    found: list[Block] = []
+    waiting: tuple[fx.Node, ...] = ()
+    source, joined = inputs[0], 0
+    for part in _parts(graph_module, inputs[0]):
+        layers = _layers(part)
+        if not layers:
+            if waiting or not found or isinstance(_module(part[-1]), Quantizer):
+                waiting += part
+            else:
+                last = found[-1]
+                found[-1] = Block(last.source, last.nodes + part, last.layers)
+                source = part[-1]
+            continue
+        nodes, waiting = waiting + part, ()
+        joins = len(layers) == 1 and 0 < joined < most
+        if joins:
+            last = found[-1]
+            found[-1] = Block(last.source, last.nodes + nodes, tuple(dict.fromkeys(last.layers + layers)))
+        else:
+            found.append(Block(source, nodes, layers))
+        joined = (joined + 1 if joins else 1) if len(layers) == 1 else 0
+        source = nodes[-1]
+    return tuple(found)
+
+
+def block_module(graph_module: fx.GraphModule, block: Block) -> fx.GraphModule:
+    """Return a block as a network of its own, from its input to its result, with the very modules of the whole."""
+    graph = fx.Graph()
+    values = {block.source: graph.placeholder("x")}
+    for node in block.nodes:
+        for other in node.all_input_nodes:
+            if other not in values:  # a constant of the graph
+                values[other] = graph.node_copy(other)
+        values[node] = graph.node_copy(node, lambda n: values[n])
+    graph.output(values[block.nodes[-1]])
+    return fx.GraphModule(graph_module, graph)
+
+
+def _parts(graph_module: fx.GraphModule, first: fx.Node) -> Iterator[tuple[fx.Node, ...]]:
+    """Yield the nodes between cuts, without constants; the last part ends before the graph's output."""
+    nodes = [node for node in graph_module.graph.nodes if node.op != "get_attr" and node is not first]
+    order = {node: i for i, node in enumerate(nodes)}
+    last_use = {node: max((order[user] for user in node.users), default=-1) for node in [first, *nodes]}
+    part: list[fx.Node] = []
+    alive = {first}
+    for i, node in enumerate(nodes):
+        if node.op == "output":
+            break
+        part.append(node)
+        alive = {other for other in alive if last_use[other] > i} | ({node} if last_use[node] > i else set())
+        if alive == {node}:
+            yield tuple(part)
+            part = []
+
+
+def _layers(part: tuple[fx.Node, ...]) -> tuple[str, ...]:
+    found = (str(node.target) for node in part if isinstance(_module(node), _QuantWeight))
+    return tuple(dict.fromkeys(found))
+
+
+def _module(node: fx.Node) -> nn.Module | None:
+    return node_module(node) if node.op == "call_module" else None

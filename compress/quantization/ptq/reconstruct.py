@@ -1,0 +1,275 @@
+"""Reconstruction of blocks: roundings of weights and ranges learned together, so that a block's output changes least.
+
+AdaRound fits one layer at a time, and at few bits the errors of a residual block's layers depend on each other. BRECQ
+(Li et al., arXiv 2102.05426, section 3.2) learns the roundings of a whole block; QDrop (Wei et al., arXiv 2203.05740,
+section 3.3) leaves random elements of the activations unquantized meanwhile, so that the result does not fit the noise
+of the calibration images. Ranges of activations are learned as in LSQ (arXiv 1902.08153), and so are those of weights,
+beside the roundings. No labels are used.
+
+The input of a block is that of the quantized network with all blocks before it finished, mixed with the float
+network's; the target is the float network's. The result is an ordinary quantized model: rounded weights on their grid,
+and ranges. A block whose error on the calibration images does not fall stays as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+
+from compress.graph.named import stored_name
+from compress.kernels.memory_format import along_axis
+from compress.progress import NoProgress, Progress
+from compress.quantization.learned import learned_fake_quantize
+from compress.quantization.numerics import scale_from_amax
+from compress.quantization.ptq.adaround import CHECK_EVERY, beta_at, inverse_rounding, soft_rounding
+from compress.quantization.ptq.blocks import Block, block_module, blocks
+from compress.quantization.ptq.walk import calibration_inputs
+from compress.quantization.quantizer import Quantizer, quantizers
+from compress.quantization.report import Reconstruction
+from compress.quantization.spec import AdaRoundSpec, ReconstructSpec
+
+_CHUNK = 64
+_HARD = 1e-3
+
+
+def reconstruct(
+    qmodel: fx.GraphModule, batches: Iterable[Any], spec: ReconstructSpec, *, progress: Progress | None = None
+) -> tuple[Reconstruction, ...]:
+    """Learn roundings and ranges of a calibrated network block by block, in graph order; in place.
+
+    Args:
+        qmodel: calibrated, of one input.
+        batches: calibration data as for `compress.quantize`.
+        spec: steps, learning rates and the share of dropped quantization.
+        progress: is informed of each block.
+
+    Returns:
+        A row for each block.
+
+    Raises:
+        QuantizationError: the network has several inputs.
+        CalibrationError: no images.
+    """
+    progress, rows = progress or NoProgress(), []
+    qmodel.eval()
+    found = blocks(qmodel, most=spec.layers)
+    x = torch.cat([inputs[0] for inputs in calibration_inputs(qmodel, batches, spec.images)])
+    exact = {found[0].source: x} if found else {}
+    rounded = dict(exact)
+    finished: set[str] = set()
+    progress.start("reconstruct", len(found))
+    devices = [x.device] if x.is_cuda else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(spec.seed)
+        for block in found:
+            module = block_module(qmodel, block)
+            before, quantized = exact.pop(block.source), rounded.pop(block.source)
+            with _disabled(module):
+                target = _run(module, before)
+            row = _learn_block(block, module, before, quantized, target, spec, finished)
+            finished.update(name for name, _ in quantizers(module))
+            rows.append(row)
+            exact[block.nodes[-1]], rounded[block.nodes[-1]] = target, _run(module, quantized)
+            progress.advance("reconstruct", 1, error_before=row.error_before, error_after=row.error_after)
+    progress.finish("reconstruct")
+    return tuple(rows)
+
+
+@dataclass
+class _Weight:
+    """A weight whose rounding and range are learned.
+
+    Attributes:
+        base: integers rounded down, shape of the weight.
+        free: 1 where a weight may be rounded up, else 0.
+        v: learned; the rounding is `soft_rounding(v)`.
+        log: learned; the logarithm of the range's factor, shape of the range.
+    """
+
+    layer: Any
+    base: Tensor
+    free: Tensor
+    v: Tensor
+    log: Tensor
+
+    @classmethod
+    def of(cls, layer: Any) -> _Weight:
+        """Begin at the layer's weight as it is."""
+        quantizer, weight = cast(Quantizer, layer.weight_quantizer), layer.weight.detach()
+        f = quantizer.format
+        steps = weight / along_axis(quantizer.scale.detach(), weight, f.axis)
+        floor = steps.floor()
+        free = ((floor >= f.low) & (floor < f.high) & (weight != 0)).to(weight.dtype)
+        v = inverse_rounding((steps - floor).clamp(0, 1)).requires_grad_()
+        log = torch.zeros_like(quantizer.amax).requires_grad_()
+        return cls(layer, floor.clamp(f.low, f.high), free, v, log)
+
+    def value(self, *, hard: bool = False) -> Tensor:
+        """Return the weight with its learned rounding and range."""
+        h = soft_rounding(self.v)
+        integers = torch.addcmul(self.base, (h >= 0.5).to(h.dtype) if hard else h, self.free)
+        quantizer = cast(Quantizer, self.layer.weight_quantizer)
+        scale = scale_from_amax(quantizer.amax.detach() * self.log.exp(), quantizer.format)
+        return integers * along_axis(scale, integers, quantizer.format.axis)
+
+    def regularizer(self, beta: float) -> Tensor:
+        """Return the sum of 1 - |2h - 1|^beta over the weights that may go up or down."""
+        return ((1 - (2 * soft_rounding(self.v) - 1).abs().pow(beta)) * self.free).sum()
+
+    def hard(self) -> Tensor:
+        """Return True if all roundings are decided, as a tensor."""
+        h = soft_rounding(self.v.detach())
+        return (((h < _HARD) | (h > 1 - _HARD)) | (self.free == 0)).all()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Write the rounded weight and its range into the layer."""
+        value = self.value(hard=True)
+        self.layer.weight_quantizer.set_amax(self.layer.weight_quantizer.amax * self.log.exp())
+        self.layer.weight.copy_(value)
+
+
+class _DroppingQuantizer(nn.Module):
+    """A quantizer whose range is learned, and which leaves a random share of the elements as they are."""
+
+    def __init__(self, quantizer: Quantizer, drop: float) -> None:
+        super().__init__()
+        self.inner, self.drop = quantizer, drop
+        self.log = nn.Parameter(torch.zeros_like(quantizer.amax))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Quantize `x` of any shape."""
+        amax = self.inner.amax.detach() * self.log.exp()
+        y = learned_fake_quantize(x, amax, self.inner.format, elements=x.numel() // len(x))
+        return torch.where(torch.rand_like(x) < self.drop, x, y) if self.drop else y
+
+
+def _learn_block(
+    block: Block,
+    module: fx.GraphModule,
+    before: Tensor,
+    quantized: Tensor,
+    target: Tensor,
+    spec: ReconstructSpec,
+    finished: set[str],
+) -> Reconstruction:
+    """Learn one block and keep what was learned if its error falls."""
+    layers = {path: cast(Any, module.get_submodule(path)) for path in block.layers}
+    layers = {path: layer for path, layer in layers.items() if f"{path}.weight_quantizer" not in finished}
+    layers = {p: la for p, la in layers.items() if la.weight_quantizer.format.kind == "int"}
+    reason = "" if layers else "no weight of integers that an earlier block has not fitted"
+    masked = next((path for path, layer in layers.items() if parametrize.is_parametrized(layer)), None)
+    if masked is not None:
+        reason = f"{masked} has a parametrized weight (a sparsity mask): squash it first"
+    error = _error(module, quantized, target)
+    name = block.layers[0] if len(block.layers) == 1 else f"{block.layers[0]} to {block.layers[-1]}"
+    if reason:
+        return Reconstruction(block=name, error_before=error, error_after=error, steps=0, reason=reason)
+    saved = {key: value.clone() for key, value in module.state_dict().items()}
+    weights = {path: _Weight.of(layer) for path, layer in layers.items()}
+    learning = {
+        path: _DroppingQuantizer(q, spec.drop)
+        for path, q in quantizers(module)
+        if path not in finished and not path.endswith(".weight_quantizer") and q.format.kind == "int" and q.enabled
+    }
+    steps = _learn(module, weights, learning, before, quantized, target, spec)
+    for weight in weights.values():
+        weight.keep()
+    for dropping in learning.values():
+        dropping.inner.set_amax(dropping.inner.amax * dropping.log.detach().exp())
+    after = _error(module, quantized, target)
+    if not after < error:
+        module.load_state_dict(saved)
+        after = error
+    return Reconstruction(block=name, error_before=error, error_after=after, steps=steps)
+
+
+@torch.enable_grad()
+def _learn(
+    module: fx.GraphModule,
+    weights: dict[str, _Weight],
+    learning: dict[str, _DroppingQuantizer],
+    before: Tensor,
+    quantized: Tensor,
+    target: Tensor,
+    spec: ReconstructSpec,
+) -> int:
+    """Learn roundings and ranges; return the number of steps."""
+    ranges = [w.log for w in weights.values()] + [d.log for d in learning.values()] if spec.learn_ranges else []
+    groups: list[dict[str, Any]] = [{"params": [w.v for w in weights.values()], "lr": spec.lr}]
+    groups += [{"params": ranges, "lr": spec.range_lr}] if ranges else []
+    optimizer = torch.optim.Adam(groups)
+    pace = AdaRoundSpec(steps=spec.steps, warm_start=spec.warm_start)
+    axis = 1 if target.dim() == 4 else -1
+    with _replaced(module, weights, learning):
+        for step in range(spec.steps):
+            if ranges:
+                optimizer.param_groups[1]["lr"] = spec.range_lr * (1 - step / spec.steps)
+            chosen = torch.randint(len(target), (min(spec.batch_size, len(target)),), device=target.device)
+            x = quantized[chosen]
+            if spec.drop:
+                x = torch.where(torch.rand_like(x) < spec.drop, before[chosen], x)
+            names = {_parameter(path, w.layer): w.value() for path, w in weights.items()}
+            outputs = torch.func.functional_call(module, names, (x,))
+            loss = (outputs - target[chosen]).square().sum(axis).mean()
+            if step >= spec.warm_start * spec.steps:
+                beta = beta_at(step, pace)
+                loss = loss + spec.regularization * cast(Tensor, sum(w.regularizer(beta) for w in weights.values()))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step % CHECK_EVERY == 0 and bool(torch.stack([w.hard() for w in weights.values()]).all()):
+                return step + 1
+    return spec.steps
+
+
+def _parameter(path: str, layer: nn.Module) -> str:
+    """Return the path of a layer's weight as a parameter."""
+    return f"{path}.{stored_name(layer, 'weight')}"
+
+
+@contextmanager
+def _replaced(
+    module: fx.GraphModule, weights: dict[str, _Weight], learning: dict[str, _DroppingQuantizer]
+) -> Iterator[None]:
+    """Let weights pass as they are given, and activations pass the quantizers that learn."""
+    for weight in weights.values():
+        weight.layer.weight_quantizer.enabled = False
+    for path, dropping in learning.items():
+        module.set_submodule(path, dropping)
+    try:
+        yield
+    finally:
+        for weight in weights.values():
+            weight.layer.weight_quantizer.enabled = True
+        for path, dropping in learning.items():
+            module.set_submodule(path, dropping.inner)
+
+
+@contextmanager
+def _disabled(module: nn.Module) -> Iterator[None]:
+    """Let all tensors pass unquantized."""
+    states = [(quantizer, quantizer.enabled) for _, quantizer in quantizers(module)]
+    for quantizer, _ in states:
+        quantizer.enabled = False
+    try:
+        yield
+    finally:
+        for quantizer, enabled in states:
+            quantizer.enabled = enabled
+
+
+@torch.no_grad()
+def _run(module: nn.Module, x: Tensor) -> Tensor:
+    return torch.cat([module(part.clone()) for part in x.split(_CHUNK)])  # an operation in place may write on its input
+
+
+@torch.no_grad()
+def _error(module: nn.Module, x: Tensor, target: Tensor) -> float:
+    return (_run(module, x) - target).double().square().mean().item()

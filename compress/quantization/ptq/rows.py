@@ -1,0 +1,90 @@
+"""A layer as a matrix product over sampled output positions, on which its rounding is learned.
+
+An image gives a convolution thousands of output positions that say much the same about its weights. A few thousand of
+them over all images, gathered once, make a step of learning a small product instead of a convolution of whole images.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from compress.graph.ops import module_kind
+
+_IMAGES = 16
+"""Images that are padded and gathered from at a time."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sampled positions of a layer.
+
+    Attributes:
+        inputs: (groups, rows, inputs of an output).
+        targets: (rows, outputs), before the activation.
+        bias: (outputs,) or None.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    bias: Tensor | None
+
+    def outputs(self, weight: Tensor, chosen: Tensor) -> Tensor:
+        """Return the layer's outputs with `weight` at chosen rows, (chosen, outputs)."""
+        groups, _, size = self.inputs.shape
+        products = self.inputs[:, chosen] @ weight.reshape(groups, -1, size).mT
+        flat = products.transpose(0, 1).flatten(1)
+        return flat if self.bias is None else flat + self.bias
+
+
+def sampled_rows(
+    layer: nn.Module, inputs: Tensor, targets: Tensor, *, count: int, generator: torch.Generator
+) -> Rows | None:
+    """Sample output positions of a layer, evenly over the images.
+
+    Args:
+        layer: a linear layer, or a convolution of images.
+        inputs: (N, ...) of the layer.
+        targets: (N, ...) outputs.
+        count: largest number of positions, up to one more for each image; all where there are no more.
+        generator: of the positions, on the CPU.
+
+    Returns:
+        The rows; None for another kind of layer, or padding that is not of zeros by numbers.
+    """
+    found: Any = layer
+    bias = None if found.bias is None else cast(Tensor, found.bias).detach()
+    if module_kind(layer) == "linear":
+        x, y = inputs.flatten(0, -2), targets.flatten(0, -2)
+        if len(x) > count:
+            chosen = torch.randperm(len(x), generator=generator)[:count].to(x.device)
+            x, y = x[chosen], y[chosen]
+        return Rows(x[None], y, bias)
+    if not isinstance(layer, nn.Conv2d) or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+        return None
+    height, width = targets.shape[2:]
+    each = min(height * width, -(-count // len(inputs)))
+    places = torch.stack([torch.randperm(height * width, generator=generator)[:each] for _ in inputs]).to(inputs.device)
+    parts = [
+        _gathered(layer, x, place, width) for x, place in zip(inputs.split(_IMAGES), places.split(_IMAGES), strict=True)
+    ]
+    windows = torch.cat(parts).unflatten(1, (layer.groups, -1)).flatten(2)  # (rows, groups, inputs of an output)
+    flat = targets.flatten(2).gather(2, places[:, None].expand(-1, targets.shape[1], -1))  # (N, outputs, each)
+    return Rows(windows.transpose(0, 1).contiguous(), flat.transpose(1, 2).flatten(0, 1), bias)
+
+
+def _gathered(layer: nn.Conv2d, x: Tensor, places: Tensor, width: int) -> Tensor:
+    """Return the windows of a convolution at output places (N, each), (N * each, channels, kernel height, width)."""
+    (down, right) = cast("tuple[int, int]", layer.padding)
+    padded = nn.functional.pad(x, (right, right, down, down))
+    starts = (places // width * layer.stride[0], places % width * layer.stride[1])
+    rows, columns = (
+        start[:, :, None] + torch.arange(size, device=x.device) * dilation
+        for start, size, dilation in zip(starts, layer.kernel_size, layer.dilation, strict=True)
+    )
+    image = torch.arange(len(x), device=x.device)[:, None, None, None]
+    windows = padded[image, :, rows[:, :, :, None], columns[:, :, None, :]]  # (N, each, height, width, channels)
+    return windows.flatten(0, 1).permute(0, 3, 1, 2)

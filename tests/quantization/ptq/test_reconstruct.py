@@ -1,0 +1,96 @@
+"""Blocks of graphs, and reconstruction beside calibration alone on images that it did not see."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import compress
+from compress.errors import QuantizationError
+from compress.quantization.modules import _QuantWeight
+from compress.quantization.placement.insert import insert_quantizers
+from compress.quantization.ptq.blocks import block_module, blocks
+from compress.quantization.quantizer import quantizers
+from compress.quantization.spec import ActivationSpec, AdaRoundSpec, QuantSpec, ReconstructSpec, WeightSpec
+from tests.networks import tiny
+
+GENERATOR = torch.Generator().manual_seed(0)
+MIXING = torch.randn(6, 3 * 16 * 16, generator=GENERATOR)
+X, UNSEEN = ((torch.randn(64, 6, generator=GENERATOR) @ MIXING).view(-1, 3, 16, 16) for _ in range(2))
+"""Images of six causes, so that errors of weights add up, and rounding to nearest is far from best."""
+SHORT = ReconstructSpec(steps=100, images=64, lr=0.05)
+
+
+def model():
+    torch.manual_seed(0)
+    made = tiny()
+    made.train()(X)  # statistics of the pictures
+    return made.eval()
+
+
+def spec(target="any", bits=4, activation_bits=None, **more):
+    return QuantSpec(
+        target=target,
+        weights=WeightSpec(num_bits=bits, calibrator="mse"),
+        activations=ActivationSpec(num_bits=activation_bits or bits),
+        first_last_bits=8,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("target", ["any", "openvino", "tensorrt"])
+def test_blocks_are_the_network_one_after_another(target):
+    qmodel = compress.quantize(model(), X[:2], [X], spec=spec(target))
+    found = blocks(qmodel, most=3)
+    layers = [name for name, m in qmodel.named_modules() if isinstance(m, _QuantWeight)]
+    assert sorted(path for block in found for path in block.layers) == sorted(layers)
+    residual = next(block for block in found if "block1.conv1" in block.layers)
+    assert {"block1.conv1", "block1.conv2"} == set(residual.layers)
+    x = X[:4]
+    with torch.no_grad():
+        for block in found:
+            x = block_module(qmodel, block)(x)
+        torch.testing.assert_close(x, qmodel(X[:4]))
+
+
+def test_layers_in_a_row_are_joined_up_to_a_number():
+    chain = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU()) for _ in range(5)))
+    qmodel = compress.quantize(chain.eval(), X[:2], [X], spec=spec(bits=8))
+    assert [len(block.layers) for block in blocks(qmodel, most=2)] == [2, 2, 1]
+    assert [len(block.layers) for block in blocks(qmodel, most=9)] == [5]
+
+
+def test_better_than_calibration_on_images_that_it_did_not_see():
+    network, noise = model(), {}
+    ways = {"plain": {}, "blocks": {"reconstruct": SHORT}}
+    for name, more in ways.items():
+        qmodel = compress.quantize(network, X[:2], [X], spec=spec(bits=2, activation_bits=8, **more))
+        with torch.no_grad():
+            noise[name] = (network(UNSEEN) - qmodel(UNSEEN)).square().mean().item()
+    assert noise["blocks"] < 0.7 * noise["plain"]
+    rows = qmodel.report.reconstruction
+    assert all(row.error_after <= row.error_before for row in rows) and any(row.steps for row in rows)
+    for (
+        name,
+        layer,
+    ) in qmodel.named_modules():  # weights lie on their grid: saved states and exports hold them as they are
+        if isinstance(layer, _QuantWeight):
+            torch.testing.assert_close(layer.quantized_weight, layer.weight, msg=name)
+
+
+def test_the_saved_state_loads_into_a_fresh_graph_of_the_same_spec():
+    network, chosen = model(), spec(reconstruct=ReconstructSpec(steps=5, images=32))
+    qmodel = compress.quantize(network, X[:2], [X], spec=chosen)
+    fresh = insert_quantizers(network, X[:2], chosen)
+    fresh.load_state_dict(copy.deepcopy(qmodel.state_dict()))
+    with torch.no_grad():
+        assert torch.equal(fresh(UNSEEN), qmodel(UNSEEN))
+    assert all(q.enabled for _, q in quantizers(qmodel))
+
+
+def test_refusals():
+    with pytest.raises(QuantizationError, match="both learn how to round"):
+        compress.quantize(model(), X[:2], [X], spec=spec(reconstruct=SHORT, adaround=AdaRoundSpec()))
+    with pytest.raises(QuantizationError, match="reconstruct works on weights that hold their BatchNorm"):
+        compress.quantize(model(), X[:2], [X], spec=spec(reconstruct=SHORT, batchnorm="keep"))
