@@ -80,6 +80,9 @@ def test_requests_are_refused_before_any_work(tmp_path):
         search_run(recipe, tmp_path / "none", engine="openvino")
     with pytest.raises(SearchError, match="above 0 and below 1"):
         search_run(recipe, tmp_path / "none", engine="openvino", latency=0.0)
+    nothing = {"search": {"widths": [], "formats": ["float"], "blocks": False}}
+    with pytest.raises(SearchError, match="the space is empty"):
+        search_run(parse_recipe({**TREE, **nothing}, source="here"), tmp_path / "none", engine="openvino", latency=0.5)
     assert not (tmp_path / "none").exists()
     with pytest.raises(RunError):
         search_worker(tmp_path / "none", engine="openvino")

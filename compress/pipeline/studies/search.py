@@ -24,6 +24,8 @@ from compress.report.search_page import write_search_report
 from compress.search.front import Front, Point
 from compress.search.outcome import Attempt, Bound, Outcome
 from compress.search.search import check_request, search
+from compress.search.space import make_space
+from compress.search.structure import analyse
 from compress.training import load_model
 from compress.variants import Variant
 
@@ -65,6 +67,8 @@ def search_run(
         raise SearchError("search takes a bound: --latency 0.5 (of the float network's) or --max-drop 1.0 (points)")
     check_request(engine, latency=latency, max_drop=max_drop, spec=recipe.search)
     data, built = load_data(recipe.data), build_float(recipe)
+    example, _ = data.train.load([0, 1], epoch=None, device=torch.device("cpu"))
+    make_space(analyse(built.model, example), recipe.search, engine)  # an empty one is refused before any work
     folder = open_run(out, recipe, STEP, resume=resume, data=data.fingerprints())
     run = _run(recipe, folder, data, device=device, progress=progress, resume=resume)
     try:
