@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ANALYSIS = Path(__file__).parent.parent / "analysis"
-OPTIONAL = {"fvcore", "nncf", "modelopt", "pytorch_quantization", "timm", "triton", "tensorrt_rtx"}
+OPTIONAL = {"fvcore", "nncf", "modelopt", "pytorch_quantization", "timm", "triton", "tensorrt_rtx", "cosmic_ray"}
 MODULES = sorted(f"analysis.{p.parent.name}.{p.stem}" for p in ANALYSIS.glob("*/*.py"))
 STUDIES = sorted(p.parent.name for p in ANALYSIS.glob("*/run.py"))
 

@@ -35,6 +35,7 @@ from compress.export.onnx_graph import drop_unused
 from compress.export.padding import pads_into_convolutions
 from compress.export.prepare import prepare
 from compress.export.shared_convolutions import bias_shared_convolutions
+from compress.export.softmax import bounded_softmaxes
 from compress.export.spec import ExportSpec, check_export_spec
 from compress.files import replacing
 from compress.graph.inputs import Inputs, as_inputs, each_input, flat_tensors, named_tensors
@@ -114,6 +115,7 @@ def _apply_passes(proto: onnx.ModelProto, spec: ExportSpec, *, target: str) -> N
         float_averages(proto)
     clean(proto)
     if target == "onnxruntime":
+        bounded_softmaxes(proto)
         integer_biases(proto)
         drop_unused(proto.graph)  # the biases that it replaced
     if spec.channel_scales == "output":

@@ -24,6 +24,7 @@ from compress.export.bias import integer_biases, room_for_biases
 from compress.export.gathers import flat_gathers
 from compress.export.int4 import pack_int4
 from compress.export.shared_convolutions import bias_shared_convolutions
+from compress.export.softmax import bounded_softmaxes
 from compress.onnx_ptq.calibrate import calibrate_graph, watched_tensors
 from compress.onnx_ptq.canonical import canonical, drop_unread
 from compress.onnx_ptq.improve import Improved, improve_file
@@ -218,6 +219,7 @@ def _for_target(source: SourceFile, types: Types, target: str) -> None:
         flat_gathers(proto)
         float_averages(proto)
     if target == "onnxruntime":
+        bounded_softmaxes(proto)
         integer_biases(proto)
     del proto.graph.value_info[:]
     proto.graph.value_info.extend(own)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
 
 from compress.data.base import BatchPlan, DataSet
 from compress.errors import CalibrationError, DataError, RecipeError
-from compress.export.onnx import check_export
+from compress.export.onnx import check_export, export_onnx
 from compress.export.prepare import prepare
 from compress.imports import imported, is_import_path
 from compress.pipeline.state import COMMANDS
@@ -26,6 +28,9 @@ from compress.training.evaluate import modes_restored
 from compress.training.features import FeaturePairs
 from compress.training.optim import check_optimizer, check_schedule
 from compress.training.spec import TrainSpec
+
+LONG_TRAINING = 10_000
+"""Passes of images from which on the file is written once before the training: seconds before minutes or hours."""
 
 
 def check_sections(recipe: Recipe, command: str) -> None:
@@ -90,7 +95,8 @@ def check_memory(recipe: Recipe, world_size: int) -> None:
 def check_network(recipe: Recipe, command: str, model: nn.Module, data: DataSet) -> None:
     """Refuse a network that cannot be quantized, made sparse or prepared for export as the recipe asks.
 
-    It is tried with two images, untrained. What depends on the weights or on more images cannot be known yet.
+    It is tried with two images, untrained; before a long training its file is written too. What depends on the weights
+    or on more images cannot be known yet.
 
     Raises:
         CompressError: as `quantize`, `eligibility` and `prepare` do.
@@ -102,10 +108,34 @@ def check_network(recipe: Recipe, command: str, model: nn.Module, data: DataSet)
         if command == "prune" and recipe.sparsity is not None and parse_pattern(recipe.sparsity.pattern).kind == "nm":
             eligibility(model, recipe.sparsity, example_inputs=example)
         if recipe.quantization is not None:
-            _try_quantization(recipe, recipe.quantization, model, example, trained=command != "ptq")
+            long = _passes(recipe, command, len(data.train)) >= LONG_TRAINING
+            _try_quantization(recipe, recipe.quantization, model, example, trained=command != "ptq", long=long)
 
 
-def _try_quantization(recipe: Recipe, spec: QuantSpec, model: nn.Module, example: Tensor, *, trained: bool) -> None:
+def _passes(recipe: Recipe, command: str, images: int) -> int:
+    """Return how many images the trainings of a command take, each counted as often as it is shown."""
+    later = {"prune": (recipe.finetune, recipe.qat), "qat": (recipe.qat,)}.get(command, ())
+    return images * sum(spec.epochs for spec in (recipe.train, *later) if spec is not None)
+
+
+def _try_export(recipe: Recipe, qmodel: nn.Module, example: Tensor) -> None:
+    """Write the file of an untrained network and throw it away: what the exporter refuses is refused now."""
+    spec = recipe.export
+    with TemporaryDirectory() as folder:
+        export_onnx(
+            qmodel,
+            example,
+            Path(folder) / "model.onnx",
+            precision=spec.precision,
+            dynamic_batch=spec.dynamic_batch,
+            opset=spec.opset,
+            channel_scales=spec.channel_scales,
+        )
+
+
+def _try_quantization(
+    recipe: Recipe, spec: QuantSpec, model: nn.Module, example: Tensor, *, trained: bool, long: bool
+) -> None:
     """Quantize a copy without what takes long and can fail for its values alone."""
     quick = replace(
         spec, adaround=None, bias_correction=None if spec.bias_correction == "empirical" else spec.bias_correction
@@ -115,7 +145,10 @@ def _try_quantization(recipe: Recipe, spec: QuantSpec, model: nn.Module, example
     except CalibrationError:  # of an untrained network on two images: the calibration of the run will tell
         return
     for qmodel in found.values():
-        prepare(qmodel, example, precision=recipe.export.precision)
+        if long:
+            _try_export(recipe, qmodel, example)
+        else:
+            prepare(qmodel, example, precision=recipe.export.precision)
     if trained and recipe.qat is not None and recipe.qat.distill_features and recipe.teacher is None:
         qmodel = next(iter(found.values()))  # training follows the first target
         pairs = FeaturePairs(qmodel, model, recipe.qat.distill_features)

@@ -106,3 +106,34 @@ def test_no_parameter_is_left_without_a_reader():
     qmodel.train()(x).sum().backward()
     assert all(parameter.grad is not None for parameter in qmodel.parameters())
     assert not [name for name in qmodel.state_dict() if "running" in name]
+
+
+class _Doubled(nn.Conv2d):
+    """A layer with a forward of its own, whose weight alone does not say what it computes."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class _Functional(nn.Module):
+    """BatchNorm as a function, which has no module to fold."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.register_buffer("mean", torch.full((4,), 0.5))
+        self.register_buffer("var", torch.full((4,), 2.0))
+
+    def forward(self, x):
+        return nn.functional.batch_norm(self.conv(x), self.mean, self.var)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(_Doubled(3, 4, 3), nn.BatchNorm2d(4)), _Functional])
+def test_what_a_weight_alone_does_not_describe_is_not_folded(make):
+    torch.manual_seed(0)
+    model, x = make().eval(), torch.randn(2, 3, 8, 8)
+    for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
+        nn.init.constant_(norm.running_mean, 0.5)
+    graph_module = trace(model, x)
+    assert fold_batchnorm(graph_module) == ()
+    torch.testing.assert_close(graph_module(x), model(x))

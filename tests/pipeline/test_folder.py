@@ -6,11 +6,13 @@ import multiprocessing
 import os
 
 import pytest
+import torch
 from PIL import Image
+from torch import nn
 
 from compress.data.load import load_data
 from compress.data.spec import DataSpec
-from compress.errors import CompressError, RunError
+from compress.errors import CompressError, ExportError, RunError
 from compress.pipeline import run
 from compress.pipeline.folder import open_run, read_state, recipe_of
 from compress.recipe import parse_recipe
@@ -256,4 +258,32 @@ def test_what_only_a_late_step_would_refuse_is_refused_at_once(tmp_path, change,
     }
     with pytest.raises(CompressError, match=words):
         run(parse_recipe({**tree, **change}), "qat", tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+class _Unwritable(nn.Module):
+    """What torch.fx traces and quantizes, and no exporter writes: a special function without an ONNX operator."""
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.conv, self.more = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+        self.fc = nn.Linear(4, num_classes)
+
+    def forward(self, x):
+        x = torch.special.bessel_j0(self.conv(x))
+        return self.fc(self.more(x).mean((2, 3)))
+
+
+def unwritable(num_classes):
+    return _Unwritable(num_classes)
+
+
+def test_an_export_that_will_fail_fails_before_a_long_training(tmp_path):
+    tree = {
+        "model": {"name": "tests.pipeline.test_folder:unwritable"},
+        "data": {"image_size": 16, "train_images": 40, "val_images": 20},
+        "train": {"epochs": 1000},
+    }
+    with pytest.raises(ExportError, match="bessel"):
+        run(parse_recipe(tree), "ptq", tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()

@@ -1,0 +1,80 @@
+"""Mutants of a module by the operators of Cosmic Ray: its text with one operator, number or condition changed."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from difflib import ndiff
+from pathlib import Path
+
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator, operator_names
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A changed module.
+
+    Attributes:
+        file: of the module, from the repository's root.
+        operator: of Cosmic Ray.
+        line: number of the first line that differs.
+        change: that line before and after.
+        text: of the whole module.
+    """
+
+    file: str
+    operator: str
+    line: int
+    change: str
+    text: str
+
+
+def places(file: str) -> list[tuple[str, str, int]]:
+    """Return (file, operator, occurrence) for each change that the operators know, those of annotations included."""
+    nodes = list(ast_nodes(get_ast(Path(file).read_text(encoding="utf-8"))))
+    found = []
+    for name in operator_names():
+        kind = get_operator(name)
+        if not kind.arguments():
+            count = sum(1 for node in nodes for _ in kind().mutation_positions(node))
+            found += [(file, name, occurrence) for occurrence in range(count)]
+    return found
+
+
+def mutant(file: str, operator: str, occurrence: int) -> Mutant | None:
+    """Make one mutant; None if it computes the same: an annotation or a docstring was changed."""
+    text = Path(file).read_text(encoding="utf-8")
+    mutated = mutate_code(text, get_operator(operator)(), occurrence)
+    changed = mutated.decode() if isinstance(mutated, bytes) else mutated
+    if changed is None or _meaning(changed) in {_meaning(text), ""}:
+        return None
+    line, change = _difference(text, changed)
+    return Mutant(file, operator.partition("/")[2], line, change, changed)
+
+
+def _meaning(text: str) -> str:
+    """Return what Python makes of a text, without annotations and docstrings; "" if it is no Python."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return ""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            node.returns = None
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        if isinstance(node, ast.AnnAssign):
+            node.annotation = ast.Constant(value=None)
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [s for s in body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+def _difference(before: str, after: str) -> tuple[int, str]:
+    old, new = before.splitlines(), after.splitlines()
+    line = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), len(old) - 1)
+    rows = [row for row in ndiff(old[line : line + 3], new[line : line + 3]) if row[0] in "+-"]
+    return line + 1, " ".join(" ".join(row.split()) for row in rows[:2])
