@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from compress.measure.end_to_end import STAGES, EndToEnd, Stage
-from compress.plots.style import LIGHT, Format, label, name_rows, new_figure
+from compress.plots.style import LIGHT, Format, label, name_rows, new_figure, tip
 from compress.text import display
 
 _SHOWN: dict[Stage, tuple[str, str]] = {
@@ -37,7 +37,9 @@ def draw_end_to_end(results: Sequence[EndToEnd], form: Format) -> Figure:
         for stage in (stage for stage in STAGES if stage in result.stage_ms):
             title, colour = _SHOWN[stage]
             width = result.stage_ms[stage] / result.batch_size
-            axes.barh(y, width, left=left, height=0.6, color=LIGHT[colour], label=None if stage in drawn else title)
+            named = None if stage in drawn else title
+            bars = axes.barh(y, width, left=left, height=0.6, color=LIGHT[colour], label=named)
+            tip(bars[0], f"{result.label}, {title}: {width:.3g} ms a picture")
             if width >= _READABLE * longest * (2 if form.narrow else 1):
                 shade = LIGHT["ink"] if stage == "preprocess" else LIGHT["paper"]
                 text = f"{result.share(stage):.0%}"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from compress.plots.style import LIGHT, Format, byte_ticks, label, name_rows, new_figure
+from compress.plots.style import LIGHT, Format, byte_ticks, label, name_rows, new_figure, tip
 from compress.records.rows import EngineRow
 from compress.text import in_bytes
 
@@ -48,7 +48,9 @@ def draw_engines(engines: Sequence[EngineRow], form: Format) -> Figure:
         left = 0.0
         for role, moved in role_bytes(engine).items():
             title, colour = _ROLES[role]
-            axes.barh(y, moved, left=left, height=0.55, color=LIGHT[colour], label=None if role in seen else title)
+            named = None if role in seen else title
+            bars = axes.barh(y, moved, left=left, height=0.55, color=LIGHT[colour], label=named)
+            tip(bars[0], f"{label(engine.variant)}, {label(engine.engine)}, {title}: {in_bytes(moved)}")
             seen.add(role)
             left += moved
         axes.text(

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from compress.plots.style import LIGHT, Format, bare, compact, distinct, new_figure
+from compress.plots.style import LIGHT, Format, bare, compact, distinct, new_figure, tip
 from compress.records.rows import Histogram
 from compress.text import finite, shorten, significant
 
@@ -96,7 +96,9 @@ def _panel(axes: Axes, histogram: Histogram) -> None:
     shown = np.where(counts > 0, counts, np.nan)
     inside = (edges[1:] <= histogram.amax * (1 + 1e-9)) & (edges[:-1] >= -histogram.amax * (1 + 1e-9))
     for part, colour in ((inside, "blue"), (~inside, "alarm")):
-        axes.stairs(np.where(part, shown, np.nan), edges, fill=True, baseline=0.5, color=LIGHT[colour])
+        patch = axes.stairs(np.where(part, shown, np.nan), edges, fill=True, baseline=0.5, color=LIGHT[colour])
+        where = "within amax" if colour == "blue" else "clipped"
+        tip(patch, f"{histogram.name}: {compact(float(np.nansum(np.where(part, counts, 0))))} values {where}")
     axes.set_yscale("log")
     axes.set_ylim(0.5, max(2.0, float(counts.max()) * 12))
     axes.yaxis.set_major_locator(LogLocator(numticks=5))

@@ -17,6 +17,8 @@ Box = tuple[float, float, float, float]
 _RINGS = (4.0, 9.0, 16.0, 26.0, 40.0, 60.0, 85.0)
 _ANGLES = 16
 _SWEEPS = 3
+_CLEARLY = 3.0
+"""By how much a label is nearer to its own point than to any other."""
 
 
 def place_labels(
@@ -47,7 +49,8 @@ def place_labels(
         for i in order:
             others = taken + [_grown(box, gap) for j, box in enumerate(boxes) if box is not None and j != i]
             candidates = _candidates(anchors[i], sizes[i], point_radius)
-            boxes[i] = min(candidates, key=lambda box: _cost(box, anchors[i], others, bounds))
+            rivals = [anchor for j, anchor in enumerate(anchors) if j != i]
+            boxes[i] = min(candidates, key=lambda box: _cost(box, anchors[i], others, bounds, rivals))
         if boxes == before:
             break
     return [box for box in boxes if box is not None]
@@ -70,12 +73,18 @@ def _candidates(anchor: Point, size: Point, radius: float) -> list[Box]:
     return boxes
 
 
-def _cost(box: Box, anchor: Point, others: Sequence[Box], bounds: Box) -> float:
+def _cost(box: Box, anchor: Point, others: Sequence[Box], bounds: Box, rivals: Sequence[Point]) -> float:
     area = max((box[2] - box[0]) * (box[3] - box[1]), 1e-9)
     covered = sum(overlap(box, other) for other in others) / area
     outside = 1 - overlap(box, bounds) / area
-    near = (min(max(anchor[0], box[0]), box[2]), min(max(anchor[1], box[1]), box[3]))
-    return 1e4 * (covered + 2 * outside) + math.dist(anchor, near)
+    own = _distance(anchor, box)
+    mistaken = any(_distance(rival, box) < own + _CLEARLY for rival in rivals)  # it would be read as another's
+    return 1e4 * (covered + 2 * outside) + 300 * mistaken + own
+
+
+def _distance(point: Point, box: Box) -> float:
+    """Distance from a point to the nearest point of a box."""
+    return math.dist(point, (min(max(point[0], box[0]), box[2]), min(max(point[1], box[1]), box[3])))
 
 
 def _around(point: Point, radius: float) -> Box:

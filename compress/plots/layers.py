@@ -17,6 +17,7 @@ from compress.plots.style import (
     label,
     name_rows,
     new_figure,
+    tip,
     variant_colours,
 )
 from compress.records.rows import LayerRow
@@ -67,7 +68,9 @@ def _sqnr_panel(axes: Axes, values: Sequence[tuple[str, float]], form: Format) -
     low = {name: rank for rank, (name, _) in enumerate(worst(values), start=1)}
     colours = [LIGHT["alarm"] if name in low else LIGHT["blue"] for name, _ in values]
     heights = [value for _, value in values]
-    axes.bar(range(len(values)), heights, width=0.82, color=colours)
+    bars = axes.bar(range(len(values)), heights, width=0.82, color=colours)
+    for bar, (name, value) in zip(bars, values, strict=True):
+        tip(bar, f"{name}: {value:.1f} dB")
     top = max(*heights, 0.0) or 1.0
     axes.set_ylim(min(0.0, *heights), top * 1.2)
     marked = [x for x, (name, _) in enumerate(values) if name in low]
@@ -184,9 +187,11 @@ def draw_bytes(groups: Sequence[tuple[str, int, int]], files: Sequence[tuple[str
 
 def _group_bars(axes: Axes, groups: Sequence[tuple[str, int, int]]) -> None:
     longest = max(before for _, before, _ in groups)
-    for y, (_, before, after) in enumerate(groups):
-        axes.barh(y - 0.19, before, height=0.36, color=LIGHT["grey"], label="float" if y == 0 else None)
-        axes.barh(y + 0.19, after, height=0.36, color=LIGHT["blue"], label="quantized" if y == 0 else None)
+    for y, (name, before, after) in enumerate(groups):
+        first = axes.barh(y - 0.19, before, height=0.36, color=LIGHT["grey"], label="float" if y == 0 else None)
+        second = axes.barh(y + 0.19, after, height=0.36, color=LIGHT["blue"], label="quantized" if y == 0 else None)
+        tip(first[0], f"{name}, float: {in_bytes(before)}")
+        tip(second[0], f"{name}, quantized: {in_bytes(after)}")
         axes.text(before + longest * 0.015, y - 0.19, in_bytes(before), va="center", fontsize=7.5)
         axes.text(after + longest * 0.015, y + 0.19, in_bytes(after), va="center", fontsize=7.5)
     name_rows(axes, [shorten(name, 20) for name, *_ in groups], end=longest * 1.35)
@@ -201,7 +206,7 @@ def _file_bars(axes: Axes, files: Sequence[tuple[str, float]]) -> None:
     first = files[0][1]
     for y, (name, size) in enumerate(files):
         share = f"\u2002({size / first:.3f})" if y and first else ""
-        axes.barh(y, size, height=0.5, color=colours[name])
+        tip(axes.barh(y, size, height=0.5, color=colours[name])[0], f"{label(name)}: {in_bytes(size)}")
         axes.text(size + longest * 0.015, y, f"{in_bytes(size)}{share}", va="center", fontsize=8)
     name_rows(axes, [label(name) for name, _ in files], end=longest * 1.35)
     byte_ticks(axes, 3)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib as mpl
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
@@ -26,7 +27,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from compress.files import replacing
-from compress.text import display, in_bytes, shorten
+from compress.text import display, in_bytes, plain, shorten
 from compress.variants import Variant
 
 LIGHT: Mapping[str, str] = {
@@ -157,6 +158,14 @@ def styled() -> Iterator[None]:
         yield
 
 
+def tip(artist: Artist, text: str) -> None:
+    """Show `text` over a mark where the pointer rests on it, in figures on pages."""
+    artist.set_gid(_TIP + text.encode("utf-8").hex())
+
+
+_TIP = "tip-"
+
+
 def new_figure(form: Format, height: float) -> Figure:
     """An empty figure of `height` inches that lays itself out."""
     return Figure(figsize=(form.width, height), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.07))
@@ -244,7 +253,13 @@ _VARIABLES = {colour: f"var(--{name})" for name, colour in LIGHT.items()}
 
 
 def _page_tag(tag: str, key: str, used: set[str]) -> str:
-    """One tag as the page wants it: short, its colours variables, only ids that something refers to, prefixed."""
+    """One tag as the page wants it: short, its colours variables, only ids that something refers to, prefixed.
+
+    The title of a mark follows the tag of its group.
+    """
+    if said := re.search(rf' id="{_TIP}([0-9a-f]*)"', tag):
+        text = html.escape(plain(bytes.fromhex(said[1]).decode("utf-8")))
+        return f'<g class="mark"><title>{text}</title>'
     tag = re.sub(r' id="([^"]*)"', lambda m: f' id="{key}-{m[1]}"' if m[1] in used else "", tag)
     tag = tag.replace("url(#", f"url(#{key}-").replace('xlink:href="#', f'href="#{key}-')
     tag = re.sub(r"font-family: [^;\"]*;? ?", "", tag)

@@ -22,6 +22,7 @@ from compress.plots.style import (
     new_figure,
     nice_limits,
     settle,
+    tip,
     variant_colours,
 )
 from compress.records.summary import SummaryRow
@@ -78,7 +79,7 @@ def draw_tradeoff(points: Sequence[Point], form: Format, *, judged: Judged = TOP
         if form.narrow:
             axes.plot([], [], marker, color=LIGHT["muted"], markersize=6, label=label(engine))
         for point in mine:
-            axes.plot(
+            (mark,) = axes.plot(
                 [point.p50_ms],
                 [point.score],
                 marker,
@@ -88,6 +89,7 @@ def draw_tradeoff(points: Sequence[Point], form: Format, *, judged: Judged = TOP
                 markeredgewidth=0.8,
                 zorder=3,
             )
+            tip(mark, _said(point, judged))
     axes.set_xlabel(f"p50 latency, ms (batch {points[0].batch_size})")
     axes.set_ylabel(f"{judged.title}, {judged.unit}" if judged.unit else judged.title)
     if form.narrow:
@@ -96,6 +98,11 @@ def draw_tradeoff(points: Sequence[Point], form: Format, *, judged: Judged = TOP
     names = [label(p.variant) if form.narrow else f"{label(p.variant)}, {label(p.engine)}" for p in points]
     _label(figure, axes, points, names, better)
     return figure
+
+
+def _said(point: Point, judged: Judged) -> str:
+    value = f"{point.score:.2f} {judged.unit}".rstrip()
+    return f"{label(point.variant)}, {label(point.engine)}: {judged.title} {value}, p50 {significant(point.p50_ms)} ms"
 
 
 def _scale(axes: Axes, points: Sequence[Point], judged: Judged) -> None:
@@ -114,6 +121,11 @@ def _scale(axes: Axes, points: Sequence[Point], judged: Judged) -> None:
     if judged.direction == "lower":
         axes.invert_yaxis()  # better is up, as in every figure of this kind
     axes.yaxis.set_major_locator(MaxNLocator(6))
+    if judged.unit == "%":  # there may be room above 100 % and below zero, and nothing to be read there
+        low, high = axes.get_ylim()
+        bounds = sorted((low, high))
+        axes.set_yticks([tick for tick in axes.get_yticks() if max(0.0, bounds[0]) <= tick <= min(100.0, bounds[1])])
+        axes.set_ylim(low, high)
 
 
 def _better(axes: Axes) -> Text:
@@ -186,7 +198,10 @@ def _latency_bars(axes: Axes, rows: Sequence[SummaryRow]) -> None:
         for row in (r for r in rows if r.engine == engine):
             y -= 1
             p50 = row.p50_ms or 0.0
-            axes.barh(y, p50, height=0.72, color=colours[row.variant])
+            bars = axes.barh(y, p50, height=0.72, color=colours[row.variant])
+            p99 = "" if row.p99_ms is None else f", p99 {significant(row.p99_ms)} ms"
+            where = f"{label(row.variant)}, {label(row.engine)}, batch {row.batch_size}"
+            tip(bars[0], f"{where}: p50 {significant(p50)} ms{p99}")
             end = max(p50, row.p99_ms or 0.0)
             axes.plot([p50, end], [y, y], color=LIGHT["ink"], linewidth=1.0)
             gain = f"\u2002{row.speedup:.2f}×" if row.speedup is not None and row.variant != Variant.FLOAT else ""

@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from compress.measure.metric import Judged
 from compress.meters import shown
-from compress.plots.style import LIGHT, Format, bare, new_figure, nice_limits
+from compress.plots.style import LIGHT, Format, bare, new_figure, nice_limits, tip
 from compress.text import finite
 from compress.training.log import EpochRow
 
@@ -20,10 +20,20 @@ Phases = Sequence[tuple[str, str, Sequence[EpochRow]]]
 """(name, palette colour, epochs) in the order in which they ran."""
 
 
-def phases(train: Sequence[EpochRow], qat: Sequence[EpochRow]) -> list[tuple[str, str, Sequence[EpochRow]]]:
-    """The trainings of the run, float first."""
-    both = (("float training", "grey", train), ("QAT", "blue", qat))
-    return [(name, colour, rows) for name, colour, rows in both if rows]
+def phases(
+    train: Sequence[EpochRow],
+    qat: Sequence[EpochRow],
+    sparse: Sequence[EpochRow] = (),
+    sparse_qat: Sequence[EpochRow] = (),
+) -> list[tuple[str, str, Sequence[EpochRow]]]:
+    """The trainings of the run, in the order in which they ran."""
+    every = (
+        ("float training", "grey", train),
+        ("fine-tuning after pruning", "green", sparse),
+        ("QAT", "blue", qat),
+        ("sparse QAT", "purple", sparse_qat),
+    )
+    return [(name, colour, rows) for name, colour, rows in every if rows]
 
 
 def draw_training(parts: Phases, form: Format, *, judged: Judged = TOP1) -> Figure:
@@ -38,14 +48,14 @@ def draw_training(parts: Phases, form: Format, *, judged: Judged = TOP1) -> Figu
     loss, score = figure.subplots(2 if form.narrow else 1, 1 if form.narrow else 2, squeeze=False).ravel()
     start = 0
     for name, colour, rows in parts:
-        _curve(loss, start, [(row.epoch, row.train_loss) for row in rows], colour=colour, dashed=True)
-        _curve(loss, start, [(row.epoch, row.val_loss) for row in rows], colour=colour)
+        training, evaluation = f"{name}, training images", f"{name}, evaluation"
+        _curve(loss, start, [(row.epoch, row.train_loss) for row in rows], training, colour=colour, dashed=True)
+        _curve(loss, start, [(row.epoch, row.val_loss) for row in rows], evaluation, colour=colour)
         if judged == TOP1:
-            _curve(
-                score, start, [(row.epoch, _shown(row.train_top1, judged)) for row in rows], colour=colour, dashed=True
-            )
+            seen = [(row.epoch, _shown(row.train_top1, judged)) for row in rows]
+            _curve(score, start, seen, training, colour=colour, dashed=True)
         values = [(row.epoch, _shown(row.figure(judged.name), judged)) for row in rows]
-        _curve(score, start, values, colour=colour)
+        _curve(score, start, values, evaluation, colour=colour)
         _last(score, start, values, [_shown(row.train_top1, judged) for row in rows])
         if start:
             for axes in (loss, score):
@@ -63,6 +73,9 @@ def draw_training(parts: Phases, form: Format, *, judged: Judged = TOP1) -> Figu
     return figure
 
 
+_TIPS = 80
+"""Points of a curve up to which each shows its value under the pointer."""
+
 Values = Sequence[tuple[int, float | None]]
 """(epoch, value); None = not measured after this epoch."""
 
@@ -71,13 +84,17 @@ def _shown(value: float | None, judged: Judged) -> float | None:
     return None if value is None else shown(value, judged.unit)
 
 
-def _curve(axes: Axes, start: int, values: Values, *, colour: str, dashed: bool = False) -> None:
+def _curve(axes: Axes, start: int, values: Values, name: str, *, colour: str, dashed: bool = False) -> None:
     points = [(start + epoch, value) for epoch, value in values if finite(value)]
     if not points:
         return
     style = {"linestyle": (0, (3, 2)), "linewidth": 1.2} if dashed else {"linewidth": 1.8}
     marker = "" if (dashed and len(points) > 1) or len(points) > 40 else "o"
     fill = LIGHT["paper" if dashed else colour]
+    if len(points) <= _TIPS:
+        for epoch, value in points:
+            (mark,) = axes.plot([epoch], [value], "o", markersize=7, alpha=0, zorder=4)
+            tip(mark, f"{name}, epoch {epoch - start}: {value:.4g}")
     epochs, values = zip(*points, strict=True)
     axes.plot(
         epochs,

@@ -18,7 +18,17 @@ from compress.errors import RunError
 from compress.files import parse_json, write_json
 from compress.measure.metric import Metric
 from compress.quantization.placement.decisions import Decision
-from compress.records.rows import Breakdown, BuiltRow, EngineRow, Histogram, LayerRow, OperationRow
+from compress.records.rows import (
+    Breakdown,
+    BuiltRow,
+    EngineRow,
+    Histogram,
+    IntervalRow,
+    LayerRow,
+    OperationRow,
+    PrecisionRow,
+    PredictionRow,
+)
 from compress.training.log import EpochRow
 
 T = TypeVar("T")
@@ -160,6 +170,11 @@ METRICS: JsonFile[Sequence[Metric]] = JsonFile(
 PLACEMENT = _table("placement.csv", Decision)
 TRAIN = _epochs("train.csv")
 QAT = _epochs("qat.csv")
+SPARSE = _epochs("sparse.csv")
+SPARSE_QAT = _epochs("sparse-qat.csv")
+INTERVALS = _rows("intervals.json", IntervalRow)
+PRECISION = _rows("precision.json", PrecisionRow)
+PREDICTIONS = _rows("predictions.json", PredictionRow)
 LAYERS = _rows("layers.json", LayerRow)
 HISTOGRAMS = _rows("histograms.json", Histogram)
 OPERATIONS = _rows("audit.json", OperationRow)

@@ -43,6 +43,71 @@ class LayerRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class IntervalRow:
+    """The metric of a network on an engine and its difference from float there, with 95 % intervals.
+
+    Attributes:
+        variant: `float`, `ptq`, ...
+        engine: label, as in the metrics.
+        metric: name of the metric.
+        unit: of all values, such as `%`.
+        images: number of images.
+        measurable: whether the interval of the difference leaves out zero.
+        value, low, high: the metric and the ends of its interval.
+        difference, difference_low, difference_high: the same of its difference from float, in pairs of images.
+    """
+
+    variant: str
+    engine: str
+    metric: str
+    unit: str
+    images: int
+    measurable: bool
+    value: float
+    low: float
+    high: float
+    difference: float
+    difference_low: float
+    difference_high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionRow:
+    """Precision of a detector by recall, of a class at an overlap of 0.5.
+
+    Attributes:
+        variant: `float`, `ptq`, ...
+        engine: label, as in the metrics.
+        label: name of the class.
+        precision: at the recalls 0, 0.01, ..., 1.
+    """
+
+    variant: str
+    engine: str
+    label: str
+    precision: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionRow:
+    """A picture of the evaluation split with what a network found in it.
+
+    Attributes:
+        image: index of the picture in the split.
+        variant: `truth`, `float`, `ptq`, ...
+        engine: label; "" for the truth.
+        file: of the picture, in the run folder.
+        text: prediction in words, for tasks without a drawing.
+    """
+
+    image: int
+    variant: str
+    engine: str = ""
+    file: str
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Histogram:
     """The values of one tensor as calibration counted them.
 

@@ -16,7 +16,16 @@ from compress.errors import RunError
 from compress.measure.metric import Metric
 from compress.quantization.placement.decisions import Decision
 from compress.records import files
-from compress.records.rows import Breakdown, EngineRow, Histogram, LayerRow, OperationRow
+from compress.records.rows import (
+    Breakdown,
+    EngineRow,
+    Histogram,
+    IntervalRow,
+    LayerRow,
+    OperationRow,
+    PrecisionRow,
+    PredictionRow,
+)
 from compress.training.log import EpochRow
 
 _PARTS: dict[str, files.RecordFile[Any]] = {
@@ -26,6 +35,11 @@ _PARTS: dict[str, files.RecordFile[Any]] = {
     "placement": files.PLACEMENT,
     "train": files.TRAIN,
     "qat": files.QAT,
+    "sparse": files.SPARSE,
+    "sparse_qat": files.SPARSE_QAT,
+    "intervals": files.INTERVALS,
+    "precision": files.PRECISION,
+    "predictions": files.PREDICTIONS,
     "layers": files.LAYERS,
     "histograms": files.HISTOGRAMS,
     "operations": files.OPERATIONS,
@@ -33,7 +47,18 @@ _PARTS: dict[str, files.RecordFile[Any]] = {
     "end_to_end": files.END_TO_END,
     "notes": files.NOTES,
 }
-_OPTIONAL = {files.ENGINES.name, files.END_TO_END.name}
+_OPTIONAL = {
+    file.name
+    for file in (
+        files.ENGINES,
+        files.END_TO_END,
+        files.SPARSE,
+        files.SPARSE_QAT,
+        files.INTERVALS,
+        files.PRECISION,
+        files.PREDICTIONS,
+    )
+}
 """Files that only some recipes ask for; nothing is said where they are absent."""
 
 
@@ -48,6 +73,10 @@ class RunData:
         metrics: every measured number.
         placement: decisions of the quantized network.
         train, qat: epochs of the float network and of quantization-aware training.
+        sparse, sparse_qat: epochs of fine-tuning the sparse network, and of its quantization-aware training.
+        intervals: confidence intervals of the metric, and of its differences from float.
+        precision: precision of detectors by recall.
+        predictions: pictures with what the networks found in them.
         layers: bytes and noise of each layer.
         histograms: activations as calibration counted them.
         operations: weighted operations of the exported files.
@@ -64,6 +93,11 @@ class RunData:
     placement: Sequence[Decision] = ()
     train: Sequence[EpochRow] = ()
     qat: Sequence[EpochRow] = ()
+    sparse: Sequence[EpochRow] = ()
+    sparse_qat: Sequence[EpochRow] = ()
+    intervals: Sequence[IntervalRow] = ()
+    precision: Sequence[PrecisionRow] = ()
+    predictions: Sequence[PredictionRow] = ()
     layers: Sequence[LayerRow] = ()
     histograms: Sequence[Histogram] = ()
     operations: Sequence[OperationRow] = ()

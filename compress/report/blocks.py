@@ -5,6 +5,7 @@ Blocks hold text as it is; escaping belongs to the two writers and happens there
 
 from __future__ import annotations
 
+import base64
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,6 +104,43 @@ class Picture:
     svg_narrow: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A picture of a gallery.
+
+    Attributes:
+        file: in the run folder.
+        alt: what it shows.
+        text: below it; "" for none.
+        data: its bytes, JPEG.
+    """
+
+    file: str
+    alt: str
+    text: str
+    data: bytes
+
+    @property
+    def address(self) -> str:
+        """The picture as an address that holds it."""
+        return f"data:image/jpeg;base64,{base64.b64encode(self.data).decode()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gallery:
+    """Pictures in rows under columns.
+
+    Attributes:
+        columns: titles.
+        rows: a picture for each column, None where there is none.
+        legend: names with their colours, `#rrggbb`.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Shown | None, ...], ...]
+    legend: tuple[tuple[str, str], ...] = ()
+
+
 @dataclass(frozen=True)
 class Details:
     """Blocks that open on request: long tables."""
@@ -111,7 +149,7 @@ class Details:
     blocks: tuple[Table | Text | Code | Bullets, ...]
 
 
-Block = Table | Text | Bullets | Tiles | Code | Picture | Details
+Block = Table | Text | Bullets | Tiles | Code | Picture | Gallery | Details
 
 
 @dataclass(frozen=True)
@@ -125,13 +163,14 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A whole report: title, what was run in a line, the result in a sentence, sections."""
+    """A whole report: title, what was run in a line, the result in a sentence and as text to copy, sections."""
 
     title: str
     subtitle: str
     headline: str
     tiles: Tiles
     sections: tuple[Section, ...]
+    summary: str = ""
 
 
 def table(*columns: Column | str, rows: Sequence[Sequence[str]], group_by: int = 0) -> Table:

@@ -40,7 +40,8 @@ from compress.report.blocks import (
 )
 from compress.report.engine_blocks import engine_blocks
 from compress.report.figures import Absent
-from compress.report.headline import headline
+from compress.report.headline import headline, summary_text
+from compress.report.task_blocks import interval_blocks, predictions_section
 from compress.text import MISSING, display, finite, fixed, image_size_text, in_bytes, plain, significant
 from compress.variants import Variant
 
@@ -53,10 +54,11 @@ def build_document(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Docum
         drawn: of `draw_figures`.
     """
     bits = frozenset(row.num_bits for row in run.placement if row.num_bits is not None)
-    top = headline(run.metrics, bits=bits)
+    top = headline(run.metrics, bits=bits, intervals=run.intervals)
     title, subtitle = _titles(run)
     sections = (
         Section("results", "Results", tuple(_results(run, drawn))),
+        *predictions_section(run, drawn.get("precision")),
         *(
             [Section("end-to-end", "From pictures to classes", tuple(_figure(drawn, "end_to_end")))]
             if run.end_to_end is not None
@@ -73,7 +75,14 @@ def build_document(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Docum
         Section("method", "How it was measured", tuple(_method(run))),
         Section("recipe", "Recipe", tuple(_recipe(run))),
     )
-    return Document(title=title, subtitle=subtitle, headline=top.sentence, tiles=Tiles(top.tiles), sections=sections)
+    return Document(
+        title=title,
+        subtitle=subtitle,
+        headline=top.sentence,
+        tiles=Tiles(top.tiles),
+        summary=summary_text(title, subtitle, top.sentence, run.metrics),
+        sections=sections,
+    )
 
 
 def _titles(run: RunData) -> tuple[str, str]:
@@ -128,6 +137,7 @@ def _results(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Iterator[Bl
         )
     else:
         yield _absence(run, "metrics.json", "No results", "it holds no number")
+    yield from interval_blocks(run)
     notes = summary_notes(run.metrics)
     if notes:
         yield Bullets(notes)

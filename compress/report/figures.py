@@ -14,6 +14,7 @@ from compress.plots.end_to_end import draw_end_to_end
 from compress.plots.engines import draw_engines
 from compress.plots.histograms import clipped_share, draw_histograms, interesting
 from compress.plots.layers import draw_bytes, draw_sqnr, sqnr_series, weight_groups, worst
+from compress.plots.precision import MOST_CLASSES, draw_precision
 from compress.plots.style import NARROW, WIDE, Format, settle, styled, to_inline_svg, to_png
 from compress.plots.tradeoff import Point, draw_latency, draw_tradeoff, tradeoff_points
 from compress.plots.training import draw_training, phases
@@ -46,8 +47,8 @@ class _Plan:
 def draw_figures(run: RunData) -> dict[str, Picture | Absent]:
     """Name -> figure, in the order of the report.
 
-    Names: `accuracy_latency`, `latency`, `training`, `sqnr`, `histograms`, `bytes`; `end_to_end` and `engines` where
-    that was measured, and any was audited.
+    Names: `accuracy_latency`, `latency`, `training`, `sqnr`, `histograms`, `bytes`; `end_to_end`, `precision` and
+    `engines` where that was measured, and any was audited.
     """
     drawn: dict[str, Picture | Absent] = {}
     with styled():
@@ -60,6 +61,8 @@ def draw_figures(run: RunData) -> dict[str, Picture | Absent]:
         if run.end_to_end is not None:
             stages = _end_to_end(run.end_to_end.results)
             drawn["end_to_end"] = _picture("end_to_end", "Where the time of a picture goes", stages)
+        if run.precision:
+            drawn["precision"] = _picture("precision", "Precision by recall", _precision(run))
         if any(engine.layers for engine in run.engines):
             drawn["engines"] = _picture("engines", "What the engines move", _engines(run))
     return drawn
@@ -144,7 +147,7 @@ def _timed(row: SummaryRow) -> str:
 
 
 def _training(run: RunData) -> _Plan | str:
-    parts = phases(run.train, run.qat)
+    parts = phases(run.train, run.qat, run.sparse, run.sparse_qat)
     if not parts:
         return "neither train.csv nor qat.csv holds an epoch: nothing was trained in this run"
     ends, judged = [], judged_by(run.metrics)
@@ -234,6 +237,22 @@ def _end_to_end(rows: Sequence[EndToEnd]) -> _Plan:
         "save no more than its part of a bar. " + " ".join(f"{text[:1].upper()}{text[1:]}." for text in methods),
         alt=f"Stacked bars of milliseconds by stage: {summary}.",
         draw=lambda form: draw_end_to_end(rows, form),
+    )
+
+
+def _precision(run: RunData) -> _Plan:
+    classes = list(dict.fromkeys(row.label for row in run.precision))
+    shown = [row for row in run.precision if row.label in classes[:MOST_CLASSES]]
+    listed = "; ".join(
+        f"{plain(row.label)}, {_on(row.variant, row.engine)}: AP50 {100 * sum(row.precision) / 101:.1f} %"
+        for row in shown
+    )
+    left = f" The first {MOST_CLASSES} of {len(classes)} classes." if len(classes) > MOST_CLASSES else ""
+    return _Plan(
+        caption="Of the boxes found at a score, the share that is right, by the share of all objects that is found so; "
+        f"a box is right if it overlaps an object of its class by half. Up and to the right is better.{left}",
+        alt=f"Curves of precision by recall. {listed}.",
+        draw=lambda form: draw_precision(shown, form),
     )
 
 

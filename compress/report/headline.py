@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from compress.measure.metric import Judged, Metric, judged_by
-from compress.records.summary import SummaryRow, family, summary_table, variants_of
-from compress.text import display, fixed, in_bytes, significant
+from compress.records.rows import IntervalRow
+from compress.records.summary import SummaryRow, family, summary_columns, summary_table, variants_of
+from compress.text import display, fixed, in_bytes, plain, significant
 from compress.variants import Variant
 
 _STEADY = 0.005  # points of the metric: below it the two-decimal figures of the table are equal
@@ -35,12 +36,15 @@ class Headline:
     tiles: tuple[KeyFigure, ...]
 
 
-def headline(metrics: Iterable[Metric], *, bits: frozenset[int] = frozenset()) -> Headline:
+def headline(
+    metrics: Iterable[Metric], *, bits: frozenset[int] = frozenset(), intervals: Sequence[IntervalRow] = ()
+) -> Headline:
     """The gain of a run and its cost.
 
     Args:
         metrics: of the run.
         bits: widths that its quantizers have; {8} lets the sentence say INT8.
+        intervals: of the metric; a difference that is not measurable is said to be none.
     """
     metrics = tuple(metrics)
     rows, judged = summary_table(metrics), judged_by(metrics)
@@ -50,7 +54,8 @@ def headline(metrics: Iterable[Metric], *, bits: frozenset[int] = frozenset()) -
     subject = f"INT8 ({display(variant)})" if bits == {8} else f"The {display(variant)} model"
     before, after = _fairest(rows, variant) or _by_accuracy(rows, variant)
     tiles, parts = [], []
-    for said in (_speed(before, after), _accuracy(before, after, judged), _size(before, after)):
+    interval = next((i for i in intervals if after and (i.variant, i.engine) == (variant, after.engine)), None)
+    for said in (_speed(before, after), _accuracy(before, after, judged, interval), _size(before, after)):
         if said:
             parts.append(said[0])
             tiles.append(said[1])
@@ -105,30 +110,34 @@ def _speed(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, Ke
     else:
         words = f"takes {1 / ratio:.2g}× the time of float"
     times = f"p50 {_change(significant(before.p50_ms), significant(after.p50_ms), 'ms')}"
-    if before.engine == after.engine:
-        place = f"on {display(after.engine)}"
-    else:
-        place = f"on {display(after.engine)} against float on {display(before.engine)}, the faster of its precisions"
+    place = f"on {display(after.engine)}"
+    if before.engine != after.engine:
+        place = f"on {display(family(after.engine))}, which runs float fastest as {_precision(before.engine)}"
     return (
         f"{words} at batch {after.batch_size} {place}",
         KeyFigure(value=fixed(ratio, 2, "×"), label=f"the speed of float at batch {after.batch_size} {place}, {times}"),
     )
 
 
-def _accuracy(before: SummaryRow | None, after: SummaryRow | None, judged: Judged) -> tuple[str, KeyFigure] | None:
+def _accuracy(
+    before: SummaryRow | None, after: SummaryRow | None, judged: Judged, interval: IntervalRow | None
+) -> tuple[str, KeyFigure] | None:
     if not before or not after or before.score is None or after.score is None:
         return None
     change, title, unit = after.score - before.score, judged.title, judged.unit
     from_to = _change(fixed(before.score, 2), fixed(after.score, 2), unit)
     amount = "points" if unit == "%" else unit
+    if interval is not None and not interval.measurable and before.engine == after.engine:
+        ends = f"{signed(interval.difference_low)} to {signed(interval.difference_high)}"
+        label = f"no measurable change of {title} on {interval.images} images ({from_to}; 95 % interval {ends})"
+        return f"shows no measurable change of {title} ({from_to})", KeyFigure(value=signed(change), label=label)
     if abs(change) < _STEADY:
         words = f"keeps {title} at {fixed(after.score, 2)} {unit}".rstrip()
     else:
         better = (change > 0) == (judged.direction == "higher")
         what = f"{amount} of {title}" if amount else title
         words = f"{'gains' if better else 'loses'} {abs(change):.2f} {what} ({from_to})"
-    value = "±0.00" if abs(change) < _STEADY else f"{change:+.2f}".replace("-", "−")
-    return words, KeyFigure(value=value, label=f"{f'{amount} of ' if amount else ''}{title} ({from_to})")
+    return words, KeyFigure(value=signed(change), label=f"{f'{amount} of ' if amount else ''}{title} ({from_to})")
 
 
 def _size(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, KeyFigure] | None:
@@ -139,6 +148,20 @@ def _size(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, Key
     return f"takes {ratio:.2f} of the file size", KeyFigure(
         value=fixed(ratio, 2), label=f"of the file size ({from_to})"
     )
+
+
+def _precision(engine: str) -> str:
+    """Return the precision in an engine's label, such as `bf16`."""
+    return display(engine.partition(" (")[2].rstrip(")")) or display(engine)
+
+
+def signed(value: float) -> str:
+    """Return a number with its sign and two decimals.
+
+    >>> signed(-0.25), signed(0.0), signed(1.5)
+    ('\u22120.25', '\u00b10.00', '+1.50')
+    """
+    return "\u00b10.00" if abs(value) < _STEADY else f"{value:+.2f}".replace("-", "\u2212")
 
 
 def _change(before: str, after: str, unit: str = "") -> str:
@@ -162,3 +185,12 @@ def _nothing_compared(rows: Sequence[SummaryRow], judged: Judged) -> str:
     best = max(known, key=lambda row: sign * (row.score or 0.0))
     value = f"{fixed(best.score, 2)} {judged.unit}".rstrip()
     return f"The float model reaches {value} {judged.title} on {display(best.engine)}; nothing was quantized yet."
+
+
+def summary_text(title: str, subtitle: str, sentence: str, metrics: Sequence[Metric]) -> str:
+    """The result as plain text: what was run, the sentence, and the table in aligned columns."""
+    lines = [summary_columns(metrics), *(row.cells() for row in summary_table(metrics))]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    head = f"{title} ({subtitle})" if subtitle else title
+    return "\n".join([head, sentence, "", *map(plain, rows)]) if len(rows) > 1 else f"{head}\n{sentence}"

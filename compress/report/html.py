@@ -24,6 +24,7 @@ def to_html(document: Document) -> str:
         title=document.title,
         subtitle=document.subtitle,
         headline=document.headline,
+        summary=document.summary,
         tiles=document.tiles,
         sections=document.sections,
     )

@@ -14,6 +14,7 @@ from compress.report.blocks import (
     Code,
     Details,
     Document,
+    Gallery,
     Picture,
     Table,
     Text,
@@ -95,6 +96,18 @@ def _(block: Table) -> str:
     head = _line([escape(column.title) for column in block.columns])
     rule = _line([" ---: ".strip() if column.align == "right" else "---" for column in block.columns])
     return "\n".join([head, rule, *(_line([escape(cell) for cell in row]) for row in block.rows)])
+
+
+@_block.register
+def _(block: Gallery) -> str:
+    lines = [_line([escape(title) for title in block.columns]), _line(["---"] * len(block.columns))]
+    for row in block.rows:
+        cells = [
+            "" if one is None else f"![{escape(one.alt)}]({one.file})" + (f"<br>{escape(one.text)}" if one.text else "")
+            for one in row
+        ]
+        lines.append(_line(cells))
+    return "\n".join(lines)
 
 
 @_block.register

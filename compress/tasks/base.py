@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from compress.errors import ModelError
 from compress.graph.inputs import flat_tensors
 from compress.meters import TaskMetric
+from compress.tasks.evidence import Evidence
 
 
 class Loss(Protocol):
@@ -39,6 +40,7 @@ class Task:
         correct: (outputs, targets) -> number of correct images, counted during training; None = not counted.
         draw: (images (N, 3, H, W) uint8, outputs, targets or None) -> pictures (N, 3, H, W) uint8 of what the outputs
             or, without outputs, the targets say; None = nothing to draw.
+        evidence: makes what collects the contribution of each image to the metric; None = the metric has none.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Task:
     check: Callable[[Any, Tensor], None]
     correct: Callable[[Any, Any], Tensor] | None = None
     draw: Callable[[Tensor, Any, Any], Tensor] | None = None
+    evidence: Callable[[], Evidence] | None = None
 
     def select(self, outputs: Any) -> Any:
         """Return what the task's parts take of a model's or an engine's outputs."""

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from compress.errors import ModelError
 from compress.meters import Figures, TaskMetric
 from compress.tasks.base import Task, first_tensor, soft_distance
+from compress.tasks.evidence import Hits
 
 _TOP = 5
 
@@ -54,6 +55,7 @@ def classification(num_classes: int) -> Task:
         distance=soft_distance,
         check=check,
         correct=correct,
+        evidence=Hits,
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from compress.errors import DataError, ModelError
 from compress.graph.inputs import flat_tensors
 from compress.meters import Figures, TaskMetric
+from compress.tasks.average_precision import Detections
 from compress.tasks.base import Loss, Task, squared_distance
 from compress.tasks.segmentation import figure_name, palette
 
@@ -139,6 +140,7 @@ def detection(
         distance=squared_distance,
         check=check or check_rows,
         draw=partial(draw_boxes, tuple(labels), decode),
+        evidence=partial(Detections, tuple(labels), decode),
     )
 
 
@@ -181,5 +183,9 @@ def draw_boxes(labels: Sequence[str], decode: Decode, images: Tensor, outputs: A
         good = row["scores"] >= _DRAWN_SCORE if "scores" in row else torch.ones_like(row["labels"], dtype=torch.bool)
         boxes, classes = row["boxes"][good].cpu(), row["labels"][good].tolist()
         colour = [colours[i] for i in classes]
-        drawn.append(draw_bounding_boxes(image, boxes, colors=colour, width=2) if classes else image)
+        scores = row["scores"][good].tolist() if "scores" in row else [None] * len(classes)
+        names = [
+            labels[i] if score is None else f"{labels[i]} {score:.2f}" for i, score in zip(classes, scores, strict=True)
+        ]
+        drawn.append(draw_bounding_boxes(image, boxes, names, colors=colour, width=2) if classes else image)
     return torch.stack(drawn)

@@ -68,7 +68,7 @@ def make_task(
     if metric is not None:
         found = task_metric(_resolved(metric, "metric", (task.metric.name,)), select=task.metric.select)
         classes = task.metric.classes if found.classes is None else found.classes
-        task = replace(task, metric=replace(found, classes=classes))
+        task = replace(task, metric=replace(found, classes=classes), evidence=None)
     return task
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from compress.errors import ModelError
 from compress.meters import Figures, TaskMetric
 from compress.tasks.base import Loss, Task, first_tensor, soft_distance
+from compress.tasks.evidence import Confusions
 
 IGNORED = 255
 """Class of pixels that neither the loss nor the metric counts."""
@@ -67,6 +68,12 @@ class ConfusionMatrix:
         self.counts = self.counts + other.counts.to(self.counts.device)
 
 
+def _counted(labels: Sequence[str], logits: Tensor, targets: Tensor) -> Tensor:
+    meter = ConfusionMatrix(labels)
+    meter.update(logits, targets)
+    return meter.counts
+
+
 def figure_name(label: str) -> str:
     """Return a class as part of a figure's name.
 
@@ -100,6 +107,7 @@ def segmentation(labels: Sequence[str], *, loss: str = "cross_entropy") -> Task:
         distance=soft_distance,
         check=check,
         draw=partial(draw_masks, len(labels)),
+        evidence=partial(Confusions, partial(_counted, tuple(labels))),
     )
 
 

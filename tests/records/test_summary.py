@@ -174,7 +174,7 @@ def test_headline_names_both_precisions_where_they_differ():
         )
     )
     assert "2× as fast" in said.sentence
-    assert "on OpenVINO (f32) against float on OpenVINO (bf16)" in said.sentence
+    assert "at batch 1 on OpenVINO, which runs float fastest as bf16" in said.sentence
 
 
 def test_headline_without_a_quantized_variant_or_without_anything():

@@ -26,6 +26,7 @@ from compress.measure.first_difference import LayerDifference, first_difference
 from compress.measure.metric import Metric
 from compress.pipeline.network import NetworkFiles
 from compress.pipeline.run import Run
+from compress.pipeline.steps.compare import Answers, answers_of, keep_comparisons
 from compress.pipeline.steps.judge import evaluation_batch, judge
 from compress.progress import Progress
 from compress.quantization.spec import QuantSpec, Target
@@ -46,39 +47,54 @@ def evaluate_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
     write_json(run.path("environment.json"), describe_machine().to_dict())
     metrics: list[Metric] = []
     references: dict[tuple[Variant, Target | None], EngineFigures] = {}
+    answers: dict[tuple[Variant, str], Answers] = {}
     for variant, model in models.items():
-        references[variant, None] = _evaluate_torch(run, variant, model, None, metrics)
+        references[variant, None] = _evaluate_torch(run, variant, model, None, metrics, answers)
         for engine, precision in _engines(run.recipe.bench):
             target = run.further_target(variant, engine)
             if engine == "torch":
                 continue
             if target is not None and (variant, target) not in references:
                 further = run.further[variant, target]
-                references[variant, target] = _evaluate_torch(run, variant, further, target, metrics)
-            metrics += _evaluate_engine(run, variant, engine, precision, references[variant, target])
+                references[variant, target] = _evaluate_torch(run, variant, further, target, metrics, answers)
+            metrics += _evaluate_engine(run, variant, engine, precision, references[variant, target], answers)
+    keep_comparisons(run, answers)
     run.notes += _training_lost(run, {variant: references[variant, None] for variant in models})
     run.folder.add_metrics(metrics)
     run.finish("evaluate")
 
 
 def _evaluate_torch(
-    run: Run, variant: Variant, model: nn.Module, target: Target | None, metrics: list[Metric]
+    run: Run,
+    variant: Variant,
+    model: nn.Module,
+    target: Target | None,
+    metrics: list[Metric],
+    answers: dict[tuple[Variant, str], Answers],
 ) -> EngineFigures:
     """The network itself, in torch: for a quantized one that is fake quantization, the reference of its engines."""
     with run.in_torch(variant, model, target) as engine:
-        seen = judge(run, engine)
-    metrics += _figures(run, variant, engine.info.label, seen)
+        label = engine.info.label
+        seen = judge(run, engine, answers=answers.setdefault((variant, label), answers_of(run)))
+    metrics += _figures(run, variant, label, seen)
     return seen
 
 
 def _evaluate_engine(
-    run: Run, variant: Variant, engine: str, precision: str | None, reference: EngineFigures
+    run: Run,
+    variant: Variant,
+    engine: str,
+    precision: str | None,
+    reference: EngineFigures,
+    answers: dict[tuple[Variant, str], Answers],
 ) -> list[Metric]:
     files = run.files(variant)
     try:
         with files.engine(engine, batch_size=evaluation_batch(run), precision=precision) as built:
-            seen = judge(run, built, preprocessing=run.data.val.preprocessing)
+            given = answers_of(run)
+            seen = judge(run, built, preprocessing=run.data.val.preprocessing, answers=given)
             label = built.info.label
+            answers[variant, label] = given
     except (EngineUnavailableError, EngineError) as error:
         return _unavailable((run.task.metric.name, run.task.metric.unit), variant, engine, None, error)
     metrics = _figures(run, variant, label, seen)

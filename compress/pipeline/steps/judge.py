@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -11,7 +13,9 @@ from compress.data.preprocessing import Preprocessing
 from compress.engines import Engine
 from compress.measure import EngineFigures, measure_accuracy, measure_metric
 from compress.measure.figures import kept_images
+from compress.meters import Meter
 from compress.pipeline.run import Run
+from compress.pipeline.steps.compare import Answers
 from compress.tasks.classification import TOP1
 
 _CLASSIFICATION_BATCH = 32
@@ -23,7 +27,12 @@ def evaluation_batch(run: Run) -> int:
 
 
 def judge(
-    run: Run, engine: Engine, *, preprocessing: Preprocessing | None = None, limit: int | None = None
+    run: Run,
+    engine: Engine,
+    *,
+    preprocessing: Preprocessing | None = None,
+    limit: int | None = None,
+    answers: Answers | None = None,
 ) -> EngineFigures:
     """Measure the metric of the run's task on an engine, and keep outputs to compare with another engine's.
 
@@ -32,25 +41,45 @@ def judge(
         engine: to be measured.
         preprocessing: of the images, compared with the one in the model's file.
         limit: number of images, a sample of the split; None = all.
+        answers: takes what of the answers is kept for the report; None = nothing.
 
     Raises:
         DataError, EngineError: as `measure_accuracy` and `measure_metric`.
     """
     batches = _Evaluation(run, limit)
-    if run.task.metric is TOP1:
+    metric = run.task.metric
+    if metric is TOP1:
         seen = measure_accuracy(engine, batches, preprocessing=preprocessing, keep_logits=True, progress=run.progress)
         logits = torch.from_numpy(seen.logits)
+        if answers is not None:
+            answers.update(logits, torch.cat(batches.targets))
         values = {"top1": seen.top1, "top5": seen.top5}
         return EngineFigures(label=seen.label, values=values, images=seen.images, outputs=(logits,), notes=seen.notes)
     probe = {tensor.name: torch.zeros(1, *tensor.shape[1:]) for tensor in engine.outputs}
+    if answers is not None:
+        metric = replace(metric, make=lambda: _Both(run.task.metric.make(), answers))
     return measure_metric(
         engine,
         batches,
-        run.task.metric,
+        metric,
         preprocessing=preprocessing,
         keep=kept_images(probe),
         progress=run.progress,
     )
+
+
+class _Both:
+    """A meter that shows all batches to a second listener."""
+
+    def __init__(self, meter: Meter, answers: Answers) -> None:
+        self.meter, self.answers = meter, answers
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        self.meter.update(outputs, targets)
+        self.answers.update(outputs, targets)
+
+    def compute(self) -> Any:
+        return self.meter.compute()
 
 
 class _Evaluation:
@@ -59,9 +88,13 @@ class _Evaluation:
     def __init__(self, run: Run, limit: int | None) -> None:
         self.split = run.data.val
         self.plan = BatchPlan(batch_size=evaluation_batch(run), limit=limit)
+        self.targets: list[Any] = []
 
     def __len__(self) -> int:
         return self.split.steps(self.plan)
 
     def __iter__(self) -> Iterator[Batch]:
-        return self.split.batches(self.plan)
+        self.targets.clear()
+        for images, targets in self.split.batches(self.plan):
+            self.targets.append(targets)
+            yield images, targets

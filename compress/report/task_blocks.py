@@ -1,0 +1,132 @@
+"""The parts of a report that show what was learned: predictions, classes, and what of a difference is measurable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from compress.errors import RunError
+from compress.measure.metric import Metric
+from compress.meters import metric_title
+from compress.records.rows import IntervalRow
+from compress.records.run import RunData
+from compress.records.summary import engines_of, variants_of
+from compress.report.blocks import Block, Gallery, Section, Shown, Table, Text, number, table
+from compress.report.figures import Absent
+from compress.report.headline import signed
+from compress.text import MISSING, display, fixed
+from compress.variants import Variant
+
+PER_CLASS = ("iou_", "ap_")
+"""Beginnings of the names of figures of single classes."""
+
+
+def interval_blocks(run: RunData) -> Iterator[Block]:
+    """Differences from float with their intervals, and whether they can be told from chance."""
+    rows = [row for row in run.intervals if row.variant != Variant.FLOAT]
+    if not rows:
+        return
+    title = metric_title(rows[0].metric)
+    yield table(
+        "engine",
+        "variant",
+        number(f"{title} {rows[0].unit}".strip()),
+        number("95 % interval"),
+        number("against float"),
+        number("95 % interval of it"),
+        "change",
+        rows=[_interval_row(row) for row in rows],
+    )
+    yield Text(
+        f"Intervals are of a paired bootstrap over the {rows[0].images} evaluation images, 1,000 resamples. Where that "
+        "of the difference holds zero, these images show no change.",
+        note=True,
+    )
+
+
+def _interval_row(row: IntervalRow) -> tuple[str, ...]:
+    return (
+        display(row.engine),
+        display(row.variant),
+        fixed(row.value, 2),
+        f"{row.low:.2f} to {row.high:.2f}",
+        signed(row.difference),
+        f"{signed(row.difference_low)} to {signed(row.difference_high)}",
+        "measurable" if row.measurable else "no measurable change",
+    )
+
+
+def predictions_section(run: RunData, precision: Block | Absent | None) -> list[Section]:
+    """The section of predictions, classes and precision; none where the run has nothing of them.
+
+    Args:
+        run: what the folder holds.
+        precision: the figure of precision by recall.
+    """
+    classes = class_table(run.metrics)
+    if not run.predictions and precision is None and classes is None:
+        return []
+    blocks: list[Block] = [*prediction_blocks(run)]
+    if classes is not None:
+        blocks.append(classes)
+    if precision is not None and not isinstance(precision, Absent):
+        blocks.append(precision)
+    return [Section("predictions", "What the networks see", tuple(blocks))]
+
+
+def prediction_blocks(run: RunData) -> Iterator[Block]:
+    """Pictures of the evaluation split with the truth and what each network found, side by side."""
+    if not run.predictions:
+        yield Text("No predictions were drawn in this run.", note=True)
+        return
+    columns = list(dict.fromkeys((row.variant, row.engine) for row in run.predictions))
+    found = {(row.image, row.variant): row for row in run.predictions}
+    rows = []
+    for image in dict.fromkeys(row.image for row in run.predictions):
+        shown: list[Shown | None] = []
+        for variant, engine in columns:
+            row = found.get((image, variant))
+            where = f" on {display(engine)}" if engine else ""
+            data = None if row is None else _bytes(run, row.file)
+            if row is None or data is None:
+                shown.append(None)
+                continue
+            alt = f"image {image}, {display(variant)}{where}{f': {row.text}' if row.text else ''}"
+            shown.append(Shown(file=row.file, alt=alt, text=row.text, data=data))
+        rows.append(tuple(shown))
+    titles = tuple(f"{display(v)}, {display(e)}" if e else "truth" for v, e in columns)
+    yield Gallery(columns=titles, rows=tuple(rows))
+    yield Text("Pictures spread evenly over the evaluation split, chosen before anything was measured.", note=True)
+
+
+def _bytes(run: RunData, file: str) -> bytes | None:
+    """Return a picture of the run folder; None if it is gone.
+
+    Raises:
+        RunError: the name leads out of the folder.
+    """
+    path = (run.folder / file).resolve()
+    if not path.is_relative_to(run.folder.resolve()):
+        raise RunError(f"predictions.json names {file!r}, which is outside the run folder")
+    return path.read_bytes() if path.is_file() else None
+
+
+def class_table(metrics: Sequence[Metric]) -> Table | None:
+    """The figures of single classes on the first engine that has them for a quantized network; None without any."""
+    rows = [m for m in metrics if m.name.startswith(PER_CLASS) and m.value is not None]
+    engines = [engine for engine in engines_of(metrics) if any(m.engine == engine for m in rows)]
+    engine = next((e for e in engines if not e.startswith("torch")), engines[0] if engines else None)
+    if engine is None:
+        return None
+    variants = [v for v in variants_of(metrics) if any(m.variant == v and m.engine == engine for m in rows)]
+    values = {(m.name, m.variant): m.value for m in rows if m.engine == engine}
+    cells = []
+    for name in dict.fromkeys(m.name for m in rows if m.engine == engine):
+        base = values.get((name, Variant.FLOAT))
+        figures = [values.get((name, variant)) for variant in variants]
+        worst = [value - base for value in figures[1:] if value is not None and base is not None]
+        last = signed(worst[-1]) if worst else MISSING
+        cells.append((name.partition("_")[2].replace("_", " "), *(fixed(value, 2) for value in figures), last))
+    kind = "IoU" if rows[0].name.startswith("iou_") else "AP"
+    titles = [number(f"{display(variant)} {kind} %") for variant in variants]
+    last_title = f"{display(variants[-1])} against float" if len(variants) > 1 else "against float"
+    return table(f"class, on {display(engine)}", *titles, number(last_title), rows=cells)

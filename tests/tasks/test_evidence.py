@@ -1,0 +1,126 @@
+"""What each image contributes: the metric of the whole split is the task's own, and intervals are those of theory."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from compress.errors import DataError
+from compress.measure.bootstrap import compare_evidence
+from compress.tasks import classification, make_task, segmentation
+from compress.tasks.detection import detection
+from compress.tasks.evidence import everything
+
+
+def identity(outputs):
+    return outputs[0]
+
+
+def boxes(generator, count, *, scored):
+    corner = torch.rand(count, 2, generator=generator) * 80
+    row = {"boxes": torch.cat([corner, corner + 5 + 30 * torch.rand(count, 2, generator=generator)], 1)}
+    row["labels"] = torch.randint(0, 3, (count,), generator=generator)
+    if scored:
+        return row | {"scores": torch.rand(count, generator=generator)}
+    return row | {"ignored": torch.rand(count, generator=generator) < 0.15}
+
+
+def detections(seed, images=12):
+    """Truths, and found boxes near some of them among others."""
+    generator = torch.Generator().manual_seed(seed)
+    truths, found = [], []
+    for _ in range(images):
+        truth = boxes(generator, int(torch.randint(0, 9, (), generator=generator)), scored=False)
+        near = {"boxes": truth["boxes"] + 2 * torch.randn(len(truth["boxes"]), 2, generator=generator).repeat(1, 2)}
+        near |= {"labels": truth["labels"], "scores": torch.rand(len(truth["labels"]), generator=generator)}
+        other = boxes(generator, 6, scored=True)
+        found.append({name: torch.cat([near[name], other[name]]) for name in ("boxes", "labels", "scores")})
+        truths.append(truth)
+    return found, truths
+
+
+TASKS = {
+    "classification": classification(4),
+    "segmentation": segmentation(("a", "b", "c")),
+    "detection": detection(("x", "y", "z"), loss=None, decode=identity),
+}
+
+
+def batch(name, seed):
+    generator = torch.Generator().manual_seed(seed)
+    if name == "detection":
+        found, truths = detections(seed)
+        return (found,), truths
+    if name == "classification":
+        return torch.randn(30, 4, generator=generator), torch.randint(0, 4, (30,), generator=generator)
+    targets = torch.randint(0, 3, (6, 5, 7), generator=generator)
+    targets[:, 0] = 255
+    return torch.randn(6, 3, 5, 7, generator=generator), targets
+
+
+def doubled(outputs, targets, weights):
+    """The images of a resample, repeated."""
+    order = np.repeat(np.arange(len(weights)), weights).tolist()
+    if isinstance(targets, list):
+        return ([outputs[0][i] for i in order],), [targets[i] for i in order]
+    return outputs[order], targets[order]
+
+
+@pytest.mark.parametrize("name", list(TASKS))
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_resample_has_the_value_of_the_tasks_own_metric(name, seed):
+    """The oracle of detection is COCO's evaluation, that of segmentation torchmetrics' confusion matrix."""
+    task, (outputs, targets) = TASKS[name], batch(name, seed)
+    evidence = task.evidence()
+    evidence.update(outputs, targets)
+    weights = np.random.default_rng(seed).multinomial(len(targets), [1 / len(targets)] * len(targets), size=2)
+    for row in (everything(evidence)[0], *weights):
+        meter = task.metric.make()
+        meter.update(*doubled(outputs, targets, row))
+        expected = task.metric.figures(meter)[task.metric.name]
+        assert evidence.values(row[None])[0] == pytest.approx(expected, abs=1e-6)
+    assert len(evidence) == len(targets)
+
+
+def test_whole_splits_of_boxes_are_cocos_to_the_last_digits():
+    for seed in range(2, 5):
+        outputs, targets = batch("detection", seed)
+        evidence, meter = TASKS["detection"].evidence(), TASKS["detection"].metric.make()
+        evidence.update(outputs, targets)
+        meter.update(outputs, targets)
+        assert evidence.values(everything(evidence))[0] == pytest.approx(meter.compute()["map"], abs=1e-6)
+        for _, precision in evidence.curves():
+            assert len(precision) == 101 and all(a >= b for a, b in pairwise(precision))
+
+
+def hits(right):
+    evidence = TASKS["classification"].evidence()
+    logits = torch.zeros(len(right), 4)
+    logits[torch.arange(len(right)), torch.where(torch.tensor(right), 0, 1)] = 1
+    evidence.update(logits, torch.zeros(len(right), dtype=torch.int64))
+    return evidence
+
+
+def test_the_interval_of_a_share_is_the_binomials():
+    right = [i % 4 != 0 for i in range(400)]
+    seen = compare_evidence(hits(right), hits(right), resamples=4000)
+    width = 1.96 * np.sqrt(0.75 * 0.25 / 400)
+    assert (seen.low, seen.high) == pytest.approx((0.75 - width, 0.75 + width), abs=0.006)
+    assert (seen.difference, seen.difference_low, seen.difference_high) == (0, 0, 0) and not seen.measurable
+
+
+def test_three_pictures_of_449_are_no_measurable_change_and_thirty_are():
+    base = [i % 10 != 0 for i in range(449)]
+    few = [True if i in (0, 10, 20) else (False if i == 5 else value) for i, value in enumerate(base)]
+    many = [value or i < 300 for i, value in enumerate(base)]
+    assert not compare_evidence(hits(base), hits(few)).measurable
+    seen = compare_evidence(hits(base), hits(many))
+    assert seen.measurable and seen.difference_low > 0 and seen.difference == pytest.approx(30 / 449)
+    with pytest.raises(DataError, match="449 and 3 images"):
+        compare_evidence(hits(base), hits([True] * 3))
+
+
+def test_a_metric_of_ones_own_has_no_evidence():
+    task = make_task("classification", ("a", "b"), metric=lambda outputs, targets: 1.0)
+    assert task.evidence is None
