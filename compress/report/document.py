@@ -15,13 +15,7 @@ from compress.measure.metric import Metric
 from compress.quantization.placement.decisions import Decision
 from compress.records.rows import LayerRow
 from compress.records.run import RunData
-from compress.records.summary import (
-    engines_of,
-    summary_columns,
-    summary_notes,
-    summary_table,
-    unavailable_engines,
-)
+from compress.records.summary import engines_of, summary_columns, summary_notes, summary_table, unavailable_engines
 from compress.report.blocks import (
     Block,
     Bullets,
