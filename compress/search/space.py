@@ -130,7 +130,7 @@ def _counts(size: int, shares: tuple[float, ...], multiple: int) -> tuple[str, .
     """Channels that may be kept, the most first.
 
     >>> _counts(64, (0.75, 0.5, 0.25), 8), _counts(20, (0.75, 0.5), 8)
-    (('64', '48', '32', '16'), ('20', '16', '12'))
+    (('64', '48', '32', '16'), ('20', '16', '8'))
     """
     step = multiple if size >= 4 * multiple else max(4, multiple // 2)
     counts = {max(step, round(share * size / step) * step) for share in shares}

@@ -189,8 +189,8 @@ def test_recipes(name, tmp_path):
     if recipe.sparsity is not None:
         compress.sparsify(model, dataclasses.replace(recipe.sparsity, permute=False, kernels="any"), example_inputs=x)
         compress.squash_masks(model)
-    if recipe.quantization.target != "tensorrt":
-        other = compress.quantize(model, x, [x], spec=recipe.quantization)
+    for target in set(recipe.quantization.targets) - {"tensorrt"}:
+        other = compress.quantize(model, x, [x], spec=recipe.quantization.for_target(target))
         with pytest.raises(EngineError, match=r"zero points: quantize with target: tensorrt"):
             build(compress.export_onnx(other, x, tmp_path / "other.onnx"))
     spec = dataclasses.replace(recipe.quantization, target="tensorrt")
