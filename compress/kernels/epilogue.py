@@ -91,12 +91,12 @@ def rounding_threshold(low: int) -> float:
     return tie if low % 2 else tie - 2.0 ** (math.frexp(tie)[1] - 24)  # the next float32 below
 
 
-def forward_torch(
-    y: Tensor, bias: Tensor | None, residual: Tensor | None, amax: Tensor, epilogue: Epilogue, dtype: torch.dtype
+def activated_torch(
+    y: Tensor, bias: Tensor | None, residual: Tensor | None, epilogue: Epilogue
 ) -> tuple[Tensor, Tensor]:
-    """(the quantized tensor, a boolean mask of where the gradient passes); both in the shape and layout of `y`.
+    """(the activation of `y` plus bias and residual, a boolean mask of where it passes its gradient); shaped as `y`.
 
-    Computed in float32, or in float64 for float64; the numbers are those of `compress.quantization.numerics`.
+    Computed in float32, or in float64 for float64.
     """
     work = y if y.dtype == torch.float64 else y.float()
     if bias is not None:
@@ -108,6 +108,17 @@ def forward_torch(
         work = work.clamp(min=epilogue.lower)
     if math.isfinite(epilogue.upper):
         work = work.clamp(max=epilogue.upper)
+    return work, passes
+
+
+def forward_torch(
+    y: Tensor, bias: Tensor | None, residual: Tensor | None, amax: Tensor, epilogue: Epilogue, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(the quantized tensor, a boolean mask of where the gradient passes); both in the shape and layout of `y`.
+
+    Computed in float32, or in float64 for float64; the numbers are those of `compress.quantization.numerics`.
+    """
+    work, passes = activated_torch(y, bias, residual, epilogue)
     scale = along_axis((amax / epilogue.high).to(work.dtype), y, epilogue.axis)
     rounded = torch.round(work / scale)
     clamped = rounded.clamp(epilogue.low, epilogue.high)

@@ -12,14 +12,13 @@ order of the sum.
 
 from __future__ import annotations
 
-import math
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from compress.kernels.dispatch import Kernels, refuse_second_derivative, use_triton_eager
-from compress.kernels.epilogue import Epilogue
+from compress.kernels.epilogue import Epilogue, activated_torch
 from compress.kernels.fake_quantize import in_type
 from compress.kernels.memory_format import along_axis, dense, like
 from compress.kernels.triton.learned_quantize import LEAST_RANGE, LearnedPlan, learned_plan_of
@@ -116,16 +115,7 @@ def _steps(
     y: Tensor, amax: Tensor, bias: Tensor | None, residual: Tensor | None, epilogue: Epilogue
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(the activated values in steps of the grid, the step, where the activation passes its gradient)."""
-    work = y.to(_work(y))
-    if bias is not None:
-        work = work + along_axis(bias.to(work.dtype), y, epilogue.bias_dim)
-    if residual is not None:
-        work = work + residual
-    passes = (work > epilogue.lower) & (work < epilogue.upper)
-    if math.isfinite(epilogue.lower):
-        work = work.clamp(min=epilogue.lower)
-    if math.isfinite(epilogue.upper):
-        work = work.clamp(max=epilogue.upper)
+    work, passes = activated_torch(y, bias, residual, epilogue)
     scale = along_axis((amax.clamp_min(LEAST_RANGE) / epilogue.high).to(work.dtype), y, epilogue.axis)
     return work / scale, scale, passes
 
