@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import sys
@@ -61,6 +62,12 @@ def gpu_software(*packages: str) -> Row:
     if torch.cuda.is_available():
         found |= {"gpu": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
     return found
+
+
+def newest_rows(log: Path, key: str) -> dict[str, Row]:
+    """Return the newest row of each value of `key` in a file of one JSON object a line; nothing if it is not there."""
+    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
+    return {row[key]: row for row in map(json.loads, lines)}
 
 
 def listed(row: Row) -> str:

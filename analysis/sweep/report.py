@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
-from analysis.common.study import Row, report_from_file
+from analysis.common.study import Row, newest_rows, report_from_file
 from analysis.sweep.names import names
 from analysis.sweep.unit import TARGETS
 from compress.files import write_text
@@ -21,15 +20,9 @@ LEGEND = (
 )
 
 
-def read(log: Path) -> dict[str, Row]:
-    """Return the newest row of each model."""
-    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
-    return {row["model"]: row for row in map(json.loads, lines)}
-
-
 def write(log: Path) -> None:
     """Write the page beside the log: a line for each model and target, failures first."""
-    rows = read(log)
+    rows = newest_rows(log, "model")
     order = {name: i for i, name in enumerate(names())}
     models = sorted(rows, key=lambda name: (rows[name]["status"] == "ok", order.get(name, len(order))))
     failed = [name for name in models if rows[name]["status"] != "ok"]

@@ -7,10 +7,9 @@ import json
 from pathlib import Path
 
 from analysis.common.side_by_side import Ended, side_by_side
-from analysis.common.study import Row, study_parser
+from analysis.common.study import Row, newest_rows, study_parser
 from analysis.sweep import report
 from analysis.sweep.names import names
-from analysis.sweep.report import read
 from compress.measure import describe_machine
 
 
@@ -25,7 +24,7 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, help="seconds for all; unfinished models get no row")
     arguments = parser.parse_args()
     log = arguments.out / "sweep.jsonl"
-    todo = queue(arguments.models, read(log), retry=arguments.retry)[: arguments.limit]
+    todo = queue(arguments.models, newest_rows(log, "model"), retry=arguments.retry)[: arguments.limit]
     arguments.out.mkdir(parents=True, exist_ok=True)
     run(todo, log, arguments)
     report.write(log)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
-from analysis.common.study import Row, listed, report_from_file
+from analysis.common.study import Row, listed, newest_rows, report_from_file
 from analysis.transformers_sweep.networks import networks
 from compress.files import write_text
 
@@ -21,15 +20,9 @@ LEGEND = (
 )
 
 
-def read(log: Path) -> dict[str, Row]:
-    """Return the newest row of each network."""
-    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
-    return {row["network"]: row for row in map(json.loads, lines)}
-
-
 def write(log: Path) -> None:
     """Write the page beside the log: the networks that do not go through first."""
-    rows = read(log)
+    rows = newest_rows(log, "network")
     order = [name for name in networks() if name in rows]
     counted = Counter(row["status"] for row in rows.values())
     lines = [

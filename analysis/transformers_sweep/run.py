@@ -8,10 +8,9 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from analysis.common.study import Row, software, study_parser
+from analysis.common.study import Row, newest_rows, software, study_parser
 from analysis.transformers_sweep import report
 from analysis.transformers_sweep.networks import networks
-from analysis.transformers_sweep.report import read
 from analysis.transformers_sweep.unit import study
 from compress.measure import describe_machine
 
@@ -26,7 +25,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     log: Path = arguments.out / "transformers.jsonl"
-    rows, began = read(log), time.monotonic()
+    rows, began = newest_rows(log, "network"), time.monotonic()
     done = {name for name, row in rows.items() if row["status"] == "ok" or not arguments.retry}
     machine = {"cpu": describe_machine().cpu, "versions": software("torch", "onnxruntime", "transformers")}
     for name in arguments.networks or [name for name in networks() if name not in done]:
