@@ -8,6 +8,7 @@ a run and not looked up, because tensors count their own changes.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -17,6 +18,14 @@ from torch.utils._pytree import tree_map
 from compress.errors import ModelError
 from compress.graph.compare import same_results
 from compress.graph.inputs import Inputs, as_inputs, copies_of
+
+_OVERWRITING: dict[Any, Any] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+    torch.relu_: torch.relu,
+}
 
 
 def follow_changes(graph_module: fx.GraphModule, example_inputs: Inputs) -> None:
@@ -50,6 +59,27 @@ def follow_changes(graph_module: fx.GraphModule, example_inputs: Inputs) -> None
             f"{type(graph_module).__name__} changes a tensor in place through a view of it and reads it afterwards: "
             f"{names}; write y = f(y) in place of f_(y) there"
         )
+
+
+def preserve_input(owner: fx.GraphModule, node: fx.Node) -> None:
+    """Replace an operation that overwrites its input by one that returns a new tensor; in place.
+
+    Args:
+        owner: holds the node's module, if it has one, whose `inplace` is switched off.
+        node: any node; what overwrites nothing stays as it is.
+    """
+    if node.op == "call_module":
+        module = owner.get_submodule(str(node.target))
+        if getattr(module, "inplace", False):
+            module.inplace = False  # type: ignore[assignment]
+    elif node.op == "call_function":
+        node.target = _OVERWRITING.get(node.target, node.target)
+        if node.kwargs.get("inplace"):
+            node.update_kwarg("inplace", False)
+    elif node.op == "call_method":
+        plain = str(node.target).removesuffix("_")
+        if plain != node.target and not plain.endswith("_") and hasattr(Tensor, plain):
+            node.target = plain
 
 
 def _consumers_after(node: fx.Node, line: fx.Node) -> list[fx.Node]:

@@ -8,7 +8,6 @@ cannot trace the model, or if a layer lies inside a leaf module, forward hooks o
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,18 +17,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import ModelError, ReceptiveFieldError, near_misses
+from compress.graph.inplace import preserve_input
 from compress.graph.inputs import flat_tensors
 from compress.graph.trace import trace
 from compress.receptive_field.table import ReceptiveField, ReceptiveFieldTable
 from compress.receptive_field.theoretical import graph_receptive_field
-
-_OVERWRITING: dict[Any, Any] = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-    torch.relu_: torch.relu,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +162,8 @@ def _cut(graph_module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
     copied: dict[fx.Node, fx.Node] = {}
     for node in graph_module.graph.nodes:
         copied[node] = graph.node_copy(node, lambda n: copied[n])
-        _preserve_input(graph_module, copied[node], bool(node.users))
+        if node.users:  # else its only effect is to overwrite the input
+            preserve_input(graph_module, copied[node])
         wanted.discard(node.name)
         if not wanted:
             break
@@ -178,24 +171,6 @@ def _cut(graph_module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
     graph.output(tuple(by_name[name] for name in names))
     cut = fx.GraphModule(graph_module, graph).eval()
     return cut.requires_grad_(False)
-
-
-def _preserve_input(owner: fx.GraphModule, node: fx.Node, used: bool) -> None:
-    """Replace an operation that overwrites its input by one that returns a new tensor."""
-    if not used:  # its only effect is to overwrite the input
-        return
-    if node.op == "call_module":
-        module = owner.get_submodule(str(node.target))
-        if getattr(module, "inplace", False):
-            module.inplace = False  # type: ignore[assignment]  # this is a copy
-    elif node.op == "call_function":
-        node.target = _OVERWRITING.get(node.target, node.target)
-        if node.kwargs.get("inplace"):
-            node.update_kwarg("inplace", False)
-    elif node.op == "call_method":
-        plain = str(node.target).removesuffix("_")
-        if plain != node.target and not plain.endswith("_") and hasattr(Tensor, plain):
-            node.target = plain
 
 
 def _reachable(model: nn.Module, image: Tensor, layers: Sequence[str | None], error: Exception) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from compress.graph.inplace import preserve_input
 from compress.graph.ops import node_kind
 from compress.graph.traits import WEIGHTED
 
@@ -56,9 +57,15 @@ def residual_blocks(graph: fx.Graph) -> tuple[Block, ...]:
 
 
 def leave_out(module: fx.GraphModule, block: Block) -> None:
-    """Replace a block by its identity, in place; the caller removes dead code afterwards."""
+    """Replace a block by its identity, in place; the caller removes dead code afterwards.
+
+    An operation that overwrote the sum (a ReLU with `inplace=True`) would overwrite the identity now, which others may
+    read, and which the gradient of the operation before it needs; it returns a new tensor from here on.
+    """
     nodes = {node.name: node for node in module.graph.nodes}
     if block.add in nodes and block.identity in nodes:
+        for consumer in nodes[block.add].users:
+            preserve_input(module, consumer)
         nodes[block.add].replace_all_uses_with(nodes[block.identity])
 
 

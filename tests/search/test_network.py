@@ -63,6 +63,34 @@ def test_a_block_left_out_is_its_identity():
     assert not any(name.startswith("block1.conv") for name, _ in without.named_modules())
 
 
+class InPlace(nn.Module):
+    """Two blocks whose sums a ReLU overwrites, and a last sum that reads the first block's result again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.relu, self.overwriting = nn.ReLU(), nn.Hardtanh(-0.2, 0.2, inplace=True)
+
+    def forward(self, x):
+        y = self.relu(self.conv1(x))
+        z = self.overwriting(y + self.conv2(y))
+        return z + 3 * y
+
+
+def test_what_overwrote_the_sum_of_a_block_left_out_leaves_the_identity_alone():
+    model = InPlace().eval()
+    found = analyse(model, IMAGES)
+    small = apply(found, {f"block {next(iter(found.blocks))}": "left out"})
+    y = model.conv1(IMAGES).relu()
+    torch.testing.assert_close(small(IMAGES), y.clamp(-0.2, 0.2) + 3 * y)
+
+
+def test_a_resnet_without_a_block_is_reconstructed():
+    found = analyse(torchvision.models.resnet18(num_classes=10).eval(), IMAGES)
+    configuration = {"block layer1.1": "left out"}
+    reconstruct(apply(found, configuration), found, configuration, {}, [IMAGES], steps=1)
+
+
 def test_blocks_and_groups_of_mobilenet_v2():
     """17 inverted residuals, 10 of them with a sum (Sandler et al., arXiv 1801.04381, table 2)."""
     model = torchvision.models.mobilenet_v2(num_classes=10).eval()
