@@ -3,78 +3,117 @@
 from __future__ import annotations
 
 import argparse
+import json
+import multiprocessing
+import platform
 import time
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import torch
 
-from analysis.random_networks.check import LOWEST_DB, RUNTIME_DB, SAME, TARGETS, failure_of, shrunk
+from analysis.random_networks import check
+from analysis.random_networks.check import TARGETS, failure_of, shrunk
 from analysis.random_networks.network import OPERATIONS, steps_of
-from compress.files import write_json, write_text
+
+WAIT_S = 0.2
+"""Time between two looks at the processes."""
+
+
+def row_of(seed: int, export_every: int) -> dict[str, Any]:
+    """Try one network and return its row: seed, target, whether it was exported; of a failure, reason and steps too."""
+    began, target = time.process_time(), TARGETS[seed % len(TARGETS)]
+    export, steps = (seed // len(TARGETS)) % export_every == 0, steps_of(seed)
+    row: dict[str, Any] = {"seed": seed, "target": target, "exported": export}
+    if failure_of(steps, target, export=export):
+        least = shrunk(steps, target, export=export)
+        row["reason"] = failure_of(least, target, export=export)[:300]
+        row["steps"] = [[step.name, step.seed] for step in least]
+    return row | {"cpu_s": round(time.process_time() - began, 2)}
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Add a row to a file that several processes write; a row is one write."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Return the rows written so far, those about the runs among them."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def left(path: Path, seeds: range) -> list[int]:
+    """Return the seeds that have no row yet."""
+    done = {row.get("seed") for row in rows_of(path)}
+    return [seed for seed in seeds if seed not in done]
+
+
+def try_all(path: Path, seeds: range, export_every: int, end: float) -> None:
+    """Try the networks that have no row yet until the time is up."""
+    torch.set_num_threads(1)
+    for seed in left(path, seeds):
+        if time.time() > end:
+            return
+        append(path, row_of(seed, export_every))
+
+
+def supervise(path: Path, seeds: range, export_every: int, end: float, jobs: int) -> None:
+    """Share the seeds among processes; a network that ends its process gets a row too, and the others are tried."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([check.__name__])
+
+    def started(share: range) -> ForkServerProcess:
+        process = context.Process(target=try_all, args=(path, share, export_every, end))
+        process.start()
+        return process
+
+    running = {share: started(share) for share in (seeds[i::jobs] for i in range(jobs)) if share}
+    while running:
+        time.sleep(WAIT_S)
+        for share, process in list(running.items()):
+            if process.exitcode is None:
+                continue
+            del running[share]
+            if process.exitcode:
+                seed = left(path, share)[0]
+                target = TARGETS[seed % len(TARGETS)]
+                reason = f"the process ended with status {process.exitcode}"
+                steps = [[step.name, step.seed] for step in steps_of(seed)]
+                append(path, {"seed": seed, "target": target, "exported": True, "reason": reason, "steps": steps})
+                running[share] = started(share)
 
 
 def main() -> None:
-    """Measure and write random_networks.json and random_networks.md."""
+    """Append rows to a file; the same command goes on where it stopped. `report` adds them to the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=300, help="number of networks (default 300)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first network; the others follow")
     parser.add_argument("--export-every", type=int, default=1, help="export each n-th network (default: all)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many seconds")
-    parser.add_argument("--out", type=Path, default=Path("results/reliability"), help="folder of the results")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no network after so many seconds")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes (default 1)")
+    parser.add_argument("--rows", type=Path, default=Path("runs/random_networks.jsonl"), help="file of the rows")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    began, tried, exported = time.monotonic(), 0, 0
-    failures = []
-    for seed in range(options.seed, options.seed + options.count):
-        if time.monotonic() - began > options.seconds:
-            break
-        export, target = (seed // len(TARGETS)) % options.export_every == 0, TARGETS[seed % len(TARGETS)]
-        tried, exported = tried + 1, exported + export
-        steps = steps_of(seed)
-        if failure_of(steps, target, export=export):
-            least = shrunk(steps, target, export=export)
-            reason = failure_of(least, target, export=export)
-            row = {"seed": seed, "target": target, "reason": reason[:300], "steps": [[s.name, s.seed] for s in least]}
-            failures.append(row)
-            print(row, flush=True)
-    facts = {
+    about = {
         "first_seed": options.seed,
-        "networks": tried,
-        "exported": exported,
         "operations": len(OPERATIONS),
-        "cpu_seconds": round(time.process_time(), 1),
-        "failures": failures,
+        "torch": torch.__version__,
+        "onnxruntime": onnxruntime.__version__,
+        "python": platform.python_version(),
     }
-    write_json(options.out / "random_networks.json", facts)
-    write_text(options.out / "random_networks.md", _page(facts))
-
-
-def _page(facts: dict[str, Any]) -> str:
-    failures = facts["failures"]
-    rows = [
-        f"| {f['seed']} | {f['target']} | {', '.join(n for n, _ in f['steps'])} | {f['reason']} |" for f in failures
-    ]
-    return "\n".join(
-        [
-            "# Random networks through quantize, export and ONNX Runtime",
-            "",
-            f"{facts['networks']} networks from seed {facts['first_seed']} on, of 2 to 9 out of {facts['operations']} "
-            f"operations, the targets in turn; {facts['exported']} exported and run in ONNX Runtime, with and without "
-            f"its optimizations. {facts['cpu_seconds']} s of one core, torch {torch.__version__}.",
-            "",
-            f"A failure is a traceback, a refusal of a valid network, an error over {SAME} with quantizers off, less "
-            f"than {LOWEST_DB} dB from float to fake quantization, or less than {RUNTIME_DB} dB from there to "
-            "ONNX Runtime.",
-            "",
-            f"{len(failures)} failures.",
-            *(
-                ["", "| seed | target | smallest network | what went wrong |", "|---|---|---|---|", *rows]
-                if rows
-                else []
-            ),
-            "",
-        ]
+    append(options.rows, about)
+    seeds, end = range(options.seed, options.seed + options.count), time.time() + options.seconds
+    supervise(options.rows, seeds, options.export_every, end, options.jobs)
+    rows = [row for row in rows_of(options.rows) if row.get("seed") in seeds]
+    failures = [row for row in rows if "reason" in row]
+    for row in failures:
+        print(row["seed"], row["target"], [name for name, _ in row["steps"]], row["reason"][:160], flush=True)
+    print(
+        f"{len(rows)} networks, {sum(row['exported'] for row in rows)} exported, {len(failures)} failures", flush=True
     )
 
 

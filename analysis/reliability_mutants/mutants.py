@@ -6,10 +6,22 @@ import ast
 from dataclasses import dataclass
 from difflib import ndiff
 from pathlib import Path
+from typing import NamedTuple
 
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
+
+LEFT_OUT = ("core/ReplaceComparisonOperator_Eq_Is", "core/ReplaceComparisonOperator_NotEq_IsNot")
+"""Operators whose mutants compute the same: Python keeps one object of each text of the source and small number."""
+
+
+class Place(NamedTuple):
+    """What an operator can change: the occurrence-th thing in a file that it knows."""
+
+    file: str
+    operator: str
+    occurrence: int
 
 
 @dataclass(frozen=True)
@@ -31,27 +43,27 @@ class Mutant:
     text: str
 
 
-def places(file: str) -> list[tuple[str, str, int]]:
-    """Return (file, operator, occurrence) for each change that the operators know, those of annotations included."""
+def places(file: str) -> list[Place]:
+    """Return a place for each change that the operators know, those of annotations included, `LEFT_OUT` not."""
     nodes = list(ast_nodes(get_ast(Path(file).read_text(encoding="utf-8"))))
     found = []
     for name in operator_names():
         kind = get_operator(name)
-        if not kind.arguments():
+        if not kind.arguments() and name not in LEFT_OUT:
             count = sum(1 for node in nodes for _ in kind().mutation_positions(node))
-            found += [(file, name, occurrence) for occurrence in range(count)]
+            found += [Place(file, name, occurrence) for occurrence in range(count)]
     return found
 
 
-def mutant(file: str, operator: str, occurrence: int) -> Mutant | None:
+def mutant(place: Place) -> Mutant | None:
     """Make one mutant; None if it computes the same: an annotation or a docstring was changed."""
-    text = Path(file).read_text(encoding="utf-8")
-    mutated = mutate_code(text, get_operator(operator)(), occurrence)
+    text = Path(place.file).read_text(encoding="utf-8")
+    mutated = mutate_code(text, get_operator(place.operator)(), place.occurrence)
     changed = mutated.decode() if isinstance(mutated, bytes) else mutated
     if changed is None or _meaning(changed) in {_meaning(text), ""}:
         return None
     line, change = _difference(text, changed)
-    return Mutant(file, operator.partition("/")[2], line, change, changed)
+    return Mutant(place.file, place.operator.partition("/")[2], line, change, changed)
 
 
 def _meaning(text: str) -> str:

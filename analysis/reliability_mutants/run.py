@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import json
 import os
 import random
-import resource
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import onnx
 import onnxruntime
-import pytest
 import torch
 
-from analysis.reliability_mutants.mutants import Mutant, mutant, places
+from analysis.reliability_mutants.child import EQUIVALENT, failing_tests, forked
+from analysis.reliability_mutants.mutants import Place, mutant, places
+from analysis.reliability_mutants.report import write
 
 PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "signs": (("compress/quantization/placement/signs.py",), ("tests/quantization/placement/test_values.py",)),
@@ -54,73 +52,72 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 PRELOADED = (numpy, onnx, onnxruntime, torch)
 """Imported before the first fork, so that a mutant costs the import of compress and its tests alone."""
 
-SECONDS = 120
-"""Processor time after which a mutant counts as killed: it does not end."""
+GRACE_S = 25
+"""Time after which mutants that still run when the time is up are ended, and count as not tried."""
+
+Fate = Literal["killed", "survived", "equivalent"]
 
 
-class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module from a text instead of its file."""
+@dataclass
+class Part:
+    """What is known of one part.
 
-    def __init__(self, mutant: Mutant) -> None:
-        self._mutant = mutant
-        self._name = mutant.file.removesuffix(".py").replace("/", ".")
+    Attributes:
+        places: of the part that the operators change.
+        failing: tests that fail on the unchanged code of this machine, and are left out.
+        tried: number of mutants.
+        killed: number of those that a test saw.
+        survivors: where and what, of those that none saw.
+    """
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Return a spec for the one module."""
-        return importlib.util.spec_from_loader(fullname, self) if fullname == self._name else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Run the changed text as the module."""
-        module.__file__ = str(Path(self._mutant.file).resolve())
-        exec(compile(self._mutant.text, module.__file__, "exec"), vars(module))
-
-
-def tested(changed: Mutant, tests: Sequence[str]) -> int:
-    """Fork, run the tests on the mutant, and return the child's process id."""
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 1)
-        os.dup2(quiet, 2)
-        torch.set_num_threads(1)
-        sys.meta_path.insert(0, _Changed(changed))
-        status = int(pytest.main([*tests, "-x", "-q", "-p", "no:cacheprovider", "-o", "addopts="]))
-    finally:
-        os._exit(status)
+    places: int
+    failing: list[str] = field(default_factory=list)
+    tried: int = 0
+    killed: int = 0
+    survivors: list[dict[str, Any]] = field(default_factory=list)
 
 
-def results(work: Sequence[tuple[Mutant, Sequence[str]]], jobs: int, seconds: float) -> Iterator[tuple[Mutant, bool]]:
-    """Test mutants, `jobs` at a time, until the time is up; yield each with True if its tests failed."""
-    end, waiting, running = time.monotonic() + seconds, list(work), dict[int, Mutant]()
-    while waiting or running:
-        while waiting and len(running) < jobs and time.monotonic() < end:
-            changed, tests = waiting.pop(0)
-            running[tested(changed, tests)] = changed
+def tests_of(part: str, left_out: Sequence[str]) -> list[str]:
+    """Return pytest's arguments: the tests of a part but those that fail on the unchanged code."""
+    options = [f"--{'deselect' if '::' in name else 'ignore'}={name}" for name in left_out]
+    return [*PARTS[part][1], *options]
+
+
+def fates(
+    work: Sequence[tuple[str, Place]], parts: dict[str, Part], jobs: int, seconds: float
+) -> Iterator[tuple[str, Place, Fate]]:
+    """Test mutants, `jobs` at a time, until the time is up; yield each with what became of it."""
+    end, waiting, running = time.monotonic() + seconds, iter(work), dict[int, tuple[str, Place]]()
+    while True:
+        while len(running) < jobs and time.monotonic() < end and (one := next(waiting, None)):
+            running[forked(one[1], tests_of(one[0], parts[one[0]].failing))] = one
         if not running:
             return
-        child, status = os.wait()
-        yield running.pop(child), status != 0
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child:
+            fate: Fate = "survived" if status == 0 else "killed"
+            yield *running.pop(child), "equivalent" if os.waitstatus_to_exitcode(status) == EQUIVALENT else fate
+        elif time.monotonic() > end + GRACE_S:
+            for child in running:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            return
+        else:
+            time.sleep(0.02)
 
 
-def sample(part: str, count: int, seed: int) -> tuple[int, list[Mutant]]:
-    """Return the number of places of a part that the operators change, and `count` mutants in random order."""
-    found = [place for file in PARTS[part][0] for place in places(file)]
-    random.Random(seed).shuffle(found)
-    made = (mutant(*place) for place in found)
-    return len(found), list(islice((one for one in made if one is not None), count))
+def sample(found: dict[str, list[Place]], count: int, seed: int) -> list[tuple[str, Place]]:
+    """Return up to `count` places of each part in random order, the parts in turn."""
+    drawn = [[(part, place) for place in random.Random(seed).sample(all_, len(all_))] for part, all_ in found.items()]
+    turns = zip_longest(*(one[:count] for one in drawn))
+    return [one for one in chain.from_iterable(turns) if one is not None]
 
 
 def main() -> None:
-    """Test a sample of each part, and write mutants.json and mutants.md."""
+    """Test a sample of each part, and write mutants.json and mutants.md after each mutant."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", action="append", choices=sorted(PARTS), help="one part (default: all)")
-    parser.add_argument("--sample", type=int, default=40, help="mutants of each part (default 40)")
+    parser.add_argument("--sample", type=int, default=40, help="places of each part (default 40)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no mutant after so many seconds")
@@ -128,36 +125,23 @@ def main() -> None:
     options = parser.parse_args()
     if "compress" in sys.modules:
         raise SystemExit("compress is imported already: its modules could not be changed")
-    rows, work = {}, []
-    for part in options.part or PARTS:
-        count, chosen = sample(part, options.sample, options.seed)
-        rows[part] = {"mutants": count, "tried": 0, "killed": 0, "survivors": []}
-        work += [(part, one) for one in chosen]
-    random.Random(options.seed).shuffle(work)
-    part_of = {id(one): part for part, one in work}
-    for one, killed in results([(m, PARTS[p][1]) for p, m in work], options.jobs, options.seconds):
-        row: dict[str, Any] = rows[part_of[id(one)]]
-        row["tried"] += 1
-        row["killed"] += killed
-        if not killed:
-            row["survivors"].append({"file": one.file, "line": one.line, "change": one.change})
+    began = time.monotonic()
+    names = options.part or list(PARTS)
+    found = {name: [place for file in PARTS[name][0] for place in places(file)] for name in names}
+    parts = {name: Part(places=len(found[name])) for name in names}
+    for name, failing in failing_tests({name: PARTS[name][1] for name in names}).items():
+        parts[name].failing = failing
+        print(f"{name}: {parts[name].places} places; tests left out: {failing}", flush=True)
+    work = sample(found, options.sample, options.seed)
+    for name, place, fate in fates(work, parts, options.jobs, options.seconds - (time.monotonic() - began)):
+        row = parts[name]
+        if fate != "equivalent":
+            row.tried, row.killed = row.tried + 1, row.killed + (fate == "killed")
+        if fate == "survived" and (one := mutant(place)):
+            row.survivors.append({"file": one.file, "line": one.line, "change": one.change})
             print(f"{one.file}:{one.line} {one.operator}: {one.change}", flush=True)
-    write(rows, options.out)
-
-
-def write(rows: dict[str, Any], out: Path) -> None:
-    """Write the table, without compress: the files of a study are written whole by the caller's file system here."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "mutants.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    lines = ["# Mutants", "", "| part | mutants | tried | killed | killed, % |", "|---|---|---|---|---|"]
-    for part, row in rows.items():
-        share = 100 * row["killed"] / row["tried"] if row["tried"] else float("nan")
-        lines.append(f"| {part} | {row['mutants']} | {row['tried']} | {row['killed']} | {share:.0f} |")
-    lines += ["", "Survivors:", "", "| where | change |", "|---|---|"]
-    for row in rows.values():
-        for found in row["survivors"]:
-            lines.append(f"| {found['file']}:{found['line']} | `{found['change'].replace('|', chr(92) + '|')}` |")
-    (out / "mutants.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write({name: vars(part) for name, part in parts.items()}, options.out)
+    print(json.dumps({name: [part.tried, part.killed] for name, part in parts.items()}), flush=True)
 
 
 if __name__ == "__main__":
