@@ -125,6 +125,10 @@ class Split(ABC):
             if indices:
                 yield self.load(indices, epoch=plan.epoch, device=device)
 
+    def notes(self) -> list[str]:
+        """Return sentences about how images were read that a user should know, so far."""
+        return []
+
     def steps(self, plan: BatchPlan) -> int:
         """Return the number of batches of a whole pass, those before plan.first included."""
         count = len(self) if plan.limit is None else min(len(self), plan.limit)

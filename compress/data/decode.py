@@ -52,19 +52,29 @@ class Decoder(Dataset[Item]):
 
     def __getitem__(self, index: int) -> Item:
         """Decode the image at `index`."""
-        path = self.folder / os.fsdecode(bytes(self.files[index]))
+        path, draws = self.path(index), self.draws(index)
         size = self.preprocessing.height_width
         try:
             with Image.open(path) as file:
                 image = rgb(file)
-            if self.crop_seed is None:
+            if draws is None:
                 pixels = centre_crop(image, size, crop_ratio=self.preprocessing.crop_ratio)
             else:
-                draws = uniform(self.crop_seed, torch.tensor([index]), 4 * _TRIES + 1)[0].tolist()
                 pixels = random_crop(image, size, draws)
         except Exception as error:  # a damaged file can make its decoder fail in any way
             return index, None, str(path), f"{type(error).__name__}: {error}"
         return index, pixels, str(path), ""
+
+    def path(self, index: int) -> Path:
+        """Return the file of the image at `index`."""
+        return self.folder / os.fsdecode(bytes(self.files[index]))
+
+    def draws(self, index: int) -> list[float] | None:
+        """Return the random numbers of `random_crop` for the image at `index`; None for evaluation."""
+        if self.crop_seed is None:
+            return None
+        numbers: list[float] = uniform(self.crop_seed, torch.tensor([index]), 4 * _TRIES + 1)[0].tolist()
+        return numbers
 
 
 def rgb(image: Image.Image) -> Image.Image:
@@ -97,11 +107,16 @@ def centre_crop(image: Image.Image, size: tuple[int, int], *, crop_ratio: float)
     Of a long strip only the middle is resized: all of one of 1 x 30,000 pixels would take gigabytes.
     """
     transforms = _transforms()
-    longest = math.ceil(_LONGEST_STRIP * min(image.size) * max(size) / min(size))
+    longest = longest_side(image.width, image.height, size)
     if max(image.size) > longest:
         image = transforms.center_crop(image, [min(image.height, longest), min(image.width, longest)])
     resized = transforms.resize(image, covering(image.height, image.width, size, crop_ratio), antialias=True)
     return transforms.pil_to_tensor(transforms.center_crop(resized, list(size)))
+
+
+def longest_side(width: int, height: int, size: tuple[int, int]) -> int:
+    """Return how much of a longer side is resized, in pixels."""
+    return math.ceil(_LONGEST_STRIP * min(width, height) * max(size) / min(size))
 
 
 def covering(height: int, width: int, size: tuple[int, int], crop_ratio: float) -> list[int]:

@@ -1,32 +1,37 @@
 """A folder of images, ImageNet-style: root/train/CLASS/*.jpg and root/val/CLASS/*.jpg.
 
 Worker processes decode, crop and resize to 8-bit images (decode.py); the device converts and normalizes, so that a
-quarter of the bytes are copied. `Split.batch_indices` assigns images to batches and an image's crop depends on (seed,
-epoch, index) alone, so the number of workers changes nothing but the speed.
+quarter of the bytes are copied. With `decode` gpu a GPU decodes JPEG files itself (jpeg.py). `Split.batch_indices`
+assigns images to batches and an image's crop depends on (seed, epoch, index) alone, so the number of workers changes
+nothing but the speed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
+from compress.data.ahead import ahead
 from compress.data.base import Batch, BatchPlan, DataSet, Split, hash_seed
 from compress.data.classes import class_folders
 from compress.data.decode import Decoded, Decoder, collate
 from compress.data.fingerprint import file_parts
+from compress.data.jpeg import Reader, check_decoder, decode_packed, pack
 from compress.data.memory import to_device
 from compress.data.preprocessing import Preprocessing
 from compress.data.spec import DataSpec
 from compress.data.subset import bounded
 from compress.errors import DataError, first_few
 from compress.files import expand_user
+
+T = TypeVar("T")
 
 EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -66,6 +71,7 @@ def folder_data(spec: DataSpec) -> DataSet:
             augment=augment,
             workers=worker_count() if spec.workers is None else spec.workers,
             on_error=spec.on_error,
+            decode=spec.decode,
         )
 
     return DataSet(train=split("train", spec.train_images, spec.augment), val=split("val", spec.val_images, False))
@@ -83,6 +89,7 @@ class FolderSplit(Split):
         augment: crop and mirror training images at random.
         workers: number of processes that decode; 0 = this one.
         on_error: reaction to an unreadable image, `raise` or `skip`.
+        decode: what decodes JPEG files for a GPU: the `cpu`, or the `gpu` itself.
 
     Attributes:
         skipped: files that could not be read so far, in the order in which they were found (`on_error` skip). A
@@ -103,12 +110,14 @@ class FolderSplit(Split):
         augment: bool = True,
         workers: int = 0,
         on_error: Literal["raise", "skip"] = "raise",
+        decode: Literal["cpu", "gpu"] = "cpu",
     ) -> None:
         super().__init__(labels=labels, preprocessing=preprocessing, seed=seed)
         files, targets = _scan(folder, labels)
         chosen = bounded(targets, limit)
         self.targets = targets[chosen]
-        self.augment, self.workers, self.on_error = augment, workers, on_error
+        self.augment, self.workers, self.on_error, self.decode = augment, workers, on_error, decode
+        self._on_cpu: dict[str, str] = {}
         self._folder, self._files = folder, files[chosen.numpy()]
 
     def __len__(self) -> int:
@@ -141,27 +150,53 @@ class FolderSplit(Split):
             DataError: names the unreadable image, unless `on_error` is skip; or a worker process died.
         """
         device = torch.device(device)
-        shares = [indices for indices in self.batch_indices(plan) if indices]
-        for decoded in self._decode_all(shares, epoch=plan.epoch, pin=device.type == "cuda"):
+        if self.decode == "gpu" and device.type == "cuda":
+            check_decoder(device)
+            yield from self.device_batches(plan, device)
+            return
+        decoder = self._decoder(plan.epoch)
+        for decoded in self._work(decoder, collate, self.batch_indices(plan), pin=device.type == "cuda"):
             images, targets = self._finish(decoded, device)
             if len(targets):
                 yield images, targets
 
-    def _decode_all(self, shares: list[list[int]], *, epoch: int | None, pin: bool) -> Iterator[Decoded]:
-        """Decode each share, in workers if there are any, in order."""
+    def device_batches(self, plan: BatchPlan, device: torch.device) -> Iterator[Batch]:
+        """Yield batches as `batches` does; workers read the files, and `device` decodes them ahead of their use."""
+        decoder = self._decoder(plan.epoch)
+        files = self._work(Reader(decoder), pack, self.batch_indices(plan), pin=False)
+
+        def made() -> Iterator[Batch]:
+            for packed in files:
+                images, targets = self._finish(decode_packed(packed, decoder, device, self._on_cpu), device)
+                if len(targets):
+                    yield images, targets
+
+        yield from ahead(made(), device)
+
+    def notes(self) -> list[str]:
+        """Return why images were decoded on the CPU so far, though the GPU was to do it; see `Split.notes`."""
+        return [f"{reason}, such as {file}, are decoded on the CPU" for reason, file in self._on_cpu.items()]
+
+    def _work(
+        self, items: Dataset[Any], collate_fn: Callable[[Any], T], shares: list[list[int]], *, pin: bool
+    ) -> Iterator[T]:
+        """Start the workers, if there are any, and return what they make of each share, in order."""
+        shares = [indices for indices in shares if indices]
         workers = min(self.workers, len(shares))
         loader = DataLoader(
-            self._decoder(epoch),
+            items,
             batch_sampler=shares,
             num_workers=workers,
-            collate_fn=collate,
+            collate_fn=collate_fn,
             pin_memory=pin,
             generator=torch.Generator(),  # else each pass would take a number from the global random state
         )
-        passes = iter(loader)
+        return self._taken(iter(loader), workers)
+
+    def _taken(self, passes: Iterator[T], workers: int) -> Iterator[T]:
         while True:
             try:
-                decoded = next(passes)
+                found = next(passes)
             except StopIteration:
                 return
             except RuntimeError as error:
@@ -171,7 +206,7 @@ class FolderSplit(Split):
                     f"a worker process that decodes images of {self._folder} died ({error}): out of memory, or of "
                     f"shared memory? Try fewer data.workers than {workers}; 0 decodes in the main process"
                 ) from error
-            yield decoded
+            yield found
 
     def _decoder(self, epoch: int | None) -> Decoder:
         return Decoder(

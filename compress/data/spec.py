@@ -42,6 +42,10 @@ class DataSpec:
             `voc`, `coco` and functions.
         batch_size: images of one step over all processes together (the global batch).
         workers: loader processes of `folder`, `masks`, `voc` and `coco`; None = one per core and process, 8 at most.
+        decode: what decodes the JPEG files of `folder` for a GPU: the `cpu`, in the loader processes, or the `gpu`
+            itself (nvJPEG), which also cuts and resizes them; other formats, grey and CMYK stay with the CPU. Pixels of
+            the two differ by a few grey levels; order and random parts are the same. Without effect where a CPU
+            computes.
         on_error: `raise` names an unreadable image, or one whose annotation is wrong, and stops; `skip` leaves it out
             and counts it.
         augment: random shifts, crops and flips of training images, as suits the data set.
@@ -64,6 +68,7 @@ class DataSpec:
     image_size: int | tuple[int, int] = 64
     batch_size: BatchSize = 64
     workers: Workers | None = None
+    decode: Literal["cpu", "gpu"] = "cpu"
     on_error: Literal["raise", "skip"] = "raise"
     augment: bool = True
     num_classes: Classes | None = None
@@ -107,6 +112,8 @@ def data_contradictions(spec: DataSpec) -> Iterator[str]:
     if not LEAST_SIDE <= min(spec.height_width) <= max(spec.height_width) <= IMAGE_SIDE:
         given = spec.image_size if isinstance(spec.image_size, int) else list(spec.image_size)
         yield f"data.image_size is {given}: it must be {LEAST_SIDE} to {IMAGE_SIDE:,}"
+    if spec.decode == "gpu" and spec.name != "folder":
+        yield f"data.decode is gpu, which decodes the JPEG files of folder, and data.name is {spec.name}: leave it out"
     if spec.name in _ROOTED and not spec.root:
         yield f"data.root is missing: {spec.name} needs the folder of its files; compress never downloads data"
     low, high = SHAPES_CLASSES

@@ -116,6 +116,9 @@ class Run:
         A run that goes on after a stop takes them from there: the step is not taken again, and they would be lost.
         """
         left_out = {name: split.skipped for name, split in self._splits().items() if split.skipped}
+        said = {note for facts in self.folder.facts() for note in facts.get("notes", ())}
+        read = [f"data, {name}: {note}" for name, split in self._splits().items() for note in split.notes()]
+        self.notes += [note for note in read if self.folder.without_path(note) not in said]
         kept = {"notes": [self.folder.without_path(note) for note in self.notes], "left_out": left_out}
         self.folder.finish(step, **facts, **{key: value for key, value in kept.items() if value})
         self.notes.clear()

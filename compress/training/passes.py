@@ -159,7 +159,7 @@ class RecordedPasses:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._passes.device)
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # another thread may make pictures
                 self._sums = self._passes(*self._batch, **options)
         except RuntimeError as error:
             raise CompressError(

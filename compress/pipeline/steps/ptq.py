@@ -120,16 +120,17 @@ def _taken_back(run: Run, variant: Variant) -> list[str]:
 
 @dataclass(frozen=True)
 class CalibrationImages:
-    """This process's share of the calibration images, batch by batch, with a length for the progress bar."""
+    """This process's share of the calibration images, on its device, with a length in batches for the progress bar."""
 
     split: Split
     plan: BatchPlan
+    device: torch.device
 
     def __len__(self) -> int:
         return self.split.steps(self.plan)
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (images for images, _ in self.split.batches(self.plan))
+        return (images for images, _ in self.split.batches(self.plan, device=self.device))
 
 
 def calibration_images(run: Run, spec: QuantSpec) -> CalibrationImages:
@@ -140,7 +141,7 @@ def calibration_images(run: Run, spec: QuantSpec) -> CalibrationImages:
         rank=run.processes.rank,
         world_size=run.processes.world_size,
     )
-    return CalibrationImages(run.data.train, plan)
+    return CalibrationImages(run.data.train, plan, run.device)
 
 
 def _clipping_note(seen: CalibrationReport) -> list[str]:

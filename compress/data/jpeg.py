@@ -1,0 +1,226 @@
+"""JPEG files decoded, cut and resized by the GPU that uses them.
+
+Worker processes read the files, look at their headers and choose the random parts; the GPU decodes a batch at a time
+(nvJPEG, through torchvision) and resizes it in one launch. What nvJPEG does not take, or would read otherwise than
+Pillow, is decoded by the worker as without a GPU: other formats, grey and CMYK, files that their EXIF data turn,
+files that are cut off. Order and parts are those of the CPU path; pixels differ from Pillow's by a few grey levels,
+because decoders round otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from compress.data.decode import Decoded, Decoder, Item, collate, covering, longest_side, random_box
+from compress.data.memory import to_device
+from compress.errors import DataError
+from compress.kernels.resample import Window, resample
+
+_UPRIGHT, _ORIENTATION = 1, 274  # EXIF 2.32
+_END = b"\xff\xd9"
+_RGB_IDS = [82, 71, 66]
+
+
+class FileItem(NamedTuple):
+    """One image: a file for the GPU, or what the CPU has made of it.
+
+    Attributes:
+        number: of the image.
+        file: (bytes,) uint8; None if the CPU decoded it.
+        window: part of the image; None likewise.
+        decoded: what the CPU decoded, or the reason why it could not; None for a file.
+        reason: why the GPU does not decode it, and its name; "" for a file, and for an unreadable one.
+    """
+
+    number: int
+    file: Tensor | None
+    window: Window | None
+    decoded: Item | None
+    reason: tuple[str, str]
+
+
+class Packed(NamedTuple):
+    """A batch of `FileItem`s, as few tensors, for the way from a worker process.
+
+    Attributes:
+        indices: (n,) int64 of the images that could be read, in the batch's order.
+        by_gpu: (n,) bool, those of them that are files for the GPU.
+        files: (bytes,) uint8, one file after the other.
+        lengths: bytes of each file.
+        windows: of each file.
+        decoded: the other images, and the failures.
+        reasons: why the GPU does not decode them, each with the name of a file.
+    """
+
+    indices: Tensor
+    by_gpu: Tensor
+    files: Tensor
+    lengths: list[int]
+    windows: list[Window]
+    decoded: Decoded
+    reasons: dict[str, str]
+
+
+class Reader(Dataset[FileItem]):
+    """The files of a split, read one at a time.
+
+    Args:
+        decoder: decodes them on the CPU.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.decoder)
+
+    def __getitem__(self, index: int) -> FileItem:
+        """Read the file at `index`; decode it if the GPU does not take it."""
+        path, reason = self.decoder.path(index), ""
+        try:
+            content = np.fromfile(path, dtype=np.uint8)
+            with Image.open(io.BytesIO(content.tobytes())) as header:
+                reason = refusal(header, content)
+                if not reason:
+                    window = self._window(index, header.width, header.height)
+                    return FileItem(index, torch.from_numpy(content), window, None, ("", ""))
+        except Exception:  # a damaged file; Pillow names the damage
+            reason = ""
+        return FileItem(index, None, None, self.decoder[index], (reason, str(path)))
+
+    def _window(self, index: int, width: int, height: int) -> Window:
+        size, draws = self.decoder.preprocessing.height_width, self.decoder.draws(index)
+        if draws is None:
+            return centre_window(width, height, size, self.decoder.preprocessing.crop_ratio)
+        return random_window(width, height, size, draws)
+
+
+def refusal(header: Image.Image, content: np.ndarray) -> str:
+    """Return why the GPU is not to decode a file; "" if it is."""
+    if header.format != "JPEG":
+        return f"{header.format} files"
+    if header.mode != "RGB":
+        return "JPEG files that are grey or CMYK"
+    if header.info.get("adobe_transform") == 0 or [layer[0] for layer in getattr(header, "layer", ())] == _RGB_IDS:
+        return "JPEG files that hold RGB"
+    if "exif" in header.info and header.getexif().get(_ORIENTATION, _UPRIGHT) != _UPRIGHT:
+        return "JPEG files that their EXIF data turn"
+    if content[-2:].tobytes() != _END:
+        return "JPEG files without an end"
+    return ""
+
+
+def random_window(width: int, height: int, size: tuple[int, int], draws: list[float]) -> Window:
+    """Return the part that `random_crop` takes with the same random numbers."""
+    top, left, rows, columns = random_box(width, height, draws[:-1])
+    return Window(top, rows, size[0], 0, left, columns, size[1], 0, int(draws[-1] < 0.5))
+
+
+def centre_window(width: int, height: int, size: tuple[int, int], crop_ratio: float) -> Window:
+    """Return the part that `centre_crop` takes."""
+    longest = longest_side(width, height, size)
+    rows, columns = min(height, longest), min(width, longest)
+    resized = covering(rows, columns, size, crop_ratio)
+    if len(resized) == 1:  # of the shorter side, as torchvision takes it
+        short = resized[0]
+        resized = [int(short * side / min(rows, columns)) for side in (rows, columns)]
+    return Window(
+        _middle(height, rows), rows, resized[0], _middle(resized[0], size[0]),
+        _middle(width, columns), columns, resized[1], _middle(resized[1], size[1]), 0,
+    )  # fmt: skip
+
+
+def _middle(outer: int, inner: int) -> int:
+    """Where the middle `inner` of `outer` pixels begin, as torchvision's centre crop rounds."""
+    return round((outer - inner) / 2.0)
+
+
+def pack(items: Sequence[FileItem]) -> Packed:
+    """Make a batch of items."""
+    read = [item for item in items if item.decoded is None or item.decoded[1] is not None]
+    files = [item.file for item in read if item.file is not None]
+    return Packed(
+        torch.tensor([item.number for item in read], dtype=torch.int64),
+        torch.tensor([item.file is not None for item in read], dtype=torch.bool),
+        torch.cat(files) if files else torch.empty(0, dtype=torch.uint8),
+        [len(file) for file in files],
+        [item.window for item in read if item.window is not None],
+        collate([item.decoded for item in items if item.decoded is not None]),
+        {reason: file for reason, file in (item.reason for item in items) if reason},
+    )
+
+
+def decode_packed(packed: Packed, decoder: Decoder, device: torch.device, reasons: dict[str, str]) -> Decoded:
+    """Decode a batch on `device`.
+
+    Args:
+        packed: the batch.
+        decoder: decodes all of it on the CPU if the GPU fails on it: which of the files is at fault is not known.
+        device: that decodes.
+        reasons: takes why images were decoded on the CPU, each with the name of a file.
+
+    Returns:
+        As `collate`, the images on `device`.
+    """
+    for reason, file in packed.reasons.items():
+        reasons.setdefault(reason, file)
+    size = decoder.preprocessing.height_width
+    pixels, _, failures = packed.decoded
+    if not packed.lengths:
+        return to_device(pixels, device), packed.indices, failures
+    try:
+        images = decode_jpegs(list(packed.files.split(packed.lengths)), device)
+    except RuntimeError as error:
+        first = packed.indices[packed.by_gpu][0].item()
+        reasons.setdefault(f"batches that it fails on ({str(error).splitlines()[0]})", str(decoder.path(int(first))))
+        again, indices, more = collate([decoder[int(index)] for index in packed.indices])
+        return again, indices, [*failures, *more]
+    found = resample(images, packed.windows, size)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # the decoder may write into the memory of `images` at once
+    if len(found) == len(packed.indices):
+        return found, packed.indices, failures
+    whole = found.new_empty(len(packed.indices), 3, *size)
+    whole[to_device(packed.by_gpu.nonzero()[:, 0], device)] = found
+    whole[to_device((~packed.by_gpu).nonzero()[:, 0], device)] = to_device(pixels, device)
+    return whole, packed.indices, failures
+
+
+def decode_jpegs(files: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Decode JPEG files, (bytes,) uint8 each on the CPU, into images (3, H, W) uint8 on `device`.
+
+    Raises:
+        RuntimeError: the decoder fails on one of them, or there is none for the device.
+    """
+    from torchvision.io import ImageReadMode, decode_jpeg  # lazy: as in `decode`
+
+    found: list[Tensor] = decode_jpeg(files, mode=ImageReadMode.RGB, device=device)
+    return found
+
+
+@functools.cache
+def check_decoder(device: torch.device) -> None:
+    """Refuse a device on which torchvision cannot decode.
+
+    Raises:
+        DataError: says why.
+    """
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16), (200, 100, 50)).save(file, "JPEG")
+    try:
+        decode_jpegs([torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)], device)
+    except RuntimeError as error:
+        raise DataError(
+            f"data.decode is gpu, and torchvision cannot decode JPEG files on {device} ({str(error).splitlines()[0]}): "
+            "install a torchvision that was built with CUDA, or set data.decode: cpu"
+        ) from error
