@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.detector_losses import batch_loss, padded
 from compress.errors import ModelError
 
 Target = Mapping[str, Tensor]
@@ -87,6 +88,9 @@ class DetectorHead:
         self._detector.backbone = _Features([tuple(feature.shape[2:]) for feature in maps])
         self._detector.head.to("meta")
         self._detector.transform = _Unchanged()
+        self._sizes = self._detector.backbone.sizes
+        self._batch_loss = batch_loss(self._detector)
+        self._anchors: dict[torch.device, Tensor] = {}
         self._check_classes(type(detector).__name__)
 
     def _check_classes(self, name: str) -> None:
@@ -117,13 +121,26 @@ class DetectorHead:
             targets: boxes of each image.
         """
         device = outputs[0].device
-        learned = []
-        for target in targets:
+        moved = [{name: value.to(device) for name, value in target.items()} for target in targets]
+        learned = [{**target, "labels": target["labels"] + self.first_class} for target in moved]
+        if self._batch_loss is not None and device.type != "cpu":  # on the CPU there is nothing to wait for
+            return self._batch_loss(self._named(outputs), padded(learned), self.anchors(device))
+        known = []
+        for target in learned:
             chosen = ~target["ignored"] if "ignored" in target else slice(None)
-            boxes, labels = target["boxes"][chosen].to(device), target["labels"][chosen].to(device)
-            learned.append({"boxes": boxes, "labels": labels + self.first_class})
-        losses = self._run(outputs, learned)
+            known.append({"boxes": target["boxes"][chosen], "labels": target["labels"][chosen]})
+        losses = self._run(outputs, known)
         return torch.stack([losses[name] for name in sorted(losses)]).sum()
+
+    def anchors(self, device: torch.device) -> Tensor:
+        """Return the anchors (A, 4) in pixels on a device; they are made once."""
+        if device not in self._anchors:
+            from torchvision.models.detection.image_list import ImageList  # lazy: it takes seconds
+
+            image = torch.zeros(1, device=device).expand(1, 3, *self.image_size)
+            maps = [torch.zeros(1, device=device).expand(1, 1, *size) for size in self._sizes]
+            self._anchors[device] = self._detector.anchor_generator(ImageList(image, [self.image_size]), maps)[0]
+        return self._anchors[device]
 
     @torch.no_grad()
     def decode(self, outputs: Sequence[Tensor]) -> list[dict[str, Tensor]]:
@@ -136,9 +153,12 @@ class DetectorHead:
             rows.append({"boxes": row["boxes"][known], "scores": row["scores"][known], "labels": labels[known]})
         return rows
 
+    def _named(self, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(self.shapes, (tensor.float() for tensor in outputs), strict=True))
+
     def _run(self, outputs: Sequence[Tensor], targets: list[dict[str, Tensor]] | None) -> Any:
         """Run the detector's own forward with these outputs as those of its head."""
-        given = dict(zip(self.shapes, (tensor.float() for tensor in outputs), strict=True))
+        given = self._named(outputs)
         detector = self._detector.train(targets is not None)
         detector.backbone.like = outputs[0]
         detector.head.forward = lambda features: given

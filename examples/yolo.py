@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchvision.ops import batched_nms, box_iou, generalized_box_iou_loss
+from torch.nn.utils.rnn import pad_sequence
+from torchvision.ops import batched_nms, box_iou
 
 STRIDES = (8, 16, 32)
 BINS = 16
@@ -131,43 +132,66 @@ def decode(
     return found
 
 
-def assigned(scores: Tensor, boxes: Tensor, centres: Tensor, target: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return for each cell of an image the box that it learns, or -1, and how well it does, 0 to 1."""
-    inside = torch.cat([centres[None] - target["boxes"][:, None, :2], target["boxes"][:, None, 2:] - centres[None]], -1)
-    iou = box_iou(target["boxes"], boxes)
-    fit = scores[:, target["labels"]].T.sqrt() * iou**6 * (inside.amin(-1) > 0)
-    least = fit.topk(min(TOP, fit.shape[1]), 1).values[:, -1:]
+def padded(targets: Sequence[Mapping[str, Tensor]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return boxes (N, most, 4), labels (N, most) and which of them count: one tensor each, for a batch of images."""
+    rows = [(one["boxes"].to(device), one["labels"].to(device), ~one["ignored"].to(device)) for one in targets]
+    rows.append(tuple(part.new_zeros(1, *part.shape[1:]) for part in rows[0]))  # there is a box, if no image has any
+    boxes, labels, known = (pad_sequence(list(part), batch_first=True)[:-1] for part in zip(*rows, strict=True))
+    return boxes, labels, known
+
+
+def assigned(
+    scores: Tensor, boxes: Tensor, centres: Tensor, truth: Tensor, labels: Tensor, known: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return for each cell of each image the box that it learns, or -1, and how well it does, 0 to 1."""
+    near, far = centres - truth[:, :, None, :2], truth[:, :, None, 2:] - centres
+    inside = (torch.cat([near, far], -1).amin(-1) > 0) & known[..., None]
+    iou = torch.stack([box_iou(*pair) for pair in zip(truth, boxes, strict=True)])
+    own = scores.gather(2, labels[:, None].expand(-1, scores.shape[1], -1)).transpose(1, 2)
+    fit = own.sqrt() * iou**6 * inside
+    least = fit.topk(min(TOP, fit.shape[2]), 2).values[..., -1:]
     fit = fit * (fit >= least) * (fit > 0)
-    fit = fit / fit.amax(1, keepdim=True).clamp_min(1e-9) * (iou * (fit > 0)).amax(1, keepdim=True)
-    best, box = fit.max(0)
+    fit = fit / fit.amax(2, keepdim=True).clamp_min(1e-9) * (iou * (fit > 0)).amax(2, keepdim=True)
+    best, box = fit.max(1)
     return torch.where(best > 0, box, -1), best
 
 
 def loss(maps: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """Return the mean loss of a batch: cross entropy of classes, GIoU of boxes, distribution focal loss."""
+    """Return the mean loss of a batch: cross entropy of classes, GIoU of boxes, distribution focal loss.
+
+    The whole batch at once, and cells without a box have the weight 0: a selection of cells would make the host wait
+    for the GPU, in every image.
+    """
     distances, logits, boxes, points, strides = flattened(maps)
-    quality, total, weights = torch.zeros_like(logits), logits.new_zeros(()), logits.new_zeros(())
-    for i, target in enumerate(targets):
-        known = {name: target[name].to(logits.device)[~target["ignored"]] for name in ("boxes", "labels")}
-        if not len(known["labels"]):
-            continue
-        with torch.no_grad():
-            chosen, fit = assigned(logits[i].sigmoid(), boxes[i], points * strides, known)
-        cell = (chosen >= 0).nonzero()[:, 0]
-        learned, weight = known["boxes"][chosen[cell]], fit[cell]
-        quality[i, cell, known["labels"][chosen[cell]]] = weight
-        centre, stride = points[cell], strides[cell]
-        wanted = torch.cat([centre - learned[:, :2] / stride, learned[:, 2:] / stride - centre], 1)
-        total = total + 7.5 * (generalized_box_iou_loss(boxes[i, cell], learned) * weight).sum()
-        total = total + 1.5 * (_focal(distances[i, cell], wanted.clamp(0, BINS - 1.01)) * weight).sum()
-        weights = weights + weight.sum()
+    truth, labels, known = padded(targets, logits.device)
+    with torch.no_grad():
+        chosen, weight = assigned(logits.sigmoid(), boxes, points * strides, truth, labels, known)
+        box = chosen.clamp(min=0)
+        learned = truth.gather(1, box[..., None].expand(-1, -1, 4))
+        quality = F.one_hot(labels.gather(1, box), logits.shape[2]) * weight[..., None]
+        near, far = points - learned[..., :2] / strides, learned[..., 2:] / strides - points
+        wanted = torch.cat([near, far], -1).clamp(0, BINS - 1.01)
+    overlap = _overlap_loss(boxes, learned)
     entropy = F.binary_cross_entropy_with_logits(logits, quality, reduction="sum")
-    return (total + 0.5 * entropy) / weights.clamp_min(1)
+    total = ((7.5 * overlap + 1.5 * _focal(distances, wanted)) * weight).sum() + 0.5 * entropy
+    return total / weight.sum().clamp_min(1)
+
+
+def _overlap_loss(boxes: Tensor, wanted: Tensor) -> Tensor:
+    """Return 1 - GIoU (Rezatofighi et al., arXiv 1902.09630) of each pair of boxes; torchvision's selects by masks."""
+    first, last = boxes.split(2, -1), wanted.split(2, -1)
+    width, height = (torch.minimum(first[1], last[1]) - torch.maximum(first[0], last[0])).clamp(min=0).unbind(-1)
+    outer_width, outer_height = (torch.maximum(first[1], last[1]) - torch.minimum(first[0], last[0])).unbind(-1)
+    own, other = ((high - low).unbind(-1) for low, high in (first, last))
+    inner, outer = width * height, outer_width * outer_height
+    union = own[0] * own[1] + other[0] * other[1] - inner
+    return 1 - inner / (union + 1e-7) + (outer - union) / (outer + 1e-7)
 
 
 def _focal(distances: Tensor, wanted: Tensor) -> Tensor:
-    """Return the cross entropy of the two bins around each distance, weighted by how near they are."""
+    """Return the cross entropy of the two bins around each distance, weighted by how near they are, (N, cells)."""
     low = wanted.floor().long()
     upper = wanted - low
-    losses = [F.cross_entropy(distances.flatten(0, 1), bins.flatten(), reduction="none") for bins in (low, low + 1)]
-    return ((1 - upper).flatten() * losses[0] + upper.flatten() * losses[1]).view_as(wanted).mean(1)
+    shares = distances.log_softmax(-1)
+    both = [shares.gather(-1, bins[..., None]).squeeze(-1) for bins in (low, low + 1)]
+    return -((1 - upper) * both[0] + upper * both[1]).mean(-1)

@@ -27,7 +27,7 @@ LAYERS = [
     {"errors", "limits", "variants", "version"},
     {"files", "imports", "meters", "progress", "safe_yaml", "text", "validation"},
     {"kernels"},
-    {"graph"},
+    {"graph", "detector_losses"},
     {"quantization", "sparsity", "receptive_field", "roofline", "data", "detectors", "weights"},
     {"qat_fusion", "interop", "models"},
     {"tasks"},

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from compress.recipe import Recipe, load_recipe
 
+EVALUATIONS, QAT_EVALUATIONS = 4, 2
+"""During float training and QAT; checkpoints are written as often."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
@@ -15,31 +18,30 @@ class Network:
     Attributes:
         base: recipe that is extended.
         changes: keys of it that differ.
-        cores: share of the CPU's cores while several networks are trained at the same time.
-        after: seconds for everything after the trainings: calibration, files, evaluation on engines.
+        share: of the GPU's time, relative to those of the others.
         pixels: height and width of the input.
     """
 
     base: str
     pixels: tuple[int, int]
     changes: tuple[str, ...] = ()
-    cores: int = 2
-    after: float = 80.0
+    share: float = 1.0
 
 
 NETWORKS: dict[str, Network] = {
-    "fcn_resnet50": Network(base="fcn_resnet50-camvid", pixels=(240, 320), cores=5, after=110.0),
+    "retinanet_resnet50_fpn": Network(base="retinanet-bccd", pixels=(384, 512), share=1.3),
+    "fcn_resnet50": Network(base="fcn_resnet50-camvid", pixels=(240, 320), share=1.3),
     "deeplabv3_mobilenet_v3_large": Network(
-        base="lraspp-camvid", pixels=(360, 480), changes=("model.name=deeplabv3_mobilenet_v3_large",)
+        base="lraspp-camvid", pixels=(360, 480), changes=("model.name=deeplabv3_mobilenet_v3_large",), share=1.1
     ),
-    "lraspp_mobilenet_v3_large": Network(base="lraspp-camvid", pixels=(360, 480)),
-    "retinanet_resnet50_fpn": Network(base="retinanet-bccd", pixels=(384, 512), cores=3, after=100.0),
     "ssdlite320_mobilenet_v3_large": Network(base="ssdlite-bccd", pixels=(320, 320)),
+    "lraspp_mobilenet_v3_large": Network(base="lraspp-camvid", pixels=(360, 480)),
     "yolo": Network(base="yolo-bccd", pixels=(384, 512)),
     "deeplabv3_resnet50": Network(
-        base="fcn_resnet50-camvid", pixels=(240, 320), changes=("model.name=deeplabv3_resnet50",), cores=5, after=120.0
+        base="fcn_resnet50-camvid", pixels=(240, 320), changes=("model.name=deeplabv3_resnet50",), share=1.5
     ),
 }
+"""Those first whose work after the GPU's takes longest: the others are trained meanwhile."""
 
 
 def recipe_of(
@@ -76,9 +78,11 @@ def recipe_of(
             f"data.image_size=[{height},{width}]",
             f"train.epochs={epochs}",
             f"train.warmup_epochs={min(5, epochs / 4)}",
-            f"train.evaluate_every={max(1, epochs // 8)}",
+            f"train.evaluate_every={max(1, epochs // EVALUATIONS)}",
+            f"train.checkpoint_every={max(1, epochs // EVALUATIONS)}",
             f"qat.epochs={qat_epochs}",
-            f"qat.evaluate_every={max(1, qat_epochs // 3)}",
+            f"qat.evaluate_every={max(1, qat_epochs // QAT_EVALUATIONS)}",
+            f"qat.checkpoint_every={max(1, qat_epochs // QAT_EVALUATIONS)}",
             f"bench.engines=[{','.join(engines)}]",
             "bench.batch_sizes=[1]",
             *network.changes,

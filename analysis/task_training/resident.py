@@ -22,6 +22,7 @@ from compress.data.boxes import targets_on
 from compress.data.counter import uniform
 from compress.data.load import load_data
 from compress.data.masks import NO_CLASS
+from compress.data.memory import to_device
 from compress.data.spec import DataSpec
 
 _DRAWS = 4
@@ -70,9 +71,10 @@ class Resident(Split):
         """Return images and targets at `indices`; see `Split.load`."""
         all_pixels, all_targets = self._on(device)
         chosen = torch.tensor(indices)
-        pixels = all_pixels[chosen.to(device)].float()
+        there = to_device(chosen, device)
+        pixels = all_pixels[there].float()
         if isinstance(all_targets, Tensor):
-            targets: Any = all_targets[chosen.to(device)].long()
+            targets: Any = all_targets[there].long()
         else:
             targets = [all_targets[index] for index in indices]
         if epoch is not None and self.scales is not None:
@@ -120,7 +122,7 @@ def augmented(pixels: Tensor, targets: Any, draws: Tensor, scales: tuple[float, 
     centre_x, centre_y = (2 * left / width + scale - 1), (2 * top / height + scale - 1)
     zero = torch.zeros_like(scale)
     rows = torch.stack((mirror / scale, zero, -centre_x / scale, zero, 1 / scale, -centre_y / scale), 1)
-    matrices = rows.view(-1, 2, 3).float().to(pixels.device)
+    matrices = to_device(rows.view(-1, 2, 3).float(), pixels.device)
     grid = F.affine_grid(matrices, list(pixels.shape), align_corners=False)
     if isinstance(targets, Tensor):
         image = F.grid_sample(pixels, grid, mode="bilinear", align_corners=False)

@@ -1,53 +1,92 @@
-"""Trains networks of the study on one GPU, a few at the same time, within a time, and packs what they leave.
+"""Trains networks of the study on one GPU within a time, and packs what they leave.
 
-Each wave of networks has an equal part of the time. With the run folders of an earlier call in --runs, unfinished
-networks go on from their checkpoints.
-
-`small.tar.gz` holds metrics, reports and logs of all; `weights.0`, `weights.1`, ... are the pieces of one tar file of
-weights and ONNX files, compressed with xz one by one, as many as fit (`cat weights.* | tar x`).
+A process on a GPU that another one uses too waits at each synchronization for the other's share of time, and detectors
+synchronize often. So one network at a time has the GPU, from the measurement of its speed to the end of QAT; its files
+are written and judged on the CPU while the next one trains. Each has a share of the time that is left; what one does
+not need, because it has trained as long as its recipe says, the later ones get.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
-import lzma
 import os
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from analysis.task_training.networks import NETWORKS
+from analysis.task_training.pack import Packer
+from analysis.task_training.turns import grant, handed_on
 
-PIECE, PIECES = int(15.5 * 2**20), 4
-SMALL = 2 * 2**20  # bytes of a file that goes into small.tar.gz
-WEIGHTS = ("float.safetensors", "qat.onnx", "ptq.onnx", "train.checkpoint.safetensors", "qat.checkpoint.safetensors")
-"""Files to be packed, of every network in turn; a checkpoint is there only while its training is under way."""
+SHOWN = ("miou", "map", "map50", "sqnr_db", "p50_ms")
+Running = dict[str, "subprocess.Popen[bytes]"]
 
 
-def start(
-    name: str, data: str, cores: list[int], runs: Path, deadline: float, more: list[str]
-) -> subprocess.Popen[bytes]:
-    """Start the process of a network, its output in a log."""
+def start(name: str, data: str, runs: Path, more: list[str]) -> subprocess.Popen[bytes]:
+    """Start the process of a network, its output in a log; it waits for its turn on the GPU."""
     command = [sys.executable, "-m", "analysis.task_training.run", "--network", name, "--data", data, "--resident"]
-    command += ["--runs", str(runs), "--deadline", str(deadline), "--engines", "onnxruntime"]
-    command += ["--cores", *map(str, cores), *more]
+    command += ["--runs", str(runs), "--in-turn", "--engines", "onnxruntime", *more]
     runs.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(len(cores))}
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
     with (runs / f"{name}.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
 
 
-def wait(running: dict[str, subprocess.Popen[bytes]], deadline: float) -> None:
-    """Wait for all processes, and end at the deadline those that are not done."""
+class Finished:
+    """Packs each network as soon as its process has ended, in a thread of its own.
+
+    Args:
+        running: the processes.
+        packer: of their run folders.
+    """
+
+    def __init__(self, running: Running, packer: Packer) -> None:
+        self.running, self.packer = running, packer
+        self.names: list[str] = []
+        self._pool = ThreadPoolExecutor(1)
+        self._packed: list[Future[None]] = []
+
+    def look(self) -> None:
+        """Begin to pack what has ended since the last call."""
+        new = [name for name, one in self.running.items() if one.poll() is not None and name not in self.names]
+        if new:
+            self.names += new
+            print(f"{time.strftime('%H:%M:%S')} ended: {', '.join(new)}", flush=True)
+            self._packed.append(self._pool.submit(self._pack, list(self.names)))
+
+    def close(self) -> None:
+        """Pack the rest, and wait for it."""
+        self.look()
+        for one in self._packed:
+            one.result()
+
+    def _pack(self, names: list[str]) -> None:
+        self.packer.small()
+        self.packer.weights(names)
+
+
+def train(running: Running, runs: Path, finished: Finished, *, gpu_until: float, deadline: float) -> None:
+    """Give the GPU to one network after the other, and wait for all of them."""
+    names = list(running)
+    for i, name in enumerate(names):
+        shares = [NETWORKS[one].share for one in names[i:]]
+        grant(runs, name, time.time() + max(0.0, gpu_until - time.time()) * shares[0] / sum(shares))
+        while running[name].poll() is None and not handed_on(runs, name) and time.time() < deadline:
+            finished.look()
+            time.sleep(0.2)
     while any(process.poll() is None for process in running.values()) and time.time() < deadline:
-        time.sleep(0.5)
+        finished.look()
+        time.sleep(0.2)
+
+
+def end(running: Running) -> None:
+    """End the processes that still run."""
     for process in running.values():
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -60,53 +99,13 @@ def table(runs: Path, names: list[str]) -> Iterator[str]:
         file = runs / name / "metrics.json"
         rows = json.loads(file.read_text()) if file.is_file() else []
         rows = rows["metrics"] if isinstance(rows, dict) else rows
-        for row in rows:
-            if row["name"] in ("miou", "map", "map50", "sqnr_db", "p50_ms"):
-                value = "n/a" if row["value"] is None else f"{row['value']:.2f}"
-                yield f"{name} {row['variant']} {row['engine']} {row['name']} {value} {row['unit']}"
+        shown = [row for row in rows if row["name"] in SHOWN]
+        for row in shown:
+            value = "n/a" if row["value"] is None else f"{row['value']:.2f}"
+            yield f"{name} {row['variant']} {row['engine']} {row['name']} {value} {row['unit']}"
         log = (runs / f"{name}.log").read_text(errors="replace").splitlines()
-        told = [line for line in log if "an epoch" in line or " epoch " in line]
-        yield from (f"  {line[:150]}" for line in (told[:1] + told[-2:] if rows else log[-12:]))
-
-
-def pack(runs: Path, out: Path) -> None:
-    """Write small.tar.gz and the pieces of the weights."""
-    out.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(out / "small.tar.gz", "w:gz") as tar:
-        for path in sorted(runs.rglob("*")):
-            if path.is_file() and path.stat().st_size <= SMALL and path.suffix not in (".onnx", ".safetensors"):
-                tar.add(path, str(path.relative_to(runs)))
-    folders = sorted(path for path in runs.iterdir() if path.is_dir())
-    files = [path for file in WEIGHTS for folder in folders if (path := folder / file).is_file()]
-    with ThreadPoolExecutor(8) as pool:
-        packed = list(pool.map(lambda path: lzma.compress(path.read_bytes(), preset=1), files))
-    whole = io.BytesIO()
-    with tarfile.open(fileobj=whole, mode="w") as tar:
-        for path, data in zip(files, packed, strict=True):
-            if whole.tell() + len(data) + 20480 > PIECE * PIECES:
-                print(f"left out: {path.relative_to(runs)}, {len(data):,} bytes")
-                continue
-            member = tarfile.TarInfo(f"{path.relative_to(runs)}.xz")
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    content = whole.getvalue()
-    for i in range(0, len(content), PIECE):
-        (out / f"weights.{i // PIECE}").write_bytes(content[i : i + PIECE])
-
-
-def started(names: list[str], arguments: argparse.Namespace, deadline: float) -> dict[str, subprocess.Popen[bytes]]:
-    """Start the processes of a wave, each with its share of the cores."""
-    cores = sorted(os.sched_getaffinity(0))
-    whole = sum(NETWORKS[name].cores for name in names)
-    running, first = {}, 0
-    for name in names:
-        network = NETWORKS[name]
-        data = arguments.camvid if network.base.endswith("camvid") else arguments.bccd
-        count = max(1, len(cores) * network.cores // whole)
-        own = [cores[i % len(cores)] for i in range(first, first + count)]
-        running[name] = start(name, data, own, arguments.runs, deadline, arguments.more)
-        first += count
-    return running
+        said = [line for line in log if "Speed(" in line or " epoch " in line]
+        yield from (f"  {line[:180]}" for line in (said[:1] + said[-2:] if shown else log[-12:]))
 
 
 def main() -> None:
@@ -114,22 +113,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--camvid", required=True)
     parser.add_argument("--bccd", required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="takes small.tar.gz and the first four pieces")
+    parser.add_argument("--rest", type=Path, help="takes up to four more pieces, for a second call to fetch")
     parser.add_argument("--runs", type=Path, default=Path("runs/task_training"))
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS)[:6], choices=sorted(NETWORKS))
-    parser.add_argument("--at-once", type=int, default=2, help="networks that are trained at the same time")
-    parser.add_argument("--budget-s", type=float, default=400.0)
+    parser.add_argument("--budget-s", type=float, default=400.0, help="seconds for everything")
+    parser.add_argument("--last-s", type=float, default=45.0, help="of these for the last network's files and packing")
     parser.add_argument("--more", nargs=argparse.REMAINDER, default=[], help="arguments of analysis.task_training.run")
     arguments = parser.parse_args()
-    began, names = time.time(), arguments.networks
-    waves = [names[i : i + arguments.at_once] for i in range(0, len(names), arguments.at_once)]
+    began, runs = time.time(), arguments.runs
+    running: Running = {}
+    for name in arguments.networks:
+        data = arguments.camvid if NETWORKS[name].base.endswith("camvid") else arguments.bccd
+        running[name] = start(name, data, runs, arguments.more)
+    finished = Finished(running, Packer(runs, arguments.out, arguments.rest))
+    deadline = began + arguments.budget_s - 10
     try:
-        for number, wave in enumerate(waves):
-            deadline = began + (arguments.budget_s - 15) * (number + 1) / len(waves)
-            wait(started(wave, arguments, deadline), deadline)
+        train(running, runs, finished, gpu_until=began + arguments.budget_s - arguments.last_s, deadline=deadline)
     finally:
-        pack(arguments.runs, arguments.out)
-        print("\n".join(table(arguments.runs, arguments.networks)))
+        end(running)
+        finished.close()
+        print("\n".join(table(runs, arguments.networks)))
 
 
 if __name__ == "__main__":

@@ -329,7 +329,8 @@ class _Training:
             if self.best is not None and seen is not None:
                 self.best.offer(self.position.history, self.task.metric)
         self.progress.note(f"{self.name}: {row.sentence(spec.epochs, self.task.metric)}")
-        self._save()
+        if done % spec.checkpoint_every == 0 or done == spec.epochs or self._stopped():
+            self._save()
         self._write_log()
         self.callbacks.epoch(self.name, row)
 

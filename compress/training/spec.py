@@ -60,7 +60,9 @@ class TrainSpec:
             {layer3.5.conv2: layer3.22.bn2}; outputs of other shapes are compared as attention maps (arXiv 1612.03928).
         distill_feature_weight: weight of their distance beside that of the outputs, within the share of distillation.
         seed: seed of the initial weights and of everything random in training.
-        checkpoint_steps: also write a checkpoint every so many optimizer steps; None = at each epoch's end.
+        checkpoint_every: epochs between checkpoints; the last epoch always writes one. A checkpoint holds weights and
+            the state of the optimizer, and writing it may take longer than a short epoch.
+        checkpoint_steps: also write a checkpoint every so many optimizer steps; None = at epochs' ends alone.
         evaluate_every: epochs between evaluations; the last epoch is always evaluated.
         keep_best: end with the weights of the evaluated epoch whose metric is best, in place of the last one's.
         stop_after: end after so many evaluations in a row without a better metric; None = after all epochs.
@@ -96,6 +98,7 @@ class TrainSpec:
     distill_features: dict[str, str] = field(default_factory=dict)
     distill_feature_weight: Positive = 1.0
     seed: Seed = 0
+    checkpoint_every: AtLeastOne = 1
     checkpoint_steps: AtLeastOne | None = None
     evaluate_every: AtLeastOne = 1
     keep_best: bool = False
@@ -152,7 +155,7 @@ class FinetuneSpec(TrainSpec):
 _SECTIONS: dict[type[TrainSpec], str] = {TrainSpec: "train", QATSpec: "qat", FinetuneSpec: "finetune"}
 
 
-_SPEED = {"cuda_graphs"}
+_SPEED = {"cuda_graphs", "checkpoint_every"}
 """Keys that change the speed alone: a training may go on with another value."""
 _ADDED = {
     "gradients",

@@ -295,3 +295,21 @@ def test_own_schedule_follows_the_warm_up():
     assert rates[:2] == pytest.approx([0.002, 0.101])
     assert rates[2:7] == [0.2] * 5 and rates[7:] == [0.1] * 5
     assert not any(math.isnan(rate) for rate in rates)
+
+
+def test_checkpoints_of_every_second_epoch_are_gone_on_with_to_the_bit(tmp_path):
+    spec = replace(FAST, checkpoint_steps=None, checkpoint_every=2)
+
+    def train(folder, progress, resume):
+        model = convnet()
+        report = fit(model, PIXELS, spec, batch_size=8, folder=folder, resume=resume, progress=progress)
+        return model.state_dict(), report
+
+    whole, _ = train(None, NoProgress(), False)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, Stop(15), False)  # in the fourth epoch of four steps
+    again, report = train(tmp_path, NoProgress(), True)
+    assert report.resumed_from == 8
+    assert [row.epoch for row in report.history] == [1, 2, 3, 4]
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, again[name])
