@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from compress.engines.cuda.plan.layout import Copy, Layout
 from compress.engines.cuda.plan.steps import Attention, Convolution, Linear, Step
 
@@ -69,10 +71,7 @@ def _macs(step: Step, layout: Layout) -> int:
     """Products of codes that a step computes."""
     if isinstance(step, (Convolution, Linear)):
         out = layout.plan.tensors[step.epilogue.out.names[0]].shape
-        rows = 1
-        for i, n in enumerate(out):
-            rows *= 1 if i == (1 if isinstance(step, Convolution) else len(out) - 1) else n
-        return rows * step.weight.numel()
+        return torch.Size(out).numel() // step.weight.shape[0] * step.weight.numel()
     if isinstance(step, Attention):
         *heads, length, depth = layout.plan.tensors[step.x.name].shape
         size, width = layout.plan.tensors[step.v.name].shape[-2:]

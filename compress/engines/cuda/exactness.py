@@ -20,7 +20,8 @@ class StepDifference:
         step, kind: name and class.
         codes, differing: how many codes there are, and how many are not equal.
         largest: difference of codes, in steps of the grid.
-        relative: error of values, in relation to their norm.
+        relative: error of values, in relation to their norm; a value counts as the smallest normal number of its
+            type at least, below which fp16 has fewer bits (an untrained ConvNeXt scales its layers by 1e-6).
     """
 
     step: str
@@ -58,7 +59,9 @@ def compared_with_exact(step: Step, run: Runner, tensors: dict[str, Tensor]) -> 
     expected = {name: value.clone() for name, value in reference.compute(step, tensors).items()}
     run(tensors)
     kind = type(step).__name__
-    return [_compared(step.name, kind, tensors[name], value) for name, value in expected.items()]
+    return [
+        _compared(step.name, kind, tensors[name], value.to(tensors[name].device)) for name, value in expected.items()
+    ]
 
 
 def _compared(step: str, kind: str, result: Tensor, expected: Tensor) -> StepDifference:
@@ -68,6 +71,7 @@ def _compared(step: str, kind: str, result: Tensor, expected: Tensor) -> StepDif
             step=step, kind=kind, codes=off.numel(), differing=int(off.count_nonzero()), largest=int(off.max()),
             relative=0.0,
         )  # fmt: skip
-    scale = float(expected.double().norm()) or 1.0
+    least = torch.finfo(result.dtype).tiny * result.numel() ** 0.5 if result.is_floating_point() else 0.0
+    scale = max(float(expected.double().norm()), least) or 1.0
     error = float((result.double() - expected.double()).norm()) / scale
     return StepDifference(step=step, kind=kind, codes=0, differing=0, largest=0, relative=error)

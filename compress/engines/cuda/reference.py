@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compress.engines.cuda.onnx_ops import apply
+from compress.engines.cuda.onnx_ops import apply, is_read_by_the_host
 from compress.engines.cuda.plan.layout import Copy
 from compress.engines.cuda.plan.quantizers import Grid
 from compress.engines.cuda.plan.stem import PackImage, packed_image
@@ -124,7 +124,8 @@ def _convolution(step: Convolution, tensors: Tensors) -> Results:
 def _linear(step: Linear, tensors: Tensors) -> Results:
     zero = step.x.grid.zero if step.x.grid else 0
     sums = (tensors[step.x.name].double() - zero) @ step.weight.double().t().to(tensors[step.x.name].device)
-    return written(finished(sums, step.epilogue, tensors, -1), step.epilogue.out, -1)
+    sums = sums.movedim(-1, step.axis)
+    return written(finished(sums, step.epilogue, tensors, step.axis), step.epilogue.out, step.axis)
 
 
 def _max_pool(step: MaxPool, tensors: Tensors) -> Results:
@@ -190,8 +191,16 @@ def _float_operation(step: FloatOperation, tensors: Tensors) -> Results:
 
 
 def applied(step: Operation, tensors: Tensors) -> tuple[Tensor, ...]:
-    """The result of an operation in torch, in the types of `tensors`."""
-    inputs = [tensors[x] if isinstance(x, str) else x for x in step.inputs]
+    """The result of an operation in torch, in the types of `tensors`; constants are taken to where those are."""
+    given = [tensors[name] for name in step.reads]
+
+    def placed(index: int, x: str | Tensor | None) -> Tensor | None:
+        if isinstance(x, str):
+            return tensors[x]
+        moves = x is not None and given and not is_read_by_the_host(step.op, index, x)
+        return x.to(given[0].device) if x is not None and moves else x
+
+    inputs = [placed(index, x) for index, x in enumerate(step.inputs)]
     if step.op == "Activation":
         return (step.attributes["activation"](cast(Tensor, inputs[0])),)
     return apply(step.op, step.attributes, inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compress.kernels.triton.int8_depthwise import DepthwiseTile
+from compress.kernels.triton.int8_depthwise import MOST_FLOAT_TAPS, DepthwiseTile
 from compress.kernels.triton.int8_pointwise import PointwiseTile
 from compress.kernels.triton.int8_product import Tile
 
@@ -96,10 +96,15 @@ def depthwise_tiles(
         stride: of the filter.
     """
     wide = min(64, max(16, 1 << (shape[1] - 1).bit_length()))
-    strips = [4, 2, 1] if stride[1] == 1 else [2, 4, 1]
-    strips = [strip for strip in strips if strip <= max(1, shape[3])]
-    found = [DepthwiseTile(1024 // wide, wide, strip, 4) for strip in strips]
-    found += [DepthwiseTile(512 // wide, wide, strip, 4) for strip in strips]
-    if wide == 64:
-        found += [DepthwiseTile(32, 32, strip, 4) for strip in strips]
-    return found
+    large = stride[1] == 1 and taps[1] > 3  # a pixel is widened once for many products: long strips, float32
+    strips = [8, 4] if large else [4, 2, 1] if stride[1] == 1 else [2, 4, 1]
+    strips = [strip for strip in strips if strip <= max(1, shape[3])] or [1]
+    floats = taps[0] * taps[1] > 16
+    widths = (wide, 32) if wide == 64 else (wide,)
+    found = [
+        DepthwiseTile(count // columns, columns, strip, 4, floats)
+        for columns in widths for count in (1024, 512) for strip in strips[: None if columns == wide else 2]
+    ]  # fmt: skip
+    if taps[0] * taps[1] > MOST_FLOAT_TAPS:
+        return [tile._replace(floats=False) for tile in found]
+    return found + [tile._replace(floats=not floats) for tile in found[:4]]

@@ -2,11 +2,13 @@
 
 Each output channel reads one input channel, so there is no matrix product: tensor cores would compute 16 times as
 much as needed. A program computes STRIP neighbouring outputs of each of its positions, so that a pixel is read and
-widened once for all of them; sums are INT32 and exact.
+widened once for all of them, and a weight is read once for all of them. Sums are int32; or float32, whose products
+are twice as fast, but pixels take longer to widen: worth it for filters of many taps. Both are exact: sums stay below
+2^24, where every integer is a float32.
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, assignment"
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -19,6 +21,9 @@ from torch import Tensor
 from compress.kernels.triton.int8_epilogue import Finish, Outputs, finish_tile
 from compress.kernels.triton.int8_product import ALIGNED, Geometry, Sizes, Steps, Weight
 
+MOST_FLOAT_TAPS = 512
+"""Taps whose sum with its correction float32 holds: 2 * 512 * 128 * 128 = 2^24."""
+
 
 class DepthwiseTile(NamedTuple):
     """The tile of one program.
@@ -26,21 +31,30 @@ class DepthwiseTile(NamedTuple):
     Attributes:
         positions: groups of neighbouring outputs of a row.
         channels: of each.
-        strip: outputs of a group, 1, 2 or 4.
+        strip: outputs of a group.
         warps: of a program.
+        floats: sums are float32, not int32.
     """
 
     positions: int
     channels: int
     strip: int = 4
     warps: int = 4
+    floats: bool = False
 
 
-def pack_depthwise(weight: Tensor, zero: int = 0, device: torch.device | str = "cpu") -> Weight:
-    """A weight (C, 1, R, S) as the kernel reads it: (R, S, C), C filled up with zeros; see `pack_weight`."""
+def pack_depthwise(weight: Tensor, zero: int = 0, *, floats: bool, device: torch.device | str = "cpu") -> Weight:
+    """A weight (C, 1, R, S) as the kernel reads it: (R, S, C), int32 or float32, C filled up with zeros.
+
+    Args:
+        weight: int8.
+        zero: code of 0 of the input.
+        floats: for tiles whose sums are float32; at most `MOST_FLOAT_TAPS` taps.
+        device: where it is put.
+    """
     correction = (-zero * weight.flatten(1).sum(1, dtype=torch.int32)).to(device) if zero else None
     codes = torch.nn.functional.pad(weight[:, 0].permute(1, 2, 0), (0, -weight.shape[0] % ALIGNED))
-    return Weight(codes.contiguous().to(device), correction)
+    return Weight(codes.to(device, torch.float32 if floats else torch.int32).contiguous(), correction)
 
 
 def depthwise(
@@ -59,7 +73,7 @@ def depthwise(
 
     Args:
         x: int8 (N, C, H, W), any strides with neighbouring channels.
-        weight: of `pack_depthwise`.
+        weight: of `pack_depthwise`, with the tile's `floats`.
         finish: of `finish_of`, on the device.
         outputs: what is added and written.
         columns: channels.
@@ -105,43 +119,43 @@ def _depthwise_kernel(
     base += first_y.to(tl.int64) * step.row + first_x.to(tl.int64) * step.pixel
     at = x_ptr + base[:, None] + column[None, :]
     filler = x_zero.to(tl.int8) if X_ZERO else 0
-    start = tl.zeros([POSITIONS, CHANNELS], dtype=tl.int32)
+    wide = weight_ptr.dtype.element_ty
+    start = tl.zeros([POSITIONS, CHANNELS], dtype=wide)
     if X_ZERO:
-        start += tl.load(correction_ptr + column, mask=inside, other=0)[None, :]
-    sum_0 = start
-    sum_1 = start
-    sum_2 = start
-    sum_3 = start
+        start += tl.load(correction_ptr + column, mask=inside, other=0)[None, :].to(wide)
+    sums = ()
+    for _ in tl.static_range(STRIP):
+        sums = sums + (start,)  # noqa: RUF005  (Triton knows no unpacking)
     for tap_y in tl.static_range(TAPS_Y):
         y = first_y + tap_y * DILATION_Y
         row_there = found & (y >= 0) & (y < sizes.height)
-        weight_row = weight_ptr + tap_y * TAPS_X * channels + column
+        weights = ()
+        for tap_x in tl.static_range(TAPS_X):
+            at_tap = weight_ptr + (tap_y * TAPS_X + tap_x) * channels + column
+            weights = weights + (tl.load(at_tap, mask=inside, other=0)[None, :],)  # noqa: RUF005
         for place in tl.static_range((STRIP - 1) * STRIDE_X + (TAPS_X - 1) * DILATION_X + 1):
             x = first_x + place
             there = (row_there & (x >= 0) & (x < sizes.width))[:, None] & inside[None, :]
             pixels = tl.load(at + (tap_y * DILATION_Y * step.row + place * step.pixel), mask=there, other=filler)
-            pixels = pixels.to(tl.int32)
-            sum_0 = _add_tap(sum_0, pixels, weight_row, inside, channels, place, DILATION_X, TAPS_X)
-            if STRIP > 1:
-                sum_1 = _add_tap(sum_1, pixels, weight_row, inside, channels, place - STRIDE_X, DILATION_X, TAPS_X)
-            if STRIP > 2:
-                sum_2 = _add_tap(sum_2, pixels, weight_row, inside, channels, place - 2 * STRIDE_X, DILATION_X, TAPS_X)
-                sum_3 = _add_tap(sum_3, pixels, weight_row, inside, channels, place - 3 * STRIDE_X, DILATION_X, TAPS_X)
+            sums = _with_pixels(sums, pixels.to(wide), weights, place, STRIDE_X, DILATION_X, TAPS_X, STRIP)
     for i in tl.static_range(STRIP):
-        total = sum_0 if i == 0 else sum_1 if i == 1 else sum_2 if i == 2 else sum_3
         row = line.to(tl.int64) * sizes.out_width + (out_x + i)
         finish_tile(
-            total, total, row, found & (out_x + i < sizes.out_width), first_column, columns, vectors, outputs, numbers,
-            KIND, False, POSITIONS, CHANNELS, CHANNELS,
+            sums[i], sums[i], row, found & (out_x + i < sizes.out_width), first_column, columns, vectors, outputs,
+            numbers, KIND, False, POSITIONS, CHANNELS, CHANNELS,
         )  # fmt: skip
 
 
 @triton.jit
-def _add_tap(
-    total, pixels, weight_row, inside, channels, OFFSET: tl.constexpr, DILATION: tl.constexpr, TAPS: tl.constexpr
+def _with_pixels(
+    sums, pixels, weights, PLACE: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.constexpr, TAPS: tl.constexpr,
+    STRIP: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of a column of pixels that lies OFFSET after an output's first one, if a tap lies there."""
-    if OFFSET >= 0 and OFFSET % DILATION == 0 and OFFSET // DILATION < TAPS:
-        weight = tl.load(weight_row + (OFFSET // DILATION) * channels, mask=inside, other=0).to(tl.int32)
-        total += pixels * weight[None, :]
-    return total
+    """The sums of a strip with the products of a column of pixels, which lies PLACE after the first one."""
+    found = ()
+    for i in tl.static_range(STRIP):
+        if i * STRIDE <= PLACE and PLACE - i * STRIDE < TAPS * DILATION and (PLACE - i * STRIDE) % DILATION == 0:
+            found = found + (sums[i] + pixels * weights[(PLACE - i * STRIDE) // DILATION],)  # noqa: RUF005
+        else:
+            found = found + (sums[i],)  # noqa: RUF005
+    return found

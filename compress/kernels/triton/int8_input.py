@@ -3,7 +3,8 @@
 An image has three channels, and tensor cores want 32 neighbouring bytes. So blocks of as many pixels as the filter
 moves become one pixel of a vector: a filter of 7 x 7 that moves by 2 becomes one of 4 x 4 blocks that moves by 1, and
 patches of 16 x 16 become a plain matrix product. The vectors of a filter's row lie side by side, so a view whose
-pixels overlap shows each such row as the channels of one pixel. Padding is part of the packed image.
+pixels overlap shows each such row as the channels of one pixel. A small filter that moves by one pixel is packed whole,
+in blocks that overlap: 3 x 3 x 3 numbers become a vector of 32. Padding is part of the packed image.
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
@@ -22,15 +23,16 @@ _ELEMENTS = 2048  # of a program
 
 
 def pack_image(
-    x: Tensor, out: Tensor, before: tuple[int, int], block: int, inverse: float, limits: tuple[int, int], zero: int
-) -> None:
-    """Launch out[n, i, j, (dy, dx, c)] = code of x[n, c, i * block - before + dy, j * block - before + dx].
+    x: Tensor, out: Tensor, before: tuple[int, int], block: tuple[int, int], inverse: float, limits: tuple[int, int],
+    zero: int,
+) -> None:  # fmt: skip
+    """Launch out[n, i, j, (dy, dx, c)] = code of x[n, c, i * move - before + dy, j * move - before + dx].
 
     Args:
         x: (N, C, H, W), floating point, any strides.
-        out: int8 (N, rows, columns, V), dense, V at least block * block * C; what lies beyond is 0.
+        out: int8 (N, rows, columns, V), dense, V at least side * side * C; what lies beyond is the code of 0.
         before: pixels of padding above and on the left.
-        block: side of a block.
+        block: (side of a block, pixels from one to the next).
         inverse: reciprocal of the grid's scale.
         limits: lowest and highest integer, without the zero.
         zero: code of 0; also of padding.
@@ -40,7 +42,13 @@ def pack_image(
 
 
 def pack_launch(
-    x: Tensor, out: Tensor, before: tuple[int, int], block: int, inverse: float, limits: tuple[int, int], zero: int
+    x: Tensor,
+    out: Tensor,
+    before: tuple[int, int],
+    block: tuple[int, int],
+    inverse: float,
+    limits: tuple[int, int],
+    zero: int,
 ) -> tuple[tuple[int], tuple[Any, ...]]:
     """(grid, arguments) of the kernel: see `pack_image`."""
     _, channels, height, width = x.shape
@@ -50,7 +58,7 @@ def pack_launch(
     count = images * rows * columns
     arguments = (
         x, out, count, (rows, columns, height, width), x.stride(), before, inverse, float(limits[0]), float(limits[1]),
-        zero, zero != 0, channels, block, vector, tile, wide,
+        zero, zero != 0, channels, *block, vector, tile, wide,
     )  # fmt: skip
     return (triton.cdiv(count, tile),), arguments
 
@@ -58,21 +66,25 @@ def pack_launch(
 @triton.jit(do_not_specialize=["sizes", "before", "zero"])
 def _pack_kernel(
     x_ptr, out_ptr, count, sizes, step, before, inverse, low, high, zero,
-    HAS_ZERO: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    HAS_ZERO: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, MOVE: tl.constexpr, VECTOR: tl.constexpr,
     BLOCKS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     rows, columns, height, width = sizes
     place = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     element = tl.arange(0, WIDE)
-    channel = element % CHANNELS
-    y = ((place // columns) % rows * BLOCK - before[0])[:, None] + (element // CHANNELS // BLOCK)[None, :]
-    x = (place % columns * BLOCK - before[1])[:, None] + (element // CHANNELS % BLOCK)[None, :]
+    across = element // CHANNELS % BLOCK
+    down = element // CHANNELS // BLOCK
+    first_y = place // columns % rows * MOVE - before[0]
+    first_x = place % columns * MOVE - before[1]
+    y = first_y[:, None] + down[None, :]
+    x = first_x[:, None] + across[None, :]
     there = (place < count)[:, None] & (element < BLOCK * BLOCK * CHANNELS)[None, :]
     there = there & (y >= 0) & (y < height) & (x >= 0) & (x < width)
-    image = (place // columns // rows).to(tl.int64) * step[0]
-    at = (
-        image[:, None] + (channel.to(tl.int64) * step[1])[None, :] + y.to(tl.int64) * step[2] + x.to(tl.int64) * step[3]
-    )
+    begin = (place // columns // rows).to(tl.int64) * step[0]
+    begin += first_y.to(tl.int64) * step[2] + first_x.to(tl.int64) * step[3]
+    channel = element % CHANNELS
+    within = channel.to(tl.int64) * step[1] + down.to(tl.int64) * step[2] + across.to(tl.int64) * step[3]
+    at = begin[:, None] + within[None, :]
     value = tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32)
     codes = to_codes(value * inverse, low, high, zero, HAS_ZERO)
     out_at = place.to(tl.int64)[:, None] * VECTOR + element[None, :]

@@ -20,7 +20,7 @@ from compress.engines.cuda.plan.lower import make_plan
 from compress.kernels.triton.int8_epilogue import Function, OutputGrid, Outputs, Residual, finish_of
 from compress.kernels.triton.int8_pointwise import PointwiseTile, pointwise
 from compress.kernels.triton.int8_product import pack_weight
-from tests.engines.cuda.qdq import Builder
+from tests.engines.cuda.qdq import Builder, convnext
 
 ACTIVATIONS = {
     "none": lambda b, x: x,
@@ -76,6 +76,11 @@ def stem(b):
     return b.linear(b.op("Flatten", x), 10)
 
 
+def small_stem(b):
+    """A first convolution that moves by one pixel: a whole filter is one vector."""
+    return b.quantize(b.op("Relu", b.conv(b.quantize("input"), 18, 3, 1, 1)))
+
+
 def transformer(b):
     """Attention of two heads of 12 channels on 9 tokens, and a normalization."""
     x = b.quantize("input")
@@ -97,7 +102,9 @@ CASES = {
     "residuals of uint8": (residuals, (2, 16, 5, 4), {"unsigned": True}),
     "groups": (groups, (1, 20, 7, 5), {"unsigned": True}),
     "stem": (stem, (2, 3, 15, 11), {}),
+    "small stem": (small_stem, (2, 3, 6, 5), {"unsigned": True}),
     "transformer": (transformer, (2, 9, 20), {}),
+    "convnext": (convnext, (1, 20, 3, 5), {}),
 }
 
 

@@ -113,6 +113,27 @@ class Builder:
         return path
 
 
+def gelu(b, x):
+    """GELU as exporters spell it."""
+    root, one, half = (b.constant(np.float32(value)) for value in (np.sqrt(2), 1, 0.5))
+    return b.op("Mul", x, b.op("Mul", half, b.op("Add", one, b.op("Erf", b.op("Div", x, root)))))
+
+
+def convnext(b):
+    """Two blocks of ConvNeXt: a wide depthwise filter, a normalization of pixels, two products, a scale, a residual."""
+    channels, x = b.shape[1], "input"
+    for _ in range(2):
+        y = b.conv(b.quantize(x), channels, 7, padding=3, groups=channels)
+        y = b.op("Transpose", y, perm=[0, 2, 3, 1])
+        norm = [b.constant(b.rng.standard_normal(channels).astype(np.float32)) for _ in range(2)]
+        y = b.linear(b.quantize(b.op("LayerNormalization", y, *norm, axis=-1)), 36)
+        y = b.linear(b.quantize(gelu(b, y)), channels)
+        y = b.op("Transpose", y, perm=[0, 3, 1, 2])
+        y = b.op("Mul", b.constant(b.rng.standard_normal((channels, 1, 1)).astype(np.float32)), y)
+        x = b.op("Add", y, x)
+    return x
+
+
 def session(model):
     """ONNX Runtime without its optimizations, which replace Q/DQ patterns by integer operators of its own."""
     options = onnxruntime.SessionOptions()

@@ -10,7 +10,16 @@ from compress.engines.cuda.plan.lower import make_plan
 from tests.engines.cuda.qdq import Builder
 from tests.kernels.interpreter import interpreted
 
-CASES = ("activations", "residuals of int8", "residuals of uint8", "groups", "stem", "transformer")
+CASES = (
+    "activations",
+    "residuals of int8",
+    "residuals of uint8",
+    "groups",
+    "stem",
+    "small stem",
+    "transformer",
+    "convnext",
+)
 
 
 def test_in_the_interpreter_every_step_computes_what_exact_arithmetic_does():

@@ -12,7 +12,7 @@ from compress.engines.cuda.plan.activation import RELU
 from compress.engines.cuda.plan.lower import make_plan
 from compress.engines.cuda.plan.steps import Convolution, Linear
 from compress.errors import EngineError
-from tests.engines.cuda.qdq import Builder
+from tests.engines.cuda.qdq import Builder, convnext
 from tests.engines.cuda.running import compare_steps, kinds, run
 
 
@@ -153,6 +153,28 @@ def test_attention_is_one_step_and_query_key_and_value_one_product(tmp_path):
     steps = [kind for kind in kinds(path) if kind != "Move Reshape"]
     assert steps == ["Elementwise", "Linear", "Attention", "Linear", "LayerNorm", "Linear"]
     check(path, b.x, share=3e-3)
+
+
+def test_a_block_of_convnext_ends_in_one_product(tmp_path):
+    """Scale, residual and quantizer of the next block are part of the second product, across the change of layout."""
+    b = Builder((2, 12, 5, 4))
+    path = b.save(tmp_path / "m.onnx", convnext(b))
+    steps = [kind for kind in kinds(path) if not kind.startswith("Move")]
+    assert steps == ["Elementwise", *["Convolution", "LayerNorm", "Linear", "Linear"] * 2]
+    last = [step for step in products(path) if isinstance(step, Linear)][1::2]
+    assert [step.axis for step in last] == [1, 1]
+    assert all(step.epilogue.residual.name for step in last)
+    assert (bool(last[0].epilogue.out.codes), bool(last[0].epilogue.out.value)) == (True, True)
+    check(path, b.x, share=3e-3)
+
+
+def test_a_transposed_product_of_tokens_keeps_its_layout(tmp_path):
+    """Tokens whose channels move, but not to where an image has them, are no image."""
+    b = Builder((2, 3, 5, 16))
+    y = b.op("Transpose", b.linear(b.quantize("input"), 8), perm=[0, 3, 2, 1])
+    path = b.save(tmp_path / "m.onnx", b.op("Relu", y))
+    assert [step.axis for step in products(path)] == [-1]
+    check(path, b.x)
 
 
 def test_a_float_file_is_computed_in_floating_point(tmp_path):

@@ -94,7 +94,7 @@ class Results:
         if residual:
             turned = tensors[residual].movedim(axis, -1)
             added = pixel_rows(tensors[residual], axis)
-            added = turned.reshape(-1, turned.shape[-1]) if added is None else added
+            added = turned.reshape(-1, turned.shape[-1]).contiguous() if added is None else added
         codes, value = (self._rows(tensors[name], axis) if name else None for name in (out.codes, out.value))
         pitches = [0 if t is None else t.stride(0) for t in (added, codes, value)]
         self.outputs = Outputs(added, codes, value, *pitches)

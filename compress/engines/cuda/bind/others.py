@@ -38,8 +38,8 @@ def bind_pack_image(step: PackImage, layout: Layout, bindings: Bindings) -> list
 
     def run(tensors: Tensors) -> None:
         pack_image(
-            tensors[step.x.name], tensors[step.out.codes], step.before, step.block, 1.0 / grid.scale[0], limits,
-            grid.zero,
+            tensors[step.x.name], tensors[step.out.codes], step.before, (step.block, step.move), 1.0 / grid.scale[0],
+            limits, grid.zero,
         )  # fmt: skip
 
     return [Candidate("triton pack", run)]
@@ -136,7 +136,7 @@ def bind_layer_norm(step: LayerNorm, layout: Layout, bindings: Bindings) -> list
     def run(tensors: Tensors) -> None:
         x = tensors[step.x.name]
         rows = pixel_rows(x, -1)
-        rows = x.reshape(-1, channels) if rows is None else rows
+        rows = x.reshape(-1, channels).contiguous() if rows is None else rows
         results = Results(step.out, "", tensors, -1)
         layer_norm(rows, finish, step.epsilon, results.outputs, scale=grid.scale[0], zero=grid.zero)
         results.finish()

@@ -97,7 +97,7 @@ def _product(
 
 
 def _pointwise(
-    step: Product, layout: Layout, bindings: Bindings, weight: Weight, columns: int, axis: int
+    step: Product, layout: Layout, bindings: Bindings, weight: Weight, columns: int, axes: tuple[int, int]
 ) -> list[Candidate]:
     """Candidates of persistent programs, for a product of rows that lie evenly; none for others.
 
@@ -107,11 +107,11 @@ def _pointwise(
         bindings: what steps keep.
         weight: packed.
         columns: output channels.
-        axis: of the channels in the plan's tensors.
+        axes: of the channels in the input and in the result.
     """
     e, channels = step.epilogue, weight.codes.shape[-1]
-    names = [name for name in (step.x.name, e.residual.name, *e.out.names) if name]
-    rows = [_even_rows(name, layout, axis) for name in names]
+    names = [name for name in (e.residual.name, *e.out.names) if name]
+    rows = [_even_rows(step.x.name, layout, axes[0]), *(_even_rows(name, layout, axes[1]) for name in names)]
     values = e.residual.name and e.residual.grid is None
     if bindings.capability < LEAST_CAPABILITY or weight.groups > 1 or e.out.value or values or None in rows:
         return []
@@ -126,7 +126,7 @@ def _pointwise(
     def candidate(tile: PointwiseTile) -> Candidate:
         def run(tensors: Tensors) -> None:
             x = tensors[step.x.name]
-            results = Results(e.out, e.residual.name, tensors, axis)
+            results = Results(e.out, e.residual.name, tensors, axes[1])
             pointwise(
                 x.as_strided((count, channels), (pitch, 1)), weight, finish, results.outputs, columns, tile,
                 bindings.multiprocessors, zero=zero,
@@ -173,7 +173,7 @@ def bind_convolution(step: Convolution, layout: Layout, bindings: Bindings) -> l
 
     found = _product(step, bindings, weight, cast(Any, shape), geometry, taps, read, 1)
     flat = taps == 1 and step.stride == (1, 1) and step.padding == NO_PADDING
-    return found + (_pointwise(step, layout, bindings, weight, shape[1], 1) if flat else [])
+    return found + (_pointwise(step, layout, bindings, weight, shape[1], (1, 1)) if flat else [])
 
 
 def _readable(x: Tensor, channels: int) -> Tensor:
@@ -196,26 +196,29 @@ def bind_linear(step: Linear, layout: Layout, bindings: Bindings) -> list[Candid
     def read(tensors: Tensors) -> Tensor:
         x = tensors[step.x.name]
         rows = pixel_rows(x, -1)
-        rows = x.reshape(-1, x.shape[-1]) if rows is None else rows
+        rows = x.reshape(-1, x.shape[-1]).contiguous() if rows is None else rows
         if rows.stride(0) < room and rows.shape[0] > 1:
             rows = torch.nn.functional.pad(rows, (0, room - rows.shape[1]))
         pitch = max(rows.stride(0), room)
         return rows.as_strided((rows.shape[0], rows.shape[1], 1, 1), (pitch, 1, pitch, pitch))
 
-    rows = torch.Size(shape[:-1]).numel()
-    found = _product(step, bindings, weight, (rows, shape[-1], 1, 1), Geometry(), 1, read, -1)
-    return found + _pointwise(step, layout, bindings, weight, shape[-1], -1)
+    columns = shape[step.axis]
+    rows = torch.Size(shape).numel() // columns
+    found = _product(step, bindings, weight, (rows, columns, 1, 1), Geometry(), 1, read, step.axis)
+    return found + _pointwise(step, layout, bindings, weight, columns, (-1, step.axis))
 
 
 def _depthwise(
     step: Convolution, shape: tuple[int, int, int, int], bindings: Bindings, geometry: Geometry, zero: int
 ) -> list[Candidate]:
     finish, e = _product_finish(step, bindings), step.epilogue
-    weight: Weight = bindings.keep(
-        (step.name, "weight"), lambda: pack_depthwise(step.weight, zero, device=bindings.device)
-    )
 
     def candidate(tile: DepthwiseTile) -> Candidate:
+        weight: Weight = bindings.keep(
+            (step.name, "weight", tile.floats),
+            lambda: pack_depthwise(step.weight, zero, floats=tile.floats, device=bindings.device),
+        )
+
         def run(tensors: Tensors) -> None:
             results = Results(e.out, e.residual.name, tensors, 1)
             x = channels_last(tensors[step.x.name])
@@ -224,7 +227,7 @@ def _depthwise(
             )  # fmt: skip
             results.finish()
 
-        text = f"{tile.positions}x{tile.channels} strip {tile.strip} w{tile.warps}"
+        text = f"{tile.positions}x{tile.channels} strip {tile.strip} w{tile.warps}{' f32' if tile.floats else ''}"
         return Candidate(f"triton depthwise {text}", run)
 
     return [candidate(tile) for tile in depthwise_tiles(shape, cast(Any, tuple(step.weight.shape[2:])), step.stride)]

@@ -25,6 +25,7 @@ from compress.engines.cuda.plan.steps import (
     AveragePool,
     Computed,
     Convolution,
+    Linear,
     MaxPool,
     Move,
     Plan,
@@ -206,7 +207,8 @@ class _Layouter:
         """In which order the axes of a result lie."""
         rank = len(self.plan.tensors[name].shape)
         last = [0, 2, 3, 1]
-        if rank == 4 and isinstance(step, (Convolution, MaxPool, AveragePool)):
+        image = isinstance(step, (Convolution, MaxPool, AveragePool)) or (isinstance(step, Linear) and step.axis == 1)
+        if rank == 4 and image:
             return last
         turned = self._only_transpose(name)
         if turned is not None:

@@ -42,6 +42,8 @@ def match_product(view: View, node: Node) -> tuple[Product, int] | None:
     )  # fmt: skip
     nodes = [node, *chain.nodes]
     origins = tuple(o for n in nodes for o in n.origins)
+    if isinstance(base, Linear):
+        base = replace(base, axis=chain.axis)
     return replace(base, epilogue=epilogue, origins=origins), max(view.index[n.name] for n in nodes)
 
 
@@ -135,6 +137,7 @@ def _follow(view: View, product: Node, chain: _Chain) -> _Chain:
         longer = (
             _affine(view, chain, reader)
             or _activated(chain, reader)
+            or _turned(view, product, chain, reader)
             or _added(view, product, chain, reader)
             or _rounded(view, product, chain, reader)
         )
@@ -171,6 +174,14 @@ def _activated(chain: _Chain, reader: Node) -> _Chain | None:
     if not chain.residual.name and chain.middle is None and chain.first == NONE:
         return chain.past(reader, first=activation)
     return chain.past(reader, second=activation) if chain.second == NONE else None
+
+
+def _turned(view: View, product: Node, chain: _Chain, reader: Node) -> _Chain | None:
+    """A Transpose from (N, H, W, C) to (N, C, H, W) after a matrix product: in memory channels lie last in both."""
+    image = len(view.shape(chain.name)) == 4 and tuple(reader.attributes.get("perm", ())) == (0, 3, 1, 2)
+    if reader.op != "Transpose" or product.op == "Conv" or chain.axis != -1 or chain.residual.name or not image:
+        return None
+    return chain.past(reader, axis=1)
 
 
 def _added(view: View, product: Node, chain: _Chain, reader: Node) -> _Chain | None:

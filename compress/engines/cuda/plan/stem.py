@@ -23,6 +23,7 @@ from compress.engines.cuda.plan.steps import (
 _MOST_CHANNELS = 8
 _MOST_BLOCK = 32  # pixels a side
 _ALIGNED = 16  # bytes
+_LARGEST_VECTOR = 32  # codes of a whole filter: one step of a tensor core
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,11 +32,13 @@ class PackImage(Computed):
 
     Attributes:
         block: side of a block.
+        move: pixels from one block to the next; fewer than `block` where blocks overlap.
         before: pixels of padding above and on the left.
         view: the tensor as the convolution reads it, (N, K, rows, OW), whose pixels overlap.
     """
 
     block: int
+    move: int
     before: tuple[int, int]
     view: str
 
@@ -75,11 +78,12 @@ def fits(step: Convolution, plan: Plan) -> bool:
 
 def _packed(step: Convolution, quantize: Elementwise, tensors: dict[str, PlanTensor]) -> tuple[PackImage, Convolution]:
     """The two steps that take the place of a quantizer and a convolution; adds their tensors."""
-    block = step.stride[0]
     _, channels, taps_y, taps_x = step.weight.shape
+    move = step.stride[0]
+    block = taps_y if _holds_whole_filter(step) else move
     out = tensors[step.epilogue.out.names[0]].shape
     blocks_y, blocks_x = -(-taps_y // block), -(-taps_x // block)
-    unit = 4 if block == 1 else _ALIGNED
+    unit = 4 if block == 1 < taps_x else _ALIGNED
     vector = -(-block * block * channels // unit) * unit
     rows, columns = out[2] - 1 + blocks_y, out[3] - 1 + blocks_x
     images = tensors[step.x.name].shape[0]
@@ -89,13 +93,19 @@ def _packed(step: Convolution, quantize: Elementwise, tensors: dict[str, PlanTen
     (above, _), (left, _) = step.padding
     pack = PackImage(
         name=quantize.name, origins=quantize.origins, x=quantize.x, out=Output(packed, quantize.out.grid), block=block,
-        before=(above, left), view=view,
+        move=move, before=(above, left), view=view,
     )  # fmt: skip
     weight = packed_filter(step.weight, block, vector)
     convolution = replace(
         step, x=Source(view, step.x.grid), weight=weight, stride=(1, 1), padding=NO_PADDING
     )  # fmt: skip
     return pack, convolution
+
+
+def _holds_whole_filter(step: Convolution) -> bool:
+    """True if a vector holds all that a filter reads: one that moves by one pixel, whose rows would begin anywhere."""
+    _, channels, taps_y, taps_x = step.weight.shape
+    return step.stride == (1, 1) and taps_y == taps_x and taps_y * taps_x * channels <= _LARGEST_VECTOR
 
 
 def packed_filter(weight: Tensor, block: int, vector: int) -> Tensor:
@@ -114,11 +124,11 @@ def packed_image(codes: Tensor, step: PackImage, shape: tuple[int, ...], zero: i
     images, rows, columns, vector = shape
     _, channels, height, width = codes.shape
     (above, left), block = step.before, step.block
-    below, right = rows * block - height - above, columns * block - width - left
+    below, right = (rows - 1) * step.move + block - height - above, (columns - 1) * step.move + block - width - left
     padded = F.pad(codes, (left, right, above, below), value=zero)  # what lies beyond the last filter is cut off
-    blocks = padded.reshape(images, channels, rows, block, columns, block).permute(0, 2, 4, 3, 5, 1)
+    blocks = padded.unfold(2, block, step.move).unfold(3, block, step.move).permute(0, 2, 3, 4, 5, 1)
     blocks = blocks.reshape(images, rows, columns, block * block * channels)
-    return F.pad(blocks, (0, vector - blocks.shape[-1]))
+    return F.pad(blocks, (0, vector - blocks.shape[-1]), value=zero)
 
 
 def overlapping_rows(packed: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -151,7 +151,13 @@ class Convolution(Product):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Linear(Product):
-    """A matrix product of codes (..., K) with a weight (O, K)."""
+    """A matrix product of codes (..., K) with a weight (O, K).
+
+    Attributes:
+        axis: of the channels in the result: the last one, or 1 of an image (N, O, H, W).
+    """
+
+    axis: int = -1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
