@@ -53,6 +53,12 @@ NETWORKS = {
     "mobilenet_v2": Network(torchvision.models.mobilenet_v2),
     "vgg16": Network(torchvision.models.vgg16, batch=64),
     "vit_s": Network(_vit_s),
+    "regnet_y_3_2gf": Network(torchvision.models.regnet_y_3_2gf),
+    "efficientnet_v2_s": Network(torchvision.models.efficientnet_v2_s),
+    "mobilenet_v3_large": Network(torchvision.models.mobilenet_v3_large),
+    "convnext_tiny": Network(torchvision.models.convnext_tiny),
+    "swin_t": Network(torchvision.models.swin_t),
+    "densenet121": Network(torchvision.models.densenet121),
     "tiny": Network(_tiny, batch=4, pixels=16),
 }
 

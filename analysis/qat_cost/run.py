@@ -20,7 +20,9 @@ from analysis.qat_cost.steps import Step, calibration, make_step, row_of, time_i
 from compress.files import write_json
 
 PAIR = ("float", "fused")
-OTHERS = list(NETWORKS)[1:5]
+OTHERS = ["resnet18", "mobilenet_v2", "vgg16", "vit_s"]
+FAMILIES = ["resnet50", "regnet_y_3_2gf", "efficientnet_v2_s", "mobilenet_v3_large", "convnext_tiny", "vit_s", "swin_t"]
+FAMILIES += ["densenet121", "mobilenet_v2", "resnet18"]
 TOOLS = ("torch-ops", "modelopt", "pytorch-quantization")
 CASES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("resnet50", "bf16", "eager", ("float", "fused", "plain")),

@@ -8,12 +8,14 @@ their gradients for ever without its option for them), a model that cannot run i
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +25,7 @@ from compress.graph.inputs import flat_tensors
 from compress.meters import whole
 from compress.qat_fusion.fuse import fuse_for_training, is_fusible, pays_off
 from compress.qat_fusion.int8 import Forward
+from compress.qat_fusion.regions import compile_regions
 from compress.tasks import Task
 from compress.training.distributed import Processes
 from compress.training.evaluate import modes_restored
@@ -133,9 +136,14 @@ def wrap(
     Raises:
         QuantizationError: fused training is asked for and the model has no quantizers.
     """
+    if spec.compile:
+        keep_compiled()
     forward: Forward = "int8" if isinstance(spec, QATSpec) and spec.fused == "int8" else "float"
-    fused = _is_fused(model, spec, device)
-    module: nn.Module = OutputsOf(fuse_for_training(model, forward=forward) if fused else model, task.select)
+    graph = fuse_for_training(model, forward=forward) if _is_fused(model, spec, device) else model
+    by_region = spec.compile == "regions" and is_fusible(model)
+    if by_region:
+        graph = compile_regions(cast(fx.GraphModule, graph))
+    module: nn.Module = OutputsOf(graph, task.select)
     no_sync: NoSync = nullcontext
     if processes.world_size > 1:
         module = DistributedDataParallel(
@@ -148,7 +156,16 @@ def wrap(
         if spec.gradients == "bf16":
             module.register_comm_hook(None, bf16_compress_hook)
         no_sync = module.no_sync
-    return (torch.compile(module) if spec.compile else module), no_sync
+    return (torch.compile(module) if spec.compile and not by_region else module), no_sync
+
+
+def keep_compiled() -> None:
+    """Let torch.compile keep its results in $XDG_CACHE_HOME (or ~/.cache) /compress/compiled, if nothing else is set.
+
+    By default they are in the folder for temporary files, and a machine that starts anew compiles again.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(base / "compress" / "compiled"))
 
 
 @contextmanager

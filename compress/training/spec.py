@@ -48,7 +48,9 @@ class TrainSpec:
         grad_accumulation: batches of data.batch_size images whose mean gradient makes one optimizer step.
         precision: `fp32`, or autocast in `bf16` or `fp16` (with a gradient scaler).
         channels_last: memory format of images and weights; None = wherever the model runs in it.
-        compile: run the model through torch.compile.
+        compile: run the model through torch.compile: whole, or `regions`, which compiles blocks that are alike once and
+            so begins sooner (a quantized network; a float one is compiled whole). What was compiled is kept for the
+            next run, in TORCHINDUCTOR_CACHE_DIR or else in ~/.cache/compress.
         cuda_graphs: record the forward and the backward pass of a step once and replay them, so that small networks do
             not wait for the host; on one GPU, without effect on the CPU.
         gradients: type in which several processes exchange their gradients; `bf16` sends half of the bytes of `fp32`
@@ -89,7 +91,7 @@ class TrainSpec:
     grad_accumulation: AtLeastOne = 1
     precision: Precision = "fp32"
     channels_last: bool | None = None
-    compile: bool = False
+    compile: bool | Literal["regions"] = False
     cuda_graphs: bool = False
     gradients: Literal["fp32", "bf16"] = "fp32"
     distill: bool = False

@@ -82,6 +82,18 @@ def test_compiled_is_the_same_function():
     assert math.isfinite(accuracy.loss)
 
 
+def test_compiled_by_regions_is_the_same_function():
+    models = []
+    for compiled in (False, "regions"):
+        model, data = convnet().eval(), toy_data(train=96)
+        images = data.train.load(list(range(16)), epoch=None, device=torch.device("cpu"))[0]
+        models.append(compress.quantize(model, images[:1], [images], spec=compress.QuantSpec()))
+        spec = QATSpec(epochs=2, lr=0.02, distill=False, fused="on", compile=compiled)
+        fit(models[-1], data, spec, batch_size=8, folder=None, device="cuda")
+    for name, value in models[0].state_dict().items():
+        torch.testing.assert_close(models[1].state_dict()[name], value, rtol=0, atol=2e-2)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_recorded_passes_are_the_passes_one_by_one(tmp_path, precision):
     plain, recorded = convnet(), convnet()  # with dropout, whose random numbers are the same

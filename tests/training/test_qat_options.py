@@ -43,6 +43,15 @@ def train(model, spec, **options):
     return fit(model, DATA, spec, batch_size=12, folder=options.pop("folder", None), device="cpu", **options)
 
 
+def test_compiled_by_regions_is_the_same_training():
+    plain, parts = quantized(learned=False), quantized(learned=False)
+    train(plain, spec_of(fused="on"))
+    with torch.compiler.set_stance("force_eager"):  # the wiring alone: compilers are slow, and not on every machine
+        train(parts, spec_of(fused="on", compile="regions"))
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(parts.state_dict()[name], value, rtol=0, atol=1e-5)
+
+
 class StoppedError(Exception):
     """Stops a training in place of a kill."""
 

@@ -1,0 +1,167 @@
+"""Regional compilation: what a network repeats is compiled once.
+
+`torch.compile` of a whole network compiles each of its blocks, though most are alike: minutes for a deep one. Here a
+graph is cut wherever a single tensor connects the nodes before with those after it, which is between the blocks of
+residual networks and of transformers. Parts with the same operations, settings and sizes become modules that call one
+compiled function; the compiler then meets each kind of part once, with its weights as inputs. Neighbouring parts that
+nothing repeats are one part.
+
+What does not depend on the network's input, such as weights that are quantized in groups, stays outside and is computed
+eagerly, where Triton kernels take many weights in one launch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes a compiled function of one whose first argument is a `Region`."""
+
+
+def compile_regions(graph_module: fx.GraphModule, compiler: Compile | None = None) -> fx.GraphModule:
+    """Return a second graph over the same modules whose parts are compiled, those that are alike together.
+
+    Args:
+        graph_module: not changed; its nodes have shapes (`meta["shape"]`).
+        compiler: None = torch.compile for constant sizes.
+
+    Returns:
+        A graph of `Region`s, and of the nodes that do not depend on the input.
+    """
+    compiler = compiler or (lambda run: torch.compile(run, dynamic=False))
+    parts = [_Part(graph_module, nodes) for nodes in _segments(graph_module.graph)]
+    often = Counter(part.kind for part in parts)
+    functions: dict[Any, Callable[..., Any]] = {}
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(graph_module.graph, known))
+    made = fx.GraphModule(graph_module, graph)
+    for i, part in enumerate(_merged(graph_module, parts, often)):
+        if part.kind not in functions:
+            functions[part.kind] = compiler(part.function())
+        made.add_submodule(f"regions.{i}", Region(part.modules, functions[part.kind]))
+        _call(graph, f"regions.{i}", part, known)
+    graph.lint()
+    return fx.GraphModule(made, graph)
+
+
+class Region(nn.Module):
+    """A part of a network.
+
+    Args:
+        modules: that it calls, under the names m0, m1, ...
+        run: called with this module and the part's inputs; shared by parts that are alike.
+    """
+
+    def __init__(self, modules: list[nn.Module], run: Callable[..., Any]) -> None:
+        super().__init__()
+        for i, module in enumerate(modules):
+            self.add_module(f"m{i}", module)
+        self.run = run
+
+    def forward(self, *inputs: Any) -> Any:
+        """Return the part's results."""
+        return self.run(self, *inputs)
+
+
+class _Part:
+    """Neighbouring nodes of a graph, and the function that they are, under names that parts that are alike share.
+
+    Attributes:
+        nodes: in order.
+        inputs, results: nodes outside that they read, and those of them that are read outside.
+        modules: that they call.
+        kind: equal where operations, settings and sizes are.
+    """
+
+    def __init__(self, root: fx.GraphModule, nodes: list[fx.Node]) -> None:
+        inside = set(nodes)
+        self.nodes = nodes
+        self.inputs = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
+        self.results = [node for node in nodes if any(user not in inside for user in node.users)]
+        paths = list(dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module"))
+        self.modules = [root.get_submodule(path) for path in paths]
+        self.graph = fx.Graph()
+        names = {path: f"m{i}" for i, path in enumerate(paths)}
+        copies: dict[fx.Node, fx.Node] = {n: self.graph.placeholder(f"x{i}") for i, n in enumerate(self.inputs)}
+        for i, node in enumerate(nodes):
+            target = names[str(node.target)] if node.op == "call_module" else node.target
+            copy = self.graph.node_copy(node, copies.__getitem__)
+            copy.target, copy.name = target, f"n{i}"
+            copies[node] = copy
+        found = [copies[node] for node in self.results]
+        self.graph.output(found[0] if len(found) == 1 else tuple(found))
+        sizes = tuple(str(node.meta.get("shape")) for node in (*self.inputs, *nodes))
+        self.kind = (self.graph.python_code("self").src, sizes, tuple(map(_settings, self.modules)))
+
+    def function(self) -> Callable[..., Any]:
+        """Return the function of a `Region` and the inputs."""
+        holder = fx.GraphModule({f"m{i}": module for i, module in enumerate(self.modules)}, self.graph)
+        run: Callable[..., Any] = type(holder).forward
+        return run
+
+
+def _settings(module: nn.Module) -> tuple[Any, ...]:
+    """Return what a compiler would specialize on: classes, plain attributes but names, and sizes of all tensors."""
+    found: list[Any] = []
+    for one in module.modules():
+        plain = {k: v for k, v in vars(one).items() if isinstance(v, (bool, int, float, str, tuple, type(None)))}
+        found.append((type(one), repr({k: v for k, v in plain.items() if k != "name"})))
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return (*found, *((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors))
+
+
+def _segments(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """Yield the nodes that depend on the input, cut wherever one value alone is still to be read."""
+    dependent: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" or any(n in dependent for n in node.all_input_nodes):
+            dependent[node] = None
+    place = {node: i for i, node in enumerate(dependent)}
+    last = {node: max((place[user] for user in node.users if user in place), default=-1) for node in dependent}
+    live: set[fx.Node] = set()
+    segment: list[fx.Node] = []
+    for node, i in place.items():
+        if node.op == "output":
+            continue
+        live = {other for other in (*live, node) if last[other] > i}
+        if node.op != "placeholder":
+            segment.append(node)
+            if len(live) == 1:
+                yield segment
+                segment = []
+    if segment:
+        yield segment
+
+
+def _merged(root: fx.GraphModule, parts: list[_Part], often: Counter[Any]) -> Iterator[_Part]:
+    """Yield the parts; neighbours that occur once as one."""
+    for once, group in groupby(parts, key=lambda part: often[part.kind] == 1):
+        if once:
+            yield _Part(root, [node for part in group for node in part.nodes])
+        else:
+            yield from group
+
+
+def _call(graph: fx.Graph, path: str, part: _Part, known: dict[fx.Node, fx.Node]) -> None:
+    """Call a part's module in place of its nodes; `known` are the nodes of `graph` by those of the first one."""
+    with graph.inserting_before(known[part.nodes[-1]]):
+        called = graph.call_module(path, tuple(known[node] for node in part.inputs))
+        if len(part.results) == 1:
+            found = [called]
+        else:
+            found = [graph.call_function(operator.getitem, (called, i)) for i in range(len(part.results))]
+    inside = {known[node] for node in part.nodes}
+    for node, new in zip(part.results, found, strict=True):
+        known[node].replace_all_uses_with(new, delete_user_cb=lambda user: user not in inside)
+        new.meta.update(node.meta)
+    for node in reversed(part.nodes):
+        graph.erase_node(known[node])
+    known.update(zip(part.results, found, strict=True))

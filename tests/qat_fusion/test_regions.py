@@ -1,0 +1,87 @@
+"""Regional compilation: the same results and gradients, each kind of part compiled once."""
+
+import pytest
+import torch
+from torch import nn
+
+import compress
+from compress.qat_fusion.regions import Region, compile_regions
+from tests.qat_fusion.common import assert_same, gradients, mixed, quantized
+from tests.qat_fusion.test_attention import quantized as quantized_attention
+from tests.qat_fusion.test_attention import vit
+from tests.training.toy import CLASSES
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.one = nn.Conv2d(channels, channels, 3, padding=1)
+        self.two = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x):
+        return torch.relu(x + self.two(torch.relu(self.one(x))))
+
+
+def deep(blocks=4):
+    torch.manual_seed(3)
+    stem = [nn.Conv2d(3, 8, 3, stride=2), nn.ReLU()]
+    return nn.Sequential(
+        *stem, *(Block(8) for _ in range(blocks)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES)
+    ).eval()
+
+
+def counting(functions):
+    """A compiler that changes nothing and keeps the functions that it is given."""
+
+    def compiler(run):
+        functions.append(run)
+        return run
+
+    return compiler
+
+
+def regions(module):
+    return [child for child in module.modules() if isinstance(child, Region)]
+
+
+def test_blocks_that_are_alike_share_a_function():
+    qmodel, x = quantized(deep)
+    fused = compress.fuse_for_training(qmodel)
+    functions = []
+    parts = compile_regions(fused, counting(functions))
+    alike = [region.run for region in regions(parts)]
+    assert max(alike.count(run) for run in functions) >= 3
+    assert len(functions) <= 4 < len(alike)
+    assert_same(gradients(parts, qmodel, x), gradients(fused, qmodel, x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [mixed, None])
+def test_any_graph_computes_the_same(make):
+    qmodel, x = quantized_attention(vit()) if make is None else quantized(make)
+    fused = compress.fuse_for_training(qmodel)
+    parts = compile_regions(fused, counting([]))
+    assert_same(gradients(parts, qmodel, x), gradients(fused, qmodel, x), rtol=1e-5, atol=1e-6)
+    assert {id(p) for p in parts.parameters()} <= {id(p) for p in qmodel.parameters()}
+
+
+def test_the_compiler_meets_each_kind_once():
+    qmodel, x = quantized(deep)
+    expected = gradients(qmodel, qmodel, x)
+    functions, graphs = [], []
+
+    def backend(graph_module, inputs):
+        graphs.append(graph_module)
+        return graph_module.forward
+
+    def compiler(run):
+        functions.append(run)
+        return torch.compile(run, backend=backend, fullgraph=True, dynamic=False)
+
+    torch.compiler.reset()
+    parts = compile_regions(compress.fuse_for_training(qmodel), compiler)
+    assert_same(gradients(parts, qmodel, x), expected, rtol=1e-5, atol=1e-6)
+    first = len(graphs)
+    gradients(parts, qmodel, x)
+    assert len(graphs) == first == len(functions) < len(regions(parts))
