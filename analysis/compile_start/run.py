@@ -14,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["regions", "whole"], choices=PARTS)
     parser.add_argument("--times", type=int, default=2, help="processes of each: the first has a cold cache")
     parser.add_argument("--budget-s", type=float, default=1e9, help="no process begins after so many seconds")
+    parser.add_argument("--cache", type=Path, help="keeps the caches; a temporary folder without it")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--one", nargs=2, metavar=("NETWORK", "WAY"), help="measure in this process and print JSON")
     arguments = parser.parse_args()
@@ -44,22 +47,21 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     report: Row = {"command": command_line(), "rows": []}
     begin = time.monotonic()
-    for network in arguments.networks:
-        for way in arguments.ways:
-            with tempfile.TemporaryDirectory() as folder:
-                for i in range(arguments.times):
-                    if time.monotonic() - begin > arguments.budget_s:
-                        continue
-                    row = {"network": network, "way": way, "cache": "warm" if i else "cold"}
-                    row |= in_a_process(network, way, folder, arguments.backend)
-                    report["rows"].append(row)
-                    write_json(arguments.out / "compile_start.json", report)
-                    print(row, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        caches = arguments.cache or Path(folder)
+        for network, way, i in product(arguments.networks, arguments.ways, range(arguments.times)):
+            if time.monotonic() - begin > arguments.budget_s:
+                break
+            row = {"network": network, "way": way, "cache": "warm" if i else "cold"}
+            row |= in_a_process(network, way, caches / f"{network}-{way}", arguments.backend)
+            report["rows"].append(row)
+            write_json(arguments.out / "compile_start.json", report)
+            print(row, flush=True)
 
 
-def in_a_process(network: str, way: str, cache: str, backend: str) -> Row:
+def in_a_process(network: str, way: str, cache: Path, backend: str) -> Row:
     """Measure in a process whose compiler keeps its results in a folder."""
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     command = [sys.executable, "-m", "analysis.compile_start.run", "--one", network, way, "--backend", backend]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -33,7 +33,7 @@ from compress.training import QATSpec, fit
 
 SIZES = {"ImageNet's size": (500, 375), "short side 256": (341, 256)}
 """Width and height of the files, in pixels."""
-DIFFERENT = 192
+DIFFERENT = 64
 BATCH = 128
 
 
