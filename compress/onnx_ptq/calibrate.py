@@ -6,7 +6,11 @@ a time; what remains of them are histograms. Ranges of weights follow from the w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +25,13 @@ from compress.progress import NoProgress, Progress
 from compress.quantization.calibration.calibrators import Calibrator, make_calibrator
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.dead import always_zero
-from compress.quantization.placement.decisions import Placement
+from compress.quantization.placement.decisions import ActivationSite, Placement
 from compress.quantization.report import CalibrationReport
 from compress.quantization.spec import ActivationSpec, WeightSpec
 
 _TASK = "calibrate"
+_THREADS = 8
+"""Tensors of one batch that are counted at a time, so that no processor waits where torch has one thread."""
 
 
 def calibrate_graph(
@@ -55,13 +61,12 @@ def calibrate_graph(
     watching = {site.name: _calibrator(site.format, site.spec) for site in placement.activations}
     images = 0
     progress.start(_TASK, total)
-    for feed in batches:
-        values = session.run(feed)
-        for site in placement.activations:
-            for tensor in dict.fromkeys(tensor for tensor, _ in site.edges):
-                watching[site.name].collect(_as_tensor(values[tensor]))
-        images += len(next(iter(feed.values())))
-        progress.advance(_TASK, 1, images=images)
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        for feed in batches:
+            collect = partial(_collect, watching, session.run(feed))
+            deque(pool.map(collect, placement.activations), maxlen=0)
+            images += len(next(iter(feed.values())))
+            progress.advance(_TASK, 1, images=images)
     progress.finish(_TASK)
     if images == 0:
         raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
@@ -107,6 +112,12 @@ def _calibrator(quant_format: QuantFormat, spec: WeightSpec | ActivationSpec) ->
         signed=quant_format.signed,
         percentile=spec.percentile,
     )
+
+
+def _collect(watching: Mapping[str, Calibrator], values: Arrays, site: ActivationSite) -> None:
+    """Show a site's calibrator its tensors of one batch."""
+    for tensor in dict.fromkeys(tensor for tensor, _ in site.edges):
+        watching[site.name].collect(_as_tensor(values[tensor]))
 
 
 def _chosen(name: str, calibrator: Calibrator) -> Tensor:

@@ -55,6 +55,13 @@ def test_quantizers_of_a_file_are_those_of_its_model(tmp_path, name, target):
     assert_same(compress.quantize(model, data[0], data, spec=spec), result)
 
 
+@pytest.mark.parametrize("name", NETWORKS)
+def test_ranges_of_the_default_calibrator_are_the_same(tmp_path, name):
+    model, data = made(name), batches()
+    file = export(model, tmp_path / "float.onnx", folded=name != "resnet")
+    assert_same(compress.quantize(model, data[0], data), quantize_onnx_file(file, data))
+
+
 def test_quantizers_of_our_own_float_export(tmp_path):
     model, data = made("resnet"), batches()
     compress.export_onnx(model, data[0], tmp_path / "float.onnx")

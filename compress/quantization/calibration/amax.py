@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from compress.errors import CalibrationError
 
 START_BIN = 128
 """First bin that `mse` and `entropy` may clip at."""
 
-_CANDIDATES = 128  # clipping thresholds weighed at a time: 128 x 2048 float64 are 2 MiB
+_GATHERED = 1 << 18  # cumulative sums looked up at a time: 2 MiB of float64
 
 
 def as_rows(x: Tensor, axis: int | None) -> Tensor:
@@ -89,13 +90,12 @@ def mse_amax(
     unsigned: bool = False,
     start_bin: int = START_BIN,
     stride: int = 1,
+    tolerance: float = 0.0,
 ) -> Tensor:
     """Return the `amax` at which quantizing changes the values least, in mean square.
 
     Every value counts as the centre of its bin, and the candidates are the centres of bins `start_bin`,
-    start_bin + stride, ... In units of the width squared, the squared error of bin k under candidate i depends on i and
-    k alone, so that the errors of all rows are one matrix product of the counts with that table. If fewer bins than
-    `start_bin` are in use, the last one in use is the only candidate.
+    start_bin + stride, ... and of the last bin in use.
 
     Args:
         counts: (..., bins) of magnitudes, bin 0 starting at zero.
@@ -104,6 +104,8 @@ def mse_amax(
         unsigned: all 2**num_bits - 1 steps lie above zero.
         start_bin: first candidate.
         stride: bins from one candidate to the next.
+        tolerance: candidates whose error is within this share of the least are equally good, and the smallest of them
+            is chosen, so that values that differ in their last digits get the same range.
 
     Returns:
         (...) float32.
@@ -111,18 +113,41 @@ def mse_amax(
     bound = 2 ** (num_bits - (not unsigned)) - 1
     live = live_bins(counts)
     weights = counts.reshape(-1, counts.shape[-1])[:, : int(live.max())].double()
-    centers = torch.arange(weights.shape[1], dtype=torch.float64, device=counts.device) + 0.5
-    candidates = centers[start_bin::stride]
-    if len(candidates) == 0:
-        return ((live - 0.5) * bin_width.double()).float()
-    errors = torch.cat([weights @ _squared_errors(centers, c, bound).T for c in candidates.split(_CANDIDATES)], 1)
-    errors = errors.masked_fill(candidates > live.reshape(-1, 1), torch.inf)
-    chosen = candidates[errors.argmin(1)].reshape(live.shape)
-    return (torch.where(live > start_bin, chosen, live - 0.5) * bin_width.double()).float()
+    last = live.reshape(-1, 1) - 0.5
+    grid = torch.arange(weights.shape[1], dtype=torch.float64, device=counts.device)[start_bin::stride] + 0.5
+    errors = _squared_errors(weights, grid[None], bound).masked_fill(grid > last, torch.inf)
+    candidates = torch.cat([grid.expand(len(weights), -1), last], 1)
+    errors = torch.cat([errors, _squared_errors(weights, last, bound)], 1)
+    good = errors <= errors.amin(1, keepdim=True) * (1 + tolerance)
+    chosen = candidates.gather(1, good.int().argmax(1, keepdim=True)).reshape(live.shape)
+    return (chosen * bin_width.double()).float()
 
 
-def _squared_errors(centers: Tensor, candidates: Tensor, bound: int) -> Tensor:
-    """(candidates, bins): the squared change of each bin's centre when quantized with each amax."""
-    scale = candidates[:, None] / bound
-    quantized = (centers / scale).round_().clamp_(max=bound).mul_(scale)
-    return quantized.sub_(centers).square_()
+def _squared_errors(counts: Tensor, candidates: Tensor, bound: int) -> Tensor:
+    """Return the squared change of all values when quantized with each amax, in units of the bins' width squared.
+
+    With x_k the centre of bin k and s the scale, the values of the bins up to edge e_j are rounded to level j at most.
+    The sum over bins of c_k (q_k s - x_k)^2 therefore consists of cumulative sums of c and c x at the edges, and an
+    amax costs as many operations as there are levels, not as there are bins.
+
+    Args:
+        counts: (rows, bins) float64.
+        candidates: amax in bins, (rows, t) float64, or (1, t) for all rows.
+        bound: the largest level.
+
+    Returns:
+        (rows, t) float64.
+    """
+    rows, bins = counts.shape
+    centers = torch.arange(bins, dtype=torch.float64, device=counts.device) + 0.5
+    number, mass = (pad(values.cumsum(1), (1, 0)) for values in (counts, counts * centers))
+    level = torch.arange(bound, dtype=torch.float64, device=counts.device)
+    total = (counts * centers.square()).sum(1, keepdim=True)
+    parts = [counts.new_empty(rows, 0)]
+    for scale in (candidates / bound).split(max(1, _GATHERED // (rows * bound)), dim=1):
+        edges = ((level + 0.5) * scale[..., None] - 0.5).ceil_().clamp_(0, bins).long().flatten(1).expand(rows, -1)
+        below, mass_below = (values.gather(1, edges).view(rows, -1, bound) for values in (number, mass))
+        square = bound**2 * number[:, -1:] - below @ (2 * level + 1)
+        product = bound * mass[:, -1:] - mass_below.sum(2)
+        parts.append((square * scale - 2 * product) * scale + total)
+    return torch.cat(parts, 1).clamp_(min=0)

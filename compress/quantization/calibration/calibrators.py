@@ -32,6 +32,10 @@ from compress.quantization.spec import LEAST_BITS, MOST_BITS, CalibratorName
 SMALLEST_AMAX = 2.0**-118
 """A smaller amax counts as zero: divided by 255 it is no longer a normal float32 number."""
 
+_MSE_TOLERANCE = 1e-4
+"""`mse` takes the smallest range whose error is within 0.01 % of the least (0.0004 dB): which of nearly equal ranges
+is the best depends on the last digits of the values, and so on the engine."""
+
 
 class Calibrator(ABC):
     """Collects statistics of tensors, then yields `amax`.
@@ -319,7 +323,13 @@ class MSECalibrator(HistogramCalibrator):
         return (self.num_bits, self.signed)
 
     def _choose_bin(self, counts: Tensor, width: Tensor) -> Tensor:
-        return mse_amax(counts, width, num_bits=self.num_bits, unsigned=not self.signed)
+        return mse_amax(
+            counts,
+            width,
+            num_bits=self.num_bits,
+            unsigned=not self.signed,
+            tolerance=_MSE_TOLERANCE,
+        )
 
 
 class LSQCalibrator(MaxCalibrator):

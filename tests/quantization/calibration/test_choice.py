@@ -111,6 +111,17 @@ def test_mse_chooses_the_least_squared_error(counts, bits, unsigned, start):
 
 
 @FAST
+@given(histograms(), st.floats(0, 0.5))
+def test_mse_takes_the_smallest_of_the_ranges_that_are_nearly_the_best(counts, tolerance):
+    chosen = float(mse_amax(torch.tensor(counts), torch.tensor(1.0), num_bits=4, start_bin=3, tolerance=tolerance))
+    errors = {k + 0.5: naive_squared_error(counts, k + 0.5, 7) for k in range(3, len(counts))}
+    if errors and min(errors.values()) > 1e-6:
+        limit = min(errors.values()) * (1 + tolerance)
+        assert errors[chosen] <= limit * (1 + 1e-9)
+        assert all(error > limit * (1 - 1e-9) for k, error in errors.items() if k < chosen)
+
+
+@FAST
 @given(histograms(), st.floats(0.01, 99.99))
 def test_percentile_keeps_the_share_it_is_asked_for(counts, percentile):
     amax = int(percentile_amax(torch.tensor(counts), torch.tensor(1.0), percentile))

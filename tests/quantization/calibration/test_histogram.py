@@ -12,6 +12,7 @@ from compress.quantization.calibration.histogram import (
     Histogram,
     count_on_device,
     count_on_host,
+    count_sample,
     merge_neighbours,
     resample,
 )
@@ -111,6 +112,26 @@ def test_threads_count_alike():
         torch.testing.assert_close(count_on_host(x, width, 100), expected, rtol=0, atol=0)
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_large_tensor_is_sampled_and_its_extremes_are_exact():
+    x = randn(2**21 + 77).relu()
+    x[12345] = 40.0
+    histogram = collected([x])
+    counts, width = histogram.counts[0], float(histogram.width)
+    assert histogram.amax == 40.0 and counts[BINS - 1] == 1
+    assert counts.sum() == x.numel()
+    every = count_on_host(x, width, BINS)
+    assert not torch.equal(counts[:BINS], every)  # it is a sample
+    share = lambda c: c.cumsum(0).double() / x.numel()  # noqa: E731
+    assert (share(counts[:BINS]) - share(every)).abs().max() < 4 * 0.5 / (x.numel() / 13) ** 0.5  # binomial, 4 sigma
+
+
+def test_a_sample_prefers_no_column():
+    columns = torch.arange(1, 57).repeat(2**15).float()  # 56 columns of pictures, each with a value of its own
+    counts = count_sample(columns, 56.0, 1.0, 57)[1:]
+    assert counts.sum() == columns.numel()
+    torch.testing.assert_close(counts.double(), torch.full((56,), 2.0**15).double(), rtol=0.1, atol=0)
 
 
 def test_deterministic_mode_counts_alike():
