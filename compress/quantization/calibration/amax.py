@@ -18,6 +18,10 @@ from compress.errors import CalibrationError
 START_BIN = 128
 """First bin that `mse` and `entropy` may clip at."""
 
+NEAR_TIE = 1e-4
+"""Tolerance of `mse` in calibration (0.0004 dB): which of nearly equal ranges is the best depends on the last digits
+of the values, and so on the engine."""
+
 _GATHERED = 1 << 18  # cumulative sums looked up at a time: 2 MiB of float64
 
 

@@ -24,17 +24,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from compress.errors import CalibrationError, near_misses
-from compress.quantization.calibration.amax import as_rows, check_percentile, mse_amax, percentile_amax
+from compress.quantization.calibration.amax import NEAR_TIE, as_rows, check_percentile, mse_amax, percentile_amax
 from compress.quantization.calibration.entropy import entropy_amax
 from compress.quantization.calibration.histogram import BINS, MAX_BINS, Histogram, raise_amax
 from compress.quantization.spec import LEAST_BITS, MOST_BITS, CalibratorName
 
 SMALLEST_AMAX = 2.0**-118
 """A smaller amax counts as zero: divided by 255 it is no longer a normal float32 number."""
-
-_MSE_TOLERANCE = 1e-4
-"""`mse` takes the smallest range whose error is within 0.01 % of the least (0.0004 dB): which of nearly equal ranges
-is the best depends on the last digits of the values, and so on the engine."""
 
 
 class Calibrator(ABC):
@@ -323,13 +319,7 @@ class MSECalibrator(HistogramCalibrator):
         return (self.num_bits, self.signed)
 
     def _choose_bin(self, counts: Tensor, width: Tensor) -> Tensor:
-        return mse_amax(
-            counts,
-            width,
-            num_bits=self.num_bits,
-            unsigned=not self.signed,
-            tolerance=_MSE_TOLERANCE,
-        )
+        return mse_amax(counts, width, num_bits=self.num_bits, unsigned=not self.signed, tolerance=NEAR_TIE)
 
 
 class LSQCalibrator(MaxCalibrator):
