@@ -6,7 +6,7 @@ holds the whole model and a share of every batch; gradients are averaged by Dist
 need no second code path.
 
 Results do not depend on how a batch is divided, except for BatchNorm, which normalizes by the share of its own process
-(as DistributedDataParallel users expect; synchronized statistics cost a collective per layer and step). Checkpoints,
+(as DistributedDataParallel users expect) unless `sync_batchnorm` is set (synchronized.py). Checkpoints,
 evaluation and export use the running statistics, and those are averaged over the processes
 (`average_running_statistics`). Each is an exponential average, thus linear in the shares' statistics, so averaging
 now or later is the same, and no process's share is lost.

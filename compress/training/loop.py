@@ -54,6 +54,7 @@ from compress.training.prepare import (
     wrap,
 )
 from compress.training.spec import TrainSpec, check_train_spec, identity_of
+from compress.training.synchronized import synchronized
 from compress.training.waiting import Waiting
 
 READ_EVERY = 20
@@ -115,9 +116,8 @@ def fit(
     autocast(device := processes.on(device), spec.precision)
     if resume and folder is None:
         raise CheckpointError("resume is set without a folder: name the one that holds the checkpoint")
-    progress = progress if processes.is_main else QUIET
-    task = task or classification(data.train.num_classes)
-    with surroundings(model, teacher, device), frozen(model, spec.frozen):
+    progress, task = progress if processes.is_main else QUIET, task or classification(data.train.num_classes)
+    with surroundings(model, teacher, device), frozen(model, spec.frozen), synchronized(model, spec, processes):
         training = _Training(model, data, spec, batch_size, folder, task, teacher, device, processes, name, progress)
         training.after_step, training.first_epoch, training.reference = after_step, first_epoch, reference
         training.callbacks = Callbacks(callbacks if processes.is_main else ())

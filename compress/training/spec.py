@@ -55,6 +55,8 @@ class TrainSpec:
             not wait for the host; on one GPU, without effect on the CPU.
         gradients: type in which several processes exchange their gradients; `bf16` sends half of the bytes of `fp32`
             and rounds each gradient to eight bits.
+        sync_batchnorm: normalize by the statistics of the whole batch where several processes share it, in place of
+            each process's own; one exchange more for every BatchNorm layer and pass.
         distill: learn from the float model's logits too.
         distill_weight: share of the distillation loss.
         distill_temperature: softmax temperature of both models (Hinton et al., arXiv 1503.02531).
@@ -94,6 +96,7 @@ class TrainSpec:
     compile: bool | Literal["regions"] = False
     cuda_graphs: bool = False
     gradients: Literal["fp32", "bf16"] = "fp32"
+    sync_batchnorm: bool = False
     distill: bool = False
     distill_weight: Share = 0.5
     distill_temperature: Positive = 2.0
@@ -161,6 +164,7 @@ _SPEED = {"cuda_graphs", "checkpoint_every"}
 """Keys that change the speed alone: a training may go on with another value."""
 _ADDED = {
     "gradients",
+    "sync_batchnorm",
     "damping",
     "normalize_weights",
     "keep_best",

@@ -199,6 +199,16 @@ def member(folder, environment):
     normed = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(108, CLASSES))
     fit(normed, toy_data(), TrainSpec(epochs=1, warmup_epochs=0), folder=None, **{**options, "batch_size": 8})
     save_model(normed, folder / f"normed-{who}.safetensors")
+    torch.manual_seed(0)
+    shared = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, CLASSES)
+    )
+    kept = dict(shared.named_modules())
+    spec = TrainSpec(epochs=2, warmup_epochs=0, sync_batchnorm=True)
+    report = fit(shared, toy_data(), spec, folder=None, **options)  # shares of 4 and 3
+    save_model(shared, folder / f"shared-{who}.safetensors")
+    facts["shared"] = [row.train_loss for row in report.history]
+    facts["restored"] = all(dict(shared.named_modules())[name] is module for name, module in kept.items())
     facts["shares"] = [
         len(targets)
         for _, targets in toy_data().train.batches(BatchPlan(batch_size=7, rank=processes.rank, world_size=2))

@@ -82,6 +82,15 @@ def test_batchnorm_statistics_are_averaged(pair):
     torch.testing.assert_close(first["0.running_var"], alone["0.running_var"], rtol=0.05, atol=0)
 
 
+def test_synchronized_batchnorm_is_that_of_one_process(pair, facts):
+    alone, first, second = (load_file(pair / f"shared-{who}.safetensors") for who in RUNS)
+    for key, expected in alone.items():
+        torch.testing.assert_close(first[key], expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(first[key], second[key])
+    assert torch.tensor(facts["2-0"]["shared"]).allclose(torch.tensor(facts["1-0"]["shared"]), atol=1e-4)
+    assert all(facts[who]["restored"] for who in RUNS)
+
+
 def test_files_are_written_once(pair):
     for count in (1, 2):
         names = sorted(path.name for path in (pair / f"files-{count}").iterdir())
