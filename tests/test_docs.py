@@ -4,6 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
+
+import compress
+from compress.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -21,6 +25,37 @@ def test_the_site_builds_with_every_warning_as_an_error(tmp_path):
     } | {"index"}
     text = (tmp_path / "site" / "api" / "index.html").read_text()
     assert "Fold BatchNorm, insert quantizers" in text  # the docstring of compress.quantize
+    assert (tmp_path / "site" / "results" / "overview.png").stat().st_size > 0  # a figure from outside docs/
+    benchmarks = (tmp_path / "site" / "benchmarks" / "index.html").read_text()
+    assert 'src="../results/overview.png"' in benchmarks and 'href="../../results' not in benchmarks
+
+
+def test_the_page_of_the_library_lists_every_public_name():
+    listed = re.findall(r"^::: (\S+)\.(\w+)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE)
+    assert {name: home for home, name in listed} == compress._HOMES
+    assert len(listed) == len(compress._HOMES)
+
+
+@pytest.mark.parametrize(
+    ("page", "block"),
+    [
+        (page, block)
+        for page in (ROOT / "README.md", *DOCS.glob("*.md"))
+        for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    ],
+    ids=lambda value: value.stem if isinstance(value, Path) else "",
+)
+def test_a_recipe_of_a_page_is_taken(page, block, tmp_path):
+    """Whole recipes and single sections alike: every key has a default."""
+    (tmp_path / "recipe.yaml").write_text(block)
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    assert all(recipe.as_dict()[key] is not None for key in yaml.safe_load(block) if key != "base")
+
+
+def test_fenced_blocks_are_python_recipes_or_commands():
+    """A block of another language would be run by no test."""
+    for page in (ROOT / "README.md", *DOCS.glob("*.md")):
+        assert set(re.findall(r"^```(\w+)", page.read_text(), flags=re.MULTILINE)) <= {"python", "yaml"}, page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)

@@ -52,7 +52,8 @@ def draw(name: str, rows: Rows, out: Path, how: str) -> None:
     frames = []
     for step in range(max(len(fields) for _, fields in rows)):
         with styled():
-            frames.append(to_png(draw_gallery([(name, [f[min(step, len(f) - 1)] for _, f in rows])]), dpi=90))
+            fields = [f[min(step, len(f) - 1)] for _, f in rows]
+            frames.append(to_png(draw_gallery([("", fields)], columns_of=[model for model, _ in rows]), dpi=90))
     print(write_animation(out / f"gallery_{name}.gif", frames))
 
 

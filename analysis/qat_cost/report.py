@@ -83,13 +83,13 @@ def draw(runs: Sequence[Row]) -> Figure:
             colours = [LIGHT["blue" if "fused" in name else "grey"] for name in names]
             axis.barh(names, values, color=colours, height=0.7)
             axis.axvline(1.0, color=LIGHT["ink"], linewidth=0.8)
+            axis.set_ylim(-0.7, len(names) - 0.3)
+            axis.grid(visible=False, axis="y")
             axis.set(title=f"{title}, float = 1")
-            axis.margins(x=0.12)
-            paper = {"facecolor": LIGHT["paper"], "edgecolor": "none", "pad": 1.0}
-            for row, value in enumerate(values):
+            for row, value in enumerate(values):  # in a column of their own, where no line and no bar passes
                 text = f"{value:.2f}" if value else "not measured"
-                place: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-                axis.annotate(text, (value, row), **place, fontsize=8, bbox=paper)
+                place: dict[str, Any] = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
+                axis.annotate(text, (1.0, row), xycoords=("axes fraction", "data"), **place, fontsize=8)
     return figure
 
 

@@ -41,7 +41,8 @@ def draw_field(field: EffectiveReceptiveField, image: Tensor | None = None, *, n
         name: of the model; "" = its class.
     """
     with styled():
-        figure = Figure(figsize=(_WIDE, 4.75), layout="constrained")
+        figure = Figure(figsize=(_WIDE, 5.0), layout="constrained")
+        figure.get_layout_engine().set(h_pad=0.1)  # type: ignore[union-attr, call-arg]
         left, middle, right = figure.subplots(ncols=3)
         heat = field.normalized
         _draw_on_image(left, field, image)
@@ -175,11 +176,14 @@ def _frame(axes: Axes, field: EffectiveReceptiveField, title: str) -> None:
         axes.spines[side].set_visible(True)
 
 
-def draw_gallery(rows: Sequence[tuple[str, Sequence[EffectiveReceptiveField]]], *, text: str = "") -> Figure:
+def draw_gallery(
+    rows: Sequence[tuple[str, Sequence[EffectiveReceptiveField]]], *, columns_of: Sequence[str] = (), text: str = ""
+) -> Figure:
     """Models below one another, layers side by side from early to late, logarithmic scale.
 
     Args:
         rows: (label, fields in order) for each model, as many fields each.
+        columns_of: a name for each column, where models stand side by side; drawn above it.
         text: what to see.
     """
     columns = max(len(fields) for _, fields in rows)
@@ -192,11 +196,12 @@ def draw_gallery(rows: Sequence[tuple[str, Sequence[EffectiveReceptiveField]]], 
         for axes_row, (name, fields) in zip(grid, rows, strict=True):
             for axes in axes_row:
                 axes.set_axis_off()
-            for axes, field in zip(axes_row, fields, strict=False):
+            for axes, field, named in zip(axes_row, fields, columns_of or [""] * columns, strict=False):
                 scale = axes.imshow(field.normalized.clamp_min(1e-5).log10(), cmap=HEAT, vmin=-5, vmax=0)
                 draw_box(axes, field, "white")
+                side_of = f"side {field.metrics.size:.0f} px{_of_theory(field)}"
                 axes.set_title(
-                    f"{shorten(field.layer, 19)}\nside {field.metrics.size:.0f} px{_of_theory(field)}",
+                    "\n".join(filter(None, (shorten(named, 19), shorten(field.layer, 19), side_of))),
                     fontsize=7.5,
                     weight="normal",
                     loc="left",

@@ -1,13 +1,13 @@
 """A block of a network as a graph, with its Q/DQ pairs: what runs in 8 bits, what stays float, and where it changes.
 
-Boxes are operations, pills are quantizers; an edge is drawn strong where integers flow. What only moves values
-(reshape, transpose, split, dropout) is left out, as Q/DQ pass through it. Boxes with a dashed border are the
-operations around the block.
+Boxes are kernels, pills are quantizers; an edge is drawn strong where integers flow. BatchNorm, activation and
+residual add are in the box of the layer that they fuse with. Operations that only move values (reshape, transpose,
+split, dropout) are left out, as Q/DQ pass through them. Boxes with a dashed border are around the block.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -33,10 +33,10 @@ _LIMIT = 90
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """One box of the figure.
+    """One box of the figure: a kernel, a quantizer, or an operation outside the block.
 
     Attributes:
-        title, detail: two lines of text.
+        title, detail: two lines of text; the title of a kernel names all of its operations.
         kind: `int8`, `float`, `quantizer` or `outside`.
     """
 
@@ -67,7 +67,7 @@ def draw_block(qmodel: nn.Module, block: str) -> Figure:
 
 
 def block_graph(graph: fx.Graph, block: str) -> tuple[dict[str, Box], list[tuple[str, str]]]:
-    """Boxes by node name, in graph order, and the edges between them.
+    """Boxes by the name of their first node, in an order in which no edge goes backward, and the edges between them.
 
     Raises:
         QuantizationError: no such block, or one that is too large to be read.
@@ -93,12 +93,41 @@ def block_graph(graph: fx.Graph, block: str) -> tuple[dict[str, Box], list[tuple
             f"block {block!r} has {len(drawn)} operations, and a figure of more than {_LIMIT} cannot be read; name a "
             "smaller block"
         )
-    boxes = {node.name: _box(node, node in shown, block) for node in drawn}
-    for node in drawn:
-        before = {boxes[source.name].kind for source in node.all_input_nodes if source.name in boxes}
-        if node in shown and node_kind(node) in _FUSED and "int8" in before and before <= {"int8", "quantizer"}:
-            boxes[node.name] = replace(boxes[node.name], kind="int8", detail=f"{node_kind(node)}, in the same kernel")
-    return boxes, list(dict.fromkeys(edges))
+    kernels = _kernels([node for node in drawn if node in shown], shown)
+    head = {member.name: members[0].name for members in kernels.values() for member in members}
+    last = {members[-1] for members in kernels.values()}
+    boxes = {}
+    for node in drawn:  # a kernel has the place of its last operation: all of its inputs come before
+        if node.name not in head:
+            boxes[node.name] = _box([node], node in shown, block)
+        elif node in last:
+            first = head[node.name]
+            boxes[first] = _box(kernels[first], True, block)
+    joined = ((head.get(a, a), head.get(b, b)) for a, b in edges)
+    return boxes, list(dict.fromkeys(edge for edge in joined if edge[0] != edge[1]))
+
+
+def _kernels(nodes: list[fx.Node], shown: set[fx.Node]) -> dict[str, list[fx.Node]]:
+    """Operations of each kernel of several, by the name of the first one.
+
+    BatchNorm and activations fuse with the layer or add before them, and an add with the layer that it alone consumes,
+    if its other input is quantized: that is what the placement leaves the identity's quantizer for.
+    """
+    kernels: dict[str, list[fx.Node]] = {}
+    host: dict[fx.Node, str] = {}
+    for node in nodes:
+        kind = node_kind(node)
+        if kind in WEIGHTED:
+            host[node], kernels[node.name] = node.name, [node]
+            continue
+        sources = [origin for argument in node.all_input_nodes for origin in _origins(argument, shown)]
+        before = [source for source in sources if node_kind(source) != "quantizer"]
+        if kind in _FUSED and len(before) == 1 and before[0] in host and len(before[0].users) == 1:
+            host[node] = host[before[0]]
+            kernels[host[node]].append(node)
+        elif kind == "add":
+            host[node], kernels[node.name] = node.name, [node]
+    return {name: members for name, members in kernels.items() if len(members) > 1}
 
 
 def _paths(node: fx.Node) -> list[str]:
@@ -120,15 +149,18 @@ def _origins(node: fx.Node, shown: set[fx.Node]) -> list[fx.Node]:
     return [origin for source in node.all_input_nodes for origin in _origins(source, shown)]
 
 
-def _box(node: fx.Node, inside: bool, block: str) -> Box:
-    kind = node_kind(node)
+def _box(members: list[fx.Node], inside: bool, block: str) -> Box:
+    """The box of one operation, or of a kernel of several whose first is a layer or an add."""
+    node, kind = members[0], node_kind(members[0])
     if kind == "quantizer":
         quantizer: Any = node_module(node)
         return Box(title=_integers(quantizer), detail=_scale(quantizer), kind="quantizer")
     if kind in {"input", "output"}:
         return Box(title=kind, detail="", kind="outside")
     path = layer_name(node).removeprefix(f"{block}." if inside and block else "")
-    title = shorten(path if node.op == "call_module" else kind, 26)
+    path = path if node.op == "call_module" else kind
+    fused = ["bn" if node_kind(member) == "batch_norm" else node_kind(member) for member in members[1:]]
+    title = " + ".join([shorten(path, max(9, 26 - sum(3 + len(name) for name in fused))), *fused])
     shape = "×".join(map(str, (node.meta.get("shape") or ())[1:]))
     weight: Any = getattr(node_module(node), "weight_quantizer", None) if node.op == "call_module" else None
     if weight is not None:
@@ -138,7 +170,7 @@ def _box(node: fx.Node, inside: bool, block: str) -> Box:
     eight = kind not in WEIGHTED and _between_quantizers(node)
     return Box(
         title=title,
-        detail=f"{kind} {shape}".strip() if title != kind else shape,
+        detail=shape if path == kind else f"{kind} {shape}".strip(),
         kind=_where(inside, "int8" if eight else "float"),
     )
 

@@ -111,7 +111,7 @@ def draw_ceilings(ceilings: Ceilings) -> Figure:
         axes.annotate(
             quantity(low, "B/s"), (3, 3 * low), xytext=(-9, 3), textcoords="offset points", fontsize=8, ha="right"
         )
-        _label_axes(axes, "rate, flop/s")
+        _label_axes(axes, f"rate, {_operation(names)}/s")
         axes.set_title(f"{device.title}{', ' + device.note if device.note else ''}")
         sizes = sorted({s.size for c in ceilings.ceilings if c.name in names for s in c.samples})
         triangles = "; triangles: 3x3 convolutions by channels" if any(m == "^" for *_, m in points) else ""
@@ -160,7 +160,7 @@ def _draw_panel(axes: Axes, roofline: Roofline) -> None:
         axes.scatter(x, y, s=area, color=colour, alpha=0.75, linewidths=0.6, edgecolors=LIGHT["paper"], zorder=3)
     axes.axvline(ridge, color=LIGHT["muted"], linestyle=":", linewidth=1.0, zorder=1)
     axes.annotate(
-        f"slope {quantity(device.bandwidth_bytes_per_s, 'B/s')}\nridge {ridge:.3g} flop/B",
+        f"slope {quantity(device.bandwidth_bytes_per_s, 'B/s')}\nridge {ridge:.3g} {_operation([roofline.precision])}/B",
         (ridge, 0.0),
         xycoords=("data", "axes fraction"),
         xytext=(-4, 4),
@@ -169,7 +169,8 @@ def _draw_panel(axes: Axes, roofline: Roofline) -> None:
         color=LIGHT["muted"],
         ha="right",
     )
-    _label_axes(axes, "rate, flop/s" if roofline.measured_ms is not None else "attainable rate, flop/s")
+    unit = _operation([roofline.precision])
+    _label_axes(axes, f"{'' if roofline.measured_ms is not None else 'attainable '}rate, {unit}/s", unit)
 
 
 def _points(roofline: Roofline) -> dict[tuple[float, float, str], float]:
@@ -229,7 +230,7 @@ def _draw_roofs(
         place = max(math.log(peak / y_low) / math.log(y_high / y_low), lowest)  # names of close levels are moved apart
         lowest = place + _NAME_HEIGHT
         axes.annotate(
-            f"{', '.join(names)}: {quantity(peak, 'flop/s')}",
+            f"{', '.join(names)}: {quantity(peak, _operation(names) + '/s')}",
             (1.0, place),
             xycoords="axes fraction",
             xytext=(4, 0),
@@ -272,8 +273,14 @@ def _time(row: Row) -> float:
     return row.measured_ms or row.least_time_ms or 0.0
 
 
-def _label_axes(axes: Axes, y_label: str) -> None:
-    axes.set_xlabel("arithmetic intensity, flop per byte")
+def _operation(names: Sequence[str]) -> str:
+    """Unit of work of one or several precisions: a floating-point operation is an operation too."""
+    units = {parse_precision(name).operation for name in names}
+    return "op" if "op" in units else "flop"
+
+
+def _label_axes(axes: Axes, y_label: str, unit: str = "flop") -> None:
+    axes.set_xlabel(f"arithmetic intensity, {unit} per byte")
     axes.set_ylabel(y_label)
     plain_ticks(axes.xaxis)
     rate_ticks(axes.yaxis)

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from compress.plots.roofline import rate_ticks
 from compress.plots.style import LIGHT, caption, plain_ticks, styled
 from compress.roofline.counting import Operation, Workload, convolution
-from compress.roofline.devices import Device
+from compress.roofline.devices import Device, parse_precision
 from compress.roofline.model import Roofline, Row, roofline_of
 from compress.roofline.tables import quantity
 
@@ -104,7 +104,7 @@ def draw_convolutions(device: Device, *, precision: str = "int8", batch_size: in
         size: height and width of the maps.
     """
     bandwidth, ridge = device.bandwidth_bytes_per_s, device.ridge_point(precision)
-    peak = device.peak_flops_per_s(precision)
+    peak, unit = device.peak_flops_per_s(precision), parse_precision(precision).operation
     with styled():
         figure = Figure(figsize=(8.6, 5.6), layout="constrained")
         roof, lines = figure.subplots(nrows=2, sharex=True, height_ratios=(1.25, 1))
@@ -123,7 +123,7 @@ def draw_convolutions(device: Device, *, precision: str = "int8", batch_size: in
             _label_channels(lines, x, place_)
         for axes in (roof, lines):
             axes.axvline(ridge, color=LIGHT["muted"], linestyle=":", linewidth=1.0)
-        _name_roof(roof, peak, f"{precision}\n{quantity(peak, 'flop/s')}")
+        _name_roof(roof, peak, f"{precision}\n{quantity(peak, unit + '/s')}")
         roof.annotate(
             f"{quantity(bandwidth, 'B/s')}",
             (3, 3 * bandwidth),
@@ -136,17 +136,17 @@ def draw_convolutions(device: Device, *, precision: str = "int8", batch_size: in
         roof.set_xscale("log")
         roof.set_xlim(x_low, x_high)
         roof.set_ylim(x_low * bandwidth, peak * 2.5)
-        roof.set_ylabel("attainable rate, flop/s")
+        roof.set_ylabel(f"attainable rate, {unit}/s")
         rate_ticks(roof.yaxis)
         roof.set_title(f"{device.title}, {precision}, batch {batch_size}, maps of {size}x{size}")
         lines.set_yticks(range(len(_COLOURS)), list(_COLOURS))
         lines.set_ylim(len(_COLOURS) - 0.5, -0.75)
         lines.grid(visible=False, axis="y")
-        lines.set_xlabel("arithmetic intensity, flop per byte")
+        lines.set_xlabel(f"arithmetic intensity, {unit} per byte")
         plain_ticks(lines.xaxis)
         caption(
             figure,
-            f"Figures above the dots: channels, as many out as in. Left of the dotted ridge ({ridge:.3g} flop/B) a "
+            f"Figures above the dots: channels, as many out as in. Left of the dotted ridge ({ridge:.3g} {unit}/B) a "
             "convolution waits for memory. A wider kernel multiplies the work and not the bytes; more channels do the "
             "same, until the weights outweigh the maps. A depthwise convolution does 9 products a value whatever its "
             "width, and no width makes it use the machine.",
@@ -156,7 +156,7 @@ def draw_convolutions(device: Device, *, precision: str = "int8", batch_size: in
 
 def draw_convolution_shares(device: Device, *, precision: str = "int8", batch_sizes: Sequence[int] = (1, 32)) -> Figure:
     """Share of the peak that each convolution can reach: channels across, map size down, a panel a kind and batch."""
-    peak = device.peak_flops_per_s(precision)
+    peak, unit = device.peak_flops_per_s(precision), parse_precision(precision).operation
     colours = LinearSegmentedColormap.from_list("share", [LIGHT["paper"], LIGHT["sky"], LIGHT["blue"]])
     with styled():
         figure = Figure(figsize=(12.4, 2.5 * len(batch_sizes) + 1.0), layout="constrained")
@@ -179,7 +179,7 @@ def draw_convolution_shares(device: Device, *, precision: str = "int8", batch_si
             axes.set_xlabel("channels")
         caption(
             figure,
-            f"Per cent of {device.title}'s {precision} peak ({quantity(peak, 'flop/s')}) that the roofs allow, for "
+            f"Per cent of {device.title}'s {precision} peak ({quantity(peak, unit + '/s')}) that the roofs allow, for "
             "convolutions with as many channels out as in. 100 = bound by compute. At batch 1, small maps are weights "
             "that are read and hardly used; a batch amortizes them. Depthwise convolutions stay at a few per cent.",
         )

@@ -3,7 +3,7 @@
 A roofline (Williams, Waterman and Patterson, CACM 52(4), 2009) needs two numbers of a device: the operations a second
 at a precision, and the bytes a second of its memory. Many data sheets give the first with 2:4 sparsity only, which is
 twice the rate of a dense network; here dense and 2:4 peaks are separate, and a precision that a device lacks is an
-error, never a guess. An INT8 operation is counted as a flop.
+error, never a guess. Names of attributes say flops for operations on integers too; texts and figures say op.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ class Precision:
     def name(self) -> str:
         """Name such as `int8` or `int8-2:4`."""
         return self.base + SPARSE * self.sparse
+
+    @property
+    def operation(self) -> str:
+        """Unit of work: `op` for integers, `flop` for floating point; either counts a multiply-accumulate as two."""
+        return "op" if self.base.startswith("int") else "flop"
 
     @property
     def bytes_per_element(self) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from compress.roofline.ceilings import Ceilings
+from compress.roofline.ceilings import CONV, Ceilings
 from compress.roofline.device_table import TABLE
-from compress.roofline.devices import PRECISIONS, SPARSE, Device
+from compress.roofline.devices import PRECISIONS, SPARSE, Device, parse_precision
 from compress.roofline.model import Roofline, Row
 from compress.roofline.what_if import WhatIf
 
@@ -53,14 +53,15 @@ def summary_text(roofline: Roofline) -> str:
     device = roofline.device
     size = "x".join(str(n) for n in roofline.input_shapes[0])
     fused = "fused as in an engine" if roofline.fused else "each operation alone"
+    unit = parse_precision(roofline.precision).operation
     lines = [
         f"{roofline.model} on {device.title}, {roofline.precision}, input {size}, {fused}",
-        f"roofs: {quantity(device.peak_flops_per_s(roofline.precision), 'flop/s')}, "
-        f"{quantity(device.bandwidth_bytes_per_s, 'B/s')}; ridge point {_three(roofline.ridge_point)} flop/B "
+        f"roofs: {quantity(device.peak_flops_per_s(roofline.precision), unit + '/s')}, "
+        f"{quantity(device.bandwidth_bytes_per_s, 'B/s')}; ridge point {_three(roofline.ridge_point)} {unit}/B "
         f"({device.source}{'; ' + device.note if device.note else ''})",
-        f"macs {quantity(roofline.macs, 'mac')}, flops {quantity(roofline.flops, 'flop')}, weights "
+        f"macs {quantity(roofline.macs, 'mac')}, {unit}s {quantity(roofline.flops, unit)}, weights "
         f"{quantity(roofline.weight_bytes, 'B')}, activations moved {quantity(roofline.activation_bytes, 'B')}, "
-        f"intensity {_three(roofline.arithmetic_intensity)} flop/B",
+        f"intensity {_three(roofline.arithmetic_intensity)} {unit}/B",
         f"least time {_three(roofline.least_time_ms)} ms, at most {_three(roofline.images_per_s)} images/s, "
         f"{roofline.memory_bound_share:.0%} of the time bound by memory",
     ]
@@ -82,13 +83,24 @@ def rows_text(roofline: Roofline, *, top: int | None = 20) -> str:
     rows = list(roofline.rows)
     if top is not None:
         rows = sorted(rows, key=lambda row: -(row.measured_ms or row.least_time_ms or float("inf")))[:top]
-    measured = roofline.measured_ms is not None
-    headers = ["layer", "kind", "macs", "weights", "activations", "flop/B", "attainable", "bound", "least ms", "share"]
+    measured, unit = roofline.measured_ms is not None, parse_precision(roofline.precision).operation
+    headers = [
+        "layer",
+        "kind",
+        "macs",
+        "weights",
+        "activations",
+        f"{unit}/B",
+        "attainable",
+        "bound",
+        "least ms",
+        "share",
+    ]
     headers += ["measured ms", "of roof"] * measured
-    return table(headers, (_row_cells(row, roofline.least_time_ms, measured=measured) for row in rows))
+    return table(headers, (_row_cells(row, roofline.least_time_ms, unit, measured=measured) for row in rows))
 
 
-def _row_cells(row: Row, total_ms: float, *, measured: bool) -> list[str]:
+def _row_cells(row: Row, total_ms: float, unit: str, *, measured: bool) -> list[str]:
     share = row.least_time_ms / total_ms if row.least_time_ms is not None and total_ms else None
     cells = [
         row.name,
@@ -97,7 +109,7 @@ def _row_cells(row: Row, total_ms: float, *, measured: bool) -> list[str]:
         quantity(row.weight_bytes, "B"),
         quantity(row.activation_bytes, "B"),
         "unknown" if row.arithmetic_intensity is None else _three(row.arithmetic_intensity),
-        quantity(row.attainable_flops_per_s, "flop/s"),
+        quantity(row.attainable_flops_per_s, f"{unit}/s"),
         row.bound,
         "unknown" if row.least_time_ms is None else f"{row.least_time_ms:.4f}",
         "unknown" if share is None else f"{share:.1%}",
@@ -127,7 +139,8 @@ def ceilings_text(ceilings: Ceilings) -> str:
     rows = []
     for c in ceilings.ceilings:
         best = max(c.samples, key=lambda s: s.rate, default=None)
-        rate = quantity(c.rate, "B/s" if c.unit == "bytes/s" else "flop/s") if c.rate is not None else "-"
+        unit = "B" if c.unit == "bytes/s" else parse_precision(c.name.removesuffix(CONV)).operation
+        rate = quantity(c.rate, f"{unit}/s") if c.rate is not None else "-"
         rows.append([c.name, rate, str(best.size) if best and c.rate is not None else "-", c.reason or c.method])
     head = f"{ceilings.title}, {ceilings.threads} threads" if ceilings.threads else ceilings.title
     load = ", load " + " -> ".join(str(v) for v in ceilings.load_average) if ceilings.load_average else ""

@@ -172,15 +172,20 @@ def all_commands(group, prefix=""):
         yield from all_commands(command, f"{name} ") if hasattr(command, "commands") else [prefix + name]
 
 
-@pytest.mark.parametrize(("name", "arguments"), sorted(set(commands_in((ROOT / "README.md").read_text("utf-8")))))
-def test_commands_of_the_readme_are_taken(name, arguments):
+PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *(ROOT / "docs").glob("*.md")]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), sorted({one for page in PAGES for one in commands_in(page.read_text("utf-8"))})
+)
+def test_commands_of_the_pages_are_taken(name, arguments):
     command, name, arguments = command_of(name, arguments)
     command.make_context(name, arguments)  # parses, and runs nothing
 
 
-def test_every_command_is_in_the_readme():
-    readme = commands_in((ROOT / "README.md").read_text("utf-8"))
-    assert {command_of(name, arguments)[1] for name, arguments in readme} == set(all_commands(get_command(app)))
+def test_every_command_is_on_the_page_of_commands():
+    page = commands_in((ROOT / "docs" / "commands.md").read_text("utf-8"))
+    assert {command_of(name, arguments)[1] for name, arguments in page} == set(all_commands(get_command(app)))
 
 
 @pytest.mark.parametrize("name", ["", "inspect", "build", "qat"])

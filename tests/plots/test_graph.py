@@ -26,11 +26,25 @@ def test_a_residual_block_shows_what_is_quantized(qmodel):
     kinds = {name: box.kind for name, box in boxes.items()}
     assert kinds["block1_conv1"] == kinds["block1_conv2"] == kinds["add"] == "int8"
     assert kinds["maxpool"] == kinds["block2_conv1"] == "outside"
-    assert boxes["block1_relu"].detail == "relu, in the same kernel"
+    assert (boxes["block1_conv1"].title, boxes["add"].title) == ("conv1 + relu", "add + relu")
+    assert not {"block1_relu", "block1_relu_1"} & set(boxes)
     assert [box.title for box in boxes.values() if box.kind == "quantizer"] == ["uint8", "int8", "uint8"]
     assert {b for a, b in edges if a == "maxpool"} == {"block1_conv1", "add"}
     _, edges = block_graph(qmodel.graph, "block2")
     assert {b for a, b in edges if a == "quantizers_block1_relu_1"} == {"block2_conv1", "block2_downsample_0"}
+
+
+def test_the_residual_add_is_in_the_kernel_of_its_layer_where_the_target_fuses_it():
+    """TensorRT: conv + add + ReLU are one kernel, as the identity alone is quantized."""
+    qmodel = insert_quantizers(TinyResNet(), torch.randn(2, 3, 16, 16), QuantSpec(target="tensorrt"))
+    boxes, edges = block_graph(qmodel.graph, "block2")
+    kernels = {name: box for name, box in boxes.items() if box.kind == "int8"}
+    titles = {box.title for box in kernels.values()}
+    assert titles == {"conv1 + relu", "conv2 + add + relu", "downsample.0"}
+    into = [boxes[a].kind for a, b in edges if b == "block2_conv2"]
+    assert into == ["quantizer", "quantizer"] and not any(box.kind == "float" for box in boxes.values())
+    order = list(boxes)
+    assert all(order.index(a) < order.index(b) for a, b in edges)
 
 
 def test_a_png_is_drawn(qmodel):

@@ -150,7 +150,7 @@ def test_measured_roofs_are_drawn():
     figure = draw_ceilings(ceilings)
     assert overlapping_texts(figure) == []
     texts = " ".join(t.get_text() for t in figure.findobj(Text))
-    assert "int8: 300 Gflop/s" in texts
+    assert "int8: 300 Gop/s" in texts
     assert "fp32: 90 Gflop/s" in texts  # the faster of both kernels is the roof
     assert "20 GB/s" in texts
 
