@@ -1,7 +1,7 @@
 """MkDocs hooks: pages show figures and name files of the repository that lie outside docs/.
 
-A page links `../results/x.png` or `../examples/x.py`, which works where the repository is browsed. In the site, figures are
-taken along, and a link to any other file becomes its path in code type, as the file is not part of the site.
+A page links `../results/x.png` or `../examples/x.py`, which works where the repository is browsed. In the site, figures
+are taken along, and a link to any other file becomes its path in code type, as the file is not part of the site.
 """
 
 from __future__ import annotations

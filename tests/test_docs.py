@@ -49,7 +49,7 @@ def test_a_recipe_of_a_page_is_taken(page, block, tmp_path):
     """Whole recipes and single sections alike: every key has a default."""
     (tmp_path / "recipe.yaml").write_text(block)
     recipe = load_recipe(tmp_path / "recipe.yaml")
-    assert all(recipe.as_dict()[key] is not None for key in yaml.safe_load(block) if key != "base")
+    assert all(getattr(recipe, key) is not None for key in yaml.safe_load(block) if key != "base")
 
 
 def test_fenced_blocks_are_python_recipes_or_commands():

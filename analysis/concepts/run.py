@@ -68,8 +68,8 @@ def draw_calibration() -> Figure:
         figure.axes[0].set_ylabel("values in a bin")
         caption(
             figure,
-            "One tensor, two widths; the legend gives the range that each calibrator chooses and the signal to noise of "
-            "the quantized values. Values right of a line are clipped to it; values left of it are rounded to steps of "
+            "One tensor, two widths; the legend gives the range that each calibrator chooses and the signal to noise "
+            "of the quantized values. Values right of a line are clipped to it; values left of it are rounded to steps of "
             "amax / 255 or amax / 15. With 8 bits the steps are fine and clipping costs most; with 4 bits the steps "
             "cost most, and a range that clips the tail is better.",
         )
@@ -87,7 +87,7 @@ def draw_two_four() -> Figure:
         _weight(right, weight, mask)
         left.set_title("dense")
         kept = float((weight * mask).abs().sum() / weight.abs().sum())
-        right.set_title(f"2:4, {kept:.0%} of the magnitude kept")
+        right.set_title(f"2:4, {100 * kept:.0f} % of the magnitude kept")
         caption(
             figure,
             "Of every four weights along the input channels (between the lines) the two of least magnitude become "

@@ -159,8 +159,9 @@ def _draw_panel(axes: Axes, roofline: Roofline) -> None:
         colour, area = LIGHT[KIND_COLOURS[name]], 12 + 1500 * time_ms / total
         axes.scatter(x, y, s=area, color=colour, alpha=0.75, linewidths=0.6, edgecolors=LIGHT["paper"], zorder=3)
     axes.axvline(ridge, color=LIGHT["muted"], linestyle=":", linewidth=1.0, zorder=1)
+    unit = _operation([roofline.precision])
     axes.annotate(
-        f"slope {quantity(device.bandwidth_bytes_per_s, 'B/s')}\nridge {ridge:.3g} {_operation([roofline.precision])}/B",
+        f"slope {quantity(device.bandwidth_bytes_per_s, 'B/s')}\nridge {ridge:.3g} {unit}/B",
         (ridge, 0.0),
         xycoords=("data", "axes fraction"),
         xytext=(-4, 4),
@@ -169,7 +170,6 @@ def _draw_panel(axes: Axes, roofline: Roofline) -> None:
         color=LIGHT["muted"],
         ha="right",
     )
-    unit = _operation([roofline.precision])
     _label_axes(axes, f"{'' if roofline.measured_ms is not None else 'attainable '}rate, {unit}/s", unit)
 
 

@@ -152,9 +152,9 @@ def test_resume_says_what_it_finds(compress, monkeypatch, tmp_path):
 
 
 def commands_in(text):
-    """(command, its arguments) of each `python -m compress` line; words after two spaces explain it."""
+    """(command, its arguments) of each `python -m compress` line; words after two spaces or # explain it."""
     for line in re.findall(r"^python -m compress +(.*)$", text, flags=re.MULTILINE):
-        for one in line.split(" | "):
+        for one in re.sub(r"\s+#\s.*", "", line).split(" | "):
             name, _, rest = one.partition(" ")
             yield name, tuple(re.split(r"\s{2,}", rest.strip())[0].split())
 
