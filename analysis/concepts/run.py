@@ -69,8 +69,8 @@ def draw_calibration() -> Figure:
         caption(
             figure,
             "One tensor, two widths; the legend gives the range that each calibrator chooses and the signal to noise "
-            "of the quantized values. Values right of a line are clipped to it; values left of it are rounded to steps of "
-            "amax / 255 or amax / 15. With 8 bits the steps are fine and clipping costs most; with 4 bits the steps "
+            "of the quantized values. Values right of a line are clipped to it; values left of it are rounded to steps "
+            "of amax / 255 or amax / 15. With 8 bits the steps are fine and clipping costs most; with 4 bits the steps "
             "cost most, and a range that clips the tail is better.",
         )
     return figure

@@ -76,9 +76,9 @@ def draw(
         _steps(steps, ratios)
         caption(
             figure,
-            "Left: two cores of an AMD EPYC (AVX512-VNNI), digits at 64 px, each engine with the file made for it. Middle: "
-            "one NVIDIA H100, random weights, 224 px, fp16 = torch.compile with cuDNN's search in one CUDA graph. Right: "
-            "one NVIDIA H200, eager, bf16, batch 128.",
+            "Left: two cores of an AMD EPYC (AVX512-VNNI), digits at 64 px, each engine with the file made for it. "
+            "Middle: one NVIDIA H100, random weights, 224 px, fp16 = torch.compile, cuDNN's search, one CUDA graph. "
+            "Right: one NVIDIA H200, eager, bf16, batch 128.",
         )
     return figure
 
