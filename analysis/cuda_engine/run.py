@@ -148,7 +148,9 @@ def _network(plan: Path, arguments: Any, row: Report, jobs: int, built: list[Bui
 def _check(program: Program, x: dict[str, Tensor], row: Report) -> None:
     """Every step against exact arithmetic."""
     found = differences(program.executor, x)
+    stepped = {name: value.clone() for name, value in program.executor.run(x).items()}
     row["check"] = {
+        "graph_equal": all(torch.equal(value, stepped[name]) for name, value in program.run(x).items()),
         "compared": len(found),
         "codes": sum(d.codes for d in found),
         "differing": sum(d.differing for d in found),

@@ -72,13 +72,14 @@ def main() -> None:
     parser.add_argument("--data", help="folder of CIFAR-10; the digits of scikit-learn without it")
     parser.add_argument("--weights", type=Path, help="trained float weights of ResNet-20")
     parser.add_argument("--images", type=int, help="training images at most")
+    parser.add_argument("--parts", nargs="+", default=list(_PARTS), choices=list(_PARTS))
     parser.add_argument("--engine", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="its options")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     study = Study(arguments)
-    for part in (_speeds, _accuracies):
+    for part in arguments.parts:
         try:
-            part(study)
+            _PARTS[part](study)
         except Exception:
             study.add({"failed": traceback.format_exc()[-1500:]})
 
@@ -142,6 +143,9 @@ def _accuracy(study: Study, name: str, model: nn.Module, device: str | None) -> 
         row |= {engine_name: found.top1, f"{engine_name}_s": round(time.monotonic() - start, 1)}
     path.unlink()
     study.add(row)
+
+
+_PARTS = {"speeds": _speeds, "accuracies": _accuracies}
 
 
 if __name__ == "__main__":

@@ -115,6 +115,7 @@ class Program:
         """Give the executor the fastest way of each step, measured where the plan does not know it; their names."""
         signatures = [signature(step, self.layout) for step in self.layout.steps]
         known = [plan.get(text) or "" if plan is not None else "" for text in signatures]
+        known = [name if name in {w.name for w in way} else "" for way, name in zip(ways, known, strict=True)]
         unknown = [len(way) > 1 and not name for way, name in zip(ways, known, strict=True)]
         if plan is not None and any(unknown):
             tried = [

@@ -13,6 +13,9 @@ _NAMES = {
     torch.float64: "f64", torch.int32: "i32", torch.int64: "i64", torch.bool: "bool",
 }  # fmt: skip
 
+FLOAT_KERNEL = "torch in "
+"""Name of a kernel that computes a product of codes in floating point, before its type."""
+
 
 def runtime_layer(step: Step, layout: Layout, kernel: str) -> RuntimeLayer:
     """A step as a layer.
@@ -24,14 +27,16 @@ def runtime_layer(step: Step, layout: Layout, kernel: str) -> RuntimeLayer:
     """
     kind = step.op if isinstance(step, Operation) else type(step).__name__
     return RuntimeLayer(
-        name=step.name, kind=kind, precision=precision(step, layout),
+        name=step.name, kind=kind, precision=precision(step, layout, kernel),
         output_precisions=tuple(dtype_name(name, layout) for name in step.writes), kernel=kernel,
         original_names=step.origins,
     )  # fmt: skip
 
 
-def precision(step: Step, layout: Layout) -> str:
+def precision(step: Step, layout: Layout, kernel: str) -> str:
     """Type in which a step computes: that of its products; of a step that only moves, that of what it moves."""
+    if isinstance(step, Product) and kernel.startswith(FLOAT_KERNEL):
+        return kernel.removeprefix(FLOAT_KERNEL)
     if isinstance(step, (Product, Attention, MaxPool, AveragePool)):
         return "i8"
     if isinstance(step, (Move, Copy)):

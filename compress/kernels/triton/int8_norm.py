@@ -15,8 +15,9 @@ LARGEST_ROW = 16384
 
 
 def layer_norm(
-    x: Tensor, finish: Finish, epsilon: float, outputs: Outputs, *, scale: float = 1.0, zero: int = 0
-) -> None:
+    x: Tensor, finish: Finish, epsilon: float, outputs: Outputs, *, scale: float = 1.0, zero: int = 0,
+    elements: int = 2048, warps: int = 4,
+) -> None:  # fmt: skip
     """Launch a normalization of rows.
 
     Args:
@@ -26,11 +27,12 @@ def layer_norm(
         outputs: what is written.
         scale: of the codes that are read; 1 for values.
         zero: of the codes that are read.
+        elements: of a program, at least those of a row.
+        warps: of a program.
     """
     rows, channels = x.shape
     block = triton.next_power_of_2(channels)
-    tile = max(1, min(16, 2048 // block))
-    warps = 4 if tile * block <= 4096 else 8
+    tile = max(1, min(16, elements // block))
     _norm_kernel[(triton.cdiv(rows, tile),)](
         x, finish.vectors, outputs, finish.numbers, rows, channels, x.stride(0), epsilon, scale, float(zero),
         finish.kind, tile, block, num_warps=warps,

@@ -134,3 +134,46 @@ def _average_kernel(
         scaled, scaled, row.to(tl.int64), row < rows, first_column, channels, vectors, outputs, numbers, KIND,
         False, ROWS, CHANNELS, CHANNELS,
     )  # fmt: skip
+
+
+def image_mean(x: Tensor, finish: Finish, outputs: Outputs, columns: int, *, zero: int = 0) -> None:
+    """Launch the average over whole images, with many pixels of a few channels under way at a time.
+
+    Args:
+        x: int8 (N, C, H, W), any strides with neighbouring channels.
+        finish: of `finish_of`, on the device; its factor is that of the sum over an image.
+        outputs: what is written.
+        columns: channels of a program.
+        zero: code of 0.
+    """
+    images, channels, height, width = x.shape
+    pixels = min(64, triton.next_power_of_2(height * width))
+    _mean_kernel[(images, triton.cdiv(channels, columns))](
+        x, finish.vectors, outputs, finish.numbers, channels, Steps(x.stride(0), x.stride(2), x.stride(3)),
+        height * width, width, zero, finish.kind, pixels, columns,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["size", "width", "x_zero"])
+def _mean_kernel(
+    x_ptr, vectors, outputs, numbers, channels, step, size, width, x_zero,
+    KIND: tl.constexpr, PIXELS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    image = tl.program_id(0)
+    first_column = tl.program_id(1) * COLUMNS
+    column = first_column + tl.arange(0, COLUMNS)
+    inside = (column < channels)[None, :]
+    x_ptr += image.to(tl.int64) * step.image
+    total = tl.zeros([COLUMNS], dtype=tl.int32)
+    for first in range(0, size, PIXELS):
+        pixel = first + tl.arange(0, PIXELS)
+        at = (pixel // width) * step.row + (pixel % width) * step.pixel
+        there = (pixel < size)[:, None] & inside
+        codes = tl.load(x_ptr + at[:, None] + column[None, :], mask=there, other=0).to(tl.int32)
+        total += tl.sum(codes, axis=0)
+    total = (total - x_zero * size).to(tl.float32)[None, :]
+    row = image.to(tl.int64) + tl.arange(0, 1)
+    finish_tile(
+        total, total, row, row >= 0, first_column, channels, vectors, outputs, numbers, KIND,
+        False, 1, COLUMNS, COLUMNS,
+    )  # fmt: skip

@@ -4,12 +4,16 @@ import numpy as np
 import pytest
 import torch
 
+from compress.engines.cuda.exactness import differences
 from compress.engines.cuda.executor import Executor, bind_reference
 from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
+from compress.engines.cuda.plan.steps import Product
+from compress.engines.cuda.runtime_layers import FLOAT_KERNEL, runtime_layer
 from tests.engines.cuda.qdq import Builder
 from tests.kernels.interpreter import interpreted
 
+CPU = torch.device("cpu")
 CASES = (
     "activations",
     "residuals of int8",
@@ -70,6 +74,34 @@ def test_products_by_descriptors_only_where_they_write_nothing_but_their_own_cha
     layout = lay_out(make_plan(path, batch_size=64))
     names = [way.name for step in layout.steps for way in candidates(step, layout, Bindings(torch.device("cpu"), {}))]
     assert any("pointwise" in name for name in names) == bool(count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_whose_results_are_values_may_be_computed_in_floating_point(tmp_path, dtype):
+    """Not those that are quantized again, nor where it is refused; and the layer says so."""
+    pytest.importorskip("triton")
+    from compress.engines.cuda.bind import Bindings, candidates
+
+    b = Builder((2, 8, 6, 5), unsigned=True)
+    y = b.quantize(b.op("Relu", b.conv(b.quantize("input"), 8, groups=8, padding=(0, 1, 1, 0))))
+    y = b.op("Transpose", b.conv(y, 8, 5, padding=2, groups=8), perm=[0, 2, 3, 1])
+    norm = [b.constant(b.rng.standard_normal(8).astype(np.float32)) for _ in range(2)]
+    y = b.quantize(b.op("LayerNormalization", y, *norm, axis=-1))
+    path = b.save(tmp_path / "m.onnx", b.linear(y, 5))
+    layout = lay_out(make_plan(path, batch_size=2, dtype=dtype))
+    ways = [candidates(step, layout, Bindings(CPU, {})) for step in layout.steps]
+    found = [[w for w in way if w.name.startswith(FLOAT_KERNEL)] for way in ways]
+    products = [i for i, step in enumerate(layout.steps) if isinstance(step, Product)]
+    assert [len(found[i]) for i in products] == [0, 1, 1]
+    refused = [candidates(step, layout, Bindings(CPU, {}, floats=False)) for step in layout.steps]
+    assert not any(way.name.startswith(FLOAT_KERNEL) for step in refused for way in step)
+    executor = Executor(layout, [bind_reference(step, layout, CPU) for step in layout.steps], CPU)
+    for i in products[1:]:
+        executor.runners[i] = found[i][0].run
+    wrong = [d for d in differences(executor, {"input": torch.from_numpy(b.x)}) if d.wrong]
+    assert not wrong
+    layer = runtime_layer(layout.steps[products[1]], layout, found[products[1]][0].name)
+    assert layer.precision == layer.output_precisions[0] == {torch.float16: "f16", torch.bfloat16: "bf16"}[dtype]
 
 
 def test_no_operation_reads_a_tensor_of_the_device_on_the_host(tmp_path):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from compress.engines.cuda.bind import others, products
 from compress.engines.cuda.bind.common import Bindings
+from compress.engines.cuda.bind.floats import float_product
 from compress.engines.cuda.executor import Candidate
 from compress.engines.cuda.plan.layout import Copy, Layout
 from compress.engines.cuda.plan.stem import PackImage
@@ -52,4 +53,5 @@ def candidates(step: Step, layout: Layout, bindings: Bindings) -> list[Candidate
         layout: of the plan.
         bindings: what steps keep on the device.
     """
-    return _KINDS[type(step)](step, layout, bindings)
+    found = _KINDS[type(step)](step, layout, bindings)
+    return found + (float_product(step, layout, bindings) if isinstance(step, (Convolution, Linear)) else [])

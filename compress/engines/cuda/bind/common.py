@@ -21,10 +21,16 @@ class Bindings:
     """The cache of steps on a device, kept from one launch to the next: packed weights, epilogues, workspaces.
 
     Weights are kept by step, so that plans for several batch sizes of one network share them.
+
+    Attributes:
+        device: of the launches.
+        kept: by key.
+        floats: products of codes may be computed in floating point where their results are values.
     """
 
     device: torch.device
     kept: dict[tuple[Any, ...], Any]
+    floats: bool = True
 
     @property
     def capability(self) -> tuple[int, int]:

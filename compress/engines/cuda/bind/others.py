@@ -27,7 +27,7 @@ from compress.kernels.triton.int8_attention import attention
 from compress.kernels.triton.int8_elementwise import Operand, elementwise, look_up
 from compress.kernels.triton.int8_input import pack_image
 from compress.kernels.triton.int8_norm import layer_norm
-from compress.kernels.triton.int8_pool import average_pool, max_pool
+from compress.kernels.triton.int8_pool import average_pool, image_mean, max_pool
 from compress.kernels.triton.int8_product import Geometry
 
 
@@ -74,7 +74,9 @@ def bind_average_pool(step: AveragePool, layout: Layout, bindings: Bindings) -> 
     finish = plain_finish(step, step.out, bindings, factor=factor)
     geometry = Geometry(*step.stride, step.padding[0][0], step.padding[1][0])
 
-    def run(tensors: Tensors) -> None:
+    whole_image = step.kernel == tuple(layout.plan.tensors[step.x.name].shape[2:]) and step.padding == ((0, 0), (0, 0))
+
+    def window(tensors: Tensors) -> None:
         results = Results(step.out, "", tensors, 1)
         average_pool(
             channels_last(tensors[step.x.name]), finish, results.outputs, step.kernel, geometry, (height, width),
@@ -82,7 +84,15 @@ def bind_average_pool(step: AveragePool, layout: Layout, bindings: Bindings) -> 
         )  # fmt: skip
         results.finish()
 
-    return [Candidate("triton average pool", run)]
+    def mean(columns: int) -> Candidate:
+        def run(tensors: Tensors) -> None:
+            results = Results(step.out, "", tensors, 1)
+            image_mean(channels_last(tensors[step.x.name]), finish, results.outputs, columns, zero=grid.zero)
+            results.finish()
+
+        return Candidate(f"triton image mean {columns}", run)
+
+    return [Candidate("triton average pool", window), *(mean(n) for n in (32, 64, 128) if whole_image)]
 
 
 def bind_elementwise(step: Elementwise, layout: Layout, bindings: Bindings) -> list[Candidate]:
@@ -133,15 +143,22 @@ def bind_layer_norm(step: LayerNorm, layout: Layout, bindings: Bindings) -> list
     )  # fmt: skip
     grid = step.x.grid or Grid((1.0,))
 
-    def run(tensors: Tensors) -> None:
-        x = tensors[step.x.name]
-        rows = pixel_rows(x, -1)
-        rows = x.reshape(-1, channels).contiguous() if rows is None else rows
-        results = Results(step.out, "", tensors, -1)
-        layer_norm(rows, finish, step.epsilon, results.outputs, scale=grid.scale[0], zero=grid.zero)
-        results.finish()
+    def candidate(elements: int, warps: int) -> Candidate:
+        def run(tensors: Tensors) -> None:
+            x = tensors[step.x.name]
+            rows = pixel_rows(x, -1)
+            rows = x.reshape(-1, channels).contiguous() if rows is None else rows
+            results = Results(step.out, "", tensors, -1)
+            layer_norm(
+                rows, finish, step.epsilon, results.outputs, scale=grid.scale[0], zero=grid.zero, elements=elements,
+                warps=warps,
+            )  # fmt: skip
+            results.finish()
 
-    return [Candidate("triton layer norm", run)]
+        return Candidate(f"triton layer norm {elements} w{warps}", run)
+
+    sizes = ((2048, 4), (1024, 4), (1024, 2), (512, 1), (1024, 1), (2048, 8)) if channels <= 4096 else ((2048, 8),)
+    return [candidate(*size) for size in sizes]
 
 
 def bind_attention(step: Attention, layout: Layout, bindings: Bindings) -> list[Candidate]:

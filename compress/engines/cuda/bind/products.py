@@ -34,6 +34,9 @@ from compress.kernels.triton.int8_product import (
     workspace,
 )
 
+_OVERLAPPED = 2
+"""Programs for each multiprocessor up to which a launch begins before its predecessor ends: large ones have no gap."""
+
 
 def _product_finish(step: Product, bindings: Bindings) -> Finish:
     e = step.epilogue
@@ -56,6 +59,7 @@ def _product(
     taps: int,
     read: Callable[[Tensors], Tensor],
     axis: int,
+    follows: bool,
 ) -> list[Candidate]:
     """Candidates of the implicit matrix product.
 
@@ -68,6 +72,7 @@ def _product(
         taps: of the filter.
         read: gives the input as (N, C, H, W).
         axis: of the channels in the plan's tensors.
+        follows: a kernel runs right before this one, so that a small launch may begin before that one ends.
     """
     finish = _product_finish(step, bindings)
     zero = step.x.grid.zero if step.x.grid else 0
@@ -76,6 +81,9 @@ def _product(
     e = step.epilogue
 
     def candidate(tile: Tile) -> Candidate:
+        programs = weight.groups * tiles_of(rows, columns // weight.groups, tile) * tile.splits
+        programmatic = follows and programs <= _OVERLAPPED * bindings.multiprocessors
+
         def run(tensors: Tensors) -> None:
             results = Results(e.out, e.residual.name, tensors, axis)
             space = None
@@ -85,7 +93,7 @@ def _product(
                 space = bindings.keep(key, lambda: workspace(bindings.device, count, tile.rows * tile.columns))
             product(
                 read(tensors), weight, finish, results.outputs, columns, geometry, (size[0], size[1]), tile, zero=zero,
-                space=space,
+                space=space, programmatic=programmatic,
             )  # fmt: skip
             results.finish()
 
@@ -94,6 +102,13 @@ def _product(
     channels = weight.codes.shape[-1]
     tiles = product_tiles(rows, channels, columns // weight.groups, taps, weight.groups)
     return [candidate(tile) for tile in tiles]
+
+
+def _follows(step: Product, layout: Layout, bindings: Bindings) -> bool:
+    """True on a GPU that can begin a launch before the one before it ends, if that one is a product too."""
+    index = layout.steps.index(step)
+    before = layout.steps[index - 1] if index else None
+    return bindings.device.type == "cuda" and bindings.capability >= LEAST_CAPABILITY and isinstance(before, Product)
 
 
 def _pointwise(
@@ -171,7 +186,9 @@ def bind_convolution(step: Convolution, layout: Layout, bindings: Bindings) -> l
     def read(tensors: Tensors) -> Tensor:
         return _readable(tensors[step.x.name], room)
 
-    found = _product(step, bindings, weight, cast(Any, shape), geometry, taps, read, 1)
+    found = _product(
+        step, bindings, weight, cast(Any, shape), geometry, taps, read, 1, _follows(step, layout, bindings)
+    )
     flat = taps == 1 and step.stride == (1, 1) and step.padding == NO_PADDING
     return found + (_pointwise(step, layout, bindings, weight, shape[1], (1, 1)) if flat else [])
 
@@ -204,7 +221,8 @@ def bind_linear(step: Linear, layout: Layout, bindings: Bindings) -> list[Candid
 
     columns = shape[step.axis]
     rows = torch.Size(shape).numel() // columns
-    found = _product(step, bindings, weight, (rows, columns, 1, 1), Geometry(), 1, read, step.axis)
+    follows = _follows(step, layout, bindings)
+    found = _product(step, bindings, weight, (rows, columns, 1, 1), Geometry(), 1, read, step.axis, follows)
     return found + _pointwise(step, layout, bindings, weight, columns, (-1, step.axis))
 
 
