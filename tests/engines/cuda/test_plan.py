@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
 from compress.engines.cuda.plan.activation import RELU
+from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
-from compress.engines.cuda.plan.steps import Convolution, Linear
+from compress.engines.cuda.plan.steps import Convolution, LayerNorm, Linear
 from compress.errors import EngineError
 from tests.engines.cuda.qdq import Builder, convnext
 from tests.engines.cuda.running import compare_steps, kinds, run
@@ -165,6 +166,17 @@ def test_a_block_of_convnext_ends_in_one_product(tmp_path):
     assert [step.axis for step in last] == [1, 1]
     assert all(step.epilogue.residual.name for step in last)
     assert (bool(last[0].epilogue.out.codes), bool(last[0].epilogue.out.value)) == (True, True)
+    check(path, b.x, share=3e-3)
+
+
+def test_a_normalization_before_an_image_writes_channels_last(tmp_path):
+    b = Builder((2, 5, 4, 16))
+    norm = [b.constant(b.rng.standard_normal(16).astype(np.float32)) for _ in range(2)]
+    y = b.op("Transpose", b.op("LayerNormalization", "input", *norm, axis=-1), perm=[0, 3, 1, 2])
+    path = b.save(tmp_path / "m.onnx", b.conv(b.quantize(y), 8, 2, 2, 0))
+    layout = lay_out(make_plan(path, batch_size=2))
+    step = next(step for step in layout.steps if isinstance(step, LayerNorm))
+    assert layout.places[step.out.codes].meta().is_contiguous()
     check(path, b.x, share=3e-3)
 
 

@@ -33,6 +33,7 @@ from compress.engines.cuda.plan.steps import (
     Step,
 )
 
+_CHANNELS_LAST = (0, 2, 3, 1)
 _ROW_BYTES = 16  # rows of channels begin at multiples of this
 
 
@@ -206,7 +207,7 @@ class _Layouter:
     def _order(self, name: str, step: Step) -> list[int]:
         """In which order the axes of a result lie."""
         rank = len(self.plan.tensors[name].shape)
-        last = [0, 2, 3, 1]
+        last = list(_CHANNELS_LAST)
         image = isinstance(step, (Convolution, MaxPool, AveragePool)) or (isinstance(step, Linear) and step.axis == 1)
         if rank == 4 and image:
             return last
@@ -223,7 +224,9 @@ class _Layouter:
     def _only_transpose(self, name: str) -> list[int] | None:
         readers = [s for s in self.plan.steps if name in s.reads]
         if len(readers) == 1 and isinstance(readers[0], Move) and readers[0].op == "Transpose":
-            return list(readers[0].attributes.get("perm", ())) or None
+            turned = list(readers[0].attributes.get("perm", ()))
+            image = len(turned) == 4 and self._feeds_image(readers[0].outputs[0])
+            return [turned[axis] for axis in _CHANNELS_LAST] if image else turned or None
         return None
 
     def _feeds_image(self, name: str) -> bool:
