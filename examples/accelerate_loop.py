@@ -12,7 +12,7 @@ from pictures import digits
 import compress
 
 
-def main(epochs=2, **data):
+def main(model=None, epochs=2, **data):
     torch.manual_seed(0)
     accelerator = Accelerator()
     loader, _ = digits(**data)
@@ -24,7 +24,7 @@ def main(epochs=2, **data):
         qat=compress.QATSpec(freeze_batchnorm_epoch=1),
         export_to="accelerate.onnx",
     )
-    qmodel = cycle.begin(torchvision.models.resnet18(num_classes=10))  # your trained model
+    qmodel = cycle.begin(model or torchvision.models.resnet18(num_classes=10))  # your trained model
     optimizer = torch.optim.AdamW(qmodel.parameters(), lr=1e-4)
     model, optimizer, loader = accelerator.prepare(qmodel, optimizer, loader)
     step = 0
@@ -39,10 +39,8 @@ def main(epochs=2, **data):
             optimizer.zero_grad()
             step += 1
             cycle.after_step(step)
-    if accelerator.is_main_process:
-        print(cycle.end())
-    return cycle.export_to
+    return cycle.end() if accelerator.is_main_process else None
 
 
 if __name__ == "__main__":
-    main()
+    print(main())

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import compress
 
 
-def main(epochs=2, **data):
+def main(model=None, epochs=2, **data):
     gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if gpu else "gloo")  # address and rank are in torchrun's environment
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if gpu else torch.device("cpu")
@@ -24,7 +24,7 @@ def main(epochs=2, **data):
         example = dataset[0][0][None]
 
         # Each rank calibrates with its own pictures; the statistics of all ranks are merged, so the scales are equal.
-        model = torchvision.models.resnet18(num_classes=10)  # your trained model
+        model = model or torchvision.models.resnet18(num_classes=10)  # your trained model
         qmodel = compress.quantize(model, example, loader, spec=compress.QuantSpec(target="tensorrt"))
         parallel = DistributedDataParallel(qmodel.to(device).train())
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-4)
@@ -35,11 +35,10 @@ def main(epochs=2, **data):
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-        if dist.get_rank() == 0:
-            print(compress.export_onnx(qmodel.cpu().eval(), example, "ddp.onnx"))
+        return compress.export_onnx(qmodel.cpu().eval(), example, "ddp.onnx") if dist.get_rank() == 0 else None
     finally:
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    print(main())

@@ -16,9 +16,9 @@ from compress.training.loops.lightning import QuantizationCallback
 class Classifier(lightning.LightningModule):
     """Any LightningModule whose network is an attribute; the callback puts the quantized one in its place."""
 
-    def __init__(self):
+    def __init__(self, model):
         super().__init__()
-        self.model = torchvision.models.resnet18(num_classes=10)
+        self.model = model
 
     def training_step(self, batch, _):
         images, targets = batch
@@ -32,11 +32,11 @@ class Classifier(lightning.LightningModule):
         return torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 
 
-def main(epochs=2, **data):
+def main(model=None, epochs=2, **data):
     lightning.seed_everything(0)
     loader, val = digits(**data)
     options = {"max_epochs": epochs, "accelerator": "cpu", "logger": False, "enable_checkpointing": False}
-    module = Classifier()
+    module = Classifier(model or torchvision.models.resnet18(num_classes=10))
     lightning.Trainer(**options).fit(module, loader, val)  # float
 
     cycle = compress.QuantizationCycle(

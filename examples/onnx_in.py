@@ -13,13 +13,13 @@ from pictures import digits
 import compress
 
 
-def main(file=None, epochs=1, **data):
+def main(file=None, model=None, epochs=1, **data):
     torch.manual_seed(0)
     loader, _ = digits(**data)
     example = next(iter(loader))[0][:1]
     if file is None:  # in place of your file
-        network = torchvision.models.resnet18(num_classes=10).eval()
-        file = compress.export_onnx(network, example, "float.onnx", dynamic_batch=True)
+        model = (model or torchvision.models.resnet18(num_classes=10)).eval()
+        file = compress.export_onnx(model, example, "float.onnx", dynamic_batch=True)
 
     # After training: Q/DQ pairs in the file's own graph.
     spec = compress.QuantSpec(target="onnxruntime")
@@ -31,7 +31,7 @@ def main(file=None, epochs=1, **data):
     train(qmodel, loader, lr=1e-5, epochs=epochs)
     trained = compress.export_onnx(qmodel, example, "qat.onnx")
     print(trained, compress.audit_onnx(trained).int8_share)
-    return quantized, trained
+    return trained
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ python examples/timm_finetune.py
 
 import timm
 import torch
-from own_loop import train
+from own_loop import top1, train
 from pictures import digits
 
 import compress
@@ -20,13 +20,13 @@ def main(name="mobilenetv3_small_050", epochs=3, pretrained=False, **data):
     example = next(iter(loader))[0][:1]
     spec = compress.QuantSpec(target="onnxruntime", activations=compress.ActivationSpec(calibrator="entropy"))
     qmodel = compress.quantize(model, example, loader, spec=spec)
-    found = {"float": compress.evaluate(model, val), "ptq": compress.evaluate(qmodel, val)}
+    found = {"float": top1(model, val), "ptq": top1(qmodel, val)}
 
     train(qmodel, loader, lr=1e-5, epochs=1)
     path = compress.export_onnx(qmodel, example, "timm.onnx", dynamic_batch=True)
     with compress.build_engine(path, "onnxruntime") as engine:
-        found["qat, on the engine"] = compress.measure_accuracy(engine, val)
-    print(*(f"{name}: {report}" for name, report in found.items()), sep="\n")
+        found["qat, on the engine"] = 100 * compress.measure_accuracy(engine, val).top1
+    print(*(f"{name}: {percent:.2f} %" for name, percent in found.items()), sep="\n")
     return path
 
 

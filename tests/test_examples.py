@@ -1,0 +1,96 @@
+"""The examples run as they stand, on a few pictures and with a small network; each leaves an INT8 file that runs."""
+
+import importlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+import compress
+from tests.networks import tiny
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+FEW = {"count": 32, "size": 16, "batch_size": 8, "epochs": 1}
+NEEDS = {"timm_finetune": ["timm"], "lightning_qat": ["lightning"], "accelerate_loop": ["accelerate"],
+         "transformers_trainer": ["transformers", "accelerate"]}  # fmt: skip
+ALONE = {
+    "own_task": "tests/tasks/test_example.py",
+    "yolo": "tests/test_detector_losses.py",
+    "pictures": "every example",
+}
+
+
+def made_by(name, monkeypatch, tmp_path, /, **arguments):
+    for package in NEEDS.get(name, []):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.chdir(tmp_path)
+    return Path(importlib.import_module(name).main(**FEW, **arguments))
+
+
+@pytest.mark.parametrize("name", ["own_loop", "lightning_qat", "accelerate_loop", "onnx_in", "ddp"])
+def test_an_example_makes_a_file_that_runs(name, monkeypatch, tmp_path):
+    if name == "ddp":  # as torchrun sets it, for one process
+        for key, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+            monkeypatch.setenv(key, value)
+    path = made_by(name, monkeypatch, tmp_path, model=tiny())
+    check(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("timm_finetune", {"name": "resnet10t"}), ("transformers_trainer", {})]
+)
+def test_an_example_with_a_network_of_its_own(name, arguments, monkeypatch, tmp_path):
+    check(made_by(name, monkeypatch, tmp_path, **arguments))
+
+
+def check(path):
+    assert compress.audit_onnx(path).int8_share > 0.9
+    session = onnxruntime.InferenceSession(path)
+    shape = [side if isinstance(side, int) else 1 for side in session.get_inputs()[0].shape]
+    logits = session.run(None, {session.get_inputs()[0].name: np.zeros(shape, np.float32)})[0]
+    assert logits.shape == (1, 10) and np.isfinite(logits).all()
+
+
+def test_every_example_is_run_by_a_test():
+    source = Path(__file__).read_text()
+    for file in EXAMPLES.glob("*.py"):
+        assert file.stem in ALONE or f'"{file.stem}"' in source, file
+        assert file.name in (EXAMPLES / "README.md").read_text() or file.stem == "pictures"
+    assert all((Path(__file__).parent.parent / test).exists() for test in ALONE.values() if test.endswith(".py"))
+
+
+@pytest.mark.skipif(not (shutil.which("cmake") and shutil.which("c++")), reason="cmake or a C++ compiler is missing")
+def test_the_program_in_cpp_names_the_class_of_the_engine(tmp_path):
+    """Against the libraries of the Python package; those of ONNX Runtime bring no headers."""
+    openvino = pytest.importorskip("openvino")
+    path = compress.export_onnx(tiny().eval(), torch.randn(1, 3, 16, 16), tmp_path / "m.onnx")
+    picture = np.random.default_rng(0).standard_normal((1, 3, 16, 16)).astype(np.float32)
+    picture.tofile(tmp_path / "picture.f32")
+    cmake = Path(openvino.__path__[0]) / "cmake"
+    for command in (
+        [
+            "cmake",
+            "-S",
+            EXAMPLES / "cpp",
+            "-B",
+            tmp_path / "build",
+            f"-DOpenVINO_DIR={cmake}",
+            "-DCMAKE_BUILD_TYPE=Debug",
+        ],
+        ["cmake", "--build", tmp_path / "build"],
+    ):
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    run = [tmp_path / "build" / "classify_openvino", path]
+    done = subprocess.run([*run, tmp_path / "picture.f32"], check=True, capture_output=True, text=True)
+    (logits,) = onnxruntime.InferenceSession(path).run(None, {"input": picture})
+    assert int(done.stdout) == logits.argmax()
+    (tmp_path / "short.f32").write_bytes(b"1234")
+    refused = subprocess.run([*run, tmp_path / "short.f32"], capture_output=True, text=True)
+    assert refused.returncode == 2 and "must hold 768 float32 numbers" in refused.stderr
+    assert sys.platform != "linux" or not refused.stdout
