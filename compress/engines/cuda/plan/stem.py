@@ -83,8 +83,7 @@ def _packed(step: Convolution, quantize: Elementwise, tensors: dict[str, PlanTen
     block = taps_y if _holds_whole_filter(step) else move
     out = tensors[step.epilogue.out.names[0]].shape
     blocks_y, blocks_x = -(-taps_y // block), -(-taps_x // block)
-    unit = 4 if block == 1 < taps_x else _ALIGNED
-    vector = -(-block * block * channels // unit) * unit
+    vector = -(-block * block * channels // _ALIGNED) * _ALIGNED
     rows, columns = out[2] - 1 + blocks_y, out[3] - 1 + blocks_x
     images = tensors[step.x.name].shape[0]
     packed, view = f"{step.x.name}/packed", f"{step.x.name}/rows"
