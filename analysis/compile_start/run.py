@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from analysis.common.qat_variants import DEVICE, NETWORKS, fast_arithmetic, finish, images, machine, pretrained, trained
 from analysis.common.study import Row, command_line, study_parser
 from compress.files import write_json
-from compress.qat_fusion.regions import Region, compile_regions
+from compress.qat_fusion.regions import Region, compile_regions, few_guards
 
 PARTS = ("whole", "regions", "float")
 
@@ -83,7 +83,7 @@ def measured(name: str, way: str, backend: str) -> Row:
 
         def compiler(run: Any) -> Any:
             functions.append(run)
-            return torch.compile(run, dynamic=False, backend=backend)
+            return torch.compile(run, dynamic=False, backend=backend, options={"guard_filter_fn": few_guards})
 
         call = compile_regions(call, compiler)
     parts = sum(isinstance(module, Region) for module in call.modules())

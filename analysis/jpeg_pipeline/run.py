@@ -143,7 +143,7 @@ class Study:
         qmodel = compress.quantize(model, x[:2], [x], spec=spec)
         qat = QATSpec(
             epochs=len(names), lr=1e-4, distill=False, evaluate_every=len(names), compile=self.arguments.compile,
-            precision="bf16", fused="on",
+            precision="bf16", fused="on", cuda_graphs=self.arguments.cuda_graphs,
         )  # fmt: skip
         report = fit(qmodel, DataSet(order, by_gpu.val), qat, batch_size=BATCH, folder=None, device=DEVICE)
         for name, row in zip(names, report.history, strict=True):
@@ -177,17 +177,21 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=15, help="of the rows that are not for fewer")
     parser.add_argument("--network", default="resnet50", choices=NETWORKS)
     parser.add_argument("--compile", default="regions", type=lambda word: {"no": False, "whole": True}.get(word, word))
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--cuda-graphs", action="store_true", help="record the passes of a step")
+    parser.add_argument("--only-training", action="store_true", help="leave out the pipeline alone")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     fast_arithmetic()
     study = Study(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        for i, (files, size) in enumerate(SIZES.items()):
+        for i, files in enumerate(arguments.sizes):
             root = Path(folder) / str(i)
-            bytes_each = write_folder(root, size, arguments.images)
-            study.same(root, files)
-            study.alone(root, files, bytes_each)
-        for i, files in enumerate(SIZES):
+            bytes_each = write_folder(root, SIZES[files], arguments.images)
+            if not arguments.only_training:
+                study.same(root, files)
+                study.alone(root, files, bytes_each)
+        for i, files in enumerate(arguments.sizes):
             study.train(Path(folder) / str(i), files)
 
 
