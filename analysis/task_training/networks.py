@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from compress.recipe import Recipe, load_recipe
 
-EVALUATIONS, QAT_EVALUATIONS = 4, 2
+EVALUATIONS, QAT_EVALUATIONS = 2, 1
 """During float training and QAT; checkpoints are written as often."""
 
 
@@ -20,17 +20,20 @@ class Network:
         changes: keys of it that differ.
         share: of the GPU's time, relative to those of the others.
         pixels: height and width of the input.
+        until: task of a run at which `--train-only` ends: with the trainings, or, where the weights are too large to
+            come back, with the INT8 files.
     """
 
     base: str
     pixels: tuple[int, int]
     changes: tuple[str, ...] = ()
     share: float = 1.0
+    until: str = "export"
 
 
 NETWORKS: dict[str, Network] = {
-    "retinanet_resnet50_fpn": Network(base="retinanet-bccd", pixels=(384, 512), share=1.3),
-    "fcn_resnet50": Network(base="fcn_resnet50-camvid", pixels=(240, 320), share=1.3),
+    "retinanet_resnet50_fpn": Network(base="retinanet-bccd", pixels=(384, 512), share=1.3, until="mAP"),
+    "fcn_resnet50": Network(base="fcn_resnet50-camvid", pixels=(240, 320), share=1.3, until="mIoU"),
     "deeplabv3_mobilenet_v3_large": Network(
         base="lraspp-camvid", pixels=(360, 480), changes=("model.name=deeplabv3_mobilenet_v3_large",), share=1.1
     ),

@@ -17,11 +17,18 @@ from pathlib import Path
 
 import numpy as np
 
-PIECE, PIECES = int(15.5 * 2**20), 4
+PIECE, FIRST, REST = int(15.5 * 2**20), 3, 4
+"""Bytes of a piece, and how many a first and a second call return."""
 SMALL = 2 * 2**20  # bytes of a file that goes into small.tar.gz
 QUANTIZED = (("ptq.onnx", ""), ("qat.onnx", "ptq.onnx"), ("qat.onnx", ""))
 """Files, and those whose difference is stored where both have the same length."""
-FLOAT = (("float.safetensors", ""), ("train.checkpoint.safetensors", ""), ("qat.checkpoint.safetensors", ""))
+WEIGHTS = (
+    ("float.safetensors", ""),
+    ("ptq.safetensors", ""),
+    ("qat.safetensors", ""),
+    ("train.checkpoint.safetensors", ""),
+    ("qat.checkpoint.safetensors", ""),
+)
 
 Row = tuple[Path, Path | None]
 
@@ -49,13 +56,13 @@ class Packer:
                     tar.add(path, str(path.relative_to(self.runs)))
 
     def weights(self, names: list[str]) -> None:
-        """Write the pieces: the quantized networks, smallest first, then float weights, as many as fit."""
+        """Write the pieces: quantized networks, smallest first, then weights of runs that go on, as many as fit."""
         rows = sorted(self._rows(names, QUANTIZED), key=lambda row: row[0].stat().st_size)
-        rows += sorted(self._rows(names, FLOAT), key=lambda row: row[0].stat().st_size)
+        rows += sorted(self._rows(names, WEIGHTS), key=lambda row: row[0].stat().st_size)
         with ThreadPoolExecutor(8) as pool:
             found = pool.map(_compressed, [row for row in rows if row not in self._packed])
             self._packed |= dict(found)
-        pieces, whole = PIECES * (1 if self.rest is None else 2), io.BytesIO()
+        pieces, whole = FIRST + (0 if self.rest is None else REST), io.BytesIO()
         with tarfile.open(fileobj=whole, mode="w") as tar:
             for path, base in rows:
                 data = self._packed[path, base]
@@ -84,7 +91,7 @@ class Packer:
 
     def _write(self, content: bytes) -> None:
         for number, first in enumerate(range(0, len(content), PIECE)):
-            folder = self.out if number < PIECES or self.rest is None else self.rest
+            folder = self.out if number < FIRST or self.rest is None else self.rest
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"weights.{number}").write_bytes(content[first : first + PIECE])
 

@@ -19,11 +19,13 @@ from compress.training import fit
 from compress.training.evaluate import evaluate
 
 PROBED = 3
-QAT_COST = 4.0
+QAT_COST = 2.5
 """Time of an epoch of QAT in fp32, as a multiple of one of float training in bf16 without CUDA graphs."""
-QAT_SHARE, QAT_EPOCHS = 0.2, (3, 10)
+QAT_SHARE, QAT_EPOCHS = 0.2, (3, 8)
 """Largest share of the time for QAT, and its least and most epochs."""
-BETWEEN_S = 15.0
+SAFE, CHECKPOINT_S = 0.9, 1.0
+"""Share of the time that is planned, and seconds of a checkpoint."""
+BETWEEN_S = 10.0
 """Seconds between the trainings: the trial before the first, calibration, placement."""
 
 
@@ -76,7 +78,8 @@ def planned(recipe: Callable[[int, int, bool], Recipe], whole: int, device: str,
         until: time.time() at which QAT should be done.
     """
     speed = measured(recipe(PROBED, 1, False), device)
-    left = until - time.time() - BETWEEN_S - (EVALUATIONS + QAT_EVALUATIONS + 2) * speed.evaluation
+    stops = EVALUATIONS + QAT_EVALUATIONS + 1
+    left = SAFE * (until - time.time() - BETWEEN_S - stops * (speed.evaluation + CHECKPOINT_S))
     graphs = speed.recorded is not None and speed.recorded < speed.plain
     one = speed.recorded if graphs and speed.recorded is not None else speed.plain
     of_qat = QAT_COST * speed.plain

@@ -10,7 +10,7 @@ import torch
 
 from analysis.task_training.networks import NETWORKS, recipe_of
 from analysis.task_training.plan import decoded, planned
-from analysis.task_training.turns import Turn, granted
+from analysis.task_training.turns import TrainingsOverError, Turn, granted
 from compress.pipeline import early, run
 from compress.pipeline.steps import export
 from compress.recipe import Recipe, load_recipe
@@ -29,7 +29,11 @@ def collect(folder: Path, out: Path) -> list[Path]:
 
 
 def recipe_in_turn(arguments: argparse.Namespace, device: str) -> Recipe:
-    """Wait for the GPU, and return the recipe whose trainings fit into the network's time on it."""
+    """Wait for the GPU, and return the recipe whose trainings fit into the network's time on it.
+
+    cuDNN's search over all algorithms takes half a minute for a network, which does not pay off in two minutes.
+    """
+    torch.backends.cudnn.benchmark_limit = 1
     export.SQNR_IMAGES = 2  # it runs on the CPU, for a figure that this study does not show
     early.LONG_TRAINING = 10**12  # the trial of the export takes seconds, which the GPU would stand still
 
@@ -66,6 +70,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=150)
     parser.add_argument("--qat-epochs", type=int, default=10)
     parser.add_argument("--in-turn", action="store_true", help="wait for `together` to give the GPU, and the epochs")
+    parser.add_argument("--train-only", action="store_true", help="end after the trainings; the run folder goes on")
     parser.add_argument("--pixels", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"))
     parser.add_argument("--engines", nargs="+", default=["openvino", "onnxruntime"])
     parser.add_argument("--resident", action="store_true", help="keep the decoded pictures on the device")
@@ -82,14 +87,13 @@ def main() -> None:
         recipe = recipe_in_turn(arguments, device)
     else:
         recipe = _recipe(arguments, arguments.epochs, arguments.qat_epochs, arguments.set)
+    until = NETWORKS[arguments.network].until if arguments.train_only else None
+    turn = Turn(arguments.runs, arguments.network if arguments.in_turn else None, until)
     try:
-        run(
-            recipe,
-            "qat",
-            folder,
-            resume=resume,
-            progress=Turn(arguments.runs, arguments.network if arguments.in_turn else None),
-        )
+        run(recipe, "qat", folder, resume=resume, progress=turn)
+    except TrainingsOverError:
+        print("trained", flush=True)
+        return
     finally:
         if arguments.out is not None and folder.is_dir():
             collect(folder, arguments.out / arguments.network)

@@ -3,7 +3,8 @@
 A process on a GPU that another one uses too waits at each synchronization for the other's share of time, and detectors
 synchronize often. So one network at a time has the GPU, from the measurement of its speed to the end of QAT; its files
 are written and judged on the CPU while the next one trains. Each has a share of the time that is left; what one does
-not need, because it has trained as long as its recipe says, the later ones get.
+not need, because it has trained as long as its recipe says, the later ones get. Small networks, whose steps take the
+host longer than the GPU, may have it two at a time (`--lanes`).
 """
 
 from __future__ import annotations
@@ -71,15 +72,17 @@ class Finished:
         self.packer.weights(names)
 
 
-def train(running: Running, runs: Path, finished: Finished, *, gpu_until: float, deadline: float) -> None:
-    """Give the GPU to one network after the other, and wait for all of them."""
-    names = list(running)
+def train(names: list[str], running: Running, runs: Path, *, gpu_until: float, deadline: float) -> None:
+    """Give the GPU to one network of a lane after the other."""
     for i, name in enumerate(names):
         shares = [NETWORKS[one].share for one in names[i:]]
         grant(runs, name, time.time() + max(0.0, gpu_until - time.time()) * shares[0] / sum(shares))
         while running[name].poll() is None and not handed_on(runs, name) and time.time() < deadline:
-            finished.look()
             time.sleep(0.2)
+
+
+def wait(running: Running, finished: Finished, deadline: float) -> None:
+    """Wait for all processes, and pack what each leaves."""
     while any(process.poll() is None for process in running.values()) and time.time() < deadline:
         finished.look()
         time.sleep(0.2)
@@ -113,10 +116,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--camvid", required=True)
     parser.add_argument("--bccd", required=True)
-    parser.add_argument("--out", type=Path, required=True, help="takes small.tar.gz and the first four pieces")
+    parser.add_argument("--out", type=Path, required=True, help="takes small.tar.gz and the first three pieces")
     parser.add_argument("--rest", type=Path, help="takes up to four more pieces, for a second call to fetch")
     parser.add_argument("--runs", type=Path, default=Path("runs/task_training"))
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS)[:6], choices=sorted(NETWORKS))
+    parser.add_argument("--lanes", type=int, default=1, help="networks that have the GPU at the same time")
+    parser.add_argument("--train-only", action="store_true", help="leave files and engines to a later call of run")
     parser.add_argument("--budget-s", type=float, default=400.0, help="seconds for everything")
     parser.add_argument("--last-s", type=float, default=45.0, help="of these for the last network's files and packing")
     parser.add_argument("--more", nargs=argparse.REMAINDER, default=[], help="arguments of analysis.task_training.run")
@@ -125,11 +130,17 @@ def main() -> None:
     running: Running = {}
     for name in arguments.networks:
         data = arguments.camvid if NETWORKS[name].base.endswith("camvid") else arguments.bccd
-        running[name] = start(name, data, runs, arguments.more)
+        more = ["--train-only", *arguments.more] if arguments.train_only else arguments.more
+        running[name] = start(name, data, runs, more)
     finished = Finished(running, Packer(runs, arguments.out, arguments.rest))
     deadline = began + arguments.budget_s - 10
+    gpu_until = began + arguments.budget_s - arguments.last_s
+    lanes = [arguments.networks[i :: arguments.lanes] for i in range(arguments.lanes)]
     try:
-        train(running, runs, finished, gpu_until=began + arguments.budget_s - arguments.last_s, deadline=deadline)
+        with ThreadPoolExecutor(arguments.lanes) as pool:
+            for lane in lanes:
+                pool.submit(train, lane, running, runs, gpu_until=gpu_until, deadline=deadline)
+            wait(running, finished, deadline)
     finally:
         end(running)
         finished.close()

@@ -37,22 +37,29 @@ def handed_on(runs: Path, name: str) -> bool:
     return (runs / f"{name}.off").is_file()
 
 
+class TrainingsOverError(Exception):
+    """Ends a run after its trainings; it goes on from its folder, on any machine."""
+
+
 class Turn(NoProgress):
     """Prints the notes of a run, such as the figures of an epoch, and hands the GPU on when the export begins.
 
     Args:
         runs: folder of the files.
         name: of the network; None = it has the GPU for itself.
+        until: beginning of the name of the task at which the run ends; None = it does not.
     """
 
-    def __init__(self, runs: Path, name: str | None) -> None:
-        self.runs, self.name = runs, name
+    def __init__(self, runs: Path, name: str | None, until: str | None = None) -> None:
+        self.runs, self.name, self.until = runs, name, until
 
     def start(self, task: str, total: int, *, done: int = 0) -> None:
         """Print that a task begins; with the export the trainings are over."""
         print(time.strftime("%H:%M:%S"), f"{task} begins", flush=True)
         if task == "export" and self.name is not None:
             hand_on(self.runs, self.name)
+        if self.until is not None and task.startswith(self.until):
+            raise TrainingsOverError
 
     def note(self, text: str) -> None:
         """Print a line with the time."""
