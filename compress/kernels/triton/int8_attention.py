@@ -1,9 +1,10 @@
 """Attention of codes for inference: softmax(scale q k) on a grid, times v, in one kernel.
 
-The quantizer after the softmax needs the whole row's sum before it can round, so keys are read twice: once for the
-largest score and the sum, once for the rounded probabilities and their product with the values. Scores never reach
-memory. Products of codes are computed by the half-precision tensor cores, which hold codes exactly, and are summed in
-float32: exact below 2^24, which 1,000 keys do not reach.
+The quantizer after the softmax needs the whole row's sum before it can round. Where one step holds all keys, scores
+stay in registers meanwhile; else keys are read twice: once for the largest score and the sum, once for the rounded
+probabilities and their product with the values. Scores never reach memory. Products with values are computed by the
+half-precision tensor cores, which hold codes exactly, and are summed in float32: exact below 2^24, which 1,000 keys do
+not reach.
 """
 
 # ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
@@ -60,7 +61,8 @@ def attention(
     _attention_kernel[(triton.cdiv(length, queries), batch * heads)](
         q, k, v, mask, finish.vectors, Outputs(None, codes, value), finish.numbers, heads, length, size, depth, width,
         *steps, factor * _LOG2_E, _LOG2_E, 1.0 / probability, float(limits[0]), float(limits[1]), finish.kind,
-        queries, keys, max(16, triton.next_power_of_2(depth)), max(16, triton.next_power_of_2(width)), num_warps=warps,
+        queries, keys, max(16, triton.next_power_of_2(depth)), max(16, triton.next_power_of_2(width)),
+        size <= keys, num_warps=warps,
     )  # fmt: skip
 
 
@@ -69,31 +71,29 @@ def _scores(q, k_ptr, key, depth_at, k_step, depth, size, mask_ptr, mask_step, f
     """Scores of a block of keys in base 2; minus infinity where there is no key."""
     there = (depth_at < depth)[:, None] & (key < size)[None, :]
     k = tl.load(k_ptr + depth_at[:, None] * k_step[2] + key[None, :] * k_step[3], mask=there, other=0)
-    scores = tl.dot(q, k.to(tl.float16), out_dtype=tl.float32) * factor
+    if q.dtype == tl.int8:
+        scores = tl.dot(q, k, out_dtype=tl.int32).to(tl.float32) * factor
+    else:
+        scores = tl.dot(q, k.to(tl.float16), out_dtype=tl.float32) * factor
     if mask_ptr is not None:
         scores += tl.load(mask_ptr + key[None, :] * mask_step[3], mask=(key < size)[None, :], other=0.0) * mask_factor
     return tl.where((key < size)[None, :], scores, float("-inf"))
 
 
 @triton.jit
-def _attention_kernel(
-    q_ptr, k_ptr, v_ptr, mask_ptr, vectors, outputs, numbers, heads, length, size, depth, width,
-    q_step, k_step, v_step, mask_step, codes_step, value_step, score, mask_score, to_probability, p_low, p_high,
-    KIND: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+def _mixed(p, v_ptr, key, column, v_step, size, inside, sums):
+    """`sums` with the products of a block of rounded probabilities and its values."""
+    there = (key < size)[:, None] & inside[None, :]
+    v = tl.load(v_ptr + key[:, None] * v_step[2] + column[None, :] * v_step[3], mask=there, other=0)
+    return tl.dot(p.to(tl.float16), v.to(tl.float16), sums, out_dtype=tl.float32)
+
+
+@triton.jit
+def _in_two_passes(
+    q, k_ptr, v_ptr, depth_at, column, k_step, v_step, depth, size, inside, rows_ptr, mask_step, score, mask_score,
+    to_probability, p_low, p_high, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    image = (tl.program_id(1) // heads).to(tl.int64)
-    head = (tl.program_id(1) % heads).to(tl.int64)
-    query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    depth_at = tl.arange(0, DEPTH)
-    there = (query < length)[:, None] & (depth_at < depth)[None, :]
-    q_ptr += image * q_step[0] + head * q_step[1]
-    q = tl.load(q_ptr + query[:, None] * q_step[2] + depth_at[None, :] * q_step[3], mask=there, other=0).to(tl.float16)
-    k_ptr += image * k_step[0] + head * k_step[1]
-    v_ptr += image * v_step[0] + head * v_step[1]
-    rows_ptr = mask_ptr
-    if mask_ptr is not None:
-        last = tl.minimum(query, length - 1)
-        rows_ptr = mask_ptr + image * mask_step[0] + head * mask_step[1] + last[:, None] * mask_step[2]
+    """Products with the values, whose keys come in several blocks."""
     largest = tl.full([QUERIES], -1e30, tl.float32)
     total = tl.zeros([QUERIES], dtype=tl.float32)
     for start in range(0, size, KEYS):
@@ -103,16 +103,50 @@ def _attention_kernel(
         total = total * tl.exp2(largest - higher) + tl.sum(tl.exp2(scores - higher[:, None]), axis=1)
         largest = higher
     shift = largest + tl.log2(total)  # exp2(score - shift) is the probability
-    column = tl.arange(0, WIDTH)
-    inside = column < width
     sums = tl.zeros([QUERIES, WIDTH], dtype=tl.float32)
     for start in range(0, size, KEYS):
         key = start + tl.arange(0, KEYS)
         scores = _scores(q, k_ptr, key, depth_at, k_step, depth, size, rows_ptr, mask_step, score, mask_score)
         p = on_integers(tl.exp2(scores - shift[:, None]) * to_probability, p_low, p_high)
-        v_there = (key < size)[:, None] & inside[None, :]
-        v = tl.load(v_ptr + key[:, None] * v_step[2] + column[None, :] * v_step[3], mask=v_there, other=0)
-        sums = tl.dot(p.to(tl.float16), v.to(tl.float16), sums, out_dtype=tl.float32)
+        sums = _mixed(p, v_ptr, key, column, v_step, size, inside, sums)
+    return sums
+
+
+@triton.jit
+def _attention_kernel(
+    q_ptr, k_ptr, v_ptr, mask_ptr, vectors, outputs, numbers, heads, length, size, depth, width,
+    q_step, k_step, v_step, mask_step, codes_step, value_step, score, mask_score, to_probability, p_low, p_high,
+    KIND: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    image = (tl.program_id(1) // heads).to(tl.int64)
+    head = (tl.program_id(1) % heads).to(tl.int64)
+    query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    depth_at = tl.arange(0, DEPTH)
+    there = (query < length)[:, None] & (depth_at < depth)[None, :]
+    q_ptr += image * q_step[0] + head * q_step[1]
+    q = tl.load(q_ptr + query[:, None] * q_step[2] + depth_at[None, :] * q_step[3], mask=there, other=0)
+    if DEPTH < 32:  # too few for the products of integers
+        q = q.to(tl.float16)
+    k_ptr += image * k_step[0] + head * k_step[1]
+    v_ptr += image * v_step[0] + head * v_step[1]
+    rows_ptr = mask_ptr
+    if mask_ptr is not None:
+        last = tl.minimum(query, length - 1)
+        rows_ptr = mask_ptr + image * mask_step[0] + head * mask_step[1] + last[:, None] * mask_step[2]
+    column = tl.arange(0, WIDTH)
+    inside = column < width
+    if WHOLE:
+        key = tl.arange(0, KEYS)
+        scores = _scores(q, k_ptr, key, depth_at, k_step, depth, size, rows_ptr, mask_step, score, mask_score)
+        scores = tl.exp2(scores - tl.maximum(tl.max(scores, axis=1), -1e30)[:, None])
+        p = on_integers(scores * (to_probability / tl.sum(scores, axis=1))[:, None], p_low, p_high)
+        sums = _mixed(p, v_ptr, key, column, v_step, size, inside, tl.zeros([QUERIES, WIDTH], dtype=tl.float32))
+    else:
+        sums = _in_two_passes(
+            q, k_ptr, v_ptr, depth_at, column, k_step, v_step, depth, size, inside, rows_ptr, mask_step, score,
+            mask_score, to_probability, p_low, p_high, QUERIES, KEYS, WIDTH,
+        )  # fmt: skip
     y, steps = finished(
         sums, sums, tl.load(vectors.factor), tl.load(vectors.bias), vectors, column, inside, numbers, KIND
     )

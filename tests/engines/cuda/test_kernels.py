@@ -22,6 +22,7 @@ CASES = (
     "stem",
     "small stem",
     "transformer",
+    "wide heads",
     "convnext",
 )
 

@@ -30,6 +30,8 @@ from compress.kernels.triton.int8_norm import layer_norm
 from compress.kernels.triton.int8_pool import average_pool, image_mean, max_pool
 from compress.kernels.triton.int8_product import Geometry
 
+_WHOLE_KEYS = 256
+
 
 def bind_pack_image(step: PackImage, layout: Layout, bindings: Bindings) -> list[Candidate]:
     """Candidates of packing the input."""
@@ -188,7 +190,11 @@ def bind_attention(step: Attention, layout: Layout, bindings: Bindings) -> list[
 
         return Candidate(f"triton attention {queries}x{keys} w{warps}", run)
 
-    return [candidate(*sizes) for sizes in ((64, 64, 4), (128, 64, 8), (64, 128, 4), (32, 64, 2), (128, 128, 8))]
+    found = [(64, 64, 4), (128, 64, 8), (64, 128, 4), (32, 64, 2), (128, 128, 8)]
+    whole = max(16, 1 << (lengths[-1] - 1).bit_length())
+    if whole <= _WHOLE_KEYS:  # all scores of a program stay in registers
+        found = [(64, whole, 8), (64, whole, 4), (32, whole, 4), (128, whole, 8), *found]
+    return [candidate(*sizes) for sizes in found]
 
 
 def bind_copy(step: Copy, layout: Layout, bindings: Bindings) -> list[Candidate]:
