@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute, TraceError
@@ -45,6 +46,9 @@ class _Known:
     def __float__(self) -> float:
         return float(self.tracer.known(self))
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.array(self.tracer.known(self), dtype)
+
 
 class _KnownProxy(_Known, fx.Proxy):
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -52,14 +56,22 @@ class _KnownProxy(_Known, fx.Proxy):
         self.node = _call(with_item, (self, key, value), {}).node
 
     def __getattr__(self, k: str) -> _KnownAttribute:
+        _check_attribute(k)
         return _KnownAttribute(self, k)
 
 
 class _KnownAttribute(_Known, Attribute):
     def __getattr__(self, k: str) -> Any:
+        _check_attribute(k)
         if (self.attr, k) == ("device", "type"):  # an autocast asks for it; devices stay symbolic
             return self.tracer.sized(self.root).device.type
         return _KnownAttribute(self, k)
+
+
+def _check_attribute(name: str) -> None:
+    """Refuse what NumPy looks for before it calls `__array__`; a proxy seems to have every attribute."""
+    if name.startswith("__array_"):
+        raise AttributeError(name)
 
 
 class Values:
@@ -156,12 +168,19 @@ def answered(root: nn.Module) -> Iterator[None]:
     tensors = {name: _recorded(name) for name in _MAKERS} | {name: _limits(name) for name in ("finfo", "iinfo")}
     tensors |= {name: _unchecked(name) for name in _CHECKS} | {"is_tensor": _is_tensor}
     before = {name: getattr(torch, name) for name in tensors}
+    scripted = torch.jit.isinstance
+
+    def is_instance(value: Any, kind: Any) -> bool:
+        return bool(scripted(value.tracer.value_of(value) if isinstance(value, _Known) else value, kind))
+
     try:
         for place, name, function in changed:
             place[name] = function
         vars(torch).update(tensors)
+        vars(torch.jit)["isinstance"] = is_instance
         yield
     finally:
+        vars(torch.jit)["isinstance"] = scripted
         vars(torch).update(before)
         for place, name, _ in changed:
             del place[name]

@@ -16,7 +16,7 @@ import itertools
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,10 +75,13 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
     unknown = [path for path in asked if path not in dict(model.named_modules())]
     if unknown:
         raise ModelError(f"leaves names modules that the model does not have: {', '.join(unknown)}; give their paths")
-    graph_module = _graph_of(model, inputs, asked)
-    result = propagate_shapes(graph_module, inputs)
-    _check_equal(model, graph_module, inputs, reference, result)
-    return _with_training(model, graph_module, inputs)
+
+    def checked(found: fx.GraphModule) -> fx.GraphModule:
+        result = propagate_shapes(found, inputs)
+        _check_equal(model, found, inputs, reference, result)
+        return found
+
+    return _with_training(model, _graph_of(model, inputs, asked, checked), inputs)
 
 
 def _with_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
@@ -109,19 +112,28 @@ def _check_names(model: nn.Module) -> None:
         )
 
 
-def _graph_of(model: nn.Module, inputs: tuple[Tensor, ...], asked: dict[str, str]) -> fx.GraphModule:
-    """Trace without values; if that fails, with known shapes; if that fails too, with untraceable modules as leaves."""
+def _graph_of(
+    model: nn.Module,
+    inputs: tuple[Tensor, ...],
+    asked: dict[str, str],
+    checked: Callable[[fx.GraphModule], fx.GraphModule],
+) -> fx.GraphModule:
+    """Trace without values; if that fails, with known shapes; if that fails too, with untraceable modules as leaves.
+
+    A trace without values may end with a graph that computes something else: `isinstance(x, Tensor)` is false for
+    symbolic values there. So `checked` raises where a graph is not the model, and the next way is tried.
+    """
     for buffers in (False, True):
         with contextlib.suppress(Exception):
-            return _graph_module(model, Tracer(asked, inputs, buffers=buffers).trace(model), asked)
+            return checked(_graph_module(model, Tracer(asked, inputs, buffers=buffers).trace(model), asked))
     try:
-        return _with_shapes(model, inputs, asked)
+        return checked(_with_shapes(model, inputs, asked))
     except Exception as error:
         known = error
     with contextlib.suppress(Exception):
-        return _with_shapes(model, inputs, asked, buffers=True)
+        return checked(_with_shapes(model, inputs, asked, buffers=True))
     try:
-        return _with_leaves(model, inputs, asked, concrete=False)
+        return checked(_with_leaves(model, inputs, asked, concrete=False))
     except ModelError:
         if isinstance(known, ModelError):
             raise known from known.__cause__  # tracing with shapes got further, so its reason is the better one

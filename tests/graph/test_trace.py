@@ -1,6 +1,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -143,7 +144,22 @@ def divides_by_a_size(self, x):  # as correlations of optical flow do
     return y / torch.sqrt(torch.tensor(y.shape[1]))
 
 
-FORWARDS = [made_of_sizes, length_of_a_batch, asks_for_types, shifts_channels, divides_by_a_size]
+def takes_another_way_without_a_tensor(self, x):  # as MONAI's UNets do with an optional skip connection
+    if torch.jit.isinstance(x, torch.Tensor) and isinstance(x, torch.Tensor):
+        return self.conv(x)
+    return x
+
+
+def sizes_as_an_array(self, x):  # as MONAI's SwinUNETR does
+    if (np.array(x.shape[2:]) % 2 == 0).all():
+        return x
+    return self.conv(x)
+
+
+FORWARDS = [
+    *(made_of_sizes, length_of_a_batch, asks_for_types, shifts_channels, divides_by_a_size),
+    *(takes_another_way_without_a_tensor, sizes_as_an_array),
+]
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
