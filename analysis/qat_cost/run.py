@@ -21,8 +21,9 @@ from compress.files import write_json
 
 PAIR = ("float", "fused")
 OTHERS = ["resnet18", "mobilenet_v2", "vgg16", "vit_s"]
-FAMILIES = ["resnet50", "regnet_y_3_2gf", "efficientnet_v2_s", "mobilenet_v3_large", "convnext_tiny", "vit_s", "swin_t"]
+FAMILIES = ["resnet50", "regnet_y_3_2gf", "convnext_tiny", "vit_s", "efficientnet_v2_s", "mobilenet_v3_large", "swin_t"]
 FAMILIES += ["densenet121", "mobilenet_v2", "resnet18"]
+FAMILY_VARIANTS = ("float", "fused", "fused-int8", "folded")
 TOOLS = ("torch-ops", "modelopt", "pytorch-quantization")
 CASES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("resnet50", "bf16", "eager", ("float", "fused", "plain")),
@@ -44,6 +45,8 @@ CASES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("tiny", "fp32", "calibration", ("max", "entropy")),
 )
 """Network, precision, mode and variants, in the order in which they are measured."""
+FAMILY_CASES = tuple((n, "bf16", m, FAMILY_VARIANTS) for m in ("compiled", "graphs", "eager") for n in FAMILIES)
+"""Those of `--families`."""
 NEEDED_S = {"eager": 8.0, "compiled": 45.0, "graphs": 45.0, "calibration": 10.0}
 """Seconds that a variant needs; with compilation, until one has been measured."""
 
@@ -153,6 +156,7 @@ def main() -> None:
     parser = study_parser(__doc__, out="results/h200")
     parser.add_argument("--budget-s", type=float, default=110.0, help="seconds for all cases")
     parser.add_argument("--only", nargs="+", default=[], metavar="CASE", help="such as resnet50/bf16/compiled, tiny")
+    parser.add_argument("--families", action="store_true", help="ten networks, four variants, three modes")
     parser.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="such as float fused")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each variant, in turn")
     parser.add_argument("--repeats", type=int, default=10, help="steps of a round")
@@ -167,9 +171,10 @@ def main() -> None:
     signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, arguments.budget_s)
     asked = arguments.only or [name for name in NETWORKS if name != "tiny"]
-    case: tuple[str, str, str, tuple[str, ...]] = CASES[0]
+    cases = FAMILY_CASES if arguments.families else CASES
+    case: tuple[str, str, str, tuple[str, ...]] = cases[0]
     try:
-        for case in CASES:
+        for case in cases:
             wanted = tuple(v for v in case[3] if not arguments.variants or v in arguments.variants)
             alone = wanted == ("float",) and arguments.variants != ["float"]
             if "/".join(case[:3]).startswith(tuple(asked)) and wanted and not alone:
