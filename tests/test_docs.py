@@ -36,6 +36,31 @@ def test_the_page_of_the_library_lists_every_public_name():
     assert len(listed) == len(compress._HOMES)
 
 
+ELSEWHERE = {
+    "build_tensorrt": "tests/engines/tensorrt",
+    "from_pytorch_quantization": "tests/interop/test_pytorch_quantization.py",
+    "run": "tests/pipeline/test_run.py",
+    "search": "tests/search/test_front.py",
+    "SearchSpec": "tests/search/test_front.py",
+    "Front": "tests/search/test_front.py",
+}
+"""Names whose example takes long or needs an extra: it is shown, and these tests run the function."""
+
+
+def test_every_public_name_has_an_example_that_runs():
+    """In a page or the README, whose Python is run by tests, or in its docstring, as a doctest."""
+    run = "".join(
+        block
+        for page in (ROOT / "README.md", *DOCS.glob("*.md"))
+        for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    )
+    names = set(re.findall(r"compress\.(\w+)", run)) | set(ELSEWHERE)
+    documented = {name for name in compress._HOMES if ">>>" in (getattr(compress, name).__doc__ or "")}
+    assert set(compress._HOMES) == names & set(compress._HOMES) | documented
+    shown = (DOCS / "api.md").read_text()
+    assert all((ROOT / test).exists() and f"compress.{name}" in shown for name, test in ELSEWHERE.items())
+
+
 @pytest.mark.parametrize(
     ("page", "block"),
     [
