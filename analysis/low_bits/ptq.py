@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--limit", type=int, help="number of test pictures")
     o = parser.parse_args()
+    o.out.mkdir(parents=True, exist_ok=True)
     file = o.out / "ptq.jsonl"
     rows: list[Row] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     done = {(row["network"], row["bits"], row["method"]) for row in rows}

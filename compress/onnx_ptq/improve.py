@@ -50,7 +50,7 @@ class Improved:
     def finish(self, index: Index) -> None:
         """Write these parameters into the graph of an index; in place."""
         for place, value in self.later:
-            _write(index, place, value)
+            write_parameter(index, place, value)
 
 
 def improve_file(
@@ -86,7 +86,7 @@ def improve_file(
                 continue
             middle = torch.zeros_like(new) if middle is None else middle
             if old is None or not torch.equal(old, middle):
-                place = _write(index, place, middle.detach())
+                place = write_parameter(index, place, middle.detach())
             if not torch.equal(middle, new):
                 later.append((place, new.detach()))
     replaced = {made.origin[name] for name in prepared.relu6}
@@ -124,7 +124,7 @@ def file_names(made: Converted, index: Index) -> dict[str, str]:
     return found
 
 
-def _write(index: Index, place: Place, value: Tensor) -> Place:
+def write_parameter(index: Index, place: Place, value: Tensor) -> Place:
     """Give a node of the file a parameter of its own, and return the place where it is now."""
     node = next(node for node in index.graph.node if node.name == place.node)
     reads = node.input[place.input] if place.input < len(node.input) else ""

@@ -8,7 +8,7 @@ folding touches stay as they are.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import TensorProto
+from torch import nn
 
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError, QuantizationError
@@ -34,6 +35,8 @@ from compress.onnx_ptq.read import read_onnx_graph
 from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file, unknown_to_runtime
 from compress.onnx_ptq.save import save_model
 from compress.onnx_ptq.shapes import inferred, open_batch
+from compress.onnx_ptq.to_torch.network import OPSET
+from compress.onnx_ptq.trained import write_trained
 from compress.onnx_ptq.write import insert_pairs
 from compress.progress import Progress
 from compress.quantization.calibration.calibrate import check_batches
@@ -74,6 +77,7 @@ def quantize_onnx(
     *,
     spec: QuantSpec | None = None,
     out: Path | str | None = None,
+    trained: nn.Module | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Quantize a float ONNX file; see `quantize_onnx_file`, which also returns the decisions.
@@ -81,7 +85,7 @@ def quantize_onnx(
     Returns:
         The new file.
     """
-    return quantize_onnx_file(path, batches, spec=spec, out=out, progress=progress).path
+    return quantize_onnx_file(path, batches, spec=spec, out=out, trained=trained, progress=progress).path
 
 
 def quantize_onnx_file(
@@ -90,6 +94,7 @@ def quantize_onnx_file(
     *,
     spec: QuantSpec | None = None,
     out: Path | str | None = None,
+    trained: nn.Module | None = None,
     progress: Progress | None = None,
 ) -> QuantizedFile:
     """Insert Q/DQ pairs into the graph of a float ONNX file; the file itself is not changed.
@@ -100,6 +105,8 @@ def quantize_onnx_file(
             file in its order, which a target may follow, or mappings by the names of the inputs.
         spec: target and rules, which match the names of nodes; None = `QuantSpec()`, target TensorRT.
         out: file to write, whole or not at all; None = `<name>.int8.onnx` beside the file.
+        trained: `quantize(from_onnx(path), ..., spec=spec)` after training: its parameters and ranges are written into
+            the file's own graph, and nothing is calibrated; of `batches` the first is needed, for comparisons.
         progress: is informed of each batch.
 
     Raises:
@@ -118,14 +125,12 @@ def quantize_onnx_file(
     original = load_source(path)
     target = _target(original.path, out)
     pieces = feeds(batches, inputs_of_file(original))
-    first = next(pieces, None)
-    if first is None:
-        raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
-    source, notes = canonical(original, opset=_opset_for(spec, original))
+    first = _first(pieces)
+    source, notes = canonical(original, opset=max(_opset_for(spec, original), OPSET if trained is not None else 0))
     if notes:
         _compare(original, source, first, unknown_to_runtime(Index(source)))
-    improved = Improved()
-    if methods(spec):
+    fine_tuned, improved = None if trained is None else write_trained(source, trained, first), Improved()
+    if fine_tuned is None and methods(spec):
         every = [first, *pieces]
         improved, pieces = improve_file(source, every, spec, progress=progress), iter(every[1:])
     index, shapes, types = inferred(source, first)
@@ -133,16 +138,23 @@ def quantize_onnx_file(
     reading = read_onnx_graph(index, shapes, types, unknown)
     placement = place(reading.view, spec)
     total = len(batches) if isinstance(batches, Sized) else 0
-    session = FloatSession(source, watched_tensors(placement))
-    calibration = calibrate_graph(
-        session, reading, placement, itertools.chain([first], pieces), total=total, progress=progress
-    )
+    if fine_tuned is None:
+        session, images = FloatSession(source, watched_tensors(placement)), itertools.chain([first], pieces)
+        calibration = calibrate_graph(session, reading, placement, images, total=total, progress=progress)
+    else:
+        calibration = fine_tuned.ranges(placement)
     improved.finish(index)
     insert_pairs(index, types, reading, placement, calibration.amax)
     _for_target(source, types, spec.only_target)
-    drop_unread(source.proto.graph)
-    save_model(source, target)
-    return QuantizedFile(path=target, placement=placement, calibration=calibration, notes=(*notes, *improved.notes))
+    path, notes = save_model(source, target), [*notes, *improved.notes]
+    return QuantizedFile(path=path, placement=placement, calibration=calibration, notes=tuple(notes))
+
+
+def _first(pieces: Iterator[Arrays]) -> Arrays:
+    first = next(pieces, None)
+    if first is None:
+        raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
+    return first
 
 
 def _check_methods(spec: QuantSpec) -> None:
@@ -223,3 +235,4 @@ def _for_target(source: SourceFile, types: Types, target: str) -> None:
         integer_biases(proto)
     del proto.graph.value_info[:]
     proto.graph.value_info.extend(own)
+    drop_unread(proto.graph)

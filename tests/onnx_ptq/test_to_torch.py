@@ -9,7 +9,7 @@ import torch
 from onnx import helper
 
 import compress
-from compress.errors import ModelError
+from compress.errors import ModelError, QuantizationError
 from compress.models import ModelSpec, build_model
 from compress.quantization.report import placement_of
 from compress.quantization.spec import TARGETS, QuantSpec
@@ -101,3 +101,45 @@ def test_sides_that_the_file_leaves_open(tmp_path):
 def test_a_recipe_with_a_file_takes_no_other_weights():
     with pytest.raises(ModelError, match="its own weights"):
         build_model(ModelSpec(name="net.onnx", weights="w.safetensors"), num_classes=10)
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_fine_tuned_network_returns_into_its_file(tmp_path, name, target):
+    torch.manual_seed(1)
+    x, spec, file = torch.randn(8, 3, 16, 16), QuantSpec(target=target), tmp_path / "float.onnx"
+    export(made(name), file, folded=name != "resnet")
+    qmodel = compress.quantize(compress.from_onnx(file, x), x, [x], spec=spec)
+    optimizer = torch.optim.SGD(qmodel.parameters(), 0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        qmodel.train()(x).square().mean().backward()
+        optimizer.step()
+    compress.calibrate(qmodel.eval(), [x])
+    out = compress.quantize_onnx(file, [x], spec=spec, out=tmp_path / "int8.onnx", trained=qmodel)
+    before, after = (onnx.load(path).graph for path in (file, out))
+    assert [v.name for v in after.input] == [v.name for v in before.input]
+    assert [v.name for v in after.output] == [v.name for v in before.output]
+    layers = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
+    assert {n.name for n in after.node if n.op_type in layers} == {n.name for n in before.node if n.op_type in layers}
+    x = torch.randn(8, 3, 16, 16)
+    with torch.no_grad():
+        expected, untrained = qmodel(x).numpy(), made(name).eval()(x).numpy()
+    found = run(out, x.numpy())
+    error = np.square(found - expected).mean()
+    assert error < 1e-3 * np.square(expected).mean()  # 30 dB: engines round the sums of INT8 in another order
+    assert error < 0.05 * np.square(untrained - expected).mean()  # and it is the trained network
+
+
+def test_a_trained_network_of_another_file_or_specification_is_refused(tmp_path):
+    x, file = torch.randn(2, 3, 16, 16), tmp_path / "float.onnx"
+    network = compress.from_onnx(export(made("shuffled"), file), x)
+    qmodel = compress.quantize(network, x, [x], spec=QuantSpec(target="tensorrt"))
+    for spec, other, text in (
+        (QuantSpec(target="onnxruntime"), qmodel, "Give the specification"),
+        (QuantSpec(target="tensorrt"), compress.quantize(made("gated"), x, [x]), "Train the network"),
+        (QuantSpec(target="tensorrt"), network, "not a model that compress quantized"),
+    ):
+        with pytest.raises(QuantizationError, match=text):
+            compress.quantize_onnx(file, [x], spec=spec, trained=other)
+    assert [path.name for path in tmp_path.iterdir()] == ["float.onnx"]

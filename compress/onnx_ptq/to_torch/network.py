@@ -83,7 +83,7 @@ def converted(source: SourceFile, feed: Arrays) -> Converted:
     index, shapes, types = inferred(source, feed)
     builder = _built(index, shapes, types, _wider(source, feed))
     network = fx.GraphModule(builder.root, builder.graph, class_name="OnnxNetwork").eval()
-    _compare(source, network, feed)
+    compare_network(source, network, feed)
     return Converted(network=network, origin=builder.origin, path=builder.path, places=builder.places)
 
 
@@ -157,8 +157,12 @@ def _compound(builder: Builder, found: Compound) -> Any:
     return builder.call(_FUNCTIONS[found.kind], builder.tensor(found.input))
 
 
-def _compare(source: SourceFile, network: fx.GraphModule, feed: Arrays) -> None:
-    """Refuse a network that computes something else than its file."""
+def compare_network(source: SourceFile, network: fx.GraphModule, feed: Arrays) -> None:
+    """Refuse a network that computes something else than its file.
+
+    Raises:
+        ModelError: names the output.
+    """
     names = [value.name for value in source.proto.graph.output]
     expected = FloatSession(source, names).run(feed)
     inputs = [torch.from_numpy(np.asarray(feed[v.name])) for v in source.proto.graph.input if v.name in feed]
