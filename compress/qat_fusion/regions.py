@@ -6,8 +6,9 @@ residual networks and of transformers. Parts with the same operations, settings 
 compiled function; the compiler then meets each kind of part once, with its weights as inputs. Neighbouring parts that
 nothing repeats are one part.
 
-What does not depend on the network's input, such as weights that are quantized in groups, stays outside and is computed
-eagerly, where Triton kernels take many weights in one launch.
+Paths that training leaves out at random (stochastic depth) have another rate in each block; they stay outside as they
+are, and the parts end there. What does not depend on the network's input, such as weights that are quantized in groups,
+stays outside too and is computed eagerly, where Triton kernels take many weights in one launch.
 """
 
 from __future__ import annotations
@@ -15,17 +16,25 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
+from enum import Enum
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from compress.graph.ops import node_kind, node_module
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Makes a compiled function of one whose first argument is a `Region`."""
 
 _STATES = (".training", ".enabled", ".calibrator", "._ready")
 """Attributes of modules that a training may change."""
+
+_APART = ("_parameters", "_buffers", "_modules", "name")
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum)
 
 
 def compile_regions(graph_module: fx.GraphModule, compiler: Compile | None = None) -> fx.GraphModule:
@@ -39,7 +48,7 @@ def compile_regions(graph_module: fx.GraphModule, compiler: Compile | None = Non
         A graph of `Region`s, and of the nodes that do not depend on the input.
     """
     compiler = compiler or (lambda run: torch.compile(run, dynamic=False, options={"guard_filter_fn": few_guards}))
-    parts = [_Part(graph_module, nodes) for nodes in _segments(graph_module.graph)]
+    parts = [_Part(graph_module, nodes) for nodes in _segments(graph_module)]
     often = Counter(part.kind for part in parts)
     functions: dict[Any, Callable[..., Any]] = {}
     graph = fx.Graph()
@@ -113,7 +122,8 @@ class _Part:
         found = [copies[node] for node in self.results]
         self.graph.output(found[0] if len(found) == 1 else tuple(found))
         sizes = tuple(str(node.meta.get("shape")) for node in (*self.inputs, *nodes))
-        self.kind = (self.graph.python_code("self").src, sizes, tuple(map(_settings, self.modules)))
+        targets = tuple(node.target for node in nodes if node.op == "call_function")
+        self.kind = (self.graph.python_code("self").src, targets, sizes, tuple(map(_settings, self.modules)))
 
     def function(self) -> Callable[..., Any]:
         """Return the function of a `Region` and the inputs."""
@@ -123,17 +133,32 @@ class _Part:
 
 
 def _settings(module: nn.Module) -> tuple[Any, ...]:
-    """Return what a compiler would specialize on: classes, plain attributes but names, and sizes of all tensors."""
+    """Return what a compiler would specialize on: classes, attributes but names, and sizes of all tensors."""
     found: list[Any] = []
     for one in module.modules():
-        plain = {k: v for k, v in vars(one).items() if isinstance(v, (bool, int, float, str, tuple, type(None)))}
-        found.append((type(one), repr({k: v for k, v in plain.items() if k != "name"})))
+        own = {k: _value(v) for k, v in vars(one).items() if k not in _APART}
+        found.append((type(one), tuple(sorted(own.items()))))
     tensors = [*module.named_parameters(), *module.named_buffers()]
     return (*found, *((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors))
 
 
-def _segments(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Yield the nodes that depend on the input, cut wherever one value alone is still to be read."""
+def _value(value: Any) -> str:
+    """Return a text that differs where values do; objects that have no such text differ if they are not the same."""
+    if isinstance(value, _PLAIN) or is_dataclass(value):
+        return repr(value)
+    if isinstance(value, (tuple, list, set)):
+        return f"{type(value)}{[_value(one) for one in value]}"
+    if isinstance(value, dict):
+        return str({str(key): _value(one) for key, one in value.items()})
+    return f"{type(value)} {id(value)}"
+
+
+def _segments(graph_module: fx.GraphModule) -> Iterator[list[fx.Node]]:
+    """Yield the nodes that depend on the input, cut wherever one value alone is still to be read.
+
+    Stochastic depth is left out; an empty list is in its place.
+    """
+    graph = graph_module.graph
     dependent: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if node.op == "placeholder" or any(n in dependent for n in node.all_input_nodes):
@@ -146,22 +171,33 @@ def _segments(graph: fx.Graph) -> Iterator[list[fx.Node]]:
         if node.op == "output":
             continue
         live = {other for other in (*live, node) if last[other] > i}
-        if node.op != "placeholder":
+        apart = _is_stochastic_depth(node)
+        if node.op != "placeholder" and not apart:
             segment.append(node)
-            if len(live) == 1:
-                yield segment
-                segment = []
+        if segment and (len(live) == 1 or apart):
+            yield segment
+            segment = []
+        if apart:
+            yield []
     if segment:
         yield segment
 
 
+def _is_stochastic_depth(node: fx.Node) -> bool:
+    if node_kind(node) != "dropout":
+        return False
+    if node.op == "call_module":
+        return not isinstance(node_module(node), _DropoutNd)
+    return getattr(node.target, "__name__", "") == "stochastic_depth"
+
+
 def _merged(root: fx.GraphModule, parts: list[_Part], often: Counter[Any]) -> Iterator[_Part]:
-    """Yield the parts; neighbours that occur once as one."""
-    for once, group in groupby(parts, key=lambda part: often[part.kind] == 1):
+    """Yield the parts that have nodes; neighbours that occur once as one."""
+    for once, group in groupby(parts, key=lambda part: len(part.nodes) and often[part.kind] == 1):
         if once:
             yield _Part(root, [node for part in group for node in part.nodes])
         else:
-            yield from group
+            yield from (part for part in group if part.nodes)
 
 
 def _call(graph: fx.Graph, path: str, part: _Part, known: dict[fx.Node, fx.Node]) -> None:

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torchvision.ops import StochasticDepth
 
 import compress
 from compress.qat_fusion.regions import Region, compile_regions, few_guards
-from compress.quantization.quantizer import quantizers
+from compress.quantization.quantizer import Quantizer, quantizers
+from compress.quantization.spec import Rule, WeightSpec
 from tests.qat_fusion.common import assert_same, gradients, mixed, quantized
 from tests.qat_fusion.test_attention import quantized as quantized_attention
 from tests.qat_fusion.test_attention import vit
@@ -56,6 +58,53 @@ def test_blocks_that_are_alike_share_a_function():
     assert max(alike.count(run) for run in functions) >= 3
     assert len(functions) <= 4 < len(alike)
     assert_same(gradients(parts, qmodel, x), gradients(fused, qmodel, x), rtol=1e-5, atol=1e-6)
+
+
+class Dropping(nn.Module):
+    """A residual block that training leaves out at random."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.block = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
+        self.depth = StochasticDepth(rate, "row")
+
+    def forward(self, x):
+        return torch.relu(x + self.depth(self.block(x)))
+
+
+def dropping():
+    torch.manual_seed(3)
+    blocks = [Dropping(rate) for rate in (0.1, 0.2, 0.3, 0.4)]
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES)
+    ).eval()
+
+
+def test_blocks_whose_rate_of_stochastic_depth_differs_share_a_function():
+    qmodel, x = quantized(dropping)
+    fused = compress.fuse_for_training(qmodel).train()
+    functions = []
+    parts = compile_regions(fused, counting(functions)).train()
+    assert len(functions) < len(regions(parts))
+    found = []
+    for run in (fused, parts):
+        torch.manual_seed(5)
+        found.append(gradients(run, qmodel, x))
+    assert_same(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_of_other_settings_share_nothing():
+    bits = Rule(match="3.*", weights=WeightSpec(num_bits=4))
+    qmodel, x = quantized(deep, rules=(bits,))
+    for graph in (qmodel, compress.fuse_for_training(qmodel)):
+        parts = compile_regions(graph, counting([]))
+        kinds = {}
+        for region in regions(parts):
+            kinds.setdefault(region.run, set()).add(
+                tuple(repr(m.format) for m in region.modules() if isinstance(m, Quantizer))
+            )
+        assert all(len(formats) == 1 for formats in kinds.values())
+        assert_same(gradients(parts, qmodel, x), gradients(graph, qmodel, x), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", [mixed, None])
