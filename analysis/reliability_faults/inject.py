@@ -1,20 +1,21 @@
 """Makes one file operation of a run go wrong: it fails, its file is cut short, or the process dies there.
 
 Every result of a run is written through `compress.files.replacing`: a temporary file is made, written, synchronized and
-renamed. Those three operations are counted; the n-th of them is made to go wrong.
+renamed. Each of those three operations can be made to go wrong.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import torch
@@ -31,41 +32,81 @@ DIED, REFUSED, BROKEN = 9, 2, 1
 WEIGHTS = "*.safetensors"
 
 
-@contextmanager
-def fault(kind: Kind, at: int) -> Iterator[list[str]]:
-    """Make operation `at`, counted from 0, go wrong while the block runs; -1 = none. Yields the operations so far."""
-    seen: list[str] = []
+class Point(NamedTuple):
+    """A file operation of a run.
 
-    def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def operation(*arguments: Any, **options: Any) -> Any:
-            seen.append(name)
-            if len(seen) - 1 == at:
+    Attributes:
+        file: that is written.
+        operation: `create`, `fsync` or `rename`.
+        steps: of the run that were finished before it; several files are written anew after each step.
+    """
+
+    file: str
+    operation: str
+    steps: int
+
+
+@contextmanager
+def faults(
+    out: Path, kind: Kind, chosen: Callable[[Point], bool], die: Callable[[], None] = lambda: os._exit(DIED)
+) -> Iterator[list[Point]]:
+    """Make the chosen operations on files in `out` go wrong while the block runs; yields the operations so far.
+
+    Args:
+        out: folder of the run.
+        kind: what goes wrong; a file is cut short where it is synchronized.
+        chosen: whether an operation goes wrong.
+        die: what the death of the process is.
+    """
+    seen: list[Point] = []
+
+    def operation(name: str, real: Callable[..., Any], file_of: Callable[..., Path | None]) -> Callable[..., Any]:
+        def replaced(*arguments: Any, **options: Any) -> Any:
+            file = file_of(*arguments, **options)
+            if file is None or not file.resolve().is_relative_to(out.resolve()):
+                return real(*arguments, **options)
+            seen.append(point := Point(file.name, name, _finished(out)))
+            if chosen(point) and (kind != "cut" or name == "fsync"):
                 if kind == "dies":
-                    os._exit(DIED)
-                if kind == "cut" and name == "fsync":
+                    die()
+                if kind == "cut":
                     path = Path(f"/proc/self/fd/{arguments[0]}")
                     os.truncate(path, path.stat().st_size // 2)
                 raise OSError(errno.ENOSPC, "No space left on device")
             return real(*arguments, **options)
 
-        return operation
+        return replaced
 
     with (
-        mock.patch.object(tempfile, "mkstemp", counted("create", tempfile.mkstemp)),
-        mock.patch.object(os, "fsync", counted("fsync", os.fsync)),
-        mock.patch.object(Path, "replace", counted("rename", Path.replace)),
+        mock.patch.object(tempfile, "mkstemp", operation("create", tempfile.mkstemp, _created)),
+        mock.patch.object(os, "fsync", operation("fsync", os.fsync, _synchronized)),
+        mock.patch.object(Path, "replace", operation("rename", Path.replace, lambda source, target: Path(target))),
     ):
         yield seen
 
 
-def operations(recipe: Recipe, command: str, out: Path) -> list[str]:
-    """Run undisturbed, and return the names of the file operations in order."""
-    with fault("fails", -1) as seen:
+def _created(suffix: str = "", prefix: str = "", dir: Path | None = None, text: bool = False) -> Path | None:
+    return None if dir is None else Path(dir) / prefix.strip(".")
+
+
+def _synchronized(descriptor: int) -> Path:
+    path = Path(f"/proc/self/fd/{descriptor}").resolve()
+    return path.with_name(path.name.removesuffix(".part").rpartition(".")[0].removeprefix("."))
+
+
+def _finished(out: Path) -> int:
+    state = out / "state.json"
+    return len(json.loads(state.read_text(encoding="utf-8"))["steps"]) if state.is_file() else 0
+
+
+def operations(recipe: Recipe, command: str, out: Path) -> list[Point]:
+    """Run undisturbed, and return the file operations in order."""
+    with faults(out, "fails", lambda point: False) as seen:
         run(recipe, command, out, device="cpu")
     return seen
 
 
-def disturbed(recipe: Recipe, command: str, out: Path, kind: Kind, at: int) -> int:
+def disturbed(recipe: Recipe, command: str, out: Path, kind: Kind, point: Point) -> int:
     """Run in a process of its own with one fault, and return the exit status.
 
     The process is forked from one that has imported everything and computed nothing: after a fork, a process in which
@@ -73,17 +114,17 @@ def disturbed(recipe: Recipe, command: str, out: Path, kind: Kind, at: int) -> i
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    child = context.Process(target=_disturb, args=(recipe, command, out, kind, at, torch.get_num_threads()))
+    child = context.Process(target=_disturb, args=(recipe, command, out, kind, point, torch.get_num_threads()))
     child.start()
     child.join()
     return int(child.exitcode or 0)
 
 
-def _disturb(recipe: Recipe, command: str, out: Path, kind: Kind, at: int, threads: int) -> None:
+def _disturb(recipe: Recipe, command: str, out: Path, kind: Kind, point: Point, threads: int) -> None:
     status = BROKEN
     try:
         torch.set_num_threads(threads)
-        with fault(kind, at):
+        with faults(out, kind, lambda seen: seen == point):
             run(recipe, command, out, device="cpu")
         status = 0
     except (CompressError, OSError):

@@ -28,7 +28,7 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize(("kind", "share"), [("dies", 0.3), ("cut", 0.2)])
 def test_a_run_goes_on_after_a_fault(whole, tmp_path, kind, share):
     seen, expected = whole
-    points = [i for i, name in enumerate(seen) if kind != "cut" or name == "fsync"]
+    points = [point for point in seen if kind != "cut" or point.operation == "fsync"]
     at = points[int(share * len(points))]
     assert disturbed(RECIPE, "train", tmp_path / "run", kind, at) == (DIED if kind == "dies" else REFUSED)
     run(RECIPE, "train", tmp_path / "run", resume=True, device="cpu")
