@@ -46,7 +46,7 @@ def bench(
     """Measure latency, or the stages of `--end-to-end`, and print a table.
 
     Raises:
-        EngineError: nothing could be measured.
+        EngineError: a file could not be measured on any engine; the others are measured and shown.
         RunError: options of `--end-to-end` without it.
         CompressError: as `bench_again` and `bench_end_to_end`.
     """
@@ -62,8 +62,11 @@ def bench(
     with progress() as bars:
         metrics = bench_again(files, spec, progress=bars)
     _show(files, metrics, as_json=as_json)
-    if not any(metric.value is not None for metric in metrics):
+    measured = {metric.variant for metric in metrics if metric.value is not None}
+    if not measured:
         raise EngineError("nothing was measured: no engine could run any of the files; the reasons are above")
+    if lost := [name for name in dict.fromkeys(metric.variant for metric in metrics) if name not in measured]:
+        raise EngineError(f"{', '.join(lost)} was not measured: no engine could run it; the reasons are above")
 
 
 def _show(files: Sequence[Path], metrics: Sequence[Metric], *, as_json: bool) -> None:

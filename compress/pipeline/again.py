@@ -17,13 +17,14 @@ from compress.measure.metric import Metric
 from compress.pipeline.folder import read_state, recipe_of
 from compress.pipeline.network import NetworkFiles, stem
 from compress.pipeline.run import Run
-from compress.pipeline.steps.evaluate import bench
+from compress.pipeline.steps.evaluate import TIMINGS, bench
 from compress.pipeline.steps.float import build_float, float_step
 from compress.pipeline.steps.ptq import ptq_step
 from compress.pipeline.steps.qat import qat_step
 from compress.pipeline.steps.sparse import sparse_step
 from compress.progress import NoProgress, Progress
 from compress.quantization.spec import TARGETS, Target
+from compress.records.summary import family
 from compress.variants import Variant
 
 
@@ -175,7 +176,13 @@ def bench_again(files: Sequence[Path], spec: BenchSpec, *, progress: Progress | 
         RunError: as `networks_of`, or a folder that is of no run.
     """
     folder = read_state(files[0]) if len(files) == 1 and files[0].is_dir() else None
-    metrics = bench(networks_of(files), spec, progress=progress or NoProgress())
+    networks = networks_of(files)
+    metrics = bench(networks, spec, progress=progress or NoProgress())
+
+    def measured_again(old: Metric) -> bool:
+        engine = family(old.engine) in spec.engines and old.batch_size in spec.batch_sizes
+        return engine and old.variant in networks and old.name in TIMINGS
+
     if folder is not None:
-        folder.add_metrics(metrics)
+        folder.add_metrics(metrics, without=measured_again)  # the times of a file that no longer loads are not its own
     return metrics

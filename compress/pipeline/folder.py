@@ -8,7 +8,7 @@ of one folder; it is taken before the folder is looked at.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
@@ -113,9 +113,14 @@ class RunFolder:
         """
         return list(METRICS.read(self.path) or ())
 
-    def add_metrics(self, metrics: list[Metric]) -> None:
-        """Add numbers; a number for the same thing takes the place of the older one."""
-        rows = {_key(m): m for m in self.metrics()} | {_key(m): m for m in metrics}
+    def add_metrics(self, metrics: list[Metric], *, without: Callable[[Metric], bool] = lambda metric: False) -> None:
+        """Add numbers; a number for the same thing takes the place of the older one.
+
+        Args:
+            metrics: the numbers.
+            without: which older numbers are taken out although no new one is for the same thing.
+        """
+        rows = {_key(m): m for m in self.metrics() if not without(m)} | {_key(m): m for m in metrics}
         METRICS.write(self.path, list(rows.values()))
 
 

@@ -33,6 +33,9 @@ from compress.quantization.spec import QuantSpec, Target
 from compress.training import QATSpec
 from compress.variants import Variant
 
+TIMINGS = ("p50_ms", "p90_ms", "p99_ms", "images_per_s", "gpu_p50_ms", "gpu_with_transfers_p50_ms")
+"""Names of the metrics that `bench` measures."""
+
 PROBE_IMAGES = 8
 POOR_PARITY_DB = 20.0
 """Signal to noise of an engine's logits against torch's under which the first layer that differs is looked for."""

@@ -1,0 +1,40 @@
+"""`bench` on a run folder and on files, some of which are damaged. No time is judged."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "pipeline" / "formats" / "run-1"
+QUICK = ("--engine", "onnxruntime", "--batch-size", "2", "--seconds", "0.01")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Path(shutil.copytree(FOLDER, tmp_path / "run"))
+
+
+def times(folder):
+    rows = json.loads((folder / "metrics.json").read_text())
+    timed = [row for row in rows if row["name"] in ("p50_ms", "p99_ms") and row["batch_size"] == 2]
+    return {(row["name"], row["variant"]): row["value"] for row in timed if row["engine"].startswith("onnxruntime")}
+
+
+@pytest.mark.parametrize("content", [b"", b"no graph", "cut"])
+def test_a_damaged_file_of_a_run_is_told_and_its_older_times_are_gone(compress, folder, content):
+    assert compress("bench", str(folder), *QUICK).returncode == 0
+    assert {key for key, value in times(folder).items() if value} >= {("p50_ms", "float"), ("p99_ms", "ptq")}
+    file = folder / "ptq.onnx"
+    file.write_bytes(file.read_bytes()[:2000] if content == "cut" else content)
+    done = compress("bench", str(folder), *QUICK)
+    assert done.returncode == 2 and "ptq was not measured" in done.stderr
+    assert "ptq.onnx" in done.stdout.replace("\n", "")
+    found = times(folder)
+    assert found["p50_ms", "float"] > 0 and found["p99_ms", "float"] > 0
+    assert not any(value for (_, variant), value in found.items() if variant == "ptq")
+
+
+def test_an_engine_that_is_not_here_is_no_failure_where_another_measures_the_file(compress, folder):
+    done = compress("bench", str(folder / "ptq.onnx"), *QUICK, "--engine", "tensorrt")
+    assert done.returncode == 0 and "unavailable" in done.stdout
