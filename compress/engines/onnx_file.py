@@ -61,8 +61,12 @@ def existing_file(path: Path | str) -> Path:
     return path
 
 
-def load_onnx(path: Path | str) -> Any:
-    """Load an `onnx.ModelProto`; weights in other files are not read.
+def load_onnx(path: Path | str, *, weights: bool = False) -> Any:
+    """Load an `onnx.ModelProto`.
+
+    Args:
+        path: of the file.
+        weights: read those in other files too.
 
     Raises:
         EngineError: the file is missing, truncated, or not an ONNX model.
@@ -71,7 +75,7 @@ def load_onnx(path: Path | str) -> Any:
     if path.suffix in ENGINE_SUFFIXES:
         raise EngineError(f"{path} is a built TensorRT engine; give the ONNX file that it was built from")
     try:
-        return _onnx().load(str(path), load_external_data=False)
+        return _onnx().load(str(path), load_external_data=weights)
     except Exception as error:
         raise EngineError(f"{path}: not an ONNX model, or a truncated one ({error}); export it again") from error
 

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from compress.engines.arrays import check_inputs, import_library, reason, with_batch
 from compress.engines.base import Arrays, Availability, BuildOptions, Engine, EngineInfo, RuntimeLayer, TensorInfo
-from compress.engines.onnx_file import OnnxFile, existing_file, read_onnx
+from compress.engines.onnx_file import OnnxFile, existing_file, load_onnx, read_onnx
 from compress.engines.signal_stack import keep_signal_stack
+from compress.engines.unsigned import joins_signed, to_unsigned
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 
 NAME = "openvino"
@@ -163,8 +164,13 @@ def _options(build: BuildOptions) -> dict[str, str]:
 def _read(core: Any, path: Path) -> tuple[Any, OnnxFile | None]:
     """Return the model, and the interface of its file; None for an `.xml` file, whose names are OpenVINO's own."""
     file = None if path.suffix == ".xml" else read_onnx(path)
+    changed = None
+    if file is not None and "i8" in file.quantized_types and joins_signed(model := load_onnx(path)):
+        model = load_onnx(path, weights=True)
+        to_unsigned(model)
+        changed = model.SerializeToString()
     try:
-        return core.read_model(str(path)), file
+        return core.read_model(changed or str(path)), file
     except Exception as error:
         raise EngineError(f"openvino cannot read {path}: {reason(error)}") from error
 
