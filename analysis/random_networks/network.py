@@ -49,8 +49,8 @@ class Network(nn.Module):
         torch.manual_seed(0)
         self.stem, self.fc = conv(), nn.Linear(4 * CHANNELS, 5, bias=False)
         with torch.no_grad():
-            for weight in self.parameters():
-                if weight.ndim > 1:
+            for name, weight in self.named_parameters():
+                if weight.ndim > 1 and not name.endswith("logit_scale"):  # a temperature: of 100 it magnifies rounding
                     weight.mul_(2.4)  # He's deviation in place of torch's: the signal survives the depth
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Signed 8-bit activations of an ONNX file as unsigned ones with a zero point of 128: the same numbers, shifted.
 
 OpenVINO (2026.4.1, x86 with AVX-512) computes convolutions of concatenated signed tensors wrongly, 10 dB from ONNX
-Runtime and ONNX's reference evaluator; of the same numbers in unsigned types it computes them right.
+Runtime and ONNX's reference evaluator; of the same numbers in unsigned types it computes them right. Of matrix products
+of a concat it is the other way round, so their inputs stay signed (tests/export/test_openvino_faults.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 SHIFT = 128
+_PRODUCTS = ("MatMul", "Gemm")
 _UINT8, _INT8 = 2, 3  # of onnx.TensorProto, which is not imported before a file is read
 _SUFFIX = "_unsigned"
 
@@ -22,10 +24,10 @@ def joins_signed(model: Any) -> bool:
 
 
 def to_unsigned(model: Any) -> None:
-    """Change pairs of QuantizeLinear and DequantizeLinear from int8 to uint8, in place.
+    """Change pairs of QuantizeLinear and DequantizeLinear from int8 to uint8 whose values convolutions read, in place.
 
-    Weights stay as they are, and so does what other nodes than DequantizeLinear read in int8. The integers q become
-    q + 128 with a zero point that is larger by as much, so that every real value is what it was.
+    Weights stay as they are, and so does what a matrix product reads, or in int8 another node than DequantizeLinear.
+    The integers q become q + 128 with a zero point that is larger by as much, so that every real value is what it was.
     """
     graph = model.graph
     points = {tensor.name: tensor for tensor in graph.initializer}
@@ -46,7 +48,7 @@ def to_unsigned(model: Any) -> None:
 
 
 def _signed(graph: Any) -> list[tuple[Any, list[Any]]]:
-    """Return each QuantizeLinear to int8 that only DequantizeLinear nodes read, with these."""
+    """Return each QuantizeLinear to int8 that only DequantizeLinear nodes read, for convolutions, with these."""
     signed = {tensor.name for tensor in graph.initializer if tensor.data_type == _INT8}
     readers: dict[str, list[Any]] = {}
     for node in graph.node:
@@ -61,5 +63,21 @@ def _signed(graph: Any) -> list[tuple[Any, list[Any]]]:
     for node in graph.node:
         read = readers.get(node.output[0], []) if by(node, "QuantizeLinear") else []
         if read and node.output[0] not in outputs and all(by(one, "DequantizeLinear") for one in read):
-            found.append((node, read))
+            weighted = _weighted(read, readers)
+            if "Conv" in weighted and not weighted.intersection(_PRODUCTS):
+                found.append((node, read))
     return found
+
+
+def _weighted(nodes: list[Any], readers: dict[str, list[Any]]) -> set[str]:
+    """Return the kinds of layers with weights that read values of nodes before they are quantized again."""
+    kinds, seen, waiting = set(), set[str](), list(nodes)
+    while waiting:
+        for name in waiting.pop().output:
+            for reader in readers.get(name, []) if name not in seen else []:
+                if reader.op_type in ("Conv", "ConvTranspose", *_PRODUCTS):
+                    kinds.add(reader.op_type.removesuffix("Transpose"))
+                elif reader.op_type != "QuantizeLinear":
+                    waiting.append(reader)
+            seen.add(name)
+    return kinds

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 from compress.errors import ExportError, ModelError
 from compress.export.half import half_or_more, half_scale
 from compress.export.names import INT4_KEY
+from compress.export.spelling import spell_plainly
 from compress.graph.attention import open_attention
 from compress.graph.fold import fold_batchnorm, foldable_pair
 from compress.graph.inputs import Inputs, KeywordInputs, as_inputs
@@ -56,7 +57,7 @@ def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32"
             model.eval()  # torch.export may manage what torch.fx cannot; BatchNorm is then the exporter's to fold
             inputs = as_inputs(example_inputs)
             model = _ByPosition(model, inputs.names) if isinstance(inputs, KeywordInputs) else model
-    _fix_random_slopes(model)
+    spell_plainly(model)
     half = precision == "fp16"
     for layer in [m for m in model.modules() if parametrize.is_parametrized(m)]:
         for key in list(cast(Any, layer).parametrizations):
@@ -65,13 +66,6 @@ def prepare(model: nn.Module, example_inputs: Inputs, *, precision: str = "fp32"
         parent = model.get_submodule(name.rpartition(".")[0])
         model.set_submodule(name, _written(parent, name, quantizer, half))
     return _HalfInside(_halved(model)) if half else model
-
-
-def _fix_random_slopes(model: nn.Module) -> None:
-    """Replace RReLU, which the exporter does not know: in evaluation mode it is LeakyReLU of the mean slope."""
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.RReLU):
-            model.set_submodule(name, nn.LeakyReLU((module.lower + module.upper) / 2))
 
 
 class _ByPosition(nn.Module):

@@ -1,0 +1,44 @@
+"""Operations that an exporter does not know are spelled as others; the oracle is ONNX's reference evaluator."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from onnx.reference import ReferenceEvaluator
+from torch import nn
+
+from compress.export.onnx import export_onnx
+from compress.export.prepare import prepare
+
+
+class Pools(nn.Module):
+    """Adaptive maxima as modules, one of them shared by two sizes, and as functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.pool, self.row = nn.AdaptiveMaxPool2d((4, 2)), nn.AdaptiveMaxPool1d(2)
+
+    def forward(self, x):
+        x = self.conv(x)
+        y = self.pool(x)
+        row = self.row(x.flatten(2)) + self.row(y.flatten(2))
+        return row.flatten(1) + F.adaptive_max_pool2d(y, 1).flatten(1).repeat(1, 2)
+
+
+def test_adaptive_maxima_over_equal_windows_are_maxima(tmp_path):
+    model, x = Pools().eval(), torch.randn(2, 3, 8, 8)
+    program = torch.export.export(prepare(model, x), (x,))
+    assert not [node for node in program.graph.nodes if "adaptive" in str(node.target)]
+    path = export_onnx(model, x, tmp_path / "pools.onnx")
+    (got,) = ReferenceEvaluator(str(path)).run(None, {"input": x.numpy()})
+    np.testing.assert_allclose(got, model(x).detach(), atol=1e-5)
+    assert any(node.name.startswith("/pool") for node in onnx.load(path).graph.node)
+
+
+@pytest.mark.parametrize("size", [(3, 5), (16, 16)])
+def test_windows_of_several_sizes_stay_adaptive(size):
+    """A pooling of equal windows would compute something else."""
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveMaxPool2d(size)).eval(), torch.randn(1, 3, 8, 8)
+    assert torch.equal(prepare(model, x)(x), model(x))
