@@ -205,7 +205,7 @@ def find_recipe(recipe: Path | str) -> Path:
             return candidate
     known = sorted(recipe_names())
     hint = near_misses(name.removesuffix(".yaml"), known)
-    raise RecipeError(f"no recipe {str(recipe)!r}{hint}; it is neither a file nor one of: {', '.join(known)}")
+    raise RecipeError(f"no recipe {str(recipe)!r}{hint} (neither a file nor one of: {', '.join(known)})")
 
 
 def recipe_folders() -> list[Path]:

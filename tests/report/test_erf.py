@@ -15,6 +15,7 @@ from compress.errors import ReceptiveFieldError
 from compress.plots.erf import draw_drift, draw_field, draw_gallery, draw_growth, table_caption
 from compress.receptive_field import ErfOptions, effective_receptive_field, erf_drift, receptive_field
 from compress.report.receptive_field import drift_report, erf_report, receptive_field_report
+from tests.plots.test_roofline import overlapping_texts
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,14 @@ def test_every_figure_is_drawn(model, images):
     drawn = drawn.replace("\u00a0", " ")  # a number and its unit stay on one line
     assert "px" in drawn
     assert f"{field.metrics.size:.0f} px" in drawn
+
+
+def test_a_panel_names_its_network(model, images):
+    """Networks side by side, as in the frames of the animations; no title touches another."""
+    field = effective_receptive_field(model, images, layer="0.0")
+    figure = draw_gallery([("", [field, field])], columns_of=["first net", "second net"])
+    assert [axes.get_title(loc="left").split("\n")[0] for axes in figure.axes[:2]] == ["first net", "second net"]
+    assert not [pair for pair in overlapping_texts(figure) if "net\n" in "".join(pair)]  # ticks of hidden axes apart
 
 
 def test_drift_of_several_networks(model, images, tmp_path):
