@@ -16,6 +16,8 @@ LEGEND = (
     "Runtime's integer kernels (runtime), whose requantization rounds otherwise. Moved: of fake quantization to itself "
     "with pixels moved by 1e-5, which shows the effect of rounding alone. A network goes through if its file is at "
     "least at 40 dB, or at most 3 dB below that of rounding, and at 20 dB with integer kernels. "
+    "Where a detector of two stages has to leave out one of several places with the same score, torch and ONNX Runtime "
+    "choose others of them, and the networks are compared by the scores of all places. "
     "Every network also took a step of quantization-aware training with finite gradients."
 )
 
@@ -54,6 +56,7 @@ def _line(name: str, row: Row) -> str:
     cells = [str(row.get(key, "")) for key in keys]
     remarks = [] if row["status"] == "ok" else [f"**{row['status']}**, {row.get('stage', '')}: {row['error']}"]
     remarks += [f"kept whole: {leaf}" for leaf in row.get("leaves", ())[:1]]
+    remarks += ["a selection of equal scores, compared before it"] if row.get("tied") else []
     remarks += (
         ["training its graph leaves out a part of the network's own training (auxiliary outputs, dropped layers)"]
         if row.get("training")

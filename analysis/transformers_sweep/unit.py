@@ -27,6 +27,8 @@ SAME_DB = 40.0
 MARGIN_DB = 3.0
 RUNTIME_DB = 20.0
 _RESULTS = ("logits", "class_queries_logits", "predicted_depth", "last_hidden_state", "feature_maps_0")
+_BEFORE_SELECTION = ("enc_outputs_class",)
+"""Scores of all places, among which a detector of two stages selects the best."""
 
 
 def study(name: str) -> Row:
@@ -58,14 +60,19 @@ def _study(name: str, row: Row) -> None:
     qmodel = compress.quantize(model, batches[0], batches[:2], spec=spec)
     row |= described(qmodel) | {"training": qmodel.report.training, "stage": "compare"}
     moved = images[8:] + 1e-5 * torch.randn(images[8:].shape, generator=torch.Generator().manual_seed(1))
+    names: tuple[str, ...] = _RESULTS
+    if selects_of_equals(qmodel, images[8:]):
+        names, row["tied"] = _BEFORE_SELECTION, True
     with torch.no_grad():
-        reference, result, beside = (result_of(m(pixel_values=x)) for m, x in _pairs(model, qmodel, images[8:], moved))
+        reference, result, beside = (
+            result_of(m(pixel_values=x), names) for m, x in _pairs(model, qmodel, images[8:], moved)
+        )
     row |= {"sqnr_float_db": decibel(reference, result), "sqnr_moved_db": decibel(result, beside), "stage": "export"}
     with tempfile.TemporaryDirectory() as folder:
         file = compress.export_onnx(qmodel, batches[0], Path(folder) / "model.onnx")
         row["stage"] = "engine"
         for key, plain in (("sqnr_file_db", True), ("sqnr_engine_db", False)):
-            row[key] = decibel(result, _from_file(file, images[8:], plain=plain))
+            row[key] = decibel(result, _from_file(file, images[8:], names, plain=plain))
     row["stage"] = "train"
     train_step(qmodel, batches[0])
     del row["stage"]
@@ -75,7 +82,31 @@ def _pairs(model: nn.Module, qmodel: fx.GraphModule, images: Tensor, moved: Tens
     return [(model, images), (qmodel, images), (qmodel, moved)]
 
 
-def _from_file(file: Path, images: Tensor, *, plain: bool) -> Tensor:
+def selects_of_equals(qmodel: fx.GraphModule, images: Tensor) -> bool:
+    """Return True if a top-k has to leave out one of equal scores; torch and ONNX do not choose the same one."""
+    watch = _Selections(qmodel)
+    with torch.no_grad():
+        watch.run(images)
+    return watch.tied
+
+
+class _Selections(fx.Interpreter):
+    """Runs a graph and looks at the scores of each top-k."""
+
+    tied = False
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.target in (torch.topk, "topk"):
+            found: Any = self.map_nodes_to_values(n.args, n)
+            scores, count, *rest = found
+            axis: Any = rest[0] if rest else n.kwargs.get("dim", -1)
+            ordered = scores.sort(axis, descending=True).values
+            if ordered.shape[axis] > count:
+                self.tied |= bool((ordered.select(axis, count - 1) == ordered.select(axis, count)).any())
+        return super().run_node(n)
+
+
+def _from_file(file: Path, images: Tensor, results: tuple[str, ...], *, plain: bool) -> Tensor:
     """Return the result of a file on ONNX Runtime: node by node as it is written, or with its integer kernels."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
@@ -84,7 +115,7 @@ def _from_file(file: Path, images: Tensor, *, plain: bool) -> Tensor:
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     names = [tensor.name for tensor in session.get_outputs()]
     values = session.run(None, {session.get_inputs()[0].name: images.numpy()})
-    return result_of({name: torch.from_numpy(value) for name, value in zip(names, values, strict=True)})
+    return result_of({name: torch.from_numpy(value) for name, value in zip(names, values, strict=True)}, results)
 
 
 class _Called(nn.Module):
@@ -98,10 +129,10 @@ class _Called(nn.Module):
         return self.model(pixel_values=images)
 
 
-def result_of(output: Any) -> Tensor:
-    """Return the tensor of an output that networks are compared by, channels last."""
+def result_of(output: Any, names: tuple[str, ...] = _RESULTS) -> Tensor:
+    """Return the tensor of an output that networks are compared by, the first of `names`, channels last."""
     tensors = dict(named_tensors(output))
-    name = next((name for name in _RESULTS if name in tensors), next(iter(tensors)))
+    name = next((name for name in names if name in tensors), next(iter(tensors)))
     value = tensors[name]
     return value.movedim(1, -1).flatten(0, -2) if value.dim() == 4 else value.flatten(0, -2)
 

@@ -33,10 +33,12 @@ class GraphReport:
     Attributes:
         leaves: the submodules that are opaque, each with its reason.
         training: what training the graph leaves out of the model's own training; "" if nothing.
+        bound: why the graph takes images of no other size, and which; "" if it does, or if that is not known.
     """
 
     leaves: tuple[Leaf, ...] = ()
     training: str = ""
+    bound: str = ""
 
 
 ATTRIBUTES = frozenset({"meta", "report", "placement"})

@@ -222,7 +222,7 @@ class QuantizationReport(GraphReport):
     def notes(self) -> list[str]:
         """One sentence for each method that was applied beyond calibration."""
         prepared = self.prepared or Prepared()
-        found = [self.training] if self.training else []
+        found = [text for text in (self.training, self.bound) if text]
         if prepared.relu6:
             found.append(f"{len(prepared.relu6)} ReLU6 became ReLU, which changes activations above 6")
         if (done := prepared.equalization) is not None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from compress.errors import ModelError
+from compress.graph.sizes import size_remark
 from compress.tasks.base import first_tensor
 
 
@@ -45,4 +46,5 @@ def outputs_of(forward: OutputsOf, inputs: Tensor | Mapping[str, Tensor]) -> Any
         raise ModelError(
             f"{type(forward.model).__name__} fails on {got}, the shape of the data's "
             f"images ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+            f"{size_remark(forward.model)}"
         ) from error

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from compress.errors import CalibrationError, CompressError
 from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.report import attach_report
+from compress.graph.sizes import size_remark
 from compress.progress import NoProgress, Progress
 from compress.quantization.calibration.calibrators import Calibrator, make_calibrator
 from compress.quantization.calibration.together import choose_together, on_host
@@ -162,7 +163,7 @@ def _watch(
         with torch.no_grad(), _calibrating(first.model, first.watching):
             for batch in chain([first_batch], iterator):
                 inputs = model_inputs(first.model, batch)
-                _run(network, inputs)
+                _run(network, inputs, remark=size_remark(first.model))
                 images += len(inputs[0])
                 progress.advance(task, 1, images=images)
         progress.finish(task)
@@ -242,7 +243,7 @@ def check_batches(batches: Batches) -> None:
         )
 
 
-def _run(network: Callable[..., Any], inputs: tuple[Tensor, ...]) -> None:
+def _run(network: Callable[..., Any], inputs: tuple[Tensor, ...], *, remark: str) -> None:
     try:
         network(*inputs)
     except CompressError:
@@ -252,7 +253,7 @@ def _run(network: Callable[..., Any], inputs: tuple[Tensor, ...]) -> None:
         reason = str(error).strip().partition("\n")[0]
         raise CalibrationError(
             f"the model fails on a calibration batch of {shapes} ({reason}); give batches of the type and the channels "
-            "of example_inputs"
+            f"of example_inputs{remark}"
         ) from error
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx, nn
 
 from compress.graph.batches import device_of
 from compress.graph.float_model import check_float_model
-from compress.graph.inputs import Inputs
+from compress.graph.inputs import Inputs, as_inputs
 from compress.graph.report import attach_report, report_of
+from compress.graph.sizes import bound_to_size
 from compress.quantization.modules import quantized_layer
 from compress.quantization.placement.decisions import ActivationSite, Placement
 from compress.quantization.placement.place import place
@@ -43,6 +46,8 @@ def insert_quantizers(model: nn.Module, example_inputs: Inputs, spec: QuantSpec 
     placement = place(read_fx(graph_module), spec)
     if spec.bias_correction:
         ensure_biases(graph_module, [site.path for site in placement.weights])
+    bound = bound_to_size(graph_module, as_inputs(example_inputs))
+    attach_report(graph_module, replace(report_of(graph_module), bound=bound))
     apply_placement(graph_module, placement, prepared)
     return graph_module
 
@@ -60,7 +65,9 @@ def apply_placement(graph_module: fx.GraphModule, placement: Placement, prepared
     graph_module.graph.lint()
     graph_module.recompile()
     own = report_of(graph_module)
-    report = QuantizationReport(leaves=own.leaves, training=own.training, placement=placement, prepared=prepared)
+    report = QuantizationReport(
+        leaves=own.leaves, training=own.training, bound=own.bound, placement=placement, prepared=prepared
+    )
     attach_report(graph_module, report)
 
 

@@ -1,0 +1,81 @@
+"""Whether a graph takes images of another size than the one it was traced with.
+
+Anchors, positions and strides that a network keeps as tensors, sizes that were Python numbers when it was traced, and
+linear layers over all pixels bind it to one size. The graph is run at twice the height and width on torch's meta
+device, which computes nothing; if that fails, and the size of the trace does not, it is bound.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from compress.graph.inputs import each_input
+from compress.graph.report import report_of
+
+
+def bound_to_size(graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> str:
+    """Return a sentence on the size that the graph is bound to, "" if it is not, or if that cannot be found out.
+
+    Args:
+        graph_module: in evaluation mode; it is not changed.
+        inputs: those of the trace; images are (N, C, H, W).
+    """
+    if any(x.dim() != 4 for x in inputs):
+        return ""
+    height, width = inputs[0].shape[2:]
+    larger = each_input(
+        lambda x: x.new_empty((*x.shape[:2], *(2 * side for side in x.shape[2:])), device="meta"), inputs
+    )
+    place = _failing_node(graph_module, larger)
+    same = each_input(lambda x: torch.empty_like(x, device="meta"), inputs)
+    if place is None or _failing_node(graph_module, same) is not None:
+        return ""
+    return (
+        f"the network takes images of {height} x {width} pixels alone: {place} has a size or a tensor that was fixed "
+        "when it was traced; trace and quantize it again for another size"
+    )
+
+
+def size_remark(model: nn.Module) -> str:
+    """Return what to add to the error of a model that failed on its inputs: that it is bound to a size, or ""."""
+    bound = report_of(model).bound
+    return f"; {bound}" if bound else ""
+
+
+def _failing_node(graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> str | None:
+    run = _OnMeta(graph_module)
+    try:
+        with torch.no_grad():
+            run.run(*inputs)
+    except Exception:  # a graph's operations can fail in any way
+        return run.place
+    return None
+
+
+class _OnMeta(fx.Interpreter):
+    """Runs a graph on the meta device, beside its weights.
+
+    Attributes:
+        place: the node that ran last, for a message.
+    """
+
+    place = ""
+
+    def run_node(self, n: fx.Node) -> Any:
+        fixed = [str(node.target) for node in n.all_input_nodes if node.op == "get_attr"]
+        name = str(n.target) if n.op == "call_module" else n.name
+        self.place = f"{name} (of {', '.join(fixed)})" if fixed else name
+        return super().run_node(n)
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self.submodules[target]
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        there = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+        return torch.func.functional_call(module, there, args, kwargs)
+
+    def fetch_attr(self, target: str) -> Any:
+        value = super().fetch_attr(target)
+        return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
