@@ -1,5 +1,9 @@
 """The example of a user's own file: its recipe is accepted, and its parts are those that are trained and judged."""
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,6 +11,7 @@ import torch
 
 from compress.data import load_data
 from compress.models import build_model
+from compress.progress import NoProgress
 from compress.recipe import load_recipe
 from compress.tasks import make_task
 from compress.training import TrainSpec, fit
@@ -27,6 +32,51 @@ def test_the_users_own_file_trains(monkeypatch):
     right = model.eval()(images).argmax(1) == masks
     ring = torch.stack([_edge(mask) for mask in masks])
     assert report.final.values["boundary_accuracy"] == pytest.approx(right[ring].float().mean().item())
+
+
+class Killed(NoProgress):
+    """Ends this process as kill -9 does, at a step of the training."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def advance(self, task, amount=1, **fields):
+        self.left -= amount
+        if not self.left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_own(folder, progress, *, resume):
+    """Train the example's network with its own loss and metric for two epochs; return its weights and figures."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        recipe = load_recipe(EXAMPLES / "own_task.yaml")
+        data = load_data(recipe.data)
+        task = make_task(recipe.task, data.val.labels, loss=recipe.loss, metric=recipe.metric)
+        torch.manual_seed(0)
+        model = build_model(recipe.model, num_classes=data.val.num_classes, task=recipe.task)
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    spec = TrainSpec(epochs=2, lr=0.05, warmup_epochs=0, checkpoint_steps=3)
+    report = fit(model, data, spec, batch_size=64, folder=folder, task=task, resume=resume, progress=progress)
+    return model.state_dict(), report
+
+
+def test_the_users_own_file_goes_on_after_kill_9_to_the_bit(tmp_path):
+    whole, expected = train_own(None, NoProgress(), resume=False)
+    steps = expected.history[-1].step
+    assert steps > 6
+    code = (
+        "import sys; from pathlib import Path; from tests.tasks.test_example import Killed, train_own; "
+        f"train_own(Path(sys.argv[1]), Killed({steps - 2}), resume=False)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    again, report = train_own(tmp_path, NoProgress(), resume=True)
+    assert report.resumed_from is not None and 0 < report.resumed_from < steps
+    assert report.final == expected.final
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, again[name]), name
 
 
 def _edge(mask):
