@@ -78,3 +78,11 @@ def test_openvino(tmp_path):
     (text,) = unmet_by_runtime(fallen, nodes)
     assert "1 of 3" in text and "/2/Conv" in text
     assert "no INT8" in unmet_by_runtime(layers, [])[0]
+
+
+def test_names_beyond_the_first_are_counted():
+    nodes = [f"/{i}/Conv" for i in range(14)]
+    (message,) = unmet_by_audit(audit(*["fp16"] * 14), "int8", nodes)
+    listed = message.rpartition(": ")[2]
+    names, _, more = listed.partition(" and ")
+    assert len(names.split(", ")) + int(more.removesuffix(" more")) == 14

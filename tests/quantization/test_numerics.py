@@ -121,3 +121,8 @@ def test_zeros_stay_zero():
 def test_bits_are_bounded(bits):
     with pytest.raises(QuantizationError, match="2 to 8"):
         QuantFormat(num_bits=bits)
+
+
+def test_fp8_reaches_as_far_as_the_type_of_torch():
+    quant_format, most = QuantFormat(kind="e4m3"), torch.finfo(torch.float8_e4m3fn).max
+    assert (quant_format.low, quant_format.high) == (-most, most)
