@@ -45,8 +45,11 @@ def prepared(
         begin = time.monotonic()
         try:
             problem = files[name].result(max(0.0, end - begin))
-            count = 0 if problem else _compile(folder / f"{name}.onnx", batch, jobs, device)
-            found[f"{name}:{batch}"] = problem or f"{count} kernels in {time.monotonic() - begin:.1f} s"
+            count, late = (0, 0) if problem else _compile(folder / f"{name}.onnx", batch, jobs, device, end)
+            done = f"{count} kernels in {time.monotonic() - begin:.1f} s"
+            found[f"{name}:{batch}"] = problem or (
+                f"{late} of {count} kernels were not ready in time" if late else done
+            )
         except WaitedTooLongError:
             found[f"{name}:{batch}"] = "not exported in time"
         except Exception as error:
@@ -55,12 +58,12 @@ def prepared(
     return found
 
 
-def _compile(path: Path, batch: int, jobs: int, device: torch.device) -> int:
-    """Compile the kernels of all candidates of a network; their number."""
+def _compile(path: Path, batch: int, jobs: int, device: torch.device, end: float) -> tuple[int, int]:
+    """Compile the kernels of all candidates of a network until `end`; (their number, how many were late)."""
     layout = lay_out(make_plan(path, batch_size=batch))
     bindings = Bindings(device, {})
     ways = [candidates(step, layout, bindings) for step in layout.steps]
     executor = Executor(layout, [way[0].run for way in ways], device)
     requests = kernel_requests(executor, ways)
-    compile_requests(requests, bindings.capability, jobs=jobs)
-    return len(requests)
+    results = compile_requests(requests, bindings.capability, jobs=jobs, seconds=max(0.0, end - time.monotonic()))
+    return len(requests), sum(result.error.startswith("not compiled in") for result in results)

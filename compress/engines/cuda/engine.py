@@ -42,6 +42,7 @@ OPTIONS = {
     "device": "GPU, such as cuda or cuda:1; or cpu: exact integer arithmetic by torch, slow, to compare with",
     "tune": "no: take the guessed kernel of every layer and measure nothing; yes by default",
     "floats": "no: products of integers are never computed in fp16, not even where that is faster; yes by default",
+    "overlap": "yes: small launches begin before their predecessor ends (from Hopper on); not tried yet, no by default",
     "plan": "plan file with the measured choices; by default MODEL.GPU.plan.json beside the model",
     "profile": "yes or no: layers can be timed either way; taken so that all engines can be called alike",
     "jobs": "processes that compile kernels at a time; by default one for each CPU; 0: each when it is first launched",
@@ -147,7 +148,10 @@ class CudaEngine(Engine):
             )
         self._path, self._device, self._dtype = path, device, PRECISIONS[precision]
         self._jobs = _number("jobs", build.options.get("jobs", str(os.cpu_count() or 1)))
-        self._candidates = _candidates(device, floats=_yes("floats", build.options.get("floats", "yes")))
+        floats, overlaps = (
+            _yes(key, build.options.get(key, other)) for key, other in (("floats", "yes"), ("overlap", "no"))
+        )
+        self._candidates = _candidates(device, floats=floats, overlaps=overlaps)
         self._programs: dict[tuple[tuple[int, ...], ...], Program] = {}
         self._last: tuple[Program, dict[str, Tensor]] | None = None
         self._closed = False
@@ -246,12 +250,12 @@ class CudaEngine(Engine):
         return self._programs[key]
 
 
-def _candidates(device: torch.device, *, floats: bool) -> Ways | None:
+def _candidates(device: torch.device, *, floats: bool, overlaps: bool) -> Ways | None:
     """The ways of a device to compute a step; None on the CPU."""
     if device.type != "cuda":
         return None
     bind = import_library("compress.engines.cuda.bind", "pip install triton")
-    bindings = bind.Bindings(device, {}, floats)
+    bindings = bind.Bindings(device, {}, floats, overlaps)
 
     def candidates(step: Step, layout: Layout) -> Any:
         return bind.candidates(step, layout, bindings)

@@ -107,4 +107,4 @@ def depthwise_tiles(
     ]  # fmt: skip
     if taps[0] * taps[1] > MOST_FLOAT_TAPS:
         return [tile._replace(floats=False) for tile in found]
-    return found + [tile._replace(floats=not floats) for tile in found[:4]]
+    return found if floats else found + [tile._replace(floats=True) for tile in found[:2]]

@@ -12,8 +12,10 @@ import math
 import multiprocessing
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import TimeoutError as WaitedTooLongError
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,6 +143,7 @@ def compile_requests(
     *,
     jobs: int,
     resources: bool = False,
+    seconds: float | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Compiled]:
     """Compile kernels in processes of their own.
@@ -150,6 +153,7 @@ def compile_requests(
         capability: of the GPU, such as (9, 0).
         jobs: processes at a time.
         resources: find registers and spills too, which costs a call of a tool for each.
+        seconds: after which the rest is given up, with an error in its result; None = never.
         progress: called with the number of kernels that are done.
 
     Returns:
@@ -157,12 +161,20 @@ def compile_requests(
     """
     context = multiprocessing.get_context("spawn")
     results = []
-    with ProcessPoolExecutor(
+    end = None if seconds is None else time.monotonic() + seconds
+    pool = ProcessPoolExecutor(
         min(jobs, max(1, len(requests))), mp_context=context, initializer=_start, initargs=(capability,)
-    ) as pool:
-        for done, result in enumerate(pool.map(_compile, requests, [resources] * len(requests)), 1):
-            results.append(result)
+    )  # fmt: skip
+    try:
+        waiting = [pool.submit(_compile, request, resources) for request in requests]
+        for done, future in enumerate(waiting, 1):
+            try:
+                results.append(future.result(None if end is None else max(0.0, end - time.monotonic())))
+            except WaitedTooLongError:
+                results.append(Compiled(error=f"not compiled in {seconds:.0f} s"))
             progress(done)
+    finally:
+        pool.shutdown(wait=end is None or time.monotonic() < end, cancel_futures=True)
     return results
 
 

@@ -126,7 +126,7 @@ def _depthwise_kernel(
     sums = ()
     for _ in tl.static_range(STRIP):
         sums = sums + (start,)  # noqa: RUF005  (Triton knows no unpacking)
-    for tap_y in tl.static_range(TAPS_Y):
+    for tap_y in range(TAPS_Y):  # a loop: unrolled, a filter of 7 x 7 would take the compiler half a minute
         y = first_y + tap_y * DILATION_Y
         row_there = found & (y >= 0) & (y < sizes.height)
         weights = ()

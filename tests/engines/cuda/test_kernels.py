@@ -63,6 +63,8 @@ def test_a_convolution_compiles_for_a_gpu_that_is_not_here(tmp_path):
     products = [request for request in requests if request.name == "_product_kernel"]
     assert len(products) == 1
     assert [result.error for result in compile_requests(products, (9, 0), jobs=1)] == [""]
+    late = compile_requests(products, (9, 0), jobs=1, seconds=0)
+    assert [result.error for result in late] == ["not compiled in 0 s"]
 
 
 @pytest.mark.parametrize(("columns", "count"), [(128, 1), (136, 0)])

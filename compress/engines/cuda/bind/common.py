@@ -26,11 +26,13 @@ class Bindings:
         device: of the launches.
         kept: by key.
         floats: products of codes may be computed in floating point where their results are values.
+        overlaps: a small launch may begin before the one before it ends.
     """
 
     device: torch.device
     kept: dict[tuple[Any, ...], Any]
     floats: bool = True
+    overlaps: bool = False
 
     @property
     def capability(self) -> tuple[int, int]:

@@ -105,10 +105,12 @@ def _product(
 
 
 def _follows(step: Product, layout: Layout, bindings: Bindings) -> bool:
-    """True on a GPU that can begin a launch before the one before it ends, if that one is a product too."""
+    """True where a launch may begin before the one before it ends, if that one is a product too."""
+    if not bindings.overlaps or bindings.device.type != "cuda" or bindings.capability < LEAST_CAPABILITY:
+        return False
     index = layout.steps.index(step)
     before = layout.steps[index - 1] if index else None
-    return bindings.device.type == "cuda" and bindings.capability >= LEAST_CAPABILITY and isinstance(before, Product)
+    return isinstance(before, Product)
 
 
 def _pointwise(
