@@ -93,7 +93,7 @@ def page(folder: Path, rows: list[Row]) -> str:
         "# Few bits without training and without labels on CIFAR-10",
         "",
         "Fake quantization in torch, target `any`, first and last layers at 8 bits; in brackets 95 % intervals of a "
-        "paired bootstrap over pictures. CPU seconds on a busy machine.",
+        "paired bootstrap over pictures.",
         "",
         "| network | bits | method | top-1 % | float % | points | agreement % | SQNR dB | CPU s | command |",
         "|---|---|---|---|---|---|---|---|---|---|",

@@ -13,6 +13,9 @@ from compress.errors import QuantizationError
 from compress.graph.report import GraphReport, report_of
 from compress.quantization.placement.decisions import Placement
 
+_RETURNS_ZEROS = 0.5
+"""Signal to noise of outputs, in dB, that says nothing good about them."""
+
 Moments = tuple[Tensor, Tensor]
 """Mean and standard deviation of each channel, (C,) each."""
 
@@ -191,8 +194,11 @@ class Comparison:
 
     @property
     def worse(self) -> bool:
-        """True if the methods made the network worse by more than half a decibel, which pictures alone may move."""
-        return self.sqnr_db < self.plain_sqnr_db - 0.5
+        """True if the methods made the network worse, by more than the half decibel that pictures alone may move.
+
+        A network that returns zeros has 0 dB: one that is not above that with the methods counts as worse in any case.
+        """
+        return self.sqnr_db < self.plain_sqnr_db - 0.5 or self.sqnr_db < _RETURNS_ZEROS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,10 +248,15 @@ class QuantizationReport(GraphReport):
             back = " and ".join(f"quantization.{name}" for name in seen.taken_back)
             found.append(
                 f"with {keys} the outputs on the calibration pictures have {seen.sqnr_db:.1f} dB against the float "
-                f"network, without {seen.plain_sqnr_db:.1f} dB: the network is worse than plain PTQ; "
+                f"network, without {seen.plain_sqnr_db:.1f} dB: the network is {_why(seen)}; "
                 + (f"{back} taken back (quantization.insist: true keeps all)" if back else "take it out")
             )
         return found
+
+
+def _why(seen: Comparison) -> str:
+    lost = seen.sqnr_db < seen.plain_sqnr_db - 0.5
+    return "worse than plain PTQ" if lost else "no better than one that returns zeros, which has 0 dB"
 
 
 def quantization_report_of(qmodel: nn.Module) -> QuantizationReport:

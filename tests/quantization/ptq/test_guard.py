@@ -1,6 +1,7 @@
 """Methods beyond calibration are measured beside plain PTQ, and those that lose are taken back."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from compress.quantization.ptq.quantize import quantize
+from compress.quantization.report import Comparison
 from compress.quantization.sensitivity.compare import sqnr
 from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
 
@@ -89,3 +91,12 @@ def test_a_real_network(monkeypatch):
     report = quantize(model, data[0][:1], data, spec=spec).report
     seen = report.comparison
     assert seen.worse and seen.plain_sqnr_db > 12 and "relu6" in seen.taken_back
+
+
+def test_methods_that_end_at_zeros_are_worse_than_any_plain_ptq():
+    """A network that returns zeros has 0 dB, more than one whose noise is larger than its signal."""
+    seen = Comparison(methods=("bias_correction",), sqnr_db=0.1, plain_sqnr_db=-2.1)
+    assert seen.worse
+    assert not Comparison(methods=("bias_correction",), sqnr_db=2.0, plain_sqnr_db=-2.1).worse
+    report = replace(quantize(clipped(), X, [X]).report, comparison=replace(seen, taken_back=seen.methods))
+    assert "one that returns zeros, which has 0 dB; quantization.bias_correction taken back" in report.notes()[-1]
