@@ -165,11 +165,11 @@ def _read(core: Any, path: Path) -> tuple[Any, OnnxFile | None]:
     """Return the model, and the interface of its file; None for an `.xml` file, whose names are OpenVINO's own."""
     file = None if path.suffix == ".xml" else read_onnx(path)
     changed = None
-    if file is not None and "i8" in file.quantized_types and joins_signed(model := load_onnx(path)):
-        model = load_onnx(path, weights=True)
-        to_unsigned(model)
-        changed = model.SerializeToString()
     try:
+        if file is not None and "i8" in file.quantized_types and joins_signed(model := load_onnx(path)):
+            model = load_onnx(path, weights=True)
+            to_unsigned(model)
+            changed = model.SerializeToString()
         return core.read_model(changed or str(path)), file
     except Exception as error:
         raise EngineError(f"openvino cannot read {path}: {reason(error)}") from error

@@ -99,8 +99,9 @@ class Sines(nn.Module):
         return 0.5 * torch.cat([x, x.sin()], 1)
 
 
-def test_a_layer_at_fault_is_told_from_rounding_that_adds_up(tmp_path):
-    """OpenVINO 2026.4 gives signed tensors after a concat 9 levels (targets.py): here in a file for another target."""
+def test_a_layer_at_fault_is_told_from_rounding_that_adds_up(tmp_path, monkeypatch):
+    """OpenVINO 2026.4 gives signed tensors after a concat 9 levels (targets.py), if it gets the file as it is."""
+    monkeypatch.setattr("compress.engines.openvino.joins_signed", lambda model: False)
     torch.manual_seed(0)
     x = torch.randn(4, 3, 16, 16)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), Sines(), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 8, 1)).eval()
