@@ -1,4 +1,4 @@
-"""The oracle: pixels at which the gradient of a unit with respect to the image is not exactly zero."""
+"""The oracle: pixels at which the gradient of a unit with respect to the image is not zero."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -93,14 +93,19 @@ def supports(
     return [support(seen["out"], image, (slice(None), slice(None), *unit)) for unit in units]
 
 
-def support(output: torch.Tensor, image: torch.Tensor, index: Any) -> tuple[Support | None, ...]:
-    """Return the first and last pixel of each axis at which the gradient of output[index] is not zero, or None."""
+def support(output: torch.Tensor, image: torch.Tensor, index: Any, *, least: float = 0.0) -> tuple[Support | None, ...]:
+    """Return the first and last pixel of each axis at which the gradient of output[index] is not zero, or None.
+
+    A share up to `least` of the largest gradient counts as zero: a resize whose position is whole in exact arithmetic
+    gives the next pixel a weight of 1e-15.
+    """
     if not output[index].requires_grad:
         return (None,) * (image.ndim - 2)
     (gradient,) = torch.autograd.grad(output[index].sum(), image, retain_graph=True, allow_unused=True)
     if gradient is None:
         return (None,) * (image.ndim - 2)
-    reached = gradient.ne(0).flatten(0, 1).any(0)
+    far = gradient.abs() <= least * gradient.abs().max() if least else gradient == 0  # not where it overflows
+    reached = far.logical_not().flatten(0, 1).any(0)
     found: list[Support | None] = []
     for axis in range(reached.ndim):
         others = [d for d in range(reached.ndim) if d != axis]
