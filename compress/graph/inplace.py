@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from compress.errors import ModelError
 from compress.graph.compare import same_results
 from compress.graph.inputs import Inputs, as_inputs, copies_of
+from compress.graph.ops import node_module
 
 _OVERWRITING: dict[Any, Any] = {
     operator.iadd: operator.add,
@@ -59,6 +60,14 @@ def follow_changes(graph_module: fx.GraphModule, example_inputs: Inputs) -> None
             f"{type(graph_module).__name__} changes a tensor in place through a view of it and reads it afterwards: "
             f"{names}; write y = f(y) in place of f_(y) there"
         )
+
+
+def may_overwrite(node: fx.Node) -> bool:
+    """Return True if an operation may overwrite its first argument."""
+    if node.op == "call_module":
+        return bool(getattr(node_module(node), "inplace", False))
+    name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+    return bool(node.kwargs.get("inplace")) or name.endswith("_") or node.target in _OVERWRITING
 
 
 def preserve_input(owner: fx.GraphModule, node: fx.Node) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from compress.graph.alive import alive_after
 from compress.graph.ops import node_kind, node_module
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -163,18 +164,14 @@ def _segments(graph_module: fx.GraphModule) -> Iterator[list[fx.Node]]:
     for node in graph.nodes:
         if node.op == "placeholder" or any(n in dependent for n in node.all_input_nodes):
             dependent[node] = None
-    place = {node: i for i, node in enumerate(dependent)}
-    last = {node: max((place[user] for user in node.users if user in place), default=-1) for node in dependent}
-    live: set[fx.Node] = set()
     segment: list[fx.Node] = []
-    for node, i in place.items():
+    for node, alive in alive_after(dependent):
         if node.op == "output":
             continue
-        live = {other for other in (*live, node) if last[other] > i}
         apart = _is_stochastic_depth(node)
         if node.op != "placeholder" and not apart:
             segment.append(node)
-        if segment and (len(live) == 1 or apart):
+        if segment and (len(alive) == 1 or apart):
             yield segment
             segment = []
         if apart:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from compress.errors import QuantizationError
+from compress.graph.alive import alive_after
 from compress.graph.ops import node_module
 from compress.quantization.modules import _QuantWeight
 from compress.quantization.quantizer import Quantizer
@@ -88,16 +89,13 @@ def block_module(graph_module: fx.GraphModule, block: Block) -> fx.GraphModule:
 def _parts(graph_module: fx.GraphModule, first: fx.Node) -> Iterator[tuple[fx.Node, ...]]:
     """Yield the nodes between cuts, without constants; the last part ends before the graph's output."""
     nodes = [node for node in graph_module.graph.nodes if node.op != "get_attr" and node is not first]
-    order = {node: i for i, node in enumerate(nodes)}
-    last_use = {node: max((order[user] for user in node.users), default=-1) for node in [first, *nodes]}
     part: list[fx.Node] = []
-    alive = {first}
-    for i, node in enumerate(nodes):
+    for node, alive in alive_after([first, *nodes]):
         if node.op == "output":
             break
-        part.append(node)
-        alive = {other for other in alive if last_use[other] > i} | ({node} if last_use[node] > i else set())
-        if alive == {node}:
+        if node is not first:
+            part.append(node)
+        if part and alive == {node}:
             yield tuple(part)
             part = []
 

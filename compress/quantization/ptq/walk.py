@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from compress.errors import CalibrationError
 from compress.graph.batches import model_inputs
+from compress.graph.inplace import may_overwrite
 from compress.graph.inputs import first_of
 from compress.graph.ops import node_module
 from compress.quantization.quantizer import Quantizer
@@ -121,17 +122,9 @@ def _value(interpreter: fx.Interpreter, node: fx.Node, values: dict[fx.Node, lis
     if node.op == "placeholder":  # one with a default
         return node.args[0] if node.args else None
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n][i])
-    if _in_place(node) and args and isinstance(args[0], Tensor):
+    if may_overwrite(node) and args and isinstance(args[0], Tensor):
         args = (args[0].clone(), *args[1:])
     return getattr(interpreter, node.op)(node.target, args, kwargs)
-
-
-def _in_place(node: fx.Node) -> bool:
-    """Return True if an operation may overwrite its first argument."""
-    if node.op == "call_module":
-        return bool(getattr(node_module(node), "inplace", False))
-    name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
-    return bool(node.kwargs.get("inplace")) or name.endswith("_") or name in {"iadd", "isub", "imul", "itruediv"}
 
 
 def calibration_inputs(qmodel: nn.Module, batches: Iterable[Any], limit: int) -> list[tuple[Tensor, ...]]:
