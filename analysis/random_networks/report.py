@@ -29,7 +29,7 @@ def run_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def page(results: dict[str, Any]) -> str:
-    """Return the page: the runs, and what they found; `findings` are written by whoever looked into the failures."""
+    """Return the page of the runs. `findings` is the text on their failures, written by hand."""
     runs, findings = results["runs"], results["findings"]
     keys = ("first_seed", "networks", "exported", "operations", "cpu_seconds")
     total, exported = (sum(run[key] for run in runs) for key in ("networks", "exported"))

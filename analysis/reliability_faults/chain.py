@@ -57,7 +57,7 @@ class _Session:
         raise _DeadError
 
     def run(self, recipe: Recipe, command: str) -> str:
-        """Begin the run or go on with it; return what is wrong with how the session ended."""
+        """Start or resume the run; return the error that no fault explains, "" if there is none."""
         try:
             with faults(self.folder, self.kind, self._chosen, self._die):
                 run(recipe, command, self.folder, resume=True, device="cpu")

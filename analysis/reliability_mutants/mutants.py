@@ -17,7 +17,7 @@ LEFT_OUT = ("core/ReplaceComparisonOperator_Eq_Is", "core/ReplaceComparisonOpera
 
 
 class Place(NamedTuple):
-    """What an operator can change: the occurrence-th thing in a file that it knows."""
+    """A place in a file that an operator can change, by its number among those of the operator."""
 
     file: str
     operator: str

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 EXPLAINED = Path(__file__).with_name("explained.json")
-"""Why survivors compute the same, by file and change; written by whoever looked into them."""
+"""Why survivors compute the same, by file and change; written by hand."""
 
 
 def write(rows: dict[str, Any], out: Path) -> None:

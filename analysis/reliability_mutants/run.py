@@ -60,7 +60,7 @@ Fate = Literal["killed", "survived", "equivalent"]
 
 @dataclass
 class Part:
-    """What is known of one part.
+    """The results of one part.
 
     Attributes:
         places: of the part that the operators change.

@@ -1,4 +1,4 @@
-"""What comes back from a machine that returns a few files of a limited size: `small.tar.gz`, and pieces of one tar.
+"""Packs run folders for a machine that returns a few files of limited size: `small.tar.gz`, and pieces of one tar.
 
 The tar holds weights and ONNX files compressed with xz, one by one. A quantized network after QAT differs from the one
 before by little, so that `qat.onnx` is stored as the difference of its bytes: `python -m analysis.task_training.pack
@@ -105,7 +105,7 @@ def _compressed(row: Row) -> tuple[Row, bytes]:
 
 
 def unpack(folder: Path, out: Path) -> list[Path]:
-    """Put together what the pieces in a folder hold, and return the files."""
+    """Join the pieces in a folder and write the files that they hold; return their paths."""
     pieces = sorted(folder.glob("weights.*"), key=lambda path: int(path.suffix[1:]))
     whole = io.BytesIO(b"".join(path.read_bytes() for path in pieces))
     found: dict[str, Path] = {}

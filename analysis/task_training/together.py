@@ -1,4 +1,4 @@
-"""Trains networks of the study on one GPU within a time, and packs what they leave.
+"""Trains networks of the study on one GPU within a time, and packs their run folders.
 
 A process on a GPU that another one uses too waits at each synchronization for the other's share of time, and detectors
 synchronize often. So one network at a time has the GPU, from the measurement of its speed to the end of QAT; its files

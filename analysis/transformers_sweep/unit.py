@@ -32,7 +32,7 @@ _BEFORE_SELECTION = ("enc_outputs_class",)
 
 
 def study(name: str) -> Row:
-    """Return the row of one network; a refusal in words and an error are told apart."""
+    """Return the row of one network; it says whether the network was refused or an error was raised."""
     row: Row = {"stage": "build"}
     try:
         _study(name, row)

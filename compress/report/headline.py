@@ -44,7 +44,7 @@ def headline(
     Args:
         metrics: of the run.
         bits: widths that its quantizers have; {8} lets the sentence say INT8.
-        intervals: of the metric; a difference that is not measurable is said to be none.
+        intervals: of the metric; where the difference is not measurable, the sentence says that there is none.
     """
     metrics = tuple(metrics)
     rows, judged = summary_table(metrics), judged_by(metrics)

@@ -1,4 +1,4 @@
-"""What each image contributes to a metric, so that the metric can be taken of any resample of the images.
+"""The contribution of each image to a metric, so that the metric can be taken of any resample of the images.
 
 A resample is given by its weights: how many times each image is drawn. All values are those of the task's own metric.
 """

@@ -1,4 +1,4 @@
-"""`predict` on runs of segmentation and of detection: what is said and drawn is what the run's file computes."""
+"""`predict` on runs of segmentation and of detection: its text and its picture are those of the run's file."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What each image contributes: the metric of the whole split is the task's own, and intervals are those of theory."""
+"""Contributions of images: the metric of the whole split is the task's own, and intervals are those of theory."""
 
 from itertools import pairwise
 

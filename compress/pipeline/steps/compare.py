@@ -30,7 +30,7 @@ TRUTH = "truth"
 
 @dataclass
 class Answers:
-    """What one network on one engine answered, as far as it is kept.
+    """The answers of one network on one engine that are kept.
 
     Attributes:
         evidence: contribution of each image to the metric; None if the metric has none.
