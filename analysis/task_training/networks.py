@@ -20,25 +20,22 @@ class Network:
         changes: keys of it that differ.
         share: of the GPU's time, relative to those of the others.
         pixels: height and width of the input.
-        until: task of a run at which `--train-only` ends: with the trainings, or, where the weights are too large to
-            come back, with the INT8 files.
     """
 
     base: str
     pixels: tuple[int, int]
     changes: tuple[str, ...] = ()
     share: float = 1.0
-    until: str = "export"
 
 
 NETWORKS: dict[str, Network] = {
-    "retinanet_resnet50_fpn": Network(base="retinanet-bccd", pixels=(384, 512), share=1.3, until="mAP"),
-    "fcn_resnet50": Network(base="fcn_resnet50-camvid", pixels=(240, 320), share=1.3, until="mIoU"),
+    "retinanet_resnet50_fpn": Network(base="retinanet-bccd", pixels=(384, 512), share=1.2),
+    "fcn_resnet50": Network(base="fcn_resnet50-camvid", pixels=(240, 320), share=0.9),
     "deeplabv3_mobilenet_v3_large": Network(
         base="lraspp-camvid", pixels=(360, 480), changes=("model.name=deeplabv3_mobilenet_v3_large",), share=1.1
     ),
     "ssdlite320_mobilenet_v3_large": Network(base="ssdlite-bccd", pixels=(320, 320)),
-    "lraspp_mobilenet_v3_large": Network(base="lraspp-camvid", pixels=(360, 480)),
+    "lraspp_mobilenet_v3_large": Network(base="lraspp-camvid", pixels=(360, 480), share=1.2),
     "yolo": Network(base="yolo-bccd", pixels=(384, 512)),
     "deeplabv3_resnet50": Network(
         base="fcn_resnet50-camvid", pixels=(240, 320), changes=("model.name=deeplabv3_resnet50",), share=1.5

@@ -1,8 +1,9 @@
 """Packs run folders for a machine that returns a few files of limited size: `small.tar.gz`, and pieces of one tar.
 
-The tar holds weights and ONNX files compressed with xz, one by one. A quantized network after QAT differs from the one
-before by little, so that `qat.onnx` is stored as the difference of its bytes: `python -m analysis.task_training.pack
-FOLDER OUT` undoes all of it.
+The tar holds the weights of the float network and of that after QAT. A quantized weight is stored as its INT8 codes,
+which is the same network, every other matrix as float16: the float network is rounded, and everything that is measured
+afterwards is measured on the rounded one. `python -m analysis.task_training.pack FOLDER OUT` makes run folders of it,
+in which PTQ, which needs neither a GPU nor long, is still to be done.
 """
 
 from __future__ import annotations
@@ -11,26 +12,24 @@ import argparse
 import io
 import lzma
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-import numpy as np
+import torch
+from torch import Tensor
 
-PIECE, FIRST, REST = int(15.5 * 2**20), 3, 4
-"""Bytes of a piece, and how many a first and a second call return."""
+from compress.pipeline.state import STATE_FILE, read_state_file
+from compress.training.tensor_file import read_tensors, write_tensors
+from compress.variants import Variant
+
+PIECE, FIRST, REST = 15 * 2**20, 4, 4
+"""Bytes of a piece, and how many a first and a second call return: with small.tar.gz less than 64 MiB each."""
 SMALL = 2 * 2**20  # bytes of a file that goes into small.tar.gz
-QUANTIZED = (("ptq.onnx", ""), ("qat.onnx", "ptq.onnx"), ("qat.onnx", ""))
-"""Files, and those whose difference is stored where both have the same length."""
-WEIGHTS = (
-    ("float.safetensors", ""),
-    ("ptq.safetensors", ""),
-    ("qat.safetensors", ""),
-    ("train.checkpoint.safetensors", ""),
-    ("qat.checkpoint.safetensors", ""),
-)
-
-Row = tuple[Path, Path | None]
+WEIGHTS = (Variant.QAT.weights_file, Variant.FLOAT.weights_file)
+LARGEST_CODE = 127
 
 
 class Packer:
@@ -44,7 +43,7 @@ class Packer:
 
     def __init__(self, runs: Path, out: Path, rest: Path | None) -> None:
         self.runs, self.out, self.rest = runs, out, rest
-        self._packed: dict[Row, bytes] = {}
+        self._packed: dict[Path, bytes] = {}
 
     def small(self) -> None:
         """Write metrics, reports and logs of all networks."""
@@ -56,17 +55,15 @@ class Packer:
                     tar.add(path, str(path.relative_to(self.runs)))
 
     def weights(self, names: list[str]) -> None:
-        """Write the pieces: quantized networks, smallest first, then weights of runs that go on, as many as fit."""
-        rows = sorted(self._rows(names, QUANTIZED), key=lambda row: row[0].stat().st_size)
-        rows += sorted(self._rows(names, WEIGHTS), key=lambda row: row[0].stat().st_size)
+        """Write the pieces: the networks' weights, smallest first, as many as fit."""
+        files = [self.runs / name / file for name in names for file in WEIGHTS]
+        new = [path for path in files if path.is_file() and path not in self._packed]
         with ThreadPoolExecutor(8) as pool:
-            found = pool.map(_compressed, [row for row in rows if row not in self._packed])
-            self._packed |= dict(found)
+            self._packed |= dict(zip(new, pool.map(_compressed, new), strict=True))
         pieces, whole = FIRST + (0 if self.rest is None else REST), io.BytesIO()
         with tarfile.open(fileobj=whole, mode="w") as tar:
-            for path, base in rows:
-                data = self._packed[path, base]
-                name = f"{path.relative_to(self.runs)}{'' if base is None else '.difference'}.xz"
+            for path, data in sorted(self._packed.items(), key=lambda row: len(row[1])):
+                name = f"{path.relative_to(self.runs)}.xz"
                 if whole.tell() + len(data) + 20480 > PIECE * pieces:
                     print(f"left out: {name}, {len(data):,} bytes")
                     continue
@@ -75,20 +72,6 @@ class Packer:
                 tar.addfile(member, io.BytesIO(data))
         self._write(whole.getvalue())
 
-    def _rows(self, names: list[str], files: tuple[tuple[str, str], ...]) -> Iterator[Row]:
-        """Yield each file that is there, with the one whose difference is stored."""
-        for folder in (self.runs / name for name in names):
-            seen: set[Path] = set()
-            for file, base in files:
-                path, other = folder / file, folder / base
-                alike = bool(base) and other.is_file() and path.is_file()
-                if path in seen or not path.is_file() or (base and not alike):
-                    continue
-                if alike and other.stat().st_size != path.stat().st_size:
-                    continue
-                seen.add(path)
-                yield path, other if alike else None
-
     def _write(self, content: bytes) -> None:
         for number, first in enumerate(range(0, len(content), PIECE)):
             folder = self.out if number < FIRST or self.rest is None else self.rest
@@ -96,38 +79,73 @@ class Packer:
             (folder / f"weights.{number}").write_bytes(content[first : first + PIECE])
 
 
-def _compressed(row: Row) -> tuple[Row, bytes]:
-    path, base = row
-    data = np.frombuffer(path.read_bytes(), np.uint8)
-    if base is not None:
-        data = data - np.frombuffer(base.read_bytes(), np.uint8)  # modulo 256
-    return row, lzma.compress(data.tobytes(), preset=1)
+def _compressed(path: Path) -> bytes:
+    found = read_tensors(path, "model")
+    with TemporaryDirectory() as folder:
+        file = write_tensors(Path(folder) / path.name, "model", narrowed(found.tensors), found.data)
+        return lzma.compress(file.read_bytes(), preset=1)
+
+
+def narrowed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the INT8 codes of quantized weights, float16 of other matrices, and the rest as it is."""
+    return {name: _narrow(tensor, weight_scale(tensors, name, tensor)) for name, tensor in tensors.items()}
+
+
+def widened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return float32 of the tensors that `narrowed` made narrow."""
+    return {name: _wide(tensor, weight_scale(tensors, name, tensor)) for name, tensor in tensors.items()}
+
+
+def weight_scale(tensors: Mapping[str, Tensor], name: str, weight: Tensor) -> Tensor | None:
+    """Return the scale of a quantized weight, shaped to be multiplied with it; None = it is not quantized."""
+    amax = tensors.get(f"{name}_quantizer.amax")
+    if amax is None or amax.dim() > 1 or (amax.dim() == 1 and len(amax) != len(weight)):
+        return None
+    return (amax / LARGEST_CODE).view(-1, *[1] * (weight.dim() - 1))
+
+
+def _narrow(tensor: Tensor, scale: Tensor | None) -> Tensor:
+    if scale is not None:
+        return (tensor / scale).round().clamp(-LARGEST_CODE, LARGEST_CODE).to(torch.int8)
+    return tensor.half() if tensor.dtype == torch.float32 and tensor.dim() > 1 else tensor
+
+
+def _wide(tensor: Tensor, scale: Tensor | None) -> Tensor:
+    if tensor.dtype == torch.int8 and scale is not None:
+        return tensor.float() * scale
+    return tensor.float() if tensor.dtype == torch.float16 else tensor
 
 
 def unpack(folder: Path, out: Path) -> list[Path]:
-    """Join the pieces in a folder and write the files that they hold; return their paths."""
+    """Make run folders of the files in a folder, and return the paths of their weights."""
+    with tarfile.open(folder / "small.tar.gz") as tar:
+        tar.extractall(out, filter="data")
     pieces = sorted(folder.glob("weights.*"), key=lambda path: int(path.suffix[1:]))
-    whole = io.BytesIO(b"".join(path.read_bytes() for path in pieces))
-    found: dict[str, Path] = {}
+    whole, found = io.BytesIO(b"".join(path.read_bytes() for path in pieces)), []
     with tarfile.open(fileobj=whole) as tar:
         for member in tar:
             content = tar.extractfile(member)
             assert content is not None
-            data = np.frombuffer(lzma.decompress(content.read()), np.uint8)
-            name = member.name.removesuffix(".xz")
-            if name.endswith(".difference"):
-                name = name.removesuffix(".difference")
-                data = data + np.frombuffer(found[str(Path(name).parent / "ptq.onnx")].read_bytes(), np.uint8)
-            path = found[name] = out / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data.tobytes())
-    return list(found.values())
+            path = out / member.name.removesuffix(".xz")
+            path.write_bytes(lzma.decompress(content.read()))
+            packed = read_tensors(path, "model")
+            found.append(write_tensors(path, "model", widened(packed.tensors), packed.data))
+    for state in out.glob(f"*/{STATE_FILE}"):
+        _without_ptq(state.parent)
+    return found
+
+
+def _without_ptq(folder: Path) -> None:
+    """Let PTQ be done anew in a run folder whose weights of it did not come back."""
+    state = read_state_file(folder)
+    steps = {name: facts for name, facts in state.steps.items() if name != Variant.PTQ.step}
+    replace(state, steps=steps).write(folder)
 
 
 def main() -> None:
     """Unpack from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="with weights.0, weights.1, ...")
+    parser.add_argument("folder", type=Path, help="with small.tar.gz, weights.0, weights.1, ...")
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
     for path in unpack(arguments.folder, arguments.out):

@@ -23,7 +23,7 @@ QAT_COST = 2.5
 """Time of an epoch of QAT in fp32, as a multiple of one of float training in bf16 without CUDA graphs."""
 QAT_SHARE, QAT_EPOCHS = 0.2, (3, 8)
 """Largest share of the time for QAT, and its least and most epochs."""
-SAFE, CHECKPOINT_S = 0.9, 1.0
+SAFE, CHECKPOINT_S = 0.9, 2.0
 """Share of the time that is planned, and seconds of a checkpoint."""
 BETWEEN_S = 10.0
 """Seconds between the trainings: the trial before the first, calibration, placement."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from analysis.task_training.networks import NETWORKS, recipe_of
 from analysis.task_training.plan import decoded, planned
-from analysis.task_training.turns import TrainingsOverError, Turn, granted
-from compress.pipeline import early, run
+from analysis.task_training.turns import TrainingsOverError, Turn, granted, ready
+from compress.pipeline import commands, run
 from compress.pipeline.steps import export
 from compress.recipe import Recipe, load_recipe
 from compress.records import read_run, summary_table
@@ -35,16 +37,28 @@ def recipe_in_turn(arguments: argparse.Namespace, device: str) -> Recipe:
     """
     torch.backends.cudnn.benchmark_limit = 1
     export.SQNR_IMAGES = 2  # it runs on the CPU, for a figure that this study does not show
-    early.LONG_TRAINING = 10**12  # the trial of the export takes seconds, which the GPU would stand still
+    vars(commands)["check_network"] = _no_check
 
     def recipe(epochs: int, qat_epochs: int, graphs: bool) -> Recipe:
         more = [*arguments.set, f"train.cuda_graphs={str(graphs).lower()}"]
         return _recipe(arguments, epochs, qat_epochs, more)
 
     decoded(recipe(1, 1, False))
-    print("ready", flush=True)
+    _warm(device)
+    ready(arguments.runs, arguments.network)
     until = granted(arguments.runs, arguments.network)
     return planned(recipe, load_recipe(NETWORKS[arguments.network].base).train.epochs, device, until)
+
+
+def _no_check(*_: Any) -> None:
+    """Leave out the trial of quantization and export: the GPU would stand still while the CPU is at it."""
+
+
+def _warm(device: str) -> None:
+    """Load the libraries of a device by one step of a small network."""
+    layer = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)).to(device)
+    with torch.autocast(device, torch.bfloat16):
+        layer(torch.zeros(2, 3, 32, 32, device=device)).float().sum().backward()
 
 
 def _recipe(arguments: argparse.Namespace, epochs: int, qat_epochs: int, more: list[str]) -> Recipe:
@@ -81,14 +95,14 @@ def main() -> None:
     resume = (folder / "state.json").is_file()
     if resume:
         if arguments.in_turn:
+            ready(arguments.runs, arguments.network)
             granted(arguments.runs, arguments.network)
         recipe = load_recipe(folder / "recipe.yaml")
     elif arguments.in_turn:
         recipe = recipe_in_turn(arguments, device)
     else:
         recipe = _recipe(arguments, arguments.epochs, arguments.qat_epochs, arguments.set)
-    until = NETWORKS[arguments.network].until if arguments.train_only else None
-    turn = Turn(arguments.runs, arguments.network if arguments.in_turn else None, until)
+    turn = Turn(arguments.runs, arguments.network if arguments.in_turn else None, ends=arguments.train_only)
     try:
         run(recipe, "qat", folder, resume=resume, progress=turn)
     except TrainingsOverError:

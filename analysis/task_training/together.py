@@ -22,7 +22,7 @@ from pathlib import Path
 
 from analysis.task_training.networks import NETWORKS
 from analysis.task_training.pack import Packer
-from analysis.task_training.turns import grant, handed_on
+from analysis.task_training.turns import grant, handed_on, is_ready
 
 SHOWN = ("miou", "map", "map50", "sqnr_db", "p50_ms")
 Running = dict[str, "subprocess.Popen[bytes]"]
@@ -75,6 +75,8 @@ class Finished:
 def train(names: list[str], running: Running, runs: Path, *, gpu_until: float, deadline: float) -> None:
     """Give the GPU to one network of a lane after the other."""
     for i, name in enumerate(names):
+        while running[name].poll() is None and not is_ready(runs, name) and time.time() < deadline:
+            time.sleep(0.1)
         shares = [NETWORKS[one].share for one in names[i:]]
         grant(runs, name, time.time() + max(0.0, gpu_until - time.time()) * shares[0] / sum(shares))
         while running[name].poll() is None and not handed_on(runs, name) and time.time() < deadline:

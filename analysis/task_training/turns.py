@@ -1,7 +1,7 @@
 """Whose turn it is on the GPU, said by files, so that a process that dies holds nobody up.
 
-The parent writes `<name>.go` with the time until which a network may train, and the network's process writes
-`<name>.off` when it has trained. A process that waits has its modules and pictures ready.
+A network's process writes `<name>.ready` when its modules and pictures are there, the parent then `<name>.go` with the
+time until which it may train, and the process `<name>.off` when it has trained.
 """
 
 from __future__ import annotations
@@ -13,6 +13,16 @@ from compress.files import write_text
 from compress.progress import NoProgress
 
 _POLL_S = 0.1
+
+
+def ready(runs: Path, name: str) -> None:
+    """Say that a network waits for the GPU, with its modules and pictures there."""
+    write_text(runs / f"{name}.ready", "")
+
+
+def is_ready(runs: Path, name: str) -> bool:
+    """Return True if a network waits for the GPU."""
+    return (runs / f"{name}.ready").is_file()
 
 
 def grant(runs: Path, name: str, until: float) -> None:
@@ -47,18 +57,20 @@ class Turn(NoProgress):
     Args:
         runs: folder of the files.
         name: of the network; None = it has the GPU for itself.
-        until: beginning of the name of the task at which the run ends; None = it does not.
+        ends: whether the run ends there.
     """
 
-    def __init__(self, runs: Path, name: str | None, until: str | None = None) -> None:
-        self.runs, self.name, self.until = runs, name, until
+    def __init__(self, runs: Path, name: str | None, *, ends: bool = False) -> None:
+        self.runs, self.name, self.ends = runs, name, ends
 
     def start(self, task: str, total: int, *, done: int = 0) -> None:
         """Print that a task begins; with the export the trainings are over."""
         print(time.strftime("%H:%M:%S"), f"{task} begins", flush=True)
-        if task == "export" and self.name is not None:
+        if task != "export":
+            return
+        if self.name is not None:
             hand_on(self.runs, self.name)
-        if self.until is not None and task.startswith(self.until):
+        if self.ends:
             raise TrainingsOverError
 
     def note(self, text: str) -> None:
