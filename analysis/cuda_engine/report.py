@@ -1,20 +1,26 @@
 """Writes the page of the study from its JSON, without measuring again.
 
-python -m analysis.cuda_engine.report results/h100/cuda_engine.json
+    python -m analysis.cuda_engine.report results/h100/cuda_engine.json
+    python -m analysis.cuda_engine.report results/h100/cuda_engine.json NEW.json    # takes the rows of a new run first
+
+Findings stand in `cuda_engine.notes.md` beside the data, and become a part of the page.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis.common.study import listed, report_from_file
+from analysis.common.study import listed
+from compress.files import write_json, write_text
 
 BANDWIDTH, PEAK = 3.35e12, 1.979e15
 """Of an H100, by its data sheet: bytes and INT8 operations a second."""
 _LEAST_SHARE = 0.02
+_CANDIDATES = frozenset({"times_ms", "refused"})
 
 Row = Mapping[str, Any]
 
@@ -22,10 +28,26 @@ Row = Mapping[str, Any]
 def write(file: Path) -> None:
     """Write the page beside the JSON file."""
     report = json.loads(file.read_text(encoding="utf-8"))
-    file.with_suffix(".md").write_text("\n".join(page(report)) + "\n", encoding="utf-8")
+    notes = file.with_suffix(".notes.md")
+    found = notes.read_text(encoding="utf-8").splitlines() if notes.is_file() else []
+    write_text(file.with_suffix(".md"), "\n".join(page(report, found)) + "\n")
 
 
-def page(report: Row) -> Iterator[str]:
+def merged(old: Row, new: Row) -> Row:
+    """Return a report with the rows of a new run, and those of the old one that it does not replace.
+
+    Times of candidates that were not chosen are left out.
+    """
+    runs = [*old.get("runs", [old["command"]]), new["command"]]
+    rows = [{"run": 1, **row} for row in old["networks"]]
+    taken = {(row["network"], row["batch"]): row | {"run": len(runs)} for row in new["networks"] if row.get("ms")}
+    networks = [taken.pop((row["network"], row["batch"]), row) for row in rows] + list(taken.values())
+    for row in networks:
+        row["layers"] = [{k: v for k, v in x.items() if k not in _CANDIDATES} for x in row.get("layers", ())]
+    return {**new, "networks": networks, "runs": runs, "failed": [*old["failed"], *new["failed"]]}
+
+
+def page(report: Row, notes: Sequence[str] = ()) -> Iterator[str]:
     """Yield the lines of the page."""
     yield "# INT8 on our own engine, NVIDIA H100"
     yield ""
@@ -36,7 +58,7 @@ def page(report: Row) -> Iterator[str]:
     yield ""
     yield from _table(
         ("network", "batch", "ms", "images/s", "fp16 ms", "fp16 images/s", "ratio", "ratio, each call waited for",
-         "build s", "with the plan s", "codes that differ from exact arithmetic"),
+         "build s", "with the plan s", "codes that differ from exact arithmetic", "run"),
         [_network(row) for row in report["networks"] if row.get("ms")],
     )  # fmt: skip
     missing = [f"{row['network']} b{row['batch']}" for row in report["networks"] if not row.get("ms")]
@@ -49,7 +71,11 @@ def page(report: Row) -> Iterator[str]:
         "Where a star stands, kernels were compiled before building."
     )
     yield ""
-    yield f"`{report['command']}`"
+    for number, command in enumerate(report.get("runs", [report["command"]]), 1):
+        yield f"- Run {number}: `{command}`"
+    if notes:
+        yield ""
+        yield from notes
     for row in report["networks"]:
         if row.get("layers"):
             yield from _layers(row)
@@ -63,7 +89,7 @@ def _network(row: Row) -> Sequence[str]:
         _number(row.get("fp16_ms"), ".3f"), _number(row.get("fp16_images_per_s"), ",.0f"),
         _ratio(row.get("fp16_ms"), row["ms"]), _ratio(row.get("fp16_waiting_ms"), row["waiting_ms"]),
         f"{row['build_s']:.1f}{'*' if row.get('compiled_ahead') else ''}", _number(row.get("build_with_plan_s"), ".2f"),
-        codes,
+        codes, str(row.get("run", 1)),
     )  # fmt: skip
 
 
@@ -127,5 +153,17 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield f"| {' | '.join(row)} |"
 
 
+def main() -> None:
+    """Take the rows of a new run, if there is one, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("new", type=Path, nargs="?", help="of a new run, whose rows take the place of older ones")
+    arguments = parser.parse_args()
+    if arguments.new:
+        old, new = (json.loads(path.read_text(encoding="utf-8")) for path in (arguments.file, arguments.new))
+        write_json(arguments.file, merged(old, new))
+    write(arguments.file)
+
+
 if __name__ == "__main__":
-    report_from_file(__doc__, write)
+    main()

@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import multiprocessing
 import os
 import signal
 import time
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from analysis.common.qat_variants import DEVICE, NETWORKS, fast_arithmetic, machine
 from analysis.common.study import Row, command_line, study_parser
+from analysis.qat_cost.ahead import Key, RemoteStep, compiled_ahead
 from analysis.qat_cost.report import read_runs, table
 from analysis.qat_cost.steps import Step, calibration, make_step, row_of, time_in_turn
 from compress.files import write_json
@@ -25,7 +28,8 @@ FAMILIES = ["resnet50", "regnet_y_3_2gf", "convnext_tiny", "vit_s", "efficientne
 FAMILIES += ["densenet121", "mobilenet_v2", "resnet18"]
 FAMILY_VARIANTS = ("float", "fused", "fused-int8", "folded")
 TOOLS = ("torch-ops", "modelopt", "pytorch-quantization")
-CASES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+Case = tuple[str, str, str, tuple[str, ...]]
+CASES: tuple[Case, ...] = (
     ("resnet50", "bf16", "eager", ("float", "fused", "plain")),
     ("resnet50", "bf16", "compiled", PAIR),
     ("resnet50", "bf16", "eager", ("float", "fused-int8")),
@@ -74,6 +78,7 @@ class Run:
         self.unfinished: list[Row] = []
         self.built: dict[tuple[str, str, str, str], Step] = {}
         self.compile_s: list[float] = []
+        self.ahead: dict[Key, RemoteStep] | None = None
 
     def measure(self, name: str, precision: str, mode: str, variants: tuple[str, ...]) -> None:
         """Measure one case; failures and cases without time are noted with the reason."""
@@ -107,6 +112,8 @@ class Run:
     def step(self, name: str, precision: str, mode: str, variant: str) -> Step | None:
         """Return a variant, built now or before; None if it cannot be built."""
         key = (name, precision, mode, variant)
+        if self.ahead is not None:  # what is not there was noted when it was not ready
+            return self.ahead.get(key)
         if key in self.built:
             return self.built[key]
         if any(other[0] != name for other in self.built):
@@ -151,6 +158,17 @@ class Run:
         write_json(self.file, {"runs": [*self.earlier, self.report | {"unfinished": self.unfinished}]})
 
 
+def wanted_cases(cases: Sequence[Case], asked: Sequence[str], variants: Sequence[str]) -> Iterator[Case]:
+    """Yield the cases that were asked for, in the order in which they were, each with the variants that were."""
+    for prefix in asked:
+        for case in cases:
+            wanted = tuple(v for v in case[3] if not variants or v in variants)
+            alone = wanted == ("float",) and list(variants) != ["float"]
+            first = next(p for p in [*asked, ""] if "/".join(case[:3]).startswith(p)) == prefix
+            if first and wanted and not alone:
+                yield (*case[:3], wanted)
+
+
 def main() -> None:
     """Measure until all cases are done or the time has run out; the table of this run comes last."""
     parser = study_parser(__doc__, out="results/h200")
@@ -160,6 +178,8 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="such as float fused")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each variant, in turn")
     parser.add_argument("--repeats", type=int, default=10, help="steps of a round")
+    parser.add_argument("--ahead-s", type=float, default=0.0, help="compile all first, for so long, beside each other")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="processes that compile")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     fast_arithmetic()
@@ -170,20 +190,24 @@ def main() -> None:
 
     signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, arguments.budget_s)
-    asked = arguments.only or [name for name in NETWORKS if name != "tiny"]
-    cases = FAMILY_CASES if arguments.families else CASES
-    case: tuple[str, str, str, tuple[str, ...]] = cases[0]
+    asked = arguments.only or [""]
+    known = FAMILY_CASES if arguments.families else CASES
+    known = known if arguments.only else tuple(case for case in known if case[0] != "tiny")
+    cases = [*wanted_cases(known, asked, arguments.variants)]
+    case = cases[0] if cases else ("none", "", "", ())
     try:
+        if arguments.ahead_s:
+            keys = [(*case[:3], variant) for case in cases for variant in case[3]]
+            run.ahead = compiled_ahead(keys, seconds=arguments.ahead_s, jobs=arguments.jobs, miss=run.miss)
         for case in cases:
-            wanted = tuple(v for v in case[3] if not arguments.variants or v in arguments.variants)
-            alone = wanted == ("float",) and arguments.variants != ["float"]
-            if "/".join(case[:3]).startswith(tuple(asked)) and wanted and not alone:
-                run.measure(*case[:3], wanted)
+            run.measure(*case)
     except BudgetSpentError:
         run.miss("/".join(case[:3]), "the time ran out while it was measured")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     run.write()
+    for process in multiprocessing.active_children():
+        process.kill()
     print(table(read_runs(run.file)[-1:]), flush=True)
     os._exit(0)  # threads of the compiler may still be at work
 

@@ -7,7 +7,7 @@ import gc
 import operator
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -37,6 +37,11 @@ class Step:
     ms: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
 
+    def time(self, repeats: int) -> None:
+        """Take `repeats` steps after one that does not count; append their time and note the peak memory."""
+        ms, self.peak_bytes = timed_round(self, repeats)
+        self.ms.append(ms)
+
 
 def make_step(variant: str, network: Network, precision: str, mode: str) -> Step:
     """Build a variant and take its first steps, in which compilation and cuDNN's search happen."""
@@ -48,25 +53,29 @@ def make_step(variant: str, network: Network, precision: str, mode: str) -> Step
     return made
 
 
-def time_in_turn(steps: dict[str, Step], rounds: int, repeats: int) -> None:
+def timed_round(step: Step, repeats: int) -> tuple[float, int | None]:
+    """Return milliseconds of a step and its peak memory, after one step that does not count."""
+    step.run()
+    finish()
+    resident = allocated()
+    if DEVICE.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        step.run()
+    finish()
+    ms = (time.perf_counter() - start) / repeats * 1e3
+    return ms, torch.cuda.max_memory_allocated() - resident + step.own_bytes if DEVICE.type == "cuda" else None
+
+
+def time_in_turn(steps: Mapping[str, Step], rounds: int, repeats: int) -> None:
     """Append the time of a step to each, in turn (A B C A B C ...), and note the peak memory."""
     for _ in range(rounds):
         for step in steps.values():
-            step.run()
-            finish()
-            resident = allocated()
-            if DEVICE.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            start = time.perf_counter()
-            for _ in range(repeats):
-                step.run()
-            finish()
-            step.ms.append((time.perf_counter() - start) / repeats * 1e3)
-            if DEVICE.type == "cuda":
-                step.peak_bytes = torch.cuda.max_memory_allocated() - resident + step.own_bytes
+            step.time(repeats)
 
 
-def row_of(variant: str, step: Step, steps: dict[str, Step]) -> Row:
+def row_of(variant: str, step: Step, steps: Mapping[str, Step]) -> Row:
     """Return the row of a variant; ratios are to `float` in the same round."""
     row: Row = {"variant": variant, "ms": statistics.median(step.ms), "rounds_ms": step.ms, "first_s": step.first_s}
     row["peak_gib"] = None if step.peak_bytes is None else step.peak_bytes / 2**30

@@ -7,7 +7,7 @@ if the plan file does not know them. `batch_size` makes it at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,16 @@ OPTIONS = {
     "device": "GPU, such as cuda or cuda:1; or cpu: exact integer arithmetic by torch, slow, to compare with",
     "tune": "no: take the guessed kernel of every layer and measure nothing; yes by default",
     "floats": "no: products of integers are never computed in fp16, not even where that is faster; yes by default",
-    "overlap": "yes: small launches begin before their predecessor ends (from Hopper on); not tried yet, no by default",
+    "overlap": "yes: small launches begin before their predecessor ends, where that is faster and gives the same "
+    "results to the bit (from Hopper on); no by default",
     "plan": "plan file with the measured choices; by default MODEL.GPU.plan.json beside the model",
     "profile": "yes or no: layers can be timed either way; taken so that all engines can be called alike",
     "jobs": "processes that compile kernels at a time; by default one for each CPU; 0: each when it is first launched",
 }
 PRECISIONS = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 LEAST_CAPABILITY = (8, 0)
+LEAST_OVERLAP = (9, 0)
+"""GPUs from Hopper on start a launch before its predecessor ends."""
 _MOST_PROGRAMS = 16
 _INSTALL = "use a Linux machine with an NVIDIA GPU of compute capability 8.0 or later, torch for CUDA, and triton"
 
@@ -151,7 +154,7 @@ class CudaEngine(Engine):
         floats, overlaps = (
             _yes(key, build.options.get(key, other)) for key, other in (("floats", "yes"), ("overlap", "no"))
         )
-        self._candidates = _candidates(device, floats=floats, overlaps=overlaps)
+        self._candidates, self._overlap = _candidates(device, floats=floats, overlaps=overlaps)
         self._programs: dict[tuple[tuple[int, ...], ...], Program] = {}
         self._last: tuple[Program, dict[str, Tensor]] | None = None
         self._closed = False
@@ -245,22 +248,28 @@ class CudaEngine(Engine):
                 self._programs.pop(next(iter(self._programs)))  # the oldest
             layout = lay_out(make_plan(self._path, shapes, dtype=self._dtype))
             self._programs[key] = Program(
-                layout, self._device, candidates=self._candidates, plan=self._plan, jobs=self._jobs
-            )
+                layout, self._device, candidates=self._candidates, plan=self._plan, jobs=self._jobs,
+                overlap=self._overlap,
+            )  # fmt: skip
         return self._programs[key]
 
 
-def _candidates(device: torch.device, *, floats: bool, overlaps: bool) -> Ways | None:
-    """The ways of a device to compute a step; None on the CPU."""
+def _candidates(
+    device: torch.device, *, floats: bool, overlaps: bool
+) -> tuple[Ways | None, Callable[[bool], None] | None]:
+    """The ways of a device to compute a step, and what lets launches overlap; None on the CPU."""
     if device.type != "cuda":
-        return None
+        return None, None
     bind = import_library("compress.engines.cuda.bind", "pip install triton")
-    bindings = bind.Bindings(device, {}, floats, overlaps)
+    bindings = bind.Bindings(device, {}, floats)
 
     def candidates(step: Step, layout: Layout) -> Any:
         return bind.candidates(step, layout, bindings)
 
-    return candidates
+    def overlap(on: bool) -> None:
+        bindings.overlaps = on
+
+    return candidates, overlap if overlaps and bindings.capability >= LEAST_OVERLAP else None
 
 
 def check_tensors(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from compress.engines.cuda.executor import Candidate, Executor, Tensors, bind_re
 from compress.engines.cuda.plan.layout import Layout
 from compress.engines.cuda.plan.steps import Step
 from compress.engines.cuda.plan_file import PlanFile
-from compress.engines.cuda.timing import launch_ms
+from compress.engines.cuda.timing import launch_ms, replay_ms
 from compress.engines.cuda.tuning import Measured, chosen, kernel_requests, measure, signature
 from compress.errors import EngineError
 from compress.kernels.triton.ahead import compile_requests
@@ -29,7 +30,17 @@ _COPIED_BYTES = 4 << 20
 _MOST_DIRECT = 3
 """Steps that are launched outside of the graph at most."""
 
+_TRIALS = 20
+"""Runs whose results must be equal to the bit before launches may overlap."""
+
 Ways = Callable[[Step, Layout], list[Candidate]]
+
+
+class Recorded(NamedTuple):
+    """A CUDA graph of all steps but those that are launched directly, and the network's outputs that it writes."""
+
+    graph: torch.cuda.CUDAGraph
+    results: Tensors
 
 
 class Program:
@@ -41,11 +52,13 @@ class Program:
         candidates: gives all ways to compute a step; None = exact arithmetic (`reference`).
         plan: measured choices, which are used and added to; None = the guess for every step.
         jobs: processes that compile at a time; 0 = each kernel is compiled when it is first launched.
+        overlap: turns launches that begin before their predecessor ends on or off; None = they are never tried.
         progress: of compiling and measuring.
 
     Attributes:
         kernels: name of the candidate that computes each step.
         measured: times of all candidates of each step, if they were measured now.
+        overlaps: launches overlap, as that is faster and gave the same results.
 
     Raises:
         EngineError: the memory of the device does not suffice.
@@ -59,6 +72,7 @@ class Program:
         candidates: Ways | None,
         plan: PlanFile | None,
         jobs: int = 1,
+        overlap: Callable[[bool], None] | None = None,
         progress: Progress = _QUIET,
     ) -> None:
         self.layout = layout
@@ -72,10 +86,10 @@ class Program:
             self.kernels = self._choose(ways, plan, jobs, progress)
             self._direct = 0
             self._static: Tensors = {}
-            self._results: Tensors = {}
-            self._graph: torch.cuda.CUDAGraph | None = None
+            self._recorded: Recorded | None = None
+            self.overlaps = False
             if device.type == "cuda":
-                self._capture()
+                self._capture(overlap, jobs if self.measured else 0)
         except torch.OutOfMemoryError as error:
             shapes = ", ".join(str(tuple(layout.plan.tensors[name].shape)) for name in layout.plan.inputs)
             free, whole = (torch.cuda.mem_get_info(device)) if device.type == "cuda" else (0, 0)
@@ -90,7 +104,7 @@ class Program:
         Args:
             inputs: by name, of the plan's shapes and types, on the device; any strides.
         """
-        if self._graph is None:
+        if self._recorded is None:
             return self._copied(self.executor.run(inputs))
         for name, tensor in self._static.items():
             tensor.copy_(inputs[name])
@@ -98,8 +112,8 @@ class Program:
             tensors = self.executor.start(inputs)
             for index in range(self._direct):
                 self.executor.step(index, tensors)
-        self._graph.replay()
-        return self._copied(self._results)
+        self._recorded.graph.replay()
+        return self._copied(self._recorded.results)
 
     def step_ms(self, inputs: Mapping[str, Tensor]) -> list[float]:
         """Milliseconds of each step alone, on the data of a run."""
@@ -136,7 +150,7 @@ class Program:
     def _copied(results: Tensors) -> Tensors:
         return {name: tensor.clone() for name, tensor in results.items()}
 
-    def _capture(self) -> None:
+    def _capture(self, overlap: Callable[[bool], None] | None, jobs: int) -> None:
         """Capture all steps but those that are launched directly."""
         executor = self.executor
         given = executor.empty_inputs()
@@ -147,13 +161,40 @@ class Program:
         for index in range(self._direct):
             executor.step(index, tensors)
         with torch.cuda.device(executor.device):
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for index in range(self._direct, len(executor.runners)):
-                    executor.step(index, tensors)
-                self._results = executor.results(tensors)
-        self._graph = graph
+            self._recorded = self._record(tensors)
+            if overlap is None or self._direct:
+                return
+            overlap(True)
+            try:
+                _compile(executor, [[Candidate("", runner)] for runner in executor.runners], jobs, _QUIET)
+                other = self._record(tensors)
+            finally:
+                overlap(False)
+            self.overlaps = self._is_same(other) and replay_ms(other.graph) < replay_ms(self._recorded.graph)
+            self._recorded = other if self.overlaps else self._recorded
+
+    def _record(self, tensors: Tensors) -> Recorded:
+        """A graph of the steps; `tensors` are those before the first of them."""
+        tensors = dict(tensors)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for index in range(self._direct, len(self.executor.runners)):
+                self.executor.step(index, tensors)
+            return Recorded(graph, self.executor.results(tensors))
+
+    def _is_same(self, other: Recorded) -> bool:
+        """True if another graph computes what the recorded one does, to the bit, in every one of many runs."""
+        assert self._recorded is not None
+        for name, value in self.executor.random_inputs().items():
+            self._static[name].copy_(value)
+        self._recorded.graph.replay()
+        expected = self._copied(self._recorded.results)
+        for _ in range(_TRIALS):
+            other.graph.replay()
+            if not all(torch.equal(value, expected[name]) for name, value in other.results.items()):
+                return False
+        return True
 
 
 def _direct_steps(layout: Layout, input_bytes: int) -> int:

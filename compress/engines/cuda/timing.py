@@ -45,6 +45,17 @@ def launch_ms(run: Callable[[], None], device: torch.device, *, rounds: int = 5)
         return statistics.median(_elapsed(graph.replay) / launches for _ in range(rounds))
 
 
+def replay_ms(graph: torch.cuda.CUDAGraph, *, replays: int = 20, rounds: int = 5) -> float:
+    """Median milliseconds of a graph whose replays follow each other without a pause."""
+
+    def repeated() -> None:
+        for _ in range(replays):
+            graph.replay()
+
+    repeated()
+    return statistics.median(_elapsed(repeated) / replays for _ in range(rounds))
+
+
 def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """The launches of `run` as a CUDA graph that is not yet replayed."""
     torch.cuda.synchronize()

@@ -235,14 +235,13 @@ def _product_kernel(
     x_ptr, at, y, x = _first_taps(x_ptr + group * group_step, row, first_row, rows, step, sizes, geometry, FLAT)
     weight_ptr += group * columns * (TAPS_Y * TAPS_X * channels)
     filter_at = tl.where(column < columns, column, 0) * (TAPS_Y * TAPS_X * channels)
-    if PROGRAMMATIC:
+    if PROGRAMMATIC:  # the next launch may take its place on the GPU now; it waits in turn until this one has ended
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     total = _sums(
         x_ptr, weight_ptr, at, filter_at, y, x, channels, step, sizes, geometry, x_zero,
         TAPS_Y, TAPS_X, PADDED, EVEN, X_ZERO, SPLITS, ROWS, COLUMNS, DEPTH,
     )  # fmt: skip
-    if PROGRAMMATIC:
-        tl.extra.cuda.gdc_launch_dependents()
     last = True
     if SPLITS > 1:
         total, last = _joined(total, tile + group * tl.num_programs(0), sums_ptr, counts_ptr, SPLITS, ROWS, COLUMNS)

@@ -26,7 +26,7 @@ class Bindings:
         device: of the launches.
         kept: by key.
         floats: products of codes may be computed in floating point where their results are values.
-        overlaps: a small launch may begin before the one before it ends.
+        overlaps: a small launch begins before the one before it ends; may be turned on and off.
     """
 
     device: torch.device

@@ -72,7 +72,7 @@ def _product(
         taps: of the filter.
         read: gives the input as (N, C, H, W).
         axis: of the channels in the plan's tensors.
-        follows: a kernel runs right before this one, so that a small launch may begin before that one ends.
+        follows: a product runs right before this one, so that a small launch may begin before that one ends.
     """
     finish = _product_finish(step, bindings)
     zero = step.x.grid.zero if step.x.grid else 0
@@ -82,7 +82,7 @@ def _product(
 
     def candidate(tile: Tile) -> Candidate:
         programs = weight.groups * tiles_of(rows, columns // weight.groups, tile) * tile.splits
-        programmatic = follows and programs <= _OVERLAPPED * bindings.multiprocessors
+        small = follows and programs <= _OVERLAPPED * bindings.multiprocessors
 
         def run(tensors: Tensors) -> None:
             results = Results(e.out, e.residual.name, tensors, axis)
@@ -93,7 +93,7 @@ def _product(
                 space = bindings.keep(key, lambda: workspace(bindings.device, count, tile.rows * tile.columns))
             product(
                 read(tensors), weight, finish, results.outputs, columns, geometry, (size[0], size[1]), tile, zero=zero,
-                space=space, programmatic=programmatic,
+                space=space, programmatic=small and bindings.overlaps,
             )  # fmt: skip
             results.finish()
 
@@ -105,8 +105,8 @@ def _product(
 
 
 def _follows(step: Product, layout: Layout, bindings: Bindings) -> bool:
-    """True where a launch may begin before the one before it ends, if that one is a product too."""
-    if not bindings.overlaps or bindings.device.type != "cuda" or bindings.capability < LEAST_CAPABILITY:
+    """True where a launch may begin before the one before it ends: that one is a product, too."""
+    if bindings.device.type != "cuda":
         return False
     index = layout.steps.index(step)
     before = layout.steps[index - 1] if index else None
