@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 
 import compress
-from analysis.common.study import Row, command_line, listed, software, study_parser
-from analysis.real_accuracy.networks import cifar
+from analysis.common.study import Row, command_line, gpu_software, listed, study_parser
+from analysis.low_bits.step import DEVICE
+from analysis.real_accuracy.networks import Subject, cifar
 from analysis.real_accuracy.statistics import figures
 from compress.files import write_text
 from compress.quantization.spec import ActivationSpec, QuantSpec, ReconstructSpec, WeightSpec
 
-BITS = {"W4A8": (4, 8), "W4A4": (4, 4), "W3A3": (3, 3), "W2A4": (2, 4)}
+BITS = {"W8A8": (8, 8), "W4A8": (4, 8), "W4A4": (4, 4), "W3A3": (3, 3), "W2A4": (2, 4)}
+METHODS = ("calibration", "blocks")
 
 
 def main() -> None:
@@ -30,6 +32,7 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True, help="file of analysis.low_bits")
     parser.add_argument("--network", default="resnet20")
     parser.add_argument("--bits", nargs="+", choices=BITS, default=["W4A8", "W4A4"])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--limit", type=int, help="number of test pictures")
@@ -38,28 +41,38 @@ def main() -> None:
     file = o.out / "ptq.jsonl"
     rows: list[Row] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     done = {(row["network"], row["bits"], row["method"]) for row in rows}
-    subject = cifar(o.network, o.data, o.weights, o.limit, calibration=o.images)
+    subject = on_device(cifar(o.network, o.data, o.weights, o.limit, calibration=o.images))
     expected = logits(subject.model, subject.images)
+    batches = list(subject.calibration.split(64))
     for bits in o.bits:
-        for method in ("calibration", "blocks"):
+        for method in o.methods:
             if (o.network, bits, method) in done:
                 continue
             spec = specification(*BITS[bits], o.steps if method == "blocks" else 0, o.images)
             start = time.process_time()
-            qmodel = compress.quantize(
-                subject.model, subject.calibration[:2], list(subject.calibration.split(64)), spec=spec
-            )
+            qmodel = compress.quantize(subject.model, batches[0][:2], batches, spec=spec)
             seconds = time.process_time() - start
             seen = figures(expected, logits(qmodel, subject.images), subject.targets)
-            float_top1 = 100 * (expected.argmax(1) == subject.targets).double().mean().item()
             row = {"network": o.network, "bits": bits, "method": method, "cpu_seconds": round(seconds, 1)}
-            row |= {"float_top1": round(float_top1, 2), "figures": asdict(seen), "evaluated": len(subject.images)}
-            row |= {"steps": o.steps, "images": o.images, "software": software("torch")}
-            row["command"] = command_line(hidden())
+            row |= {"float_top1": top1(expected, subject.targets), "figures": asdict(seen)}
+            row |= {"steps": o.steps, "images": o.images, "evaluated": len(subject.images)}
+            row |= {"software": gpu_software(), "command": command_line(hidden())}
             rows.append(row)
             with file.open("a") as stream:
                 stream.write(json.dumps(row) + "\n")
     print(page(o.out, rows))
+
+
+def on_device(subject: Subject) -> Subject:
+    """Return a network and its pictures on the GPU, if there is one, without TF32; the targets stay."""
+    torch.backends.cudnn.allow_tf32 = False
+    moved = subject.calibration.to(DEVICE), subject.images.to(DEVICE)
+    return Subject(subject.model.to(DEVICE), *moved, subject.targets)
+
+
+def top1(found: Tensor, targets: Tensor) -> float:
+    """Return the accuracy in percent, to two digits."""
+    return round(100 * (found.argmax(1) == targets).double().mean().item(), 2)
 
 
 def specification(weights: int, activations: int, steps: int, images: int) -> QuantSpec:
@@ -75,8 +88,8 @@ def specification(weights: int, activations: int, steps: int, images: int) -> Qu
 
 @torch.no_grad()
 def logits(model: nn.Module, images: Tensor) -> Tensor:
-    """Return the logits of all pictures."""
-    return torch.cat([model(part) for part in images.split(250)])
+    """Return the logits of all pictures, on the CPU."""
+    return torch.cat([model(part).cpu() for part in images.split(250)])
 
 
 def hidden() -> list[str]:
@@ -105,7 +118,7 @@ def page(folder: Path, rows: list[Row]) -> str:
         ]
         cells = [row["network"], row["bits"], row["method"], f"{f['top1']['value']:.2f}", f"{row['float_top1']:.2f}"]
         lines.append(f"| {' | '.join([*cells, *shown, str(row['cpu_seconds']), '`' + row['command'] + '`'])} |")
-    lines += ["", listed(rows[0]["software"]) if rows else ""]
+    lines += ["", "; ".join(dict.fromkeys(listed(row["software"]) for row in rows)) + "."]
     return write_text(folder / "ptq.md", "\n".join(lines) + "\n").read_text()
 
 

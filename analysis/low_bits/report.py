@@ -17,16 +17,17 @@ def rows_of(folder: Path) -> list[Row]:
 
 def write(folder: Path) -> str:
     """Write `low_bits.md` into the folder of the rows, and return it."""
-    about = json.loads((folder / "about.json").read_text())
     jobs: dict[str, list[Row]] = {}
+    runs: dict[str, dict[str, None]] = {}
     for row in rows_of(folder):
         jobs.setdefault(row["job"], []).append(row)
+        runs.setdefault(f"`{row['command']}`; {listed(row['software'])}", {})[row["job"]] = None
     lines = [
-        "# Training at few bits on CIFAR-10",
+        "# Training at few bits, and with 2:4 masks, on CIFAR-10",
         "",
-        f"`{about['command']}`; {listed(about['software'])}. The pictures are a JPEG copy of CIFAR-10: compare gaps, "
-        "not absolutes. Gap: mean difference to the float network that each seed began from, in points, and the "
-        "deviation between seeds.",
+        "The pictures are a JPEG copy of CIFAR-10: compare gaps, not absolutes. Gap: mean difference to the float "
+        "network that each seed began from, in points, and the deviation between seeds. The last column is how "
+        "the step ran.",
         "",
         "| training | seeds | top-1 % | float % | gap | epochs | images/s | step |",
         "|---|---|---|---|---|---|---|---|",
@@ -38,8 +39,10 @@ def write(folder: Path) -> str:
         gap = f"{statistics.mean(gaps):+.2f}{spread}" if gaps else ""
         base = f"{statistics.mean(r['float_top1'] for r in rows):.2f}" if gaps else ""
         speed = statistics.mean(r["images_per_s"] for r in rows)
-        cells = (name, len(rows), f"{top1:.2f}", base, gap, rows[0]["epochs"], f"{speed:,.0f}", rows[0]["mode"])
+        epochs = ", ".join(str(count) for count in sorted({r["epochs"] for r in rows}))
+        cells = (name, len(rows), f"{top1:.2f}", base, gap, epochs, f"{speed:,.0f}", rows[0]["mode"])
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += ["", *(f"- {', '.join(names)}: {run}." for run, names in runs.items())]
     page = "\n".join(lines) + "\n"
     (folder / "low_bits.md").write_text(page)
     return page

@@ -17,6 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from compress.data.base import DataSet
+from compress.sparsity.masks import nm_mask
+from compress.sparsity.parametrization import masked_layers
+from compress.sparsity.schedule import shrink_masked
+from compress.sparsity.spec import SparsitySpec
 from compress.tasks import classification
 from compress.training.damping import damping_loss, damping_strength
 from compress.training.losses import training_loss
@@ -25,6 +29,8 @@ from compress.training.spec import QATSpec, TrainSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAD, SIDE = 4, 32
+MASK_STEPS, MASK_END = 20, 0.8
+"""Steps between two choices of moving masks, and the share of the steps after which they stay."""
 TASK = classification(10)
 
 
@@ -159,6 +165,7 @@ class Training:
         self.optimizer: Any = make(model, spec, self.lr)
         self.loss = torch.zeros((), device=device)
         self.steps_per_epoch = len(images.targets) // batch
+        self.moving = [layer for layer in masked_layers(model).values() if layer.part.straight_through]
         self.step = self._record() if mode != "eager" else self._step
 
     def _step(self) -> None:
@@ -174,6 +181,8 @@ class Training:
         loss.backward()
         self.loss.copy_(loss.detach())
         self.optimizer.step()
+        for layer in self.moving:
+            shrink_masked(layer, self.lr * SparsitySpec().sr_ste_decay)
 
     def _record(self) -> Callable[[], None]:
         """Return a function that replays the step as a CUDA graph."""
@@ -214,9 +223,11 @@ class Training:
         for epoch in range(epochs):
             self.model.train()
             self.images.shuffle(generator)
-            for i in range(self.steps_per_epoch):
-                self._set_rates(epoch * self.steps_per_epoch + i, steps, warm)
+            for at in range(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch):
+                self._set_rates(at, steps, warm)
                 self._one()
+                if at % MASK_STEPS == 0 and at < MASK_END * steps:
+                    self._choose_masks()
             done = epoch + 1
             if done % 5 == 0:
                 self._finish()
@@ -230,6 +241,12 @@ class Training:
         if self.mode == "eager":
             self.model.zero_grad(set_to_none=True)
         self.step()
+
+    @torch.no_grad()
+    def _choose_masks(self) -> None:
+        """Give layers with moving masks (SR-STE) the 2:4 masks of their weights as they are now."""
+        for layer in self.moving:
+            layer.mask.copy_(nm_mask(layer.original, 2, 4))
 
     def _set_rates(self, step: int, steps: int, warm: int) -> None:
         rate = learning_rate(step, steps=steps, warmup_steps=warm, peak=self.spec.lr, schedule="cosine")

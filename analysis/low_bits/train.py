@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import compress
 from analysis.common.cifar import NETWORKS
 from analysis.low_bits.jobs import JOBS, Job
+from analysis.low_bits.opened import opened
 from analysis.low_bits.step import DEVICE, Images, Training
 from compress.quantization.learned import freeze_scales, learn_scales
 from compress.quantization.weight_norm import bake_weights, normalize_weights
@@ -33,9 +34,10 @@ def float_model(job: Job, state: dict[str, Tensor] | None = None) -> nn.Module:
 
 
 def seed_state(path: Path, seed: int) -> dict[str, Tensor]:
-    """Return the weights of one seed from a file that holds those of all."""
-    prefix = f"{seed}."
-    return {k.removeprefix(prefix): v for k, v in load_file(path, device=str(DEVICE)).items() if k.startswith(prefix)}
+    """Return the weights of one seed from a file that holds those of several; of seed 0 if this one is not there."""
+    tensors = load_file(path, device=str(DEVICE))
+    prefix = f"{seed}." if any(key.startswith(f"{seed}.") for key in tensors) else "0."
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 
 def quantized(job: Job, model: nn.Module, images: Images) -> Any:
@@ -43,7 +45,11 @@ def quantized(job: Job, model: nn.Module, images: Images) -> Any:
     images.at.zero_()
     x = images.batch(min(CALIBRATION, len(images.targets)))[0].contiguous(memory_format=torch.channels_last)
     with torch.no_grad():
-        qmodel = compress.quantize(copy.deepcopy(model).eval(), x[:2], [x], spec=job.quant_spec())
+        dense = copy.deepcopy(model).eval()
+        if sparsity := job.sparsity_spec():
+            dense = opened(dense, x[:2])
+            compress.sparsify(dense, sparsity, example_inputs=x[:2])
+        qmodel = compress.quantize(dense, x[:2], [x], spec=job.quant_spec())
     if job.normalize:
         normalize_weights(qmodel)
     learn_scales(qmodel)
@@ -67,20 +73,31 @@ def prepared(job: Job, images: Images, batch: int, mode: str) -> tuple[Training,
     return Training(model, teacher, images, job.train_spec(100), batch, mode), model, base
 
 
-def run(name: str, out: Path, floats: Path, seconds: float, batch: int, mode: str, end: float, data: str) -> None:
-    """Train every seed of a job within `seconds` each, and append a row for each to `rows.jsonl`."""
+def float_file(network: str, *folders: Path) -> Path:
+    """Return the file of a float network in the first folder that has it, or in the last one."""
+    paths = [folder / f"{network}.safetensors" for folder in folders]
+    return next((path for path in paths if path.exists()), paths[-1])
+
+
+def run(name: str, out: Path, floats: Path, batch: int, mode: str, end: float, data: str) -> None:
+    """Train every seed of a job within the seconds that its turn gives, and append a row for each to `rows.jsonl`."""
     job = JOBS[name]
     root = compress.DataSpec(name="cifar10", root=data, image_size=32)
     images = Images(compress.load_data(root), DEVICE)
     training, model, base = prepared(job, images, batch, mode)
-    source = floats / f"{job.network}.safetensors"
-    print(f"{name}: ready", flush=True)
-    wait(out / f"{name}.turn", end)
+    (out / f"{name}.ready").touch()
+    turn = out / f"{name}.turn"
+    wait(turn, end)
+    if not turn.exists():
+        return  # the time of all jobs is over
+    seconds = float(turn.read_text())
+    source = float_file(job.network, out, floats) if job.bits else out / f"{job.network}.safetensors"
     per_epoch = training.seconds_per_epoch()
     epochs = max(1, min(job.most_epochs, int(seconds / per_epoch)))
     training.spec = job.train_spec(epochs)
     kept: dict[str, Tensor] = {}
-    for seed in range(job.seeds):
+    about = json.loads((out / "about.json").read_text())
+    for seed in range(job.first_seed, job.first_seed + job.seeds):
         torch.manual_seed(seed)
         start = time.perf_counter()
         before = None
@@ -93,16 +110,19 @@ def run(name: str, out: Path, floats: Path, seconds: float, batch: int, mode: st
         left = end - time.time()
         found = training.run(state, seed, epochs, deadline=time.perf_counter() + left)
         row = {"job": name, "seed": seed, **asdict(found), "float_top1": before, "mode": mode, "batch": batch}
-        row |= {"seconds": time.perf_counter() - start, "settings": asdict(job)}
+        row |= {"seconds": time.perf_counter() - start, "settings": asdict(job), **about}
         with (out / "rows.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(f"{name} seed {seed}: {found.top1:.2f} of {before} in {epochs} epochs", flush=True)
         ended = copy.deepcopy(model)
         freeze_scales(ended)
         bake_weights(ended)
+        if job.sparse:
+            compress.squash_masks(ended)
         kept |= {f"{seed}.{k}": v.detach().clone().contiguous().cpu() for k, v in ended.state_dict().items()}
-        target = source if job.bits is None else out / f"{name}.safetensors"
-        save_file(kept, target)
+        part = out / f"{name}.part"
+        save_file(kept, part)
+        part.rename(source if job.bits is None else out / f"{name}.safetensors")
 
 
 def main() -> None:
@@ -112,13 +132,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--floats", type=Path, required=True)
     parser.add_argument("--data", required=True)
-    parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--mode", required=True)
     parser.add_argument("--end", type=float, required=True)
     o = parser.parse_args()
     torch.backends.cudnn.benchmark = True
-    run(o.name, o.out, o.floats, o.seconds, o.batch, o.mode, o.end, o.data)
+    run(o.name, o.out, o.floats, o.batch, o.mode, o.end, o.data)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from compress.errors import SparsityError
 from compress.sparsity.masks import partial_mask, pattern_mask
-from compress.sparsity.parametrization import masked_layers
+from compress.sparsity.parametrization import MaskedLayer, masked_layers
 from compress.sparsity.spec import SparsitySpec, check_sparsity_spec
 
 GRADUAL_UPDATES = 100
@@ -107,10 +107,19 @@ def mask_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> 
     return count
 
 
+@torch.no_grad()
+def shrink_masked(layer: MaskedLayer, share: float | Tensor) -> None:
+    """Make the masked weights of a layer smaller by a share of their value, in place.
+
+    Args:
+        layer: its original weights are changed, those that the mask keeps not.
+        share: number, or tensor () on the layer's device, which a CUDA graph may replay with other values.
+    """
+    layer.original.mul_((1.0 - share * ~layer.mask).to(layer.original.dtype))
+
+
 def _pull(model: nn.Module, optimizer: torch.optim.Optimizer, decay: float) -> None:
     """Shrink masked weights by the share lr * decay."""
     rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
-    with torch.no_grad():
-        for layer in masked_layers(model).values():
-            factor = 1.0 - rates.get(id(layer.original), 0.0) * decay
-            layer.original.mul_(torch.where(layer.mask, 1.0, factor).to(layer.original.dtype))
+    for layer in masked_layers(model).values():
+        shrink_masked(layer, rates.get(id(layer.original), 0.0) * decay)
