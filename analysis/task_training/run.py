@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ from analysis.task_training.networks import NETWORKS, recipe_of
 from analysis.task_training.plan import decoded, planned
 from analysis.task_training.turns import TrainingsOverError, Turn, granted, ready
 from compress.pipeline import commands, run
-from compress.pipeline.steps import export
 from compress.recipe import Recipe, load_recipe
 from compress.records import read_run, summary_table
+from compress.training import loop
+from compress.training.prepare import surroundings
 
 KEPT = ("metrics.json", "environment.json", "report.md", "report.html", "recipe.yaml", "*.csv", "notes.json", "*.json")
 LARGEST = 16 * 2**20  # bytes of an ONNX file that is collected
@@ -31,13 +34,7 @@ def collect(folder: Path, out: Path) -> list[Path]:
 
 
 def recipe_in_turn(arguments: argparse.Namespace, device: str) -> Recipe:
-    """Wait for the GPU, and return the recipe whose trainings fit into the network's time on it.
-
-    cuDNN's search over all algorithms takes half a minute for a network, which does not pay off in two minutes.
-    """
-    torch.backends.cudnn.benchmark_limit = 1
-    export.SQNR_IMAGES = 2  # it runs on the CPU, for a figure that this study does not show
-    vars(commands)["check_network"] = _no_check
+    """Wait for the GPU, and return the recipe whose trainings fit into the network's time on it."""
 
     def recipe(epochs: int, qat_epochs: int, graphs: bool) -> Recipe:
         more = [*arguments.set, f"train.cuda_graphs={str(graphs).lower()}"]
@@ -50,8 +47,25 @@ def recipe_in_turn(arguments: argparse.Namespace, device: str) -> Recipe:
     return planned(recipe, load_recipe(NETWORKS[arguments.network].base).train.epochs, device, until)
 
 
+def without_delays() -> None:
+    """Leave out what a long training pays once, and a training of two minutes should not.
+
+    The trial of quantization and export runs on the CPU while the GPU stands still. cuDNN's search builds all of its
+    algorithms, which takes 20 s for a network in each precision.
+    """
+    vars(commands)["check_network"] = _no_check
+    vars(loop)["surroundings"] = _without_search
+
+
 def _no_check(*_: Any) -> None:
-    """Leave out the trial of quantization and export: the GPU would stand still while the CPU is at it."""
+    """Take the recipe as it is: it has been tried before."""
+
+
+@contextmanager
+def _without_search(*given: Any) -> Iterator[None]:
+    with surroundings(*given):
+        torch.backends.cudnn.benchmark = False
+        yield
 
 
 def _warm(device: str) -> None:
@@ -91,6 +105,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="key=value of the recipe")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if arguments.train_only:
+        without_delays()
     folder = arguments.runs / arguments.network
     resume = (folder / "state.json").is_file()
     if resume:

@@ -31,12 +31,21 @@ Running = dict[str, "subprocess.Popen[bytes]"]
 def start(name: str, data: str, runs: Path, more: list[str]) -> subprocess.Popen[bytes]:
     """Start the process of a network, its output in a log; it waits for its turn on the GPU."""
     command = [sys.executable, "-m", "analysis.task_training.run", "--network", name, "--data", data, "--resident"]
-    command += ["--runs", str(runs), "--in-turn", "--engines", "onnxruntime", *more]
+    command += ["--runs", str(runs), "--engines", "onnxruntime", *more]
     runs.mkdir(parents=True, exist_ok=True)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
     with (runs / f"{name}.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+
+
+def lengths(name: str, epochs: int | None, qat_epochs: int) -> list[str]:
+    """Return the arguments that say how long a network is trained; without `epochs`, as its turn allows."""
+    if epochs is None:
+        return ["--in-turn"]
+    graphs = NETWORKS[name].base.endswith("camvid")
+    fixed = ["--epochs", str(epochs), "--qat-epochs", str(qat_epochs)]
+    return [*fixed, "--set", f"train.cuda_graphs={str(graphs).lower()}"]
 
 
 class Finished:
@@ -122,6 +131,8 @@ def main() -> None:
     parser.add_argument("--rest", type=Path, help="takes up to four more pieces, for a second call to fetch")
     parser.add_argument("--runs", type=Path, default=Path("runs/task_training"))
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS)[:6], choices=sorted(NETWORKS))
+    parser.add_argument("--epochs", type=int, nargs="+", help="of each network: all train at once, without turns")
+    parser.add_argument("--qat-epochs", type=int, default=3, help="of each network, with --epochs")
     parser.add_argument("--lanes", type=int, default=1, help="networks that have the GPU at the same time")
     parser.add_argument("--train-only", action="store_true", help="leave files and engines to a later call of run")
     parser.add_argument("--budget-s", type=float, default=400.0, help="seconds for everything")
@@ -130,14 +141,17 @@ def main() -> None:
     arguments = parser.parse_args()
     began, runs = time.time(), arguments.runs
     running: Running = {}
+    epochs = dict(zip(arguments.networks, arguments.epochs or (), strict=bool(arguments.epochs)))
     for name in arguments.networks:
         data = arguments.camvid if NETWORKS[name].base.endswith("camvid") else arguments.bccd
-        more = ["--train-only", *arguments.more] if arguments.train_only else arguments.more
+        more = ["--train-only", *arguments.more] if arguments.train_only else list(arguments.more)
+        more += lengths(name, epochs.get(name), arguments.qat_epochs)
         running[name] = start(name, data, runs, more)
     finished = Finished(running, Packer(runs, arguments.out, arguments.rest))
     deadline = began + arguments.budget_s - 10
     gpu_until = began + arguments.budget_s - arguments.last_s
-    lanes = [arguments.networks[i :: arguments.lanes] for i in range(arguments.lanes)]
+    in_turn = [] if epochs else arguments.networks
+    lanes = [in_turn[i :: arguments.lanes] for i in range(arguments.lanes)]
     try:
         with ThreadPoolExecutor(arguments.lanes) as pool:
             for lane in lanes:
