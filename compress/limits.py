@@ -19,6 +19,12 @@ CLASSES = 10**6
 IMAGE_SIDE = 8192
 """Largest side of a model's input, in pixels."""
 
+IMAGE_PIXELS = 178_956_970
+"""Most pixels of an image file unless `data.max_pixels` says otherwise: Pillow's own limit, half a gibibyte in RGB."""
+
+MOST_IMAGE_PIXELS = 2**31 - 1
+"""Largest `data.max_pixels`; Pillow counts in 32 bits."""
+
 BATCH = 2**20
 """Most images of one batch over all processes together."""
 

@@ -34,6 +34,9 @@ from compress.tasks.load import TaskName, task_contradictions
 from compress.training.spec import FinetuneSpec, QATSpec, TrainSpec, task_specific, train_contradictions
 from compress.validation import keys_of, parse, switched
 
+_ADDED = (("data", "max_pixels"),)
+"""Keys that digests leave out at their default: those of older run folders and files are from before these keys."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -84,7 +87,11 @@ class Recipe:
 
     def digest(self) -> str:
         """Return sixteen hex digits that differ between recipes that differ."""
-        return hashlib.sha256(json.dumps(_plain(self), sort_keys=True).encode()).hexdigest()[:16]
+        tree, default = _plain(self), _plain(Recipe())
+        for section, key in _ADDED:
+            if tree[section][key] == default[section][key]:
+                del tree[section][key]
+        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _plain(value: Any) -> Any:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
 from compress.errors import CompressError, near_misses
-from compress.limits import BATCH, CLASSES, COUNT, SEED, WORKERS
+from compress.limits import BATCH, CLASSES, COUNT, MOST_IMAGE_PIXELS, SEED, WORKERS
 
 T = TypeVar("T")
 
@@ -28,6 +28,7 @@ BatchSize = Annotated[int, Field(ge=1, le=BATCH)]
 Workers = Annotated[int, Field(ge=0, le=WORKERS)]
 Threads = Annotated[int, Field(ge=1, le=WORKERS)]
 Classes = Annotated[int, Field(ge=1, le=CLASSES)]
+Pixels = Annotated[int, Field(ge=1, le=MOST_IMAGE_PIXELS)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]

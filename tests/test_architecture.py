@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "compress"
 LAYERS = [
     {"errors", "limits", "variants", "version"},
-    {"files", "imports", "meters", "progress", "safe_yaml", "text", "validation"},
+    {"files", "imports", "meters", "process", "progress", "safe_yaml", "text", "validation"},
     {"kernels"},
     {"graph", "detector_losses"},
     {"quantization", "sparsity", "receptive_field", "roofline", "data", "detectors", "weights"},

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from compress.data.base import hash_seed
 from compress.data.counter import uniform
-from compress.data.decode import rgb
+from compress.data.decode import open_image, rgb
 from compress.data.fingerprint import file_parts
 from compress.data.items import Item, ItemSplit
 from compress.data.memory import to_device
@@ -137,7 +137,7 @@ class BoxSplit(ItemSplit):
     def reader(self, epoch: int | None) -> Dataset[Item]:
         """See `ItemSplit.reader`."""
         seed = hash_seed(self.seed, epoch) if epoch is not None and self.augment else None
-        return _Reader(self.annotations, self.preprocessing.height_width, seed)
+        return _Reader(self.annotations, self.preprocessing.height_width, seed, self.max_pixels)
 
     def targets_of(self, found: list[tuple[Boxes, NDArray[np.int64], NDArray[np.bool_]]], device: torch.device) -> Any:
         """Return a target for each image; see the head of this file."""
@@ -157,8 +157,10 @@ def targets_on(rows: Sequence[tuple[Tensor, ...]], device: torch.device) -> list
 class _Reader(Dataset[Item]):
     """The images of a split in an epoch, read one at a time."""
 
-    def __init__(self, annotations: Sequence[Annotation], size: tuple[int, int], seed: int | None) -> None:
-        self.annotations, self.size, self.seed = annotations, size, seed
+    def __init__(
+        self, annotations: Sequence[Annotation], size: tuple[int, int], seed: int | None, max_pixels: int
+    ) -> None:
+        self.annotations, self.size, self.seed, self.max_pixels = annotations, size, seed, max_pixels
 
     def __len__(self) -> int:
         return len(self.annotations)
@@ -166,7 +168,7 @@ class _Reader(Dataset[Item]):
     def __getitem__(self, index: int) -> Item:
         one = self.annotations[index]
         try:
-            image = _opened(one)
+            image = _opened(one, self.max_pixels)
         except DataError as error:
             return None, None, str(one.image), str(error)
         scale = np.array([self.size[1] / image.width, self.size[0] / image.height] * 2, dtype=np.float32)
@@ -178,9 +180,9 @@ class _Reader(Dataset[Item]):
         return pixels, (boxes[kept], one.labels[kept], one.ignored[kept]), str(one.image), ""
 
 
-def _opened(one: Annotation) -> Image.Image:
+def _opened(one: Annotation, max_pixels: int) -> Image.Image:
     try:
-        with Image.open(one.image) as file:
+        with open_image(one.image, max_pixels) as file:
             image = rgb(file)
     except Exception as error:  # a damaged file can make its decoder fail in any way
         raise DataError(f"{one.image} is not a readable image ({type(error).__name__}: {error})") from None

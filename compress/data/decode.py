@@ -10,8 +10,11 @@ from __future__ import annotations
 import functools
 import math
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -21,6 +24,7 @@ from torch.utils.data import Dataset
 
 from compress.data.counter import uniform
 from compress.data.preprocessing import Preprocessing
+from compress.limits import IMAGE_PIXELS
 
 Item = tuple[int, Tensor | None, str, str]
 """Index, image (3, S, S) uint8 or None, the file's name, and the reason why it could not be read."""
@@ -31,6 +35,9 @@ _AREA = (0.08, 1.0)
 _LOG_RATIO = math.log(4 / 3)
 _TRIES = 10
 _LONGEST_STRIP = 4  # times what the crop needs
+_PILLOW = threading.Lock()
+if hasattr(os, "register_at_fork"):  # a worker process that is forked from another thread must not find it locked
+    os.register_at_fork(before=_PILLOW.acquire, after_in_parent=_PILLOW.release, after_in_child=_PILLOW.release)
 
 
 class Decoder(Dataset[Item]):
@@ -41,10 +48,20 @@ class Decoder(Dataset[Item]):
         files: (N,) names relative to `folder`, as the file system's bytes.
         preprocessing: size and crop ratio.
         crop_seed: seed of this epoch's random crops; None = as for evaluation.
+        max_pixels: of the largest image that is decoded.
     """
 
-    def __init__(self, folder: Path, files: np.ndarray, *, preprocessing: Preprocessing, crop_seed: int | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        files: np.ndarray,
+        *,
+        preprocessing: Preprocessing,
+        crop_seed: int | None,
+        max_pixels: int = IMAGE_PIXELS,
+    ) -> None:
         self.folder, self.files, self.preprocessing, self.crop_seed = folder, files, preprocessing, crop_seed
+        self.max_pixels = max_pixels
 
     def __len__(self) -> int:
         """Number of images."""
@@ -55,7 +72,7 @@ class Decoder(Dataset[Item]):
         path, draws = self.path(index), self.draws(index)
         size = self.preprocessing.height_width
         try:
-            with Image.open(path) as file:
+            with open_image(path, self.max_pixels) as file:
                 image = rgb(file)
             if draws is None:
                 pixels = centre_crop(image, size, crop_ratio=self.preprocessing.crop_ratio)
@@ -75,6 +92,33 @@ class Decoder(Dataset[Item]):
             return None
         numbers: list[float] = uniform(self.crop_seed, torch.tensor([index]), 4 * _TRIES + 1)[0].tolist()
         return numbers
+
+
+@contextmanager
+def open_image(source: Path | IO[bytes], max_pixels: int = IMAGE_PIXELS) -> Iterator[Image.Image]:
+    """Yield an image file of which only the header has been read.
+
+    Args:
+        source: the file.
+        max_pixels: most pixels that it may have; Pillow's own limit does not count.
+
+    Raises:
+        OSError: the file cannot be read, or is of no format that Pillow knows.
+        ValueError: it has more pixels.
+    """
+    with _PILLOW:  # Pillow's limit is a global variable
+        limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+        try:
+            file = Image.open(source)
+        finally:
+            Image.MAX_IMAGE_PIXELS = limit
+    with file:
+        if file.width * file.height > max_pixels:
+            raise ValueError(
+                f"it has {file.width:,} x {file.height:,} pixels, and at most {max_pixels:,} are decoded "
+                "(data.max_pixels in a recipe)"
+            )
+        yield file
 
 
 def rgb(image: Image.Image) -> Image.Image:
@@ -109,7 +153,8 @@ def centre_crop(image: Image.Image, size: tuple[int, int], *, crop_ratio: float)
     transforms = _transforms()
     longest = longest_side(image.width, image.height, size)
     if max(image.size) > longest:
-        image = transforms.center_crop(image, [min(image.height, longest), min(image.width, longest)])
+        height, width = min(image.height, longest), min(image.width, longest)
+        image = _part(image, middle(image.height, height), middle(image.width, width), height, width)
     resized = transforms.resize(image, covering(image.height, image.width, size, crop_ratio), antialias=True)
     return transforms.pil_to_tensor(transforms.center_crop(resized, list(size)))
 
@@ -140,8 +185,20 @@ def random_crop(image: Image.Image, size: tuple[int, int], draws: list[float]) -
     """
     top, left, height, width = random_box(image.width, image.height, draws[:-1])
     transforms = _transforms()
-    part = transforms.resized_crop(image, top, left, height, width, list(size), antialias=True)
+    part = transforms.resize(_part(image, top, left, height, width), list(size), antialias=True)
     return transforms.pil_to_tensor(transforms.horizontal_flip(part) if draws[-1] < 0.5 else part)
+
+
+def middle(outer: int, inner: int) -> int:
+    """Where the middle `inner` of `outer` pixels begin, as torchvision's centre crop rounds."""
+    return round((outer - inner) / 2.0)
+
+
+def _part(image: Image.Image, top: int, left: int, height: int, width: int) -> Image.Image:
+    """Return a part of an image; unlike `Image.crop` it has no limit of its own on pixels."""
+    part = Image.new(image.mode, (width, height))
+    part.paste(image, (-left, -top))
+    return part
 
 
 def random_box(width: int, height: int, draws: list[float]) -> tuple[int, int, int, int]:

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from compress.data.decode import centre_crop, rgb
+from compress.data.decode import centre_crop, open_image, rgb
 from compress.data.folder import EXTENSIONS, MEAN, STD
 from compress.errors import DataError, near_misses
 
@@ -52,7 +52,7 @@ class PictureInput:
             DataError: it cannot be read.
         """
         try:
-            with Image.open(path) as file:
+            with open_image(path) as file:
                 image = rgb(file)
         except Exception as error:  # a damaged file can make its decoder fail in any way
             raise DataError(f"{path} is not a readable image ({error}); take it out of the folder") from error

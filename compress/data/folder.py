@@ -30,6 +30,7 @@ from compress.data.spec import DataSpec
 from compress.data.subset import bounded
 from compress.errors import DataError, first_few
 from compress.files import expand_user
+from compress.limits import IMAGE_PIXELS
 
 T = TypeVar("T")
 
@@ -72,6 +73,7 @@ def folder_data(spec: DataSpec) -> DataSet:
             workers=worker_count() if spec.workers is None else spec.workers,
             on_error=spec.on_error,
             decode=spec.decode,
+            max_pixels=spec.max_pixels,
         )
 
     return DataSet(train=split("train", spec.train_images, spec.augment), val=split("val", spec.val_images, False))
@@ -90,6 +92,7 @@ class FolderSplit(Split):
         workers: number of processes that decode; 0 = this one.
         on_error: reaction to an unreadable image, `raise` or `skip`.
         decode: what decodes JPEG files for a GPU: the `cpu`, or the `gpu` itself.
+        max_pixels: of the largest image that is decoded.
 
     Attributes:
         skipped: files that could not be read so far, in the order in which they were found (`on_error` skip). A
@@ -111,12 +114,14 @@ class FolderSplit(Split):
         workers: int = 0,
         on_error: Literal["raise", "skip"] = "raise",
         decode: Literal["cpu", "gpu"] = "cpu",
+        max_pixels: int = IMAGE_PIXELS,
     ) -> None:
         super().__init__(labels=labels, preprocessing=preprocessing, seed=seed)
         files, targets = _scan(folder, labels)
         chosen = bounded(targets, limit)
         self.targets = targets[chosen]
         self.augment, self.workers, self.on_error, self.decode = augment, workers, on_error, decode
+        self.max_pixels = max_pixels
         self._on_cpu: dict[str, str] = {}
         self._folder, self._files = folder, files[chosen.numpy()]
 
@@ -214,6 +219,7 @@ class FolderSplit(Split):
             self._files,
             preprocessing=self.preprocessing,
             crop_seed=hash_seed(self.seed, epoch) if epoch is not None and self.augment else None,
+            max_pixels=self.max_pixels,
         )
 
     def _finish(self, decoded: Decoded, device: torch.device) -> Batch:

@@ -37,7 +37,7 @@ class ItemSplit(Split):
     def __init__(self, labels: Sequence[str], spec: DataSpec, *, augment: bool) -> None:
         preprocessing = Preprocessing.of(spec, mean=MEAN, std=STD)
         super().__init__(labels=tuple(labels), preprocessing=preprocessing, seed=spec.seed)
-        self.augment, self.on_error = augment, spec.on_error
+        self.augment, self.on_error, self.max_pixels = augment, spec.on_error, spec.max_pixels
         self.workers = worker_count() if spec.workers is None else spec.workers
 
     @abstractmethod

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from compress.data.decode import Decoded, Decoder, Item, collate, covering, longest_side, random_box
+from compress.data.decode import Decoded, Decoder, Item, collate, covering, longest_side, middle, open_image, random_box
 from compress.data.memory import to_device
 from compress.errors import DataError
 from compress.kernels.resample import Window, resample
@@ -89,7 +89,7 @@ class Reader(Dataset[FileItem]):
         path, reason = self.decoder.path(index), ""
         try:
             content = np.fromfile(path, dtype=np.uint8)
-            with Image.open(io.BytesIO(content.tobytes())) as header:
+            with open_image(io.BytesIO(content.tobytes()), self.decoder.max_pixels) as header:
                 reason = refusal(header, content)
                 if not reason:
                     window = self._window(index, header.width, header.height)
@@ -135,14 +135,9 @@ def centre_window(width: int, height: int, size: tuple[int, int], crop_ratio: fl
         short = resized[0]
         resized = [int(short * side / min(rows, columns)) for side in (rows, columns)]
     return Window(
-        _middle(height, rows), rows, resized[0], _middle(resized[0], size[0]),
-        _middle(width, columns), columns, resized[1], _middle(resized[1], size[1]), 0,
+        middle(height, rows), rows, resized[0], middle(resized[0], size[0]),
+        middle(width, columns), columns, resized[1], middle(resized[1], size[1]), 0,
     )  # fmt: skip
-
-
-def _middle(outer: int, inner: int) -> int:
-    """Where the middle `inner` of `outer` pixels begin, as torchvision's centre crop rounds."""
-    return round((outer - inner) / 2.0)
 
 
 def pack(items: Sequence[FileItem]) -> Packed:

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 
 from compress.data.base import DataSet, hash_seed
 from compress.data.counter import uniform
-from compress.data.decode import rgb
+from compress.data.decode import open_image, rgb
 from compress.data.fingerprint import file_parts
 from compress.data.folder import EXTENSIONS
 from compress.data.items import Item, ItemSplit
@@ -128,7 +128,7 @@ class _Reader(Dataset[Item]):
 
     def __init__(self, split: MaskSplit, epoch: int | None) -> None:
         self.pairs, self.size, self.labels = split.pairs, split.preprocessing.height_width, split.labels
-        self.ignore_index = split.ignore_index
+        self.ignore_index, self.max_pixels = split.ignore_index, split.max_pixels
         self.seed = hash_seed(split.seed, epoch) if epoch is not None and split.augment else None
 
     def __len__(self) -> int:
@@ -145,8 +145,8 @@ class _Reader(Dataset[Item]):
         return pixels, classes, str(pair.image), ""
 
     def _read(self, pair: Pair) -> tuple[Image.Image, Image.Image]:
-        image = _opened(pair.image, rgb)
-        mask = np.array(_opened(pair.mask, _single_channel))
+        image = _opened(pair.image, rgb, self.max_pixels)
+        mask = np.array(_opened(pair.mask, _single_channel, self.max_pixels))
         if mask.shape != (image.height, image.width):
             raise DataError(
                 f"{pair.mask} is {mask.shape[1]} x {mask.shape[0]} pixels and its image {image.width} x "
@@ -167,9 +167,9 @@ class _Reader(Dataset[Item]):
         return classes
 
 
-def _opened(path: Path, convert: Any) -> Image.Image:
+def _opened(path: Path, convert: Any, max_pixels: int) -> Image.Image:
     try:
-        with Image.open(path) as file:
+        with open_image(path, max_pixels) as file:
             image: Image.Image = convert(file)
             return image
     except DataError:

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from compress.errors import DataError, near_misses
 from compress.imports import is_import_path
-from compress.limits import IMAGE_SIDE
-from compress.validation import AtLeastOne, BatchSize, Classes, Positive, Seed, Share, Workers, validate
+from compress.limits import IMAGE_PIXELS, IMAGE_SIDE
+from compress.validation import AtLeastOne, BatchSize, Classes, Pixels, Positive, Seed, Share, Workers, validate
 
 DataName = Literal["digits", "shapes", "folder", "cifar10", "cifar100", "masks", "voc", "coco"]
 
@@ -48,6 +48,8 @@ class DataSpec:
             computes.
         on_error: `raise` names an unreadable image, or one whose annotation is wrong, and stops; `skip` leaves it out
             and counts it.
+        max_pixels: largest image file that is decoded, width times height; one that says it has more cannot be read. It
+            keeps out files of some bytes that take gigabytes.
         augment: random shifts, crops and flips of training images, as suits the data set.
         num_classes: classes of `shapes` (2 to 100); None = 20. For other data sets None = as the data say, and
             a number must agree with them.
@@ -70,6 +72,7 @@ class DataSpec:
     workers: Workers | None = None
     decode: Literal["cpu", "gpu"] = "cpu"
     on_error: Literal["raise", "skip"] = "raise"
+    max_pixels: Pixels = IMAGE_PIXELS
     augment: bool = True
     num_classes: Classes | None = None
     classes: tuple[str, ...] | None = None

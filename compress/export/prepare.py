@@ -183,7 +183,11 @@ def _floats(value: Any) -> Any:
 
 
 def _fold_kept_batchnorm(graph_module: fx.GraphModule) -> None:
-    """Fold the BatchNorm that `batchnorm: keep` has left: integers stay, and ranges grow by |gamma / sigma|."""
+    """Fold the BatchNorm that `batchnorm: keep` has left: integers stay, and ranges grow by |gamma / sigma|.
+
+    After a grouped transposed convolution it stays: its groups share their scales, and its factors are not theirs.
+    """
+    kept = []
     for node in list(graph_module.graph.nodes):
         pair = foldable_pair(node)
         if pair is None:
@@ -195,9 +199,12 @@ def _fold_kept_batchnorm(graph_module: fx.GraphModule) -> None:
         factor = torch.rsqrt(statistics.running_var + statistics.eps)
         if statistics.weight is not None:
             factor = factor * statistics.weight
+        if len(factor) != layer.weight.shape[weight_axis(layer)]:
+            kept.append(node)
+            continue
         quantizer = _quantizer_by_channel(layer, flips=bool((factor < 0).any()))
         quantizer.set_amax(quantizer.amax * factor.detach().abs().clamp_min(torch.finfo(torch.float32).tiny * 256))
-    fold_batchnorm(graph_module)
+    fold_batchnorm(graph_module, keep=kept)
 
 
 def _quantizer_by_channel(layer: Any, *, flips: bool) -> Quantizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from typing import cast
 
 import torch
@@ -21,11 +22,15 @@ _LAYERS = tuple(kind for name in WEIGHTED for kind in SPELLINGS[name] if isinsta
 """torch's classes of layers with a weight."""
 
 
-def fold_batchnorm(graph_module: fx.GraphModule) -> tuple[str, ...]:
+def fold_batchnorm(graph_module: fx.GraphModule, *, keep: Collection[fx.Node] = ()) -> tuple[str, ...]:
     """Fold every BatchNorm that follows a conv, transposed conv or linear and is its only consumer; in place.
 
     A BatchNorm stays if its input has other consumers, if its layer is called twice, or if it follows another operation
     (pre-activation networks). In evaluation mode the outputs are the same up to rounding.
+
+    Args:
+        graph_module: whose nodes carry shapes.
+        keep: nodes of BatchNorms that stay.
 
     Returns:
         Paths of the BatchNorms that were folded.
@@ -33,7 +38,7 @@ def fold_batchnorm(graph_module: fx.GraphModule) -> tuple[str, ...]:
     folded = []
     for node in list(graph_module.graph.nodes):
         pair = foldable_pair(node)
-        if pair is None:
+        if pair is None or node in keep:
             continue
         layer, norm = pair
         _fold_into(node_module(layer), node_module(norm))

@@ -27,11 +27,12 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
-from compress.data.decode import centre_crop, covering, rgb
+from compress.data.decode import centre_crop, covering, open_image, rgb
 from compress.data.preprocessing import Preprocessing
 from compress.engines.base import Engine, TensorInfo
 from compress.errors import DataError, EngineError
 from compress.export.names import PREPROCESSING_KEY
+from compress.limits import IMAGE_PIXELS
 from compress.measure.latency import check_numbers, take_turns
 from compress.progress import NoProgress, Progress
 
@@ -84,6 +85,7 @@ def measure_end_to_end(
     batch_size: int = 1,
     preprocessing: Preprocessing | None = None,
     device: str = "cpu",
+    max_pixels: int = IMAGE_PIXELS,
     warmup: int = 2,
     runs: int = 50,
     seconds: float = 3.0,
@@ -97,6 +99,7 @@ def measure_end_to_end(
         batch_size: pictures of one run.
         preprocessing: None = that of each engine's own file.
         device: device that resizes and normalizes pixels, `cpu` or a GPU such as `cuda`.
+        max_pixels: of the largest picture that is decoded.
         warmup: runs of each that are not timed, before the first round.
         runs: timed runs of each, at most.
         seconds: time for each, at most, on average over all; the first round is always finished.
@@ -111,13 +114,13 @@ def measure_end_to_end(
             out of range, or the device is not here.
     """
     check_numbers("measure_end_to_end", batch_size=batch_size, warmup=warmup, runs=runs, seconds=seconds)
-    _check(engines, pictures, device)
+    _check(engines, pictures, device, max_pixels)
     encoded = isinstance(pictures[0], bytes)
     chosen = [pictures[i % len(pictures)] for i in range(batch_size)]
     batch = [picture if isinstance(picture, bytes) else Image.fromarray(picture) for picture in chosen]
     where = torch.device(device)
     timed = {
-        label: partial(_stamps, engine, batch, _prepared(engine, label, batch_size, preprocessing), where)
+        label: partial(_stamps, engine, batch, _prepared(engine, label, batch_size, preprocessing), where, max_pixels)
         for label, engine in engines.items()
     }
     for run in timed.values():
@@ -131,7 +134,7 @@ def measure_end_to_end(
     )
 
 
-def _check(engines: Mapping[str, Engine], pictures: Sequence[Picture], device: str) -> None:
+def _check(engines: Mapping[str, Engine], pictures: Sequence[Picture], device: str, max_pixels: int) -> None:
     if not engines:
         raise EngineError("measure_end_to_end: there is no engine to measure")
     if device != "cpu" and not (device.split(":")[0] == "cuda" and torch.cuda.is_available()):
@@ -142,7 +145,7 @@ def _check(engines: Mapping[str, Engine], pictures: Sequence[Picture], device: s
         raise DataError("measure_end_to_end: some pictures are encoded and some are pixels; give one kind")
     for index, picture in enumerate(pictures):
         if isinstance(picture, bytes):
-            decode([picture], first=index)
+            decode([picture], first=index, max_pixels=max_pixels)
         elif picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
             raise DataError(
                 f"picture {index} is {picture.dtype} of shape {picture.shape}; allowed are uint8 of (H, W, 3)"
@@ -175,11 +178,15 @@ def _stamps(
     batch: Sequence[bytes | Image.Image],
     prepared: tuple[Preprocessing, TensorInfo],
     device: torch.device,
+    max_pixels: int,
 ) -> tuple[int, ...]:
     """Return the nanoseconds of each of `STAGES` in one run."""
     preprocessing, tensor = prepared
     begin = time.perf_counter_ns()
-    images = [picture if isinstance(picture, Image.Image) else decode([picture])[0] for picture in batch]
+    images = [
+        picture if isinstance(picture, Image.Image) else decode([picture], max_pixels=max_pixels)[0]
+        for picture in batch
+    ]
     decoded = time.perf_counter_ns()
     answer = _engine_call(engine, tensor, images, preprocessing, device)
     ready = time.perf_counter_ns()
@@ -209,12 +216,13 @@ def _engine_call(
     return lambda: engine.run({tensor.name: array})[name]
 
 
-def decode(pictures: Sequence[bytes], *, first: int = 0) -> list[Image.Image]:
+def decode(pictures: Sequence[bytes], *, first: int = 0, max_pixels: int = IMAGE_PIXELS) -> list[Image.Image]:
     """Decode JPEG or PNG files to RGB images.
 
     Args:
         pictures: contents of files.
         first: number of the first, for messages.
+        max_pixels: of the largest picture that is decoded.
 
     Raises:
         DataError: Pillow cannot read a file.
@@ -222,7 +230,7 @@ def decode(pictures: Sequence[bytes], *, first: int = 0) -> list[Image.Image]:
     images = []
     for index, content in enumerate(pictures, start=first):
         try:
-            with Image.open(io.BytesIO(content)) as file:
+            with open_image(io.BytesIO(content), max_pixels) as file:
                 images.append(rgb(file))
         except Exception as error:  # a damaged file can make its decoder fail in any way
             raise DataError(f"picture {index} is not a readable image ({type(error).__name__}: {error})") from None

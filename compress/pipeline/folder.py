@@ -11,13 +11,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from compress.data.fingerprint import Fingerprint, changed_data
 from compress.errors import RecipeError, RunError
 from compress.files import write_text
 from compress.measure.metric import Metric
-from compress.pipeline.lock import LOCK_FILE, lock_folder
+from compress.pipeline.lock import LOCK_FILE, OWNER_FILE, FolderLock, lock_folder
 from compress.pipeline.resumable import Difference, differences, taken_steps
 from compress.pipeline.state import COMMANDS, FORMAT, STATE_FILE, State, read_state_file
 from compress.recipe import Recipe, load_recipe
@@ -31,7 +31,7 @@ Data = Mapping[str, Fingerprint]
 class RunFolder:
     """A folder that holds one run of one recipe; see `open_run`."""
 
-    def __init__(self, path: Path, state: State, *, lock: IO[bytes] | None = None) -> None:
+    def __init__(self, path: Path, state: State, *, lock: FolderLock | None = None) -> None:
         self.path = path
         self._state = state
         self._lock = lock
@@ -158,8 +158,7 @@ def open_run(path: Path, recipe: Recipe, command: str, *, resume: bool, data: Da
             folder = RunFolder(path, state, lock=lock)
         _write(folder, recipe)
     except BaseException:
-        if lock is not None:
-            lock.close()
+        lock.close()
         raise
     _sweep(path)
     return folder
@@ -174,7 +173,7 @@ def _refuse_foreign(path: Path) -> None:
     if not path.is_dir() or (path / STATE_FILE).is_file():
         return
     left = [p.name for p in sorted(path.iterdir()) if not p.name.endswith(".part")]
-    foreign = [name for name in left if name not in (RECIPE_FILE, LOCK_FILE)]
+    foreign = [name for name in left if name not in (RECIPE_FILE, LOCK_FILE, OWNER_FILE)]
     if foreign:
         raise RunError(f"{path} holds {foreign[0]} and is no run folder; name an empty or a new one with --out")
 

@@ -1,55 +1,125 @@
 """The lock that keeps two runs out of one folder.
 
-It is on a file of its own that is made once and never replaced or removed: a lock on a file that is renamed over is a
-lock on nothing. The system lets go of it when the process ends, in whatever way. On network file systems it holds
-between hosts too (Linux maps it to a lock of the server, for which the file must be open for writing).
+It is on a file of its own that is made once and never replaced: a lock on a file that is renamed over is a lock on
+nothing. The system lets go of it when the process ends, in whatever way. On network file systems it holds between hosts
+too (Linux maps it to a lock of the server, for which the file must be open for writing).
+
+On a file system without locks the existence of a second file is the lock. It stays when a process is killed; nobody can
+tell then whether a process on another host is at work, so that the user removes the file.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
+import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 from compress.errors import RunError
+from compress.process import is_alive
 
 LOCK_FILE = ".lock"
+OWNER_FILE = ".owner"
+"""The lock of a file system that has none."""
+
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 """Answers of a file system that has no locks."""
 
+_HOLDER = re.compile(r"process (\d+) on (.+)")
 
-def lock_folder(path: Path) -> IO[bytes] | None:
-    """Return the folder's lock, which is released as the file is closed; None where there are no such locks.
+
+class FolderLock:
+    """A lock that is held until it is closed, nobody refers to it any more, or the process ends.
+
+    Attributes:
+        close: releases it; without effect afterwards.
+    """
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self.close = weakref.finalize(self, release)
+
+
+def lock_folder(path: Path) -> FolderLock:
+    """Return the lock of a folder.
 
     Raises:
-        RunError: another process holds the lock, or the folder cannot be written to.
+        RunError: another process holds the lock, or has left it behind, or the folder cannot be written to.
     """
-    try:
-        import fcntl  # optional: only Unix has it
-    except ImportError:
-        return None
     try:
         file = (path / LOCK_FILE).open("a+b")
     except OSError as error:
         raise RunError(f"{path} cannot be written to ({error}): name another folder with --out") from error
     try:
+        import fcntl  # optional: only Unix has it
+
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        holder = file.read(200).decode(errors="replace").strip()
+    except ImportError:
         file.close()
-        by = f" ({holder})" if holder else ""
-        raise RunError(
-            f"another process is at work in {path}{by}: wait until it has ended, or name another folder with --out"
-        ) from None
+        return _by_existence(path)
+    except BlockingIOError:
+        with file:
+            raise _held(path, _holder(file)) from None
     except OSError as error:
         file.close()
         if error.errno in _NO_LOCKS:
-            return None
+            return _by_existence(path)
         raise RunError(f"{path} cannot be locked ({error}): name another folder with --out") from error
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-    file.flush()
-    return file
+    try:
+        file.truncate(0)
+        file.write(_this_process().encode())
+        file.flush()
+    except OSError:  # on a full disk the lock is held all the same; only its words are missing
+        pass
+    return FolderLock(file.close)
+
+
+def _by_existence(path: Path) -> FolderLock:
+    """Return a lock that is a file."""
+    owner = path / OWNER_FILE
+    try:
+        with owner.open("x", encoding="utf-8") as file:
+            file.write(_this_process())
+    except FileExistsError:
+        with owner.open("rb") as there:
+            raise _held(path, _holder(there), by_existence=True) from None
+    except OSError as error:
+        raise RunError(f"{path} cannot be written to ({error}): name another folder with --out") from error
+    return FolderLock(partial(_remove, owner, os.getpid()))
+
+
+def _remove(owner: Path, pid: int) -> None:
+    if os.getpid() == pid:  # and not a process that was forked from it
+        owner.unlink(missing_ok=True)
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _holder(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(200).decode(errors="replace").strip()
+
+
+def _held(path: Path, holder: str, *, by_existence: bool = False) -> RunError:
+    """Return the refusal of a folder that `holder` has locked."""
+    by, found = f" ({holder})" if holder else "", _HOLDER.fullmatch(holder)
+    wait = "wait until it has ended, or name another folder with --out"
+    here = found is not None and found[2] == socket.gethostname()
+    if by_existence and here and found is not None and not is_alive(int(found[1])):
+        return RunError(
+            f"a process that is not there any more{by} has left its lock in {path}, on a file system that releases "
+            f"none: remove {path / OWNER_FILE} and run again"
+        )
+    if found is None or here:
+        return RunError(f"another process is at work in {path}{by}: {wait}")
+    file = path / (OWNER_FILE if by_existence else LOCK_FILE)
+    return RunError(
+        f"another process is at work in {path}{by}: {wait}. If that host is dead and its lock has stayed, remove "
+        f"{file} and run again"
+    )

@@ -13,11 +13,12 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from compress.data.decode import centre_crop, rgb
+from compress.data.decode import centre_crop, open_image, rgb
 from compress.data.preprocessing import Preprocessing
 from compress.errors import DataError
 from compress.export.names import PREPROCESSING_KEY
 from compress.files import replacing
+from compress.limits import IMAGE_PIXELS
 from compress.pipeline.again import chosen_variant, networks_of
 from compress.pipeline.saved import run_without_data
 from compress.tasks import Task
@@ -74,7 +75,12 @@ def predict(
         preprocessing = Preprocessing.from_json(built.metadata[PREPROCESSING_KEY])
         found = []
         for path in images:
-            pixels = read_picture(path, preprocessing, cropped=run.task.name == "classification")
+            pixels = read_picture(
+                path,
+                preprocessing,
+                cropped=run.task.name == "classification",
+                max_pixels=run.recipe.data.max_pixels,
+            )
             inputs = preprocessing.normalize(pixels[None].float().div(255)).numpy()
             outputs = built.run({built.inputs[0].name: inputs})
             tensors = {name: torch.from_numpy(array) for name, array in outputs.items()}
@@ -83,13 +89,14 @@ def predict(
     return found
 
 
-def read_picture(path: Path, preprocessing: Preprocessing, *, cropped: bool) -> Tensor:
+def read_picture(path: Path, preprocessing: Preprocessing, *, cropped: bool, max_pixels: int = IMAGE_PIXELS) -> Tensor:
     """Read a picture as the evaluation of a run does.
 
     Args:
         path: of the file.
         preprocessing: size of the result.
         cropped: take the centre, as classifiers do; else the whole picture, stretched to the size.
+        max_pixels: of the largest file that is decoded.
 
     Returns:
         (channels, height, width) uint8.
@@ -98,7 +105,7 @@ def read_picture(path: Path, preprocessing: Preprocessing, *, cropped: bool) -> 
         DataError: the file is missing or is no picture.
     """
     try:
-        with Image.open(io.BytesIO(path.read_bytes())) as image:
+        with open_image(io.BytesIO(path.read_bytes()), max_pixels) as image:
             whole = rgb(image)
             if cropped:
                 return centre_crop(whole, preprocessing.height_width, crop_ratio=preprocessing.crop_ratio)

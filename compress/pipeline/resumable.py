@@ -19,6 +19,7 @@ _FILES = ("export", "engines", "engine_audit", "evaluate", "bench", "end_to_end"
 STEPS: dict[str, tuple[str, ...]] = {
     "data.root": (),
     "data.workers": (),
+    "data.max_pixels": (),
     "quantization": (*_QUANTIZED, *_FILES, SENSITIVITY),
     "qat": (*_TRAINED, *_FILES),
     "sparsity": ("mask", Variant.SPARSE.step, *_FILES),
@@ -31,6 +32,7 @@ STEPS: dict[str, tuple[str, ...]] = {
 """Steps that depend on a section or a key; the longest name that fits counts. Every step depends on any other key.
 
 The images of `data.root` may move: their fingerprint is compared. `data.workers` changes the speed alone.
+Raising `data.max_pixels` is how a run goes on that an image has ended.
 """
 
 

@@ -12,11 +12,11 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from compress.errors import CompressError, SearchError
+from compress.process import is_alive
 from compress.progress import Progress
 from compress.search.lab import Figures
 from compress.search.space import Configuration, Space, key_of
@@ -107,10 +107,10 @@ def run_trials(
         deadline: of `time.monotonic`; no trial begins later. The queued starts of other processes are not waited for.
         progress: is advanced by every trial that ends.
     """
-    seen = len(ended(study))
+    seen, since = len(ended(study)), dict[int, float]()
     progress.start(TASK, count, done=min(seen, count))
     while True:
-        reclaim(study)
+        reclaim(study, since)
         now = len(ended(study))
         for _ in range(min(now, count) - min(seen, count)):
             progress.advance(TASK)
@@ -144,21 +144,30 @@ def _run_one(study: Any, space: Space, evaluate: Callable[[Configuration], Figur
     except BaseException:
         study.tell(trial, state=state.FAIL)
         raise
-    trial.set_user_attr(_FIGURES, json.dumps(asdict(figures)))
-    study.tell(trial, [figures.ratio, figures.distance])
+    try:
+        trial.set_user_attr(_FIGURES, json.dumps(asdict(figures)))
+        study.tell(trial, [figures.ratio, figures.distance])
+    except (ValueError, RuntimeError):  # another host took this one for lost, and tries the configuration again
+        return
 
 
-def reclaim(study: Any) -> int:
-    """Give the configurations of trials whose worker is gone back to the queue; return how many."""
+def reclaim(study: Any, since: dict[int, float]) -> int:
+    """Give the configurations of trials whose worker is gone back to the queue; return how many.
+
+    Args:
+        study: of `open_study`.
+        since: takes when this process first saw each trial run, on its own clock: those of two hosts differ, and may go
+            back.
+    """
     state = optuna().trial.TrialState
     durations = [trial.duration.total_seconds() for trial in ended(study) if trial.duration is not None]
     limit = _LONG * sorted(durations)[len(durations) // 2] if durations else None
     count = 0
     for trial in _running(study):
         host, pid = trial.user_attrs.get(_WORKER, (socket.gethostname(), None))
-        age = (datetime.now() - trial.datetime_start).total_seconds() if trial.datetime_start else 0.0
+        age = time.monotonic() - since.setdefault(trial.number, time.monotonic())
         here = host == socket.gethostname()
-        lost = (pid is not None and not _alive(pid)) if here else (limit is not None and age > max(limit, 60.0))
+        lost = (pid is not None and not is_alive(pid)) if here else (limit is not None and age > max(limit, 60.0))
         if not lost:
             continue
         try:
@@ -213,14 +222,3 @@ def configuration_of(trial: Any) -> dict[str, str]:
 def _running(study: Any) -> list[Any]:
     state = optuna().trial.TrialState
     return list(study.get_trials(deepcopy=False, states=(state.RUNNING,)))
-
-
-def _alive(pid: int) -> bool:
-    """Whether a process of this machine runs; one that ended and was not waited for does not."""
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except ProcessLookupError:
-        return False
-    except (OSError, IndexError):  # another user's process, or no /proc
-        return True

@@ -118,6 +118,20 @@ def test_batchnorm_kept_in_training_folds_at_export(tmp_path):
     assert all(row.int8 for row in audit_onnx(path).rows)
 
 
+def test_batchnorm_kept_after_groups_of_a_transposed_convolution_stays(tmp_path):
+    """Its groups share the scales of their outputs, so that no scale could take up BatchNorm's factors."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(6)
+    for values in (norm.running_mean, norm.running_var, norm.weight.data, norm.bias.data):
+        values.uniform_(0.5, 2.0)
+    model = nn.Sequential(nn.ConvTranspose2d(3, 4, 3), nn.ReLU(), nn.ConvTranspose2d(4, 6, 3, groups=2), norm).eval()
+    qmodel = quantize(model, X[:2], [X], spec=QuantSpec(batchnorm="keep"))
+    path = export_onnx(qmodel, X[:1], tmp_path / "m.onnx")
+    expected = qmodel(X).detach().numpy()
+    np.testing.assert_allclose(run(path), expected, atol=float(np.abs(expected).max()) / 100)
+    assert audit_onnx(path).ops["BatchNormalization"] == 1 and all(row.int8 for row in audit_onnx(path).rows)
+
+
 def test_float_models_export_folded(tmp_path):
     path = export_onnx(network(), X[:1], tmp_path / "m.onnx")
     np.testing.assert_allclose(run(path), network()(X).detach().numpy(), rtol=1e-4, atol=1e-5)

@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
+import time
+from datetime import datetime, timedelta
 
+import optuna
 import pytest
 
 from compress.errors import EngineError, SearchError
 from compress.progress import NoProgress
-from compress.search.trials import failures, open_study, results, run_trials
+from compress.search.trials import failures, open_study, reclaim, results, run_trials
 from tests.search.worker import SPACE, STARTS, figures, work
 
 
@@ -62,3 +65,33 @@ def test_a_storage_that_is_none_is_refused(tmp_path):
         open_study("nosuch://host/name", "search", seed=0, population=2)
     with pytest.raises(SearchError, match="cannot be used"):
         open_study(str(tmp_path / "empty.log"), "search", seed=0, population=2, create=False)
+
+
+@pytest.mark.parametrize("ahead", [timedelta(hours=5), timedelta(hours=-5)])
+def test_the_clock_of_another_host_does_not_make_its_trial_a_lost_one(tmp_path, ahead):
+    study = work(str(tmp_path / "trials.log"), 2, 0.0)
+    trial = optuna.trial.create_trial(
+        state=optuna.trial.TrialState.RUNNING,
+        params=study.trials[0].params,
+        distributions=study.trials[0].distributions,
+        user_attrs={"worker": ["elsewhere", 1]},
+    )
+    trial.datetime_start = datetime.now() + ahead
+    study.add_trial(trial)
+    number, since = study.trials[-1].number, {}
+    assert reclaim(study, since) == 0 and list(since) == [number]
+    assert reclaim(study, {number: time.monotonic() - 3600}) == 1  # far longer than the others took
+
+
+def test_a_result_that_comes_after_its_trial_was_taken_for_lost_is_dropped(tmp_path):
+    study = open_study(str(tmp_path / "trials.log"), "search", seed=0, population=2)
+    state = optuna.trial.TrialState
+
+    def evaluate(configuration):
+        (running,) = [trial for trial in study.get_trials() if trial.state == state.RUNNING]
+        if running.number == 0:
+            study.tell(0, state=state.FAIL)  # another host
+        return figures(configuration)
+
+    run_trials(study, SPACE, evaluate, count=2, deadline=None, progress=NoProgress())
+    assert [trial.state for trial in study.trials] == [state.FAIL, state.COMPLETE, state.COMPLETE]

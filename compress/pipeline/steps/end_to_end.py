@@ -14,6 +14,7 @@ from compress.data.folder import FolderSplit
 from compress.data.memory import MemorySplit
 from compress.engines import Engine
 from compress.errors import DataError, EngineError, EngineUnavailableError
+from compress.limits import IMAGE_PIXELS
 from compress.measure import BenchSpec
 from compress.measure.end_to_end import EndToEnd, Picture, measure_end_to_end
 from compress.pipeline.again import finished_run, networks_of
@@ -54,10 +55,11 @@ def bench_end_to_end(
     """
     networks = networks_of(files)
     most = max(spec.batch_sizes, default=1)
-    if split is not None and images is None:
-        pictures = _evaluation_pictures(split, most)
+    if images is not None:
+        pictures = _pictures(images, most)
     else:
-        pictures = _pictures(files[0] if files[0].is_dir() else None, images, most)
+        split = _evaluation_split(files[0]) if split is None else split
+        pictures = _evaluation_pictures(split, most)
     results: list[EndToEnd] = []
     unavailable: dict[str, str] = {}
     for batch_size in spec.batch_sizes:
@@ -79,6 +81,7 @@ def bench_end_to_end(
                 pictures,
                 batch_size=batch_size,
                 device=device,
+                max_pixels=getattr(split, "max_pixels", IMAGE_PIXELS),
                 warmup=spec.warmup,
                 runs=spec.runs,
                 seconds=spec.seconds,
@@ -101,18 +104,20 @@ def end_to_end_step(run: Run) -> None:
     run.finish("end_to_end")
 
 
-def _pictures(run: Path | None, images: Path | None, count: int) -> list[Picture]:
-    """The first `count` pictures."""
-    if images is not None:
-        if not images.is_dir():
-            raise DataError(f"there is no folder {images}; --images names one with JPEG or PNG files")
-        found = sorted(path for path in images.rglob("*") if path.suffix.lower() in _ENDINGS)[:count]
-        if not found:
-            raise DataError(f"{images} holds no JPEG or PNG files ({', '.join(sorted(_ENDINGS))})")
-        return [path.read_bytes() for path in found]
-    if run is None:
+def _pictures(images: Path, count: int) -> list[Picture]:
+    """The first `count` pictures of a folder."""
+    if not images.is_dir():
+        raise DataError(f"there is no folder {images}; --images names one with JPEG or PNG files")
+    found = sorted(path for path in images.rglob("*") if path.suffix.lower() in _ENDINGS)[:count]
+    if not found:
+        raise DataError(f"{images} holds no JPEG or PNG files ({', '.join(sorted(_ENDINGS))})")
+    return [path.read_bytes() for path in found]
+
+
+def _evaluation_split(run: Path) -> Split:
+    if not run.is_dir():
         raise DataError("an ONNX file holds no pictures: name a folder with JPEG or PNG files with --images")
-    return _evaluation_pictures(finished_run(run).data.val, count)
+    return finished_run(run).data.val
 
 
 def _evaluation_pictures(split: Split, count: int) -> list[Picture]:

@@ -129,10 +129,17 @@ def _uses_anchors(view: GraphView, finals: list[Node], sources: Mapping[Node, fr
         if node.kind == "input" or (node.traits.category != "shape" and of_image.intersection(node.inputs)):
             of_image.add(node)
     return any(
-        node.traits.category == "arithmetic" and any(s not in of_image and s.shape for s in node.tensors)
+        node.traits.category == "arithmetic"
+        and any(s not in of_image and s.shape and not _is_affine(s, node) for s in node.tensors)
         for node in sources
         if node not in finals
     )
+
+
+def _is_affine(constant: Node, node: Node) -> bool:
+    """Return True for one number a channel of an image, as a frozen BatchNorm has them; anchors differ by position."""
+    rank, shape = len(node.shape or ()), constant.shape or ()
+    return rank >= 4 and len(shape) in {rank - 1, rank} and math.prod(shape[2 - rank :]) == 1
 
 
 def _share(layers: list[Node], view: GraphView) -> float:

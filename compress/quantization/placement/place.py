@@ -32,7 +32,7 @@ from compress.quantization.quantizer import quantizer_path
 from compress.quantization.spec import ActivationSpec, QuantSpec
 
 _PRODUCTS = kinds(lambda t: t.category in {"weighted", "product"})
-_REFUSALS = {"cannot quantize", "unknown stays float"}
+_REFUSALS = {"cannot quantize", "unknown stays float", "last convolution of a head"}
 _OWN_SCALE = "; a scale of its own, apart from the other parts of the tensor (such as query, key and value)"
 
 

@@ -6,6 +6,7 @@ import torchvision
 from torch import nn
 
 from compress.detectors import DetectorNetwork
+from compress.errors import QuantizationError
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.spec import TARGETS, QuantSpec, Rule
 from examples.yolo import BINS, Yolo
@@ -128,6 +129,18 @@ def test_grids_and_anchors_are_recognized():
     found = parts(Anchors())
     assert {"fine", "coarse"} <= {layer for layer, rule in found.items() if rule == "last convolution of a head"}
     assert {"sigmoid", "add", "mul"} <= {layer for layer, rule in found.items() if rule == "box decoding stays float"}
+
+
+def test_a_frozen_batchnorm_is_no_anchor():
+    """A backbone may end in one: a factor and a shift for each channel."""
+    norm = torchvision.ops.FrozenBatchNorm2d(4)
+    norm.running_var.uniform_(0.5, 2.0)
+    assert parts(nn.Sequential(nn.Conv2d(3, 4, 3), norm)) == {}
+
+
+def test_a_network_of_heads_alone_says_why_nothing_is_quantized():
+    with pytest.raises(QuantizationError, match=r"no layer that can be quantized.*0: a last convolution of a head"):
+        insert_quantizers(nn.Sequential(nn.Conv2d(3, 4, 3)), torch.rand(2, 3, *SIZE), QuantSpec(head="float"))
 
 
 def test_attention_is_no_expectation():
