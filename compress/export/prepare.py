@@ -199,7 +199,7 @@ def _fold_kept_batchnorm(graph_module: fx.GraphModule) -> None:
         factor = torch.rsqrt(statistics.running_var + statistics.eps)
         if statistics.weight is not None:
             factor = factor * statistics.weight
-        if len(factor) != layer.weight.shape[weight_axis(layer)]:
+        if len(factor) != cast(Tensor, layer.weight).shape[weight_axis(layer)]:
             kept.append(node)
             continue
         quantizer = _quantizer_by_channel(layer, flips=bool((factor < 0).any()))
