@@ -55,11 +55,7 @@ def bench_end_to_end(
     """
     networks = networks_of(files)
     most = max(spec.batch_sizes, default=1)
-    if images is not None:
-        pictures = _pictures(images, most)
-    else:
-        split = _evaluation_split(files[0]) if split is None else split
-        pictures = _evaluation_pictures(split, most)
+    pictures, max_pixels = _pictures_of(files[0], images, split, most)
     results: list[EndToEnd] = []
     unavailable: dict[str, str] = {}
     for batch_size in spec.batch_sizes:
@@ -81,7 +77,7 @@ def bench_end_to_end(
                 pictures,
                 batch_size=batch_size,
                 device=device,
-                max_pixels=getattr(split, "max_pixels", IMAGE_PIXELS),
+                max_pixels=max_pixels,
                 warmup=spec.warmup,
                 runs=spec.runs,
                 seconds=spec.seconds,
@@ -102,6 +98,14 @@ def end_to_end_step(run: Run) -> None:
     else:
         END_TO_END.write(run.folder.path, found)
     run.finish("end_to_end")
+
+
+def _pictures_of(file: Path, images: Path | None, split: Split | None, count: int) -> tuple[list[Picture], int]:
+    """The first `count` pictures of a folder or of a run, and of how many pixels they may be."""
+    if images is not None:
+        return _pictures(images, count), IMAGE_PIXELS
+    split = _evaluation_split(file) if split is None else split
+    return _evaluation_pictures(split, count), getattr(split, "max_pixels", IMAGE_PIXELS)
 
 
 def _pictures(images: Path, count: int) -> list[Picture]:
