@@ -91,6 +91,7 @@ def convnext() -> nn.Module:
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "resnet8": partial(ResNet, 1),
     "resnet20": partial(ResNet, 3),
     "resnet56": partial(ResNet, 9),
     "mobilenet_v2": mobilenet_v2,

@@ -7,9 +7,10 @@ graph and replayed. The host writes the learning rate and reads nothing.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -50,12 +51,21 @@ class Images:
         self.val = val.images.to(device), val.targets.to(device)
         self.mean = torch.tensor(split.preprocessing.mean, device=device).view(1, 3, 1, 1) * 255
         self.std = torch.tensor(split.preprocessing.std, device=device).view(1, 3, 1, 1) * 255
-        count = len(self.targets)
+        self.side = torch.arange(SIDE, device=device)
+        self._begin()
+
+    def _begin(self) -> None:
+        count, device = len(self.targets), self.targets.device
         self.order = torch.arange(count, device=device)
         self.shift = torch.full((count, 2), PAD, device=device)
         self.flip = torch.zeros(count, dtype=torch.bool, device=device)
         self.at = torch.zeros((), dtype=torch.int64, device=device)
-        self.side = torch.arange(SIDE, device=device)
+
+    def fork(self) -> Images:
+        """Return the same pictures with an epoch of their own, for another training at the same time."""
+        other = copy.copy(self)
+        other._begin()
+        return other
 
     def shuffle(self, generator: torch.Generator) -> None:
         """Draw an epoch's order and augmentation."""
@@ -215,6 +225,17 @@ class Training:
 
     def run(self, state: dict[str, Tensor], seed: int, epochs: int, deadline: float = math.inf) -> Result:
         """Train from `state` for some epochs of half a cosine; stop before `deadline` (time.perf_counter)."""
+        steps = self.walk(state, seed, epochs, deadline)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as ended:
+                return cast(Result, ended.value)
+
+    def walk(
+        self, state: dict[str, Tensor], seed: int, epochs: int, deadline: float = math.inf
+    ) -> Generator[None, None, Result]:
+        """Train as `run` does, and stop after every step, so that several trainings can share a GPU."""
         self.model.load_state_dict(state)
         self.optimizer.reset()
         generator = torch.Generator().manual_seed(seed)
@@ -228,6 +249,7 @@ class Training:
                 self._one()
                 if at % MASK_STEPS == 0 and at < MASK_END * steps:
                     self._choose_masks()
+                yield
             done = epoch + 1
             if done % 5 == 0:
                 self._finish()

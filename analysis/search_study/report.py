@@ -1,0 +1,127 @@
+"""The page of the study, from its rows."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+
+from analysis.common.study import Row, listed, report_from_file
+from compress.files import write_text
+from compress.search.latency_model import check
+
+_T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # of Student's distribution, two-sided, by number of values
+_REFERENCE = "uniform"
+
+
+def write(folder: Path) -> str:
+    """Write `search_study.md` into the folder of the rows, and return it."""
+    about = json.loads((folder / "about.json").read_text())
+    file = folder / "rows.jsonl"
+    rows: list[Row] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    lines = [
+        "# Search beside uniform widths, Torch-Pruning and criteria, at equal measured latency",
+        "",
+        f"`{about['command']}`; {listed(about['software'])}; {listed(about['machine'])}.",
+        "",
+        "Latency: ONNX Runtime, one picture, one thread; the median of several loads, each timed in turn with the "
+        "float network, with nothing else running. Top-1: the exported file on ONNX Runtime, all test pictures. The "
+        "pictures are a JPEG copy of CIFAR-10: compare differences. Every network was fine-tuned by the same recipe. "
+        "Points over uniform: paired by seed, 95 % interval of Student's t where there are several seeds.",
+        *tables(rows),
+        *predictions(rows),
+        *failures(rows),
+    ]
+    return write_text(folder / "search_study.md", "\n".join(lines) + "\n").read_text()
+
+
+def tables(rows: list[Row]) -> Iterable[str]:
+    """Yield a table for each network, data set and bound."""
+    networks = [row for row in rows if row["kind"] == "network"]
+    found = {(_key(row), row["method"]): row for row in rows if row["kind"] == "found"}
+    for name in dict.fromkeys(map(_subject, networks)):
+        own = [row for row in networks if _subject(row) == name]
+        subject = own[0]["subject"]
+        base = "dense INT8 network's" if subject["int8"] else "float network's"
+        yield from ("", f"## {name}, at most {subject['bound']:g} of the {base} latency", "")
+        yield "| method | seeds | latency, of float | of dense | top-1 % | float % | points to float | over uniform |"
+        yield "|---|---|---|---|---|---|---|---|"
+        for method in dict.fromkeys(row["method"] for row in own):
+            some = [row for row in own if row["method"] == method]
+            times = [ratio for row in some if (ratio := _latency(rows, row)) is not None]
+            dense = [found[_key(row), method]["dense"] for row in some if (_key(row), method) in found]
+            share = f"{statistics.mean(times):.3f}" if times else "not timed"
+            of_dense = f"{statistics.mean(times) / statistics.mean(dense):.3f}" if times and dense else ""
+            points = [row["top1"] - row["float_top1"] for row in some]
+            over = [
+                row["top1"] - other["top1"]
+                for row in some
+                for other in own
+                if other["method"] == _REFERENCE and _key(other) == _key(row) and method != _REFERENCE
+            ]
+            cells = [method, len(some), share, of_dense, _mean(r["top1"] for r in some)]
+            cells += [_mean(r["float_top1"] for r in some), interval(points), interval(over)]
+            yield f"| {' | '.join(map(str, cells))} |"
+
+
+def predictions(rows: list[Row]) -> Iterable[str]:
+    """Yield the table of what each search predicted and measured."""
+    searches = [row for row in rows if row["kind"] == "found" and "points" in row["facts"]]
+    if searches:
+        yield from ("", "## Searches", "")
+        yield (
+            "| search | seconds | candidates | error of latency, median % | rank correlation | before the search, on "
+            "unseen networks | rank correlation of the error | chosen |"
+        )
+        yield "|---|---|---|---|---|---|---|---|"
+    for row in searches:
+        facts = row["facts"]
+        points = [point for point in facts["points"] if point[0] != "float"]
+        seen = check([point[1] for point in points], [point[2] for point in points])
+        cells = [f"{_subject(row)} {row['subject']['seed']} {row['method']}", f"{row['seconds']:.0f}", len(points)]
+        cells += [f"{100 * seen.median_error:.1f}", f"{seen.spearman:.2f}"]
+        cells += [f"{100 * facts['check']['median_error']:.1f} %, {facts['check']['spearman']:.2f}"]
+        cells += [f"{facts['accuracy']['distance']:.2f}", facts["chosen"]]
+        yield f"| {' | '.join(map(str, cells))} |"
+
+
+def failures(rows: list[Row]) -> Iterable[str]:
+    """Yield what failed or was late."""
+    for row in rows:
+        if row["kind"] == "failure":
+            yield f"- {row['subject']['network']} seed {row['subject']['seed']}, {row['method']}: {row['error'][:200]}"
+
+
+def interval(values: list[float]) -> str:
+    """The mean with its 95 % interval; of one value the value, of none nothing."""
+    if len(values) < 2:
+        return f"{values[0]:+.2f}" if values else ""
+    half = _T95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+    return f"{statistics.mean(values):+.2f} ± {half:.2f}"
+
+
+def _mean(values: Iterable[float]) -> str:
+    return f"{statistics.mean(values):.2f}"
+
+
+def _latency(rows: list[Row], network: Row) -> float | None:
+    """Median ratio over the loads of a network at the end; None if it was not timed."""
+    seen = [
+        row["ratio"]
+        for row in rows
+        if row["kind"] == "latency" and _key(row) == _key(network) and row["method"] == network["method"]
+    ]
+    return statistics.median(seen) if seen else None
+
+
+def _key(row: Row) -> str:
+    return json.dumps(row["subject"], sort_keys=True)
+
+
+def _subject(row: Row) -> str:
+    return f"{row['subject']['network']} on {row['subject']['data']}"
+
+
+if __name__ == "__main__":
+    report_from_file(__doc__, lambda path: write(path.parent))

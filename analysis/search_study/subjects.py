@@ -1,0 +1,99 @@
+"""What is compared: networks trained on a data set, and the ways in which each is made smaller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compress.training.spec import FinetuneSpec, TrainSpec
+
+CRITERIA = ("magnitude", "batchnorm", "taylor", "fisher", "reconstruction")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A float network of one seed.
+
+    Attributes:
+        network: a name of `analysis.common.cifar.NETWORKS`.
+        data: `cifar10`, or `shapes` (32 pixels, 10 classes).
+        seed: of its weights and of everything random afterwards.
+        int8: the smaller networks are INT8, and the bound is a share of the dense INT8 network's time.
+        bound: largest share of that time.
+        lr, weight_decay: of the float training.
+    """
+
+    network: str
+    data: str = "cifar10"
+    seed: int = 0
+    int8: bool = False
+    bound: float = 0.7
+    lr: float = 0.1
+    weight_decay: float = 4e-4
+
+    @property
+    def name(self) -> str:
+        """Such as `mobilenet_v2-cifar10-0`."""
+        return f"{self.network}-{self.data}-{self.seed}"
+
+    def training(self, epochs: int) -> TrainSpec:
+        """Return the settings of the float training."""
+        return TrainSpec(epochs=epochs, lr=self.lr, weight_decay=self.weight_decay, warmup_epochs=min(2.0, epochs / 10))
+
+    def tuning(self, epochs: int) -> TrainSpec:
+        """Return the settings of the training of every smaller network, which are the same for all of them."""
+        return FinetuneSpec(
+            epochs=epochs,
+            lr=self.lr / 2,
+            weight_decay=self.weight_decay,
+            warmup_epochs=0.0,
+            distill_weight=0.5,
+            distill_temperature=4.0,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A row of the study: one subject made smaller by one method.
+
+    Attributes:
+        subject: that it begins with.
+        method: of `find.METHODS`.
+    """
+
+    subject: Subject
+    method: str
+
+
+def parts(names: list[str]) -> list[Part]:
+    """Return the parts of the groups that `names` lists, the most valuable first in each.
+
+    Raises:
+        KeyError: an unknown group.
+    """
+    return [part for name in names for part in GROUPS[name]]
+
+
+def _parts(subject: Subject, *methods: str) -> tuple[Part, ...]:
+    return tuple(Part(subject=subject, method=method) for method in methods)
+
+
+def _mobilenet(seed: int, data: str = "cifar10") -> Subject:
+    return Subject(network="mobilenet_v2", data=data, seed=seed)
+
+
+_RESNET56 = Subject(network="resnet56", int8=True, bound=0.6, lr=0.2, weight_decay=5e-4)
+_PEERS = ("uniform", "search", "torch-pruning")
+
+GROUPS: dict[str, tuple[Part, ...]] = {
+    "mobilenet": _parts(_mobilenet(0), *_PEERS, "torch-pruning-global", "dense"),
+    "floats": (Part(subject=_RESNET56, method="float"), *(Part(subject=_mobilenet(s), method="float") for s in (1, 2))),
+    "resnet56": _parts(_RESNET56, "search", "dense", "uniform", "torch-pruning"),
+    "seeds": tuple(part for seed in (1, 2) for part in _parts(_mobilenet(seed), *_PEERS)),
+    "criteria": _parts(_mobilenet(0), "search-widths", *CRITERIA),
+    "shapes": tuple(part for seed in (0, 1, 2) for part in _parts(_mobilenet(seed, "shapes"), *_PEERS)),
+    "quick": (
+        *_parts(Subject(network="resnet8", bound=0.9), *_PEERS, "magnitude"),
+        *_parts(Subject(network="resnet8", seed=1, int8=True, bound=0.9), "search-widths", "dense"),
+    ),
+}
+"""Parts by the name of their group; `floats` only trains the float networks of `resnet56` and `seeds`."""
