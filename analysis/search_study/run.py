@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--val-images", type=int)
     o = parser.parse_args()
     o.out.mkdir(parents=True, exist_ok=True)
-    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark = False  # it would search anew for the shapes of every network, 20 s each
     machine = describe_machine()
     about = {
         "command": command_line(_without_folders()),
