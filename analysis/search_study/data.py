@@ -13,7 +13,7 @@ from analysis.low_bits.step import PAD, SIDE, Images
 from compress.data.base import DataSet, Split
 from compress.data.memory import MemorySplit
 
-CALIBRATION = 512
+CALIBRATION = 256
 _DRAWN_AT_ONCE = 2_000
 
 
@@ -22,7 +22,7 @@ class Files:
     """Arrays on disk, the pictures normalized, as float32.
 
     Attributes:
-        calibration: (512, 3, 32, 32) of the training split.
+        calibration: (256, 3, 32, 32) of the training split.
         images, targets: of the test split.
     """
 

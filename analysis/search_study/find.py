@@ -50,6 +50,7 @@ class Effort:
 
     Attributes:
         networks, trials, images, reconstruction_steps: as of `SearchSpec`.
+        search_s: seconds after which a search begins no further trial.
         runs, seconds: of a measurement of latency.
     """
 
@@ -57,6 +58,7 @@ class Effort:
     trials: int = 8
     images: int = 128
     reconstruction_steps: int = 5
+    search_s: float = 300.0
     runs: int = 200
     seconds: float = 1.0
 
@@ -212,6 +214,7 @@ def searched(part: Part, bench: Bench, bound: float, folder: Path) -> tuple[nn.M
         reconstruction_steps=effort.reconstruction_steps,
         networks=effort.networks,
         trials=effort.trials,
+        hours=effort.search_s / 3600,
         threads=THREADS,
     )
     images = list(bench.images[: effort.images].split(_BATCH))

@@ -67,7 +67,11 @@ class Study:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.workers, self.trainer = Workers(options.processes), Trainer(options.lanes, options.batch)
         self.effort = Effort(
-            networks=options.networks, trials=options.trials, images=options.images, seconds=options.timing_s
+            networks=options.networks,
+            trials=options.trials,
+            images=options.images,
+            search_s=options.search_s,
+            seconds=options.timing_s,
         )
         self.files: dict[Subject, dict[str, Path]] = {}
         self._floats: dict[Subject, asyncio.Task[Float]] = {}
@@ -212,6 +216,7 @@ def main() -> None:
     parser.add_argument("--networks", type=int, default=9, help="timed for the latency model")
     parser.add_argument("--trials", type=int, default=8)
     parser.add_argument("--images", type=int, default=128, help="that a search looks at")
+    parser.add_argument("--search-s", type=float, default=300, help="after which a search begins no further trial")
     parser.add_argument("--timing-s", type=float, default=1.0, help="for each network of a measurement")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--lanes", type=int, default=6, help="networks that train at a time")

@@ -82,13 +82,14 @@ def _mobilenet(seed: int, data: str = "cifar10") -> Subject:
 
 
 _RESNET56 = Subject(network="resnet56", int8=True, bound=0.6, lr=0.2, weight_decay=5e-4)
-_PEERS = ("uniform", "search", "torch-pruning")
+_PEERS = ("search", "uniform", "torch-pruning")
 
 GROUPS: dict[str, tuple[Part, ...]] = {
     "mobilenet": _parts(_mobilenet(0), *_PEERS, "torch-pruning-global", "dense"),
     "floats": (Part(subject=_RESNET56, method="float"), *(Part(subject=_mobilenet(s), method="float") for s in (1, 2))),
     "resnet56": _parts(_RESNET56, "search", "dense", "uniform", "torch-pruning"),
-    "seeds": tuple(part for seed in (1, 2) for part in _parts(_mobilenet(seed), *_PEERS)),
+    "seed1": _parts(_mobilenet(1), *_PEERS),
+    "seed2": _parts(_mobilenet(2), *_PEERS),
     "criteria": _parts(_mobilenet(0), "search-widths", *CRITERIA),
     "shapes": tuple(part for seed in (0, 1, 2) for part in _parts(_mobilenet(seed, "shapes"), *_PEERS)),
     "quick": (
@@ -96,4 +97,4 @@ GROUPS: dict[str, tuple[Part, ...]] = {
         *_parts(Subject(network="resnet8", seed=1, int8=True, bound=0.9), "search-widths", "dense"),
     ),
 }
-"""Parts by the name of their group; `floats` only trains the float networks of `resnet56` and `seeds`."""
+"""Parts by the name of their group; `floats` only trains the float networks of `resnet56` and of two seeds."""
