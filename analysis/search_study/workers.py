@@ -6,7 +6,8 @@ import asyncio
 import multiprocessing
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ class Workers:
         self.count = max(1, min(count, len(others)))
         for number in range(self.count):
             cores.put(others[number] if others else own)
-        self.pool = context.Pool(self.count, initializer=_begin, initargs=(cores,))
+        with _without_gpu():
+            self.pool = context.Pool(self.count, initializer=_begin, initargs=(cores,))
         os.sched_setaffinity(0, own)
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -74,11 +76,24 @@ class Workers:
         self.pool.terminate()
 
 
+@contextmanager
+def _without_gpu() -> Iterator[None]:
+    """Hide GPUs from the processes that begin here."""
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
+    os.environ[name] = ""
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
 def _begin(cores: Any) -> None:
     """Begin a process on its core."""
     own = cores.get()
     os.sched_setaffinity(0, own)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(len(own))
 
 
