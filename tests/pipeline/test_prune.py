@@ -191,6 +191,16 @@ def test_without_fine_tuning_batchnorm_is_recalibrated(finished, tmp_path):
     assert json.loads((out / "notes.json").read_text()) == notes
 
 
+def test_second_order_keeps_the_statistics_that_its_weights_fit(finished, tmp_path):
+    tree = {**TREE, "train": {"epochs": 0}, "finetune": {"epochs": 0}, "quantization": None, "qat": None}
+    tree["sparsity"] = {"pattern": "2:4", "kernels": "any", "saliency": "hessian", "calibration_images": 64}
+    tree["model"] = {**TREE["model"], "weights": str(finished / "float.safetensors")}
+    run(parse_recipe(tree), "prune", tmp_path / "r", device="cpu")
+    before, after = (load_file(tmp_path / "r" / name) for name in ("float.safetensors", "sparse.safetensors"))
+    assert all(torch.equal(before[k], after[k]) for k in before if "running" in k)
+    assert (after["block2.conv2.weight"].unflatten(1, (-1, 4)) != 0).sum(2).max() <= 2
+
+
 def test_channels_go_through_the_same_command(tmp_path):
     tree = {**TREE, "sparsity": {"pattern": "channel:0.4", "kernels": "any"}, "quantization": None, "qat": None}
     tree["bench"] = {**TREE["bench"], "engines": ["onnxruntime"]}

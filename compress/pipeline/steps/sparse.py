@@ -40,7 +40,9 @@ _MASK = ".parametrizations.weight.0.mask"
 def sparse_step(run: Run, float_model: nn.Module) -> nn.Module:
     """The float network with weights or channels taken away, fine-tuned; a plain module again.
 
-    Without fine-tuning, BatchNorm is recalibrated: by the dense network's statistics it would be at chance.
+    Without fine-tuning, BatchNorm is recalibrated after masks by magnitude: by the dense network's statistics it would
+    be at chance. Second order updates the weights until each layer's outputs are those of the dense network, whose
+    statistics then fit better than those of a few hundred images (ResNet-56 on CIFAR-10: 1.92 and 2.87 points lost).
     """
     spec = cast(SparsitySpec, run.recipe.sparsity)
     pattern = check_sparsity_spec(spec)
@@ -56,7 +58,9 @@ def sparse_step(run: Run, float_model: nn.Module) -> nn.Module:
         return model.eval()
     _note(run)
     if tuning.epochs == 0:
-        recalibrate_batchnorm(model.to(run.device), _recalibration_images(run))
+        model.to(run.device)
+        if pattern.kind == "channel" or spec.saliency == "magnitude":
+            recalibrate_batchnorm(model, _recalibration_images(run))
     schedule = MaskSchedule(model, spec) if masked_layers(model) else None
     after_step = schedule.after_step if schedule is not None else None
     first = run.recipe.train.epochs
@@ -129,9 +133,11 @@ def _note(run: Run) -> None:
     refused = (known.get("permutation") or {}).get("refused")
     notes = [known.get("at_most"), f"channels were not permuted: {refused}" if refused else None]
     if run.recipe.finetune.epochs == 0:
+        second = cast(SparsitySpec, run.recipe.sparsity).saliency == "hessian"
+        done = "its weights updated" if second else "its BatchNorm statistics measured again"
         notes.append(
-            "finetune.epochs is 0: the sparse network was not trained on, only its BatchNorm statistics were measured "
-            "again on images of the training split; a few epochs bring back most of what is lost"
+            f"finetune.epochs is 0: the sparse network was not trained on, only {done} on images of the training split; "
+            "a few epochs bring back most of what is lost"
         )
     run.notes += [note for note in notes if note]
 
