@@ -136,8 +136,8 @@ def _note(run: Run) -> None:
         second = cast(SparsitySpec, run.recipe.sparsity).saliency == "hessian"
         done = "its weights updated" if second else "its BatchNorm statistics measured again"
         notes.append(
-            f"finetune.epochs is 0: the sparse network was not trained on, only {done} on images of the training split; "
-            "a few epochs bring back most of what is lost"
+            f"finetune.epochs is 0: the network was not trained on, only {done} on images of the training split; a "
+            "few epochs bring back most of what is lost"
         )
     run.notes += [note for note in notes if note]
 
