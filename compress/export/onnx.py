@@ -34,6 +34,7 @@ from compress.export.names import LABELS_KEY, PREPROCESSING_KEY, input_names, ou
 from compress.export.onnx_graph import drop_unused
 from compress.export.padding import pads_into_convolutions
 from compress.export.prepare import prepare
+from compress.export.repeated_pairs import repeat_pairs
 from compress.export.shared_convolutions import bias_shared_convolutions
 from compress.export.softmax import bounded_softmaxes
 from compress.export.spec import ExportSpec, check_export_spec
@@ -96,7 +97,8 @@ def export_onnx(
     proto = _export(prepare(model, inputs, precision=spec.precision), inputs, spec)
     report = report_of(model)
     _apply_passes(proto, spec, target=report.placement.target if isinstance(report, QuantizationReport) else "")
-    _describe(proto, preprocessing, labels, metadata or {})
+    proto.producer_name, proto.producer_version = "compress", ""
+    onnx.helper.set_model_props(proto, metadata_entries(preprocessing, labels, metadata or {}))
     _check(proto)
     with replacing(path) as temporary:
         temporary.write_bytes(proto.SerializeToString())
@@ -116,6 +118,7 @@ def _apply_passes(proto: onnx.ModelProto, spec: ExportSpec, *, target: str) -> N
     clean(proto)
     if target == "onnxruntime":
         bounded_softmaxes(proto)
+        repeat_pairs(proto)
         integer_biases(proto)
         drop_unused(proto.graph)  # the biases that it replaced
     if spec.channel_scales == "output":
@@ -230,14 +233,13 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _describe(
-    proto: onnx.ModelProto, preprocessing: Preprocessing | None, labels: Sequence[str], metadata: Mapping[str, str]
-) -> None:
+def metadata_entries(
+    preprocessing: Preprocessing | None, labels: Sequence[str], metadata: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the metadata of a file: the preprocessing of its input, the names of its classes, and further entries."""
     entries = dict(metadata)
     if preprocessing is not None:
         entries[PREPROCESSING_KEY] = preprocessing.to_json()
     if labels:
         entries[LABELS_KEY] = json.dumps(list(labels), ensure_ascii=False)
-    proto.producer_name = "compress"
-    proto.producer_version = ""
-    onnx.helper.set_model_props(proto, entries)
+    return entries

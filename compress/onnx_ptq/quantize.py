@@ -8,14 +8,13 @@ folding touches stay as they are.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-from onnx import TensorProto
+from onnx import TensorProto, helper
 from torch import nn
 
 from compress.engines.base import Arrays
@@ -24,6 +23,7 @@ from compress.export.average_pools import float_averages
 from compress.export.bias import integer_biases, room_for_biases
 from compress.export.gathers import flat_gathers
 from compress.export.int4 import pack_int4
+from compress.export.repeated_pairs import repeat_pairs
 from compress.export.shared_convolutions import bias_shared_convolutions
 from compress.export.softmax import bounded_softmaxes
 from compress.onnx_ptq.calibrate import calibrate_graph, watched_tensors
@@ -31,7 +31,7 @@ from compress.onnx_ptq.canonical import canonical, drop_unread
 from compress.onnx_ptq.improve import Improved, improve_file
 from compress.onnx_ptq.index import Index, Types, infer
 from compress.onnx_ptq.load import SourceFile, load_source, tensors_of
-from compress.onnx_ptq.read import read_onnx_graph
+from compress.onnx_ptq.read import Reading, read_onnx_graph
 from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file, unknown_to_runtime
 from compress.onnx_ptq.save import save_model
 from compress.onnx_ptq.shapes import inferred, open_batch
@@ -95,6 +95,7 @@ def quantize_onnx_file(
     spec: QuantSpec | None = None,
     out: Path | str | None = None,
     trained: nn.Module | None = None,
+    metadata: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> QuantizedFile:
     """Insert Q/DQ pairs into the graph of a float ONNX file; the file itself is not changed.
@@ -107,20 +108,21 @@ def quantize_onnx_file(
         out: file to write, whole or not at all; None = `<name>.int8.onnx` beside the file.
         trained: `quantize(from_onnx(path), ..., spec=spec)` after training: its parameters and ranges are written into
             the file's own graph, and nothing is calibrated; of `batches` the first is needed, for comparisons.
+        metadata: entries that the new file gets beside those of the old one.
         progress: is informed of each batch.
 
     Raises:
         AuditError: the file is missing, truncated or not valid ONNX.
         QuantizationError: it is quantized already, of another opset, holds nothing that can be quantized, a rule
             matches nothing, or the specification asks for a method that files do not have.
-        ModelError: methods beyond calibration are asked for, and the file cannot become a torch network; the message
-            names the operator.
+        ModelError: a method beyond calibration is asked for, and an operator, which is named, has no torch counterpart.
         CalibrationError: no batches, batches that the network fails on, NaN, or a tensor that is constant zero.
         DataError: a batch does not hold the file's inputs.
     """
     spec = spec or QuantSpec()
     check_quant_spec(spec)
-    _check_methods(spec)
+    if trained is None:
+        _check_methods(spec)
     check_batches(batches)
     original = load_source(path)
     target = _target(original.path, out)
@@ -133,21 +135,25 @@ def quantize_onnx_file(
     if fine_tuned is None and methods(spec):
         every = [first, *pieces]
         improved, pieces = improve_file(source, every, spec, progress=progress), iter(every[1:])
-    index, shapes, types = inferred(source, first)
-    unknown = unknown_to_runtime(index)
-    reading = read_onnx_graph(index, shapes, types, unknown)
+    index, types, reading = _read(source, first)
     placement = place(reading.view, spec)
-    total = len(batches) if isinstance(batches, Sized) else 0
     if fine_tuned is None:
         session, images = FloatSession(source, watched_tensors(placement)), itertools.chain([first], pieces)
+        total = len(batches) if isinstance(batches, Sized) else 0
         calibration = calibrate_graph(session, reading, placement, images, total=total, progress=progress)
     else:
         calibration = fine_tuned.ranges(placement)
     improved.finish(index)
     insert_pairs(index, types, reading, placement, calibration.amax)
-    _for_target(source, types, spec.only_target)
+    _finish(source, types, spec.only_target, metadata or {})
     path, notes = save_model(source, target), [*notes, *improved.notes]
     return QuantizedFile(path=path, placement=placement, calibration=calibration, notes=tuple(notes))
+
+
+def _read(source: SourceFile, feed: Arrays) -> tuple[Index, Types, Reading]:
+    """Return the index, the types and the view of a graph, whose shapes are those for one batch."""
+    index, shapes, types = inferred(source, feed)
+    return index, types, read_onnx_graph(index, shapes, types, unknown_to_runtime(index))
 
 
 def _first(pieces: Iterator[Arrays]) -> Arrays:
@@ -215,14 +221,15 @@ def _compare(original: SourceFile, source: SourceFile, feed: Arrays, unknown: di
             )
 
 
-def _for_target(source: SourceFile, types: Types, target: str) -> None:
-    """Apply the passes that exported torch models get for a target; they look types and shapes up in the graph."""
+def _finish(source: SourceFile, types: Types, target: str, metadata: Mapping[str, str]) -> None:
+    """Add metadata, and apply the passes that exported torch models get; they look types and shapes up in the graph."""
     proto = source.proto
+    helper.set_model_props(proto, {entry.key: entry.value for entry in proto.metadata_props} | dict(metadata))
     own = list(proto.graph.value_info)
     shapes, _ = infer(source, {})
     del proto.graph.value_info[:]
     for name, dtype in types.items():
-        proto.graph.value_info.append(onnx.helper.make_tensor_value_info(name, dtype, shapes.get(name)))
+        proto.graph.value_info.append(helper.make_tensor_value_info(name, dtype, shapes.get(name)))
     room_for_biases(proto)
     pack_int4(proto)
     if target != "onnxruntime":
@@ -232,6 +239,7 @@ def _for_target(source: SourceFile, types: Types, target: str) -> None:
         float_averages(proto)
     if target == "onnxruntime":
         bounded_softmaxes(proto)
+        repeat_pairs(proto)
         integer_biases(proto)
     del proto.graph.value_info[:]
     proto.graph.value_info.extend(own)

@@ -12,13 +12,14 @@ from torch import fx, nn
 from compress.audit.onnx import OnnxAudit, audit_onnx
 from compress.errors import ModelError
 from compress.export.names import RECIPE_KEY, VARIANT_KEY
-from compress.export.onnx import export_onnx
+from compress.export.onnx import export_onnx, metadata_entries
 from compress.graph.canonical import canonical_graph
 from compress.graph.layers import Layer, layers
 from compress.measure.metric import Metric
 from compress.measure.sizes import model_sizes
 from compress.pipeline.network import stem
 from compress.pipeline.run import Run
+from compress.pipeline.steps.own_graph import write_into_own_graph
 from compress.quantization.report import placement_of
 from compress.quantization.sensitivity.compare import output_sqnr, weight_sqnr
 from compress.quantization.spec import QuantSpec, Target
@@ -42,7 +43,8 @@ def export_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
         audits.append((str(variant), audit_onnx(path)))
         metrics += _sizes(variant, path)
         for target in run.further_targets if variant.is_quantized else ():
-            path = _write(run, variant, run.further[variant, target], run.path(f"{stem(variant, target)}.onnx"))
+            path = run.path(f"{stem(variant, target)}.onnx")
+            _write(run, variant, run.further[variant, target], path, target)
             audits.append((stem(variant, target), audit_onnx(path)))
             metrics += _sizes(variant, path, target)
         run.progress.advance("export")
@@ -53,19 +55,25 @@ def export_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
     run.finish("export", variants=list(models))
 
 
-def _write(run: Run, variant: Variant, model: nn.Module, path: Path) -> Path:
-    spec = run.recipe.export
+def _write(run: Run, variant: Variant, model: nn.Module, path: Path, target: Target | None = None) -> Path:
+    """Write a network: into the graph of the recipe's own ONNX file if that can hold it, else by torch's exporter."""
+    recipe, split = run.recipe, run.data.val
+    own = {RECIPE_KEY: recipe.digest(), VARIANT_KEY: str(variant)}
+    entries = metadata_entries(split.preprocessing, split.labels, own)
+    if variant.is_quantized and recipe.model.name.endswith(".onnx"):
+        quantization = cast(QuantSpec, recipe.quantization)
+        spec = quantization.for_target(target or quantization.targets[0])
+        if write_into_own_graph(run, model.cpu(), path, spec=spec, metadata=entries):
+            return path
     return export_onnx(
         model.cpu(),
         run.example,
         path,
-        precision=spec.precision if variant is not Variant.FLOAT else "fp32",
-        dynamic_batch=spec.dynamic_batch,
-        opset=spec.opset,
-        channel_scales=spec.channel_scales,
-        preprocessing=run.data.val.preprocessing,
-        labels=run.data.val.labels,
-        metadata={RECIPE_KEY: run.recipe.digest(), VARIANT_KEY: str(variant)},
+        precision=recipe.export.precision if variant is not Variant.FLOAT else "fp32",
+        dynamic_batch=recipe.export.dynamic_batch,
+        opset=recipe.export.opset,
+        channel_scales=recipe.export.channel_scales,
+        metadata=entries,
     )
 
 

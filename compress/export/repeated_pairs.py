@@ -1,0 +1,103 @@
+"""Repeats Q/DQ pairs after operations that pass them, for ONNX Runtime.
+
+A pair before a concat, a split or a flattening also gives the range of what follows it, and TensorRT and OpenVINO use
+it so. ONNX Runtime (1.31) moves pairs through a few operations by itself; after all others it takes the tensor for a
+float one, and the convolution or product that consumes it computes in float: 8 of the 26 convolutions of a SqueezeNet,
+and the classifier of a file with a Flatten before it. The second pair has the scale of the first, so that no value
+changes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from compress.export.names import added_tensor
+from compress.export.onnx_graph import PASSES, WEIGHTED_OPS, OnnxGraph
+
+_MOVED_THROUGH = frozenset({"MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice"})
+"""Operations through which ONNX Runtime moves a pair (its QDQPropagationTransformer)."""
+_WANTED = WEIGHTED_OPS | {"Add", "AveragePool", "GlobalAveragePool", "QuantizeLinear"}
+"""Operations that compute in integers if what they consume is quantized."""
+
+
+def repeat_pairs(proto: onnx.ModelProto) -> int:
+    """Add a pair after each concat, split or flattening of quantized tensors that a layer consumes; in place.
+
+    Returns:
+        Number of pairs.
+    """
+    view = OnnxGraph(proto.graph)
+    wanted = _wanted(view)
+    first: dict[str, onnx.NodeProto] = {}  # by tensor, the pair whose integers it holds
+    nodes: list[onnx.NodeProto] = []
+    added = 0
+    for node in proto.graph.node:
+        nodes.append(node)
+        if _dequantizes_activation(node, view):
+            first[node.output[0]] = node
+        pair = _common_pair(node, first, view)
+        if pair is None:
+            continue
+        for name in node.output:
+            first[name] = pair
+            if node.op_type in _MOVED_THROUGH or name not in wanted:
+                continue
+            again = _pair(name, pair)
+            nodes += again
+            first[again[1].output[0]] = pair
+            _redirect(view, name, again[1].output[0])
+            added += 1
+    view.replace_nodes(nodes)
+    return added
+
+
+def _wanted(view: OnnxGraph) -> set[str]:
+    """Return the tensors that reach an operation in integers through operations that pass pairs."""
+    found: set[str] = set()
+    for node in reversed(view.graph.node):
+        if node.op_type in _WANTED or (node.op_type in PASSES and found.intersection(node.output)):
+            found.update(node.input)
+    return found
+
+
+def _dequantizes_activation(node: onnx.NodeProto, view: OnnxGraph) -> bool:
+    producer = view.producers.get(node.input[0]) if node.op_type == "DequantizeLinear" else None
+    return producer is not None and producer.op_type == "QuantizeLinear"
+
+
+def _common_pair(node: onnx.NodeProto, first: dict[str, onnx.NodeProto], view: OnnxGraph) -> onnx.NodeProto | None:
+    """Return the pair whose scale and zero point all tensors that a node moves have; None if they have no such."""
+    if node.op_type not in PASSES:
+        return None
+    pairs = [first.get(name) for name in (node.input if node.op_type == "Concat" else node.input[:1])]
+    if not pairs or pairs[0] is None or not all(p is not None and _alike(p, pairs[0], view) for p in pairs):
+        return None
+    return pairs[0]
+
+
+def _alike(a: onnx.NodeProto, b: onnx.NodeProto, view: OnnxGraph) -> bool:
+    if list(a.input[1:]) == list(b.input[1:]):
+        return True
+    values = [(view.array(x), view.array(y)) for x, y in zip(a.input[1:], b.input[1:], strict=False)]
+    return len(a.input) == len(b.input) and all(
+        x is not None and y is not None and x.dtype == y.dtype and np.array_equal(x, y) for x, y in values
+    )
+
+
+def _pair(name: str, like: onnx.NodeProto) -> list[onnx.NodeProto]:
+    parts = ("quantized_again", "dequantized_again", "QuantizeLinear_again", "DequantizeLinear_again")
+    integers, result, quantize, dequantize = (added_tensor(name, part) for part in parts)
+    return [
+        helper.make_node("QuantizeLinear", [name, *like.input[1:]], [integers], name=quantize),
+        helper.make_node("DequantizeLinear", [integers, *like.input[1:]], [result], name=dequantize),
+    ]
+
+
+def _redirect(view: OnnxGraph, old: str, new: str) -> None:
+    """Make the consumers of a tensor read another one."""
+    for consumer in view.consumers.get(old, ()):
+        for i, name in enumerate(consumer.input):
+            if name == old:
+                consumer.input[i] = new

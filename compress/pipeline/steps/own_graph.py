@@ -1,0 +1,64 @@
+"""Writes a network that a recipe's ONNX file became back into that file's own graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import nn
+
+from compress.errors import CompressError
+from compress.export.spec import ExportSpec
+from compress.onnx_ptq.load import load_source
+from compress.onnx_ptq.quantize import quantize_onnx_file
+from compress.onnx_ptq.shapes import open_batch
+from compress.pipeline.run import Run
+from compress.quantization.spec import QuantSpec
+
+
+def write_into_own_graph(
+    run: Run, model: nn.Module, path: Path, *, spec: QuantSpec, metadata: Mapping[str, str]
+) -> bool:
+    """Write a quantized network into the graph of the file that `model.name` names, with its nodes and names.
+
+    Args:
+        run: its recipe names the file.
+        model: quantized, on the CPU.
+        path: file to write.
+        spec: with which it was quantized, for one target.
+        metadata: entries that the file gets beside its own.
+
+    Returns:
+        True if the file was written; otherwise a note of the run says why its graph cannot hold the network.
+    """
+    name, batch = run.recipe.model.name, [run.example]
+    try:
+        reason = _another_form(run.recipe.export) or _unfit(Path(name))
+        if not reason:
+            quantize_onnx_file(name, batch, spec=spec, out=path, trained=model, metadata=metadata)
+    except CompressError as error:
+        reason = str(error)
+    if reason:
+        run.notes.append(f"{path.name} has the nodes of torch's exporter, not those of {name}: {reason}")
+        return False
+    run.notes.append(f"{path.name} is the graph of {name}, with its nodes and names")
+    return True
+
+
+def _another_form(export: ExportSpec) -> str:
+    """Return why the recipe asks for a form that only exported files have; "" if it does not."""
+    if export.precision != "fp32":
+        return f"export.precision is {export.precision}, and the types of a file's own graph stay as they are"
+    if export.channel_scales != "weight":
+        return f"export.channel_scales is {export.channel_scales}"
+    return ""
+
+
+def _unfit(file: Path) -> str:
+    """Return why a run cannot measure a file of this interface; "" if it can."""
+    graph = load_source(file).proto.graph
+    if not all(open_batch(value) for value in graph.input):
+        return "it states the size of its batch, and a run measures several"
+    if len(graph.output) != 1:
+        return f"it has {len(graph.output)} outputs, and a run finds them by the names that the exporter gives"
+    return ""

@@ -1,0 +1,83 @@
+"""A recipe whose model is an ONNX file: the trained INT8 network is in the file's own graph."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import compress
+from compress.pipeline import run
+from compress.recipe import parse_recipe
+from compress.records import read_run
+from tests.networks import TinyResNet, with_statistics
+from tests.onnx_ptq.files import export
+
+LAYERS = {"Conv", "Gemm"}
+
+
+def tree(file, **changes):
+    return {
+        "model": {"name": str(file), "options": {"size": [16, 16]}},
+        "data": {"image_size": 16, "batch_size": 32, "train_images": 64, "val_images": 40},
+        "train": {"epochs": 0},
+        "quantization": {"target": ["onnxruntime", "tensorrt"], "calibration_images": 32},
+        "qat": {"epochs": 1, "lr": 0.01},
+        "bench": {"engines": ["onnxruntime"], "batch_sizes": [2], "warmup": 1, "runs": 1, "seconds": 0.05},
+    } | changes
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    torch.manual_seed(0)
+    file = export(with_statistics(TinyResNet()), folder / "float.onnx")
+    run(parse_recipe(tree(file)), "qat", folder / "run", device="cpu")
+    return folder
+
+
+def layers_of(path):
+    return {node.name: node for node in onnx.load(path).graph.node if node.op_type in LAYERS}
+
+
+@pytest.mark.parametrize("name", ["ptq", "qat", "qat.tensorrt"])
+def test_files_have_the_nodes_and_names_of_the_users_file(finished, name):
+    before, after = onnx.load(finished / "float.onnx"), onnx.load(finished / "run" / f"{name}.onnx")
+    assert (after.graph.input, after.graph.output) == (before.graph.input, before.graph.output)
+    assert layers_of(finished / "run" / f"{name}.onnx").keys() == layers_of(finished / "float.onnx").keys()
+    assert json.loads({e.key: e.value for e in after.metadata_props}["compress.labels"])[:2] == ["0", "1"]
+    assert any(f"{name}.onnx is the graph of" in note for note in read_run(finished / "run").notes)
+
+
+def test_the_trained_weights_are_in_the_file(finished):
+    """The integers of each convolution, by the scales beside them, are the weights that training left, to a step."""
+    graph = onnx.load(finished / "run" / "qat.onnx").graph
+    constants = {c.name: onnx.numpy_helper.to_array(c) for c in graph.initializer}
+    made = {node.output[0]: node for node in graph.node}
+    trained, untrained = (load_file(finished / "run" / f"{name}.safetensors") for name in ("qat", "float"))
+    changed = []
+    for name, node in layers_of(finished / "run" / "qat.onnx").items():
+        q, scale = (constants[key] for key in made[node.input[1]].input[:2])
+        step = scale.reshape(-1, *[1] * (q.ndim - 1))
+        error = np.abs(q * step - trained[f"{name}.weight"].numpy())
+        assert (error <= step * 0.501).mean() > 0.99  # ranges that were trained clip a few weights
+        changed.append(not torch.equal(trained[f"{name}.weight"], untrained[f"{name}.weight"]))
+    assert len(changed) == 7
+    assert all(changed)
+
+
+def test_the_engine_is_measured_with_that_file(finished):
+    rows = {(m.name, m.variant, m.engine): m for m in read_run(finished / "run").metrics}
+    assert rows["agreement", "qat", "onnxruntime"].value >= 90
+    with compress.build_engine(finished / "run" / "qat.onnx", "onnxruntime") as engine:
+        assert engine.inputs[0].name == "picture"
+
+
+def test_a_form_that_the_file_cannot_have_is_exported_by_torch(finished, tmp_path):
+    changes = {"export": {"precision": "fp16"}, "quantization": {"target": "tensorrt", "calibration_images": 32}}
+    recipe = parse_recipe(tree(finished / "float.onnx", **changes))
+    run(recipe, "ptq", tmp_path / "run", device="cpu")
+    assert [value.name for value in onnx.load(tmp_path / "run" / "ptq.onnx").graph.input] == ["input"]
+    assert any("export.precision is fp16" in note for note in read_run(tmp_path / "run").notes)
