@@ -40,11 +40,15 @@ def merged(old: Row, new: Row) -> Row:
     """
     runs = [*old.get("runs", [old["command"]]), new["command"]]
     rows = [{"run": 1, **row} for row in old["networks"]]
-    taken = {(row["network"], row["batch"]): row | {"run": len(runs)} for row in new["networks"] if row.get("ms")}
-    networks = [taken.pop((row["network"], row["batch"]), row) for row in rows] + list(taken.values())
+    taken = {_key(row): row | {"run": len(runs)} for row in new["networks"] if row.get("ms")}
+    networks = [taken.pop(_key(row), row) for row in rows] + list(taken.values())
     for row in networks:
         row["layers"] = [{k: v for k, v in x.items() if k not in _CANDIDATES} for x in row.get("layers", ())]
     return {**new, "networks": networks, "runs": runs, "failed": [*old["failed"], *new["failed"]]}
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return row["network"], row["batch"], *row.get("options", {}).items()
 
 
 def page(report: Row, notes: Sequence[str] = ()) -> Iterator[str]:
@@ -84,8 +88,9 @@ def page(report: Row, notes: Sequence[str] = ()) -> Iterator[str]:
 def _network(row: Row) -> Sequence[str]:
     check = row.get("check")
     codes = f"{check['differing']:,} of {check['codes']:,}, by {check['largest']} at most" if check else "not compared"
+    name = ", ".join([row["network"], *(f"{key} {value}" for key, value in row.get("options", {}).items())])
     return (
-        row["network"], str(row["batch"]), f"{row['ms']:.3f}", f"{row['images_per_s']:,.0f}",
+        name, str(row["batch"]), f"{row['ms']:.3f}", f"{row['images_per_s']:,.0f}",
         _number(row.get("fp16_ms"), ".3f"), _number(row.get("fp16_images_per_s"), ",.0f"),
         _ratio(row.get("fp16_ms"), row["ms"]), _ratio(row.get("fp16_waiting_ms"), row["waiting_ms"]),
         f"{row['build_s']:.1f}{'*' if row.get('compiled_ahead') else ''}", _number(row.get("build_with_plan_s"), ".2f"),

@@ -48,7 +48,7 @@ class BudgetSpentError(BaseException):
 def main() -> None:
     """Networks one after another, until all are done or the time has run out."""
     parser = study_parser(__doc__, out="results/cuda_engine")
-    parser.add_argument("--networks", nargs="+", default=["resnet50:128"], metavar="NAME:BATCH")
+    parser.add_argument("--networks", nargs="+", default=["resnet50:128"], metavar="NAME:BATCH[:KEY=VALUE]")
     parser.add_argument("--baseline", action="store_true", help="torch.compile in fp16 too, with CUDA graphs")
     parser.add_argument("--budget-s", type=float, default=480.0, help="of the whole; default: 480")
     parser.add_argument("--prepare-s", type=float, default=180.0, help="of compiling before anything is timed")
@@ -56,8 +56,11 @@ def main() -> None:
     parser.add_argument("--plan", type=Path, help="plan file to begin with; default: an empty one")
     parser.add_argument("--files", type=Path, default=Path("/tmp/cuda_engine_files"))
     parser.add_argument("--tiny", action="store_true", help="on the CPU, in exact arithmetic")
+    parser.add_argument("--prepare-only", action="store_true", help="export and compile, and measure nothing")
     arguments = parser.parse_args()
-    asked = [(name, int(batch or 128)) for name, _, batch in (word.partition(":") for word in arguments.networks)]
+    words = [[*word.split(":"), "128"] for word in arguments.networks]
+    asked = [(word[0], int(word[1])) for word in words]
+    options = [dict(text.partition("=")[::2] for text in word[2:-1]) for word in words]
     report: Report = {"command": command_line(), "baseline": SETTINGS, "networks": [], "failed": []}
     plan = arguments.out / "plan.json"
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -65,18 +68,22 @@ def main() -> None:
         plan.write_bytes(arguments.plan.read_bytes())
     end, built = time.monotonic() + arguments.budget_s, list[Built]()
     report["machine"] = gpu_software("triton")
-    baselines = {pair: Baseline(*pair) for pair in asked} if arguments.baseline else {}
+    fp16: dict[tuple[str, int], Report] = {}
+    baselines = {pair: Baseline(*pair) for pair in dict.fromkeys(asked)} if arguments.baseline else {}
     if not arguments.tiny:
-        report["prepared"] = _prepared(asked, arguments)
+        report["prepared"] = _prepared(list(dict.fromkeys(asked)), arguments)
         print(report["prepared"], flush=True)
-    for name, batch in asked:
-        row: Report = {"network": name, "batch": batch}
+    if arguments.prepare_only:
+        os._exit(0)
+    for (name, batch), further in zip(asked, options, strict=True):
+        row: Report = {"network": name, "batch": batch, "options": further}
         report["networks"].append(row)
         jobs = 0 if "kernels in" in report.get("prepared", {}).get(f"{name}:{batch}", "") else arguments.jobs
         with _part(report, f"{name} b{batch}", end):
             _network(plan, arguments, row, jobs, built)
         if (name, batch) in baselines:
-            row |= baselines[name, batch].measured(max(0.0, min(_MOST_S, end - time.monotonic())))
+            fp16[name, batch] = baselines.pop((name, batch)).measured(max(0.0, min(_MOST_S, end - time.monotonic())))
+        row |= fp16.get((name, batch), {})
         write_json(arguments.out / "cuda_engine.json", report)
         print(head(row), flush=True)
     for what in (_layers, _check):
@@ -123,13 +130,14 @@ def _network(plan: Path, arguments: Any, row: Report, jobs: int, built: list[Bui
     """Build and time one network at one batch size."""
     path = qdq_file(row["network"], arguments.files)
     options: dict[str, Any] = {"device": "cpu"} if arguments.tiny else {"plan": str(plan), "jobs": str(jobs)}
+    options |= row["options"]
     row["compiled_ahead"] = not jobs
     start = time.monotonic()
     engine = cast(CudaEngine, build_engine(path, "cuda", batch_size=row["batch"], **options))
     row["build_s"] = _since(start)
     shapes = {tensor.name: tensor.shape for tensor in engine.inputs}
     program = engine.program(shapes)
-    row |= {"steps": len(program.kernels), "arena_mb": program.layout.arena_bytes / 1e6}
+    row |= {"steps": len(program.kernels), "arena_mb": program.layout.arena_bytes / 1e6, "overlaps": program.overlaps}
     if plan.is_file():
         start = time.monotonic()
         build_engine(path, "cuda", batch_size=row["batch"], **options).close()
