@@ -25,10 +25,10 @@ from torch import Tensor
 from analysis.common.study import command_line, gpu_software, study_parser
 from analysis.cuda_engine.baseline import SETTINGS, Baseline
 from analysis.cuda_engine.call_time import call_ms
-from analysis.cuda_engine.fp16 import fp16_ms
 from analysis.cuda_engine.networks import image_size, images, qdq_file
 from analysis.cuda_engine.table import head, table
 from compress.engines import build_engine
+from compress.engines.cuda.bare_products import bare_ms
 from compress.engines.cuda.costs import cost_of
 from compress.engines.cuda.engine import CudaEngine
 from compress.engines.cuda.exactness import differences
@@ -138,6 +138,7 @@ def _network(plan: Path, arguments: Any, row: Report, jobs: int, built: list[Bui
     shapes = {tensor.name: tensor.shape for tensor in engine.inputs}
     program = engine.program(shapes)
     row |= {"steps": len(program.kernels), "arena_mb": program.layout.arena_bytes / 1e6, "overlaps": program.overlaps}
+    row["floats"] = program.floats
     if plan.is_file():
         start = time.monotonic()
         build_engine(path, "cuda", batch_size=row["batch"], **options).close()
@@ -180,7 +181,7 @@ def _layers(program: Program, x: dict[str, Tensor], row: Report) -> None:
             "bytes": cost.moved_bytes, "macs": cost.int8_macs, "shape": shape,
         }  # fmt: skip
         if next(iter(x.values())).is_cuda:
-            layer["fp16_ms"] = fp16_ms(step, layout)
+            layer["fp16_ms"] = bare_ms(step, layout)
         if program.measured:
             found = program.measured[index]
             layer |= {"times_ms": dict(found.times_ms), "refused": dict(found.refused)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from compress.engines.base import (
     RuntimeLayer,
     TensorInfo,
 )
+from compress.engines.cuda.float_network import FloatNetwork, float_graph, float_network
 from compress.engines.cuda.gpu_times import time_program
+from compress.engines.cuda.plan.graph import read_graph
 from compress.engines.cuda.plan.layout import Layout, lay_out
 from compress.engines.cuda.plan.lower import make_plan
 from compress.engines.cuda.plan.steps import Step
@@ -41,7 +44,8 @@ NAME = "cuda"
 OPTIONS = {
     "device": "GPU, such as cuda or cuda:1; or cpu: exact integer arithmetic by torch, slow, to compare with",
     "tune": "no: take the guessed kernel of every layer and measure nothing; yes by default",
-    "floats": "no: products of integers are never computed in fp16, not even where that is faster; yes by default",
+    "floats": "no: integers are never computed in fp16, neither a layer nor the network, where that is faster; yes by "
+    "default",
     "overlap": "yes: small launches begin before their predecessor ends, where that is faster and gives the same "
     "results to the bit (from Hopper on); no by default",
     "plan": "plan file with the measured choices; by default MODEL.GPU.plan.json beside the model",
@@ -154,6 +158,7 @@ class CudaEngine(Engine):
         floats, overlaps = (
             _yes(key, build.options.get(key, other)) for key, other in (("floats", "yes"), ("overlap", "no"))
         )
+        self._floats = floats
         self._candidates, self._overlap = _candidates(device, floats=floats, overlaps=overlaps)
         self._programs: dict[tuple[tuple[int, ...], ...], Program] = {}
         self._last: tuple[Program, dict[str, Tensor]] | None = None
@@ -209,6 +214,11 @@ class CudaEngine(Engine):
     def layer_times_ms(self) -> dict[str, float]:
         """See `Engine.layer_times_ms`; each layer is timed alone, on the inputs of the last run."""
         program, inputs = self._any_program()
+        if program.floats:
+            raise EngineError(
+                f"{self.info.label}: the network runs in floating point, and torch's compiler has joined its layers; "
+                "load it with floats='no' to time those of integers"
+            )
         return dict(zip((step.name for step in program.layout.steps), program.step_ms(inputs), strict=True))
 
     def close(self) -> None:
@@ -249,9 +259,13 @@ class CudaEngine(Engine):
             layout = lay_out(make_plan(self._path, shapes, dtype=self._dtype))
             self._programs[key] = Program(
                 layout, self._device, candidates=self._candidates, plan=self._plan, jobs=self._jobs,
-                overlap=self._overlap,
+                overlap=self._overlap, network=partial(self._network, dict(shapes)) if self._floats else None,
             )  # fmt: skip
         return self._programs[key]
+
+    def _network(self, shapes: Mapping[str, tuple[int, ...]]) -> FloatNetwork:
+        """The file's network in floating point."""
+        return float_network(float_graph(read_graph(self._path, shapes)), self._dtype, self._device)
 
 
 def _candidates(

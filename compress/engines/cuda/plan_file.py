@@ -59,8 +59,9 @@ class PlanFile:
 
     def add(self, signature: str, candidate: str) -> None:
         """Add a choice."""
-        self.choices[key(signature)] = candidate
-        self.changed = True
+        if self.get(signature) != candidate:
+            self.choices[key(signature)] = candidate
+            self.changed = True
 
     def get(self, signature: str) -> str | None:
         """The choice for a signature; None if there is none."""

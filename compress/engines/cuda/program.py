@@ -14,11 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compress.engines.cuda.bare_products import bare_ms
 from compress.engines.cuda.executor import Candidate, Executor, Tensors, bind_reference
+from compress.engines.cuda.float_network import FloatNetwork, compiled
 from compress.engines.cuda.plan.layout import Layout
 from compress.engines.cuda.plan.steps import Step
 from compress.engines.cuda.plan_file import PlanFile
-from compress.engines.cuda.timing import launch_ms, replay_ms
+from compress.engines.cuda.runtime_layers import FLOAT_KERNEL, dtype_text
+from compress.engines.cuda.timing import launch_ms, repeated_ms
 from compress.engines.cuda.tuning import Measured, chosen, kernel_requests, measure, signature
 from compress.errors import EngineError
 from compress.kernels.triton.ahead import compile_requests
@@ -30,6 +33,9 @@ _COPIED_BYTES = 4 << 20
 _MOST_DIRECT = 3
 """Steps that are launched outside of the graph at most."""
 
+_INTEGERS, _FLOATS = "integers", "floats"
+_MOST_APART = 0.5
+"""Share of the norm of results beyond which those in floating point are refused."""
 _TRIALS = 20
 """Runs whose results must be equal to the bit before launches may overlap."""
 
@@ -37,10 +43,19 @@ Ways = Callable[[Step, Layout], list[Candidate]]
 
 
 class Recorded(NamedTuple):
-    """A CUDA graph of all steps but those that are launched directly, and the network's outputs that it writes."""
+    """A CUDA graph of a network, or of what follows its first steps.
+
+    Attributes:
+        graph: what is replayed.
+        results: the network's outputs, which it writes.
+        static: where it reads the network's inputs, by name.
+        direct: steps that are launched before it; they read the inputs where these lie.
+    """
 
     graph: torch.cuda.CUDAGraph
     results: Tensors
+    static: Tensors
+    direct: int
 
 
 class Program:
@@ -53,12 +68,14 @@ class Program:
         plan: measured choices, which are used and added to; None = the guess for every step.
         jobs: processes that compile at a time; 0 = each kernel is compiled when it is first launched.
         overlap: turns launches that begin before their predecessor ends on or off; None = they are never tried.
+        network: makes the same network in floating point; None = integers are computed even where that is slower.
         progress: of compiling and measuring.
 
     Attributes:
         kernels: name of the candidate that computes each step.
         measured: times of all candidates of each step, if they were measured now.
         overlaps: launches overlap, as that is faster and gave the same results.
+        floats: the whole network runs in floating point, compiled by torch, as that is faster.
 
     Raises:
         EngineError: the memory of the device does not suffice.
@@ -73,6 +90,7 @@ class Program:
         plan: PlanFile | None,
         jobs: int = 1,
         overlap: Callable[[bool], None] | None = None,
+        network: Callable[[], FloatNetwork] | None = None,
         progress: Progress = _QUIET,
     ) -> None:
         self.layout = layout
@@ -84,12 +102,13 @@ class Program:
             self.executor = Executor(layout, [way[0].run for way in ways], device)
             self.measured: list[Measured] = []
             self.kernels = self._choose(ways, plan, jobs, progress)
-            self._direct = 0
-            self._static: Tensors = {}
             self._recorded: Recorded | None = None
-            self.overlaps = False
+            self.overlaps = self.floats = False
             if device.type == "cuda":
-                self._capture(overlap, jobs if self.measured else 0)
+                with torch.cuda.device(device):
+                    self._recorded = self._capture(overlap, jobs if self.measured else 0)
+                    if network is not None and plan is not None:
+                        self._recorded = self._faster(self._recorded, network, plan)
         except torch.OutOfMemoryError as error:
             shapes = ", ".join(str(tuple(layout.plan.tensors[name].shape)) for name in layout.plan.inputs)
             free, whole = (torch.cuda.mem_get_info(device)) if device.type == "cuda" else (0, 0)
@@ -106,14 +125,17 @@ class Program:
         """
         if self._recorded is None:
             return self._copied(self.executor.run(inputs))
-        for name, tensor in self._static.items():
+        return self._replayed(self._recorded, inputs)
+
+    def _replayed(self, recorded: Recorded, inputs: Mapping[str, Tensor]) -> Tensors:
+        for name, tensor in recorded.static.items():
             tensor.copy_(inputs[name])
-        if self._direct:
+        if recorded.direct:
             tensors = self.executor.start(inputs)
-            for index in range(self._direct):
+            for index in range(recorded.direct):
                 self.executor.step(index, tensors)
-        self._recorded.graph.replay()
-        return self._copied(self._recorded.results)
+        recorded.graph.replay()
+        return self._copied(recorded.results)
 
     def step_ms(self, inputs: Mapping[str, Tensor]) -> list[float]:
         """Milliseconds of each step alone, on the data of a run."""
@@ -150,51 +172,107 @@ class Program:
     def _copied(results: Tensors) -> Tensors:
         return {name: tensor.clone() for name, tensor in results.items()}
 
-    def _capture(self, overlap: Callable[[bool], None] | None, jobs: int) -> None:
+    def _capture(self, overlap: Callable[[bool], None] | None, jobs: int) -> Recorded:
         """Capture all steps but those that are launched directly."""
         executor = self.executor
         given = executor.empty_inputs()
-        self._direct = _direct_steps(self.layout, sum(t.numel() * t.element_size() for t in given.values()))
-        self._static = {} if self._direct else given
+        direct = _direct_steps(self.layout, sum(t.numel() * t.element_size() for t in given.values()))
         executor.run(given)  # loads what is loaded at the first launch
         tensors = executor.start(given)
-        for index in range(self._direct):
+        for index in range(direct):
             executor.step(index, tensors)
-        with torch.cuda.device(executor.device):
-            self._recorded = self._record(tensors)
-            if overlap is None or self._direct:
-                return
-            overlap(True)
-            try:
-                _compile(executor, [[Candidate("", runner)] for runner in executor.runners], jobs, _QUIET)
-                other = self._record(tensors)
-            finally:
-                overlap(False)
-            self.overlaps = self._is_same(other) and replay_ms(other.graph) < replay_ms(self._recorded.graph)
-            self._recorded = other if self.overlaps else self._recorded
+        recorded = self._record(tensors, given, direct)
+        if overlap is None or direct:
+            return recorded
+        overlap(True)
+        try:
+            _compile(executor, [[Candidate("", runner)] for runner in executor.runners], jobs, _QUIET)
+            other = self._record(tensors, given, direct)
+        finally:
+            overlap(False)
+        self.overlaps = self._is_same(recorded, other) and repeated_ms(other.graph.replay) < repeated_ms(
+            recorded.graph.replay
+        )
+        return other if self.overlaps else recorded
 
-    def _record(self, tensors: Tensors) -> Recorded:
+    def _record(self, tensors: Tensors, given: Tensors, direct: int) -> Recorded:
         """A graph of the steps; `tensors` are those before the first of them."""
         tensors = dict(tensors)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for index in range(self._direct, len(self.executor.runners)):
+            for index in range(direct, len(self.executor.runners)):
                 self.executor.step(index, tensors)
-            return Recorded(graph, self.executor.results(tensors))
+            results = self.executor.results(tensors)
+        return Recorded(graph, results, {} if direct else given, direct)
 
-    def _is_same(self, other: Recorded) -> bool:
+    def _is_same(self, recorded: Recorded, other: Recorded) -> bool:
         """True if another graph computes what the recorded one does, to the bit, in every one of many runs."""
-        assert self._recorded is not None
-        for name, value in self.executor.random_inputs().items():
-            self._static[name].copy_(value)
-        self._recorded.graph.replay()
-        expected = self._copied(self._recorded.results)
+        inputs = self.executor.random_inputs()
+        expected = self._replayed(recorded, inputs)
         for _ in range(_TRIALS):
             other.graph.replay()
             if not all(torch.equal(value, expected[name]) for name, value in other.results.items()):
                 return False
         return True
+
+    def _faster(self, recorded: Recorded, network: Callable[[], FloatNetwork], plan: PlanFile) -> Recorded:
+        """The recorded steps, or the whole network in floating point where that is faster.
+
+        It is compiled only where integers take longer than the bare products do in floating point.
+        """
+        place = "; ".join(["whole network", *(signature(step, self.layout) for step in self.layout.steps)])
+        choice, inputs = plan.get(place), self.executor.random_inputs()
+        ours = partial(self._replayed, recorded, inputs)
+        other = None
+        if choice == _FLOATS or (choice is None and repeated_ms(ours) >= self._bare_ms()):
+            other = recorded_network(network, inputs, list(self.layout.plan.outputs))
+        if other is not None:
+            theirs = partial(self._replayed, other, inputs)
+            slower = choice is None and repeated_ms(theirs) >= repeated_ms(ours)
+            other = None if slower or not _alike(ours(), theirs()) else other
+        self.floats = other is not None
+        plan.add(place, _FLOATS if self.floats else _INTEGERS)
+        plan.save()
+        if other is None:
+            return recorded
+        self.kernels = [FLOAT_KERNEL + dtype_text(self.layout.plan.dtype)] * len(self.kernels)
+        return other
+
+    def _bare_ms(self) -> float:
+        """Milliseconds of all products alone in the plan's floating-point type."""
+        dtype, device = self.layout.plan.dtype, self.executor.device
+        return sum(bare_ms(step, self.layout, dtype, device) or 0.0 for step in self.layout.steps)
+
+
+def recorded_network(network: Callable[[], FloatNetwork], inputs: Tensors, outputs: list[str]) -> Recorded | None:
+    """The network in floating point as a graph; None if torch cannot compile it.
+
+    Args:
+        network: makes it.
+        inputs: by name.
+        outputs: their names.
+    """
+    last = torch.channels_last
+    static = {k: x.contiguous(memory_format=last) if x.dim() == 4 else x.clone() for k, x in inputs.items()}
+    try:
+        with torch.no_grad():
+            run = compiled(network(), static)
+            for _ in range(2):
+                run(*static.values())
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                results = dict(zip(outputs, run(*static.values()), strict=True))
+    except Exception:  # the compiler's own errors are of every kind, and the integers are there
+        return None
+    return Recorded(graph, results, static, 0)
+
+
+def _alike(ours: Tensors, floats: Tensors) -> bool:
+    """True if results in floating point differ from those of integers by rounding, not by a mistake."""
+    pairs = [(value.double(), floats[name].double()) for name, value in ours.items() if value.is_floating_point()]
+    return all(float((a - b).norm()) <= _MOST_APART * float(a.norm()) for a, b in pairs)
 
 
 def _direct_steps(layout: Layout, input_bytes: int) -> int:

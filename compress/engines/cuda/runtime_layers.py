@@ -14,7 +14,7 @@ _NAMES = {
 }  # fmt: skip
 
 FLOAT_KERNEL = "torch in "
-"""Name of a kernel that computes a product of codes in floating point, before its type."""
+"""Name of a kernel that computes in floating point what the file computes on codes, before its type."""
 
 
 def runtime_layer(step: Step, layout: Layout, kernel: str) -> RuntimeLayer:
@@ -35,17 +35,22 @@ def runtime_layer(step: Step, layout: Layout, kernel: str) -> RuntimeLayer:
 
 def precision(step: Step, layout: Layout, kernel: str) -> str:
     """Type in which a step computes: that of its products; of a step that only moves, that of what it moves."""
-    if isinstance(step, Product) and kernel.startswith(FLOAT_KERNEL):
+    if kernel.startswith(FLOAT_KERNEL):
         return kernel.removeprefix(FLOAT_KERNEL)
     if isinstance(step, (Product, Attention, MaxPool, AveragePool)):
         return "i8"
     if isinstance(step, (Move, Copy)):
         return dtype_name((step.reads or step.writes)[0], layout)
-    return _NAMES.get(layout.plan.dtype, "unknown") if isinstance(step, Operation) else "f32"
+    return dtype_text(layout.plan.dtype) if isinstance(step, Operation) else "f32"
 
 
 def dtype_name(name: str, layout: Layout) -> str:
     """Type of a tensor, such as `i8`."""
     place, tensor = layout.places.get(name), layout.plan.tensors.get(name)
     dtype = place.dtype if place is not None else tensor.dtype if tensor is not None else None
-    return "unknown" if dtype is None else _NAMES.get(dtype, str(dtype).removeprefix("torch."))
+    return "unknown" if dtype is None else dtype_text(dtype)
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """A type in a few characters, such as `i8`."""
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))

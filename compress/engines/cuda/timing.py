@@ -45,15 +45,15 @@ def launch_ms(run: Callable[[], None], device: torch.device, *, rounds: int = 5)
         return statistics.median(_elapsed(graph.replay) / launches for _ in range(rounds))
 
 
-def replay_ms(graph: torch.cuda.CUDAGraph, *, replays: int = 20, rounds: int = 5) -> float:
-    """Median milliseconds of a graph whose replays follow each other without a pause."""
+def repeated_ms(run: Callable[[], object], *, calls: int = 20, rounds: int = 5) -> float:
+    """Median milliseconds of a call of `run` whose calls are queued one after another, such as a graph's replay."""
 
     def repeated() -> None:
-        for _ in range(replays):
-            graph.replay()
+        for _ in range(calls):
+            run()
 
     repeated()
-    return statistics.median(_elapsed(repeated) / replays for _ in range(rounds))
+    return statistics.median(_elapsed(repeated) / calls for _ in range(rounds))
 
 
 def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:

@@ -1,4 +1,4 @@
-"""The time of a layer's bare product in fp16 by torch's own libraries: what our INT8 kernel has to beat."""
+"""The time of a layer's bare product in floating point by torch's own libraries: what our INT8 kernel has to beat."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from compress.engines.cuda.timing import launch_ms
 _KNOWN: dict[object, float] = {}
 
 
-def fp16_ms(step: Step, layout: Layout) -> float | None:
+def bare_ms(
+    step: Step, layout: Layout, dtype: torch.dtype = torch.float16, device: torch.device | None = None
+) -> float | None:
     """Milliseconds of a convolution or a linear layer with its bias, channels_last; None for other steps.
 
-    Its residual, its activation and its pooling are left out, so the fp16 layer takes at least this long.
+    Its residual, its activation and its pooling are left out, so the layer takes at least this long.
     """
     if not isinstance(step, (Convolution, Linear)):
         return None
+    place = device or torch.device("cuda")
     shape = layout.plan.tensors[step.x.name].shape
     geometry = (step.stride, step.padding, step.dilation, step.groups) if isinstance(step, Convolution) else ()
-    key = (shape, tuple(step.weight.shape), geometry)
+    key = (shape, tuple(step.weight.shape), geometry, dtype, place)
     if key not in _KNOWN:
-        _KNOWN[key] = _measured(step, shape)
+        _KNOWN[key] = _measured(step, shape, dtype, place)
     return _KNOWN[key]
 
 
-def _measured(step: Convolution | Linear, shape: tuple[int, ...]) -> float:
-    device = torch.device("cuda")
-    x = torch.randn(shape, device=device).half()
-    weight = torch.randn(step.weight.shape, device=device).half()
-    bias = torch.randn(weight.shape[0], device=device).half()
+def _measured(step: Convolution | Linear, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> float:
+    x = torch.randn(shape, device=device).to(dtype)
+    weight = torch.randn(step.weight.shape, device=device).to(dtype)
+    bias = torch.randn(weight.shape[0], device=device).to(dtype)
     if isinstance(step, Linear):
         return launch_ms(partial(_linear, x, weight, bias), device)
     (above, below), (left, right) = step.padding
