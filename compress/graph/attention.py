@@ -257,7 +257,9 @@ def _open_windows(node: fx.Node, wrap: Wrap) -> str:
 
 
 def _shift_mask(sides: list[int], window: list[int], shift: list[int]) -> Tensor:
-    """(1, windows, 1, tokens, tokens): 0 where two pixels of a window were neighbours before the shift, else -100.
+    """(windows, 1, tokens, tokens): 0 where two pixels of a window were neighbours before the shift, else -100.
+
+    Four axes broadcast like five; torch converts no tensor of five to channels_last (`Module.to`).
 
     Liu et al., "Swin Transformer", arXiv 2103.14030, section 3.2 (cyclic shift).
     """
@@ -271,4 +273,4 @@ def _shift_mask(sides: list[int], window: list[int], shift: list[int]) -> Tensor
         region = region * 3 + (line[:, None] if axis == 0 else line[None, :])
     tokens = region.unfold(0, window[0], window[0]).unfold(1, window[1], window[1]).flatten(2).flatten(0, 1)
     apart = tokens.unsqueeze(1) != tokens.unsqueeze(2)
-    return torch.where(apart, -100.0, 0.0)[None, :, None]
+    return torch.where(apart, -100.0, 0.0)[:, None]

@@ -100,6 +100,8 @@ def test_swin_is_opened(version):
     assert kinds(graph).count("matmul") == 4 and "unknown" not in [k for k in kinds(graph) if k == "attention"]
     assert all(node.op == "call_module" for node in graph.graph.nodes if node_kind(node) == "linear")
     assert model.state_dict().keys() <= graph.state_dict().keys()
+    x = torch.randn(2, 7, 10, 16, generator=G)
+    torch.testing.assert_close(graph.to(memory_format=torch.channels_last)(x), model(x))
 
 
 def test_functions_become_layers_and_batchnorm_folds_into_them():
