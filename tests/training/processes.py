@@ -217,26 +217,56 @@ def member(folder, environment):
     processes.close()
 
 
-def dying(folder):
-    """Two processes, of which the second fails in a step."""
+def widened(folder):
+    """One process is stopped, and two go on."""
     folder.mkdir(exist_ok=True)
-    children = [fork(lambda place=place: dying_member(place)) for place in two_places()]
-    (folder / "ends.json").write_text(json.dumps([os.waitstatus_to_exitcode(os.waitpid(c, 0)[1]) for c in children]))
+    ends = [forked(lambda: widened_member(folder, {}))]
+    children = [fork(lambda place=place: widened_member(folder, place)) for place in two_places()]
+    ends += [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    (folder / "ends.json").write_text(json.dumps(ends))
 
 
-def dying_member(environment):
+def widened_member(folder, environment):
+    processes = init_processes("cpu", environment=environment)
+    alone = processes.world_size == 1
+    spec = TrainSpec(epochs=2, lr=0.05, warmup_epochs=0.5, grad_accumulation=2, clip_grad_norm=0.5, checkpoint_steps=1)
+    model, data = smooth(seed=0 if alone else 5), interrupted_data(loads=10) if alone else toy_data()
+    options = {"device": None, "processes": processes, "batch_size": 7}
+    try:
+        fit(model, data, spec, folder=folder / "run", resume=not alone, **options)
+        save_model(model, folder / f"widened-{processes.rank}.safetensors")
+    except KeyboardInterrupt:
+        pass
+    processes.close()
+
+
+def dying(folder):
+    """Two processes, of which the second fails in a step; and again, where it is killed."""
+    folder.mkdir(exist_ok=True)
+    ends = []
+    for end in (fail, die):
+        children = [fork(lambda place=place, end=end: dying_member(place, end)) for place in two_places()]
+        ends += [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    (folder / "ends.json").write_text(json.dumps(ends))
+
+
+def fail():
+    raise ValueError("the second process fails on purpose")
+
+
+def dying_member(environment, end):
     processes = init_processes("cpu", environment=environment)
     data = toy_data()
     if not processes.is_main:
         load, left = data.train.load, [5]
 
-        def fail(*arguments, **options):
+        def ending(*arguments, **options):
             left[0] -= 1
             if not left[0]:
-                raise ValueError("the second process fails on purpose")
+                end()
             return load(*arguments, **options)
 
-        data.train.load = fail
+        data.train.load = ending
     fit(smooth(), data, TrainSpec(epochs=9), folder=None, batch_size=8, processes=processes)
 
 
@@ -277,4 +307,4 @@ def exchange(processes):
 
 
 if __name__ == "__main__":
-    {"killed": killed, "pair": pair, "dying": dying}[sys.argv[1]](Path(sys.argv[2]))
+    {"killed": killed, "pair": pair, "widened": widened, "dying": dying}[sys.argv[1]](Path(sys.argv[2]))

@@ -1,6 +1,7 @@
 """Two processes over gloo against one, with the same global batch: see tests/training/processes.py."""
 
 import json
+import signal
 
 import pytest
 import torch
@@ -50,6 +51,16 @@ def test_one_process_goes_on_where_two_were_stopped(pair):
         torch.testing.assert_close(crossed[key], whole[key], rtol=0, atol=1e-5)
 
 
+def test_two_processes_go_on_where_one_was_stopped(pair, tmp_path):
+    ends, errors = run("widened", tmp_path / "widened")
+    assert ends == [0, 0, 0], errors
+    whole = load_file(pair / "smooth-1-0.safetensors")
+    for rank in (0, 1):
+        widened = load_file(tmp_path / f"widened/widened-{rank}.safetensors")
+        for key in whole:
+            torch.testing.assert_close(widened[key], whole[key], rtol=0, atol=1e-5)
+
+
 def test_gradients_in_bfloat16_are_rounded_and_the_same_everywhere(pair):
     exact, first, second = (load_file(pair / f"{n}.safetensors") for n in ("smooth-2-0", "rounded-2-0", "rounded-2-1"))
     for key, expected in exact.items():
@@ -60,8 +71,9 @@ def test_gradients_in_bfloat16_are_rounded_and_the_same_everywhere(pair):
 
 def test_a_process_that_fails_ends_all_with_its_traceback(tmp_path):
     ends, errors = run("dying", tmp_path / "dying")
-    assert 0 not in ends
+    assert 0 not in ends[:2]
     assert "ValueError: the second process fails on purpose" in errors
+    assert ends[3] == -signal.SIGKILL and ends[2] > 0  # the other one does not wait for it
 
 
 def test_figures_are_those_of_all_images(facts):
