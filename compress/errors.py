@@ -23,7 +23,15 @@ from collections.abc import Iterable
 
 
 class CompressError(Exception):
-    """Base of every error that compress raises on purpose."""
+    """Base of every error that compress raises on purpose.
+
+    Examples:
+        >>> try:
+        ...     compress.load_recipe("quickstrat")
+        ... except compress.CompressError as error:
+        ...     print(type(error).__name__)
+        RecipeError
+    """
 
 
 class RecipeError(CompressError):

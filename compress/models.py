@@ -44,6 +44,11 @@ class ModelSpec:
         options: further keyword arguments for the model's function, such as {dropout: 0.1}. googlenet and inception_v3
             are made without auxiliary classifiers; with torchvision's weights from a file they need
             {transform_input: true}.
+
+    Examples:
+        >>> spec = compress.ModelSpec(name="mobilenet_v2", options={"width_mult": 0.35})
+        >>> compress.build_model(spec, num_classes=4)(images[:2]).shape
+        torch.Size([2, 4])
     """
 
     name: str = "resnet50"
@@ -76,6 +81,11 @@ def build_model(spec: ModelSpec, *, num_classes: int, task: str = "classificatio
     Raises:
         ModelError: the model or the named weights do not exist or cannot be downloaded, or the options do not fit.
         CheckpointError: the weights file is missing, damaged or of another model.
+
+    Examples:
+        >>> network = compress.build_model(compress.ModelSpec(name="squeezenet1_1"), num_classes=4)
+        >>> network(torch.randn(2, 3, 64, 64)).shape
+        torch.Size([2, 4])
     """
     return build_model_with_notes(spec, num_classes=num_classes, task=task).model
 

@@ -63,6 +63,11 @@ class Recipe:
         bench: timing of the exported files on engines.
         search: space and effort of `search`.
         teacher: a network, trained already, that training with `distill` learns from; null = the float network.
+
+    Examples:
+        >>> recipe = compress.load_recipe("quickstart", ["qat.epochs=1"])
+        >>> recipe.model.name, recipe.qat.epochs
+        ('resnet18', 1)
     """
 
     task: TaskName = "classification"
@@ -109,6 +114,11 @@ def load_recipe(recipe: Path | str, overrides: Iterable[str] = ()) -> Recipe:
 
     Raises:
         RecipeError: no such recipe, not YAML, or keys, types or ranges that are not allowed (all of them are listed).
+
+    Examples:
+        >>> recipe = compress.load_recipe("quickstart", ["data.batch_size=16", "qat=null"])
+        >>> recipe.data.batch_size, recipe.qat
+        (16, None)
     """
     path = find_recipe(recipe)
     tree = _extended(_read(path), path, ())

@@ -14,6 +14,7 @@ from torch import Tensor
 from analysis.common.study import study_parser
 from compress.plots.graph import draw_block
 from compress.plots.style import LIGHT, caption, compact, save_figure, styled
+from compress.quantization.block_graph import block_graph
 from compress.quantization.calibration.calibrators import make_calibrator
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
 from compress.quantization.placement.insert import insert_quantizers
@@ -115,7 +116,7 @@ def main() -> None:
     for target in ("tensorrt", "openvino"):
         network = torchvision.models.resnet18()
         placed = insert_quantizers(network, example, QuantSpec(target=target))
-        print(save_figure(draw_block(placed, "layer2.0"), out / f"block_{target}.png"))
+        print(save_figure(draw_block(block_graph(placed, "layer2.0")), out / f"block_{target}.png"))
     print(save_figure(draw_calibration(), out / "calibration.png"))
     print(save_figure(draw_two_four(), out / "two_four.png"))
 

@@ -30,6 +30,11 @@ class EngineAudit:
         findings: facts that the owner of the engine should know, most important first.
         advice: how to move fewer bytes; "" if there is no advice.
         masked: layers with 2:4 weights.
+
+    Examples:
+        >>> audit = compress.audit_engine("int8.onnx")
+        >>> audit.kernels, len(audit.weighted)
+        (4, 2)
     """
 
     source: str

@@ -22,6 +22,10 @@ def audit_engine(path: Path | str, *, onnx: Path | str | None = None) -> EngineA
     Raises:
         AuditError: there is no such file, or nothing lists the engine's layers.
         EngineError: the engine is truncated, or another than was built.
+
+    Examples:
+        >>> compress.audit_engine("int8.onnx").share("int8", "uint8")  # of an ONNX file: the plan of the engine `cuda`
+        1.0
     """
     path = Path(path)
     planned = path.suffix == ".onnx" and path.is_file()  # the engine cuda runs the file itself

@@ -55,6 +55,11 @@ class OnnxAudit:
         float_type: type of the part that is not quantized (`float32` or `float16`).
         ops: number of nodes by type.
         metadata: entries of the model.
+
+    Examples:
+        >>> audit = compress.audit_onnx("int8.onnx")
+        >>> audit.int8_share, audit.float_type
+        (1.0, 'float32')
     """
 
     path: Path
@@ -80,6 +85,10 @@ def audit_onnx(path: Path | str) -> OnnxAudit:
 
     Raises:
         AuditError: the file is not ONNX, or a scale is zero, NaN, infinite or negative; the message names the node.
+
+    Examples:
+        >>> [(row.op_type, row.int8) for row in compress.audit_onnx("int8.onnx").rows]
+        [('Conv', True), ('Gemm', True)]
     """
     path = Path(path)
     proto = _load(path)

@@ -20,6 +20,7 @@ from compress.graph.report import leaves_of
 from compress.limits import COUNT
 from compress.plots.graph import draw_block
 from compress.plots.style import save_figure
+from compress.quantization.block_graph import block_graph
 from compress.quantization.placement.decisions import Decision
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.placement.place import place
@@ -67,7 +68,8 @@ def _draw(recipe: Recipe, block: str, out: Path) -> None:
     if not block:
         raise RecipeError("--draw is empty: name a block, such as layer1.0 (inspect model lists the layers)")
     network = network_of(recipe, weights=False)
-    save_figure(draw_block(insert_quantizers(network, _example(recipe), _spec(recipe).for_target()), block), out)
+    placed = insert_quantizers(network, _example(recipe), _spec(recipe).for_target())
+    save_figure(draw_block(block_graph(placed, block)), out)
     OUT.print(f"{out}")
 
 

@@ -41,6 +41,11 @@ def load_data(spec: DataSpec) -> DataSet:
 
     Raises:
         DataError: a value out of range, missing or unreadable files, or another number of classes than `spec` names.
+
+    Examples:
+        >>> data = compress.load_data(compress.DataSpec(name="shapes", train_images=20, val_images=10, image_size=32))
+        >>> len(data.train), len(data.val), data.val.num_classes
+        (20, 10, 20)
     """
     check_data_spec(spec)
     data = own_data(spec) if is_import_path(spec.name) else _MAKERS[spec.name](spec)

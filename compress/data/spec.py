@@ -63,6 +63,11 @@ class DataSpec:
         mean, std: normalization per channel in [0, 1] units; None = the data set's own. The data of a function may have
             any number of channels.
         crop_ratio: `folder` evaluation: image_size over the side that images are resized to before the centre crop.
+
+    Examples:
+        >>> data = compress.load_data(compress.DataSpec(name="digits", image_size=16))
+        >>> data.val.num_classes
+        10
     """
 
     name: str = "digits"

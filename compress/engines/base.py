@@ -149,7 +149,13 @@ class GpuTimes:
 
 
 class Engine(ABC):
-    """A model that is ready to run. `close` frees it; an engine is also a context manager that closes it."""
+    """A model that is ready to run. `close` frees it; an engine is also a context manager that closes it.
+
+    Examples:
+        >>> with compress.build_engine("float.onnx", "onnxruntime") as engine:
+        ...     engine.run({"input": images.numpy()})["logits"].shape
+        (16, 4)
+    """
 
     takes_tensors: ClassVar[bool] = False
     """True if `run_tensors` works."""

@@ -103,6 +103,11 @@ def build_engine(
         EngineError: the engine or an option is unknown; the file is missing, truncated, not ONNX, or refused by the
             engine; or the engine did not take the precision.
         EngineUnavailableError: the engine is not on this machine; the message says what to install.
+
+    Examples:
+        >>> with compress.build_engine("int8.onnx", "openvino", batch_size=16, precision="f32") as engine:
+        ...     engine.run({"input": images.numpy()})["logits"].shape
+        (16, 4)
     """
     if engine not in ENGINES:
         raise EngineError(f"unknown engine {engine!r}{near_misses(engine, ENGINES)} (one of: {', '.join(ENGINES)})")
@@ -128,5 +133,10 @@ def target_of(engine: str) -> Target | None:
 
 
 def engine_availability() -> tuple[Availability, ...]:
-    """Report for every engine if it works on this machine, and if not, why and what to do."""
+    """Report for every engine if it works on this machine, and if not, why and what to do.
+
+    Examples:
+        >>> [engine.available for engine in compress.engine_availability() if engine.name == "onnxruntime"]
+        [True]
+    """
     return tuple(entry.availability() for entry in ENGINES.values())

@@ -49,6 +49,11 @@ class TorchEngine(Engine):
     Raises:
         EngineUnavailableError: there is no such device here.
         EngineError: the module does not run on a batch of one, or returns no tensors.
+
+    Examples:
+        >>> with compress.TorchEngine(model, (3, 16, 16)) as engine:
+        ...     engine.run({"input": images.numpy()})["logits"].shape
+        (16, 4)
     """
 
     def __init__(

@@ -86,6 +86,11 @@ def export_onnx(
         ModelError: the model is no module.
         ExportError: bad arguments, inputs that the model fails on, a quantizer without ranges, or an operation that
             cannot be exported.
+
+    Examples:
+        >>> qmodel = compress.quantize(model, images[:1], batches)
+        >>> print(compress.export_onnx(qmodel, images[:1], "int8.onnx", precision="fp16"))
+        int8.onnx
     """
     asked = {"opset": opset, "precision": precision, "dynamic_batch": dynamic_batch, "channel_scales": channel_scales}
     spec = ExportSpec(**asked)  # type: ignore[arg-type]

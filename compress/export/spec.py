@@ -23,6 +23,11 @@ class ExportSpec:
             with which TensorRT-RTX moves fewer bytes (see `compress.export.channel_scales`).
         require: fails the run if an engine does not compute so: `int8` (all that is INT8 in the file), `fp16` (no
             product in FP32).
+
+    Examples:
+        >>> spec = compress.ExportSpec(precision="fp16")
+        >>> compress.load_recipe("quickstart", ["export.precision=fp16"]).export == spec
+        True
     """
 
     opset: Annotated[int, Field(ge=19)] = 19

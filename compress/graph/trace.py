@@ -61,6 +61,11 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
     Raises:
         ModelError: the model fails on its inputs, fx cannot trace its own forward, or the graph computes
             something else.
+
+    Examples:
+        >>> graph = compress.trace(model, images).graph
+        >>> [tuple(node.meta["shape"]) for node in graph.nodes if node.name in ("input_1", "_0")]
+        [(16, 3, 16, 16), (16, 8, 14, 14)]
     """
     check_module(model)
     inputs = as_inputs(example_inputs)

@@ -55,6 +55,9 @@ def from_pytorch_quantization(model: nn.Module, example_inputs: Inputs) -> fx.Gr
             imported while pytorch-quantization had replaced layers of torch.nn.
         CalibrationError: a quantizer (named) has no calibrated range, or is still in calibration.
         ModelError: the model cannot be traced.
+
+    Examples:
+        >>> qmodel = compress.from_pytorch_quantization(their_model, images)  # doctest: +SKIP
     """
     if any(cls.__module__.startswith(_PACKAGE) for cls in QuantConv2d.__mro__):
         raise QuantizationError(

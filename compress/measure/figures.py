@@ -70,6 +70,14 @@ def measure_metric(
     Raises:
         DataError: the model's preprocessing is another, there is no image, or the metric returns no number.
         EngineError: a result is not finite; the message names the image.
+
+    Examples:
+        >>> def error(outputs, labels):
+        ...     return (outputs.argmax(1) != labels).float().mean()
+        >>> with compress.TorchEngine(model, (3, 16, 16)) as engine:
+        ...     found = compress.measure_metric(engine, batches, error)
+        >>> found.images, list(found.values)
+        (16, ['error'])
     """
     chosen = task_metric(metric, select=_only)
     notes = preprocessing_notes(engine, preprocessing)

@@ -27,6 +27,12 @@ class BenchSpec:
         sm: compute capabilities that TensorRT-RTX engines are built for, without the point (89 for 8.9); () = that of
             the GPU here, or Ampere and later (80, 86, 89, 120) without one.
         end_to_end: time evaluation images from decoding to classes too, stage by stage; drawn in the report.
+
+    Examples:
+        >>> bench = compress.BenchSpec(runs=3, warmup=1)
+        >>> engine = compress.TorchEngine(model, (3, 16, 16))
+        >>> [row.runs for row in compress.measure_latency([engine], runs=bench.runs, warmup=bench.warmup)]
+        [3]
     """
 
     engines: tuple[str, ...] = ("openvino", "onnxruntime")

@@ -57,6 +57,11 @@ def mend_onnx(
         ModelError: an operator has no counterpart in torch, which the message names.
         QuantizationError: as `compress.mend` and `quantize_onnx`.
         CalibrationError: no batches.
+
+    Examples:
+        >>> spec = compress.QuantSpec(target="openvino")
+        >>> compress.mend_onnx("float.onnx", [images], spec=spec, sqnr_db=5.0).met  # its `.spec` is for `quantize_onnx`
+        True
     """
     spec = spec or QuantSpec()
     original = load_source(path)

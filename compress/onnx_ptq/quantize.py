@@ -84,6 +84,12 @@ def quantize_onnx(
 
     Returns:
         The new file.
+
+    Examples:
+        >>> spec = compress.QuantSpec(target="openvino")
+        >>> path = compress.quantize_onnx("float.onnx", [images], spec=spec, out="new.onnx")
+        >>> compress.audit_onnx(path).int8_share
+        1.0
     """
     return quantize_onnx_file(path, batches, spec=spec, out=out, trained=trained, progress=progress).path
 

@@ -58,6 +58,10 @@ def run(
     Raises:
         CompressError: its class and its text say what is wrong; finished steps are kept and can be resumed. No folder
             is created for a model or a rule that quantization refuses.
+
+    Examples:
+        >>> recipe = compress.load_recipe("quickstart")
+        >>> folder = compress.run(recipe, "qat", out="runs/mine")  # doctest: +SKIP
     """
     check_sections(recipe, command)
     check_memory(recipe, processes.world_size)
@@ -77,19 +81,24 @@ def run(
         resume=resume,
     )
     try:
-        models: dict[Variant, nn.Module] = {Variant.FLOAT: float_step(this, built)}
-        if command in {"ptq", "qat"}:
-            models[Variant.PTQ] = ptq_step(this, models[Variant.FLOAT])
-        if command == "prune":
-            _prune(this, models)
-        if command == "qat":
-            calibrated = cast(fx.GraphModule, models[Variant.PTQ])
-            models[Variant.QAT] = qat_step(this, models[Variant.FLOAT], calibrated)
+        models = _networks(this, command, float_step(this, built))
         if processes.is_main:
             _measure(this, models)
     finally:
         folder.release()
     return folder
+
+
+def _networks(this: Run, command: str, float_model: nn.Module) -> dict[Variant, nn.Module]:
+    """Make the networks of a command from the float one, which is the first of them."""
+    models = {Variant.FLOAT: float_model}
+    if command in {"ptq", "qat"}:
+        models[Variant.PTQ] = ptq_step(this, float_model)
+    if command == "prune":
+        _prune(this, models)
+    if command == "qat":
+        models[Variant.QAT] = qat_step(this, float_model, cast(fx.GraphModule, models[Variant.PTQ]))
+    return models
 
 
 def _prune(this: Run, models: dict[Variant, nn.Module]) -> None:

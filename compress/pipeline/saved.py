@@ -46,6 +46,13 @@ def load(
     Raises:
         RunError: the folder holds no such network.
         CheckpointError: the file is damaged, does not fit `into`, or `into` is missing.
+
+    Examples:
+        >>> qmodel = compress.quantize(model, images[:1], batches)
+        >>> path = compress.save(qmodel, "qat.safetensors")
+        >>> again = compress.load(path, into=compress.insert_quantizers(model, images[:1]))
+        >>> torch.equal(again(images), qmodel(images))
+        True
     """
     path = expand_user(path)
     if path.is_dir():
@@ -71,6 +78,10 @@ def save(model: nn.Module, path: Path | str) -> Path:
 
     Raises:
         CheckpointError: another ending, or the file cannot be written.
+
+    Examples:
+        >>> print(compress.save(model, "float.safetensors"))
+        float.safetensors
     """
     path = expand_user(path)
     if path.suffix != ".safetensors":

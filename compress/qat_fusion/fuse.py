@@ -97,6 +97,13 @@ def fuse_for_training(
 
     Raises:
         QuantizationError: `qmodel` is no graph with quantizers, or Triton is asked for and not installed.
+
+    Examples:
+        >>> qmodel = compress.quantize(model, images[:1], batches).train()
+        >>> faster = compress.fuse_for_training(qmodel)
+        >>> nn.functional.cross_entropy(faster(images), targets).backward()  # the gradients are those of `qmodel`
+        >>> len(faster.report.chains)
+        3
     """
     if kernels == "triton" and not HAS_TRITON:
         raise QuantizationError("kernels='triton', and Triton is not installed; install it, or leave kernels at None")

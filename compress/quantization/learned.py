@@ -103,6 +103,11 @@ def learn_scales(qmodel: nn.Module) -> tuple[str, ...]:
 
     Raises:
         QuantizationError: no quantizer with integers, or one without ranges.
+
+    Examples:
+        >>> qmodel = compress.quantize(model, images[:1], batches)
+        >>> len(compress.learn_scales(qmodel))
+        5
     """
     found = [(n, q) for n, q in quantizers(qmodel) if q.format.kind == "int" and not isinstance(q, LearnedQuantizer)]
     bare = [name for name, quantizer in found if not quantizer.ready]

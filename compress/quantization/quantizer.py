@@ -37,6 +37,11 @@ class Quantizer(nn.Module):
         enabled: False lets tensors pass unchanged.
         calibrator: while set, tensors are collected by it and pass unchanged.
         name: how errors and tables call it.
+
+    Examples:
+        >>> qmodel = compress.quantize(model, images[:1], batches)
+        >>> all(module.ready for module in qmodel.modules() if isinstance(module, compress.Quantizer))
+        True
     """
 
     is_quantizer = True

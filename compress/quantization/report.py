@@ -109,6 +109,11 @@ class CalibrationReport:
         histograms: (counts, edges) of activation magnitudes, by quantizer path, where the calibrator counts them.
         dead: quantizers whose tensor is zero for every image; they have a range of 1. Calibrate again once training
             has changed that.
+
+    Examples:
+        >>> report = compress.calibrate(compress.insert_quantizers(model, images[:1]), batches)
+        >>> report.images, report.dead
+        (16, ())
     """
 
     images: int

@@ -39,6 +39,11 @@ class WeightSpec:
         percentile: share of magnitudes within `amax`, in percent, for calibrator `percentile`.
         kind: `int`, or `e4m3` for FP8 (with num_bits 8, calibrator `max` or `percentile`, weights and activations
             alike).
+
+    Examples:
+        >>> spec = compress.QuantSpec(weights=compress.WeightSpec(num_bits=4), target="any")
+        >>> compress.insert_quantizers(model, images[:1], spec).placement.weights[0].format.num_bits
+        4
     """
 
     num_bits: Bits = 8
@@ -62,6 +67,11 @@ class ActivationSpec:
         percentile: share of magnitudes within `amax`, in percent, for calibrator `percentile`.
         kind: `int`, or `e4m3` for FP8 (with num_bits 8, calibrator `max` or `percentile`, weights and activations
             alike).
+
+    Examples:
+        >>> spec = compress.QuantSpec(activations=compress.ActivationSpec(calibrator="mse"))
+        >>> compress.quantize(model, images[:1], batches, spec=spec).report.calibration.images
+        16
     """
 
     num_bits: Bits = 8
@@ -79,6 +89,11 @@ class Rule:
             operation without a module (add, matmul), against its node name.
         enable: False leaves the layer float; True quantizes it even where the target's table would not.
         weights, activations: replacement of the section's own values; None = the section's own.
+
+    Examples:
+        >>> spec = compress.QuantSpec(rules=(compress.Rule(match="5", enable=False),))  # the classifier stays float
+        >>> [site.path for site in compress.insert_quantizers(model, images[:1], spec).placement.weights]
+        ['0']
     """
 
     match: str
@@ -102,6 +117,12 @@ class AdaRoundSpec:
         beta_start, beta_end: exponent of that term at its first and at its last step; a lower one is harder.
         warm_start: share of the steps without that term.
         seed: seed of the choice of images for each step.
+
+    Examples:
+        >>> spec = compress.QuantSpec(adaround=compress.AdaRoundSpec(steps=20, batch_size=8))
+        >>> qmodel = compress.quantize(model, images[:1], batches, spec=spec)
+        >>> [row.layer for row in qmodel.report.rounding]
+        ['0', '5']
     """
 
     steps: AtLeastOne = 1000
@@ -134,6 +155,11 @@ class ReconstructSpec:
         regularization: weight of the term that drives every rounding to 0 or 1.
         warm_start: share of the steps without that term.
         seed: seed of the choice of images and elements.
+
+    Examples:
+        >>> spec = compress.QuantSpec(target="any", reconstruct=compress.ReconstructSpec(steps=5))
+        >>> [row.steps for row in compress.quantize(model, images[:1], batches, spec=spec).report.reconstruction]
+        [5]
     """
 
     steps: AtLeastOne = 1000
@@ -182,6 +208,11 @@ class QuantSpec:
             BatchNorm statistics, or `empirical`, from the calibration images.
         insist: keep `equalize`, `relu6`, `smooth`, `adaround` and `bias_correction` also where they make the outputs on
             the calibration images worse than plain PTQ does; otherwise they are taken back, with a note.
+
+    Examples:
+        >>> spec = compress.QuantSpec(target="openvino", bias_correction="empirical")
+        >>> compress.quantize(model, images[:1], batches, spec=spec).placement.target
+        'openvino'
     """
 
     target: Target | tuple[Target, ...] = "tensorrt"

@@ -127,6 +127,11 @@ def effective_receptive_field(
         ReceptiveFieldError: see `effective_receptive_fields`, which measures several layers in one pass.
         ModelError: the model fails on the images.
         DataError: a batch holds no tensor.
+
+    Examples:
+        >>> field = compress.effective_receptive_field(model, images, layer="0")
+        >>> field.metrics.size <= 3.0
+        True
     """
     return effective_receptive_fields(model, images, layers=[layer], options=options, progress=progress)[0]
 

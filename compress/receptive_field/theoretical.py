@@ -52,6 +52,11 @@ def receptive_field(model: nn.Module, example_inputs: Inputs) -> ReceptiveFieldT
     Raises:
         ReceptiveFieldError: the input is not an image.
         ModelError: the model fails on the input or cannot be traced.
+
+    Examples:
+        >>> convs = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, stride=2))
+        >>> [row.size for row in compress.receptive_field(convs, images[:1])]
+        [(1, 1), (3, 3), (5, 5)]
     """
     inputs = first_of(as_inputs(example_inputs), 1)
     check_image(inputs[0])

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from compress.errors import RunError
 from compress.files import parse_json, write_json
 from compress.measure.metric import Metric
+from compress.quantization.block_graph import BlockGraph
 from compress.quantization.placement.decisions import Decision
 from compress.records.rows import (
     Breakdown,
@@ -160,6 +161,15 @@ def _breakdown(text: str, path: Path) -> Breakdown:
     return _typed([value], path, Breakdown)[0]
 
 
+def _block(text: str, path: Path) -> BlockGraph:
+    value = _json(text, path, dict, "an object with `boxes` and `edges`")
+    graph = _typed([value], path, BlockGraph)[0]
+    place = {name: i for i, name in enumerate(graph.boxes)}
+    if not place or any(not {a, b} <= set(place) or place[a] >= place[b] for a, b in graph.edges):
+        raise RunError(f"{path} must hold boxes, and edges from one to a later one; delete it or run the step again")
+    return graph
+
+
 RECIPE: RecordFile[str] = RecordFile(name="recipe.yaml", parse=lambda text, path: text)
 ENVIRONMENT: JsonFile[Mapping[str, Any]] = JsonFile(
     name="environment.json", parse=lambda text, path: _json(text, path, dict, "one object"), plain=dict
@@ -177,6 +187,7 @@ PRECISION = _rows("precision.json", PrecisionRow)
 PREDICTIONS = _rows("predictions.json", PredictionRow)
 LAYERS = _rows("layers.json", LayerRow)
 HISTOGRAMS = _rows("histograms.json", Histogram)
+BLOCK: JsonFile[BlockGraph] = JsonFile(name="block.json", parse=_block, plain=asdict)
 OPERATIONS = _rows("audit.json", OperationRow)
 BUILT_ENGINES = _rows("engines.json", BuiltRow)
 ENGINES = _rows("engine_audit.json", EngineRow)

@@ -14,6 +14,7 @@ from typing import Any
 
 from compress.errors import RunError
 from compress.measure.metric import Metric
+from compress.quantization.block_graph import BlockGraph
 from compress.quantization.placement.decisions import Decision
 from compress.records import files
 from compress.records.rows import (
@@ -42,6 +43,7 @@ _PARTS: dict[str, files.RecordFile[Any]] = {
     "predictions": files.PREDICTIONS,
     "layers": files.LAYERS,
     "histograms": files.HISTOGRAMS,
+    "block": files.BLOCK,
     "operations": files.OPERATIONS,
     "engines": files.ENGINES,
     "end_to_end": files.END_TO_END,
@@ -50,6 +52,7 @@ _PARTS: dict[str, files.RecordFile[Any]] = {
 _OPTIONAL = {
     file.name
     for file in (
+        files.BLOCK,
         files.ENGINES,
         files.END_TO_END,
         files.SPARSE,
@@ -79,6 +82,7 @@ class RunData:
         predictions: pictures with what the networks found in them.
         layers: bytes and noise of each layer.
         histograms: activations as calibration counted them.
+        block: one block of the quantized network.
         operations: weighted operations of the exported files.
         engines: audited engines.
         end_to_end: times from pictures to classes.
@@ -100,6 +104,7 @@ class RunData:
     predictions: Sequence[PredictionRow] = ()
     layers: Sequence[LayerRow] = ()
     histograms: Sequence[Histogram] = ()
+    block: BlockGraph | None = None
     operations: Sequence[OperationRow] = ()
     engines: Sequence[EngineRow] = ()
     end_to_end: Breakdown | None = None

@@ -62,7 +62,7 @@ def build_document(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Docum
         Section("training", "Training", tuple(_figure(drawn, "training"))),
         Section("noise", "Where accuracy goes", tuple(_noise(run, drawn))),
         Section("bytes", "Where the bytes went", tuple(_figure(drawn, "bytes"))),
-        Section("placement", "What is quantized, what is float, and why", tuple(_placement(run))),
+        Section("placement", "What is quantized, what is float, and why", tuple(_placement(run, drawn))),
         Section("file", "What is in the exported file", tuple(_audit(run))),
         *([Section("engines", "What the engines made of it", tuple(_engines(run, drawn)))] if run.engines else []),
         Section("machine", "Machine and versions", tuple(_machine(run))),
@@ -231,7 +231,7 @@ def _layer_row(row: LayerRow) -> tuple[str, ...]:
     )
 
 
-def _placement(run: RunData) -> Iterator[Block]:
+def _placement(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Iterator[Block]:
     if not run.placement:
         yield _absence(run, "placement.csv", "No placement", "it holds no decision")
         return
@@ -247,6 +247,8 @@ def _placement(run: RunData) -> Iterator[Block]:
     for title, rows in (("quantized because", quantized), ("float because", floats)):
         if rows:
             yield table(code("rule"), number("tensors"), title, rows=_reasons(rows))
+    if "block" in drawn:
+        yield from _figure(drawn, "block")
     yield Details(
         f"Every decision ({len(run.placement)} rows, from placement.csv)",
         (

@@ -12,12 +12,14 @@ from compress.measure.metric import Judged, judged_by
 from compress.meters import score_text
 from compress.plots.end_to_end import draw_end_to_end
 from compress.plots.engines import draw_engines
+from compress.plots.graph import draw_block
 from compress.plots.histograms import clipped_share, draw_histograms, interesting
 from compress.plots.layers import draw_bytes, draw_sqnr, sqnr_series, weight_groups, worst
 from compress.plots.precision import MOST_CLASSES, draw_precision
 from compress.plots.style import NARROW, WIDE, Format, settle, styled, to_inline_svg, to_png
 from compress.plots.tradeoff import Point, draw_latency, draw_tradeoff, tradeoff_points
 from compress.plots.training import draw_training, phases
+from compress.quantization.block_graph import BlockGraph
 from compress.records.run import RunData
 from compress.records.summary import SummaryRow, engines_of, summary_table, variants_of
 from compress.report.blocks import Picture
@@ -47,8 +49,8 @@ class _Plan:
 def draw_figures(run: RunData) -> dict[str, Picture | Absent]:
     """Name -> figure, in the order of the report.
 
-    Names: `accuracy_latency`, `latency`, `training`, `sqnr`, `histograms`, `bytes`; `end_to_end`, `precision` and
-    `engines` where that was measured, and any was audited.
+    Names: `accuracy_latency`, `latency`, `training`, `sqnr`, `histograms`, `bytes`; `block`, `end_to_end`, `precision`
+    and `engines` where the run has them.
     """
     drawn: dict[str, Picture | Absent] = {}
     with styled():
@@ -58,6 +60,8 @@ def draw_figures(run: RunData) -> dict[str, Picture | Absent]:
                 drawn[name] = Absent(name=name, title=title, reason=made)
             else:
                 drawn[name] = _picture(name, title, made)
+        if run.block is not None:
+            drawn["block"] = _picture("block", "A block with its quantizers", _block(run.block))
         if run.end_to_end is not None:
             stages = _end_to_end(run.end_to_end.results)
             drawn["end_to_end"] = _picture("end_to_end", "Where the time of a picture goes", stages)
@@ -220,6 +224,21 @@ def _bytes(run: RunData) -> _Plan | str:
         caption=f"{'; '.join(summary)}. Layers left float count alike on both sides.",
         alt=f"Bars of bytes. {'; '.join(summary)}.",
         draw=lambda form: draw_bytes(groups, files, form),
+    )
+
+
+def _block(graph: BlockGraph) -> _Plan:
+    named = f"block {plain(graph.block)}" if graph.block else "the network"
+    boxes = [box for box in graph.boxes.values() if box.kind in ("int8", "float")]
+    whole = [plain(box.title) for box in boxes if box.kind == "int8"]
+    floats = [plain(box.title) for box in boxes if box.kind == "float"]
+    quantizers = sum(box.kind == "quantizer" for box in graph.boxes.values())
+    return _Plan(
+        caption=f"{named[0].upper()}{named[1:]}, placed for {display(graph.target)}: each box is a kernel with all that "
+        "is fused into it; integers flow along the strong lines. A float box among 8-bit ones costs two conversions.",
+        alt=f"Graph of {named}: {quantizers} quantizers; in 8 bits {', '.join(whole) or 'none'}; in float "
+        f"{', '.join(floats) or 'none'}.",
+        draw=lambda form: draw_block(graph, form),
     )
 
 

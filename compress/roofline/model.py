@@ -217,6 +217,11 @@ def roofline(
     Raises:
         RooflineError: the device or precision is unknown, or the device lacks the precision.
         ModelError: the model fails on its inputs or cannot be traced.
+
+    Examples:
+        >>> bound = compress.roofline(model, images, device="h200", precision="int8", fused=True)
+        >>> bound.macs, bound.memory_bound_share
+        (677888, 1.0)
     """
     found = find_device(device)
     found.peak_flops_per_s(precision)  # refuse an unknown precision before the model runs

@@ -54,6 +54,10 @@ class Front:
         accuracy: the accuracy model.
         failed: configurations that could not be built or run, with the reason.
         notes: what a reader should know.
+
+    Examples:
+        >>> front = compress.search(model, images, batches, latency=0.5)  # doctest: +SKIP
+        >>> network = front.network(front.chosen)  # doctest: +SKIP
     """
 
     lab: Lab

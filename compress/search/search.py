@@ -87,6 +87,10 @@ def search(
         EngineError: an unknown engine.
         EngineUnavailableError: an engine that is not on this machine.
         ModelError: the model cannot be traced.
+
+    Examples:
+        >>> front = compress.search(model, images, batches, engine="onnxruntime", latency=0.5)  # doctest: +SKIP
+        >>> network = front.network(front.chosen)  # doctest: +SKIP
     """
     spec, bars = spec or SearchSpec(), progress or NoProgress()
     version = check_request(engine, latency=latency, max_drop=max_drop, spec=spec)

@@ -40,6 +40,10 @@ class SearchSpec:
         threads: CPU threads of a run; null = the engine's own choice.
         attempts: networks of the front that are fine-tuned at most until one keeps the bound.
         seed: of everything random.
+
+    Examples:
+        >>> spec = compress.SearchSpec(trials=16, widths=(0.5, 0.75))
+        >>> front = compress.search(model, images, batches, latency=0.5, spec=spec)  # doctest: +SKIP
     """
 
     widths: tuple[Share, ...] = (0.75, 0.5, 0.25)

@@ -142,6 +142,12 @@ def squash_masks(model: nn.Module) -> dict[str, Tensor]:
 
     Raises:
         SparsityError: no layer is masked.
+
+    Examples:
+        >>> network = nn.Sequential(*(nn.Conv2d(64, 64, 3) for _ in range(3)))
+        >>> report = compress.sparsify(network, compress.SparsitySpec())
+        >>> {path: mask.float().mean().item() for path, mask in compress.squash_masks(network).items()}
+        {'1': 0.5}
     """
     masks = masks_of(model)
     if not masks:

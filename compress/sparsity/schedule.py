@@ -38,6 +38,17 @@ class MaskSchedule:
 
     Raises:
         SparsityError: the spec is not acceptable, or no layer of the model is masked.
+
+    Examples:
+        >>> network = nn.Sequential(*(nn.Conv2d(64, 64, 3) for _ in range(3)))
+        >>> spec = compress.SparsitySpec(schedule="gradual")
+        >>> report = compress.sparsify(network, spec)
+        >>> schedule = compress.MaskSchedule(network, spec)
+        >>> optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        >>> for step in range(1, 4):  # after the loss, its backward and `optimizer.step()`
+        ...     schedule.after_step(step, 3, optimizer)
+        >>> (network[1].weight == 0).float().mean().item()
+        0.5
     """
 
     def __init__(self, model: nn.Module, spec: SparsitySpec) -> None:

@@ -14,7 +14,7 @@ from compress.graph.inputs import Inputs
 from compress.graph.trace import check_module
 from compress.progress import NoProgress, Progress
 from compress.sparsity.channel_permutation import PermutationReport, permute_channels
-from compress.sparsity.eligibility import chosen_layers, eligibility
+from compress.sparsity.eligibility import Eligibility, chosen_layers, eligibility
 from compress.sparsity.masks import kept_magnitude, pattern_mask
 from compress.sparsity.parametrization import apply_masks, masked_layers
 from compress.sparsity.saliency import prune_layers
@@ -99,6 +99,11 @@ def sparsify(
     Raises:
         SparsityError: the spec or a rule is not acceptable, the model is masked already, no layer is eligible, or an
             argument that the spec needs is missing.
+
+    Examples:
+        >>> network = nn.Sequential(*(nn.Conv2d(64, 64, 3) for _ in range(3)))
+        >>> compress.sparsify(network, compress.SparsitySpec(pattern="2:4")).masked  # first and last stay dense
+        ('1',)
     """
     progress = progress or NoProgress()
     check_module(model)
@@ -116,19 +121,21 @@ def sparsify(
     if spec.schedule == "gradual":
         masks = {path: torch.ones_like(mask) for path, mask in masks.items()}
     apply_masks(model, masks, pattern=str(pattern), straight_through=spec.schedule == "sr-ste")
-    rows = tuple(
-        SparsityRow(
-            layer=row.layer,
-            type=row.type,
-            shape=row.shape,
-            eligible=row.eligible,
-            reason=row.reason,
-            density=_density(masks[row.layer]) if row.eligible else 1.0,
-            kept_magnitude=kept.get(row.layer),
-        )
-        for row in checks
-    )
+    rows = tuple(_row(row, masks.get(row.layer), kept.get(row.layer)) for row in checks)
     return SparsityReport(pattern=spec.pattern, rows=rows, permutation=permutation)
+
+
+def _row(check: Eligibility, mask: Tensor | None, kept: float | None) -> SparsityRow:
+    """Return the row of a layer; `mask` is None for one that stays dense."""
+    return SparsityRow(
+        layer=check.layer,
+        type=check.type,
+        shape=check.shape,
+        eligible=check.eligible,
+        reason=check.reason,
+        density=1.0 if mask is None else _density(mask),
+        kept_magnitude=kept,
+    )
 
 
 def _check_given(

@@ -77,6 +77,12 @@ def evaluate(
         DataError: no image to evaluate on, fewer images a batch than processes, or a metric that returns no number.
         ModelError: the model fails on the images, or its outputs are not those of the task.
         RecipeError: fp16 on the CPU.
+
+    Examples:
+        >>> data = compress.load_data(compress.DataSpec(name="digits", image_size=16))
+        >>> network = nn.Sequential(model, nn.Linear(4, 10))
+        >>> 0.0 <= compress.evaluate(network, data.val, batch_size=64, limit=64, device="cpu").top1 <= 1.0
+        True
     """
     task = task or classification(split.num_classes)
     device = processes.on(device)
@@ -98,10 +104,14 @@ def evaluate(
     progress.finish(name)
     loss_sum, count = processes.all_reduce_sum(sums).tolist()
     if not count:
-        unread = f", or none of {len(split.skipped)} files could be read" if split.skipped else ""
-        raise DataError(f"there is no image to evaluate on: the split is empty, or the limit is 0{unread}")
+        raise _nothing_read(split)
     values = task.metric.figures(_merged(meter, processes))
     return Evaluation(values=values, loss=loss_sum / count, images=int(count))
+
+
+def _nothing_read(split: Split) -> DataError:
+    unread = f", or none of {len(split.skipped)} files could be read" if split.skipped else ""
+    return DataError(f"there is no image to evaluate on: the split is empty, or the limit is 0{unread}")
 
 
 def _merged(meter: Meter, processes: Processes) -> Meter:

@@ -54,6 +54,12 @@ def fit(
         RecipeError: no batch size, or a task with a loss; and as `compress.training.loop.fit`.
         DataError: a loader that cannot be trained on; and as `compress.training.loop.fit`.
         ModelError, CheckpointError, CompressError: as `compress.training.loop.fit`.
+
+    Examples:
+        >>> loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, targets), batch_size=8)
+        >>> report = compress.fit(model, loader, compress.TrainSpec(epochs=1, warmup_epochs=0.0), device="cpu")
+        >>> report.steps, 0.0 <= report.final.top1 <= 1.0
+        (2, True)
     """
     spec = spec or TrainSpec()
     if isinstance(data, DataLoader):

@@ -35,6 +35,10 @@ def recalibrate_batchnorm(model: nn.Module, batches: Iterable[Any]) -> int:
 
     Raises:
         DataError: there is no batch, or one does not fit the model; the statistics are as they were.
+
+    Examples:
+        >>> compress.recalibrate_batchnorm(model, batches)  # the layers whose statistics were measured again
+        1
     """
     layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     if not layers:

@@ -74,6 +74,11 @@ class TrainSpec:
             reports (0.5 = half a point); of `qat` and `finetune`.
         ema_decay: evaluate and save a running mean of the weights, which keeps so much of itself at each step, such
             as 0.999; None = the weights of the last step.
+
+    Examples:
+        >>> spec = compress.TrainSpec(epochs=2, optimizer="adamw", lr=0.001, ema_decay=0.999)
+        >>> spec.schedule
+        'cosine'
     """
 
     epochs: NotNegativeInt = 8
@@ -129,6 +134,11 @@ class QATSpec(TrainSpec):
         freeze_ranges_epoch: epoch, counted from 0, after which learned ranges no longer change; None = never.
         freeze_batchnorm_epoch: epoch after which BatchNorm's statistics no longer change, where
             quantization.batchnorm is `keep`; None = never.
+
+    Examples:
+        >>> spec = compress.QATSpec(epochs=1, scales="learned")
+        >>> spec.epochs, spec.distill
+        (1, True)
     """
 
     epochs: NotNegativeInt = 2

@@ -336,6 +336,7 @@ FOLDERS = {
     "metrics.json": ["{", "5", DEEP, '[{"a": 1}]', '[{"name": "top1", "value": NaN}]', b"\xff"],
     "layers.json": ["{", "[5]", DEEP, b"\xff"],
     "histograms.json": ["{", "[5]", DEEP],
+    "block.json": ["{", "[5]", DEEP],
     "notes.json": ["{", "[5]", DEEP],
     "environment.json": ["{", "[5]", DEEP],
 }

@@ -6,11 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from compress.errors import QuantizationError
-from compress.plots.graph import block_graph, draw_block
+from compress.plots.graph import draw_block
 from compress.plots.graph_layout import lay_out
-from compress.plots.style import to_png
+from compress.plots.style import NARROW, WIDE, to_inline_svg, to_png
+from compress.quantization.block_graph import block_graph, typical_block
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.spec import QuantSpec
 from tests.networks import TinyResNet
@@ -22,7 +24,9 @@ def qmodel():
 
 
 def test_a_residual_block_shows_what_is_quantized(qmodel):
-    boxes, edges = block_graph(qmodel.graph, "block1")
+    graph = block_graph(qmodel, "block1")
+    boxes, edges = graph.boxes, graph.edges
+    assert (graph.block, graph.target) == ("block1", "openvino")
     kinds = {name: box.kind for name, box in boxes.items()}
     assert kinds["block1_conv1"] == kinds["block1_conv2"] == kinds["add"] == "int8"
     assert kinds["maxpool"] == kinds["block2_conv1"] == "outside"
@@ -30,14 +34,15 @@ def test_a_residual_block_shows_what_is_quantized(qmodel):
     assert not {"block1_relu", "block1_relu_1"} & set(boxes)
     assert [box.title for box in boxes.values() if box.kind == "quantizer"] == ["uint8", "int8", "uint8"]
     assert {b for a, b in edges if a == "maxpool"} == {"block1_conv1", "add"}
-    _, edges = block_graph(qmodel.graph, "block2")
+    edges = block_graph(qmodel, "block2").edges
     assert {b for a, b in edges if a == "quantizers_block1_relu_1"} == {"block2_conv1", "block2_downsample_0"}
 
 
 def test_the_residual_add_is_in_the_kernel_of_its_layer_where_the_target_fuses_it():
     """TensorRT: conv + add + ReLU are one kernel, as the identity alone is quantized."""
     qmodel = insert_quantizers(TinyResNet(), torch.randn(2, 3, 16, 16), QuantSpec(target="tensorrt"))
-    boxes, edges = block_graph(qmodel.graph, "block2")
+    graph = block_graph(qmodel, "block2")
+    boxes, edges = graph.boxes, graph.edges
     kernels = {name: box for name, box in boxes.items() if box.kind == "int8"}
     titles = {box.title for box in kernels.values()}
     assert titles == {"conv1 + relu", "conv2 + add + relu", "downsample.0"}
@@ -48,14 +53,34 @@ def test_the_residual_add_is_in_the_kernel_of_its_layer_where_the_target_fuses_i
 
 
 def test_a_png_is_drawn(qmodel):
-    assert to_png(draw_block(qmodel, "block2")).startswith(b"\x89PNG")
+    assert to_png(draw_block(block_graph(qmodel, "block2"))).startswith(b"\x89PNG")
+
+
+def test_the_typical_block_is_the_smallest_in_which_branches_join(qmodel):
+    """The second block has a layer more, in its shortcut."""
+    assert typical_block(qmodel) == block_graph(qmodel, "block1")
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+    graph = typical_block(insert_quantizers(plain, torch.randn(2, 3, 8, 8)))
+    assert graph is not None and graph.block == ""
+    assert [box.title for box in graph.boxes.values() if box.kind == "int8"] == ["0 + relu", "3"]
+    deep = nn.Sequential(*(layer for _ in range(25) for layer in (nn.Conv2d(3, 3, 1), nn.ReLU())))
+    assert typical_block(insert_quantizers(deep, torch.randn(2, 3, 8, 8))) is None
+
+
+@pytest.mark.parametrize("form", [WIDE, NARROW], ids=lambda form: form.name)
+def test_text_on_coloured_boxes_is_dark_on_every_screen(qmodel, form):
+    """On dark pages the ink is bright, and so are the colours of the boxes."""
+    figure = draw_block(block_graph(qmodel, "block1"), form)
+    assert figure.get_figwidth() >= form.width
+    svg = to_inline_svg(figure, key="k", label="a block")
+    assert svg.count("fill: #10161e") == 2 * 6 and "fill: var(--sky)" in svg
 
 
 def test_refusals(qmodel):
     with pytest.raises(QuantizationError, match="no block 'block3', did you mean 'block"):
-        block_graph(qmodel.graph, "block3")
+        block_graph(qmodel, "block3")
     with pytest.raises(QuantizationError, match="holds no placement"):
-        draw_block(TinyResNet(), "block1")
+        block_graph(TinyResNet(), "block1")
 
 
 @settings(max_examples=60, deadline=None)

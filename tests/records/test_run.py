@@ -45,6 +45,11 @@ def test_refuses_what_is_no_run_folder(tmp_path):
         read_run(tmp_path)
 
 
+def block(edges, kind="int8"):
+    boxes = {name: {"title": name, "detail": "", "kind": kind} for name in ("a", "b")}
+    return json.dumps({"block": "", "target": "tensorrt", "boxes": boxes, "edges": edges})
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -64,6 +69,11 @@ def test_refuses_what_is_no_run_folder(tmp_path):
         ("histograms.json", '[{"name": "a", "counts": [1, 2], "bin_edges": [0, 1, 2, 3], "amax": 1}]', "bin edges"),
         ("histograms.json", '[{"name": "a", "counts": [], "bin_edges": [0, 1], "amax": 1}]', "bin edges"),
         ("notes.json", '{"a": 1}', "list of texts"),
+        ("block.json", "[]", "an object with `boxes`"),
+        ("block.json", '{"block": "", "target": "tensorrt", "boxes": {}, "edges": []}', "must hold boxes"),
+        ("block.json", block([["b", "a"]]), "edges from one to a later one"),
+        ("block.json", block([["a", "c"]]), "edges from one to a later one"),
+        ("block.json", block([], kind="round"), "boxes.a.kind"),
         ("audit.json", '[{"variant": "qat", "name": "a", "op_type": "Conv"}]', "row 1: int8"),
     ],
 )

@@ -43,11 +43,14 @@ def hostile(tmp_path_factory) -> Path:
         for i, name in enumerate(names)
     ]
     histograms = [{"name": name, "counts": [9, 3, 0, 1], "bin_edges": [0, 4], "amax": 2.5} for name in names]
+    box = {"title": HOSTILE, "detail": HOSTILE, "kind": "int8"}
+    block = {"block": HOSTILE, "target": HOSTILE, "boxes": {HOSTILE: box, "b": box}, "edges": [[HOSTILE, "b"]]}
     audit = [{"variant": HOSTILE, "name": HOSTILE, "op_type": HOSTILE, "int8": False, "reason": HOSTILE}]
     for file, value in {
         "metrics": rows,
         "layers": layers,
         "histograms": histograms,
+        "block": block,
         "audit": audit,
         "notes": [HOSTILE],
         "environment": {HOSTILE: [HOSTILE, {HOSTILE: HOSTILE}]},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,24 @@ def sample_placement() -> list[dict[str, Any]]:
     return rows
 
 
+def sample_block() -> dict[str, Any]:
+    """A bottleneck without a shortcut layer, as TensorRT takes it."""
+    outside, pill = {"detail": "", "kind": "outside"}, {"title": "int8", "detail": "scale 0.031", "kind": "quantizer"}
+    layer = {"detail": "conv, weight int8 per channel", "kind": "int8"}
+    chain = ["before", "q0", "conv1", "q1", "conv2", "q2", "conv3", "after"]
+    titles = {"conv1": "conv1 + relu", "conv2": "conv2 + relu", "conv3": "conv3 + add + relu"}
+    boxes = {
+        name: pill
+        if name[0] == "q"
+        else {"title": titles[name]} | layer
+        if name in titles
+        else {"title": name} | outside
+        for name in chain
+    }
+    edges = [*pairwise(chain), ("q0", "conv3")]
+    return {"block": "layer1.1", "target": "tensorrt", "boxes": boxes, "edges": edges}
+
+
 def sample_epochs(epochs: int, *, lr: float, start: float, end: float, steps: int = 23) -> list[dict[str, Any]]:
     rng = np.random.default_rng(epochs)
     rows = []
@@ -237,6 +256,7 @@ def write_sample(folder: Path) -> Path:
         "metrics": sample_metrics(),
         "layers": sample_layers(),
         "histograms": sample_histograms(),
+        "block": sample_block(),
         "audit": sample_audit(),
         "notes": ["3 images of the training split could not be read and were left out"],
     }.items():

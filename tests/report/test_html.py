@@ -9,7 +9,7 @@ from tests.report.conftest import HOSTILE
 from tests.report.page import Page
 from tests.report.sample import resnet50_layers, sample_placement
 
-FIGURES = ("accuracy_latency", "latency", "training", "sqnr", "histograms", "bytes")
+FIGURES = ("accuracy_latency", "latency", "training", "sqnr", "histograms", "bytes", "block")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,9 @@ def test_every_figure_is_embedded_for_both_widths_with_a_text_alternative(page):
     for attrs in figures:
         assert attrs["role"] == "img"
         assert len(attrs["aria-label"] or "") > 40
-    assert [a["class"] for a in page.tags("div") if a.get("class") in ("wide", "narrow")] == ["wide", "narrow"] * 6
+    assert [a["class"] for a in page.tags("div") if a.get("class") in ("wide", "narrow")] == ["wide", "narrow"] * len(
+        FIGURES
+    )
 
 
 def test_ids_are_unique_and_every_reference_has_its_target(text, page):
@@ -85,7 +87,8 @@ def test_the_table_shows_the_rows_of_summary_table(sample, page):
 def test_everything_that_was_asked_for_is_there(page):
     for heading in (
         "Results", "Accuracy against latency", "Latency", "Loss and accuracy by epoch", "Quantization noise by layer",
-        "Activations and their amax", "Weights and files", "What is quantized, what is float, and why",
+        "Activations and their amax", "Weights and files", "A block with its quantizers",
+        "What is quantized, what is float, and why",
         "Machine and versions", "How it was measured", "Recipe",
     ):  # fmt: skip
         assert heading in page.headings
@@ -111,7 +114,7 @@ def test_markup_in_names_is_text(hostile):
     assert not [attrs for _, attrs in page.elements if "evil.example" in (attrs.get("href") or "")]
     assert plain(HOSTILE) in page.cells
     assert plain(HOSTILE) in page.headings[0]
-    assert len(page.tags("svg")) == 2 * 5  # all but training, which the run has not
+    assert len(page.tags("svg")) == 2 * 6  # all but training, which the run has not
     assert not re.search(r"[\x00-\x08\x0b-\x1f\u202a-\u202e]", source)
 
 

@@ -46,7 +46,7 @@ def test_every_table_is_one_for_a_markdown_reader(text):
 
 def test_images_lie_beside_it_and_have_a_text_alternative(sample, text):
     images = rendered(text).tags("img")
-    assert len(images) == 6
+    assert len(images) == 7
     for attrs in images:
         assert (sample / (attrs["src"] or "")).read_bytes().startswith(b"\x89PNG")
         assert len(attrs["alt"] or "") > 40

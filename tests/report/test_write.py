@@ -14,7 +14,7 @@ from tests.report.sample import metric, sample_epochs, write_csv
 def test_files_that_a_report_leaves(sample, run_folder):
     before = {path.name for path in run_folder.iterdir()}
     assert {path.name for path in sample.iterdir()} - before == {"figures", "report.md", "report.html"}
-    names = ("accuracy_latency", "bytes", "histograms", "latency", "sqnr", "training")
+    names = ("accuracy_latency", "block", "bytes", "histograms", "latency", "sqnr", "training")
     assert sorted(path.name for path in (sample / "figures").iterdir()) == [f"{name}.png" for name in names]
 
 

@@ -85,6 +85,9 @@ def build_tensorrt(
             model itself.
         EngineUnavailableError: the library, or a GPU that it needs, is not here.
         KeyboardInterrupt: Ctrl-C; no file is left.
+
+    Examples:
+        >>> compress.build_tensorrt("model.onnx", "tensorrt-rtx", out="model.engine")  # doctest: +SKIP
     """
     request = _request(read_onnx(onnx), tensorrt_library(engine), options)
     path = Path(out) if out is not None else default_engine_path(request.file.path, engine, request.sms, options)

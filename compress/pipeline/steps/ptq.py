@@ -17,11 +17,13 @@ from compress.files import read_json, write_json, write_text
 from compress.pipeline.network import stem
 from compress.pipeline.run import Run
 from compress.pipeline.steps.training import save_variant
+from compress.quantization.block_graph import typical_block
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.ptq.guard import methods, without
 from compress.quantization.ptq.quantize import quantize_targets
 from compress.quantization.report import CalibrationReport, QuantizationReport, quantization_report_of
 from compress.quantization.spec import QuantSpec, Target
+from compress.records.files import BLOCK
 from compress.training import load_model, save_model
 from compress.variants import Variant
 
@@ -90,7 +92,7 @@ def _report(run: Run, variant: Variant, target: Target, model: fx.GraphModule) -
     if further:
         run.processes.on_main(lambda: write_text(run.path(f"placement.{target}.csv"), report.placement.to_csv()))
         return
-    run.processes.on_main(lambda: _write_report(run, report, calibration))
+    run.processes.on_main(lambda: _write_report(run, model, report, calibration))
     if report.comparison is not None:
         back = list(report.comparison.taken_back)
         run.processes.on_main(lambda: write_json(run.path(_back_file(variant)), back))
@@ -166,9 +168,11 @@ def _dead_note(seen: CalibrationReport) -> list[str]:
     ]
 
 
-def _write_report(run: Run, report: QuantizationReport, seen: CalibrationReport) -> None:
-    """Write the table of decisions, and the histograms that calibration counted."""
+def _write_report(run: Run, model: fx.GraphModule, report: QuantizationReport, seen: CalibrationReport) -> None:
+    """Write the table of decisions, one block as a graph, and the histograms that calibration counted."""
     write_text(run.path("placement.csv"), report.placement.to_csv())
+    if (block := typical_block(model)) is not None:
+        BLOCK.write(run.folder.path, block)
     formats = {site.name: site.format for site in report.placement.activations}
     rows = []
     for name, (counts, edges) in seen.histograms.items():

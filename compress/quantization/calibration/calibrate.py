@@ -57,6 +57,11 @@ def calibrate(
         CalibrationError: no batches, batches that the model fails on, NaN, a tensor of zeros that the weights do not
             explain, or a quantizer that never ran.
         DataError: a batch does not hold the model's inputs.
+
+    Examples:
+        >>> qmodel = compress.insert_quantizers(model, images[:1], compress.QuantSpec(target="openvino"))
+        >>> compress.calibrate(qmodel, batches).images
+        16
     """
     check_batches(batches)
     first, *others = (_Network(model) for model in (qmodel, *also))

@@ -69,6 +69,11 @@ class Placement:
         target: the target whose rules were followed.
         decisions: the table, in graph order.
         activations, weights: the quantizers to insert.
+
+    Examples:
+        >>> first = compress.insert_quantizers(model, images[:1]).placement.decisions[0]
+        >>> first.tensor, first.decision, first.rule
+        ('input_1', 'quantize', 'conv input')
     """
 
     target: Target

@@ -38,6 +38,11 @@ def insert_quantizers(model: nn.Module, example_inputs: Inputs, spec: QuantSpec 
         ModelError: the model cannot be traced, or its graph computes something else.
         QuantizationError: nothing can be quantized, a rule matches nothing, the model is quantized already or is not
             in float32.
+
+    Examples:
+        >>> qmodel = compress.insert_quantizers(model, images[:1], compress.QuantSpec(target="tensorrt"))
+        >>> [site.path for site in qmodel.placement.weights]
+        ['0', '5']
     """
     spec = spec or QuantSpec()
     check_quant_spec(spec)

@@ -56,6 +56,11 @@ def quantize(
             in float32.
         CalibrationError: no batches, batches that the model fails on, NaN, or a tensor that is constant zero.
         DataError: a batch does not hold the model's inputs.
+
+    Examples:
+        >>> qmodel = compress.quantize(model, images[:1], batches, spec=compress.QuantSpec(target="openvino"))
+        >>> qmodel(images).shape
+        torch.Size([16, 4])
     """
     spec = spec or QuantSpec()
     check_quant_spec(spec)
@@ -97,6 +102,11 @@ def quantize_targets(
 
     Raises:
         CompressError: as `quantize` does.
+
+    Examples:
+        >>> spec = compress.QuantSpec(target=("tensorrt", "openvino"))
+        >>> list(compress.quantize_targets(model, images[:1], batches, spec=spec))
+        ['tensorrt', 'openvino']
     """
     check_quant_spec(spec)
     check_float_model(model)

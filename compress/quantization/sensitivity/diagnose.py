@@ -108,6 +108,11 @@ def diagnose(
     Raises:
         QuantizationError: no images, or nothing can be quantized.
         CalibrationError: as `quantize`.
+
+    Examples:
+        >>> diagnosis = compress.diagnose(model, images[:1], batches, batches)
+        >>> sorted(row.layer for row in diagnosis.rows)
+        ['0', '3', '5']
     """
     spec = spec or QuantSpec()
     images = list(images)

@@ -32,6 +32,16 @@ class QuantizationCycle:
             the loop.
         export_to: ONNX file to write at the end; None = none.
         export: further arguments of `export_onnx`, such as {"precision": "fp16"}.
+
+    Examples:
+        >>> cycle = compress.QuantizationCycle(example_inputs=images[:1], batches=batches)
+        >>> qmodel = cycle.begin(model)
+        >>> optimizer = torch.optim.SGD(qmodel.parameters(), lr=0.001)
+        >>> nn.functional.cross_entropy(qmodel(images), targets).backward()
+        >>> cycle.before_step(0)
+        >>> optimizer.step()
+        >>> cycle.after_step(1)
+        >>> cycle.end()  # with `export_to`, the path of the file
     """
 
     example_inputs: Inputs
