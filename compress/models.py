@@ -131,18 +131,22 @@ def _torchvision(spec: ModelSpec, name: str, num_classes: int, task: str) -> Bui
     """Make a network of torchvision for a task."""
     import torchvision  # lazy: it takes seconds, and models from elsewhere do not need it
 
-    kind, module = {
+    kinds = {
+        "classification": ("classifier", torchvision.models),
         "segmentation": ("segmentation network", torchvision.models.segmentation),
         "detection": ("one-stage detector", torchvision.models.detection),
-    }.get(task, ("classifier", torchvision.models))
+    }
+    kind, module = kinds.get(task, kinds["classification"])
     known = torchvision.models.list_models(module=module)
     if task == "detection":
         known = [one for one in known if one.startswith(FAMILIES)]
         num_classes += has_background(name)
     if name not in known:
+        others = [other for other, (_, home) in kinds.items() if name in torchvision.models.list_models(module=home)]
+        hint = f": it is one for task: {others[0]}" if others and others[0] != task else near_misses(name, known)
         raise ModelError(
-            f"torchvision has no {kind} {name!r}{near_misses(name, known)} (timm:NAME and package.module:factory "
-            f"name models from elsewhere)"
+            f"torchvision has no {kind} {name!r}{hint} (timm:NAME and package.module:factory name models from "
+            "elsewhere)"
         )
     members = torchvision.models.get_model_weights(name)
     member = _torchvision_weights(spec, members) if spec.weights and not _is_file(spec.weights) else None

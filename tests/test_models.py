@@ -79,7 +79,7 @@ def test_a_misspelt_name():
 
 
 def test_detectors_are_no_classifiers():
-    with pytest.raises(ModelError, match="no classifier 'fasterrcnn_resnet50_fpn'"):
+    with pytest.raises(ModelError, match="no classifier 'fasterrcnn_resnet50_fpn': it is one for task: detection"):
         build("fasterrcnn_resnet50_fpn")
 
 

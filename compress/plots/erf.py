@@ -201,7 +201,7 @@ def draw_gallery(
                 draw_box(axes, field, "white")
                 side_of = f"side {field.metrics.size:.0f} px{_of_theory(field)}"
                 axes.set_title(
-                    "\n".join(filter(None, (shorten(named, 19), shorten(field.layer, 19), side_of))),
+                    "\n".join(filter(None, (shorten(named, 19), _layer(field.layer), side_of))),
                     fontsize=7.5,
                     weight="normal",
                     loc="left",
@@ -217,6 +217,11 @@ def draw_gallery(
         if text:
             caption(figure, text)
         return figure
+
+
+def _layer(path: str) -> str:
+    """The end of a path, which differs from layer to layer."""
+    return shorten(".".join(path.split(".")[-2:]), 24)
 
 
 def _of_theory(field: EffectiveReceptiveField) -> str:

@@ -14,7 +14,7 @@ from matplotlib.patches import FancyBboxPatch, PathPatch
 from matplotlib.path import Path as Line
 
 from compress.plots.graph_layout import Layout, lay_out
-from compress.plots.style import LIGHT, Format, styled
+from compress.plots.style import LIGHT, Format, styled, tip
 from compress.quantization.block_graph import BlockGraph, Box
 from compress.text import plain
 
@@ -71,26 +71,27 @@ def _write(axes: Any, place: tuple[float, float], box: Box) -> None:
     """A box with its two lines of text."""
     x, y = place
     colour = _DARK if box.kind in {"int8", "quantizer"} else LIGHT["ink"]
-    _rectangle(axes, (x, y), (1.3, 0.44) if box.kind == "quantizer" else (1.74, 0.48), box.kind)
+    patch = _rectangle(axes, (x, y), (1.3, 0.44) if box.kind == "quantizer" else (1.74, 0.48), box.kind)
+    tip(patch, ": ".join(filter(None, (box.title, box.detail))))
     common = {"ha": "center", "va": "center", "color": colour, "zorder": 4}
     axes.text(x, y - (0.085 if box.detail else 0), plain(box.title), size=7.5, weight="bold", **common)
     axes.text(x, y + 0.1, plain(box.detail), size=6.8, **common)
 
 
-def _rectangle(axes: Any, centre: tuple[float, float], size: tuple[float, float], kind: str) -> None:
+def _rectangle(axes: Any, centre: tuple[float, float], size: tuple[float, float], kind: str) -> FancyBboxPatch:
     rounding = size[1] / 2 if kind == "quantizer" else 0.06
-    axes.add_patch(
-        FancyBboxPatch(
-            (centre[0] - size[0] / 2, centre[1] - size[1] / 2),
-            *size,
-            boxstyle=f"round,pad=0,rounding_size={rounding}",
-            facecolor=LIGHT[_FILL[kind]],
-            edgecolor=LIGHT["muted"],
-            linewidth=0.8,
-            linestyle="--" if kind == "outside" else "-",
-            zorder=3,
-        )
+    patch = FancyBboxPatch(
+        (centre[0] - size[0] / 2, centre[1] - size[1] / 2),
+        *size,
+        boxstyle=f"round,pad=0,rounding_size={rounding}",
+        facecolor=LIGHT[_FILL[kind]],
+        edgecolor=LIGHT["muted"],
+        linewidth=0.8,
+        linestyle="--" if kind == "outside" else "-",
+        zorder=3,
     )
+    axes.add_patch(patch)
+    return patch
 
 
 def _edge(axes: Any, points: list[tuple[float, float]], strong: bool, target: Box) -> None:

@@ -234,8 +234,8 @@ def _block(graph: BlockGraph) -> _Plan:
     floats = [plain(box.title) for box in boxes if box.kind == "float"]
     quantizers = sum(box.kind == "quantizer" for box in graph.boxes.values())
     return _Plan(
-        caption=f"{named[0].upper()}{named[1:]}, placed for {display(graph.target)}: each box is a kernel with all that "
-        "is fused into it; integers flow along the strong lines. A float box among 8-bit ones costs two conversions.",
+        caption=f"{named[0].upper()}{named[1:]}, placed for {display(graph.target)}: each box is a kernel with all "
+        "that is fused into it; integers flow along the strong lines. A float box among 8-bit ones costs conversions.",
         alt=f"Graph of {named}: {quantizers} quantizers; in 8 bits {', '.join(whole) or 'none'}; in float "
         f"{', '.join(floats) or 'none'}.",
         draw=lambda form: draw_block(graph, form),

@@ -79,10 +79,9 @@ def evaluate(
         RecipeError: fp16 on the CPU.
 
     Examples:
-        >>> data = compress.load_data(compress.DataSpec(name="digits", image_size=16))
-        >>> network = nn.Sequential(model, nn.Linear(4, 10))
-        >>> 0.0 <= compress.evaluate(network, data.val, batch_size=64, limit=64, device="cpu").top1 <= 1.0
-        True
+        >>> split = compress.load_data(compress.DataSpec(name="shapes", num_classes=4, val_images=32)).val
+        >>> compress.evaluate(model, split, batch_size=16, device="cpu").images
+        32
     """
     task = task or classification(split.num_classes)
     device = processes.on(device)
