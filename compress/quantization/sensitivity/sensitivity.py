@@ -131,12 +131,12 @@ def sensitivity(
     facts, rows = {layer.path or layer.name: layer for layer in layers(graph)}, []
     bars.start(TASK, len(variants), done=sum(name in known for name in variants))
     for name, subsets in variants.items():
-        if name not in known:
+        if (row := known.get(name)) is None:
             row = _row(name, facts[name], len(flat_tensors(example_inputs)[0]), *map(probe.effect, subsets))
             bars.advance(TASK, 1)
             if keep is not None:
                 keep(row)
-        rows.append(known[name] if name in known else row)
+        rows.append(row)
     bars.finish(TASK)
     return Sensitivity(
         images=probe.count,
