@@ -4,13 +4,22 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test docs lint types install clean
+.PHONY: demo test package docs lint types install clean
 
 demo: install   ## from nothing to a quantized engine and a report
 	$(BIN)/python -m compress qat --recipe resnet50.yaml
 
 test: install   ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+package: types  ## source distribution, the wheel made of it, and its types as a program that installs it sees them
+	rm -rf build/package && mkdir -p build/package
+	$(BIN)/python -c "from setuptools.build_meta import build_sdist; build_sdist('build/package')" > build/package/log
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/package build/package/*.tar.gz
+	$(BIN)/python -m pip install --quiet --no-deps --target build/package/site build/package/*.whl
+	cp -r .mypy_cache build/package/cache
+	cp tests/typed_consumer.py build/package && cd build/package && PYTHONPATH=site $(CURDIR)/$(BIN)/mypy \
+		--config-file $(CURDIR)/pyproject.toml --cache-dir cache typed_consumer.py
 
 docs: install   ## the documentation as a site, in build/site
 	$(BIN)/mkdocs build --strict
