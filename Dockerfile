@@ -10,9 +10,9 @@ COPY pyproject.toml setup.py README.md LICENSE constraints.txt ./
 COPY compress compress
 COPY recipes recipes
 RUN pip install --constraint constraints.txt ".${EXTRAS}" \
-    && useradd --create-home user
+    && useradd --create-home --uid 1000 user
 
-USER user
+USER 1000
 WORKDIR /home/user
 ENTRYPOINT ["compress-vision"]
 CMD ["--help"]

@@ -94,3 +94,13 @@ def test_the_program_in_cpp_names_the_class_of_the_engine(tmp_path):
     refused = subprocess.run([*run, tmp_path / "short.f32"], capture_output=True, text=True)
     assert refused.returncode == 2 and "must hold 768 float32 numbers" in refused.stderr
     assert sys.platform != "linux" or not refused.stdout
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="a C++ compiler is missing")
+def test_the_program_for_onnx_runtime_is_well_typed():
+    """Against declarations of the interface that it uses: see tests/cpp; it is neither linked nor run."""
+    options = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", "-I", Path(__file__).parent / "cpp"]
+    done = subprocess.run(
+        ["c++", *options, EXAMPLES / "cpp" / "classify_onnxruntime.cc"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

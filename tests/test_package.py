@@ -98,3 +98,18 @@ def test_every_hint_to_install_names_this_distribution():
     assert found <= {DISTRIBUTION}
     extras = {name for path in texts for name in re.findall(r"install_hint\([\"'](\w[\w-]*)[\"']\)", path.read_text())}
     assert extras <= set(project["optional-dependencies"])
+
+
+def test_the_dockerfile_copies_what_the_wheel_is_built_from():
+    """No daemon is needed to see a file that is not there, an extra that is not declared, or another program's name."""
+    text = (ROOT / "Dockerfile").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    copied = {name for line in re.findall(r"^COPY (.+) \S+$", text, flags=re.MULTILINE) for name in line.split()}
+    assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "constraints.txt", "compress", "recipes"} == copied
+    assert all((ROOT / name).exists() for name in copied)
+    assert set(re.findall(r'^ENTRYPOINT \["(.+?)"\]$', text, flags=re.MULTILINE)) == set(project["scripts"])
+    extras = {name for found in re.findall(r"EXTRAS=\[(.+?)\]", text) for name in found.split(",")}
+    assert extras and extras <= set(project["optional-dependencies"])
+    first = re.search(r"^FROM python:(\d+\.\d+)-slim$", text, flags=re.MULTILINE)
+    assert first and f"Programming Language :: Python :: {first[1]}" in project["classifiers"]
+    assert re.search(r"^USER (?!root)\w+$", text, flags=re.MULTILINE), "the program does not run as root"

@@ -1,4 +1,4 @@
-"""A program that uses the installed package, for its types: `make package` checks it against the wheel; nothing runs."""
+"""A program that uses the installed package, for its types alone: `make package` checks it against the wheel."""
 
 from pathlib import Path
 from typing import assert_type
