@@ -32,7 +32,7 @@ def search(
         float | None, typer.Option(help="The fastest network that loses at most these points of the metric.")
     ] = None,
     trials: Annotated[int | None, typer.Option(min=1, max=COUNT, help="Configurations built and measured.")] = None,
-    hours: Annotated[float | None, typer.Option(help="No trial begins after so long.")] = None,
+    hours: Annotated[float | None, typer.Option(help="No trial but the first three begins after so long.")] = None,
     storage: Annotated[
         str | None, typer.Option(help="Trials of several workers: a URL that Optuna knows, or a file they all reach.")
     ] = None,

@@ -60,6 +60,7 @@ class Tracer(fx.Tracer):
         def called(root: nn.Module, *inputs: Any) -> Any:
             return root_fn(root, **dict(zip(names, inputs, strict=True))) if by_keyword else root_fn(root, *inputs)
 
+        called.__annotations__ = {}  # fx would write them into its code, and torch 2.11 cannot pickle texts there
         return called, [self.root, *made]
 
     def create_arg(self, a: Any) -> Any:

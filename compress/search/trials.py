@@ -26,6 +26,7 @@ TASK = "trials"
 _LABEL, _FIGURES, _ERROR, _WORKER = "label", "figures", "error", "worker"
 _LONG = 20.0  # a trial of another machine that takes so many times the median is taken for lost
 _PATIENCE_S = 0.5
+_LEAST = 3  # trials that are made however late it is: without any, the hours before them were for nothing
 
 
 def optuna() -> Any:
@@ -104,7 +105,8 @@ def run_trials(
         space: of configurations.
         evaluate: builds and measures a configuration.
         count: trials that ended, of all processes.
-        deadline: of `time.monotonic`; no trial begins later. The queued starts of other processes are not waited for.
+        deadline: of `time.monotonic`; no trial but the first three begins later. The queued starts of other processes
+            are not waited for.
         progress: is advanced by every trial that ends.
     """
     seen, since = len(ended(study)), dict[int, float]()
@@ -115,7 +117,7 @@ def run_trials(
         for _ in range(min(now, count) - min(seen, count)):
             progress.advance(TASK)
         seen = now
-        if now >= count or (deadline is not None and time.monotonic() > deadline):
+        if now >= count or (now >= _LEAST and deadline is not None and time.monotonic() > deadline):
             break
         if now + len(_running(study)) >= count:
             time.sleep(_PATIENCE_S)  # others are at work on the last ones, and one of them may be lost

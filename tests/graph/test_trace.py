@@ -206,6 +206,12 @@ def test_a_refusal_names_the_line():
         trace(resizes, torch.rand(2, 3, 8, 8))
 
 
+def test_the_code_of_a_graph_needs_objects_alone():
+    """Torch 2.11 imports each global of the code by its name when a graph is pickled; a text has none."""
+    graph = trace(TinyResNet(), torch.randn(2, 3, 16, 16))
+    assert not [name for name, value in graph.graph.python_code("self").globals.items() if isinstance(value, str)]
+
+
 def test_a_refusal_names_the_parts_that_may_do():
     class Detector(Holder):
         def forward(self, x):

@@ -10,7 +10,7 @@ import pytest
 
 from compress.errors import EngineError, SearchError
 from compress.progress import NoProgress
-from compress.search.trials import failures, open_study, reclaim, results, run_trials
+from compress.search.trials import add_starts, failures, open_study, reclaim, results, run_trials
 from tests.search.worker import SPACE, STARTS, figures, work
 
 
@@ -58,6 +58,13 @@ def test_candidates_that_cannot_run_are_kept_with_their_reason(tmp_path):
     run_trials(study, SPACE, evaluate, count=2, deadline=None, progress=NoProgress())
     assert set(failures(study).values()) == {"no kernel"}
     assert results(study) == []
+
+
+def test_a_search_that_is_late_tries_its_first_starts(tmp_path):
+    study = open_study(str(tmp_path / "trials.log"), "search", seed=0, population=4)
+    add_starts(study, SPACE, STARTS)
+    run_trials(study, SPACE, figures, count=8, deadline=0.0, progress=NoProgress())
+    assert [label for label, _, _ in results(study)] == list(STARTS)[:3]
 
 
 def test_a_storage_that_is_none_is_refused(tmp_path):
