@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test package docs lint types install clean
+.PHONY: demo test package notebooks docs lint types install clean
 
 demo: install   ## from nothing to a quantized engine and a report
 	$(BIN)/python -m compress qat --recipe resnet50.yaml
@@ -20,6 +20,10 @@ package: types  ## source distribution, the wheel made of it, and its types as a
 	cp -r .mypy_cache build/package/cache
 	cp tests/typed_consumer.py build/package && cd build/package && PYTHONPATH=site $(CURDIR)/$(BIN)/mypy \
 		--config-file $(CURDIR)/pyproject.toml --cache-dir cache typed_consumer.py
+
+notebooks: install  ## run the notebooks and write their outputs into them
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[notebooks]"
+	OMP_NUM_THREADS=1 $(BIN)/jupyter execute --inplace examples/notebooks/*.ipynb
 
 docs: install   ## the documentation as a site, in build/site
 	$(BIN)/mkdocs build --strict
