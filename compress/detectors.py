@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.detector_boxes import BoxesAndScores, has_plain_boxes
 from compress.detector_losses import batch_loss, padded
 from compress.errors import ModelError
 
@@ -141,6 +142,22 @@ class DetectorHead:
             maps = [torch.zeros(1, device=device).expand(1, 1, *size) for size in self._sizes]
             self._anchors[device] = self._detector.anchor_generator(ImageList(image, [self.image_size]), maps)[0]
         return self._anchors[device]
+
+    def boxes_and_scores(self) -> BoxesAndScores:
+        """Return the decoding up to non-maximum suppression as a network, which a file can hold.
+
+        Raises:
+            ModelError: the detector has a decoding of its own.
+        """
+        if not has_plain_boxes(self._detector):
+            raise ModelError(
+                f"{type(self._detector).__name__} decodes its boxes in another way than torchvision's RetinaNet, FCOS "
+                "and SSD, so that its non-maximum suppression cannot be put into a file: set export.nms to false"
+            )
+        anchors, names = self.anchors(torch.device("cpu")), tuple(self.shapes)
+        places = [height * width for height, width in self._sizes]
+        levels = [count * len(anchors) // sum(places) for count in places]
+        return BoxesAndScores(self._detector, names, anchors, levels, self.image_size, self.num_classes)
 
     @torch.no_grad()
     def decode(self, outputs: Sequence[Tensor]) -> list[dict[str, Tensor]]:

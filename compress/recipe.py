@@ -303,6 +303,9 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             "qat.freeze_batchnorm_epoch is set and quantization.batchnorm is 'fold', which leaves none to freeze: "
             "set quantization.batchnorm: keep, or leave it out"
         )
+    if recipe.export.nms and (recipe.task != "detection" or recipe.decode is not None):
+        why = f"the task is {recipe.task}" if recipe.task != "detection" else "decode is a function of Python"
+        yield f"export.nms is true, and {why}: only the decoding of torchvision's detectors can be put into a file"
     if recipe.export.require == "int8" and recipe.quantization is None:
         yield "export.require is int8, and quantization is null: nothing would be INT8"
     if recipe.export.require == "fp16" and recipe.export.precision != "fp16":

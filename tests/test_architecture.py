@@ -27,7 +27,7 @@ LAYERS = [
     {"errors", "limits", "variants", "version"},
     {"files", "imports", "meters", "process", "progress", "safe_yaml", "text", "validation"},
     {"kernels"},
-    {"graph", "detector_losses"},
+    {"graph", "detector_boxes", "detector_losses"},
     {"quantization", "sparsity", "receptive_field", "roofline", "data", "detectors", "weights"},
     {"qat_fusion", "interop", "models"},
     {"tasks"},

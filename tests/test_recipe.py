@@ -166,3 +166,15 @@ def test_a_base_that_cannot_be(tmp_path, text, message):
 def test_tasks_that_cannot_be(tree, message):
     with pytest.raises(RecipeError, match=message):
         parse_recipe(tree)
+
+
+@pytest.mark.parametrize(
+    ("tree", "why"),
+    [
+        ({}, "export.nms is true, and the task is classification"),
+        ({"task": "detection", "decode": "a.b:c"}, "decode is a function of Python"),
+    ],
+)
+def test_suppression_in_the_file_is_refused_where_the_decoding_is_not_known(tree, why):
+    with pytest.raises(RecipeError, match=why):
+        parse_recipe({**tree, "export": {"nms": True}})

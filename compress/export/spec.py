@@ -21,6 +21,8 @@ class ExportSpec:
         dynamic_batch: leave the batch size open.
         channel_scales: place of the scales of a weight's channels: at the `weight`, or after the layer at its `output`,
             with which TensorRT-RTX moves fewer bytes (see `compress.export.channel_scales`).
+        nms: for a detector of torchvision, write `<variant>.nms.onnx` too, which ends with boxes, scores and labels:
+            decoding and non-maximum suppression, in float32, are in the file.
         require: fails the run if an engine does not compute so: `int8` (all that is INT8 in the file), `fp16` (no
             product in FP32).
 
@@ -34,6 +36,7 @@ class ExportSpec:
     precision: Literal["fp32", "fp16"] = "fp32"
     dynamic_batch: bool = True
     channel_scales: Literal["weight", "output"] = "weight"
+    nms: bool = False
     require: Literal["int8", "fp16"] | None = None
 
 

@@ -18,6 +18,7 @@ from compress.errors import CalibrationError, DataError, RecipeError
 from compress.export.onnx import check_export, export_onnx
 from compress.export.prepare import prepare
 from compress.imports import imported, is_import_path
+from compress.pipeline.run import boxes_and_scores
 from compress.pipeline.state import COMMANDS
 from compress.quantization.ptq.quantize import quantize_targets
 from compress.quantization.spec import QuantSpec
@@ -101,6 +102,8 @@ def check_network(recipe: Recipe, command: str, model: nn.Module, data: DataSet)
     Raises:
         CompressError: as `quantize`, `eligibility` and `prepare` do.
     """
+    if recipe.export.nms:
+        boxes_and_scores(recipe, data)
     if command == "train":
         return
     example = next(iter(data.train.batches(BatchPlan(batch_size=2, limit=2))))[0]

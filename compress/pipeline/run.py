@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from compress.data.base import BatchPlan, DataSet, Split
+from compress.detector_boxes import BoxesAndScores
 from compress.engines import Engine, TorchEngine
 from compress.engines.registry import target_of
+from compress.errors import RecipeError
 from compress.pipeline.folder import RunFolder
 from compress.pipeline.network import NetworkFiles, stem, torch_label
 from compress.progress import NoProgress, Progress
@@ -33,6 +35,23 @@ def task_of(recipe: Recipe, data: DataSet) -> Task:
     return make_task(
         recipe.task, labels, loss=recipe.loss, metric=recipe.metric, decode=recipe.decode, detector=detector
     )
+
+
+def boxes_and_scores(recipe: Recipe, data: DataSet) -> BoxesAndScores:
+    """Return the decoding that `export.nms` puts into files.
+
+    Raises:
+        RecipeError: the recipe's model is no detector of torchvision.
+        ModelError: it has a decoding of its own.
+    """
+    size = data.val.preprocessing.height_width
+    detector = detector_head(recipe.model, num_classes=len(data.val.labels), image_size=size)
+    if detector is None:
+        raise RecipeError(
+            f"export.nms is true, and {recipe.model.name} is no one-stage detector of torchvision: only their decoding "
+            "can be put into a file; set export.nms to false"
+        )
+    return detector.boxes_and_scores()
 
 
 @dataclass

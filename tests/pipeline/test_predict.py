@@ -64,7 +64,7 @@ def test_boxes_are_drawn_inside_the_picture(tmp_path):
     data = {"name": "voc", "root": str(tmp_path / "data"), "image_size": [32, 48], "workers": 0,
             "classes": list(test_boxes.CLASSES), "batch_size": 2}  # fmt: skip
     tree = {**SMALL, "task": "detection", "model": {"name": "tests.pipeline.test_predict:detector"}, "data": data}
-    tree["train"] = {**SMALL["train"], "epochs": 0}
+    tree |= {"train": {**SMALL["train"], "epochs": 0}, "export": {"nms": True}}
     run(parse_recipe(tree), "ptq", tmp_path / "run", device="cpu")
     picture = tmp_path / "data" / "JPEGImages" / "c.png"
     (found,) = predict(tmp_path / "run", [picture])
@@ -73,3 +73,13 @@ def test_boxes_are_drawn_inside_the_picture(tmp_path):
         assert name in test_boxes.CLASSES and 0.4 <= score <= 1
         assert 0 <= left < right <= 48 and 0 <= top < bottom <= 32
     assert np.asarray(Image.open(found.drawn)).shape == (32, 48, 3)
+    image = np.random.default_rng(0).integers(0, 256, (32, 48, 3)).astype(np.float32)  # without equal scores
+    Image.fromarray(image.astype(np.uint8)).save(tmp_path / "noise.png")
+    (found,) = predict(tmp_path / "run", [tmp_path / "noise.png"], engine="onnxruntime", variant="float")
+    assert (tmp_path / "run" / "ptq.nms.onnx").is_file()
+    session = onnxruntime.InferenceSession(tmp_path / "run" / "float.nms.onnx")
+    told = json.loads(session.get_modelmeta().custom_metadata_map["compress.preprocessing"])
+    mean, std = (np.array(told[key], np.float32) for key in ("mean", "std"))
+    boxes, scores, labels = session.run(None, {"input": ((image / 255 - mean) / std).transpose(2, 0, 1)[None]})
+    assert boxes.shape == (1, scores.shape[1], 4) and set(labels[0].tolist()) <= {-1, 0, 1}
+    assert scores[0, 0] == pytest.approx(found.boxes[0][1], rel=1e-5)  # tests/export/test_nms.py compares the boxes

@@ -12,13 +12,14 @@ from torch import fx, nn
 from compress.audit.onnx import OnnxAudit, audit_onnx
 from compress.errors import ModelError
 from compress.export.names import RECIPE_KEY, VARIANT_KEY
+from compress.export.nms import export_with_nms
 from compress.export.onnx import export_onnx, metadata_entries
 from compress.graph.canonical import canonical_graph
 from compress.graph.layers import Layer, layers
 from compress.measure.metric import Metric
 from compress.measure.sizes import model_sizes
 from compress.pipeline.network import stem
-from compress.pipeline.run import Run
+from compress.pipeline.run import Run, boxes_and_scores
 from compress.pipeline.steps.own_graph import write_into_own_graph
 from compress.quantization.report import placement_of
 from compress.quantization.sensitivity.compare import output_sqnr, weight_sqnr
@@ -39,12 +40,12 @@ def export_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
     metrics: list[Metric] = []
     run.progress.start("export", len(models))
     for variant, model in models.items():
-        path = _write(run, variant, model, run.path(variant.onnx_file))
+        path = write_file(run, variant, model, run.path(variant.onnx_file))
         audits.append((str(variant), audit_onnx(path)))
         metrics += _sizes(variant, path)
         for target in run.further_targets if variant.is_quantized else ():
             path = run.path(f"{stem(variant, target)}.onnx")
-            _write(run, variant, run.further[variant, target], path, target)
+            write_file(run, variant, run.further[variant, target], path, target)
             audits.append((stem(variant, target), audit_onnx(path)))
             metrics += _sizes(variant, path, target)
         run.progress.advance("export")
@@ -53,6 +54,14 @@ def export_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
     LAYERS.write(run.folder.path, _layer_rows(run, models))
     run.folder.add_metrics(metrics)
     run.finish("export", variants=list(models))
+
+
+def write_file(run: Run, variant: Variant, model: nn.Module, path: Path, target: Target | None = None) -> Path:
+    """Write the file of a network of a run, and with `export.nms` the one that ends with boxes beside it."""
+    _write(run, variant, model, path, target)
+    if run.recipe.export.nms:
+        export_with_nms(path, boxes_and_scores(run.recipe, run.data), path.with_suffix(".nms.onnx"))
+    return path
 
 
 def _write(run: Run, variant: Variant, model: nn.Module, path: Path, target: Target | None = None) -> Path:

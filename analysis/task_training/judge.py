@@ -1,0 +1,86 @@
+"""PTQ, files, and the accuracy of networks that another machine has trained: on OpenVINO and ONNX Runtime.
+
+Each figure is appended to a file as it comes, so that the same command goes on after a stop. Torch is left out: the
+float network and that after QAT were judged where they were trained. The run folders hold the files afterwards, and
+`python -m compress bench FOLDER --batch-size 1` measures their latency.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from compress.data.load import load_data
+from compress.measure.bootstrap import compare_evidence
+from compress.pipeline.folder import open_run
+from compress.pipeline.run import Run
+from compress.pipeline.steps.compare import answers_of
+from compress.pipeline.steps.export import write_file
+from compress.pipeline.steps.float import build_float, float_step
+from compress.pipeline.steps.judge import evaluation_batch, judge
+from compress.pipeline.steps.ptq import ptq_step
+from compress.pipeline.steps.qat import qat_step
+from compress.recipe import load_recipe
+from compress.tasks.evidence import Evidence
+from compress.variants import Variant
+
+ENGINES = (("onnxruntime", None), ("openvino", "f32"))
+VARIANTS = (Variant.FLOAT, Variant.PTQ, Variant.QAT)
+
+
+def files(run: Run) -> None:
+    """Write the ONNX files of a run folder that are missing."""
+    if all(run.path(variant.onnx_file).is_file() for variant in VARIANTS):
+        return
+    network = float_step(run, build_float(run.recipe))
+    calibrated = ptq_step(run, network)
+    trained = qat_step(run, network, calibrated)
+    for variant, model in zip(VARIANTS, (network, calibrated, trained), strict=True):
+        write_file(run, variant, model, run.path(variant.onnx_file))
+
+
+def judged(run: Run) -> Iterator[dict[str, Any]]:
+    """Yield the metric of each network on each engine, with the interval of its difference from float on the same."""
+    metric = run.task.metric
+    for name, precision in ENGINES:
+        reference: Evidence | None = None
+        for variant in VARIANTS:
+            given = answers_of(run)
+            with run.files(variant).engine(name, batch_size=evaluation_batch(run), precision=precision) as built:
+                seen = judge(run, built, preprocessing=run.data.val.preprocessing, answers=given)
+            row = {"variant": str(variant), "engine": seen.label, "metric": metric.name, "images": seen.images}
+            row |= {"values": {key: metric.shown(value) for key, value in seen.values.items()}}
+            reference = reference or given.evidence
+            if variant is not Variant.FLOAT and reference is not None and given.evidence is not None:
+                found = compare_evidence(reference, given.evidence)
+                ends = (found.difference, found.difference_low, found.difference_high)
+                row |= {"difference": [metric.shown(value) for value in ends], "measurable": found.measurable}
+            yield row
+
+
+def main() -> None:
+    """Judge run folders from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", type=Path, nargs="+", help="as `pack` has made them")
+    parser.add_argument("--out", type=Path, required=True, help="file that takes a line of JSON for each figure")
+    arguments = parser.parse_args()
+    for folder in arguments.folders:
+        recipe = load_recipe(folder / "recipe.yaml")
+        data = load_data(recipe.data)
+        opened = open_run(folder, recipe, "qat", resume=True, data=data.fingerprints())
+        try:
+            run = Run(recipe=recipe, folder=opened, data=data, resume=True)
+            files(run)
+            for row in judged(run):
+                with arguments.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"network": folder.name, **row}) + "\n")
+                print(folder.name, row["variant"], row["engine"], row["values"], row.get("difference"), flush=True)
+        finally:
+            opened.release()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Boxes and scores of torchvision's one-stage detectors as one network of plain operations, which a file can hold.
+
+torchvision selects candidates picture by picture with masks, whose results have no fixed shape. Here all anchors are
+decoded, and the scores of those that torchvision does not look at are 0: what follows is non-maximum suppression alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suppression:
+    """Which boxes of a picture remain.
+
+    Attributes:
+        least_score: only those of a higher score.
+        overlap: intersection over union with a better box of the same class above which a box goes.
+        most: number of boxes of a picture.
+    """
+
+    least_score: float
+    overlap: float
+    most: int
+
+
+class BoxesAndScores(nn.Module):
+    """From the outputs of a detector's network to boxes and scores, before non-maximum suppression.
+
+    Args:
+        detector: one that `has_plain_boxes`.
+        names: of the network's outputs, in order.
+        anchors: (A, 4), left, top, right and bottom edge in pixels.
+        levels: number of anchors of each feature map.
+        image_size: height and width of the input in pixels.
+        num_classes: number of classes of the data.
+    """
+
+    centres: Tensor
+    sizes: Tensor
+    weights: Tensor
+    limits: Tensor
+
+    def __init__(
+        self,
+        detector: Any,
+        names: Sequence[str],
+        anchors: Tensor,
+        levels: Sequence[int],
+        image_size: tuple[int, int],
+        num_classes: int,
+    ) -> None:
+        super().__init__()
+        from torchvision.models.detection import FCOS, ssd  # lazy: it takes seconds
+
+        self.names, self.levels, self.num_classes = tuple(names), tuple(levels), num_classes
+        self.first_class = int(isinstance(detector, ssd.SSD))
+        self.candidates: int = detector.topk_candidates
+        self.suppression = Suppression(
+            least_score=detector.score_thresh, overlap=detector.nms_thresh, most=detector.detections_per_img
+        )
+        self.linear = isinstance(detector, FCOS)
+        height, width = image_size
+        coder = detector.box_coder
+        sizes = anchors[:, 2:] - anchors[:, :2]
+        self.register_buffer("centres", (anchors[:, :2] + anchors[:, 2:]) / 2)
+        self.register_buffer("sizes", sizes if not self.linear or coder.normalize_by_size else torch.ones_like(sizes))
+        self.register_buffer("weights", anchors.new_tensor((1.0,) * 4 if self.linear else coder.weights))
+        self.register_buffer("limits", anchors.new_tensor([width, height] * 2))
+        self.largest = 0.0 if self.linear else float(coder.bbox_xform_clip)
+
+    def forward(self, *outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return boxes (N, A, 4) in pixels, and scores (N, classes, A), 0 where no box is looked for.
+
+        Args:
+            outputs: of the network, each (N, A, ...), in the order of `names`.
+        """
+        named = dict(zip(self.names, outputs, strict=True))
+        corners = self._linear_boxes if self.linear else self._boxes
+        boxes = torch.minimum(corners(named["bbox_regression"]).clamp(min=0), self.limits)
+        scores = self._by_class(named) if self.first_class else self._by_level(named)
+        return boxes, scores[:, : self.num_classes]
+
+    def _boxes(self, codes: Tensor) -> Tensor:
+        """Return the corners that (Ren et al., arXiv 1506.01497, equation 2) encodes."""
+        codes = codes / self.weights
+        centres = codes[..., :2] * self.sizes + self.centres
+        half = 0.5 * (codes[..., 2:].clamp(max=self.largest).exp() * self.sizes)
+        return torch.cat([centres - half, centres + half], -1)
+
+    def _linear_boxes(self, codes: Tensor) -> Tensor:
+        """Return the corners of distances from the anchors' centres (Tian et al., arXiv 1904.01355, equation 1)."""
+        first, last = codes[..., :2] * self.sizes, codes[..., 2:] * self.sizes
+        return torch.cat([self.centres - first, self.centres + last], -1)
+
+    def _by_class(self, named: Mapping[str, Tensor]) -> Tensor:
+        """Return the best scores of each class, the background left out."""
+        scores = named["cls_logits"].softmax(-1)[..., self.first_class :].transpose(1, 2)
+        return best_alone(scores, self.candidates)
+
+    def _by_level(self, named: Mapping[str, Tensor]) -> Tensor:
+        """Return the best scores of each feature map, all classes together."""
+        scores = named["cls_logits"].sigmoid()
+        if "bbox_ctrness" in named:
+            scores = (scores * named["bbox_ctrness"].sigmoid()).sqrt()
+        classes = scores.shape[-1]
+        parts = [best_alone(part.flatten(1), self.candidates) for part in scores.split(self.levels, 1)]
+        return torch.cat(parts, 1).unflatten(1, (-1, classes)).transpose(1, 2)
+
+
+def best_alone(scores: Tensor, count: int) -> Tensor:
+    """Return scores (..., n) in which all but the `count` best of the last dimension are 0."""
+    if scores.shape[-1] <= count:
+        return scores
+    best, places = scores.topk(count, -1)
+    return torch.zeros_like(scores).scatter(-1, places, best)
+
+
+def has_plain_boxes(detector: nn.Module) -> bool:
+    """Return True for a detector that decodes and selects its boxes as torchvision's RetinaNet, FCOS and SSD do."""
+    from torchvision.models.detection import FCOS, RetinaNet, _utils, ssd  # lazy: it takes seconds
+
+    def method(kind: Any) -> Callable[..., Any] | None:
+        return getattr(kind, "postprocess_detections", None)
+
+    coder = type(getattr(detector, "box_coder", None))
+    known = {method(RetinaNet): _utils.BoxCoder, method(ssd.SSD): _utils.BoxCoder, method(FCOS): _utils.BoxLinearCoder}
+    return known.get(method(type(detector))) is coder
