@@ -44,8 +44,8 @@ NAME = "cuda"
 OPTIONS = {
     "device": "GPU, such as cuda or cuda:1; or cpu: exact integer arithmetic by torch, slow, to compare with",
     "tune": "no: take the guessed kernel of every layer and measure nothing; yes by default",
-    "floats": "no: integers are never computed in fp16, neither a layer nor the network, where that is faster; yes by "
-    "default",
+    "floats": "yes, by default: layers whose results are values are computed in fp16 where that is faster; no: never; "
+    "network: the whole network too, compiled by torch, where its integers are slower (not yet run on a GPU)",
     "overlap": "yes: small launches begin before their predecessor ends, where that is faster and gives the same "
     "results to the bit (from Hopper on); no by default",
     "plan": "plan file with the measured choices; by default MODEL.GPU.plan.json beside the model",
@@ -155,11 +155,10 @@ class CudaEngine(Engine):
             )
         self._path, self._device, self._dtype = path, device, PRECISIONS[precision]
         self._jobs = _number("jobs", build.options.get("jobs", str(os.cpu_count() or 1)))
-        floats, overlaps = (
-            _yes(key, build.options.get(key, other)) for key, other in (("floats", "yes"), ("overlap", "no"))
-        )
-        self._floats = floats
-        self._candidates, self._overlap = _candidates(device, floats=floats, overlaps=overlaps)
+        floats = _one_of("floats", build.options.get("floats", "yes"), ("yes", "no", "network"))
+        overlaps = _yes("overlap", build.options.get("overlap", "no"))
+        self._float_network = floats == "network"
+        self._candidates, self._overlap = _candidates(device, floats=floats != "no", overlaps=overlaps)
         self._programs: dict[tuple[tuple[int, ...], ...], Program] = {}
         self._last: tuple[Program, dict[str, Tensor]] | None = None
         self._closed = False
@@ -217,7 +216,7 @@ class CudaEngine(Engine):
         if program.floats:
             raise EngineError(
                 f"{self.info.label}: the network runs in floating point, and torch's compiler has joined its layers; "
-                "load it with floats='no' to time those of integers"
+                "load it with floats='yes' to time those of integers"
             )
         return dict(zip((step.name for step in program.layout.steps), program.step_ms(inputs), strict=True))
 
@@ -259,7 +258,7 @@ class CudaEngine(Engine):
             layout = lay_out(make_plan(self._path, shapes, dtype=self._dtype))
             self._programs[key] = Program(
                 layout, self._device, candidates=self._candidates, plan=self._plan, jobs=self._jobs,
-                overlap=self._overlap, network=partial(self._network, dict(shapes)) if self._floats else None,
+                overlap=self._overlap, network=partial(self._network, dict(shapes)) if self._float_network else None,
             )  # fmt: skip
         return self._programs[key]
 
@@ -320,9 +319,13 @@ def _array(tensor: Tensor) -> NDArray[np.generic]:
 
 
 def _yes(name: str, text: str) -> bool:
-    if text not in {"yes", "no"}:
-        raise EngineError(f"cuda: {name} is {text!r}: it must be yes or no")
-    return text == "yes"
+    return _one_of(name, text, ("yes", "no")) == "yes"
+
+
+def _one_of(name: str, text: str, allowed: tuple[str, ...]) -> str:
+    if text not in allowed:
+        raise EngineError(f"cuda: {name} is {text!r}: it must be {', '.join(allowed[:-1])} or {allowed[-1]}")
+    return text
 
 
 def _number(name: str, text: str) -> int:
