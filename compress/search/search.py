@@ -30,7 +30,7 @@ from compress.search.space import Configuration, make_space
 from compress.search.spec import SearchSpec, check_search_spec
 from compress.search.start import best_within, uniform
 from compress.search.structure import analyse
-from compress.search.timing import Timed, time_space
+from compress.search.timing import Timed, time_more, time_space
 from compress.search.trials import add_starts, failures, open_study, optuna, results, run_trials
 
 TARGETS: dict[str, Target] = {"openvino": "openvino", "onnxruntime": "onnxruntime"}
@@ -122,7 +122,10 @@ def _measured_front(
         if known is None:
             timed = time_space(lab, reference, version=version, cache=cache, progress=progress)
             _check_reachable(timed, latency)
-            known = timed, rate_choices(lab, progress=progress)
+            accuracy = rate_choices(lab, progress=progress)
+            first = list(_optimal(lab, timed, accuracy, latency).values())
+            timed = time_more(lab, timed, first, reference, version=version, cache=cache, progress=progress)
+            known = timed, accuracy
             write_plan(folder, lab, *known)
         starts = _starts(lab, *known, latency) if role == "all" else {}
         study = _refine(lab, reference, starts, storage or str(folder / "trials.log"), begun=begun, progress=progress)
@@ -255,7 +258,21 @@ def _check_reachable(timed: Timed, latency: float | None) -> None:
 
 
 def _starts(lab: Lab, timed: Timed, accuracy: AccuracyModel, latency: float | None) -> dict[str, Configuration]:
-    """Uniform configurations, and the best by the models for several budgets, those near the bound first."""
+    """The best configurations by the models, and uniform ones."""
+    baselines: dict[str, Configuration] = {}
+    for name in lab.spec.formats:
+        if name != "float":
+            baselines[f"{name} everywhere"] = uniform(lab.space, format_=name)
+        baselines |= {
+            f"width {share:g}, {name}": uniform(lab.space, width=share, format_=name) for share in lab.spec.widths
+        }
+    if any(element.startswith("sparse") for element in lab.space.elements):
+        baselines["2:4 everywhere"] = uniform(lab.space, sparse=True)
+    return {**_optimal(lab, timed, accuracy, latency), **baselines}
+
+
+def _optimal(lab: Lab, timed: Timed, accuracy: AccuracyModel, latency: float | None) -> dict[str, Configuration]:
+    """The best configurations by the models for several budgets, those near the bound first; half of the trials."""
 
     def predict(configuration: Configuration) -> float:
         return timed.model.predict(lab.costs.of(configuration))
@@ -266,17 +283,7 @@ def _starts(lab: Lab, timed: Timed, accuracy: AccuracyModel, latency: float | No
         best = best_within(lab.space, accuracy.distance, predict, budget)
         if best is not None and not _as_is(lab, best):
             found.setdefault(f"start {number} ({budget:.2f})", best)
-    baselines: dict[str, Configuration] = {}
-    for name in lab.spec.formats:
-        if name != "float":
-            baselines[f"{name} everywhere"] = uniform(lab.space, format_=name)
-        baselines |= {
-            f"width {share:g}, {name}": uniform(lab.space, width=share, format_=name) for share in lab.spec.widths
-        }
-    if any(element.startswith("sparse") for element in lab.space.elements):
-        baselines["2:4 everywhere"] = uniform(lab.space, sparse=True)
-    most = max(lab.spec.trials // 2, 1)
-    return {**dict(list(found.items())[:most]), **baselines}
+    return dict(list(found.items())[: max(lab.spec.trials // 2, 1)])
 
 
 def _points(lab: Lab, timed: Timed, accuracy: AccuracyModel, study: Any, reference: Path) -> tuple[Point, ...]:

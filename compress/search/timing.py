@@ -5,6 +5,7 @@ Times are kept on disk by engine, version and machine, so that a second search o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -12,7 +13,7 @@ import random
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from compress.files import read_json, write_json
 from compress.measure.layer_times import measure_engine_layers
 from compress.measure.machine import describe_machine
 from compress.progress import Progress
-from compress.search.lab import REFERENCE, Lab, engines_of, export, time_engines, time_ratio, with_formats
+from compress.search.lab import REFERENCE, Lab, export, fresh_engines, median_ratio, time_engines, with_formats
 from compress.search.latency_model import Check, LatencyModel, Sample, check, fit
 from compress.search.network import apply
 from compress.search.space import BLOCK, FORMAT, SPARSE, Configuration, key_of
@@ -90,6 +91,35 @@ def time_space(lab: Lab, reference: Path, *, version: str, cache: Path | None, p
         samples=samples,
         smallest=min(sample.time for sample in samples.values()),
         cached=store.hits,
+    )
+
+
+def time_more(
+    lab: Lab,
+    timed: Timed,
+    configurations: Sequence[Configuration],
+    reference: Path,
+    *,
+    version: str,
+    cache: Path | None,
+    progress: Progress,
+) -> Timed:
+    """Time further networks, and correct the model by them.
+
+    A search asks for those that it would begin with: the best by a model are those whose time it takes for too short.
+    """
+    store = _Store(cache_path(lab, version, cache))
+    progress.start(TASK, len(configurations))
+    samples = dict(timed.samples)
+    with contextlib.suppress(CompressError):  # a trial will say why they cannot be built
+        samples |= _samples(lab, configurations, reference, store, progress)
+    progress.finish(TASK)
+    return replace(
+        timed,
+        model=fit(list(samples.values())),
+        samples=samples,
+        smallest=min(sample.time for sample in samples.values()),
+        cached=timed.cached + store.hits,
     )
 
 
@@ -166,10 +196,9 @@ def _measured(
                 if number + 1 == len(configurations) and not files:
                     raise
             progress.advance(TASK)
-        with engines_of(lab, {REFERENCE: reference, **files}) as engines:
-            timed = time_engines(lab, engines)
+        timed = [time_engines(lab, engines) for engines in fresh_engines(lab, {REFERENCE: reference, **files})]
         layers = _layer_shares(lab, files)
-    times = {name: time_ratio(timed[name], timed[REFERENCE]) for name in files}
+    times = {name: median_ratio(timed, name) for name in files}
     found, rows = {}, {}
     for name, time in times.items():
         configuration = configurations[int(name)]

@@ -51,6 +51,25 @@ def test_a_latency_model_finds_the_time_of_networks_it_has_not_seen():
     assert seen.spearman > 0.95
 
 
+def test_networks_that_a_model_takes_for_the_best_correct_it():
+    """The best by a model are those whose time it takes for too short; with their times it errs less on the next."""
+    generator = torch.Generator().manual_seed(0)
+    slower = {c.path: 1 + float(torch.rand(1, generator=generator)) for c in COSTS.of({})}
+    time = lambda chosen: sum(slower[c.path] * known_time((c,)) for c in COSTS.of(chosen))  # noqa: E731
+    errors = {e: {c: float(i) for i, c in enumerate(choices)} for e, choices in SPACE.elements.items()}
+    samples = [Sample(costs=COSTS.of(c), time=time(c)) for c in ({}, *networks(6, 0))]
+
+    def best(model):
+        predict = lambda c: model.predict(COSTS.of(c))  # noqa: E731
+        shares = [best_within(SPACE, errors, predict, share * time({})) for share in (0.9, 0.8, 0.7, 0.6)]
+        chosen = [c for c in shares if c is not None]
+        return chosen, check(map(predict, chosen), map(time, chosen)).median_error
+
+    chosen, before = best(fit(samples))
+    _, after = best(fit([*samples, *(Sample(costs=COSTS.of(c), time=time(c)) for c in chosen)]))
+    assert after < before
+
+
 def test_times_of_layers_are_used_where_the_engine_has_them():
     costs = COSTS.of({})
     layers = {c.path: 0.1 * (i + 1) for i, c in enumerate(costs)}
