@@ -52,7 +52,12 @@ def parse(cls: type[T], tree: Any, *, where: str = "") -> tuple[T | None, list[s
         The dataclass and no lines, or None and a line for each value that is refused: its location, what was got and
         what is allowed.
     """
-    text = json.dumps({"document": tree}, default=_plain)
+    text = json.dumps({"document": tree}, default=_plain, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        return None, [f"{where}{': ' if where else ''}it holds {half!r}, half of a character; take it out"]
     try:
         return cast(T, cast(Any, _document(cast(Any, cls))).model_validate_json(text).document), []
     except ValidationError as error:
@@ -198,7 +203,9 @@ def _declared(cls: Any, location: Sequence[str | int]) -> Any:
             hint = next((get_args(member)[0] for member in lists), Any)
         else:
             section = next(_sections(hint), None)
-            hint = Any if section is None else get_type_hints(section, include_extras=True).get(part, Any)
+            mapped = (get_args(member)[1] for member in members(hint) if get_origin(member) in (dict, Mapping))
+            fields = {} if section is None else get_type_hints(section, include_extras=True)
+            hint = next(mapped, Any) if section is None else fields.get(part, Any)
     return hint
 
 

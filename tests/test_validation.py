@@ -99,3 +99,9 @@ def test_on_and_off_of_yaml_are_words_where_words_are_asked_for():
     assert parse_recipe({}, ["qat.fused=on"]).qat.fused == "on"
     with pytest.raises(RecipeError, match="train.precision is True"):
         parse_recipe({}, ["train.precision=on"])
+
+
+def test_half_of_a_character_is_named():
+    """YAML's escapes can make one, and no file or process takes it."""
+    with pytest.raises(RecipeError, match=r"it holds '\\ud800', half of a character"):
+        parse_recipe({"model": {"name": "a\ud800b"}})

@@ -1,9 +1,10 @@
 """The audit of ONNX files, on files written down here."""
 
+import numpy as np
 import onnx
 import pytest
 
-from compress.audit.onnx import audit_onnx
+from compress.audit.onnx import audit_onnx, audit_sparsity, sparse_nodes
 from compress.errors import AuditError
 
 FILE = """
@@ -43,3 +44,129 @@ def test_a_scale_of_zero_is_refused_by_the_result_of_a_node_without_a_name(tmp_p
     onnx.save(onnx.parser.parse_model(FILE.replace("PARTS", "x_d, z_d").replace("{0.1}", "{0}")), tmp_path / "m.onnx")
     with pytest.raises(AuditError, match=r"^x_q: scale is 0\.0 in 1 of 1 places"):
         audit_onnx(tmp_path / "m.onnx")
+
+
+KINDS = (
+    """
+<ir_version: 10, opset_import: ["": 21], metadata_props: ["k": "v"]>
+audited (float[1,2,4,4] x, float[2,4] a, float[4,3] b)
+ => (float[1,2,2,2] y, float[2,3] plain, float[2,3] product, float[2,4] fc)
+<float s = {0.1}, uint8 middle = {128}, int8 zero = {0}, int8[2,2,3,3] q = {CONV}, float[2] each = {0.1, 0.2},
+ int8[2] zeros = {0, 0}, float[1] one = {0.5}, int8[1] none = {0}, int8[4,4] g = {GEMM}, float[4,3] w = {FLOAT}> {
+    x_q = QuantizeLinear(x, s, middle)
+    x_d = DequantizeLinear(x_q, s, middle)
+    q_d = DequantizeLinear <axis = 0> (q, each, zeros)
+    y = Conv(x_d, q_d)
+    plain = MatMul(a, w)
+    a_q = QuantizeLinear(a, s, zero)
+    a_d = DequantizeLinear(a_q, s, zero)
+    product = MatMul(a_d, b)
+    g_d = DequantizeLinear <axis = 0> (g, one, none)
+    fc = Gemm(a_d, g_d)
+}
+""".replace("CONV", ", ".join(["1"] * 36))
+    .replace("GEMM", ", ".join(["1"] * 16))
+    .replace("FLOAT", ", ".join(["1"] * 12))
+)
+
+
+def test_every_column_of_the_audit(tmp_path):
+    onnx.save(onnx.parser.parse_model(KINDS), tmp_path / "m.onnx")
+    audit = audit_onnx(tmp_path / "m.onnx")
+    assert (audit.opset, audit.activation_pairs, audit.float_type, audit.metadata) == (21, 2, "float32", {"k": "v"})
+    assert audit.ops == {"Conv": 1, "DequantizeLinear": 4, "Gemm": 1, "MatMul": 2, "QuantizeLinear": 2}
+    columns = [
+        (r.name, r.op_type, r.input_type, r.weight_type, r.per_channel, r.weight_elements, r.int8, r.reason)
+        for r in audit.rows
+    ]
+    assert columns == [
+        ("y", "Conv", "uint8", "int8", True, 36, True, ""),
+        (
+            "plain",
+            "MatMul",
+            "float",
+            "float",
+            False,
+            12,
+            False,
+            "its input is not quantized; its weight is not quantized",
+        ),
+        ("product", "MatMul", "int8", "float", False, 0, False, "its weight is not quantized"),
+        ("fc", "Gemm", "int8", "int8", False, 16, True, ""),
+    ]
+    assert audit.int8_share == pytest.approx(52 / 64)
+
+
+def test_halves_make_a_file_of_float16_and_fp8_is_not_int8(tmp_path):
+    text = KINDS.replace("float[4,3] w", "float16[4,3] w").replace("float[2,4] a", "float16[2,4] a")
+    text = text.replace("float[2,3] plain", "float16[2,3] plain").replace("QuantizeLinear(a, s", "QuantizeLinear(x, s")
+    onnx.save(onnx.parser.parse_model(text.replace("int8[4,4] g", "float8e4m3fn[4,4] g")), tmp_path / "m.onnx")
+    audit = audit_onnx(tmp_path / "m.onnx")
+    assert audit.float_type == "float16"
+    assert audit.rows[-1].reason == "its weight is FP8, not INT8" and not audit.rows[-1].int8
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [("-0.5", r"-0\.5 in 1 of 2"), ("inf", "inf in 1 of 2"), ("nan", "nan in 1 of 2")],
+)
+def test_scales_that_are_not_positive_and_finite_are_refused(tmp_path, scale, words):
+    model = onnx.parser.parse_model(KINDS)
+    (each,) = [tensor for tensor in model.graph.initializer if tensor.name == "each"]
+    each.CopyFrom(onnx.numpy_helper.from_array(np.array([0.1, float(scale)], np.float32), "each"))
+    model.graph.node[2].name = "weights"
+    onnx.save(model, tmp_path / "m.onnx")
+    with pytest.raises(AuditError, match=rf"^weights: scale is {words} places"):
+        audit_onnx(tmp_path / "m.onnx")
+
+
+def test_a_file_that_is_not_there_and_a_folder_are_named(tmp_path):
+    with pytest.raises(AuditError, match=r"none\.onnx does not exist; give an ONNX file"):
+        audit_onnx(tmp_path / "none.onnx")
+    with pytest.raises(AuditError, match="is a folder; give an ONNX file"):
+        audit_onnx(tmp_path)
+    (tmp_path / "text.onnx").write_text("no model")
+    with pytest.raises(AuditError, match=r"text\.onnx is not a valid ONNX file"):
+        audit_onnx(tmp_path / "text.onnx")
+
+
+SPARSE = """
+<ir_version: 9, opset_import: ["": 19]>
+sparse (float[1,4,4,4] x, float[2,4] a)
+ => (float[1,2,4,4] conv, float[2,3] gemm, float[2,3] turned, float[2,3] product, float[2,3] moved)
+<float[2,4,1,1] c = {CONV}, float[3,4] rows = {ROWS}, float[4,3] columns = {COLUMNS},
+ int8[3,4] q = {QUANTS}, float s = {0.1}, int8 zero = {0}> {
+    conv = Conv(x, c)
+    gemm = Gemm <transB = 1> (a, rows)
+    turned = Gemm(a, columns)
+    product = MatMul(a, columns)
+    q_d = DequantizeLinear(q, s, zero)
+    rows_t = Transpose <perm = [1, 0]> (q_d)
+    moved = MatMul(a, rows_t)
+}
+"""
+
+
+@pytest.mark.parametrize(("values", "violations"), [((1, 2, 0, 0), 0), ((1, 2, 3, 0), 3), ((0, 0, 0, 0), 0)])
+def test_the_pattern_is_looked_for_along_the_inputs_of_each_kind(tmp_path, values, violations):
+    """One group of four for each of the outputs."""
+    rows = [values] * 3
+    texts = {
+        "CONV": [*values, 5, 6, 0, 0],
+        "ROWS": [v for row in rows for v in row],
+        "QUANTS": [v for row in rows for v in row],
+        "COLUMNS": [v for v in values for _ in rows],
+    }
+    text = SPARSE
+    for key, numbers in texts.items():
+        text = text.replace(key, ", ".join(map(str, numbers)))
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    found = {row.name: row for row in audit_sparsity(tmp_path / "m.onnx")}
+    share = values.count(0) / 4
+    assert found["conv"].violations == violations // 3 and found["conv"].zeros == pytest.approx((share + 0.5) / 2)
+    for name in ("gemm", "turned", "product", "moved"):
+        assert found[name].violations == violations
+        assert found[name].dtype == ("int8" if name == "moved" else "float32")
+        assert found[name].zeros == pytest.approx(share)
+    assert sparse_nodes(tmp_path / "m.onnx") == (tuple(found) if violations == 0 else ())
+    assert all(row.violations is None for row in audit_sparsity(tmp_path / "m.onnx", 2, 3))

@@ -152,6 +152,26 @@ def test_reading_more_than_was_written_is_a_contradiction():
     assert found["t", (-1, 8)] is None and found["t", (-1, 64)] is None and found["x", (-1, 64)] == 1
 
 
+@pytest.mark.parametrize(("dims", "expected"), [((17, 32, 64), None), ((17, 32, 1), 17), ((17, 64), None)])
+def test_a_dimension_of_one_is_no_view_of_a_longer_one(dims, expected):
+    shapes = {"n": (NodeOutput(dims=dims, users=frozenset({"far"}), result=False),)}
+    listing = EngineListing(source="test", layers=(layer("k", [], [("t", (-1, 32, 1))], ("n",)),))
+    assert rows(listing, shapes) == {("t", (-1, 32, 1)): expected}
+
+
+def test_a_kernel_that_repeats_may_write_more_than_it_reads():
+    shapes = {
+        "n": (NodeOutput(dims=(16, 8), users=frozenset({"far"}), result=False),),
+        "m": (NodeOutput(dims=(4, 8), users=frozenset({"n"}), result=False),),
+    }
+    for step, expected in (("AddRepl", 16), ("AddMul", 4)):
+        layers = (
+            layer("fc", [], [("s", (-1, 8))], ("m",), kind="gemm"),
+            layer(f"__myl_{step}_myl0_1", [("s", (-1, 8))], [("t", (-1, 8))], ("n",)),
+        )
+        assert rows(EngineListing(source="test", layers=layers), shapes)["t", (-1, 8)] == expected
+
+
 def test_shapes_of_a_file_with_a_reshape(tmp_path):
     graph = helper.make_graph(
         [

@@ -137,3 +137,11 @@ def test_what_a_weight_alone_does_not_describe_is_not_folded(make):
     graph_module = trace(model, x)
     assert fold_batchnorm(graph_module) == ()
     torch.testing.assert_close(graph_module(x), model(x))
+
+
+def test_channels_on_another_axis_are_not_folded():
+    """Of tokens (N, L, C) BatchNorm1d normalizes the positions, and a linear layer's outputs are the last axis."""
+    model, x = with_statistics(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))).eval(), torch.randn(2, 6, 6)
+    graph, paths = folded(model, x)
+    assert paths == ()
+    torch.testing.assert_close(graph(x), model(x))

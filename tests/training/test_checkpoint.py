@@ -172,3 +172,20 @@ def test_unwritable(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot write"):
         save_model(linear(), tmp_path / "file" / "model")
+
+
+def test_states_of_the_optimizer_come_back_in_the_memory_format_of_their_parameters(tmp_path):
+    def fresh(steps):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            model(torch.randn(2, 3, 6, 6)).square().mean().backward()
+            optimizer.step()
+        return {"model": model, "optimizer": optimizer, "scaler": torch.amp.GradScaler("cpu", enabled=False)}
+
+    path = save_checkpoint(tmp_path / "c.safetensors", **fresh(1), identity={}, position={})
+    loaded = fresh(0)
+    load_checkpoint(path, **loaded, identity={})
+    state = loaded["optimizer"].state[loaded["model"][0].weight]
+    assert state["exp_avg"].is_contiguous(memory_format=torch.channels_last) and state["step"].shape == ()
+    assert not state["exp_avg"].is_contiguous()

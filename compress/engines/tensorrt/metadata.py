@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from compress.engines.tensorrt.library import BUILDERS, FLAVOURS
 from compress.engines.tensorrt.options import Profile
 from compress.errors import EngineError
 from compress.files import read_json
+from compress.validation import parse
 
 _FORMAT = 1
 
@@ -78,8 +79,11 @@ class EngineMetadata:
             KeyError, TypeError, ValueError: it is of another form.
         """
         if row["format"] != _FORMAT:
-            raise ValueError(f"format {row['format']}; this version of compress reads {_FORMAT}")
-        metadata = TypeAdapter(cls).validate_python(row)
+            raise ValueError(f"format is {row['format']!r}; this version of compress reads {_FORMAT}")
+        names = {field.name for field in fields(cls)}
+        metadata, lines = parse(cls, {key: value for key, value in row.items() if key in names})
+        if metadata is None:
+            raise ValueError("; ".join(lines))
         if metadata.engine not in BUILDERS:
             raise ValueError(f"engine is {metadata.engine!r}; one of: {', '.join(BUILDERS)}")
         if metadata.onnx in ("", ".", "..") or any(mark in metadata.onnx for mark in "/\\\0"):
@@ -149,7 +153,8 @@ def read_metadata(engine: Path) -> EngineMetadata:
     try:
         return EngineMetadata.from_dict(read_json(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise EngineError(f"{path} cannot be read ({type(error).__name__}: {error}); build the engine again") from None
+        told = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise EngineError(f"{path} cannot be read: {told}. Build the engine again") from None
 
 
 def check_whole(engine: Path, metadata: EngineMetadata) -> None:

@@ -210,3 +210,29 @@ def test_every_normalization_that_stays_float_has_a_row(norm):
     result = placement(nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.Conv2d(4, 2, 1)))
     (row,) = [row for row in result.decisions if row.layer == "1"]
     assert row.decision == "float" and "normalization" in row.reason
+
+
+def test_a_mean_over_the_places_of_an_image_is_a_pool_and_no_other_is():
+    class Mean(nn.Module):
+        def __init__(self, axes, keepdim):
+            super().__init__()
+            self.conv, self.last = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1) if keepdim else nn.Linear(4, 4)
+            self.axes, self.keepdim = axes, keepdim
+
+        def forward(self, x):
+            return self.last(self.conv(x).relu().mean(self.axes, keepdim=self.keepdim))
+
+    for axes, keepdim, pooled in (((2, 3), False, True), ((-1, -2), True, True), ((1, 3), False, False)):
+        shape = (2, 3, 6, 6) if pooled else (2, 3, 6, 10)
+        model = Mean(axes, keepdim)
+        model.last = model.last if pooled else nn.Linear(4, 4)
+        assert ("relu" in quantized(placement(model, shape=shape))) == pooled
+        assert "mean" in quantized(placement(model, shape=shape))
+
+
+def test_the_kind_of_number_is_told_of_fp8_alone():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    for kind, told in (("int", False), ("e4m3", True)):
+        spec = QuantSpec(weights=WeightSpec(kind=kind), activations=ActivationSpec(kind=kind))
+        reasons = [d.reason for d in placement(model, spec).decisions if d.rule == "weight"]
+        assert len(reasons) == 2 and all(("FP8" in reason) == told for reason in reasons)
