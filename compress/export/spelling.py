@@ -1,4 +1,4 @@
-"""Spells operations that the exporter of some version of torch does not know as others that compute the same."""
+"""Spells operations as others that compute the same, where an exporter does not know them or an engine errs on them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,35 @@ _MAX_POOLS: dict[int, tuple[type[nn.Module], Callable[..., Tensor]]] = {
 }
 
 
+class _LogSigmoid(nn.Module):
+    """See `log_sigmoid`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return log_sigmoid(x)
+
+
+def log_sigmoid(x: Tensor) -> Tensor:
+    """Return log(sigmoid(x)) without the sigmoid, which ONNX Runtime cuts off at -18: its logarithm has no tail there."""
+    return -F.softplus(-x)
+
+
 def spell_plainly(model: nn.Module) -> None:
-    """Replace RReLU, evaluated as LeakyReLU of the mean slope, and adaptive maxima over equal windows; in place."""
+    """Replace RReLU, evaluated as LeakyReLU of the mean slope, LogSigmoid, and adaptive maxima over equal windows.
+
+    Args:
+        model: changed in place.
+    """
     for name, module in list(model.named_modules()):
+        if isinstance(module, nn.LogSigmoid):
+            model.set_submodule(name, _LogSigmoid())
         if isinstance(module, nn.RReLU):
             model.set_submodule(name, nn.LeakyReLU((module.lower + module.upper) / 2))
     if isinstance(model, fx.GraphModule):
         for node in list(model.graph.nodes):
             if node_kind(node) == "adaptive_max_pool":
                 _spell_pool(model, node)
+            if node.target is F.logsigmoid:
+                node.target = log_sigmoid
         model.recompile()
 
 

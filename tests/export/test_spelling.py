@@ -2,6 +2,7 @@
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import nn
 
 from compress.export.onnx import export_onnx
 from compress.export.prepare import prepare
+from compress.quantization.ptq.quantize import quantize
 
 
 class Pools(nn.Module):
@@ -42,3 +44,30 @@ def test_windows_of_several_sizes_stay_adaptive(size):
     """A pooling of equal windows would compute something else."""
     model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveMaxPool2d(size)).eval(), torch.randn(1, 3, 8, 8)
     assert torch.equal(prepare(model, x)(x), model(x))
+
+
+class LogSigmoids(nn.Module):
+    """The function and the module, on inputs far below -18, where ONNX Runtime's sigmoid ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.module = nn.Conv2d(3, 4, 1), nn.LogSigmoid()
+
+    def forward(self, x):
+        y = 40 * self.conv(x)
+        return torch.cat([F.logsigmoid(y), self.module(y)], 1)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_tail_of_log_sigmoid_is_in_the_file(tmp_path, quantized):
+    torch.manual_seed(0)
+    model, x = LogSigmoids().eval(), torch.randn(2, 3, 6, 6)
+    model = quantize(model, x, [x]) if quantized else model
+    path = export_onnx(model, x, tmp_path / "m.onnx")
+    expected = model(x).detach().numpy()
+    assert expected.min() < -30
+    for level in ("ORT_DISABLE_ALL", "ORT_ENABLE_ALL"):
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
+        (got,) = onnxruntime.InferenceSession(str(path), options).run(None, {"input": x.numpy()})
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
