@@ -25,7 +25,7 @@ class _LogSigmoid(nn.Module):
 
 
 def log_sigmoid(x: Tensor) -> Tensor:
-    """Return log(sigmoid(x)) without the sigmoid, which ONNX Runtime cuts off at -18: its logarithm has no tail there."""
+    """Return log(sigmoid(x)); ONNX Runtime cuts off the sigmoid at -18, and its logarithm has no tail there."""
     return -F.softplus(-x)
 
 
