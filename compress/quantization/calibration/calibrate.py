@@ -22,6 +22,7 @@ from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.report import attach_report
 from compress.graph.sizes import size_remark
 from compress.progress import NoProgress, Progress
+from compress.quantization.calibration.averages import widen_averages
 from compress.quantization.calibration.calibrators import Calibrator, make_calibrator
 from compress.quantization.calibration.together import choose_together, on_host
 from compress.quantization.placement.dead import always_zero
@@ -95,6 +96,7 @@ class _Network:
                 quantizer.set_amax(torch.ones_like(quantizer.amax))  # zeros are exact on any grid
             else:
                 _set(quantizer, calibrator)
+        widen_averages(self.model)
         found = dict(quantizers(self.model))
         amax = dict(zip(found, on_host([quantizer.amax for quantizer in found.values()]), strict=True))
         histograms = {name: h for name, c in self.watching.items() if (h := c.histogram) is not None}
