@@ -38,6 +38,7 @@ MARGIN = 0.98
 """Methods aim a little below the bound, because the next measurement will differ."""
 _NEAR = 0.97
 _BISECTIONS = 7
+_LOADS, _RUNS = 3, 100  # of a measurement, and most runs of each load
 _BATCH = 64
 
 Family = Callable[[float], nn.Module]
@@ -51,7 +52,7 @@ class Effort:
     Attributes:
         networks, trials, images, reconstruction_steps: as of `SearchSpec`.
         search_s: seconds after which a search begins no further trial.
-        runs, seconds: of a measurement of latency.
+        seconds: of a measurement of latency.
     """
 
     networks: int = 9
@@ -59,7 +60,6 @@ class Effort:
     images: int = 128
     reconstruction_steps: int = 5
     search_s: float = 300.0
-    runs: int = 200
     seconds: float = 1.0
 
 
@@ -106,8 +106,8 @@ class Bench:
         if not files["float"].is_file():
             exported(self.network, self.images, files["float"])
         exported(network, self.images, files["small"], int8=self.subject.int8, quick=True)
-        rows = timed(files, runs=self.effort.runs, seconds=self.effort.seconds)
-        return time_ratio(rows["small"], rows["float"])
+        rows = [timed(files, self.subject.batch, self.effort.seconds / _LOADS) for _ in range(_LOADS)]
+        return float(np.median([time_ratio(row["small"], row["float"]) for row in rows]))
 
     def largest(self, family: Family, bound: float) -> tuple[nn.Module, float, float]:
         """The largest network of a family within a bound, its ratio and the share that was taken away."""
@@ -216,6 +216,7 @@ def searched(part: Part, bench: Bench, bound: float, folder: Path) -> tuple[nn.M
         trials=effort.trials,
         hours=effort.search_s / 3600,
         threads=THREADS,
+        batch_size=subject.batch,
     )
     images = list(bench.images[: effort.images].split(_BATCH))
     out = folder / f"{subject.name}-{part.method}"
@@ -249,14 +250,15 @@ def exported(network: nn.Module, images: Tensor, path: Path, *, int8: bool = Fal
     return compress.export_onnx(copy.deepcopy(network).eval(), images[:2], path)
 
 
-def timed(files: Mapping[str, Path], *, runs: int, seconds: float) -> dict[str, Latency]:
-    """Time files in turn, with one picture and one thread; every call loads them anew."""
+def timed(files: Mapping[str, Path], batch: int, seconds: float) -> dict[str, Latency]:
+    """Time files in turn, with one thread; every call loads them anew."""
     with ExitStack() as stack:
         engines = {
-            name: stack.enter_context(compress.build_engine(path, ENGINE, batch_size=1, threads=THREADS))
+            name: stack.enter_context(compress.build_engine(path, ENGINE, batch_size=batch, threads=THREADS))
             for name, path in files.items()
         }
-        return {row.label: row for row in measure_latency(engines, batch_size=1, runs=runs, seconds=seconds)}
+        rows = measure_latency(engines, batch_size=batch, runs=_RUNS, seconds=seconds)
+    return {row.label: row for row in rows}
 
 
 def hits(path: Path, files: Files, first: int, count: int) -> int:

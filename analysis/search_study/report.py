@@ -25,7 +25,7 @@ def write(folder: Path) -> str:
         "",
         f"`{about['command']}`; {listed(about['software'])}; {listed(about['machine'])}.",
         "",
-        "Latency: ONNX Runtime, one picture, one thread; the median of several loads, each timed in turn with the "
+        "Latency: ONNX Runtime, one thread; the median of several loads, each timed in turn with the "
         "float network, with nothing else running. Top-1: the exported file on ONNX Runtime, all test pictures. The "
         "pictures are a JPEG copy of CIFAR-10: compare differences. Every network was fine-tuned by the same recipe. "
         "Points over uniform: paired by seed, 95 % interval of Student's t where there are several seeds.",
@@ -39,20 +39,24 @@ def write(folder: Path) -> str:
 def tables(rows: list[Row]) -> Iterable[str]:
     """Yield a table for each network, data set and bound."""
     networks = [row for row in rows if row["kind"] == "network"]
-    found = {(_key(row), row["method"]): row for row in rows if row["kind"] == "found"}
     for name in dict.fromkeys(map(_subject, networks)):
         own = [row for row in networks if _subject(row) == name]
         subject = own[0]["subject"]
         base = "dense INT8 network's" if subject["int8"] else "float network's"
-        yield from ("", f"## {name}, at most {subject['bound']:g} of the {base} latency", "")
-        yield "| method | seeds | latency, of float | of dense | top-1 % | float % | points to float | over uniform |"
+        batch = subject.get("batch", 1)
+        yield from ("", f"## {name}, at most {subject['bound']:g} of the {base} latency, batch {batch}", "")
+        yield (
+            "| method | seeds | latency, of float (all loads) | of dense | top-1 % | float % | points to float | over "
+            "uniform |"
+        )
         yield "|---|---|---|---|---|---|---|---|"
         for method in dict.fromkeys(row["method"] for row in own):
             some = [row for row in own if row["method"] == method]
             times = [ratio for row in some if (ratio := _latency(rows, row)) is not None]
-            dense = [found[_key(row), method]["dense"] for row in some if (_key(row), method) in found]
+            dense = [ratio for row in some if (ratio := _latency(rows, {**row, "method": "dense"})) is not None]
             share = f"{statistics.mean(times):.3f}" if times else "not timed"
             of_dense = f"{statistics.mean(times) / statistics.mean(dense):.3f}" if times and dense else ""
+            spread = _range(rows, some)
             points = [row["top1"] - row["float_top1"] for row in some]
             over = [
                 row["top1"] - other["top1"]
@@ -60,7 +64,7 @@ def tables(rows: list[Row]) -> Iterable[str]:
                 for other in own
                 if other["method"] == _REFERENCE and _key(other) == _key(row) and method != _REFERENCE
             ]
-            cells = [method, len(some), share, of_dense, _mean(r["top1"] for r in some)]
+            cells = [method, len(some), share + spread, of_dense, _mean(r["top1"] for r in some)]
             cells += [_mean(r["float_top1"] for r in some), interval(points), interval(over)]
             yield f"| {' | '.join(map(str, cells))} |"
 
@@ -113,6 +117,13 @@ def _latency(rows: list[Row], network: Row) -> float | None:
         if row["kind"] == "latency" and _key(row) == _key(network) and row["method"] == network["method"]
     ]
     return statistics.median(seen) if seen else None
+
+
+def _range(rows: list[Row], networks: list[Row]) -> str:
+    """Least and largest ratio over all loads."""
+    keys = {(_key(row), row["method"]) for row in networks}
+    seen = [row["ratio"] for row in rows if row["kind"] == "latency" and (_key(row), row["method"]) in keys]
+    return f" ({min(seen):.3f} to {max(seen):.3f})" if len(seen) > 1 else ""
 
 
 def _key(row: Row) -> str:

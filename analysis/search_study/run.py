@@ -178,7 +178,7 @@ class Study:
             images = torch.from_numpy(np.load(self.images(subject.data)[1].calibration))
             files = {"float": exported(network, images, self.folder / f"{subject.name}-float.onnx"), **paths}
             for turn in range(self.o.repeats):
-                rows = timed(files, runs=300, seconds=self.o.timing_s)
+                rows = timed(files, subject.batch, self.o.timing_s)
                 for method, row in rows.items():
                     ratio = time_ratio(row, rows["float"])
                     self.row(
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--timing-s", type=float, default=1.0, help="for each network of a measurement")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--lanes", type=int, default=6, help="networks that train at a time")
-    parser.add_argument("--repeats", type=int, default=3, help="of the timings at the end")
+    parser.add_argument("--repeats", type=int, default=5, help="of the timings at the end")
     parser.add_argument("--train-images", type=int)
     parser.add_argument("--val-images", type=int)
     o = parser.parse_args()

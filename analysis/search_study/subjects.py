@@ -19,6 +19,7 @@ class Subject:
         seed: of its weights and of everything random afterwards.
         int8: the smaller networks are INT8, and the bound is a share of the dense INT8 network's time.
         bound: largest share of that time.
+        batch: pictures of a timed run.
         lr, weight_decay: of the float training.
     """
 
@@ -27,6 +28,7 @@ class Subject:
     seed: int = 0
     int8: bool = False
     bound: float = 0.7
+    batch: int = 1
     lr: float = 0.1
     weight_decay: float = 4e-4
 
@@ -81,7 +83,7 @@ def _mobilenet(seed: int, data: str = "cifar10") -> Subject:
     return Subject(network="mobilenet_v2", data=data, seed=seed)
 
 
-_RESNET56 = Subject(network="resnet56", int8=True, bound=0.6, lr=0.2, weight_decay=5e-4)
+_RESNET56 = Subject(network="resnet56", int8=True, bound=0.6, batch=16, lr=0.2, weight_decay=5e-4)
 _PEERS = ("search", "uniform", "torch-pruning")
 
 GROUPS: dict[str, tuple[Part, ...]] = {

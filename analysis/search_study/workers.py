@@ -15,13 +15,18 @@ import torch
 
 
 def physical_cores() -> list[set[int]]:
-    """Logical processors that this process may use, grouped by the core that they share."""
+    """Logical processors that this process may use, grouped by the core that they share.
+
+    A virtual machine may hide which these are: where none seems to share a core, neighbours are taken to.
+    """
     allowed, found = os.sched_getaffinity(0), []
     for cpu in sorted(allowed):
         file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         own = _numbers(file.read_text()) & allowed if file.is_file() else {cpu}
         if own not in found:
             found.append(own or {cpu})
+    if all(len(core) == 1 for core in found):
+        found = [set().union(*found[first : first + 2]) for first in range(0, len(found), 2)]
     return found
 
 
