@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ NETWORKS = {
     "vit_small_patch16_224": "ViT-S/16",
     "convnext_tiny": "ConvNeXt-T",
 }
+KEPT = ("metrics.json", "environment.json", "report.html")
 STEPS = {
     "fused": "compress",
     "torch-ops": "torch's fake-quantize ops",
@@ -62,12 +64,28 @@ def step_ratios(runs: Sequence[Row]) -> dict[str, float]:
     return {STEPS[name]: found[name] for name in STEPS}
 
 
+def machine_of(environment: Row) -> str:
+    """The machine of a run in a few words."""
+    cores = environment.get("cores")
+    vector = [name for name in ("avx512_vnni", "amx_int8") if name in environment.get("isa", ())]
+    name = str(environment.get("cpu", "a CPU")).replace("(R)", "")
+    return f"{cores} cores of {name}" + (f" ({', '.join(vector)})" if vector else "")
+
+
+def keep(run: Path, out: Path) -> None:
+    """Copy the figures of a finished run that the pages show."""
+    out.mkdir(parents=True, exist_ok=True)
+    for source, name in (*((run / n, n) for n in KEPT), (run / "figures" / "accuracy_latency.png", "tradeoff.png")):
+        shutil.copyfile(source, out / name)
+
+
 def draw(
     points: Sequence[tuple[str, str, float, float]],
     bars: Sequence[tuple[str, float, float]],
     ratios: Mapping[str, float],
+    machine: str,
 ) -> Figure:
-    """Draw three panels: CPU, GPU, training."""
+    """Draw three panels: CPU (of `machine`), GPU, training."""
     with styled():
         figure = Figure(figsize=(12.4, 4.1), layout="constrained")
         cpu, gpu, steps = figure.subplots(ncols=3, width_ratios=(1.15, 1.25, 1))
@@ -76,7 +94,8 @@ def draw(
         _steps(steps, ratios)
         caption(
             figure,
-            "Left: two cores of an AMD EPYC (AVX512-VNNI), digits at 64 px, each engine with the file made for it. "
+            f"Left: {machine}, digits at 64 px, one run, each engine with the file made for it; one picture of 449 is "
+            "0.22 points. "
             "Middle: one NVIDIA H100, random weights, 224 px, fp16 = torch.compile, cuDNN's search, one CUDA graph. "
             "Right: one NVIDIA H200, eager, bf16, batch 128.",
         )
@@ -87,12 +106,11 @@ def _cpu(axes: Axes, points: Sequence[tuple[str, str, float, float]]) -> None:
     variants, engines = (tuple(dict.fromkeys(names)) for names in zip(*((p[0], p[1]) for p in points), strict=True))
     colours = variant_colours(variants)
     for variant, engine, ms, score in points:
-        marker = MARKERS[engines.index(engine)]
-        axes.plot([ms], [score], marker, color=colours[variant], markersize=9, markeredgecolor=LIGHT["paper"])
+        axes.plot([ms], [score], color=colours[variant], **_marker(engines.index(engine)))
     for variant in variants:
         axes.plot([], [], "s", color=colours[variant], markersize=7, label=display(variant))
     for k, engine in enumerate(engines):
-        axes.plot([], [], MARKERS[k], color=LIGHT["muted"], markersize=7, fillstyle="none", label=display(engine))
+        axes.plot([], [], color=LIGHT["muted"], linestyle="", label=display(engine), **_marker(k))
     scores = [score for *_, score in points]
     axes.set_xlim(0, 1.08 * max(ms for _, _, ms, _ in points))
     axes.set_ylim(min(scores) - 0.8, 100.2)
@@ -100,6 +118,17 @@ def _cpu(axes: Axes, points: Sequence[tuple[str, str, float, float]]) -> None:
     axes.set(xlabel="latency of the engine, ms (batch 1)", ylabel="top-1 of the engine, %")
     axes.legend(loc="lower right", ncols=2)
     axes.set_title("ResNet-50 on a CPU: accuracy and latency")
+
+
+def _marker(k: int) -> dict[str, Any]:
+    """The mark of an engine: the first one's is small and full, the others' are open, one round the other."""
+    full = k == 0
+    return {
+        "marker": MARKERS[k],
+        "markersize": 6 if full else 9 + 2 * k,
+        "fillstyle": "full" if full else "none",
+        "markeredgewidth": 0 if full else 1.6,
+    }
 
 
 def _gpu(axes: Axes, bars: Sequence[tuple[str, float, float]]) -> None:
@@ -155,15 +184,21 @@ def _steps(axes: Axes, ratios: Mapping[str, float]) -> None:
 
 def main() -> None:
     """Read the three tables and write the picture."""
-    arguments = study_parser(__doc__, out="results").parse_args()
+    parser = study_parser(__doc__, out="results")
+    parser.add_argument("--demo", type=Path, help="a run of the recipe resnet50, whose figures become results/demo")
+    arguments = parser.parse_args()
+    if arguments.demo is not None:
+        keep(arguments.demo, arguments.out / "demo")
 
     def table(path: str) -> Any:
-        return json.loads((Path("results") / path).read_text())
+        place = arguments.out / path
+        return json.loads((place if place.exists() else Path("results") / path).read_text())
 
     figure = draw(
         cpu_points(table("demo/metrics.json")),
         gpu_bars(table("h100/cuda_engine.json")["networks"]),
         step_ratios(table("h200/qat_cost.json")["runs"]),
+        machine_of(table("demo/environment.json")),
     )
     print(save_figure(figure, arguments.out / "overview.png"))
 

@@ -14,9 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as Bars
-from rich.table import Table
+from rich.table import Column, Table
 
 from compress.cli.lines import QUIET_S, LineProgress
 from compress.progress import NoProgress, Progress
@@ -99,30 +107,75 @@ def progress(show: bool = True) -> Iterator[Progress]:
         with LineProgress(_print_line, _figures, _VERBOSE_S if VERBOSITY.level > 0 else QUIET_S) as lines:
             yield lines
         return
-    columns = (
-        TextColumn("{task.description}", justify="left"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[figures]}"),
-    )
-    with Bars(*columns, console=ERRORS) as bars:
+    with Bars(*bar_columns(ERRORS.width), console=ERRORS) as bars:
         yield BarProgress(bars)
+
+
+def bar_columns(width: int) -> tuple[ProgressColumn, ...]:
+    """Return the columns of the bars for a terminal of `width` characters; a narrow one has no room for both times."""
+    narrow = width < _NARROW
+    return (
+        TextColumn("{task.description}", justify="left", table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=6 if narrow else 24),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        *([] if narrow else [TimeElapsedColumn(table_column=Column(no_wrap=True))]),
+        TimeRemainingColumn(elapsed_when_finished=narrow, table_column=Column(no_wrap=True, min_width=7)),
+        TextColumn("{task.fields[figures]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+    )
+
+
+_NARROW = 100
+"""Terminals of fewer columns have no room for all parts of a bar."""
+_SENTENCE = 40
+"""A column with longer cells holds sentences."""
+_NAMED = 3
+"""Rows that are named before a sentence; more are counted."""
 
 
 def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, numbers: Iterable[str] = ()
 ) -> None:
-    """Print a table; `numbers` names the columns that stand right-aligned."""
-    right = set(numbers)
+    """Print a table; `numbers` names the columns that are right-aligned.
+
+    Names in the first column stay in one piece, up to a third of the line. Where the table is wider than the terminal
+    and its last column holds sentences, these are printed below it, each once, after the names of its rows.
+    """
+    right, cells = set(numbers), [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(_width, column)) for column in zip(columns, *cells, strict=True)]
+    too_wide = OUT.is_terminal and sum(widths) + 3 * len(widths) + 1 > OUT.width
+    below = too_wide and len(widths) > 2 and widths[-1] > _SENTENCE
+    shown = len(columns) - below
     table = Table(title=title, title_justify="left", header_style="bold")
-    for column in columns:
+    for place, column in enumerate(columns[:shown]):
         number = column in right
-        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
-    for row in rows:
-        table.add_row(*map(str, row))
+        table.add_column(
+            column,
+            justify="right" if number else "left",
+            no_wrap=number,
+            overflow="fold",
+            min_width=None if place else min(widths[0], OUT.width // 3),
+        )
+    for row in cells:
+        table.add_row(*row[:shown])
     OUT.print(table)
+    if below:
+        _print_sentences(columns[-1], cells)
+
+
+def _print_sentences(title: str, cells: Sequence[Sequence[str]]) -> None:
+    """Print the last cells of rows as lines, each after the first cells of the rows that have it."""
+    about: dict[str, list[str]] = {}
+    for row in cells:
+        about.setdefault(row[-1], []).append(row[0])
+    OUT.print(f"{title}:", style="bold")
+    for text, names in about.items():
+        if text:
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            OUT.print(f"- {', '.join(names[:_NAMED])}{more}: {text}", markup=False, highlight=False)
+
+
+def _width(text: str) -> int:
+    return max(map(len, text.splitlines()), default=0)
 
 
 def print_json(value: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from compress.cli.console import print_json, print_table
+from compress.cli.console import OUT, print_json, print_table
 from compress.cli.options import JsonOption
 from compress.engines import engine_availability
 from compress.measure import describe_machine
@@ -18,11 +18,11 @@ def doctor(as_json: JsonOption = False) -> None:
         print_json({"machine": machine.to_dict(), "engines": [asdict(engine) for engine in engines]})
         return
     print_table("machine", ("", ""), [(k, _text(v)) for k, v in machine.to_dict().items()])
-    rows = [
-        (e.name, "works" if e.available else "no", e.version, ", ".join(e.devices), e.reason, e.install)
-        for e in engines
-    ]
-    print_table("engines", ("engine", "here", "version", "devices", "why not", "what to do"), rows)
+    rows = [(e.name, "works" if e.available else "no", e.version, "\n".join(e.devices)) for e in engines]
+    print_table("engines", ("engine", "here", "version", "devices"), rows)
+    for engine in engines:
+        if not engine.available:
+            OUT.print(f"{engine.name}: {engine.reason}. What to do: {engine.install}", markup=False, highlight=False)
 
 
 def _text(value: Any) -> str:

@@ -1,0 +1,60 @@
+"""What a terminal of 80 columns shows: names and times in one piece, sentences as lines."""
+
+import io
+
+import pytest
+from rich.console import Console
+from rich.progress import Progress
+
+from compress.cli import console, doctor
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """What is printed on such a terminal."""
+    file = io.StringIO()
+    terminal = Console(file=file, width=80, force_terminal=True, color_system=None, markup=False, emoji=False)
+    for module in (console, doctor):
+        monkeypatch.setattr(module, "OUT", terminal)
+    return file
+
+
+def test_doctor_breaks_no_name(shown):
+    doctor.doctor()
+    lines = shown.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    text = " ".join(" ".join(lines).split())
+    assert all(name in text for name in ("onnxruntime", "tensorrt-lean", "CPUExecutionProvider"))
+    assert "cuda: " in text and text.count("What to do: ") >= 3
+
+
+def test_sentences_of_a_wide_table_are_lines_below_it(shown):
+    reason = "a convolution computes in INT8 when its input and weight are quantized"
+    rows = [(f"layer{i}.0.downsample.0", f"layer{i}.conv1", "int8", "conv input", reason) for i in range(6)]
+    console.print_table(
+        "placement", ("tensor", "asked by", "decision", "rule", "reason"), [*rows, ("x", "", "", "", "")]
+    )
+    lines = shown.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    text = " ".join(" ".join(lines).split())
+    assert all(row[0] in text for row in rows)
+    assert text.count(reason) == 1 and "layer2.0.downsample.0 and 3 more: a convolution" in text
+
+
+def test_a_table_that_fits_is_a_table(shown):
+    console.print_table("t", ("a", "b", "c"), [("x", "y", "z" * 50)])
+    assert "│ x │ y │ " + "z" * 50 in shown.getvalue()
+
+
+@pytest.mark.parametrize(("width", "times"), [(80, 1), (140, 2)])
+def test_a_bar_shows_its_time_and_its_figures_whole(width, times):
+    file = io.StringIO()
+    terminal = Console(file=file, width=width, force_terminal=True, color_system=None)
+    with Progress(*console.bar_columns(width), console=terminal, auto_refresh=False) as bars:
+        listener = console.BarProgress(bars)
+        listener.start("train: evaluate", 63)
+        listener.advance("train: evaluate", 21, loss=1.191, accuracy=0.615, images_per_s=640)
+        bars.refresh()
+    last = [line for line in file.getvalue().splitlines() if "21/63" in line][-1]
+    assert "loss 1.191  accuracy 61.5%  images/s 640" in last
+    assert last.count(":") == 1 + 2 * times and "…" not in last  # h:mm:ss, or -:--:--
