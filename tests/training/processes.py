@@ -3,6 +3,7 @@
 `python -m tests.training.processes TASK FOLDER` runs one of the tasks below, which leaves files in FOLDER.
 """
 
+import copy
 import json
 import os
 import resource
@@ -13,8 +14,13 @@ import traceback
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+import compress
 from compress.data.base import BatchPlan
 from compress.errors import CheckpointError, CompressError
 from compress.progress import NoProgress
@@ -270,6 +276,41 @@ def dying_member(environment, end):
     fit(smooth(), data, TrainSpec(epochs=9), folder=None, batch_size=8, processes=processes)
 
 
+def sharded(folder):
+    """Two processes each hold half of every parameter (FSDP2) of a quantized network, in a loop of their own."""
+    folder.mkdir(exist_ok=True)
+    children = [fork(lambda place=place: sharded_member(folder, place)) for place in two_places()]
+    ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    ends.append(forked(lambda: sharded_member(folder, {})))
+    (folder / "ends.json").write_text(json.dumps(ends))
+
+
+def sharded_member(folder, environment):
+    processes = init_processes("cpu", environment=environment)
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 3, 6, 6), torch.arange(8) % CLASSES
+    start = compress.quantize(smooth().eval(), x[:2], [x])
+    for fused in (False, True):
+        qmodel = copy.deepcopy(start).train()
+        run = compress.fuse_for_training(qmodel) if fused else qmodel
+        if processes.world_size > 1:
+            mesh = init_device_mesh("cpu", (processes.world_size,))
+            for layer in [] if fused else [m for m in qmodel.children() if next(m.parameters(), None) is not None]:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(run, mesh=mesh)
+        optimizer = torch.optim.SGD(run.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(4):
+            part = slice(processes.rank, None, processes.world_size)
+            nn.functional.cross_entropy(run(x[part]), y[part]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = {n: p.full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in run.named_parameters()}
+        held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in run.parameters())
+        path = folder / f"{'fused' if fused else 'plain'}-{processes.world_size}-{processes.rank}.safetensors"
+        save_file({**{n: p.contiguous() for n, p in whole.items()}, "held": torch.tensor(held)}, path)
+    processes.close()
+
+
 def interrupted_data(loads):
     """Ctrl-C, in every process, when it asks for its batch number `loads`."""
     data = toy_data()
@@ -307,4 +348,6 @@ def exchange(processes):
 
 
 if __name__ == "__main__":
-    {"killed": killed, "pair": pair, "widened": widened, "dying": dying}[sys.argv[1]](Path(sys.argv[2]))
+    {"killed": killed, "pair": pair, "widened": widened, "sharded": sharded, "dying": dying}[sys.argv[1]](
+        Path(sys.argv[2])
+    )

@@ -61,6 +61,25 @@ def test_two_processes_go_on_where_one_was_stopped(pair, tmp_path):
             torch.testing.assert_close(widened[key], whole[key], rtol=0, atol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    ends, errors = run("sharded", folder)
+    assert ends == [0, 0, 0], errors
+    return folder
+
+
+@pytest.mark.parametrize("way", ["plain", "fused"])
+def test_two_processes_that_share_parameters_train_what_one_does(sharded, way):
+    alone, first, second = (load_file(sharded / f"{way}-{who}.safetensors") for who in RUNS)
+    held = [int(one.pop("held")) for one in (alone, first, second)]
+    assert held[1] + held[2] == held[0] == sum(value.numel() for value in alone.values())
+    assert max(held[1:]) < 0.7 * held[0]
+    for key, expected in alone.items():
+        torch.testing.assert_close(first[key], expected, rtol=0, atol=1e-5)
+        assert torch.equal(first[key], second[key])
+
+
 def test_gradients_in_bfloat16_are_rounded_and_the_same_everywhere(pair):
     exact, first, second = (load_file(pair / f"{n}.safetensors") for n in ("smooth-2-0", "rounded-2-0", "rounded-2-1"))
     for key, expected in exact.items():
