@@ -171,3 +171,14 @@ def test_well_known_variants_keep_their_colour():
     alone, among = variant_colours(("float", "qat")), variant_colours(("float", "a", "ptq", "qat", "b"))
     assert alone["qat"] == among["qat"] and alone["float"] == among["float"]
     assert len(set(among.values())) == 5
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sets(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=2, max_size=9))
+def test_a_label_is_nearest_to_its_own_point(cells):
+    """Where there is room; on crowded figures a thin line leads from the label to its point."""
+    points = [(120.0 * x, 60.0 * y) for x, y in sorted(cells)]
+    boxes = place_labels(points, [(50, 12)] * len(points), bounds=(-150, -80, 700, 400))
+    for i, (x0, y0, x1, y1) in enumerate(boxes):
+        distances = [math.dist((x, y), (min(max(x, x0), x1), min(max(y, y0), y1))) for x, y in points]
+        assert min(distances) == distances[i] and sorted(distances)[1] > distances[i]
