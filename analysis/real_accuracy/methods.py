@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import compress
 from analysis.real_accuracy.networks import Subject
@@ -54,11 +55,14 @@ def ours(spec: QuantSpec) -> Make:
 
 def float_file(subject: Subject, folder: Path) -> Path:
     """Write the float network with torch's older exporter."""
-    path, example = folder / "float.onnx", subject.calibration[:2]
+    return _exported(subject.model, subject, folder / "float.onnx")
+
+
+def _exported(model: nn.Module, subject: Subject, path: Path) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            subject.model, (example,), str(path), dynamo=False, opset_version=17, input_names=[INPUT],
+            model, (subject.calibration[:2],), str(path), dynamo=False, opset_version=17, input_names=[INPUT],
             output_names=["logits"], dynamic_axes={INPUT: {0: "batch"}, "logits": {0: "batch"}},
         )  # fmt: skip
     return path
@@ -101,11 +105,24 @@ def nncf(best: bool, subject: Subject, path: Path, folder: Path) -> Path:
     return folder / "nncf.xml"
 
 
+def modelopt(config: str, subject: Subject, _: Path, folder: Path) -> Path:
+    """Quantize with ModelOpt's torch path, and export as its documentation does."""
+    import modelopt.torch.quantization as package  # optional: a peer
+
+    def calibrate(network: nn.Module) -> None:
+        for batch in subject.calibration.split(BATCH):
+            network(batch)
+
+    model = package.quantize(copy.deepcopy(subject.model), getattr(package, config), calibrate)
+    return _exported(model, subject, folder / "modelopt.onnx")
+
+
 def _ours_for(target: Target) -> dict[str, Method]:
     """Return our methods for an engine."""
     base = QuantSpec(target=target)
     w4 = replace(base, weights=WeightSpec(num_bits=4, calibrator="mse"))
     fast = AdaRoundSpec(steps=500, images=200)
+    blocks = ReconstructSpec(steps=500, images=200, batch_size=16, positions=8192)
     specs: dict[str, tuple[QuantSpec, str]] = {
         "default (mse)": (base, "W8A8"),
         "max": (replace(base, activations=ActivationSpec(calibrator="max")), "W8A8"),
@@ -121,7 +138,7 @@ def _ours_for(target: Target) -> dict[str, Method]:
         "nearest": (w4, "W4A8"),
         "nearest, bias correction": (replace(w4, bias_correction="empirical"), "W4A8"),
         "AdaRound, 4 bits": (replace(w4, adaround=fast), "W4A8"),
-        "blocks": (replace(w4, reconstruct=ReconstructSpec(steps=500, images=200)), "W4A8"),
+        "blocks": (replace(w4, reconstruct=blocks), "W4A8"),
     }
     return {
         f"compress: {name}, {target}": Method(ours(spec), (target,), bits, "") for name, (spec, bits) in specs.items()
@@ -138,6 +155,10 @@ METHODS: dict[str, Method] = {
     "ONNX Runtime's quantizer: Percentile": Method(
         partial(onnxruntime, "Percentile"), ("onnxruntime",), version="onnxruntime"
     ),
+    **{
+        f"ModelOpt: {config}": Method(partial(modelopt, config), ("openvino", "onnxruntime"), version="nvidia-modelopt")
+        for config in ("INT8_DEFAULT_CFG", "INT8_SMOOTHQUANT_CFG")
+    },
     **{k: m for k, m in _ours_for("onnxruntime").items() if k.startswith(("compress: default", "compress: max"))},
 }
 """By the name in the tables."""

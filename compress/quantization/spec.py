@@ -147,6 +147,7 @@ class ReconstructSpec:
         steps: steps of Adam for each block.
         images: largest number of calibration images to learn from.
         batch_size: images of one step.
+        positions: largest number of positions of a step; blocks of larger images take fewer of them, but not below 4.
         lr: learning rate of the roundings.
         range_lr: learning rate of the logarithm of a range; it falls to zero linearly.
         learn_ranges: learn ranges of weights and activations too.
@@ -165,6 +166,7 @@ class ReconstructSpec:
     steps: AtLeastOne = 1000
     images: AtLeastOne = 1024
     batch_size: BatchSize = 32
+    positions: AtLeastOne = 32768
     lr: Positive = 0.01
     range_lr: Positive = 0.002
     learn_ranges: bool = True

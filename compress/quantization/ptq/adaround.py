@@ -14,7 +14,7 @@ images does not decrease stays rounded to nearest. Scales do not change: another
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +28,7 @@ from torch.nn.utils import parametrize
 from compress.errors import QuantizationError
 from compress.files import replacing
 from compress.graph.named import stored_name
-from compress.graph.ops import module_kind, node_kind
+from compress.graph.ops import node_kind
 from compress.kernels.memory_format import along_axis
 from compress.progress import NoProgress, Progress
 from compress.quantization.numerics import QuantFormat
@@ -71,8 +71,8 @@ def beta_at(step: int, spec: AdaRoundSpec) -> float:
 @torch.no_grad()
 def learn_rounding(
     layer: nn.Module,
-    inputs: Tensor,
-    targets: Tensor,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
     spec: AdaRoundSpec,
     *,
     activation: str = "",
@@ -82,8 +82,8 @@ def learn_rounding(
 
     Args:
         layer: has a calibrated `weight_quantizer`; it is not changed.
-        inputs: (N, ...) inputs in the quantized network.
-        targets: (N, ...) outputs in the float network, before the activation.
+        inputs: (N, ...) inputs in the quantized network, for each batch.
+        targets: (N, ...) outputs in the float network, before the activation, for each batch.
         spec: steps, learning rate and schedule.
         activation: `relu` or `relu6` if one follows.
         settings: further arguments of the layer's call.
@@ -101,23 +101,25 @@ def learn_rounding(
     free = ((floor >= form.low) & (floor < form.high) & (weight != 0)).to(weight.dtype)
     base = floor.clamp(form.low, form.high)
     generator = torch.Generator().manual_seed(spec.seed)
-    targets, images, batch_size = _activated(targets, activation), len(inputs), spec.batch_size
-    axis = -1 if module_kind(layer) == "linear" else 1
+    images, batch_size = sum(len(part) for part in inputs), spec.batch_size
     rows = sampled_rows(layer, inputs, targets, count=spec.positions, generator=generator)
     if rows is not None:
-        inputs, targets, axis = rows.inputs[0], rows.targets, -1
-        batch_size = max(spec.batch_size, len(targets) * spec.batch_size // images)
+        x, expected, axis = rows.inputs[0], rows.targets, -1
+        batch_size = max(spec.batch_size, len(expected) * spec.batch_size // images)
+    else:
+        x, expected, axis = torch.cat(list(inputs)), torch.cat(list(targets)), 1
+    expected = _activated(expected, activation)
     v = inverse_rounding((steps - floor).clamp(0, 1))
     optimizer = torch.optim.Adam([v], lr=spec.lr, fused=v.dtype == torch.float32)
     for step in range(spec.steps):
-        chosen = torch.randint(len(inputs), (min(batch_size, len(inputs)),), generator=generator).to(inputs.device)
+        chosen = torch.randint(len(x), (min(batch_size, len(x)),), generator=generator).to(x.device)
         sigmoid = torch.sigmoid(v)
         h = (sigmoid * _STRETCH + _SHIFT).clamp_(0, 1)
         rounded = torch.addcmul(base, h, free).mul_(scale).requires_grad_()
         with torch.enable_grad():
-            part = rows.outputs(rounded, chosen) if rows else _outputs(layer, rounded, inputs[chosen], settings)
+            part = rows.outputs(rounded, chosen) if rows else _outputs(layer, rounded, x[chosen], settings)
             outputs = _activated(part, activation)
-            (outputs - targets[chosen]).square().sum(axis).mean().backward()
+            (outputs - expected[chosen]).square().sum(axis).mean().backward()
         gradient = cast(Tensor, rounded.grad).mul_(scale)
         if step >= spec.warm_start * spec.steps:
             gradient.add_(regularizer_gradient(h, beta_at(step, spec)), alpha=spec.regularization)
@@ -196,14 +198,13 @@ class Rounder:
 
     def _round(self, this: Visit) -> Rounding:
         layer = cast(Any, this.layer)
-        inputs, targets = torch.cat(this.inputs), torch.cat(this.targets)
         call: dict[str, Any] = {"activation": _activation_after(this.node), "settings": this.settings}
         nearest = layer.quantized_weight.detach().clone()
-        path, digest = self._file(this, inputs)
+        path, digest = self._file(this)
         learned = _read(path, digest, nearest)
         if learned is None:
-            learned = learn_rounding(layer, inputs, targets, self.spec, **call)
-        errors = [reconstruction_error(layer, w, inputs, targets, **call) for w in (nearest, learned)]
+            learned = learn_rounding(layer, this.inputs, this.targets, self.spec, **call)
+        errors = self._errors(this, (nearest, learned), call)
         best = learned if errors[1] < errors[0] else nearest
         if path is not None:
             _write(path, digest, best)
@@ -211,13 +212,25 @@ class Rounder:
         changed = (best != nearest).float().mean().item()
         return Rounding(layer=this.path, error_nearest=errors[0], error_learned=min(errors), changed=changed)
 
-    def _file(self, this: Visit, inputs: Tensor) -> tuple[Path | None, str]:
+    def _errors(self, this: Visit, weights: tuple[Tensor, Tensor], call: dict[str, Any]) -> list[float]:
+        """Return the error of each weight, at positions that are drawn apart from those that it was learned on."""
+        generator = torch.Generator().manual_seed(self.spec.seed + 1)
+        rows = sampled_rows(this.layer, this.inputs, this.targets, count=self.spec.positions, generator=generator)
+        if rows is None:
+            inputs, targets = torch.cat(this.inputs), torch.cat(this.targets)
+            return [reconstruction_error(this.layer, weight, inputs, targets, **call) for weight in weights]
+        every = torch.arange(len(rows.targets), device=rows.targets.device)
+        expected = _activated(rows.targets, call["activation"])
+        found = (_activated(rows.outputs(weight, every), call["activation"]) for weight in weights)
+        return [(outputs - expected).double().square().mean().item() for outputs in found]
+
+    def _file(self, this: Visit) -> tuple[Path | None, str]:
         """Return the file for a layer's rounding, and a digest of the values that it is learned from."""
         if self.folder is None:
             return None, ""
         layer = cast(Any, this.layer)
         digest = hashlib.sha256(repr(sorted(asdict(self.spec).items())).encode())
-        for tensor in (layer.weight, layer.weight_quantizer.scale, inputs):
+        for tensor in (layer.weight, layer.weight_quantizer.scale, *this.inputs):
             digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
         return self.folder / f"{this.path}.safetensors", digest.hexdigest()
 

@@ -34,6 +34,8 @@ from compress.quantization.quantizer import Quantizer, quantizers
 from compress.quantization.report import Reconstruction
 from compress.quantization.spec import AdaRoundSpec, ReconstructSpec
 
+LEAST_IMAGES = 4
+"""Images of a step, however many positions each has."""
 _CHUNK = 64
 _HARD = 1e-3
 
@@ -207,11 +209,12 @@ def _learn(
     optimizer = torch.optim.Adam(groups)
     pace = AdaRoundSpec(steps=spec.steps, warm_start=spec.warm_start)
     axis = 1 if target.dim() == 4 else -1
+    images = images_of_a_step(quantized, target, spec)
     with _replaced(module, weights, learning):
         for step in range(spec.steps):
             if ranges:
                 optimizer.param_groups[1]["lr"] = spec.range_lr * (1 - step / spec.steps)
-            chosen = torch.randint(len(target), (min(spec.batch_size, len(target)),), device=target.device)
+            chosen = torch.randint(len(target), (images,), device=target.device)
             x = quantized[chosen]
             if spec.drop:
                 x = torch.where(torch.rand_like(x) < spec.drop, before[chosen], x)
@@ -227,6 +230,15 @@ def _learn(
             if step % CHECK_EVERY == 0 and bool(torch.stack([w.hard() for w in weights.values()]).all()):
                 return step + 1
     return spec.steps
+
+
+def images_of_a_step(x: Tensor, y: Tensor, spec: ReconstructSpec) -> int:
+    """Return how many images a step takes: fewer where a block's input x or result y, (N, ...), has many positions.
+
+    Images of one class of size say much the same at each of their positions, so that few of them make a gradient.
+    """
+    positions = max(t[0].numel() // t.shape[1 if t.dim() == 4 else -1] for t in (x, y))
+    return min(spec.batch_size, len(y), max(LEAST_IMAGES, spec.positions // positions))
 
 
 def _parameter(path: str, layer: nn.Module) -> str:

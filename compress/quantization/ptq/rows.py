@@ -6,6 +6,7 @@ them over all images, gathered once, make a step of learning a small product ins
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -41,14 +42,14 @@ class Rows:
 
 
 def sampled_rows(
-    layer: nn.Module, inputs: Tensor, targets: Tensor, *, count: int, generator: torch.Generator
+    layer: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor], *, count: int, generator: torch.Generator
 ) -> Rows | None:
     """Sample output positions of a layer, evenly over the images.
 
     Args:
         layer: a linear layer, or a convolution of images.
-        inputs: (N, ...) of the layer.
-        targets: (N, ...) outputs.
+        inputs: (N, ...) of the layer, for each batch.
+        targets: (N, ...) outputs, for each batch.
         count: largest number of positions, up to one more for each image; all where there are no more.
         generator: of the positions, on the CPU.
 
@@ -58,22 +59,28 @@ def sampled_rows(
     found: Any = layer
     bias = None if found.bias is None else cast(Tensor, found.bias).detach()
     if module_kind(layer) == "linear":
-        x, y = inputs.flatten(0, -2), targets.flatten(0, -2)
+        x, y = (torch.cat([part.flatten(0, -2) for part in parts]) for parts in (inputs, targets))
         if len(x) > count:
             chosen = torch.randperm(len(x), generator=generator)[:count].to(x.device)
             x, y = x[chosen], y[chosen]
         return Rows(x[None], y, bias)
     if not isinstance(layer, nn.Conv2d) or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
         return None
-    height, width = targets.shape[2:]
-    each = min(height * width, -(-count // len(inputs)))
-    places = torch.stack([torch.randperm(height * width, generator=generator)[:each] for _ in inputs]).to(inputs.device)
-    parts = [
-        _gathered(layer, x, place, width) for x, place in zip(inputs.split(_IMAGES), places.split(_IMAGES), strict=True)
-    ]
-    windows = torch.cat(parts).unflatten(1, (layer.groups, -1)).flatten(2)  # (rows, groups, inputs of an output)
-    flat = targets.flatten(2).gather(2, places[:, None].expand(-1, targets.shape[1], -1))  # (N, outputs, each)
-    return Rows(windows.transpose(0, 1).contiguous(), flat.transpose(1, 2).flatten(0, 1), bias)
+    channels, height, width = targets[0].shape[1:]
+    each = min(height * width, -(-count // sum(len(part) for part in inputs)))
+    windows, outputs = [], []
+    for few, expected in zip(_split(inputs), _split(targets), strict=True):
+        orders = [torch.randperm(height * width, generator=generator)[:each] for _ in few]
+        places = torch.stack(orders).to(few.device)
+        windows.append(_gathered(layer, few, places, width))
+        flat = expected.flatten(2).gather(2, places[:, None].expand(-1, channels, -1))  # (N, outputs, each)
+        outputs.append(flat.transpose(1, 2).flatten(0, 1))
+    grouped = torch.cat(windows).unflatten(1, (layer.groups, -1)).flatten(2)  # (rows, groups, inputs of an output)
+    return Rows(grouped.transpose(0, 1).contiguous(), torch.cat(outputs), bias)
+
+
+def _split(parts: Sequence[Tensor]) -> list[Tensor]:
+    return [few for part in parts for few in part.split(_IMAGES)]
 
 
 def _gathered(layer: nn.Conv2d, x: Tensor, places: Tensor, width: int) -> Tensor:

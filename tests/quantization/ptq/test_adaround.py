@@ -67,7 +67,7 @@ def test_close_to_the_best_of_all_roundings():
         every = torch.tensor(list(itertools.product([0.0, 1.0], repeat=8)))
         candidates = (floor[:, None] + every).clamp(-7, 7) * scale[:, None]  # (rows, 256, 8)
         errors = ((x @ (candidates - layer.weight[:, None]).flatten(0, 1).T).square().mean(0)).view(16, 256)
-        learned = learn_rounding(layer, x, targets, AdaRoundSpec(steps=600))
+        learned = learn_rounding(layer, [x], [targets], AdaRoundSpec(steps=600))
         got, nearest = ((x @ (w - layer.weight).T).square().mean(0) for w in (learned, layer.quantized_weight))
     assert bool((candidates == learned[:, None]).all(2).any(1).all())  # each weight went up or down, by one step
     rank = (errors < got[:, None] * (1 - 1e-4)).float().mean(1)
@@ -95,7 +95,7 @@ def test_better_than_nearest_on_inputs_that_it_did_not_see(kind, activation):
     with torch.no_grad():
         targets, unseen_targets = layer(x), layer(unseen)
         layer.weight_quantizer.enabled = True
-        learned = learn_rounding(layer, x, targets, SHORT, activation=activation)
+        learned = learn_rounding(layer, [x], [targets], SHORT, activation=activation)
         nearest = layer.quantized_weight
         error = {
             name: reconstruction_error(layer, w, unseen, unseen_targets, activation=activation)
@@ -169,7 +169,9 @@ def test_zeros_stay_zeros():
         layer.weight[:, ::2] = 0
     twin = quantized(layer, 3, axis=None)
     x = correlated(128, 8)
-    learned = learn_rounding(twin, x, x @ twin.weight.detach().T + 5, SHORT)  # a target that begs for larger weights
+    learned = learn_rounding(
+        twin, [x], [x @ twin.weight.detach().T + 5], SHORT
+    )  # a target that begs for larger weights
     assert bool((learned[:, ::2] == 0).all()) and bool((learned[:, 1::2] != 0).any())
     assert int(quantize_tensor(learned, twin.weight_quantizer.scale, twin.weight_quantizer.format).abs().max()) <= 3
 

@@ -11,6 +11,7 @@ from compress.errors import QuantizationError
 from compress.quantization.modules import _QuantWeight
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.ptq.blocks import block_module, blocks
+from compress.quantization.ptq.reconstruct import images_of_a_step
 from compress.quantization.quantizer import quantizers
 from compress.quantization.spec import ActivationSpec, AdaRoundSpec, QuantSpec, ReconstructSpec, WeightSpec
 from tests.networks import tiny
@@ -94,3 +95,13 @@ def test_refusals():
         compress.quantize(model(), X[:2], [X], spec=spec(reconstruct=SHORT, adaround=AdaRoundSpec()))
     with pytest.raises(QuantizationError, match="reconstruct works on weights that hold their BatchNorm"):
         compress.quantize(model(), X[:2], [X], spec=spec(reconstruct=SHORT, batchnorm="keep"))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "images"),
+    [((64, 16, 112, 112), (64, 24, 56, 56), 4), ((64, 24, 56, 56), (64, 40, 28, 28), 10),
+     ((64, 64, 14, 14), (64, 64, 14, 14), 32), ((64, 197, 384), (64, 197, 384), 32), ((3, 8, 4, 4), (3, 8, 4, 4), 3)],
+)  # fmt: skip
+def test_blocks_of_large_images_take_few_of_them(x, y, images):
+    """32,768 positions: 12,544 of 112 x 112 leave 2, and 4 are the fewest; 3,136 leave 10; else the batch size."""
+    assert images_of_a_step(torch.empty(x), torch.empty(y), ReconstructSpec()) == images
