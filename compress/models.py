@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch import nn
 
 from compress.detectors import FAMILIES, DetectorNetwork, has_background, is_detector
 from compress.errors import ModelError, near_misses
-from compress.imports import imported
+from compress.imports import imported, is_import_path
 from compress.validation import Classes
 from compress.version import install_hint
 from compress.weights import SUFFIXES, load_state, load_weights, read_state_dict
@@ -38,7 +38,8 @@ class ModelSpec:
             those of its one-stage detectors (`retinanet_resnet50_fpn`, `fcos_resnet50_fpn`, `ssd300_vgg16`,
             `ssdlite320_mobilenet_v3_large`), whose backbone and head become the network. Or a float ONNX file
             (`net.onnx`), which brings its weights; the option {size: [224, 224]} gives sides that it leaves open.
-        weights: null = fresh; a file (.safetensors, .pt, .pth, .th, .ckpt, .bin); a name of torchvision's
+        weights: null = fresh; a file (.safetensors, .pt, .pth, .th, .ckpt, .bin); a function that returns the path of
+            one (`package.module:function`), as packages have that ship weights; a name of torchvision's
             (`IMAGENET1K_V2`, `DEFAULT`, `ResNet50_Weights.IMAGENET1K_V2`); or, for timm, `pretrained`.
         num_classes: outputs of the classifier, not fewer than the data has classes; None = as many as the data.
         options: further keyword arguments for the model's function, such as {dropout: 0.1}. googlenet and inception_v3
@@ -108,6 +109,7 @@ def build_whole(spec: ModelSpec, *, num_classes: int, task: str = "classificatio
         if key in spec.options:
             raise ModelError(f"model.options.{key} is not an option; set model.{instead} instead")
     classes = num_classes if spec.num_classes is None else spec.num_classes
+    spec = _with_path(spec)
     source, colon, name = spec.name.partition(":")
     if source == "timm" and colon:
         return _timm(spec, name, classes)
@@ -283,6 +285,23 @@ def _made(spec: ModelSpec, maker: Callable[..., Any], num_classes: int, **defaul
 def _with_file(model: nn.Module, spec: ModelSpec, num_classes: int) -> BuiltModel:
     """Load the file `spec.weights` if there is one."""
     return BuiltModel(model, () if spec.weights is None else load_weights(model, spec.weights, num_classes=num_classes))
+
+
+def _with_path(spec: ModelSpec) -> ModelSpec:
+    """Return the specification with the file in the place of a function that returns its path."""
+    if spec.weights is None or not is_import_path(spec.weights):
+        return spec
+    what = "a function that returns the path of a weights file"
+    function = imported(spec.weights, key="model.weights", error=ModelError, what=what)
+    try:
+        path = function()
+    except Exception as error:  # the function is its user's and can fail in any way
+        raise ModelError(f"model.weights {spec.weights} fails ({type(error).__name__}: {error})") from error
+    if not isinstance(path, str | Path) or not _is_file(str(path)):
+        raise ModelError(
+            f"model.weights {spec.weights} returned {path!r}, not the path of a file ({', '.join(SUFFIXES)})"
+        )
+    return replace(spec, weights=str(path))
 
 
 def _is_file(weights: str) -> bool:

