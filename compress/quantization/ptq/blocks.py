@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -76,19 +77,40 @@ def blocks(graph_module: fx.GraphModule, *, most: int) -> tuple[Block, ...]:
 def block_module(graph_module: fx.GraphModule, block: Block) -> fx.GraphModule:
     """Return a block as a network of its own, from its input to its result, with the very modules of the whole."""
     graph = fx.Graph()
-    values = {block.source: graph.placeholder("x")}
+    x = graph.placeholder("x")
+    first, values = next(iter(graph_module.graph.nodes)), {block.source: x}
+
+    def brought(node: fx.Node) -> fx.Node:
+        """Return a constant of the graph, or the number of images, which the block's input has as the network's has."""
+        if node not in values:
+            values[node] = graph.node_copy(node, lambda n: x if n is first else brought(n))
+        return values[node]
+
     for node in block.nodes:
-        for other in node.all_input_nodes:
-            if other not in values:  # a constant of the graph
-                values[other] = graph.node_copy(other)
-        values[node] = graph.node_copy(node, lambda n: values[n])
+        values[node] = graph.node_copy(node, brought)
     graph.output(values[block.nodes[-1]])
     return fx.GraphModule(graph_module, graph)
 
 
+def _batch_sizes(first: fx.Node) -> set[fx.Node]:
+    """Return the nodes that read the number of images from the network's input, as `x.view(x.size(0), -1)` does.
+
+    Such a number is read at the end and would keep the input alive through the whole graph.
+    """
+    found: set[fx.Node] = set()
+    for node in first.users:
+        whole = (node.target, node.args[1:]) in (("size", ()), (getattr, ("shape",)))
+        if node.op == "call_method" and node.target == "size" and node.args[1:] == (0,):
+            found.add(node)
+        elif whole and all(user.target is operator.getitem and user.args[1] == 0 for user in node.users):
+            found |= {node, *node.users}
+    return found
+
+
 def _parts(graph_module: fx.GraphModule, first: fx.Node) -> Iterator[tuple[fx.Node, ...]]:
     """Yield the nodes between cuts, without constants; the last part ends before the graph's output."""
-    nodes = [node for node in graph_module.graph.nodes if node.op != "get_attr" and node is not first]
+    left_out = {first, *_batch_sizes(first)}
+    nodes = [node for node in graph_module.graph.nodes if node.op != "get_attr" and node not in left_out]
     part: list[fx.Node] = []
     for node, alive in alive_after([first, *nodes]):
         if node.op == "output":

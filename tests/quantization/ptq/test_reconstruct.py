@@ -97,6 +97,36 @@ def test_refusals():
         compress.quantize(model(), X[:2], [X], spec=spec(reconstruct=SHORT, batchnorm="keep"))
 
 
+class Sized(nn.Module):
+    """Reads the number of images at its beginning, for the flattening at its end."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.head = way, nn.Linear(8, 4)
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        images = {"size": lambda: x.size(0), "shape": lambda: x.shape[0], "whole": lambda: x.size()[0]}[self.way]()
+        x = torch.relu(self.first(x))
+        x = torch.relu(self.second(x) + x)
+        return self.head(x.mean((2, 3)).view(images, -1))
+
+
+@pytest.mark.parametrize("way", ["size", "shape", "whole"])
+def test_the_number_of_images_keeps_no_block_together(way):
+    """EfficientNet-Lite0 was one block, and its reconstruction took hours."""
+    torch.manual_seed(0)
+    network, x = Sized(way).eval(), torch.randn(6, 3, 8, 8)
+    qmodel = compress.quantize(network, x[:2], [x], spec=spec())
+    found = blocks(qmodel, most=1)
+    assert len(found) == 3
+    with torch.no_grad():
+        y = x[:5]
+        for block in found:
+            y = block_module(qmodel, block)(y)
+        torch.testing.assert_close(y, qmodel(x[:5]))
+
+
 @pytest.mark.parametrize(
     ("x", "y", "images"),
     [((64, 16, 112, 112), (64, 24, 56, 56), 4), ((64, 24, 56, 56), (64, 40, 28, 28), 10),
