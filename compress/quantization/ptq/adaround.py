@@ -103,12 +103,10 @@ def learn_rounding(
     generator = torch.Generator().manual_seed(spec.seed)
     images, batch_size = sum(len(part) for part in inputs), spec.batch_size
     rows = sampled_rows(layer, inputs, targets, count=spec.positions, generator=generator)
+    x = torch.cat(list(inputs)) if rows is None else rows.inputs[0]
+    expected = _activated(torch.cat(list(targets)) if rows is None else rows.targets, activation)
     if rows is not None:
-        x, expected, axis = rows.inputs[0], rows.targets, -1
-        batch_size = max(spec.batch_size, len(expected) * spec.batch_size // images)
-    else:
-        x, expected, axis = torch.cat(list(inputs)), torch.cat(list(targets)), 1
-    expected = _activated(expected, activation)
+        batch_size = max(spec.batch_size, len(x) * spec.batch_size // images)
     v = inverse_rounding((steps - floor).clamp(0, 1))
     optimizer = torch.optim.Adam([v], lr=spec.lr, fused=v.dtype == torch.float32)
     for step in range(spec.steps):
@@ -119,7 +117,7 @@ def learn_rounding(
         with torch.enable_grad():
             part = rows.outputs(rounded, chosen) if rows else _outputs(layer, rounded, x[chosen], settings)
             outputs = _activated(part, activation)
-            (outputs - expected[chosen]).square().sum(axis).mean().backward()
+            (outputs - expected[chosen]).square().sum(1).mean().backward()
         gradient = cast(Tensor, rounded.grad).mul_(scale)
         if step >= spec.warm_start * spec.steps:
             gradient.add_(regularizer_gradient(h, beta_at(step, spec)), alpha=spec.regularization)
