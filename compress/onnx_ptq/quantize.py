@@ -26,7 +26,7 @@ from compress.export.int4 import pack_int4
 from compress.export.repeated_pairs import repeat_pairs
 from compress.export.shared_convolutions import bias_shared_convolutions
 from compress.export.softmax import bounded_softmaxes
-from compress.onnx_ptq.calibrate import calibrate_graph, watched_tensors
+from compress.onnx_ptq.calibrate import calibrate_graph
 from compress.onnx_ptq.canonical import canonical, drop_unread
 from compress.onnx_ptq.improve import Improved, improve_file
 from compress.onnx_ptq.index import Index, Types, infer
@@ -144,9 +144,8 @@ def quantize_onnx_file(
     index, types, reading = _read(source, first)
     placement = place(reading.view, spec)
     if fine_tuned is None:
-        session, images = FloatSession(source, watched_tensors(placement)), itertools.chain([first], pieces)
-        total = len(batches) if isinstance(batches, Sized) else 0
-        calibration = calibrate_graph(session, reading, placement, images, total=total, progress=progress)
+        images, total = itertools.chain([first], pieces), len(batches) if isinstance(batches, Sized) else 0
+        calibration = calibrate_graph(source, reading, placement, images, total=total, progress=progress)
     else:
         calibration = fine_tuned.ranges(placement)
     improved.finish(index)

@@ -181,4 +181,4 @@ def _fitting(tensor: TensorInfo, value: NDArray[Any]) -> NDArray[Any]:
             f"a batch holds {value.shape} {value.dtype} for the input {tensor.name!r}, which takes "
             f"{shape_text(tensor.shape)} {tensor.dtype}; give batches of that type and shape"
         )
-    return np.ascontiguousarray(value.astype(wanted, copy=False))
+    return np.ascontiguousarray(value.astype(wanted, copy=False)).reshape(value.shape)  # a number stays one

@@ -24,7 +24,8 @@ def save_model(source: SourceFile, path: Path) -> Path:
     """Write a model; it has external data if it is too large without, or if the file that it comes from had them.
 
     Args:
-        source: the model, and the folder that its external data are in.
+        source: the model, and the folder that its external data are in. Tensors that are written to another file are
+            taken out of it, so that large models are not in memory twice.
         path: file to write; external data go to `<path>.data`.
 
     Raises:
@@ -45,9 +46,8 @@ def save_model(source: SourceFile, path: Path) -> Path:
 
 @contextmanager
 def _external(source: SourceFile, data: Path) -> Iterator[onnx.ModelProto]:
-    """Write the tensors of a model to a file, one at a time, and yield a copy that refers to it."""
-    proto = onnx.ModelProto()
-    proto.CopyFrom(source.proto)
+    """Move the tensors of a model to a file, one at a time, and yield the model, which refers to it."""
+    proto = source.proto
     with replacing(data) as temporary:
         with temporary.open("wb") as file:
             for tensor in tensors_of(proto.graph):

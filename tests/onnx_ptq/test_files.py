@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import tracemalloc
+
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
@@ -95,6 +99,41 @@ def test_external_data_stay_external(tmp_path):
     whole = compress.quantize_onnx(file, batches(), out=tmp_path / "whole.onnx")
     np.testing.assert_array_equal(run(path, PICTURES), run(whole, PICTURES))
     onnx.checker.check_model(str(path))
+
+
+def test_weights_in_other_files_are_read_one_at_a_time(tmp_path):
+    side, count = 1100, 12
+    names = ["x", *(f"r{i}" for i in range(count - 1)), "y"]
+    nodes = []
+    for i, (before, after) in enumerate(itertools.pairwise(names)):
+        nodes.append(helper.make_node("MatMul", [before, f"w{i}"], [f"p{i}"], name=f"layer{i}"))
+        nodes.append(helper.make_node("Relu", [f"p{i}"], [after]))
+    constants = {f"w{i}": np.float32(1.4) * weights(side, side, seed=i) for i in range(count)}
+    model = model_of(nodes, constants, shape=("n", side), rank=2)
+    onnx.save_model(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.data")
+    x = np.random.default_rng(0).standard_normal((4, side)).astype(np.float32)
+    tracemalloc.start()  # sees the arrays of NumPy
+    try:
+        path = compress.quantize_onnx(tmp_path / "m.onnx", [x], spec=QuantSpec(target="onnxruntime"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 0.5 * (tmp_path / "m.data").stat().st_size
+    assert sqnr(run(tmp_path / "m.onnx", x), run(path, x)) > 20
+
+
+def test_a_number_among_the_inputs_stays_one(tmp_path):
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], name="conv"),
+        helper.make_node("Mul", ["a", "factor"], ["y"], name="scale"),
+    ]
+    model = model_of(nodes, {"w": weights(4, 3, 3, 3)})
+    model.graph.input.append(helper.make_tensor_value_info("factor", TensorProto.FLOAT, []))
+    onnx.save(model, tmp_path / "m.onnx")
+    data = [{"x": PICTURES[:2, :, :8, :8].copy(), "factor": np.float32(2)}]
+    path = compress.quantize_onnx(tmp_path / "m.onnx", data)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    assert session.get_inputs()[1].shape == []
 
 
 def test_rules_name_nodes(gated):
