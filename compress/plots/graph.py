@@ -60,8 +60,7 @@ def _draw(graph: BlockGraph, layout: Layout, form: Format | None) -> Figure:
         _rectangle(axes, (x, y), (0.24, 0.16), kind)
         axes.text(x + 0.18, y, text, size=7.5, va="center", color=LIGHT["muted"])
     for (source, target), route in layout.routes.items():
-        strong = graph.boxes[source].kind == "quantizer"
-        _edge(axes, [place(point) for point in route], strong, graph.boxes[target])
+        _edge(axes, [place(point) for point in route], graph.boxes[source].integers, graph.boxes[target])
     for name, box in graph.boxes.items():
         _write(axes, place(layout.places[name]), box)
     return figure

@@ -21,6 +21,7 @@ from compress.text import shorten
 
 _MOVES = kinds(lambda t: t.category in {"movement", "passing", "shape"}) | {"constant"}
 _FUSED = kinds(lambda t: t.clips) | {"batch_norm", "add"}
+_COMMUTING = {"max_pool", "adaptive_max_pool"}
 _LIMIT = 90
 _TYPICAL = 40  # operations of a block that a page can show
 
@@ -34,11 +35,13 @@ class Box:
     Attributes:
         title, detail: two lines of text; the title of a kernel names all of its operations.
         kind: `int8`, `float`, `quantizer` or `outside`.
+        integers: True if its result is integers: a quantizer, or a pool of quantized values.
     """
 
     title: str
     detail: str
     kind: Kind
+    integers: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +198,7 @@ def _box(members: list[fx.Node], inside: bool, block: str) -> Box:
     node, kind = members[0], node_kind(members[0])
     if kind == "quantizer":
         quantizer: Any = node_module(node)
-        return Box(title=_integers(quantizer), detail=_scale(quantizer), kind="quantizer")
+        return Box(title=_integers(quantizer), detail=_scale(quantizer), kind="quantizer", integers=True)
     if kind in {"input", "output"}:
         return Box(title=kind, detail="", kind="outside")
     path = layer_name(node).removeprefix(f"{block}." if inside and block else "")
@@ -213,6 +216,7 @@ def _box(members: list[fx.Node], inside: bool, block: str) -> Box:
         title=title,
         detail=shape if path == kind else f"{kind} {shape}".strip(),
         kind=_where(inside, "int8" if eight else "float"),
+        integers=eight and kind in _COMMUTING,
     )
 
 
@@ -223,7 +227,7 @@ def _where(inside: bool, kind: Kind) -> Kind:
 def _between_quantizers(node: fx.Node) -> bool:
     """Whether all tensors that an operation reads are quantized (through what moves values)."""
     sources = [origin for argument in node.all_input_nodes for origin in _origins(argument, set())]
-    sources = [s.all_input_nodes[0] if node_kind(s) in {"max_pool", "adaptive_max_pool"} else s for s in sources]
+    sources = [s.all_input_nodes[0] if node_kind(s) in _COMMUTING else s for s in sources]
     return bool(sources) and all(node_kind(source) == "quantizer" for source in sources)
 
 

@@ -34,6 +34,8 @@ def test_a_residual_block_shows_what_is_quantized(qmodel):
     assert not {"block1_relu", "block1_relu_1"} & set(boxes)
     assert [box.title for box in boxes.values() if box.kind == "quantizer"] == ["uint8", "int8", "uint8"]
     assert {b for a, b in edges if a == "maxpool"} == {"block1_conv1", "add"}
+    passed = {name for name, box in boxes.items() if box.integers}
+    assert passed == {"maxpool"} | {name for name, box in boxes.items() if box.kind == "quantizer"}
     edges = block_graph(qmodel, "block2").edges
     assert {b for a, b in edges if a == "quantizers_block1_relu_1"} == {"block2_conv1", "block2_downsample_0"}
 

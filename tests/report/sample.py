@@ -189,6 +189,7 @@ def sample_placement() -> list[dict[str, Any]]:
 def sample_block() -> dict[str, Any]:
     """A bottleneck without a shortcut layer, as TensorRT takes it."""
     outside, pill = {"detail": "", "kind": "outside"}, {"title": "int8", "detail": "scale 0.031", "kind": "quantizer"}
+    pill = pill | {"integers": True}
     layer = {"detail": "conv, weight int8 per channel", "kind": "int8"}
     chain = ["before", "q0", "conv1", "q1", "conv2", "q2", "conv3", "after"]
     titles = {"conv1": "conv1 + relu", "conv2": "conv2 + relu", "conv3": "conv3 + add + relu"}
