@@ -100,6 +100,11 @@ class Outcome:
         made, metric = self.chosen, self.metric
         if made is None:
             return f"No network keeps the bound, {self.bound.words}; the table says how near each came."
+        if made.ratio >= 1:
+            return (
+                f"Keep the float network: of those that keep the bound, {self.bound.words}, the fastest is "
+                f"{made.folder} ({made.label}, {made.variant}), which takes {made.ratio:.2f} of its latency."
+            )
         rivals = [p for p in self.front.points if p.is_baseline and p.configuration and p.figures.ratio <= made.ratio]
         rival = min(rivals, key=lambda p: p.figures.distance) if rivals else None
         beside = ""
