@@ -17,6 +17,7 @@ def clean(proto: onnx.ModelProto) -> None:
     """Tidy a model in place; what it computes stays the same."""
     graph = proto.graph
     _global_average_pools(graph)
+    _averages_without_padding(graph)
     _rename_nodes(graph)
     for node in graph.node:
         del node.metadata_props[:]
@@ -26,6 +27,20 @@ def clean(proto: onnx.ModelProto) -> None:
     del graph.metadata_props[:]
     del graph.value_info[:]  # engines infer shapes; stale symbolic ones only get in the way
     drop_unused(graph)
+
+
+def _averages_without_padding(graph: onnx.GraphProto) -> None:
+    """Let averages over images without padding count what is there, which is the same in torch and in ONNX.
+
+    A window that reaches over the edge (`ceil_mode`) is divided by its part in the image. ONNX Runtime's integer kernel
+    divides by the whole window if padding is to be counted (1.31): an average over the whole image by a larger window,
+    as in transformers' EfficientNet, is near zero.
+    """
+    for node in graph.node:
+        if node.op_type == "AveragePool" and not any(attribute(node, "pads", [])):
+            kept = [one for one in node.attribute if one.name != "count_include_pad"]
+            del node.attribute[:]
+            node.attribute.extend(kept)
 
 
 def _rename_nodes(graph: onnx.GraphProto) -> None:

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from onnx.reference import ReferenceEvaluator
 from torch import nn
 
+import compress
+from compress.engines import build_engine
 from compress.export.onnx import export_onnx
 from compress.export.prepare import prepare
 from compress.quantization.ptq.quantize import quantize
@@ -71,3 +73,16 @@ def test_the_tail_of_log_sigmoid_is_in_the_file(tmp_path, quantized):
         options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
         (got,) = onnxruntime.InferenceSession(str(path), options).run(None, {"input": x.numpy()})
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [3, 40])
+def test_windows_over_the_edge_are_averaged_on_onnx_runtime_as_in_torch(window, tmp_path):
+    torch.manual_seed(0)
+    pool = nn.AvgPool2d(window, 2 if window == 3 else None, ceil_mode=True)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), pool, nn.Conv2d(8, 4, 1)).eval()
+    images = torch.randn(4, 3, 8, 8)
+    qmodel = compress.quantize(model, images, [images], spec=compress.QuantSpec(target="onnxruntime"))
+    path = export_onnx(qmodel, images, tmp_path / "model.onnx")
+    with build_engine(path, "onnxruntime", batch_size=4) as engine, torch.no_grad():
+        got, wanted = torch.from_numpy(engine.run({"input": images.numpy()})["logits"]), qmodel(images)
+    assert (got - wanted).square().mean() < 1e-3 * wanted.square().mean()
