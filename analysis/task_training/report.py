@@ -53,7 +53,8 @@ def table(out: Path) -> Iterator[str]:
     rows, times = lines_of(out / ROWS), lines_of(out / TIMES)
     yield HEAD
     yield "|---|---:|---|" + "---:|" * (HEAD.count("|") - 4)
-    for network in dict.fromkeys(row["network"] for row in rows):
+    trained = (path.name.removesuffix(".train.csv") for path in sorted(out.glob("*.train.csv")))
+    for network in dict.fromkeys([*(row["network"] for row in rows), *trained]):
         own = {(row["variant"], row["engine"].lower()): row for row in rows if row["network"] == network}
         spent = {(t["variant"], t["engine"].lower()): t["p50_ms"] for t in times if t["network"] == network}
         for variant, step in (("float", "train"), ("ptq", ""), ("qat", "qat")):
