@@ -18,7 +18,7 @@ package: types  ## source distribution, the wheel made of it, and its types as a
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/package build/package/*.tar.gz
 	$(BIN)/python -m pip install --quiet --no-deps --target build/package/site build/package/*.whl
 	cp -r .mypy_cache build/package/cache
-	cp tests/typed_consumer.py build/package && cd build/package && PYTHONPATH=site $(CURDIR)/$(BIN)/mypy \
+	cp tests/typed_consumer.py build/package && cd build/package && PYTHONPATH=site $(abspath $(BIN)/mypy) \
 		--config-file $(CURDIR)/pyproject.toml --cache-dir cache typed_consumer.py
 
 notebooks: install  ## run the notebooks and write their outputs into them

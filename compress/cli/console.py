@@ -112,11 +112,11 @@ def progress(show: bool = True) -> Iterator[Progress]:
 
 
 def bar_columns(width: int) -> tuple[ProgressColumn, ...]:
-    """Return the columns of the bars for a terminal of `width` characters; a narrow one has no room for both times."""
+    """Return the columns of bars for a terminal of `width` characters; a narrow one has room for numbers and one time."""
     narrow = width < _NARROW
     return (
-        TextColumn("{task.description}", justify="left", table_column=Column(no_wrap=True)),
-        BarColumn(bar_width=6 if narrow else 24),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=20 if narrow else None)),
+        *([] if narrow else [BarColumn(bar_width=24)]),
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
         *([] if narrow else [TimeElapsedColumn(table_column=Column(no_wrap=True))]),
         TimeRemainingColumn(elapsed_when_finished=narrow, table_column=Column(no_wrap=True, min_width=7)),

@@ -52,6 +52,7 @@ def test_a_bar_shows_its_time_and_its_figures_whole(width, times):
     terminal = Console(file=file, width=width, force_terminal=True, color_system=None)
     with Progress(*console.bar_columns(width), console=terminal, auto_refresh=False) as bars:
         listener = console.BarProgress(bars)
+        listener.start("accuracy: torch (fake quantization)", 8)
         listener.start("train: evaluate", 63)
         listener.advance("train: evaluate", 21, loss=1.191, accuracy=0.615, images_per_s=640)
         bars.refresh()
