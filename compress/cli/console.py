@@ -112,7 +112,7 @@ def progress(show: bool = True) -> Iterator[Progress]:
 
 
 def bar_columns(width: int) -> tuple[ProgressColumn, ...]:
-    """Return the columns of bars for a terminal of `width` characters; a narrow one has room for numbers and one time."""
+    """Return the columns of bars for a terminal of `width` characters; a narrow one has room for one time alone."""
     narrow = width < _NARROW
     return (
         TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=20 if narrow else None)),
@@ -138,13 +138,16 @@ def print_table(
     """Print a table; `numbers` names the columns that are right-aligned.
 
     Names in the first column stay in one piece, up to a third of the line. Where the table is wider than the terminal
-    and its last column holds sentences, these are printed below it, each once, after the names of its rows.
+    and its last column holds sentences, these are printed below it, each once, after the names of its rows; otherwise
+    its last columns of numbers are left out, which a line says.
     """
     right, cells = set(numbers), [[str(cell) for cell in row] for row in rows]
     widths = [max(map(_width, column)) for column in zip(columns, *cells, strict=True)]
-    too_wide = OUT.is_terminal and sum(widths) + 3 * len(widths) + 1 > OUT.width
+    too_wide = OUT.is_terminal and _needs(widths) > OUT.width
     below = too_wide and len(widths) > 2 and widths[-1] > _SENTENCE
     shown = len(columns) - below
+    while too_wide and not below and shown > 3 and columns[shown - 1] in right and _needs(widths[:shown]) > OUT.width:
+        shown -= 1
     table = Table(title=title, title_justify="left", header_style="bold")
     for place, column in enumerate(columns[:shown]):
         number = column in right
@@ -158,6 +161,8 @@ def print_table(
     for row in cells:
         table.add_row(*row[:shown])
     OUT.print(table)
+    if left := columns[shown : len(columns) - below]:
+        OUT.print(f"not shown in {OUT.width} columns: {', '.join(left)}", markup=False, highlight=False)
     if below:
         _print_sentences(columns[-1], cells)
 
@@ -172,6 +177,11 @@ def _print_sentences(title: str, cells: Sequence[Sequence[str]]) -> None:
         if text:
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             OUT.print(f"- {', '.join(names[:_NAMED])}{more}: {text}", markup=False, highlight=False)
+
+
+def _needs(widths: Sequence[int]) -> int:
+    """Return the width of a table whose columns have these widths, with its lines."""
+    return sum(widths) + 3 * len(widths) + 1
 
 
 def _width(text: str) -> int:

@@ -41,6 +41,19 @@ def test_sentences_of_a_wide_table_are_lines_below_it(shown):
     assert text.count(reason) == 1 and "layer2.0.downsample.0 and 3 more: a convolution" in text
 
 
+def test_numbers_that_do_not_fit_are_left_out_and_named(shown):
+    """The table of a run: engine, batch and variant were squeezed to nothing."""
+    titles = ("engine", "batch", "variant", "top-1", "p50 ms", "speed-up", "p99 ms", "images/s", "file", "of float")
+    rows = [("openvino (bf16)", "1", "ptq", "98.66", "0.226", "2.55x", "0.31", "4400", "11.2 MB", "0.251")]
+    console.print_table("run", titles, rows, numbers=titles[3:])
+    lines = shown.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    text = shown.getvalue()
+    assert all(cell in text for cell in rows[0][:6]) and lines[-1].startswith("not shown in 80 columns: ")
+    left = lines[-1].partition(": ")[2].split(", ")
+    assert left == list(titles[-len(left) :]) and not any(title in text.splitlines()[2] for title in left)
+
+
 def test_a_table_that_fits_is_a_table(shown):
     console.print_table("t", ("a", "b", "c"), [("x", "y", "z" * 50)])
     assert "│ x │ y │ " + "z" * 50 in shown.getvalue()
