@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
@@ -28,9 +29,11 @@ def replacing(path: Path | str) -> Iterator[Path]:
     At any moment, also if the process is killed, `path` is the old file or the new one, never a part.
 
     Raises:
-        OSError: writing (disk full) or renaming fails; `path` is then unchanged.
+        OSError: `path` is a folder, or writing (disk full) or renaming fails; `path` is then unchanged.
     """
     path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     os.close(handle)

@@ -88,8 +88,11 @@ def _failure_of_file(qmodel: fx.GraphModule, x: Tensor, expected: Tensor) -> str
             options = onnxruntime.SessionOptions()
             options.intra_op_num_threads, options.log_severity_level = 1, 3
             options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
-            session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-            (result,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+            try:
+                session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+                (result,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+            except Exception as error:
+                return f"ONNX Runtime ({level}) refuses the file: {error}"
             noise = sqnr(expected, torch.from_numpy(result))
             if noise < RUNTIME_DB:
                 return f"fake quantization to ONNX Runtime ({level}): {noise:.1f} dB"

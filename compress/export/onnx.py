@@ -21,6 +21,7 @@ from typing import Any
 import onnx
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from compress.data.preprocessing import Preprocessing
 from compress.errors import ExportError
@@ -168,8 +169,9 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
     results = output_names([key for key, _ in named_tensors(output)], taken=names)
     if not results:
         raise ExportError(f"the model returned {type(output).__name__}, which holds no tensor that a file could return")
-    if is_dataclass(output) or not isinstance(output, (Tensor, tuple, list, dict)):
-        model = _TensorsOf(model)  # torch.export knows no other containers
+    numbers = any(isinstance(leaf, (int, float, str)) for leaf in tree_leaves(output))
+    if numbers or is_dataclass(output) or not isinstance(output, (Tensor, tuple, list, dict)):
+        model = _TensorsOf(model)  # torch.export knows no other containers, and torch.onnx no numbers
     shapes: Any = tuple({0: batch} for _ in inputs) if spec.dynamic_batch else None
     if shapes is not None and not _named_arguments(model):
         shapes = (shapes,)  # torch.export sees *args as one argument that is a tuple
@@ -193,7 +195,7 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
 
 
 class _TensorsOf(nn.Module):
-    """Returns the tensors of a model whose result is a dataclass, in order."""
+    """Returns the tensors of a model whose result is a dataclass, or holds numbers too, in order."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

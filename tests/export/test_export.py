@@ -140,6 +140,26 @@ def test_float_models_export_folded(tmp_path):
     assert all(row.reason == "its input is not quantized; its weight is not quantized" for row in audit.rows)
 
 
+class Counting(nn.Module):
+    """Tensors beside a number and a text, which no file can return."""
+
+    def forward(self, x):
+        return {"twice": 2 * x, "count": 3, "parts": [x.sum(1), "name"]}
+
+
+def test_numbers_beside_tensors_are_left_out(tmp_path):
+    path = export_onnx(Counting(), X[:1], tmp_path / "m.onnx")
+    got = onnxruntime.InferenceSession(str(path)).run(None, {"input": X.numpy()})
+    np.testing.assert_allclose(got[0], 2 * X.numpy(), rtol=1e-6)
+    np.testing.assert_allclose(got[1], X.sum(1).numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_folder_is_no_file_to_write(tmp_path):
+    with pytest.raises(IsADirectoryError, match="it is a folder; name a file"):
+        export_onnx(Counting(), X[:1], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 class Windows(nn.Module):
     """Attention within windows, as an axis before the heads: torch.onnx takes four axes (Twins has five)."""
 
