@@ -17,7 +17,7 @@ def clean(proto: onnx.ModelProto) -> None:
     """Tidy a model in place; what it computes stays the same."""
     graph = proto.graph
     _global_average_pools(graph)
-    _averages_without_padding(graph)
+    averages_without_padding(graph)
     _rename_nodes(graph)
     for node in graph.node:
         del node.metadata_props[:]
@@ -29,7 +29,7 @@ def clean(proto: onnx.ModelProto) -> None:
     drop_unused(graph)
 
 
-def _averages_without_padding(graph: onnx.GraphProto) -> None:
+def averages_without_padding(graph: onnx.GraphProto) -> None:
     """Let averages over images without padding count what is there, which is the same in torch and in ONNX.
 
     A window that reaches over the edge (`ceil_mode`) is divided by its part in the image. ONNX Runtime's integer kernel
@@ -37,7 +37,8 @@ def _averages_without_padding(graph: onnx.GraphProto) -> None:
     as in transformers' EfficientNet, is near zero.
     """
     for node in graph.node:
-        if node.op_type == "AveragePool" and not any(attribute(node, "pads", [])):
+        over_the_edge = node.op_type == "AveragePool" and attribute(node, "ceil_mode", 0)
+        if over_the_edge and not any(attribute(node, "pads", [])):
             kept = [one for one in node.attribute if one.name != "count_include_pad"]
             del node.attribute[:]
             node.attribute.extend(kept)

@@ -21,6 +21,7 @@ from compress.engines.base import Arrays
 from compress.errors import CalibrationError, QuantizationError
 from compress.export.average_pools import float_averages
 from compress.export.bias import integer_biases, room_for_biases
+from compress.export.cleanup import averages_without_padding
 from compress.export.gathers import flat_gathers
 from compress.export.int4 import pack_int4
 from compress.export.repeated_pairs import repeat_pairs
@@ -243,6 +244,7 @@ def _finish(source: SourceFile, types: Types, target: str, metadata: Mapping[str
         flat_gathers(proto)
         float_averages(proto)
     if target == "onnxruntime":
+        averages_without_padding(proto.graph)
         bounded_softmaxes(proto)
         repeat_pairs(proto)
         integer_biases(proto)

@@ -198,6 +198,22 @@ def test_channels_last(tmp_path, target):
     assert sqnr(run(tmp_path / "tf.onnx", x), run(result.path, x)) > 25
 
 
+@pytest.mark.parametrize("window", [3, 40])
+def test_windows_over_the_edge_are_averaged_as_in_the_file(tmp_path, window):
+    pool = {"kernel_shape": [window] * 2, "strides": [2 if window == 3 else window] * 2}
+    nodes = [
+        helper.make_node("Conv", ["x", "a"], ["c"]),
+        helper.make_node("Relu", ["c"], ["r"]),
+        helper.make_node("AveragePool", ["r"], ["p"], ceil_mode=1, count_include_pad=1, **pool),
+        helper.make_node("Conv", ["p", "b"], ["y"]),
+    ]
+    model = model_of(nodes, {"a": weights(8, 3, 1, 1), "b": weights(4, 8, 1, 1, seed=1)}, shape=("batch", 3, 8, 8))
+    onnx.save(model, tmp_path / "float.onnx")
+    data = batches(size=8)
+    path = compress.quantize_onnx(tmp_path / "float.onnx", data, spec=QuantSpec(target="onnxruntime"))
+    assert sqnr(run(tmp_path / "float.onnx", data[0].numpy()), run(path, data[0].numpy())) > 20
+
+
 def test_a_branch_stays_float_with_its_reason(tmp_path):
     inner = helper.make_graph(
         [helper.make_node("Conv", ["a", "w2"], ["z"])], "then", [], [helper.make_tensor_value_info("z", 1, None)]
