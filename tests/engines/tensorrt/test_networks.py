@@ -74,7 +74,13 @@ def vit():
 
 
 NETWORKS = (resnet, vgg, mobilenet, densenet, inception, efficientnet, convnext, vit)
-STAND_INS = {"resnet18": TinyResNet, "resnet50": TinyResNet, "vgg16_bn": vgg, "mobilenet_v2": mobilenet}
+STAND_INS = {
+    "resnet18": TinyResNet,
+    "resnet50": TinyResNet,
+    "vgg16_bn": vgg,
+    "mobilenet_v2": mobilenet,
+    "efficientnet_lite_pytorch:EfficientNet.from_name": mobilenet,
+}
 """For the model of a recipe: the same family, narrow, with the layer names that its rules match."""
 
 
