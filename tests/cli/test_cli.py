@@ -50,7 +50,7 @@ REFUSALS = [
     (("bench", "none.onnx", "--engine", "openvino"), "there is no file none.onnx"),
     (("bench", ":b:.onnx", "--engine", "openvino"), "there is no file :b:.onnx"),
     (("qat", "--recipe", "resnet50", "--set", "quantization.target=trt"), "did you mean 'tensorrt'"),
-    (("qat", "--recipe", "resnet50", "--out", "/proc/nowhere/run"), "name a place that exists"),
+    (("qat", "--recipe", "quickstart", "--out", "/proc/nowhere/run"), "name a place that exists"),
     (("inspect",), "a model, an onnx file, an engine"),
     (("inspect", "model"), "give one of --recipe and --model"),
     (("inspect", "model", "--model", "resnet18", "--sparsity", "--device", "t4"), "has no peak for int8-2:4"),

@@ -23,7 +23,7 @@ TREE = {
     "model": {"name": "tests.networks:tiny", "options": {"width": 16}},
     "data": {"image_size": 16, "batch_size": 64, "train_images": 512, "val_images": 200},
     "train": {"epochs": 2, "lr": 0.05},
-    "sparsity": {"pattern": "2:4", "kernels": "any", "permute": True, "permute_seconds": 2},
+    "sparsity": {"pattern": "2:4", "kernels": "any", "permute": True, "permute_seconds": 0.5},
     "finetune": {"epochs": 1, "lr": 0.02},
     "quantization": {"target": "tensorrt", "calibration_images": 128},
     "qat": {"epochs": 1, "lr": 0.01},
