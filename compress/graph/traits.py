@@ -212,5 +212,8 @@ WEIGHTED = kinds(lambda t: t.category == "weighted")
 PASSING = kinds(lambda t: t.category == "passing")
 """Operations that return their input in evaluation mode."""
 
+AVERAGES = frozenset({"avg_pool", "adaptive_avg_pool", "mean"})
+"""Operations whose result is a mean of elements of their input."""
+
 SHAPES = kinds(lambda t: t.category == "shape")
 """Operations that compute with sizes, not with the values of activations."""

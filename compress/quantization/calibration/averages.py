@@ -8,9 +8,8 @@ from typing import cast
 from torch import fx
 
 from compress.graph.ops import node_kind, node_module
+from compress.graph.traits import AVERAGES
 from compress.quantization.quantizer import Quantizer
-
-_AVERAGES = {"avg_pool", "adaptive_avg_pool", "mean"}
 
 
 def widen_averages(graph_module: fx.GraphModule) -> None:
@@ -24,16 +23,12 @@ def widen_averages(graph_module: fx.GraphModule) -> None:
         graph_module: whose quantizers have ranges.
     """
     for node in graph_module.graph.nodes:
-        source = node.args[0] if _is_quantizer(node) else None
-        if not isinstance(source, fx.Node) or node_kind(source) not in _AVERAGES or not source.args:
+        source = node.args[0] if node_kind(node) == "quantizer" else None
+        if not isinstance(source, fx.Node) or node_kind(source) not in AVERAGES or not source.args:
             continue
         before = source.args[0]
-        if not isinstance(before, fx.Node) or not _is_quantizer(before):
+        if not isinstance(before, fx.Node) or node_kind(before) != "quantizer":
             continue
         most = math.prod((before.meta.get("shape") or ())[2:])  # values in a window, at most
         quantizer, given = cast(Quantizer, node_module(node)), cast(Quantizer, node_module(before))
         quantizer.set_amax(quantizer.amax.clamp_min(float(given.scale.max()) / most * quantizer.format.high))
-
-
-def _is_quantizer(node: fx.Node) -> bool:
-    return node.op == "call_module" and isinstance(node_module(node), Quantizer)

@@ -17,11 +17,10 @@ from torch import Tensor, fx
 from compress.graph.fold import foldable_pair
 from compress.graph.layers import tensor_args
 from compress.graph.ops import node_kind, node_module
-from compress.graph.traits import PASSING, WEIGHTED
+from compress.graph.traits import AVERAGES, PASSING, WEIGHTED
 from compress.quantization.report import Moments
 
 _PRESERVES = PASSING | {"quantizer"}
-_AVERAGES = frozenset({"avg_pool", "adaptive_avg_pool", "mean"})
 _ROOT_2PI = math.sqrt(2 * math.pi)
 
 
@@ -98,7 +97,7 @@ def _through(node: fx.Node, kind: str, sources: list[Moments | None]) -> Moments
         return mean + inputs[1][0], (deviation.square() + inputs[1][1].square()).sqrt()
     if kind == "concat":
         return torch.cat([m for m, _ in inputs]), torch.cat([d for _, d in inputs])
-    if kind in _AVERAGES and _padding(node) == 0:
+    if kind in AVERAGES and _padding(node) == 0:
         return mean, torch.zeros_like(deviation)  # only the mean of a pixel average is used
     if kind == "flatten" and node.meta.get("shape") is not None:
         repeat = node.meta["shape"][-1] // len(mean)
