@@ -154,13 +154,18 @@ def two_places():
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **common} for rank in range(2)]
 
 
-def pair(folder):
-    """Two processes train what one trains, each on its share."""
+def two_and_one(folder, member):
+    """Call `member(folder, environment)` in two processes beside each other, then in one alone."""
     folder.mkdir(exist_ok=True)
     children = [fork(lambda place=place: member(folder, place)) for place in two_places()]
     ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     ends.append(forked(lambda: member(folder, {})))
     (folder / "ends.json").write_text(json.dumps(ends))
+
+
+def pair(folder):
+    """Two processes train what one trains, each on its share."""
+    two_and_one(folder, member)
 
 
 def member(folder, environment):
@@ -278,11 +283,7 @@ def dying_member(environment, end):
 
 def sharded(folder):
     """Two processes each hold half of every parameter (FSDP2) of a quantized network, in a loop of their own."""
-    folder.mkdir(exist_ok=True)
-    children = [fork(lambda place=place: sharded_member(folder, place)) for place in two_places()]
-    ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    ends.append(forked(lambda: sharded_member(folder, {})))
-    (folder / "ends.json").write_text(json.dumps(ends))
+    two_and_one(folder, sharded_member)
 
 
 def sharded_member(folder, environment):
