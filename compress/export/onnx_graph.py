@@ -93,6 +93,13 @@ def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
     return next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
 
 
+def consumed_as(node: onnx.NodeProto, old: str, new: str) -> None:
+    """Make a node read tensor `new` where it read `old`; graphs inside it are left alone."""
+    for i, name in enumerate(node.input):
+        if name == old:
+            node.input[i] = new
+
+
 def opset_of(proto: onnx.ModelProto) -> int:
     """Return the version of the standard operators; 0 if the file names none."""
     return max((entry.version for entry in proto.opset_import if entry.domain in {"", "ai.onnx"}), default=0)

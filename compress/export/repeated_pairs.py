@@ -14,7 +14,7 @@ import onnx
 from onnx import helper
 
 from compress.export.names import added_tensor
-from compress.export.onnx_graph import PASSES, WEIGHTED_OPS, OnnxGraph
+from compress.export.onnx_graph import PASSES, WEIGHTED_OPS, OnnxGraph, consumed_as
 
 _MOVED_THROUGH = frozenset({"MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice"})
 """Operations through which ONNX Runtime moves a pair (its QDQPropagationTransformer)."""
@@ -47,7 +47,8 @@ def repeat_pairs(proto: onnx.ModelProto) -> int:
             again = _pair(name, pair)
             nodes += again
             first[again[1].output[0]] = pair
-            _redirect(view, name, again[1].output[0])
+            for consumer in view.consumers.get(name, ()):
+                consumed_as(consumer, name, again[1].output[0])
             added += 1
     view.replace_nodes(nodes)
     return added
@@ -93,11 +94,3 @@ def _pair(name: str, like: onnx.NodeProto) -> list[onnx.NodeProto]:
         helper.make_node("QuantizeLinear", [name, *like.input[1:]], [integers], name=quantize),
         helper.make_node("DequantizeLinear", [integers, *like.input[1:]], [result], name=dequantize),
     ]
-
-
-def _redirect(view: OnnxGraph, old: str, new: str) -> None:
-    """Make the consumers of a tensor read another one."""
-    for consumer in view.consumers.get(old, ()):
-        for i, name in enumerate(consumer.input):
-            if name == old:
-                consumer.input[i] = new

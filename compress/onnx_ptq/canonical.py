@@ -22,10 +22,10 @@ from onnx import external_data_helper, helper, inliner, version_converter
 
 from compress.errors import QuantizationError
 from compress.export.names import added_tensor
-from compress.export.onnx_graph import attribute, opset_of
+from compress.export.onnx_graph import attribute, consumed_as, opset_of
 from compress.export.padding import pads_into_convolutions
 from compress.graph.fold import folded_parameters
-from compress.onnx_ptq.index import Index, constant_tensor, consumed_as, inputs_of, renamed
+from compress.onnx_ptq.index import Index, constant_tensor, inputs_of, renamed
 from compress.onnx_ptq.load import SourceFile, one_line, tensors_of
 
 _LAYERS = {"Conv": "conv", "ConvTranspose": "conv_transpose", "Gemm": "linear"}

@@ -143,13 +143,6 @@ def inputs_of(node: onnx.NodeProto) -> list[str]:
     return [*node.input, *itertools.chain.from_iterable(_captured(graph) for graph in subgraphs([node]))]
 
 
-def consumed_as(node: onnx.NodeProto, old: str, new: str) -> None:
-    """Make a node read tensor `new` where it read `old`; graphs inside it are left alone."""
-    for i, name in enumerate(node.input):
-        if name == old:
-            node.input[i] = new
-
-
 def _captured(graph: onnx.GraphProto) -> list[str]:
     inside = {t.name for t in graph.initializer} | {v.name for v in graph.input}
     inside.update(name for node in graph.node for name in node.output)

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from compress.export.half import half_or_more, half_scale
 from compress.export.names import INT4_KEY, added_tensor
+from compress.export.onnx_graph import consumed_as
 from compress.onnx_ptq.canonical import replace_nodes
-from compress.onnx_ptq.index import Index, Types, constant_tensor, consumed_as, inputs_of, renamed
+from compress.onnx_ptq.index import Index, Types, constant_tensor, inputs_of, renamed
 from compress.onnx_ptq.read import Reading, Weight
 from compress.quantization.numerics import QuantFormat, quantize_tensor, scale_from_amax
 from compress.quantization.placement.decisions import ActivationSite, Placement, WeightSite
