@@ -66,8 +66,13 @@ def gpu_software(*packages: str) -> Row:
 
 def newest_rows(log: Path, key: str) -> dict[str, Row]:
     """Return the newest row of each value of `key` in a file of one JSON object a line; nothing if it is not there."""
-    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
-    return {row[key]: row for row in map(json.loads, lines)}
+    return {row[key]: row for row in read_rows(log)}
+
+
+def read_rows(file: Path) -> list[Row]:
+    """Return the rows of a file of one JSON object a line; none if it is not there."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    return [json.loads(line) for line in lines]
 
 
 def listed(row: Row) -> str:

@@ -50,7 +50,7 @@ class Beside:
         return not self.names and not self.running
 
     def kill(self) -> None:
-        """End what is running."""
+        """Terminate the processes that still run."""
         for process in self.running.values():
             process.kill()
 

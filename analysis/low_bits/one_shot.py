@@ -15,7 +15,7 @@ from typing import get_args
 import torch
 
 import compress
-from analysis.common.study import Row, command_line, gpu_software, listed, study_parser
+from analysis.common.study import Row, command_line, gpu_software, listed, read_rows, study_parser
 from analysis.low_bits.opened import opened
 from analysis.low_bits.ptq import hidden, logits, on_device, top1
 from analysis.real_accuracy.networks import cifar
@@ -37,7 +37,7 @@ def main() -> None:
     o = parser.parse_args()
     o.out.mkdir(parents=True, exist_ok=True)
     file = o.out / "one_shot.jsonl"
-    rows: list[Row] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    rows = read_rows(file)
     done = {(row["network"], row["saliency"]) for row in rows}
     subject = on_device(cifar(o.network, o.data, o.weights, o.limit, calibration=o.images))
     expected = logits(subject.model, subject.images)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import compress
-from analysis.common.study import Row, command_line, gpu_software, listed, study_parser
+from analysis.common.study import Row, command_line, gpu_software, listed, read_rows, study_parser
 from analysis.low_bits.step import DEVICE
 from analysis.real_accuracy.networks import Subject, cifar
 from analysis.real_accuracy.statistics import figures
@@ -39,7 +39,7 @@ def main() -> None:
     o = parser.parse_args()
     o.out.mkdir(parents=True, exist_ok=True)
     file = o.out / "ptq.jsonl"
-    rows: list[Row] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    rows = read_rows(file)
     done = {(row["network"], row["bits"], row["method"]) for row in rows}
     subject = on_device(cifar(o.network, o.data, o.weights, o.limit, calibration=o.images))
     expected = logits(subject.model, subject.images)

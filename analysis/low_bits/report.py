@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 
-from analysis.common.study import Row, listed, report_from_file
-
-
-def rows_of(folder: Path) -> list[Row]:
-    """Return the rows that were written."""
-    path = folder / "rows.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+from analysis.common.study import Row, listed, read_rows, report_from_file
 
 
 def write(folder: Path) -> str:
     """Write `low_bits.md` into the folder of the rows, and return it."""
     jobs: dict[str, list[Row]] = {}
     runs: dict[str, dict[str, None]] = {}
-    for row in rows_of(folder):
+    for row in read_rows(folder / "rows.jsonl"):
         jobs.setdefault(row["job"], []).append(row)
         runs.setdefault(f"`{row['command']}`; {listed(row['software'])}", {})[row["job"]] = None
     lines = [

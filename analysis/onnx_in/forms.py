@@ -33,7 +33,7 @@ PACKAGES = (
     ("magika (text; tf2onnx)", "magika", "model.onnx"),
     ("silero-vad (sound; torch)", "silero_vad", "silero_vad_[ho]*.onnx"),
 )
-"""Origin, package and files of what is read where it is installed."""
+"""Origin, package and ONNX files of installed packages that ship some."""
 OPEN = {"rec_": (3, 48, 192), "common": (1, 64, 128), "silero": (576,)}
 """Open sides after the first, by a part of the file's name."""
 TIMM = ("vit_tiny_patch16_224", "repvgg_a0", "mobilenetv4_conv_small")

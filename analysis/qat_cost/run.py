@@ -112,7 +112,7 @@ class Run:
     def step(self, name: str, precision: str, mode: str, variant: str) -> Step | None:
         """Return a variant, built now or before; None if it cannot be built."""
         key = (name, precision, mode, variant)
-        if self.ahead is not None:  # what is not there was noted when it was not ready
+        if self.ahead is not None:  # variants that were not ready have their rows already
             return self.ahead.get(key)
         if key in self.built:
             return self.built[key]

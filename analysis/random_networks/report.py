@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from analysis.common.study import read_rows
 from analysis.random_networks.check import LOWEST_DB, RUNTIME_DB, SAME
-from analysis.random_networks.run import rows_of
 from compress.files import read_json, write_json, write_text
 
 NAME = "random_networks.json"
@@ -62,7 +62,7 @@ def main() -> None:
     results = read_json(options.out / NAME)
     runs = {run["first_seed"]: run for run in results["runs"]}
     for path in options.rows:
-        added = run_of(rows_of(path))
+        added = run_of(read_rows(path))
         runs[added["first_seed"]] = added
     results["runs"] = [runs[seed] for seed in sorted(runs)]
     write_json(options.out / NAME, results)

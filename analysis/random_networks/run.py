@@ -14,6 +14,7 @@ from typing import Any
 import onnxruntime
 import torch
 
+from analysis.common.study import read_rows
 from analysis.random_networks import check
 from analysis.random_networks.check import TARGETS, failure_of, shrunk
 from analysis.random_networks.network import OPERATIONS, steps_of
@@ -41,15 +42,9 @@ def append(path: Path, row: dict[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """Return the rows written so far, those about the runs among them."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines()]
-
-
 def left(path: Path, seeds: range) -> list[int]:
     """Return the seeds that have no row yet."""
-    done = {row.get("seed") for row in rows_of(path)}
+    done = {row.get("seed") for row in read_rows(path)}
     return [seed for seed in seeds if seed not in done]
 
 
@@ -108,7 +103,7 @@ def main() -> None:
     append(options.rows, about)
     seeds, end = range(options.seed, options.seed + options.count), time.time() + options.seconds
     supervise(options.rows, seeds, options.export_every, end, options.jobs)
-    rows = [row for row in rows_of(options.rows) if row.get("seed") in seeds]
+    rows = [row for row in read_rows(options.rows) if row.get("seed") in seeds]
     failures = [row for row in rows if "reason" in row]
     for row in failures:
         print(row["seed"], row["target"], [name for name, _ in row["steps"]], row["reason"][:160], flush=True)

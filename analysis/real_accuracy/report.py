@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from analysis.common.study import Row, listed, report_from_file
+from analysis.common.study import Row, listed, read_rows, report_from_file
 from compress.files import write_text
 
 TITLE = "# Accuracy of quantized networks with real weights on real pictures"
@@ -15,7 +14,7 @@ TITLE = "# Accuracy of quantized networks with real weights on real pictures"
 
 def write(folder: Path) -> str:
     """Write `real_accuracy.md` and `real_accuracy.png` beside the rows, and return the page."""
-    rows: list[Row] = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    rows = read_rows(folder / "rows.jsonl")
     lines = [
         TITLE,
         "",

@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import Tensor
 
 from analysis.common.cifar import NETWORKS
-from analysis.common.study import Row, command_line, software, study_parser
+from analysis.common.study import Row, command_line, read_rows, software, study_parser
 from analysis.real_accuracy.methods import METHODS, Method, float_file, logits_of
 from analysis.real_accuracy.networks import Subject, cifar, imagenet
 from analysis.real_accuracy.report import write
@@ -37,7 +37,7 @@ def main() -> None:
     o = parser.parse_args()
     o.out.mkdir(parents=True, exist_ok=True)
     file = o.out / "rows.jsonl"
-    done = {_key(row) for row in _rows(file)}
+    done = {_key(row) for row in read_rows(file)}
     for name in o.networks:
         subject = _subject(name, o)
         with tempfile.TemporaryDirectory() as folder:
@@ -120,10 +120,6 @@ def _public() -> list[str]:
                 words.pop(0)
             kept.append(hidden[word])
     return kept
-
-
-def _rows(file: Path) -> list[Row]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def _key(row: Row) -> tuple[str, ...]:

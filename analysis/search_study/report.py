@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-from analysis.common.study import Row, listed, report_from_file
+from analysis.common.study import Row, listed, read_rows, report_from_file
 from compress.files import write_text
 from compress.search.latency_model import check
 
@@ -18,8 +18,7 @@ _REFERENCE = "uniform"
 def write(folder: Path) -> str:
     """Write `search_study.md` into the folder of the rows, and return it."""
     about = json.loads((folder / "about.json").read_text())
-    file = folder / "rows.jsonl"
-    rows: list[Row] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    rows = read_rows(folder / "rows.jsonl")
     lines = [
         "# Search beside uniform widths, Torch-Pruning and criteria, at equal measured latency",
         "",

@@ -1,4 +1,4 @@
-"""What is compared: networks trained on a data set, and the ways in which each is made smaller."""
+"""The networks that are compared, each trained on a data set, and the methods that make them smaller."""
 
 from __future__ import annotations
 

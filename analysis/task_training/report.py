@@ -11,8 +11,8 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from analysis.common.study import Row, read_rows
 from compress.files import write_text
 from compress.measure.metric import Metric
 from compress.records.files import METRICS
@@ -25,12 +25,6 @@ HEAD = (
     "| p50 ONNX Runtime | OpenVINO f32 | OpenVINO bf16 |"
 )
 ENGINES = ("onnxruntime", "openvino (f32)", "openvino (bf16)")
-Row = dict[str, Any]
-
-
-def lines_of(path: Path) -> list[Row]:
-    """Return the documents of a file of JSON lines; none if it is not there."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def collect(folders: list[Path], out: Path) -> None:
@@ -40,7 +34,7 @@ def collect(folders: list[Path], out: Path) -> None:
             shutil.copy2(folder / name, out / f"{folder.name}.{name}")
         new = [_time(folder.name, one) for one in METRICS.read(folder) or () if one.name == "p50_ms"]
         if new:
-            kept = [row for row in lines_of(out / TIMES) if row["network"] != folder.name]
+            kept = [row for row in read_rows(out / TIMES) if row["network"] != folder.name]
             write_text(out / TIMES, "".join(f"{json.dumps(row)}\n" for row in kept + new))
 
 
@@ -50,7 +44,7 @@ def _time(network: str, one: Metric) -> Row:
 
 def table(out: Path) -> Iterator[str]:
     """Yield the lines of the table, a network after the other."""
-    rows, times = lines_of(out / ROWS), lines_of(out / TIMES)
+    rows, times = read_rows(out / ROWS), read_rows(out / TIMES)
     yield HEAD
     yield "|---|---:|---|" + "---:|" * (HEAD.count("|") - 4)
     trained = (path.name.removesuffix(".train.csv") for path in sorted(out.glob("*.train.csv")))

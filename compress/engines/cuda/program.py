@@ -207,7 +207,7 @@ class Program:
         return Recorded(graph, results, {} if direct else given, direct)
 
     def _is_same(self, recorded: Recorded, other: Recorded) -> bool:
-        """True if another graph computes what the recorded one does, to the bit, in every one of many runs."""
+        """True if the results of another graph equal those of the recorded one bit for bit, in each of many runs."""
         inputs = self.executor.random_inputs()
         expected = self._replayed(recorded, inputs)
         for _ in range(_TRIALS):
