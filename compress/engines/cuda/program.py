@@ -187,6 +187,7 @@ class Program:
         overlap(True)
         try:
             _compile(executor, [[Candidate("", runner)] for runner in executor.runners], jobs, _QUIET)
+            executor.run(given)  # loads them before they are captured
             other = self._record(tensors, given, direct)
         finally:
             overlap(False)
