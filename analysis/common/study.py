@@ -6,8 +6,10 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,25 @@ def gpu_software(*packages: str) -> Row:
     if torch.cuda.is_available():
         found |= {"gpu": torch.cuda.get_device_name(), "cudnn": torch.backends.cudnn.version()}
     return found
+
+
+class BudgetSpentError(BaseException):
+    """The time has run out. Not an Exception, so that nothing takes it for a failure of its own."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `BudgetSpentError` in the main thread when what is inside has taken so many seconds."""
+
+    def stop(*_: object) -> None:
+        raise BudgetSpentError
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(0.01, seconds))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def newest_rows(log: Path, key: str) -> dict[str, Row]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import compress
-from analysis.common.study import Row, command_line, gpu_software, study_parser
+from analysis.common.study import BudgetSpentError, Row, command_line, gpu_software, study_parser, time_limit
 from compress.files import write_json
 from compress.measure.metric import Metric
 from compress.records.files import METRICS
@@ -28,6 +29,7 @@ def main() -> None:
     parser.add_argument("--pixels", type=int, default=128)
     parser.add_argument("--batch", type=int, default=128, help="images of a timed batch")
     parser.add_argument("--engine", default="cuda")
+    parser.add_argument("--budget-s", type=float, default=1e6, help="seconds after which the run is ended")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further keys of the recipe")
     parser.add_argument("--folder", type=Path, help="run folder, which is kept; a temporary one without it")
     arguments = parser.parse_args()
@@ -39,7 +41,8 @@ def main() -> None:
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary) / "run"
-        compress.run(compress.load_recipe(arguments.recipe, overrides=keys), "prune", out=folder)
+        with suppress(BudgetSpentError), time_limit(arguments.budget_s):
+            compress.run(compress.load_recipe(arguments.recipe, overrides=keys), "prune", out=folder)
         rows = figures(METRICS.read(folder) or (), arguments.batch)
     report: Row = {
         "command": command_line(), "machine": gpu_software("triton"), "pixels": arguments.pixels, "rows": rows,
