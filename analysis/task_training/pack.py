@@ -25,8 +25,8 @@ from compress.pipeline.state import STATE_FILE, read_state_file
 from compress.training.tensor_file import read_tensors, write_tensors
 from compress.variants import Variant
 
-PIECE, FIRST, REST = 15 * 2**20, 4, 4
-"""Bytes of a piece, and how many a first and a second call return: with small.tar.gz less than 64 MiB each."""
+PIECE, FIRST, REST = 15 * 2**20 + 2**19, 4, 8
+"""Bytes of a piece, and how many a first call returns, and two later ones: with small.tar.gz less than 64 MiB each."""
 SMALL = 2 * 2**20  # bytes of a file that goes into small.tar.gz
 WEIGHTS = (Variant.QAT.weights_file, Variant.FLOAT.weights_file)
 LARGEST_CODE = 127

@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--camvid", required=True)
     parser.add_argument("--bccd", required=True)
     parser.add_argument("--out", type=Path, required=True, help="takes small.tar.gz and the first three pieces")
-    parser.add_argument("--rest", type=Path, help="takes up to four more pieces, for a second call to fetch")
+    parser.add_argument("--rest", type=Path, help="takes up to eight more pieces, for later calls to fetch, four each")
     parser.add_argument("--runs", type=Path, default=Path("runs/task_training"))
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS)[:6], choices=sorted(NETWORKS))
     parser.add_argument("--epochs", type=int, nargs="+", help="of each network: all train at once, without turns")
