@@ -13,6 +13,8 @@ from typing import Any
 
 from compress.limits import DEPTH, JSON_BYTES
 
+_PART = ".part"
+
 
 def expand_user(path: Path | str) -> Path:
     """Return a path with `~` as the home folder; that of a user who does not exist stays, and is not found then."""
@@ -29,16 +31,16 @@ def replacing(path: Path | str) -> Iterator[Path]:
     At any moment, also if the process is killed, `path` is the old file or the new one, never a part.
 
     Raises:
-        OSError: `path` is a folder, or writing (disk full) or renaming fails; `path` is then unchanged.
+        OSError: `path` is a folder or a device, or writing (disk full) or renaming fails; it names `path`, which is
+            then unchanged.
     """
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file", str(path))
+    if path.exists() and not path.is_file():  # renamed onto, /dev/null would be gone for the whole machine
+        raise OSError(errno.EINVAL, "it is a device or a pipe; name a file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
+    with _naming(path), _removed_after(path) as temporary:
         yield temporary
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
@@ -46,8 +48,29 @@ def replacing(path: Path | str) -> Iterator[Path]:
         os.umask(mask)
         temporary.chmod(0o666 & ~mask)  # mkstemp makes private files; a result has the usual permissions
         temporary.replace(path)
+
+
+@contextmanager
+def _removed_after(path: Path) -> Iterator[Path]:
+    """Make an empty file beside `path`, and remove it afterwards unless it was renamed."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_PART, dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let errors name `path` where they name its temporary file, or no file as those of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and (error.filename is None or str(error.filename).endswith(_PART)):
+            error.filename, error.filename2 = str(path), None
+        raise
 
 
 def write_text(path: Path | str, text: str) -> Path:

@@ -22,6 +22,7 @@ from compress.recipe import Recipe
 END = "end of the run"
 FINE = "goes on"
 SAME = "same bits, no temporary file"
+SILENT = "ends as if nothing had happened"
 
 
 class _DeadError(BaseException):
@@ -47,7 +48,7 @@ class _Session:
     hit: Point | None = field(default=None, init=False)
 
     def _chosen(self, point: Point) -> bool:
-        if self.hit is not None or point in self.met or (self.kind == "cut" and point.operation != "fsync"):
+        if self.hit is not None or point in self.met:
             return False
         self.hit = point
         return True
@@ -67,7 +68,7 @@ class _Session:
             return "" if self.hit is not None else f"{type(error).__name__}: {error}"
         except Exception as error:
             return f"traceback: {type(error).__name__}: {error}"
-        return ""
+        return "" if self.hit is None else SILENT
 
 
 def chain(

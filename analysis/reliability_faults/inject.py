@@ -1,7 +1,7 @@
 """Makes one file operation of a run go wrong: it fails, its file is cut short, or the process dies there.
 
 Every result of a run is written through `compress.files.replacing`: a temporary file is made, written, synchronized and
-renamed. Each of those three operations can be made to go wrong.
+renamed. Each of those operations can be made to go wrong; a write does where the disk is full from some file on.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import resource
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,12 +25,19 @@ from compress.errors import CompressError
 from compress.pipeline import run
 from compress.recipe import Recipe
 
-Kind = Literal["fails", "cut", "dies"]
-KINDS: tuple[Kind, ...] = ("fails", "cut", "dies")
+Kind = Literal["fails", "cut", "dies", "full"]
+KINDS: tuple[Kind, ...] = ("fails", "cut", "dies", "full")
 DIED, REFUSED, BROKEN = 9, 2, 1
 """Exit statuses of a run: it died at the fault, it ended with an error that says why, or with a traceback."""
 
 WEIGHTS = "*.safetensors"
+_AT = {"cut": "fsync", "full": "create"}
+"""The one operation at which some kinds of faults happen; the others happen at any."""
+
+
+def happens(kind: Kind, operation: str) -> bool:
+    """Whether a kind of fault happens at an operation."""
+    return _AT.get(kind, operation) == operation
 
 
 class Point(NamedTuple):
@@ -54,11 +62,13 @@ def faults(
 
     Args:
         out: folder of the run.
-        kind: what goes wrong; a file is cut short where it is synchronized.
+        kind: what goes wrong; a file is cut short where it is synchronized, and from the making of a file on the disk
+            is `full`: nothing can be written to any file while the block runs.
         chosen: whether an operation goes wrong.
         die: what the death of the process is.
     """
     seen: list[Point] = []
+    room, most = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def operation(name: str, real: Callable[..., Any], file_of: Callable[..., Path | None]) -> Callable[..., Any]:
         def replaced(*arguments: Any, **options: Any) -> Any:
@@ -66,7 +76,10 @@ def faults(
             if file is None or not file.resolve().is_relative_to(out.resolve()):
                 return real(*arguments, **options)
             seen.append(point := Point(file.name, name, _finished(out)))
-            if chosen(point) and (kind != "cut" or name == "fsync"):
+            if happens(kind, name) and chosen(point):
+                if kind == "full":
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
+                    return real(*arguments, **options)
                 if kind == "dies":
                     die()
                 if kind == "cut":
@@ -82,7 +95,10 @@ def faults(
         mock.patch.object(os, "fsync", operation("fsync", os.fsync, _synchronized)),
         mock.patch.object(Path, "replace", operation("rename", Path.replace, lambda source, target: Path(target))),
     ):
-        yield seen
+        try:
+            yield seen
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
 
 
 def _created(suffix: str = "", prefix: str = "", dir: Path | None = None, text: bool = False) -> Path | None:

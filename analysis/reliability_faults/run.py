@@ -11,15 +11,16 @@ from pathlib import Path
 import torch
 
 from analysis.reliability_faults.chain import END, chain
-from analysis.reliability_faults.inject import KINDS, digests, operations
+from analysis.reliability_faults.inject import KINDS, digests, happens, operations
 from compress.files import write_json, write_text
 from compress.recipe import parse_recipe
 
 TREE = {
-    "model": {"name": "tests.networks:tiny"},
-    "data": {"image_size": 16, "batch_size": 32, "train_images": 64, "val_images": 32},
+    "model": {"name": "analysis.reliability_soak.network:small"},
+    "data": {"image_size": 8, "batch_size": 32, "train_images": 64, "val_images": 32},
     "train": {"epochs": 1, "warmup_epochs": 0},
     "quantization": {"target": "openvino", "calibration_images": 32},
+    "qat": {"epochs": 1, "checkpoint_steps": 1},
     "bench": {"engines": [], "batch_sizes": []},
 }
 
@@ -40,7 +41,7 @@ def main() -> None:
         seen = set(operations(recipe, options.command, whole))
         expected = digests(whole)
         kinds = options.kind or KINDS
-        points = sum(kind != "cut" or point.operation == "fsync" for kind in kinds for point in seen)
+        points = sum(happens(kind, point.operation) for kind in kinds for point in seen)
         for kind in kinds:
             for point, told in chain(recipe, options.command, Path(scratch), kind, expected, end):
                 found[kind, point.operation, told] += 1

@@ -8,6 +8,7 @@ once; no file is half-written even then.
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sys
 from pathlib import Path
@@ -170,6 +171,9 @@ def _common(
     VERBOSITY.level = -1 if quiet else int(verbose)
 
 
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""Errors of a full disk, of a quota and of a limit on the size of files."""
+
 _STOPPED = 130
 """Exit status after Ctrl-C."""
 
@@ -189,9 +193,7 @@ def main() -> None:
         ERRORS.print("stopped; what was finished is kept, and --resume goes on with it" if _resumable() else "stopped")
         sys.exit(_STOPPED)
     except OSError as error:
-        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
-        advice = "; make room and go on with --resume: no file is half-written" if full else ""
-        _fail(f"{_os_error(error)}{advice}")
+        _fail(_os_error(error))
 
 
 def _resumable() -> bool:
@@ -202,7 +204,11 @@ def _resumable() -> bool:
 
 
 def _os_error(error: OSError) -> str:
-    """Return an operating system's error in words: the file that it concerns and what is wrong with it."""
+    """Return an operating system's error in words: the file that it concerns, what is wrong with it and what to do."""
+    if error.errno in _FULL:
+        resume = ", and go on with --resume" if _resumable() else " and run it again"
+        where = "" if error.filename is None else f"{error.filename}: "
+        return f"{where}{os.strerror(error.errno).lower()}; make room{resume}: no file is half-written"
     if error.filename is None or error.strerror is None:
         return str(error)
     return f"{error.filename}: {error.strerror.lower()}; name a place that exists and that you may write to"

@@ -9,7 +9,8 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto, external_data_helper
 
-from compress.errors import AuditError
+from compress.engines.onnx_file import read_onnx
+from compress.errors import AuditError, EngineError
 from compress.files import replacing
 from compress.onnx_ptq.load import SourceFile, one_line, tensors_of
 
@@ -26,7 +27,8 @@ def save_model(source: SourceFile, path: Path) -> Path:
     Args:
         source: the model, and the folder that its external data are in. Tensors that are written to another file are
             taken out of it, so that large models are not in memory twice.
-        path: file to write; external data go to `<path>.data`.
+        path: file to write; external data go to `<path>.data`; to `<path>.2.data` if an older model
+            there reads that, so that each model has its own weights beside it at any moment.
 
     Raises:
         AuditError: the model is not valid; nothing is written.
@@ -38,10 +40,22 @@ def save_model(source: SourceFile, path: Path) -> Path:
         with replacing(path) as temporary:
             temporary.write_bytes(source.proto.SerializeToString())
         return path
-    data = path.with_name(f"{path.name}.data")
-    with _external(source, data) as proto, replacing(path) as temporary:
+    places = tuple(path.with_name(f"{path.name}{end}") for end in (".data", ".2.data"))
+    older = _weight_files(path)
+    data = places[1] if places[0] in older else places[0]
+    with replacing(path) as temporary, _external(source, data) as proto:
         temporary.write_bytes(proto.SerializeToString())
+    for place in older.intersection(places) - {data}:
+        place.unlink(missing_ok=True)
     return path
+
+
+def _weight_files(path: Path) -> set[Path]:
+    """Return the files that a model reads its weights from; none if there is no model."""
+    try:
+        return set(read_onnx(path).weight_files)
+    except EngineError:
+        return set()
 
 
 @contextmanager

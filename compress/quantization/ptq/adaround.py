@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
@@ -301,5 +301,6 @@ def _read(path: Path | None, digest: str, like: Tensor) -> Tensor | None:
 
 
 def _write(path: Path, digest: str, weight: Tensor) -> None:
+    content = save({digest: weight.detach().cpu().contiguous()})  # written by us, so that a full disk is an OSError
     with replacing(path) as temporary:
-        save_file({digest: weight.detach().cpu().contiguous()}, temporary)
+        temporary.write_bytes(content)
