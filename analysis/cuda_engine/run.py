@@ -138,7 +138,7 @@ def _network(plan: Path, arguments: Any, row: Report, jobs: int, built: list[Bui
     shapes = {tensor.name: tensor.shape for tensor in engine.inputs}
     program = engine.program(shapes)
     row |= {"steps": len(program.kernels), "arena_mb": program.layout.arena_bytes / 1e6, "overlaps": program.overlaps}
-    row["floats"] = program.floats
+    row |= {"floats": program.floats, "graphs_ms": program.graphs_ms}
     if plan.is_file():
         start = time.monotonic()
         build_engine(path, "cuda", batch_size=row["batch"], **options).close()

@@ -17,11 +17,14 @@ from typing import Any
 import torch
 
 from analysis.common.qat_variants import DEVICE, NETWORKS, fast_arithmetic
-from analysis.qat_cost.steps import Step, make_step, timed_round
+from analysis.common.study import Row
+from analysis.qat_cost.steps import Step, make_step, profiled, timed_round
 
 Key = tuple[str, str, str, str]
 """Network, precision, mode, variant."""
 _SETTLING_STEPS = 3
+_KERNELS = -1
+"""Asks a process for the kernels of its step; any other number is one of steps to time."""
 
 
 class RemoteStep(Step):
@@ -53,6 +56,12 @@ class RemoteStep(Step):
         self.pipe.send(repeats)
         ms, self.peak_bytes = self.pipe.recv()
         self.ms.append(ms)
+
+    def kernels(self) -> list[Row]:
+        """See `Step.kernels`."""
+        self.pipe.send(_KERNELS)
+        found: list[Row] = self.pipe.recv()
+        return found
 
     def close(self) -> None:
         """End the process."""
@@ -122,7 +131,7 @@ def _serve(key: Key, pipe: Connection) -> None:
             for _ in range(_SETTLING_STEPS):
                 step.run()
             settled = True
-        pipe.send(timed_round(step, repeats))
+        pipe.send(profiled(step) if repeats == _KERNELS else timed_round(step, repeats))
         _give_back()
 
 

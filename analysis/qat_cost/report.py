@@ -58,6 +58,22 @@ def _pass(row: Row) -> str:
     return f"{row['images_per_s']:.0f} | {row['throughput_ratio']:.2f} | {row['pass_ms']:.2f} | {row['fixed_ms']:.1f}"
 
 
+def longest_kernels(runs: Sequence[Row]) -> list[str]:
+    """Return the longest kernels of the variants that were profiled, as lines of Markdown."""
+    lines: list[str] = []
+    for number, case in cases_of(runs):
+        for row in case["rows"]:
+            if "kernels" in row:
+                title = f"{case['network']} {case['mode']}, {row['variant']}, run {number}"
+                lines += ["", f"{title}: all kernels of a step take {row['kernels_ms']:.1f} ms.", ""]
+                lines += ["| ms | count | kernel | shapes |", "|---|---|---|---|"]
+                lines += [
+                    f"| {k['ms']:.3f} | {k['count']:.0f} | `{k['kernel'][:90]}` | {k['shapes'][:90]} |"
+                    for k in row["kernels"]
+                ]
+    return ["", "## The longest kernels", *lines] if lines else []
+
+
 def write(file: Path) -> None:
     """Write the page and the figure beside the JSON file."""
     runs = read_runs(file)
@@ -65,6 +81,7 @@ def write(file: Path) -> None:
     lines = ["# The cost of quantization-aware training", "", *(f"{text}." for text in machines), "", table(runs), ""]
     lines += ["## Runs", "", "| run | recorded | command | remarks |", "|---|---|---|---|"]
     lines += [f"| {r['run']} | {r['recorded']} | `{r['command']}` | {r.get('note', '')} |" for r in runs]
+    lines += longest_kernels(runs)
     write_text(file.with_suffix(".md"), "\n".join(lines) + "\n")
     save_figure(draw(runs), file.with_suffix(".png"))
 

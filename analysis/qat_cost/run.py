@@ -65,7 +65,7 @@ class Run:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.file: Path = arguments.out / "qat_cost.json"
         self.earlier = read_runs(self.file) if self.file.is_file() else []
-        self.rounds, self.repeats = arguments.rounds, arguments.repeats
+        self.rounds, self.repeats, self.profile = arguments.rounds, arguments.repeats, arguments.profile
         self.ends = time.monotonic() + arguments.budget_s
         self.report: Row = {
             "run": len(self.earlier) + 1,
@@ -108,6 +108,11 @@ class Run:
                 step.peak_bytes = None  # a replay allocates nothing, so the peak is not known
         case["rows"] = [row_of(key, item, steps) for key, item in steps.items()]
         self.add(case)
+        if self.profile:
+            for row, item in zip(case["rows"], steps.values(), strict=True):
+                found = item.kernels()
+                row |= {"kernels": found[: self.profile], "kernels_ms": sum(kernel["ms"] for kernel in found)}
+                self.write()
 
     def step(self, name: str, precision: str, mode: str, variant: str) -> Step | None:
         """Return a variant, built now or before; None if it cannot be built."""
@@ -178,6 +183,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="such as float fused")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each variant, in turn")
     parser.add_argument("--repeats", type=int, default=10, help="steps of a round")
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="the N longest kernels of each variant too")
     parser.add_argument("--ahead-s", type=float, default=0.0, help="compile all first, for so long, beside each other")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="processes that compile")
     arguments = parser.parse_args()

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import operator
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import compress
 from analysis.common.qat_variants import DEVICE, Network, allocated, finish, images, pretrained, training_step
 from analysis.common.study import Row
+from analysis.qat_profile.kernels import kernels_of
 from compress.graph.fold import fold_batchnorm
 
 
@@ -42,6 +47,10 @@ class Step:
         ms, self.peak_bytes = timed_round(self, repeats)
         self.ms.append(ms)
 
+    def kernels(self) -> list[Row]:
+        """The GPU's kernels in a step, longest first."""
+        return profiled(self)
+
 
 def make_step(variant: str, network: Network, precision: str, mode: str) -> Step:
     """Build a variant and take its first steps, in which compilation and cuDNN's search happen."""
@@ -66,6 +75,20 @@ def timed_round(step: Step, repeats: int) -> tuple[float, int | None]:
     finish()
     ms = (time.perf_counter() - start) / repeats * 1e3
     return ms, torch.cuda.max_memory_allocated() - resident + step.own_bytes if DEVICE.type == "cuda" else None
+
+
+def profiled(step: Step, steps: int = 3) -> list[Row]:
+    """Return the GPU's kernels in a step, longest first: name, shapes of the arguments, milliseconds and count."""
+    step.run()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True) as recorded:
+        for _ in range(steps):
+            step.run()
+        finish()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(file))
+        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    return [{key: row[key] for key in ("kernel", "shapes", "ms", "count")} for row in kernels_of(events, set(), steps)]
 
 
 def time_in_turn(steps: Mapping[str, Step], rounds: int, repeats: int) -> None:

@@ -7,6 +7,7 @@ holds the rest. Small ones are copied, which costs less than a launch from Pytho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -33,6 +34,7 @@ _COPIED_BYTES = 4 << 20
 _MOST_DIRECT = 3
 """Steps that are launched outside of the graph at most."""
 
+_IN_TURN, _OVERLAPPING = "in turn", "overlapping"
 _INTEGERS, _FLOATS = "integers", "floats"
 _MOST_APART = 0.5
 """Share of the norm of results beyond which those in floating point are refused."""
@@ -76,6 +78,7 @@ class Program:
         measured: times of all candidates of each step, if they were measured now.
         overlaps: launches overlap, as that is faster and gave the same results.
         floats: the whole network runs in floating point, compiled by torch, as that is faster.
+        graphs_ms: milliseconds of each graph that was compared, by name; a graph of other results is not among them.
 
     Raises:
         EngineError: the memory of the device does not suffice.
@@ -104,6 +107,7 @@ class Program:
             self.kernels = self._choose(ways, plan, jobs, progress)
             self._recorded: Recorded | None = None
             self.overlaps = self.floats = False
+            self.graphs_ms: dict[str, float] = {}
             if device.type == "cuda":
                 with torch.cuda.device(device):
                     self._recorded = self._capture(overlap, jobs if self.measured else 0)
@@ -191,9 +195,10 @@ class Program:
             other = self._record(tensors, given, direct)
         finally:
             overlap(False)
-        self.overlaps = self._is_same(recorded, other) and repeated_ms(other.graph.replay) < repeated_ms(
-            recorded.graph.replay
-        )
+        self.graphs_ms[_IN_TURN] = repeated_ms(recorded.graph.replay)
+        if self._is_same(recorded, other):
+            self.graphs_ms[_OVERLAPPING] = repeated_ms(other.graph.replay)
+        self.overlaps = self.graphs_ms.get(_OVERLAPPING, math.inf) < self.graphs_ms[_IN_TURN]
         return other if self.overlaps else recorded
 
     def _record(self, tensors: Tensors, given: Tensors, direct: int) -> Recorded:
@@ -226,12 +231,16 @@ class Program:
         choice, inputs = plan.get(place), self.executor.random_inputs()
         ours = partial(self._replayed, recorded, inputs)
         other = None
-        if choice == _FLOATS or (choice is None and repeated_ms(ours) >= self._bare_ms()):
+        if choice is None:
+            self.graphs_ms[_INTEGERS] = repeated_ms(ours)
+        if choice == _FLOATS or (choice is None and self.graphs_ms[_INTEGERS] >= self._bare_ms()):
             other = recorded_network(network, inputs, list(self.layout.plan.outputs))
         if other is not None:
             theirs = partial(self._replayed, other, inputs)
-            slower = choice is None and repeated_ms(theirs) >= repeated_ms(ours)
-            other = None if slower or not _alike(ours(), theirs()) else other
+            if _alike(ours(), theirs()):
+                self.graphs_ms[_FLOATS] = repeated_ms(theirs)
+            faster = self.graphs_ms.get(_FLOATS, math.inf) < self.graphs_ms.get(_INTEGERS, math.inf)
+            other = other if faster else None
         self.floats = other is not None
         plan.add(place, _FLOATS if self.floats else _INTEGERS)
         plan.save()

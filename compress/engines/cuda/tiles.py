@@ -8,6 +8,8 @@ from compress.kernels.triton.int8_product import Tile
 
 _PROGRAMS = 132  # multiprocessors of the GPUs that the guesses were made for
 _MOST_SPLITS = 32
+_SHALLOW = 256
+"""Input channels up to which a persistent program holds all of a tile."""
 _MOST_TILES = 12
 """Tiles of a product that are measured; on an H100 the fastest of 24 was among the first 12 but for 3 %."""
 
@@ -75,7 +77,7 @@ def pointwise_tiles(rows: int, channels: int, columns: int) -> list[PointwiseTil
         channels: of the input.
         columns: output channels.
     """
-    if channels > 256 or columns < 64 or rows * columns < 4 * _PROGRAMS * 64 * 128:
+    if channels > _SHALLOW or columns < 64 or rows * columns < 4 * _PROGRAMS * 64 * 128:
         return []
     deep = 128 if channels > 64 else 64 if channels > 32 else 32
     shapes = [(64, 128, 2, 4, 4), (64, 128, 3, 4, 3), (64, 256, 2, 4, 2), (128, 128, 2, 8, 1), (128, 64, 2, 4, 4)]
@@ -83,6 +85,22 @@ def pointwise_tiles(rows: int, channels: int, columns: int) -> list[PointwiseTil
         shapes += [(128, 256, 2, 8, 1), (64, 128, 4, 4, 3)]
     found = [PointwiseTile(r, c, deep, stages, warps, at_once) for r, c, stages, warps, at_once in shapes]
     return [tile for tile in found if tile.columns <= max(64, columns)]
+
+
+def deep_tiles(rows: int, channels: int, columns: int) -> list[Tile]:
+    """Tiles of products of many channels that load by tensor descriptors; none where tiles would not fill the GPU.
+
+    Args:
+        rows: pixels of the result.
+        channels: of the input.
+        columns: output channels.
+    """
+    if channels <= _SHALLOW or columns < 64 or rows * columns < _PROGRAMS * 128 * 128:
+        return []
+    sizes = ((128, 128, 3, 8), (128, 128, 4, 8), (64, 128, 4, 4), (128, 256, 3, 8), (256, 128, 3, 8))
+    found = [Tile(r, c, 128, stages, warps) for r, c, stages, warps in sizes]
+    found.append(found[0]._replace(registers=128))  # two programs on a multiprocessor
+    return [tile for tile in found if tile.columns <= max(128, columns)]
 
 
 def depthwise_tiles(

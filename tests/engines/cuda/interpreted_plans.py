@@ -18,9 +18,10 @@ from compress.engines.cuda.exactness import differences
 from compress.engines.cuda.executor import Executor
 from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
+from compress.kernels.triton.int8_deep import deep
 from compress.kernels.triton.int8_epilogue import Function, OutputGrid, Outputs, Residual, finish_of
 from compress.kernels.triton.int8_pointwise import PointwiseTile, pointwise
-from compress.kernels.triton.int8_product import pack_weight
+from compress.kernels.triton.int8_product import Tile, pack_weight
 from tests.engines.cuda.qdq import Builder, convnext
 
 ACTIVATIONS = {
@@ -135,6 +136,8 @@ def check_pointwise(device):
         (70, 40, 48, 0, PointwiseTile(32, 32, 32)),
         (33, 64, 32, 5, PointwiseTile(32, 16, 64, programs=1)),
         (5, 16, 112, -128, PointwiseTile(32, 64, 32, stages=3)),
+        (37, 150, 48, 5, Tile(32, 32, 64, part=16)),
+        (20, 272, 37, 0, Tile(16, 64, 128)),
     ):
         torch.manual_seed(0)
         pitch = columns + 16  # what lies between rows is another tensor's
@@ -147,10 +150,12 @@ def check_pointwise(device):
             grid=OutputGrid(torch.tensor([0.3], dtype=torch.float64), zero=-128),
         ).to(device)  # fmt: skip
         codes = torch.zeros(rows, pitch, dtype=torch.int8, device=device)
-        pointwise(
-            x.to(device), pack_weight(w, zero, device=device), finish,
-            Outputs(residual.to(device), codes, None, pitch, pitch), columns, tile, 2, zero=zero,
-        )  # fmt: skip
+        outputs = Outputs(residual.to(device), codes, None, pitch, pitch)
+        weight = pack_weight(w, zero, device=device)
+        if isinstance(tile, Tile):
+            deep(x.to(device), weight, finish, outputs, columns, tile, zero=zero)
+        else:
+            pointwise(x.to(device), weight, finish, outputs, columns, tile, 2, zero=zero)
         sums = (x[:, :channels].double() - zero) @ w.double().t()
         y = (sums * factor + bias + 0.05 * (residual[:, :columns].double() - 3)).clamp(min=0) / 0.3
         expected = (y.round() - 128).clamp(-128, 127)

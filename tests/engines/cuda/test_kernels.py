@@ -67,16 +67,19 @@ def test_a_convolution_compiles_for_a_gpu_that_is_not_here(tmp_path):
     assert [result.error for result in late] == ["not compiled in 0 s"]
 
 
-@pytest.mark.parametrize(("columns", "count"), [(128, 1), (136, 0)])
-def test_products_by_descriptors_only_where_they_write_nothing_but_their_own_channels(tmp_path, columns, count):
+@pytest.mark.parametrize(
+    ("shape", "columns", "kind"),
+    [((64, 32, 64, 64), 128, "pointwise"), ((64, 32, 64, 64), 136, ""), ((64, 272, 16, 16), 136, "deep")],
+)
+def test_products_by_descriptors_only_where_they_write_nothing_but_their_own_channels(tmp_path, shape, columns, kind):
     pytest.importorskip("triton")
     from compress.engines.cuda.bind import Bindings, candidates
 
-    b = Builder((64, 32, 64, 64))
+    b = Builder(shape)
     path = b.save(tmp_path / "m.onnx", b.quantize(b.conv(b.quantize("input"), columns, taps=1, padding=0)))
     layout = lay_out(make_plan(path, batch_size=64))
     names = [way.name for step in layout.steps for way in candidates(step, layout, Bindings(torch.device("cpu"), {}))]
-    assert any("pointwise" in name for name in names) == bool(count)
+    assert {name.split()[1] for name in names} & {"pointwise", "deep"} == ({kind} if kind else set())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

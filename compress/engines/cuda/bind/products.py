@@ -19,7 +19,8 @@ from compress.engines.cuda.bind.common import (
 from compress.engines.cuda.executor import Candidate, Tensors
 from compress.engines.cuda.plan.layout import Layout
 from compress.engines.cuda.plan.steps import NO_PADDING, Convolution, Linear, Product
-from compress.engines.cuda.tiles import depthwise_tiles, pointwise_tiles, product_tiles
+from compress.engines.cuda.tiles import deep_tiles, depthwise_tiles, pointwise_tiles, product_tiles
+from compress.kernels.triton.int8_deep import deep
 from compress.kernels.triton.int8_depthwise import DepthwiseTile, depthwise, pack_depthwise
 from compress.kernels.triton.int8_epilogue import Finish, Residual
 from compress.kernels.triton.int8_pointwise import LEAST_CAPABILITY, PointwiseTile, pointwise
@@ -113,6 +114,14 @@ def _follows(step: Product, layout: Layout, bindings: Bindings) -> bool:
     return isinstance(before, Product)
 
 
+def _by_descriptors(
+    step: Product, layout: Layout, bindings: Bindings, weight: Weight, columns: int, axes: tuple[int, int]
+) -> list[Candidate]:
+    """Candidates that load by tensor descriptors, for few input channels and for many; see `_pointwise`."""
+    rest = (step, layout, bindings, weight, columns, axes)
+    return _pointwise(*rest) + _deep(*rest)
+
+
 def _pointwise(
     step: Product, layout: Layout, bindings: Bindings, weight: Weight, columns: int, axes: tuple[int, int]
 ) -> list[Candidate]:
@@ -155,6 +164,28 @@ def _pointwise(
     return [candidate(tile) for tile in pointwise_tiles(count, channels, columns)]
 
 
+def _deep(
+    step: Product, layout: Layout, bindings: Bindings, weight: Weight, columns: int, axes: tuple[int, int]
+) -> list[Candidate]:
+    """Candidates that load by descriptors, for a product of many channels; see `_pointwise`."""
+    e, channels, rows = step.epilogue, weight.codes.shape[-1], _even_rows(step.x.name, layout, axes[0])
+    if bindings.capability < LEAST_CAPABILITY or weight.groups > 1 or rows is None or rows[1] < channels:
+        return []
+    finish, zero = _product_finish(step, bindings), step.x.grid.zero if step.x.grid else 0
+    count, pitch = rows
+
+    def candidate(tile: Tile) -> Candidate:
+        def run(tensors: Tensors) -> None:
+            results = Results(e.out, e.residual.name, tensors, axes[1])
+            x = tensors[step.x.name].as_strided((count, channels), (pitch, 1))
+            deep(x, weight, finish, results.outputs, columns, tile, zero=zero)
+            results.finish()
+
+        return Candidate(f"triton deep {tile_text(tile)}", run)
+
+    return [candidate(tile) for tile in deep_tiles(count, channels, columns)]
+
+
 def _even_rows(name: str, layout: Layout, axis: int) -> tuple[int, int] | None:
     """(rows, elements from one to the next) of codes that descriptors can describe; None for others."""
     place = layout.places.get(name)
@@ -192,7 +223,7 @@ def bind_convolution(step: Convolution, layout: Layout, bindings: Bindings) -> l
         step, bindings, weight, cast(Any, shape), geometry, taps, read, 1, _follows(step, layout, bindings)
     )
     flat = taps == 1 and step.stride == (1, 1) and step.padding == NO_PADDING
-    return found + (_pointwise(step, layout, bindings, weight, shape[1], (1, 1)) if flat else [])
+    return found + (_by_descriptors(step, layout, bindings, weight, shape[1], (1, 1)) if flat else [])
 
 
 def _readable(x: Tensor, channels: int) -> Tensor:
@@ -225,7 +256,7 @@ def bind_linear(step: Linear, layout: Layout, bindings: Bindings) -> list[Candid
     rows = torch.Size(shape).numel() // columns
     follows = _follows(step, layout, bindings)
     found = _product(step, bindings, weight, (rows, columns, 1, 1), Geometry(), 1, read, step.axis, follows)
-    return found + _pointwise(step, layout, bindings, weight, columns, (-1, step.axis))
+    return found + _by_descriptors(step, layout, bindings, weight, columns, (-1, step.axis))
 
 
 def _depthwise(

@@ -1,0 +1,65 @@
+"""Matrix products of codes of many input channels: a program computes one tile, and loads its next steps ahead.
+
+A descriptor loads a whole tile with one instruction of Hopper's copy engine (TMA), so that the threads compute no
+addresses and the products wait for nothing but memory. Results are written as everywhere (`int8_epilogue`).
+"""
+
+# ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from compress.kernels.triton.int8_epilogue import Finish, Outputs, finish_tile
+from compress.kernels.triton.int8_product import Tile, Weight, tiles_of
+
+
+def deep(
+    x: Tensor, weight: Weight, finish: Finish, outputs: Outputs, columns: int, tile: Tile, *, zero: int = 0
+) -> None:
+    """Launch the product of `x` and the weight.
+
+    Args:
+        x: int8 (rows, K) with neighbouring channels and rows at multiples of 16 bytes.
+        weight: of `pack_weight`, of one tap and one group.
+        finish: of `finish_of`, on the device.
+        outputs: what is added and written.
+        columns: output channels.
+        tile: of a program, without splits.
+        zero: code of 0 of the input.
+    """
+    rows, channels = x.shape[0], weight.codes.shape[-1]
+    x_described = TensorDescriptor(x, [rows, channels], [x.stride(0), 1], [tile.rows, tile.depth])
+    weight_described = TensorDescriptor(weight.codes, [columns, channels], [channels, 1], [tile.columns, tile.depth])
+    _deep_kernel[(tiles_of(rows, columns, tile),)](
+        x_described, weight_described, weight.correction, finish.vectors, outputs, finish.numbers, rows, columns,
+        finish.kind, zero != 0, -(-channels // tile.depth), tile.rows, tile.columns, tile.depth, tile.stages,
+        min(tile.part, tile.columns), num_warps=tile.warps, maxnreg=tile.registers,
+    )  # fmt: skip
+
+
+@triton.jit
+def _deep_kernel(
+    x, weight, correction_ptr, vectors, outputs, numbers, rows, columns,
+    KIND: tl.constexpr, X_ZERO: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    strips = tl.cdiv(columns, COLUMNS)  # neighbours in time share pixels: those come out of the cache
+    first_row = (tl.program_id(0) // strips) * ROWS
+    first_column = (tl.program_id(0) % strips) * COLUMNS
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.int32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        pixels = x.load([first_row, step * DEPTH])
+        filters = weight.load([first_column, step * DEPTH])
+        total = tl.dot(pixels, filters.T, total, out_dtype=tl.int32)
+    row = first_row + tl.arange(0, ROWS)
+    column = first_column + tl.arange(0, COLUMNS)
+    if X_ZERO:
+        total += tl.load(correction_ptr + column, mask=column < columns, other=0)[None, :]
+    finish_tile(
+        total, total, row.to(tl.int64), row < rows, first_column, columns, vectors, outputs, numbers, KIND, False,
+        ROWS, COLUMNS, PART,
+    )  # fmt: skip
