@@ -18,11 +18,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torchvision
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import compress
 from analysis.common.study import Row, gpu_software
 from compress.graph.fold import fold_batchnorm
+from compress.qat_fusion.regions import compile_regions
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -176,9 +177,14 @@ _OTHERS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {"torch-ops": tor
 
 
 def as_run(call: nn.Module, mode: str) -> Callable[[Tensor], Tensor]:
-    """Return the module for mode `eager`, else compiled, or compiled into CUDA graphs (`graphs`)."""
+    """Return the module for mode `eager`, else compiled: whole, by `regions`, or into CUDA graphs (`graphs`).
+
+    Only graphs, such as quantized networks, are compiled by regions; float networks are compiled whole.
+    """
     if mode == "eager":
         return call
+    if mode == "regions" and isinstance(call, fx.GraphModule):
+        return compile_regions(call)
     return torch.compile(call, mode="reduce-overhead" if mode == "graphs" else None)
 
 
@@ -195,7 +201,7 @@ def training_step(
         variant: name of a variant (see the top of the file).
         network: network to train.
         precision: `bf16` (autocast) or `fp32`.
-        mode: `eager`, `compiled` or `graphs`.
+        mode: `eager`, `compiled`, `regions` or `graphs`.
         phase: makes a context in which each phase of a step runs, from the phase's name.
 
     Returns:

@@ -23,6 +23,8 @@ from analysis.qat_cost.steps import Step, make_step, profiled, timed_round
 Key = tuple[str, str, str, str]
 """Network, precision, mode, variant."""
 _SETTLING_STEPS = 3
+_ALGORITHMS = 4
+"""Of each convolution that cuDNN's benchmark tries: ten, as by default, take 20 s of a network."""
 _KERNELS = -1
 """Asks a process for the kernels of its step; any other number is one of steps to time."""
 
@@ -128,6 +130,7 @@ def _serve(key: Key, pipe: Connection) -> None:
             return
         if not settled:
             fast_arithmetic()
+            torch.backends.cudnn.benchmark_limit = _ALGORITHMS
             for _ in range(_SETTLING_STEPS):
                 step.run()
             settled = True

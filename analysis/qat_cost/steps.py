@@ -77,7 +77,7 @@ def timed_round(step: Step, repeats: int) -> tuple[float, int | None]:
     return ms, torch.cuda.max_memory_allocated() - resident + step.own_bytes if DEVICE.type == "cuda" else None
 
 
-def profiled(step: Step, steps: int = 3) -> list[Row]:
+def profiled(step: Step, steps: int = 2) -> list[Row]:
     """Return the GPU's kernels in a step, longest first: name, shapes of the arguments, milliseconds and count."""
     step.run()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True) as recorded:
