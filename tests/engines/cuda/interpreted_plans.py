@@ -12,17 +12,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
 
 from compress.engines.cuda.bind import Bindings, candidates
 from compress.engines.cuda.exactness import differences
 from compress.engines.cuda.executor import Executor
 from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
+from compress.kernels.triton import int8_epilogue as epilogue
 from compress.kernels.triton.int8_deep import deep
 from compress.kernels.triton.int8_epilogue import Function, OutputGrid, Outputs, Residual, finish_of
 from compress.kernels.triton.int8_pointwise import PointwiseTile, pointwise
 from compress.kernels.triton.int8_product import Tile, pack_weight
 from tests.engines.cuda.qdq import Builder, convnext
+from tests.engines.cuda.test_plan import networks
 
 ACTIVATIONS = {
     "none": lambda b, x: x,
@@ -165,6 +169,61 @@ def check_pointwise(device):
         assert expected.std() > 10
 
 
+FUNCTIONS = {
+    "none": lambda x: x,
+    "clip": lambda x: x.clamp(-0.3, 0.9),
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.1),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "hard_sigmoid": F.hardsigmoid,
+    "hard_swish": F.hardswish,
+    "mish": F.mish,
+    "elu": F.elu,
+    "softplus": F.softplus,
+}
+"""Torch's own, by the names that epilogues know them by."""
+
+
+def check_epilogues(device):
+    """Every activation as the first and as the second one of an epilogue, to values and to codes."""
+    assert set(FUNCTIONS) == set(epilogue.ACTIVATIONS)
+    torch.manual_seed(0)
+    x, w = (torch.randint(-128, 128, (n, 16), dtype=torch.int8) for n in (9, 7))
+    bounds = {"clip": (-0.3, 0.9), "leaky_relu": (0.1,)}
+    residual, sums = 2 * torch.randn(9, 7), x.double() @ w.double().t()
+    one, grid = torch.ones(7).double(), OutputGrid(torch.tensor([0.02], dtype=torch.float64), zero=3)
+    for name, function in FUNCTIONS.items():
+        activation = Function(name, *bounds.get(name, ()))
+        for first, second in ((activation, Function()), (Function(), activation)):
+            finish = finish_of(1e-4 * one, 0.1 * one, first=first, second=second, residual=Residual(1.0, 0, False),
+                               grid=grid, value=True).to(device)  # fmt: skip
+            codes, value = (torch.zeros(9, 7, dtype=t, device=device) for t in (torch.int8, torch.float32))
+            outputs = Outputs(residual.to(device), codes, value, 7, 7, 7)
+            deep(x.to(device), pack_weight(w, device=device), finish, outputs, 7, Tile(16, 16, 32))
+            y = 1e-4 * sums + 0.1
+            y = function(y) + residual if first is activation else function(y + residual)
+            torch.testing.assert_close(value.cpu().double(), y, rtol=1e-5, atol=2e-6, msg=name)
+            expected = ((y / 0.02).round() + 3).clamp(-128, 127)
+            assert not (codes.cpu() - expected)[((y / 0.02) % 1 - 0.5).abs() > 1e-3].any(), name
+
+
+@settings(max_examples=5, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(networks())
+def check_networks(network):
+    """Small random networks, on the guessed kernel of each step."""
+    b, y = network
+    with tempfile.TemporaryDirectory() as folder:
+        layout = lay_out(make_plan(b.save(Path(folder) / "m.onnx", y), batch_size=b.shape[0], dtype=torch.float32))
+    device = torch.device("cpu")
+    bindings = Bindings(device, {})
+    executor = Executor(layout, [candidates(step, layout, bindings)[0].run for step in layout.steps], device)
+    wrong = [d for d in differences(executor, {"input": torch.from_numpy(b.x)}) if d.wrong]
+    assert not wrong, wrong
+
+
 def main():
     assert os.environ.get("TRITON_INTERPRET") == "1"
     for case in sys.argv[1:] or CASES:
@@ -172,6 +231,10 @@ def main():
         print(case)
     check_pointwise(torch.device("cpu"))
     print("pointwise")
+    check_epilogues(torch.device("cpu"))
+    print("epilogues")
+    check_networks()
+    print("networks")
 
 
 if __name__ == "__main__":

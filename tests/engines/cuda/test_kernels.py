@@ -28,7 +28,12 @@ CASES = (
 
 
 def test_in_the_interpreter_every_step_computes_what_exact_arithmetic_does():
-    assert interpreted("tests.engines.cuda.interpreted_plans").splitlines() == [*CASES, "pointwise"]
+    assert interpreted("tests.engines.cuda.interpreted_plans").splitlines() == [
+        *CASES,
+        "pointwise",
+        "epilogues",
+        "networks",
+    ]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -43,9 +48,10 @@ def test_on_a_gpu_every_step_computes_what_exact_arithmetic_does(case):
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="no GPU with a copy engine"
 )
 def test_on_a_gpu_products_by_descriptors_compute_what_exact_arithmetic_does():
-    from tests.engines.cuda.interpreted_plans import check_pointwise
+    from tests.engines.cuda.interpreted_plans import check_epilogues, check_pointwise
 
     check_pointwise(torch.device("cuda"))
+    check_epilogues(torch.device("cuda"))
 
 
 def test_a_convolution_compiles_for_a_gpu_that_is_not_here(tmp_path):
