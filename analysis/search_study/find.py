@@ -136,7 +136,7 @@ def find(part: Part, network: nn.Module, files: Files, folder: Path, effort: Eff
     with tempfile.TemporaryDirectory(prefix="search-study-") as own:
         bench = Bench(subject, network, images, effort, Path(own))
         dense = bench.ratio(network) if subject.int8 else 1.0
-        bound = MARGIN * subject.bound * dense
+        bound = MARGIN * part.slack * subject.bound * dense
         if method == "dense":
             made, ratio = network, dense
         elif method.startswith("search"):
@@ -207,7 +207,7 @@ def searched(part: Part, bench: Bench, bound: float, folder: Path) -> tuple[nn.M
     """Search, and take the best point of the front whose time keeps the bound when it is measured once more."""
     effort, subject = bench.effort, part.subject
     spec = SearchSpec(
-        widths=(0.75, 0.5),
+        widths=subject.widths,
         formats=("int8",) if subject.int8 else ("float",),
         blocks=part.method != "search-widths",
         images=effort.images,
@@ -226,6 +226,7 @@ def searched(part: Part, bench: Bench, bound: float, folder: Path) -> tuple[nn.M
     points = [p for p in front.front if p.figures.ratio <= bound]
     facts: dict[str, Any] = {
         "check": {"median_error": front.latency_check.median_error, "spearman": front.latency_check.spearman},
+        "candidates": {"median_error": front.candidate_check.median_error, "spearman": front.candidate_check.spearman},
         "cached": front.timed.cached,
         "accuracy": front.accuracy_check(),
         "points": [

@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+
 from analysis.common.study import Row, listed, read_rows, report_from_file
 from compress.files import write_text
-from compress.search.latency_model import check
 
 _T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # of Student's distribution, two-sided, by number of values
 _REFERENCE = "uniform"
@@ -27,7 +28,8 @@ def write(folder: Path) -> str:
         "Latency: ONNX Runtime, one thread; the median of several loads, each timed in turn with the "
         "float network, with nothing else running. Top-1: the exported file on ONNX Runtime, all test pictures. The "
         "pictures are a JPEG copy of CIFAR-10: compare differences. Every network was fine-tuned by the same recipe. "
-        "Points over uniform: paired by seed, 95 % interval of Student's t where there are several seeds.",
+        "Points over uniform: against the uniform network of the same seed and of the same latency (between the two "
+        "that were made, in a straight line; beyond them the nearer one), 95 % interval of Student's t.",
         *tables(rows),
         *predictions(rows),
         *failures(rows),
@@ -57,15 +59,20 @@ def tables(rows: list[Row]) -> Iterable[str]:
             of_dense = f"{statistics.mean(times) / statistics.mean(dense):.3f}" if times and dense else ""
             spread = _range(rows, some)
             points = [row["top1"] - row["float_top1"] for row in some]
-            over = [
-                row["top1"] - other["top1"]
-                for row in some
-                for other in own
-                if other["method"] == _REFERENCE and _key(other) == _key(row) and method != _REFERENCE
-            ]
+            over = [gain for row in some if (gain := over_uniform(rows, own, row)) is not None]
             cells = [method, len(some), share + spread, of_dense, _mean(r["top1"] for r in some)]
             cells += [_mean(r["float_top1"] for r in some), interval(points), interval(over)]
             yield f"| {' | '.join(map(str, cells))} |"
+
+
+def over_uniform(rows: list[Row], networks: list[Row], row: Row) -> float | None:
+    """Points of a network over uniform widths of its latency, between two of them where there are two; None = none."""
+    uniform = [other for other in networks if other["method"].startswith(_REFERENCE) and _key(other) == _key(row)]
+    here = _latency(rows, row)
+    timed = sorted((t, other["top1"]) for other in uniform if (t := _latency(rows, other)) is not None)
+    if row["method"].startswith(_REFERENCE) or here is None or not timed:
+        return None
+    return float(row["top1"] - np.interp(here, [time for time, _ in timed], [top1 for _, top1 in timed]))
 
 
 def predictions(rows: list[Row]) -> Iterable[str]:
@@ -74,16 +81,15 @@ def predictions(rows: list[Row]) -> Iterable[str]:
     if searches:
         yield from ("", "## Searches", "")
         yield (
-            "| search | seconds | candidates | error of latency, median % | rank correlation | before the search, on "
-            "unseen networks | rank correlation of the error | chosen |"
+            "| search | seconds | candidates | latency of those not seen before, median error % | rank correlation | "
+            "before the search, on unseen networks | rank correlation of the error | chosen |"
         )
         yield "|---|---|---|---|---|---|---|---|"
     for row in searches:
         facts = row["facts"]
-        points = [point for point in facts["points"] if point[0] != "float"]
-        seen = check([point[1] for point in points], [point[2] for point in points])
+        points, seen = [point for point in facts["points"] if point[0] != "float"], facts["candidates"]
         cells = [f"{_subject(row)} {row['subject']['seed']} {row['method']}", f"{row['seconds']:.0f}", len(points)]
-        cells += [f"{100 * seen.median_error:.1f}", f"{seen.spearman:.2f}"]
+        cells += [f"{100 * seen['median_error']:.1f}", f"{seen['spearman']:.2f}"]
         cells += [f"{100 * facts['check']['median_error']:.1f} %, {facts['check']['spearman']:.2f}"]
         cells += [f"{facts['accuracy']['distance']:.2f}", facts["chosen"]]
         yield f"| {' | '.join(map(str, cells))} |"

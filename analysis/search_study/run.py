@@ -120,24 +120,36 @@ class Study:
         return found
 
     async def part(self, part: Part) -> None:
-        """Make one row: find, fine-tune, export, judge."""
-        subject, name = part.subject, f"{part.subject.name} {part.method}"
+        """Make one row, or say why there is none."""
+        try:
+            await self._part(part)
+        except Exception as error:
+            self.failed(part, repr(error))
+
+    def failed(self, part: Part, error: str) -> None:
+        """Say and write that a part has no row."""
+        self.say(f"{part.name}: {error[:300]}")
+        self.row(kind="failure", subject=asdict(part.subject), method=part.label, error=error)
+
+    async def _part(self, part: Part) -> None:
+        """Find, fine-tune, export, judge."""
+        subject, name = part.subject, part.name
         base = await self.base(subject, background=part.method == "float")
         if part.method == "float":
             return
         images, files = self.images(subject.data)
         found: Found = await self.workers.call(find, part, base.model, files, self.folder, self.effort)
         self.say(f"{name}: {found.ratio:.3f} of {found.dense:.3f} after {found.seconds:.0f} s")
-        self.row(kind="found", subject=asdict(subject), method=part.method, **_facts(found))
+        self.row(kind="found", subject=asdict(subject), method=part.label, **_facts(found))
         model = found.network
         spec = subject.tuning(self.o.epochs)
         tuned = await self.trainer.train(model, base.teacher, images, spec, seed=subject.seed)
-        path = await self._export(model, subject, part.method, files)
+        path = await self._export(model, part, files)
         top1 = await self._top1(path, files)
         self.row(
             kind="network",
             subject=asdict(subject),
-            method=part.method,
+            method=part.label,
             top1=top1,
             float_top1=base.top1,
             torch_top1=tuned.top1,
@@ -145,18 +157,18 @@ class Study:
             images_per_s=tuned.images_per_s,
             parameters=sum(p.numel() for p in model.parameters()),
         )
-        self.files.setdefault(subject, {})[part.method] = path
+        self.files.setdefault(subject, {})[part.label] = path
         self.say(f"{name}: {top1:.2f} % on the engine, float {base.top1:.2f} %, {tuned.images_per_s:,.0f} images/s")
 
-    async def _export(self, model: nn.Module, subject: Subject, method: str, files: data.Files) -> Path:
-        path = self.folder / f"{subject.name}-{method}.onnx"
-        return Path(await self.workers.call(finished, model, files, path, subject.int8))
+    async def _export(self, model: nn.Module, part: Part, files: data.Files) -> Path:
+        path = self.folder / f"{part.name.replace(' ', '-')}.onnx"
+        return Path(await self.workers.call(finished, model, files, path, part.subject.int8, soon=True))
 
     async def _top1(self, path: Path, files: data.Files) -> float:
         """Percent of the test pictures whose class the engine finds."""
         count = len(np.load(files.targets))
         size = -(-count // _CHUNKS)
-        calls = [self.workers.call(hits, path, files, first, size) for first in range(0, count, size)]
+        calls = [self.workers.call(hits, path, files, first, size, soon=True) for first in range(0, count, size)]
         return 100 * sum(await asyncio.gather(*calls)) / count
 
     async def all(self, wanted: list[Part], seconds: float) -> None:
@@ -164,12 +176,9 @@ class Study:
         tasks = {part: asyncio.create_task(self.part(part)) for part in wanted}
         _, late = await asyncio.wait(tasks.values(), timeout=seconds)
         for part, task in tasks.items():
-            name = f"{part.subject.name} {part.method}"
-            error = "late" if task in late else repr(task.exception()) if task.exception() else ""
-            if error:
-                self.say(f"{name}: {error[:300]}")
-                self.row(kind="failure", subject=asdict(part.subject), method=part.method, error=error)
-            task.cancel()
+            if task in late:
+                self.failed(part, "late")
+                task.cancel()
 
     async def latencies(self) -> None:
         """Time the networks of each subject in turn beside its float network, several times, with nothing else."""

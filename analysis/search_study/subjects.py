@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from compress.training.spec import FinetuneSpec, TrainSpec
 
+_LARGER = 1.12
 CRITERIA = ("magnitude", "batchnorm", "taylor", "fisher", "reconstruction")
 
 
@@ -20,6 +21,7 @@ class Subject:
         int8: the smaller networks are INT8, and the bound is a share of the dense INT8 network's time.
         bound: largest share of that time.
         batch: pictures of a timed run.
+        widths: shares of the channels that a search may keep.
         lr, weight_decay: of the float training.
     """
 
@@ -29,6 +31,7 @@ class Subject:
     int8: bool = False
     bound: float = 0.7
     batch: int = 1
+    widths: tuple[float, ...] = (0.75, 0.5)
     lr: float = 0.1
     weight_decay: float = 4e-4
 
@@ -59,11 +62,24 @@ class Part:
 
     Attributes:
         subject: that it begins with.
-        method: of `find.METHODS`.
+        method: of the README's table.
+        slack: share of the subject's bound that the network is to keep; uniform widths are made at two of them, so that
+            their accuracy is known at the latency of every other network in between.
     """
 
     subject: Subject
     method: str
+    slack: float = 1.0
+
+    @property
+    def label(self) -> str:
+        """Such as `uniform` or `uniform x1.12`."""
+        return self.method if self.slack == 1 else f"{self.method} x{self.slack:g}"
+
+    @property
+    def name(self) -> str:
+        """Such as `mobilenet_v2-cifar10-0 uniform x1.12`."""
+        return f"{self.subject.name} {self.label}"
 
 
 def parts(names: list[str]) -> list[Part]:
@@ -76,14 +92,19 @@ def parts(names: list[str]) -> list[Part]:
 
 
 def _parts(subject: Subject, *methods: str) -> tuple[Part, ...]:
-    return tuple(Part(subject=subject, method=method) for method in methods)
+    found = []
+    for method in methods:
+        found.append(Part(subject=subject, method=method))
+        if method == "uniform":
+            found.append(Part(subject=subject, method=method, slack=_LARGER))
+    return tuple(found)
 
 
 def _mobilenet(seed: int, data: str = "cifar10") -> Subject:
     return Subject(network="mobilenet_v2", data=data, seed=seed)
 
 
-_RESNET56 = Subject(network="resnet56", int8=True, bound=0.6, batch=16, lr=0.2, weight_decay=5e-4)
+_RESNET56 = Subject(network="resnet56", int8=True, bound=0.6, batch=16, widths=(0.5,), lr=0.2, weight_decay=5e-4)
 _PEERS = ("search", "uniform", "torch-pruning")
 
 GROUPS: dict[str, tuple[Part, ...]] = {

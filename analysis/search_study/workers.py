@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -50,15 +52,43 @@ class Workers:
         context = multiprocessing.get_context("spawn")
         own, *others = physical_cores()
         cores = context.SimpleQueue()
-        self.count = max(1, min(count, len(others)))
+        self.count = self._free = max(1, min(count, len(others)))
+        self._waiting: list[tuple[bool, int, asyncio.Future[None]]] = []
+        self._calls = itertools.count()
         for number in range(self.count):
             cores.put(others[number] if others else own)
         with _without_gpu():
             self.pool = context.Pool(self.count, initializer=_begin, initargs=(cores,))
         os.sched_setaffinity(0, own)
 
-    async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of a module in the next process that is free, and return what it returns."""
+    async def call(self, function: Callable[..., Any], *arguments: Any, soon: bool = False) -> Any:
+        """Call a function of a module in the next process that is free, and return what it returns.
+
+        Args:
+            function: to be called.
+            arguments: of it.
+            soon: before calls that wait and are not to be made soon.
+        """
+        if not self._free:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (not soon, next(self._calls), turn))
+            await turn
+        else:
+            self._free -= 1
+        try:
+            return await self._call(function, *arguments)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        while self._waiting:
+            turn = heapq.heappop(self._waiting)[2]
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[bytes] = loop.create_future()
 

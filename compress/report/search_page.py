@@ -242,12 +242,12 @@ def _model_blocks(outcome: Outcome) -> tuple[Block, ...]:
     front = outcome.front
     seen, ranks = front.latency_check, front.accuracy_check()
     trials = [point for point in front.points if point.label != FLOAT_POINT]
-    later = [abs(p.predicted_ratio - p.figures.ratio) / p.figures.ratio for p in trials]
-    median = sorted(later)[len(later) // 2] if later else math.nan
+    later = front.candidate_check
     lines = (
         f"Latency, {len(seen.measured)} networks that the model had not seen: median error "
-        f"{100 * seen.median_error:.1f} %, rank correlation {_rank(seen.spearman)}; over the {len(trials)} candidates "
-        f"afterwards {100 * median:.1f} %.",
+        f"{100 * seen.median_error:.1f} %, rank correlation {_rank(seen.spearman)}.",
+        f"Latency, {len(later.measured)} candidates that were measured afterwards and that it had not seen: median "
+        f"error {100 * later.median_error:.1f} %, rank correlation {_rank(later.spearman)}.",
         f"Latency was fitted to {len(front.timed.samples)} networks; {front.timed.cached} of their times were on disk.",
         f"Error of the outputs, rank correlation with what was measured: sum of single choices "
         f"{_rank(ranks['distance'])}, first order {_rank(ranks['taylor'])}, second order {_rank(ranks['fisher'])}.",
@@ -258,7 +258,8 @@ def _model_blocks(outcome: Outcome) -> tuple[Block, ...]:
         for p in trials
     ]  # fmt: skip
     columns = ("network", _number("time, predicted"), _number("measured"), _number("error, predicted"))
-    return Bullets(lines), Details("All candidates", (table(*columns, _number("measured"), rows=rows),))
+    told = tuple(line for line in lines if later.measured or "afterwards" not in line)
+    return Bullets(told), Details("All candidates", (table(*columns, _number("measured"), rows=rows),))
 
 
 def _notes(outcome: Outcome) -> tuple[Block, ...]:
@@ -278,6 +279,7 @@ def _json(outcome: Outcome) -> dict[str, object]:
         "front": [point.label for point in front.front],
         "scores": dict(outcome.scores),
         "latency_check": _finite(asdict(front.latency_check)),
+        "candidate_check": _finite(asdict(front.candidate_check)),
         "accuracy_check": _finite(front.accuracy_check()),
     }
 

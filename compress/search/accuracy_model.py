@@ -1,7 +1,9 @@
 """What each choice costs in accuracy by itself, from pictures alone; the costs of several choices add up.
 
 The error that a choice adds to the network's outputs is measured with everything else as it was, after BatchNorm's
-statistics were measured again. Such errors are nearly independent, so their powers add up, as in mixed precision. The
+statistics were measured again. Statistics of some hundred pictures differ from those of the training, by an error that
+would be counted once for every choice; so the network that nothing was taken from has them measured again, too. Errors
+of choices are nearly independent, so their powers add up, as in mixed precision. The
 first and second order of the loss, which need no network to be built, stand beside it for comparison.
 """
 
@@ -16,8 +18,9 @@ from compress.graph.inputs import flat_tensors
 from compress.progress import Progress
 from compress.search.criteria import channel_scores
 from compress.search.lab import Lab, build, with_formats
-from compress.search.network import Scores, distance
-from compress.search.space import WIDTH, Configuration
+from compress.search.network import Scores, apply, distance
+from compress.search.space import FORMAT, WIDTH, Configuration
+from compress.training import recalibrate_batchnorm
 
 TASK = "accuracy model"
 _MOST = 1e6  # of a choice that leaves nothing of the outputs; the integer program needs a finite number
@@ -48,11 +51,14 @@ class AccuracyModel:
 def rate_choices(lab: Lab, *, progress: Progress) -> AccuracyModel:
     """Measure every choice alone, against the float network, on the pictures held back."""
     elements = {element: choices for element, choices in lab.space.elements.items() if len(choices) > 1}
+    again = apply(lab.structure, {})
+    recalibrate_batchnorm(again, lab.fit)
     with torch.no_grad():
-        reference = _outputs(lab, lab.structure.graph)
+        plain, measured_again = _outputs(lab, lab.structure.graph), _outputs(lab, again)
     progress.start(TASK, sum(len(choices) for choices in elements.values()))
     distances: dict[str, dict[str, float]] = {}
     for element, choices in elements.items():
+        reference = plain if element.startswith(FORMAT) else measured_again
         for choice in choices:
             distances.setdefault(element, {})[choice] = _alone(lab, element, choice, reference)
             progress.advance(TASK)

@@ -10,12 +10,12 @@ from torch import nn
 from compress.errors import SearchError
 from compress.search.accuracy_model import AccuracyModel
 from compress.search.lab import Figures, Lab, build, quantization_of, with_formats
-from compress.search.latency_model import Check, rank_correlation
-from compress.search.space import Configuration
+from compress.search.latency_model import Check, check, rank_correlation
+from compress.search.space import Configuration, key_of
 from compress.search.start import Otherwise, otherwise
 from compress.search.timing import Timed
 
-FLOAT_POINT = "float"
+FLOAT_POINT, START = "float", "start"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Point:
     @property
     def is_baseline(self) -> bool:
         """True for the float network and for uniform configurations, which need no search."""
-        return not self.label.startswith(("start", "trial"))
+        return not self.label.startswith((START, "trial"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +105,12 @@ class Front:
     def latency_check(self) -> Check:
         """Of the latency model, on networks that it had not seen."""
         return self.timed.check
+
+    @property
+    def candidate_check(self) -> Check:
+        """Of the latency model, on the candidates that were measured afterwards and that it was not fitted to."""
+        rows = [p for p in self.points if p.configuration and key_of(p.configuration) not in self.timed.samples]
+        return check([p.predicted_ratio for p in rows], [p.figures.ratio for p in rows])
 
 
 def pareto(points: Iterable[Point]) -> tuple[Point, ...]:

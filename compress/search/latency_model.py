@@ -7,13 +7,16 @@ the time of each layer (OpenVINO), those times are further equations. The time o
 
 with non-negative coefficients for all layers of that kind, and a deviation of each single layer, by ridge regression.
 A network adds a constant, and the elements that are converted where the format changes from one layer to the next.
+What the sum misses is corrected by the networks that were timed: Gaussian process regression of log(measured / sum)
+over the times of the layers (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, section 2.2), so
+that networks like those are predicted as they were measured, and others by the sum.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +28,7 @@ from compress.search.costs import LayerCost
 
 _NETWORK, _CONVERT, _SINGLE = "network", "convert", "*"
 _RIDGE, _DEVIATION, _LAYER = 1e-3, 0.05, 0.5
+_NOISE = 0.16  # variance of single measurements (4 %) over that of what the sum misses (10 %)
 
 Values = Sequence[float] | NDArray[np.float64]
 Feature = tuple[str, str, str]
@@ -47,20 +51,45 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Correction:
+    """What the sum over layers misses, near the networks that were timed.
+
+    Attributes:
+        paths: of layers.
+        places: (networks, layers) predicted time of each layer of the networks that were timed.
+        weights: (networks,) of the kernel around each of them.
+        width: of the kernel.
+    """
+
+    paths: tuple[str, ...]
+    places: NDArray[np.float64]
+    weights: NDArray[np.float64]
+    width: float
+
+    def factor(self, layers: Mapping[str, float]) -> float:
+        """Measured time over the sum, as expected of a network with these times of layers."""
+        here = np.array([layers.get(path, 0.0) for path in self.paths])
+        squares = np.square(self.places - here).sum(axis=1)
+        return float(np.exp(self.weights @ np.exp(-squares / (2 * self.width**2))))
+
+
+@dataclass(frozen=True, kw_only=True)
 class LatencyModel:
     """A fitted model.
 
     Attributes:
         coefficients: time for each unit of a feature.
+        correction: of the sum, by networks that were timed; None = there is none.
     """
 
     coefficients: Mapping[Feature, float]
+    correction: Correction | None = None
 
     def predict(self, costs: Sequence[LayerCost]) -> float:
-        """Predicted time of a run; never below the constant of a network."""
-        constant = self.coefficients.get((_NETWORK, "", ""), 0.0)
-        between = sum(self.coefficients.get(key, 0.0) * value for key, value in _between(costs).items())
-        return constant + between + sum(self.layer(cost) for cost in costs)
+        """Predicted time of a run."""
+        layers = {cost.path: self.layer(cost) for cost in costs}
+        beside = sum(self.coefficients.get(key, 0.0) * value for key, value in _beside(costs).items())
+        return (beside + sum(layers.values())) * (1.0 if self.correction is None else self.correction.factor(layers))
 
     def layer(self, cost: LayerCost) -> float:
         """Predicted time of one layer."""
@@ -116,7 +145,8 @@ def fit(samples: Sequence[Sample]) -> LatencyModel:
         bounds=(np.where(single, -np.inf, 0.0), np.inf),
     )
     found = solved.x / size
-    return LatencyModel(coefficients={name: float(found[column[name]]) for name in names})
+    model = LatencyModel(coefficients={name: float(found[column[name]]) for name in names})
+    return replace(model, correction=_corrected(model, samples))
 
 
 def check(predicted: Iterable[float], measured: Iterable[float]) -> Check:
@@ -141,17 +171,34 @@ def rank_correlation(
 
 def _features(costs: Sequence[LayerCost]) -> dict[Feature, float]:
     """Features of a whole network."""
-    total: dict[Feature, float] = {(_NETWORK, "", ""): 1.0, **_between(costs)}
+    total = _beside(costs)
     for cost in costs:
         for name, value in _of_layer(cost).items():
             total[name] = total.get(name, 0.0) + value
     return total
 
 
-def _between(costs: Sequence[LayerCost]) -> dict[Feature, float]:
-    """Elements that are converted between layers of different formats."""
+def _beside(costs: Sequence[LayerCost]) -> dict[Feature, float]:
+    """What a network has beside its layers: itself, and elements that are converted between formats."""
     changed = sum(b.read for a, b in itertools.pairwise(costs) if a.format != b.format)
-    return {(_NETWORK, "", _CONVERT): changed} if changed else {}
+    found: dict[Feature, float] = {(_NETWORK, "", ""): 1.0}
+    if changed:
+        found[_NETWORK, "", _CONVERT] = changed
+    return found
+
+
+def _corrected(model: LatencyModel, samples: Sequence[Sample]) -> Correction | None:
+    """The correction of a sum by the networks that it was fitted to; None if they are all alike."""
+    paths = tuple(dict.fromkeys(cost.path for sample in samples for cost in sample.costs))
+    rows = [{cost.path: model.layer(cost) for cost in sample.costs} for sample in samples]
+    places = np.array([[row.get(path, 0.0) for path in paths] for row in rows])
+    squares = np.square(places[:, None] - places[None]).sum(axis=2)
+    if not squares.any():
+        return None
+    width = float(np.sqrt(np.median(squares[squares > 0])))
+    missed = np.log([sample.time / model.predict(sample.costs) for sample in samples])
+    kernel = np.exp(-squares / (2 * width**2)) + _NOISE * np.eye(len(samples))
+    return Correction(paths=paths, places=places, weights=np.linalg.solve(kernel, missed), width=width)
 
 
 def _of_layer(cost: LayerCost) -> dict[Feature, float]:

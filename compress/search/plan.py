@@ -14,7 +14,7 @@ from compress.errors import SearchError
 from compress.files import read_json, write_json
 from compress.search.accuracy_model import AccuracyModel
 from compress.search.lab import Lab
-from compress.search.latency_model import Check, LatencyModel, Sample
+from compress.search.latency_model import Check, Sample, fit
 from compress.search.space import key_of
 from compress.search.timing import Timed
 
@@ -29,11 +29,10 @@ def write_plan(folder: Path, lab: Lab, timed: Timed, accuracy: AccuracyModel) ->
         {
             "identity": identity(lab),
             "engine": lab.engine,
-            "coefficients": [[*name, value] for name, value in timed.model.coefficients.items()],
             "check": asdict(timed.check),
             "smallest": timed.smallest,
             "cached": timed.cached,
-            "samples": [[json.loads(key), sample.time] for key, sample in timed.samples.items()],
+            "samples": [[json.loads(key), s.time, dict(s.layers)] for key, s in timed.samples.items()],
             "accuracy": asdict(accuracy),
         },
     )
@@ -75,15 +74,18 @@ def identity(lab: Lab) -> str:
 
 def _timed(tree: dict[str, Any], lab: Lab) -> Timed:
     check = tree["check"]
+    samples = {
+        key_of(c): Sample(costs=lab.costs.of(c), time=time, layers=layers) for c, time, layers in tree["samples"]
+    }
     return Timed(
-        model=LatencyModel(coefficients={(a, b, c): float(value) for a, b, c, value in tree["coefficients"]}),
+        model=fit(list(samples.values())),
         check=Check(
             predicted=tuple(check["predicted"]),
             measured=tuple(check["measured"]),
             median_error=float(check["median_error"]),
             spearman=float(check["spearman"]),
         ),
-        samples={key_of(c): Sample(costs=lab.costs.of(c), time=time) for c, time in tree["samples"]},
+        samples=samples,
         smallest=float(tree["smallest"]),
         cached=int(tree["cached"]),
     )

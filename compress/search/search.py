@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +23,9 @@ from compress.graph.inputs import Inputs
 from compress.progress import NoProgress, Progress
 from compress.quantization.spec import QuantSpec, Target
 from compress.search.accuracy_model import AccuracyModel, rate_choices
+from compress.search.bound import NEAR, corrected, go_on
 from compress.search.criteria import channel_scores
-from compress.search.front import FLOAT_POINT, Front, Point, choose
+from compress.search.front import FLOAT_POINT, START, Front, Point, choose
 from compress.search.lab import REFERENCE, Figures, Lab, engines_of, export, measure, time_engines
 from compress.search.network import apply
 from compress.search.plan import read_plan, write_plan
@@ -123,12 +126,13 @@ def _measured_front(
             timed = time_space(lab, reference, version=version, cache=cache, progress=progress)
             _check_reachable(timed, latency)
             accuracy = rate_choices(lab, progress=progress)
-            first = list(_optimal(lab, timed, accuracy, latency).values())
-            timed = time_more(lab, timed, first, reference, version=version, cache=cache, progress=progress)
-            known = timed, accuracy
+            more = partial(time_more, lab, reference=reference, version=version, cache=cache, progress=progress)
+            known = corrected(timed, lambda now: _first(lab, now, accuracy, latency), more, latency), accuracy
             write_plan(folder, lab, *known)
         starts = _starts(lab, *known, latency) if role == "all" else {}
         study = _refine(lab, reference, starts, storage or str(folder / "trials.log"), begun=begun, progress=progress)
+        if role == "all" and latency is not None:
+            _keep_bound(lab, *known, study, reference, latency=latency, progress=progress)
         points = _points(lab, *known, study, reference)
     finally:
         reference.unlink(missing_ok=True)
@@ -161,15 +165,31 @@ def _refine(
     seed = spec.seed if starts else spec.seed + os.getpid()  # workers draw other configurations
     study = open_study(storage, STUDY, seed=seed, population=max(len(starts), 8))
     add_starts(study, lab.space, starts)
-    run_trials(
+    deadline = None if spec.hours is None else begun + 3600 * spec.hours
+    evaluate = partial(measure, lab, reference=reference)
+    run_trials(study, lab.space, evaluate, count=spec.trials, deadline=deadline, progress=progress)
+    return study
+
+
+def _keep_bound(
+    lab: Lab,
+    timed: Timed,
+    accuracy: AccuracyModel,
+    study: Any,
+    reference: Path,
+    *,
+    latency: float,
+    progress: Progress,
+) -> None:
+    go_on(
         study,
         lab.space,
-        lambda configuration: measure(lab, configuration, reference),
-        count=spec.trials,
-        deadline=None if spec.hours is None else begun + 3600 * spec.hours,
+        partial(best_within, lab.space, accuracy.distance, _predict(lab, timed)),
+        json.loads(min(timed.samples, key=lambda key: timed.samples[key].time)),
+        partial(measure, lab, reference=reference),
+        latency=latency,
         progress=progress,
     )
-    return study
 
 
 def check_request(
@@ -273,17 +293,21 @@ def _starts(lab: Lab, timed: Timed, accuracy: AccuracyModel, latency: float | No
 
 def _optimal(lab: Lab, timed: Timed, accuracy: AccuracyModel, latency: float | None) -> dict[str, Configuration]:
     """The best configurations by the models for several budgets, those near the bound first; half of the trials."""
-
-    def predict(configuration: Configuration) -> float:
-        return timed.model.predict(lab.costs.of(configuration))
-
-    found: dict[str, Configuration] = {}
-    near = () if latency is None else (latency, 0.97 * latency, 0.92 * latency)
+    predict, found = _predict(lab, timed), dict[str, Configuration]()
+    near = [] if latency is None else [share * latency for share in NEAR]
     for number, budget in enumerate(dict.fromkeys((*near, *_BUDGETS)), 1):
         best = best_within(lab.space, accuracy.distance, predict, budget)
         if best is not None and not _as_is(lab, best):
-            found.setdefault(f"start {number} ({budget:.2f})", best)
+            found.setdefault(f"{START} {number} ({budget:.2f})", best)
     return dict(list(found.items())[: max(lab.spec.trials // 2, 1)])
+
+
+def _first(lab: Lab, timed: Timed, accuracy: AccuracyModel, latency: float | None) -> list[Configuration]:
+    return list(_optimal(lab, timed, accuracy, latency).values())
+
+
+def _predict(lab: Lab, timed: Timed) -> Callable[[Configuration], float]:
+    return lambda configuration: timed.model.predict(lab.costs.of(configuration))
 
 
 def _points(lab: Lab, timed: Timed, accuracy: AccuracyModel, study: Any, reference: Path) -> tuple[Point, ...]:

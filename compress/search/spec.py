@@ -34,7 +34,7 @@ class SearchSpec:
         networks: whole networks that are timed to fit the latency model, at least; a third as many more, which it has
             not seen, check it.
         trials: configurations that are built and measured on the engine.
-        hours: no trial but the first three begins after so long; null = no limit.
+        hours: no trial but the first three, and those that a bound still needs, begins after so long; null = no limit.
         batch_size: images of one timed run.
         precision: of what is not quantized, on the engine; null = its own choice.
         threads: CPU threads of a run; null = the engine's own choice.

@@ -11,7 +11,7 @@ import torch
 
 from analysis.low_bits.step import Images, Training
 from analysis.search_study.find import family_of, ranked
-from analysis.search_study.report import interval
+from analysis.search_study.report import interval, over_uniform
 from analysis.search_study.train import Trainer
 from analysis.search_study.workers import Workers, physical_cores
 from compress.training.spec import TrainSpec
@@ -69,10 +69,18 @@ def test_trainings_in_turn_are_the_trainings_alone():
 
 
 def test_workers_answer_and_say_what_fails():
+    order = []
+
     async def calls():
         workers = Workers(1)
+
+        async def named(name, soon):
+            await workers.call(math.sqrt, 4.0, soon=soon)
+            order.append(name)
+
         try:
             assert await workers.call(math.gcd, 12, 18) == 6
+            await asyncio.gather(named("first", False), named("waits", False), named("before it", True))
             with pytest.raises(ValueError, match="math domain"):
                 await workers.call(math.log, -1.0)
         finally:
@@ -84,6 +92,19 @@ def test_workers_answer_and_say_what_fails():
     finally:
         os.sched_setaffinity(0, before)
     assert set().union(*physical_cores()) == before
+    assert order == ["first", "before it", "waits"]
+
+
+def test_points_over_uniform_are_those_at_the_same_latency():
+    networks = [
+        {"kind": "network", "subject": {"seed": 0}, "method": name, "top1": top1}
+        for name, top1 in (("uniform", 80.0), ("uniform x1.12", 84.0), ("search", 83.5))
+    ]
+    times = {"uniform": 0.6, "uniform x1.12": 0.8, "search": 0.65}
+    rows = [{**row, "kind": "latency", "ratio": times[row["method"]]} for row in networks]
+    assert over_uniform(rows, networks, networks[2]) == pytest.approx(83.5 - 81.0)  # a quarter of the way to 84
+    assert over_uniform(rows, networks, networks[0]) is None
+    assert over_uniform(rows[:2], networks, networks[2]) is None  # it was not timed
 
 
 def test_an_interval_of_three_seeds_is_that_of_student():
