@@ -14,6 +14,7 @@ from typing import Any
 from compress.limits import DEPTH, JSON_BYTES
 
 _PART = ".part"
+_DEVICES = Path("/dev")
 
 
 def expand_user(path: Path | str) -> Path:
@@ -37,7 +38,8 @@ def replacing(path: Path | str) -> Iterator[Path]:
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "it is a folder; name a file", str(path))
-    if path.exists() and not path.is_file():  # renamed onto, /dev/null would be gone for the whole machine
+    if path.parent.resolve() == _DEVICES or (path.exists() and not path.is_file()):
+        # As root, a rename onto /dev/null or the link /dev/stdout would take it from the whole machine.
         raise OSError(errno.EINVAL, "it is a device or a pipe; name a file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     with _naming(path), _removed_after(path) as temporary:

@@ -211,6 +211,8 @@ def _os_error(error: OSError) -> str:
         return f"{where}{os.strerror(error.errno).lower()}; make room{resume}: no file is half-written"
     if error.filename is None or error.strerror is None:
         return str(error)
+    if ";" in error.strerror:  # our own, which says what to do
+        return f"{error.filename}: {error.strerror}"
     return f"{error.filename}: {error.strerror.lower()}; name a place that exists and that you may write to"
 
 

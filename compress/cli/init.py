@@ -72,7 +72,8 @@ def init(
         "bench": {"engines": [name for name in targets if name in ENGINES] or ["openvino"]},
     }
     parse_recipe(tree, source=str(path))
-    write_text(path, f"# {model} on {data}, for {', '.join(targets)}.\n" + yaml.safe_dump(tree, sort_keys=False))
+    title = " ".join(f"{model} on {data}, for {', '.join(targets)}".split())  # one line: the rest would be keys
+    write_text(path, f"# {title}.\n" + yaml.safe_dump(tree, sort_keys=False))
     command = "ptq" if tree["qat"] is None else "qat"
     OUT.print(f"{path}\nnext: python -m compress {command} --recipe {path}", highlight=False, soft_wrap=True)
 

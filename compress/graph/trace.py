@@ -36,13 +36,19 @@ from compress.graph.traits import SHAPES
 
 
 def check_module(model: object) -> None:
-    """Refuse anything that is not a module, such as a function.
+    """Refuse anything that is not a module, such as a function, and a module whose weights have no values yet.
 
     Raises:
-        ModelError: `model` is no module.
+        ModelError: `model` is no module, or a weight is on the meta device.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model is a {type(model).__name__}: it must be a torch.nn.Module")
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise ModelError(
+                f"{name} is on the meta device, where tensors have no values: give the model its weights first "
+                "(model.to_empty(device='cpu') and model.load_state_dict)"
+            )
 
 
 def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = ()) -> fx.GraphModule:
@@ -68,6 +74,11 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
         [(16, 3, 16, 16), (16, 8, 14, 14)]
     """
     check_module(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            f"the model is a {type(model).__name__}, which cannot be traced: give the module that it was scripted or "
+            "traced from"
+        )
     inputs = as_inputs(example_inputs)
     if isinstance(model, fx.GraphModule) and not tuple(leaves):
         graph_module = copy.deepcopy(model).eval()

@@ -16,6 +16,7 @@ from compress.engines.onnx_file import read_onnx
 from compress.errors import CheckpointError, RunError
 from compress.export.names import PREPROCESSING_KEY
 from compress.files import expand_user
+from compress.graph.trace import check_module
 from compress.pipeline.again import chosen_variant, network
 from compress.pipeline.folder import read_state, recipe_of
 from compress.pipeline.run import Run
@@ -77,7 +78,8 @@ def save(model: nn.Module, path: Path | str) -> Path:
         path: file that ends in .safetensors.
 
     Raises:
-        CheckpointError: another ending, or the file cannot be written.
+        CheckpointError: another ending, weights without a shape (a lazy module), or the file cannot be written.
+        ModelError: it is no module, or its weights have no values yet (the meta device).
 
     Examples:
         >>> print(compress.save(model, "float.safetensors"))
@@ -86,6 +88,7 @@ def save(model: nn.Module, path: Path | str) -> Path:
     path = expand_user(path)
     if path.suffix != ".safetensors":
         raise CheckpointError(f"{path} must end in .safetensors, which is the form that is written")
+    check_module(model)
     return save_model(model, path)
 
 

@@ -55,6 +55,10 @@ REFUSALS = [
     (("inspect", "model"), "give one of --recipe and --model"),
     (("inspect", "model", "--model", "resnet18", "--sparsity", "--device", "t4"), "has no peak for int8-2:4"),
     (("inspect", "model", "--recipe", "resnet50-sparse", "--sparsity", "-s", "sparsity.pattern='1:4'"), "for 2:4 only"),
+    (("inspect", "model", "--model", "resnet18", "--draw", ""), "--draw is empty"),
+    (("sensitivity", "--recipe", "resnet50", "--max-drop", "nan"), "--max-drop is nan"),
+    (("sensitivity", "--recipe", "resnet50", "--images", "-1"), "'--images'"),
+    (("inspect", "onnx", "/dev/zero"), "/dev/zero"),
 ]
 
 
@@ -243,9 +247,18 @@ def test_an_empty_recipe_is_refused(compress, tmp_path):
 
 def test_a_bench_that_measures_nothing_fails(compress, tmp_path):
     (tmp_path / "broken.onnx").write_bytes(b"no graph")
-    done = compress("bench", str(tmp_path / "broken.onnx"), "--engine", "openvino", "--seconds", "0.1")
-    assert done.returncode == 2 and "nothing was measured" in done.stderr
-    assert "broken" in done.stdout
+    for path, name in ((tmp_path / "broken.onnx", "broken"), ("/etc/passwd", "passwd")):
+        done = compress("bench", str(path), "--engine", "openvino", "--seconds", "0.1")
+        assert done.returncode == 2 and "nothing was measured" in done.stderr
+        assert name in done.stdout
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are(compress, tmp_path):
+    path = tmp_path / "o[/red]" / ":b:[bold].yaml"
+    done = compress("init", str(path), "--model", "resnet18", "--data", "digits")
+    assert done.returncode == 0 and str(path) in done.stdout and path.is_file()
+    refused = compress("init", str(path), "--model", "resnet18", "--data", "digits")
+    assert refused.returncode == 2 and f"{path} is there already" in refused.stderr
 
 
 def test_the_console_script_finds_modules_beside_it(compress, monkeypatch, tmp_path):

@@ -51,3 +51,9 @@ def test_a_file_is_replaced_only_with_force(tmp_path):
         invoke(path)
     assert path.read_text() == "mine"
     assert invoke(path, "--force").exit_code == 0 and load_recipe(path)
+
+
+def test_a_name_of_two_lines_adds_no_key(tmp_path):
+    assert invoke(tmp_path / "r.yaml", "--model", "timm:a\nqat: null", "--data", "digits").exit_code == 0
+    recipe = load_recipe(tmp_path / "r.yaml")
+    assert recipe.model.name == "timm:a\nqat: null" and recipe.qat is not None

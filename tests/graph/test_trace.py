@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
-from compress.errors import ModelError
+import compress
+from compress.errors import CheckpointError, ModelError
 from compress.graph.report import leaves_of
 from compress.graph.trace import trace
 from tests.networks import TinyResNet
@@ -231,3 +232,26 @@ def test_a_refusal_gives_the_reason_of_the_trace_that_got_furthest():
 
     with pytest.raises(ModelError, match=r"reads a tensor by another name after \+= changed it"):
         trace(net_of(changes_a_view), torch.randn(2, 3, 5, 7))
+
+
+def half_loaded():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4).to("meta"))
+
+
+@pytest.mark.parametrize("model", [half_loaded(), half_loaded().to("meta")])
+def test_weights_that_have_no_values_are_named(model, tmp_path):
+    x = torch.randn(2, 3, 6, 6)
+    for use in (
+        lambda: trace(model, x),
+        lambda: compress.quantize(model, x, [x]),
+        lambda: compress.export_onnx(model, x, tmp_path / "m.onnx"),
+        lambda: compress.save(model, tmp_path / "m.safetensors"),
+        lambda: trace(model.to("meta"), x.to("meta")),
+    ):
+        with pytest.raises(ModelError, match=r"[01]\.weight is on the meta device"):
+            use()
+    with pytest.raises(CheckpointError, match=r"0\.weight has no shape yet"):
+        compress.save(nn.Sequential(nn.LazyConv2d(4, 3)), tmp_path / "m.safetensors")
+    with pytest.raises(ModelError, match="it was scripted or traced from"):
+        compress.receptive_field(torch.jit.freeze(torch.jit.script(nn.Conv2d(3, 4, 3).eval())), x)
+    assert not list(tmp_path.iterdir())

@@ -4,6 +4,7 @@ The disk is full for real: the system lets no file of this process grow beyond s
 """
 
 import os
+import tempfile
 from pathlib import Path
 
 import onnx
@@ -108,11 +109,13 @@ def test_a_model_is_never_beside_the_weights_of_another(tmp_path, monkeypatch):
         assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_pipe_or_a_device_is_no_file_to_write(tmp_path):
-    """As root, a rename onto /dev/null would take it from the whole machine."""
+def test_a_pipe_or_a_device_is_no_file_to_write(tmp_path, monkeypatch):
+    """As root, a rename onto /dev/null or /dev/stdout would take it from the whole machine."""
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="it is a device or a pipe; name a file"):
-        write_text(tmp_path / "pipe", "text")
+    monkeypatch.setattr(tempfile, "mkstemp", None)  # so that nothing happens to this machine if it is tried
+    for path in (tmp_path / "pipe", "/dev/null", "/dev/stdout", "/dev/./none"):
+        with pytest.raises(OSError, match="it is a device or a pipe; name a file"):
+            write_text(path, "text")
     assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 1
 
 

@@ -33,8 +33,10 @@ def test_it_is_read_and_reported(folder):
 def test_it_goes_on_and_its_weights_stay_what_they_were(folder):
     before = digests(folder)
     assert set(before) == {"float.safetensors", "ptq.safetensors"}
+    (folder / "ptq.onnx").unlink()
     run(recipe_of(folder), "ptq", folder, resume=True, device="cpu")
     assert digests(folder) == before
+    assert (folder / "ptq.onnx").is_file()  # removed, and written again
 
 
 def test_its_weights_compute_what_its_file_does(folder):

@@ -33,27 +33,36 @@ SQNR_IMAGES = 64
 
 
 def export_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
-    """Write `<variant>.onnx` for each network, audit.json, layers.json and the sizes."""
+    """Write `<variant>.onnx` for each network, audit.json, layers.json and sizes; on a resume, files that are gone."""
     if run.folder.done("export"):
+        for variant, model, path, target in _networks(run, models):
+            if not path.is_file():
+                write_file(run, variant, model, path, target)
         return
     audits: list[tuple[str, OnnxAudit]] = []
     metrics: list[Metric] = []
     run.progress.start("export", len(models))
-    for variant, model in models.items():
-        path = write_file(run, variant, model, run.path(variant.onnx_file))
-        audits.append((str(variant), audit_onnx(path)))
-        metrics += _sizes(variant, path)
-        for target in run.further_targets if variant.is_quantized else ():
-            path = run.path(f"{stem(variant, target)}.onnx")
-            write_file(run, variant, run.further[variant, target], path, target)
-            audits.append((stem(variant, target), audit_onnx(path)))
-            metrics += _sizes(variant, path, target)
-        run.progress.advance("export")
+    for variant, model, path, target in _networks(run, models):
+        write_file(run, variant, model, path, target)
+        audits.append((path.stem, audit_onnx(path)))
+        metrics += _sizes(variant, path, target)
+        if target is None:
+            run.progress.advance("export")
     run.progress.finish("export")
     OPERATIONS.write(run.folder.path, [row for name, audit in audits for row in _operation_rows(name, audit)])
     LAYERS.write(run.folder.path, _layer_rows(run, models))
     run.folder.add_metrics(metrics)
     run.finish("export", variants=list(models))
+
+
+def _networks(
+    run: Run, models: Mapping[Variant, nn.Module]
+) -> Iterator[tuple[Variant, nn.Module, Path, Target | None]]:
+    """Yield each network with its file, and with its target if that is not the first."""
+    for variant, model in models.items():
+        yield variant, model, run.path(variant.onnx_file), None
+        for target in run.further_targets if variant.is_quantized else ():
+            yield variant, run.further[variant, target], run.path(f"{stem(variant, target)}.onnx"), target
 
 
 def write_file(run: Run, variant: Variant, model: nn.Module, path: Path, target: Target | None = None) -> Path:

@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
+from onnx.reference import ReferenceEvaluator
 from torch import nn
 
 from compress.errors import ModelError, QuantizationError
+from compress.export.onnx import export_onnx
 from compress.graph.compare import relative_error
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.quantizer import quantizers
@@ -225,3 +227,22 @@ def test_a_buffer_expanded_to_the_batch_is_traced():
     model.register_buffer("token", torch.randn(1, 1, 8))
     qmodel = faithful(model, TOKENS)
     assert qmodel(TOKENS[:1]).shape == (1, 9, 8)
+
+
+def test_batchnorm_without_parameters_is_kept():
+    model = Net(lambda s, x: s.b(F.relu(s.n(s.a(x)))), a=conv(), n=nn.BatchNorm2d(8, affine=False), b=conv())
+    model.n.running_mean.normal_()
+    qmodel = quantize(model.eval(), IMAGE, [IMAGE], spec=QuantSpec(batchnorm="keep"))
+    assert sqnr(model(IMAGE), qmodel(IMAGE)) > 15
+    qmodel.train()(IMAGE).sum().backward()
+    assert qmodel.n.running_mean.ne(model.n.running_mean).all() and qmodel.a.weight.grad is not None
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+def test_a_linear_layer_without_bias_on_tokens_and_a_parameter_of_no_dimension(target, tmp_path):
+    model = Net(lambda s, x: s.b(s.a(x) * s.gain), a=nn.Linear(8, 8, bias=False), b=nn.Linear(8, 8, bias=False))
+    model.gain = nn.Parameter(torch.tensor(-2.0))
+    qmodel = faithful(model, TOKENS, target=target)
+    path = export_onnx(qmodel, TOKENS, tmp_path / "m.onnx")
+    (got,) = ReferenceEvaluator(str(path)).run(None, {"input": TOKENS.numpy()})
+    assert sqnr(qmodel(TOKENS), torch.from_numpy(got)) > 40
