@@ -35,7 +35,7 @@ def is_detector(model: nn.Module) -> bool:
 def has_background(name_or_model: str | nn.Module) -> bool:
     """Return True if class 0 of a detector is the background, as in SSD and SSDLite."""
     if isinstance(name_or_model, str):
-        return name_or_model.startswith("ssd")
+        return name_or_model.startswith(("ssd", "fasterrcnn"))
     from torchvision.models.detection.ssd import SSD  # lazy: it takes seconds, and other tasks do not need it
 
     return isinstance(name_or_model, SSD)
@@ -88,7 +88,7 @@ class DetectorHead:
         self._detector: Any = copy.deepcopy(detector)
         self._detector.backbone = _Features([tuple(feature.shape[2:]) for feature in maps])
         self._detector.head.to("meta")
-        self._detector.transform = _Unchanged()
+        self._detector.transform = Unchanged()
         self._sizes = self._detector.backbone.sizes
         self._batch_loss = batch_loss(self._detector)
         self._anchors: dict[torch.device, Tensor] = {}
@@ -200,13 +200,15 @@ class _Features(nn.Module):
         return {str(i): nothing.expand(len(images), 1, *size) for i, size in enumerate(self.sizes)}
 
 
-class _Unchanged(nn.Module):
+class Unchanged(nn.Module):
     """Stands for a detector's transform: images have their size and normalization from the data."""
 
     def forward(self, images: list[Tensor], targets: Any = None) -> tuple[Any, Any]:
+        """Return the images as one batch with their sizes, and the targets as they are."""
         from torchvision.models.detection.image_list import ImageList  # lazy: it takes seconds
 
         return ImageList(torch.stack(images), [(x.shape[-2], x.shape[-1]) for x in images]), targets
 
     def postprocess(self, result: Any, image_shapes: Any, original_image_sizes: Any) -> Any:
+        """Return the boxes as they are."""
         return result

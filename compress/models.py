@@ -21,6 +21,7 @@ from torch import nn
 from compress.detectors import FAMILIES, DetectorNetwork, has_background, is_detector
 from compress.errors import ModelError, near_misses
 from compress.imports import imported, is_import_path
+from compress.two_stage import TWO_STAGE, ProposalNetwork, is_two_stage
 from compress.validation import Classes
 from compress.version import install_hint
 from compress.weights import SUFFIXES, load_state, load_weights, read_state_dict
@@ -36,7 +37,8 @@ class ModelSpec:
             as `num_classes`, `classes` or `num_labels` if it has such an argument). For the task segmentation the
             names of torchvision are those of its segmentation networks (`lraspp_mobilenet_v3_large`), for detection
             those of its one-stage detectors (`retinanet_resnet50_fpn`, `fcos_resnet50_fpn`, `ssd300_vgg16`,
-            `ssdlite320_mobilenet_v3_large`), whose backbone and head become the network. Or a float ONNX file
+            `ssdlite320_mobilenet_v3_large`), whose backbone and head become the network, and `fasterrcnn_resnet50_fpn`
+            and its like with trained weights, whose box head stays in float. Or a float ONNX file
             (`net.onnx`), which brings its weights; the option {size: [224, 224]} gives sides that it leaves open.
         weights: null = fresh; a file (.safetensors, .pt, .pth, .th, .ckpt, .bin); a function that returns the path of
             one (`package.module:function`), as packages have that ship weights; a name of torchvision's
@@ -96,7 +98,21 @@ def build_model_with_notes(spec: ModelSpec, *, num_classes: int, task: str = "cl
     built = build_whole(spec, num_classes=num_classes, task=task)
     if task == "detection" and is_detector(built.model):
         return built._replace(model=DetectorNetwork(built.model))
+    if task == "detection" and is_two_stage(built.model):
+        _check_box_head(spec, built.notes)
+        return built._replace(model=ProposalNetwork(built.model))
     return built
+
+
+def _check_box_head(spec: ModelSpec, notes: tuple[str, ...]) -> None:
+    """Refuse a two-stage detector whose box head is fresh: it stays outside of the network, and nothing trains it."""
+    fresh = spec.weights is None and not is_import_path(spec.name)
+    if fresh or notes:
+        why = notes[0] if notes else "model.weights is null"
+        raise ModelError(
+            f"the box head of {spec.name} stays outside of the network, in float, and is not trained here ({why}): set "
+            "model.weights to those of the whole detector, trained for the classes of the data"
+        )
 
 
 def build_whole(spec: ModelSpec, *, num_classes: int, task: str = "classification") -> BuiltModel:
@@ -136,12 +152,12 @@ def _torchvision(spec: ModelSpec, name: str, num_classes: int, task: str) -> Bui
     kinds = {
         "classification": ("classifier", torchvision.models),
         "segmentation": ("segmentation network", torchvision.models.segmentation),
-        "detection": ("one-stage detector", torchvision.models.detection),
+        "detection": ("detector of boxes", torchvision.models.detection),
     }
     kind, module = kinds.get(task, kinds["classification"])
     known = torchvision.models.list_models(module=module)
     if task == "detection":
-        known = [one for one in known if one.startswith(FAMILIES)]
+        known = [one for one in known if one.startswith((*FAMILIES, *TWO_STAGE))]
         num_classes += has_background(name)
     if name not in known:
         others = [other for other, (_, home) in kinds.items() if name in torchvision.models.list_models(module=home)]

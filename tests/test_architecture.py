@@ -29,6 +29,7 @@ LAYERS = [
     {"kernels"},
     {"graph", "detector_boxes", "detector_losses"},
     {"quantization", "sparsity", "receptive_field", "roofline", "data", "detectors", "weights"},
+    {"two_stage"},
     {"qat_fusion", "interop", "models"},
     {"tasks"},
     {"export"},

@@ -117,6 +117,6 @@ def test_too_few_classes_are_refused():
         DetectorHead(ssd(2), SIZE, 3)
 
 
-def test_two_stage_detectors_are_refused():
-    with pytest.raises(ModelError, match="no one-stage detector 'fasterrcnn_resnet50_fpn'"):
-        build_model(ModelSpec(name="fasterrcnn_resnet50_fpn"), num_classes=3, task="detection")
+def test_detectors_of_masks_are_refused():
+    with pytest.raises(ModelError, match="no detector of boxes 'maskrcnn_resnet50_fpn'"):
+        build_model(ModelSpec(name="maskrcnn_resnet50_fpn"), num_classes=3, task="detection")

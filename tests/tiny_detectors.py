@@ -30,20 +30,20 @@ def layer(inputs, outputs):
     return conv, nn.BatchNorm2d(outputs), nn.ReLU()
 
 
-_UNCHANGED = {"image_mean": [0.0, 0.0, 0.0], "image_std": [1.0, 1.0, 1.0]}
+UNCHANGED = {"image_mean": [0.0, 0.0, 0.0], "image_std": [1.0, 1.0, 1.0]}
 """The tests' images have their size and normalization already."""
 
 
 def retinanet(num_classes=3):
     anchors = AnchorGenerator(((8,), (16,)), ((0.5, 1.0),) * 2)
-    model = RetinaNet(Backbone(), num_classes, anchor_generator=anchors, min_size=min(SIZE), max_size=64, **_UNCHANGED)
+    model = RetinaNet(Backbone(), num_classes, anchor_generator=anchors, min_size=min(SIZE), max_size=64, **UNCHANGED)
     model.transform.size_divisible = 1
     return model
 
 
 def fcos(num_classes=3):
     anchors = AnchorGenerator(((4,), (8,)), ((1.0,),) * 2)
-    model = FCOS(_Wide(), num_classes, anchor_generator=anchors, min_size=min(SIZE), max_size=64, **_UNCHANGED)
+    model = FCOS(_Wide(), num_classes, anchor_generator=anchors, min_size=min(SIZE), max_size=64, **UNCHANGED)
     model.transform.size_divisible = 1
     return model
 
@@ -67,7 +67,7 @@ def ssd(num_classes=3):
     boxes = DefaultBoxGenerator([[2], [2]], scales=[0.2, 0.4, 0.6])
     backbone = Backbone()
     backbone.out_channels = [8, 8]
-    return SSD(backbone, boxes, SIZE[::-1], num_classes + 1, **_UNCHANGED)  # (width, height)
+    return SSD(backbone, boxes, SIZE[::-1], num_classes + 1, **UNCHANGED)  # (width, height)
 
 
 FAMILIES = {"retinanet": retinanet, "fcos": fcos, "ssd": ssd}

@@ -18,6 +18,7 @@ from compress.tasks.base import Loss, Task
 from compress.tasks.classification import classification
 from compress.tasks.detection import detection
 from compress.tasks.segmentation import LOSSES, segmentation
+from compress.two_stage import TwoStageHead, is_two_stage
 
 TaskName = Literal["classification", "segmentation", "detection"]
 TASKS: tuple[TaskName, ...] = get_args(TaskName)
@@ -80,7 +81,7 @@ def _detection(labels: Sequence[str], loss: Any, decode: Any, detector: Detector
     if loss is None or loss in _LOSSES["detection"] or decode is None:
         lacking = "decode" if decode is None else "loss"
         raise RecipeError(
-            f"{lacking} is not set, and the model is no one-stage detector of torchvision, which has its own: "
+            f"{lacking} is not set, and the model is no detector of torchvision, which has its own: "
             "give loss and decode, package.module:function each"
         )
     return detection(labels, loss=own_loss(_resolved(loss, "loss", _LOSSES["detection"])), decode=decode)
@@ -90,7 +91,7 @@ def detector_head(model: ModelSpec, *, num_classes: int, image_size: tuple[int, 
     """Return what of a recipe's detector stays outside the network; None if it is none of torchvision's.
 
     Args:
-        model: a recipe's `model` section; its weights are not loaded.
+        model: a recipe's `model` section; its weights are loaded only for a box head, which has weights of its own.
         num_classes: number of classes of the data.
         image_size: height and width of the images in pixels.
 
@@ -99,6 +100,9 @@ def detector_head(model: ModelSpec, *, num_classes: int, image_size: tuple[int, 
     """
     with torch.random.fork_rng(devices=[]):
         built = build_whole(replace(model, weights=None), num_classes=num_classes, task="detection").model
+        if is_two_stage(built):
+            whole = build_whole(model, num_classes=num_classes, task="detection").model
+            return TwoStageHead(whole, image_size, num_classes)
     return DetectorHead(built, image_size, num_classes) if is_detector(built) else None
 
 

@@ -1,0 +1,139 @@
+"""torchvision's Faster R-CNN in two parts: the network that is quantized and built, and what stays in float.
+
+The network is the backbone with its feature pyramid and the head of region proposals: tensor in, tensors out, under the
+parameter names of the detector. Proposals, their suppression, the pooling of regions and the box head stay outside.
+The box head keeps the weights that the detector was made with: nothing here trains it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.detector_boxes import BoxesAndScores
+from compress.detectors import DetectorHead, Unchanged
+from compress.errors import ModelError
+
+TWO_STAGE = ("fasterrcnn",)
+"""Beginnings of the names of torchvision's two-stage detectors whose answers are boxes alone."""
+
+
+def is_two_stage(model: nn.Module) -> bool:
+    """Return True for Faster R-CNN of torchvision, also with a backbone of the user's; not with masks or keypoints."""
+    from torchvision.models.detection import FasterRCNN  # lazy: it takes seconds, and other tasks do not need it
+
+    return isinstance(model, FasterRCNN) and not (model.roi_heads.has_mask() or model.roi_heads.has_keypoint())
+
+
+class ProposalNetwork(nn.Module):
+    """Backbone and head of region proposals of a detector; it shares their modules.
+
+    Args:
+        detector: one for which `is_two_stage` is true.
+    """
+
+    def __init__(self, detector: nn.Module) -> None:
+        super().__init__()
+        self.backbone = detector.get_submodule("backbone")
+        self.rpn = nn.ModuleDict({"head": detector.get_submodule("rpn.head")})
+        pool: Any = detector.get_submodule("roi_heads.box_roi_pool")
+        self.pooled: tuple[str, ...] = tuple(pool.featmap_names)
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        """Return for images (N, 3, H, W) the maps of features (N, C, h, w) that regions are pooled from, by name.
+
+        Then for each map the objectness (N, A, h, w) and the box codes (N, 4 A, h, w) of its anchors.
+        """
+        features = self.backbone(images)
+        maps = {"0": features} if isinstance(features, Tensor) else features
+        objectness, codes = self.rpn["head"](list(maps.values()))
+        found = {f"features_{name}": maps[name] for name in self.pooled if name in maps}
+        found |= {f"objectness_{i}": tensor for i, tensor in enumerate(objectness)}
+        return found | {f"bbox_regression_{i}": tensor for i, tensor in enumerate(codes)}
+
+
+class TwoStageHead(DetectorHead):
+    """What of Faster R-CNN stays outside the network: losses, proposals, and the box head in float.
+
+    Args:
+        detector: one for which `is_two_stage` is true, with the weights of its box head; it is not changed.
+        image_size: height and width of the network's input in pixels.
+        num_classes: number of classes of the data.
+
+    Raises:
+        ModelError: the detector fails on images of this size, or has too few classes.
+    """
+
+    def __init__(self, detector: nn.Module, image_size: tuple[int, int], num_classes: int) -> None:
+        self.image_size, self.num_classes, self.first_class = image_size, num_classes, 1
+        self._batch_loss = None
+        network = ProposalNetwork(copy.deepcopy(detector)).to("meta").eval()
+        images = torch.empty(1, 3, *image_size, device="meta")
+        try:
+            features, outputs = network.backbone(images), network(images)
+        except Exception as error:
+            raise ModelError(
+                f"{type(detector).__name__} fails on images of {image_size[0]} x {image_size[1]} pixels "
+                f"({type(error).__name__}: {error}); set data.image_size to a larger one"
+            ) from error
+        maps = {"0": features} if isinstance(features, Tensor) else features
+        self.shapes = {name: tuple(tensor.shape[1:]) for name, tensor in outputs.items()}
+        self._maps = {name: tuple(tensor.shape[2:]) for name, tensor in maps.items()}
+        self._detector: Any = copy.deepcopy(detector)
+        self._detector.requires_grad_(False)
+        parts: Any = (self._detector, self._detector.rpn)
+        parts[0].backbone, parts[1].head = _Given(), _Given()
+        self._detector.transform = Unchanged()
+        self._check_width(type(detector).__name__)
+
+    def _check_width(self, name: str) -> None:
+        predictor = self._detector.roi_heads.box_predictor
+        width = getattr(getattr(predictor, "cls_score", None), "out_features", None)
+        if width is not None and width < self.num_classes + 1:
+            raise ModelError(
+                f"{name} has {width} classes: the data need {self.num_classes + 1}, one of them for the background; "
+                "set model.num_classes"
+            )
+
+    def boxes_and_scores(self) -> BoxesAndScores:
+        """Refuse: boxes are found by the box head, which is outside the file.
+
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(
+            f"the boxes of {type(self._detector).__name__} come from its box head, which stays outside the file, so "
+            "that its non-maximum suppression cannot be put into it: set export.nms to false"
+        )
+
+    def _run(self, outputs: Sequence[Tensor], targets: list[dict[str, Tensor]] | None) -> Any:
+        """Run the detector's own forward with these outputs as those of its backbone and of its head of proposals."""
+        images, device = len(outputs[0]), outputs[0].device
+        named = {name: tensor.float() for name, tensor in zip(self.shapes, outputs, strict=True)}
+        nothing = torch.zeros(1, device=device)
+        features = {name: nothing.expand(images, 1, *size) for name, size in self._maps.items()}
+        features |= {name.removeprefix("features_"): named[name] for name in named if name.startswith("features_")}
+        detector = self._detector.to(device).train(targets is not None)
+        detector.roi_heads.box_head.eval()  # its BatchNorm, where it has any, is not trained
+        detector.backbone.value = OrderedDict((name, features[name]) for name in self._maps)
+        kinds = ("objectness_", "bbox_regression_")
+        detector.rpn.head.value = tuple([named[name] for name in named if name.startswith(kind)] for kind in kinds)
+        try:
+            with torch.autocast(device.type, enabled=False):
+                return detector(list(nothing.expand(images, 3, *self.image_size)), targets)
+        finally:
+            detector.backbone.value = detector.rpn.head.value = None
+
+
+class _Given(nn.Module):
+    """Stands for a part of a detector: returns what it is given as `value`."""
+
+    value: Any = None
+
+    def forward(self, _: Any) -> Any:
+        return self.value
