@@ -1,5 +1,6 @@
 """The documentation: it builds without a warning, every link resolves, and its Python runs as it stands."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -93,6 +94,15 @@ def test_python_of_a_page_runs(page, tmp_path, monkeypatch):
     names = {}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
         exec(compile(block, page.name, "exec"), names)
+
+
+def test_the_page_of_the_demo_is_of_its_metrics():
+    """A page of an older run beside newer figures would contradict the tables."""
+    rows = json.loads((ROOT / "results" / "demo" / "metrics.json").read_text())
+    page = (ROOT / "results" / "demo" / "report.html").read_text()
+    times = [row["value"] for row in rows if row["name"] == "p50_ms" and row["value"] is not None]
+    assert len(times) >= 9
+    assert all(f"{value:.3g}" in page for value in times)
 
 
 def test_links_of_the_readme_and_the_pages_lead_somewhere():

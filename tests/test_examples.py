@@ -85,42 +85,47 @@ def test_every_example_is_run_by_a_test():
     assert all((Path(__file__).parent.parent / test).exists() for test in ALONE.values() if test.endswith(".py"))
 
 
-@pytest.mark.skipif(not (shutil.which("cmake") and shutil.which("c++")), reason="cmake or a C++ compiler is missing")
-def test_the_program_in_cpp_names_the_class_of_the_engine(tmp_path):
-    """Against the libraries of the Python package; those of ONNX Runtime bring no headers."""
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """The folder of both programs, built against the libraries of the Python packages.
+
+    ONNX Runtime's package has no headers: tests/cpp has the part of its interface that the program uses.
+    """
+    if not (shutil.which("cmake") and shutil.which("c++")):
+        pytest.skip("cmake or a C++ compiler is missing")
     openvino = pytest.importorskip("openvino")
+    library = next((Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.*"), None)
+    if library is None:
+        pytest.skip("this package of ONNX Runtime has no library of its own")
+    root, build = (tmp_path_factory.mktemp(name) for name in ("onnxruntime", "build"))
+    (root / "include").symlink_to(Path(__file__).parent / "cpp")
+    (root / "lib").mkdir()
+    for name in ("libonnxruntime.so", "libonnxruntime.so.1"):  # the linker's name, and the loader's
+        (root / "lib" / name).symlink_to(library)
+    found = f"-DOpenVINO_DIR={Path(openvino.__path__[0]) / 'cmake'}", f"-DONNXRUNTIME_ROOT={root}"
+    flags = "-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS=-Wall -Wextra", f"-DCMAKE_BUILD_RPATH={root / 'lib'}"
+    for command in (
+        ["cmake", "-S", EXAMPLES / "cpp", "-B", build, *found, *flags],
+        ["cmake", "--build", build, "--parallel", "2"],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return build
+
+
+@pytest.mark.parametrize("engine", ["openvino", "onnxruntime"])
+def test_a_program_in_cpp_names_the_class_of_the_engine(engine, programs, tmp_path):
     path = compress.export_onnx(tiny().eval(), torch.randn(1, 3, 16, 16), tmp_path / "m.onnx")
     picture = np.random.default_rng(0).standard_normal((1, 3, 16, 16)).astype(np.float32)
     picture.tofile(tmp_path / "picture.f32")
-    cmake = Path(openvino.__path__[0]) / "cmake"
-    for command in (
-        [
-            "cmake",
-            "-S",
-            EXAMPLES / "cpp",
-            "-B",
-            tmp_path / "build",
-            f"-DOpenVINO_DIR={cmake}",
-            "-DCMAKE_BUILD_TYPE=Debug",
-        ],
-        ["cmake", "--build", tmp_path / "build"],
-    ):
-        subprocess.run(command, check=True, capture_output=True, text=True)
-    run = [tmp_path / "build" / "classify_openvino", path]
-    done = subprocess.run([*run, tmp_path / "picture.f32"], check=True, capture_output=True, text=True)
+    run = [programs / f"classify_{engine}", path]
+    done = subprocess.run([*run, tmp_path / "picture.f32"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     (logits,) = onnxruntime.InferenceSession(path).run(None, {"input": picture})
     assert int(done.stdout) == logits.argmax()
     (tmp_path / "short.f32").write_bytes(b"1234")
     refused = subprocess.run([*run, tmp_path / "short.f32"], capture_output=True, text=True)
     assert refused.returncode == 2 and "must hold 768 float32 numbers" in refused.stderr
     assert sys.platform != "linux" or not refused.stdout
-
-
-@pytest.mark.skipif(not shutil.which("c++"), reason="a C++ compiler is missing")
-def test_the_program_for_onnx_runtime_is_well_typed():
-    """Against declarations of the interface that it uses: see tests/cpp; it is neither linked nor run."""
-    options = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", "-I", Path(__file__).parent / "cpp"]
-    done = subprocess.run(
-        ["c++", *options, EXAMPLES / "cpp" / "classify_onnxruntime.cc"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    absent = subprocess.run([run[0], tmp_path / "no.onnx", tmp_path / "picture.f32"], capture_output=True, text=True)
+    assert absent.returncode == 2 and "no.onnx" in absent.stderr

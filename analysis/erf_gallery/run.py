@@ -9,7 +9,7 @@ import torch
 from analysis.common.study import study_parser
 from compress.files import write_json
 from compress.models import ModelSpec, build_model
-from compress.plots.erf import draw_gallery, draw_growth
+from compress.plots.erf import draw_gallery, draw_growth, theory_side
 from compress.plots.style import save_figure, styled, to_png
 from compress.receptive_field import EffectiveReceptiveField, ErfOptions, effective_receptive_fields
 from compress.receptive_field.images import SOURCES, probe_images
@@ -37,16 +37,20 @@ def fields_of(
 
 def draw(name: str, rows: Rows, out: Path, how: str) -> None:
     """Write the pictures, the numbers and the animation of one set; `how` describes images and weights."""
+    image_side = rows[0][1][0].heat.shape[0]
+    used = sorted(fields[-1].metrics.size / theory_side(fields[-1]) for _, fields in rows)
+    share = f"In the last layer the effective side is {100 * used[0]:.0f} to {100 * used[-1]:.0f} % of the theoretical"
     text = (
         f"Each row is a network, each picture the central unit of a layer, from early to late ({how}). The dashed box "
-        "is the theoretical field without global operations, cut at the image: see how little of it is bright."
+        f"is the theoretical field without global operations, cut at the image. {share} one."
     )
     print(save_figure(draw_gallery(rows, text=text), out / f"gallery_{name}.png"))
+    wider = sum(theory_side(fields[-1]) > image_side for _, fields in rows)
     text = (
-        f"Side of the effective field (pixels above 4.55 % of the largest) of layers from first to last ({how}). The "
-        "theoretical field outgrows the image early; the effective one is cut off by the image where it nears its side."
+        f"Side of the effective field (pixels above 4.55 % of the largest) of layers from first to last ({how}). "
+        f"{share} one; {wider} of {len(rows)} theoretical fields outgrow the image, which cuts the effective ones off."
     )
-    growth = draw_growth(rows, image_side=rows[0][1][0].heat.shape[0], text=text)
+    growth = draw_growth(rows, image_side=image_side, text=text)
     print(save_figure(growth, out / f"growth_{name}.png"))
     write_json(out / f"gallery_{name}.json", {model: [numbers_of(f) for f in fields] for model, fields in rows})
     frames = []

@@ -153,8 +153,8 @@ def _gpu(axes: Axes, bars: Sequence[tuple[str, float, float]]) -> None:
     bare(axes, grid="x")
     axes.set_xlim(0, 1.2 * max(max(b[1:]) for b in bars) / 1e3)
     axes.set_xlabel("thousand images a second (batch 128)")
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
-    axes.set_title("INT8 on a GPU without TensorRT", pad=22)
+    axes.legend(loc="lower right")
+    axes.set_title("INT8 on a GPU without TensorRT")
 
 
 def _steps(axes: Axes, ratios: Mapping[str, float]) -> None:

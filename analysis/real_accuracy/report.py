@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis.common.study import Row, listed, read_rows, report_from_file
 from compress.files import write_text
+from compress.plots.style import LIGHT, caption, name_rows, save_figure, styled
+from compress.text import display
 
 TITLE = "# Accuracy of quantized networks with real weights on real pictures"
+REACH = 4.0  # points of top-1 below float that the picture shows
 
 
 def write(folder: Path) -> str:
@@ -42,24 +46,51 @@ def write(folder: Path) -> str:
             + listed({k: v for row in own for k, v in row["software"].items()})
             + ".",
         ]
-    picture(rows).savefig(folder / "real_accuracy.png", dpi=120)
+    save_figure(picture(rows), folder / "real_accuracy.png")
     return write_text(folder / "real_accuracy.md", "\n".join(lines) + "\n").read_text()
 
 
 def picture(rows: list[Row]) -> Figure:
-    """Draw the difference to float of every row, with its interval."""
-    figure = Figure(figsize=(10, 1 + 0.22 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    labels = [f"{row['network']}: {row['method']} ({row['engine']}, {row['bits']})" for row in rows]
-    for i, row in enumerate(rows):
-        f, colour = row["figures"]["points"], "C0" if row["method"].startswith("compress") else "C1"
-        axes.plot([f["low"], f["high"]], [i, i], color=colour)
-        axes.plot(f["value"], i, "o", color=colour)
-    axes.axvline(0, color="grey", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), labels, fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel("top-1, points to the float network on the same engine and pictures; 95 % intervals")
+    """Draw the difference to float of every row, with its interval, in a panel for each network.
+
+    A loss beyond the axis is a number at its edge.
+    """
+    networks: dict[str, list[Row]] = {}
+    for row in rows:
+        networks.setdefault(row["network"], []).append(row)
+    with styled():
+        figure = Figure(figsize=(10.6, 1.6 + 0.21 * len(rows)), layout="constrained")
+        heights = [len(own) for own in networks.values()]
+        panels = figure.subplots(nrows=len(networks), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+        for axes, (name, own) in zip(panels, networks.items(), strict=True):
+            axes.set_title(name)
+            axes.axvline(0, color=LIGHT["muted"], linewidth=0.9)
+            for i, row in enumerate(own):
+                _mark(axes, i, row)
+            name_rows(axes, [_name(row) for row in own], end=1)
+            axes.set_xlim(-REACH, max(REACH, *(row["figures"]["points"]["high"] for row in own)))
+        panels[-1].set_xlabel("points of top-1 to the float network, on the same engine and pictures")
+        caption(figure, "Blue: compress, orange: others. Bars are 95 % intervals of a paired bootstrap over pictures.")
     return figure
+
+
+def _name(row: Row) -> str:
+    """Method, engine and bits; the method's own mention of the engine is left out."""
+    method = row["method"].removesuffix(f", {row['engine']}")
+    return f"{method} ({display(row['engine'])}, {row['bits']})"
+
+
+def _mark(axes: Axes, place: int, row: Row) -> None:
+    """Draw one row: a point and its interval, or its value where it lies beyond the axis."""
+    found = row["figures"]["points"]
+    colour = LIGHT["blue" if row["method"].startswith("compress") else "alarm"]
+    if found["value"] < -REACH:
+        axes.plot(-REACH, place, "<", color=colour, clip_on=False)
+        axes.annotate(f"{found['value']:.1f}", (-REACH, place), xytext=(8, 0), textcoords="offset points",
+                      va="center", fontsize=8)  # fmt: skip
+        return
+    axes.plot([found["low"], found["high"]], [place, place], color=colour)
+    axes.plot(found["value"], place, "o", color=colour, markersize=4)
 
 
 def _shown(f: Row) -> str:

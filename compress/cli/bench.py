@@ -25,7 +25,9 @@ from compress.report import write_report
 
 def bench(
     files: Annotated[list[Path], typer.Argument(help="ONNX files, or one run folder.")],
-    engine: Annotated[list[str] | None, typer.Option("--engine", help="Repeat for several.")] = None,
+    engine: Annotated[
+        list[str] | None, typer.Option("--engine", help="openvino, onnxruntime, cuda, ...; repeat for several.")
+    ] = None,
     batch_size: Annotated[list[int] | None, typer.Option("--batch-size", help="Repeat for several.")] = None,
     seconds: Annotated[float, typer.Option(help="Longest time for each variant and batch size.")] = 3.0,
     end_to_end: Annotated[

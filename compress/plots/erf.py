@@ -250,7 +250,7 @@ def draw_growth(
         for place, (name, fields) in enumerate(curves):
             colour = LIGHT[palette[place % len(palette)]]
             depth = [100 * (i + 1) / len(fields) for i in range(len(fields))]
-            theory = [_theory_side(field) for field in fields]
+            theory = [theory_side(field) for field in fields]
             left.plot(depth, [f.metrics.size for f in fields], color=colour, marker="o", markersize=3, label=name)
             left.plot(depth, theory, color=colour, linestyle="--", linewidth=1.1)
             shares = [f.metrics.size / t if t else math.nan for f, t in zip(fields, theory, strict=True)]
@@ -268,7 +268,8 @@ def draw_growth(
         return figure
 
 
-def _theory_side(field: EffectiveReceptiveField) -> float:
+def theory_side(field: EffectiveReceptiveField) -> float:
+    """Side of the theoretical field without global operations, pixels: geometric mean of both; NaN = not known."""
     row = field.theoretical
     known = [s for s in row.local_size if s] if row is not None else []
     return math.sqrt(math.prod(known)) if len(known) == 2 else math.nan

@@ -22,6 +22,8 @@ import matplotlib as mpl
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
@@ -222,8 +224,20 @@ def save_figure(figure: Figure, path: Path | str, *, dpi: int = 160) -> Path:
 def to_png(figure: Figure, *, dpi: int = 160) -> bytes:
     """The figure as a PNG that depends on nothing but what is drawn."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
+    with _printed_at(figure, dpi):
+        FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
     return buffer.getvalue()
+
+
+@contextmanager
+def _printed_at(figure: Figure, dpi: float) -> Iterator[None]:
+    """Print a figure by its canvas, which draws it once; `savefig` draws what is laid out twice."""
+    before = figure.dpi
+    figure.dpi = dpi
+    try:
+        yield
+    finally:
+        figure.dpi = before
 
 
 def to_inline_svg(figure: Figure, *, key: str, label: str) -> str:
@@ -235,7 +249,9 @@ def to_inline_svg(figure: Figure, *, key: str, label: str) -> str:
         label: text alternative, escaped here.
     """
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    with _printed_at(figure, figure.dpi):
+        nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
+        FigureCanvasSVG(figure).print_svg(buffer, metadata=nothing)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<(style|metadata)\b.*?</\1>", "", svg, flags=re.DOTALL)

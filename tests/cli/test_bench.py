@@ -38,3 +38,13 @@ def test_a_damaged_file_of_a_run_is_told_and_its_older_times_are_gone(compress, 
 def test_an_engine_that_is_not_here_is_no_failure_where_another_measures_the_file(compress, folder):
     done = compress("bench", str(folder / "ptq.onnx"), *QUICK, "--engine", "tensorrt")
     assert done.returncode == 0 and "unavailable" in done.stdout
+
+
+def test_the_engine_torch_times_the_modules_of_a_run(compress, folder):
+    done = compress("bench", str(folder), *QUICK[2:], "--engine", "torch")
+    assert done.returncode == 0 and "loads no file" not in done.stdout + done.stderr
+    rows = [row for row in json.loads((folder / "metrics.json").read_text()) if row["name"] == "p50_ms"]
+    assert {row["variant"] for row in rows if row["engine"].startswith("torch") and row["value"] > 0} >= {
+        "float",
+        "ptq",
+    }

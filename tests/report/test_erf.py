@@ -113,6 +113,7 @@ def test_every_figure_is_drawn(model, images):
     drawn = drawn.replace("\u00a0", " ")  # a number and its unit stay on one line
     assert "px" in drawn
     assert f"{field.metrics.size:.0f} px" in drawn
+    assert overlapping_texts(figures[1]) == []  # the title keeps clear of the titles of the panels
 
 
 def test_a_panel_names_its_network(model, images):
