@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; tests/test_pa
     from compress.qat_fusion.fuse import fuse_for_training as fuse_for_training
     from compress.quantization.calibration.calibrate import calibrate as calibrate
     from compress.quantization.learned import learn_scales as learn_scales
+    from compress.quantization.offsets import learn_offsets as learn_offsets
     from compress.quantization.placement.decisions import Placement as Placement
     from compress.quantization.placement.insert import insert_quantizers as insert_quantizers
     from compress.quantization.ptq.quantize import quantize as quantize
@@ -128,6 +129,7 @@ _HOMES = {
     "from_pytorch_quantization": "compress.interop.pytorch_quantization",
     "fuse_for_training": "compress.qat_fusion.fuse",
     "insert_quantizers": "compress.quantization.placement.insert",
+    "learn_offsets": "compress.quantization.offsets",
     "learn_scales": "compress.quantization.learned",
     "load": "compress.pipeline.saved",
     "load_data": "compress.data.load",

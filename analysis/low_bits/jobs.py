@@ -22,6 +22,7 @@ class Job:
         lr, weight_decay, optimizer, most_epochs: of the training.
         axis: 0 = a weight scale for each channel, None = for each layer.
         normalize, damping, distill: choices of `QATSpec`.
+        offsets: offsets of signed activations learn too (LSQ+).
         sparse: 2:4 masks of all layers that the pattern divides: held (`one-shot`), or moving (`sr-ste`).
         recorded: way to run the step that is tried first; None = as the command line says.
     """
@@ -38,6 +39,7 @@ class Job:
     axis: int | None = 0
     normalize: bool = False
     damping: float = 0.0
+    offsets: bool = False
     distill: bool = True
     sparse: Schedule | None = None
     recorded: str | None = None
@@ -102,6 +104,9 @@ JOBS: dict[str, Job] = {
     "resnet56-w8a8-magnitude": replace(_SPARSE, sparse="one-shot"),
     "vit_tiny-w8a8-sr-ste": replace(_ADAM, bits=8, lr=3e-4, most_epochs=20, sparse="sr-ste", weight=1.6),
     "vit_tiny-w8a8-magnitude": replace(_ADAM, bits=8, lr=3e-4, most_epochs=20, sparse="one-shot", weight=1.6),
+    "mobilenet_v2-w4a4-offsets": replace(_MOBILE, bits=4, weight=1.2, lr=0.05, damping=1e-3, offsets=True),
+    "mobilenet_v2-w3a3": replace(_MOBILE, bits=3, weight=1.2, lr=0.05, damping=1e-3),
+    "mobilenet_v2-w3a3-offsets": replace(_MOBILE, bits=3, weight=1.2, lr=0.05, damping=1e-3, offsets=True),
     "mobilenet_v2-w4a4-more": replace(_MOBILE, bits=4, weight=1.2, lr=0.05, damping=1e-3, seeds=2, first_seed=1),
 }
 """In the order in which they train; a quantized network needs the float one of its name before it."""

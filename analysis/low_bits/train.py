@@ -20,6 +20,7 @@ from analysis.low_bits.jobs import JOBS, Job
 from analysis.low_bits.opened import opened
 from analysis.low_bits.step import DEVICE, Images, Training
 from compress.quantization.learned import freeze_scales, learn_scales
+from compress.quantization.offsets import learn_offsets
 from compress.quantization.weight_norm import bake_weights, normalize_weights
 
 CALIBRATION = 512
@@ -52,6 +53,8 @@ def quantized(job: Job, model: nn.Module, images: Images) -> Any:
         qmodel = compress.quantize(dense, x[:2], [x], spec=job.quant_spec())
     if job.normalize:
         normalize_weights(qmodel)
+    if job.offsets:
+        learn_offsets(qmodel, [x])
     learn_scales(qmodel)
     return qmodel.to(memory_format=torch.channels_last)
 

@@ -12,6 +12,7 @@ from compress.files import write_text
 from compress.plots.style import LIGHT, caption, name_rows, save_figure, styled
 from compress.text import display
 
+KEYS = ("points", "agreement", "sqnr_db")
 TITLE = "# Accuracy of quantized networks with real weights on real pictures"
 REACH = 4.0  # points of top-1 below float that the picture shows
 
@@ -27,27 +28,66 @@ def write(folder: Path) -> str:
         "the float network's class. SQNR: of the logits. Seconds to quantize are of the load that is given below. The "
         "pictures of ImageNet come from its training split, those of CIFAR-10 are a JPEG copy: compare methods only.",
     ]
-    for network in dict.fromkeys(row["network"] for row in rows):
-        own = sorted((r for r in rows if r["network"] == network), key=lambda r: (r["bits"] != "W8A8", r["engine"]))
-        lines += ["", f"## {network}", ""]
-        lines.append("| method | bits | engine | top-1 % | float % | points | agreement % | SQNR dB | seconds |")
-        lines.append("|---|---|---|---|---|---|---|---|---|")
-        for row in own:
-            f = row["figures"]
-            cells = [row["method"], row["bits"], row["engine"], f"{f['top1']['value']:.2f}", f"{row['float_top1']:.2f}"]
-            cells += [_shown(f[key]) for key in ("points", "agreement", "sqnr_db")] + [f"{row['seconds']:.1f}"]
-            lines.append(f"| {' | '.join(cells)} |")
-        first = own[0]
-        loads = [row["load"] for row in own]
-        lines += [
-            "",
-            f"{first['calibration']} pictures calibrate, {first['evaluated']} are evaluated; `{first['command']}` on "
-            f"{first['machine']}, load {min(loads):.0f} to {max(loads):.0f}; "
-            + listed({k: v for row in own for k, v in row["software"].items()})
-            + ".",
-        ]
+    for bits, engine in dict.fromkeys((row["bits"], row["engine"]) for row in rows):
+        lines += mean_table([row for row in rows if (row["bits"], row["engine"]) == (bits, engine)], bits, engine)
+    for network, engine in dict.fromkeys((row["network"], row["engine"]) for row in rows):
+        lines += network_table([row for row in rows if (row["network"], row["engine"]) == (network, engine)])
     save_figure(picture(rows), folder / "real_accuracy.png")
     return write_text(folder / "real_accuracy.md", "\n".join(lines) + "\n").read_text()
+
+
+def mean_table(rows: list[Row], bits: str, engine: str) -> list[str]:
+    """Return the lines of one engine's table: means over the networks, of the methods that all of them have."""
+    networks = list(dict.fromkeys(row["network"] for row in rows))
+    by_method = {title: [row for row in rows if row["method"] == title] for title in {r["method"] for r in rows}}
+    whole = {title: own for title, own in by_method.items() if len(own) == len(networks)}
+    means = {
+        title: [sum(row["figures"][key]["value"] for row in own) / len(own) for key in KEYS]
+        for title, own in whole.items()
+    }
+    lines = ["", f"## {bits} on {engine}, mean over {listed_names(networks)}", ""]
+    lines += ["| method | points | agreement % | SQNR dB |", "|---|---|---|---|"]
+    for title in sorted(means, key=lambda title: -means[title][2]):
+        lines.append(f"| {shown_name(title)} | {' | '.join(f'{value:.2f}' for value in means[title])} |")
+    return lines
+
+
+def network_table(rows: list[Row]) -> list[str]:
+    """Return the lines of the table of one network on one engine."""
+    own = sorted(rows, key=lambda r: r["bits"] != "W8A8")
+    lines = ["", f"## {own[0]['network']}, {own[0]['engine']}", ""]
+    lines.append("| method | bits | top-1 % | float % | points | agreement % | SQNR dB | seconds |")
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for row in own:
+        f = row["figures"]
+        cells = [shown_name(row["method"]), row["bits"], f"{f['top1']['value']:.2f}"]
+        seconds = f"{row['seconds']:.1f}" + (" (GPU)" if row.get("gpu") else "")
+        cells += [f"{row['float_top1']:.2f}", *(_shown(f[key]) for key in KEYS), seconds]
+        lines.append(f"| {' | '.join(cells)} |")
+    loads = [row["load"] for row in own]
+    commands = dict.fromkeys(row["command"] for row in own)
+    lines += [
+        "",
+        f"{own[0]['calibration']} pictures calibrate, {own[0]['evaluated']} are evaluated; "
+        + ", ".join(f"`{command}`" for command in commands)
+        + f" on {own[0]['machine']}, load {min(loads):.0f} to {max(loads):.0f}; "
+        + listed({k: v for row in own for k, v in row["software"].items()})
+        + ".",
+    ]
+    gpus = sorted({row["gpu"] for row in own if row.get("gpu")})
+    if gpus:
+        lines[-1] += f" (GPU): quantized on {listed_names(gpus)}, measured on the CPU beside it."
+    return lines
+
+
+def shown_name(title: str) -> str:
+    """Return the name of a method without the engine that its rows have in a column of its own."""
+    return title.removesuffix(", openvino").removesuffix(", onnxruntime")
+
+
+def listed_names(names: list[str]) -> str:
+    """Return 'a, b and c'."""
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
 def picture(rows: list[Row]) -> Figure:

@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from analysis.common.cifar import NETWORKS
@@ -32,6 +33,8 @@ def main() -> None:
     parser.add_argument("--cifar", help="folder of cifar-10-batches-py")
     parser.add_argument("--weights", nargs="+", type=Path, default=[], help="files of analysis.low_bits, by network")
     parser.add_argument("--methods", nargs="+", help="parts of the methods' names; default: all")
+    parser.add_argument("--engines", nargs="+", help="default: all that are installed")
+    parser.add_argument("--device", default="cpu", help="where our methods quantize, such as cuda; engines use the CPU")
     parser.add_argument("--limit", type=int, help="number of pictures")
     parser.add_argument("--threads", type=int, default=1)
     o = parser.parse_args()
@@ -57,14 +60,16 @@ def _measure(
 ) -> None:
     """Append the rows of one network."""
     path, expected = float_file(subject, folder), dict[str, Tensor]()
+    moved = Subject(subject.model.to(o.device), subject.calibration.to(o.device), subject.images, subject.targets)
     for title, method in METHODS.items():
         chosen = not o.methods or any(part in title for part in o.methods)
-        missing = [e for e in method.engines if (name, title, e) not in done]
+        asked = [engine for engine in method.engines if not o.engines or engine in o.engines]
+        missing = [engine for engine in asked if (name, title, engine) not in done]
         if not chosen or not missing:
             continue
         start = time.perf_counter()
         try:
-            made = method.make(subject, path, folder)
+            made = method.make(moved if title.startswith("compress") else subject, path, folder)
         except ImportError as error:
             print(f"{name}, {title}: not installed ({error})", flush=True)
             continue
@@ -73,7 +78,7 @@ def _measure(
             if engine not in expected:
                 expected[engine] = logits_of(path, engine, subject.images, o.threads)
             row = _row(name, title, method, engine, made, expected[engine], subject, o)
-            row["seconds"] = round(seconds, 1)
+            row |= {"seconds": round(seconds, 1), "gpu": "" if o.device == "cpu" else torch.cuda.get_device_name()}
             with file.open("a") as stream:
                 stream.write(json.dumps(row) + "\n")
             print(f"{name}, {title}, {engine}: {row['figures']['points']['value']:+.2f} points", flush=True)
@@ -111,7 +116,8 @@ def _public() -> list[str]:
     """Return this process's arguments without folders of one machine."""
     import sys  # lazy: for the command alone
 
-    hidden, words, kept = {"--pictures": "DIR", "--cifar": "DIR", "--weights": "FILE"}, list(sys.argv[1:]), list[str]()
+    hidden = {"--pictures": "DIR", "--cifar": "DIR", "--weights": "FILE"}
+    words, kept = list(sys.argv[1:]), list[str]()
     while words:
         word = words.pop(0)
         kept.append(word)

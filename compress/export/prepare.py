@@ -94,7 +94,7 @@ def _written(parent: nn.Module, name: str, quantizer: Quantizer, half: bool) -> 
         return _WeightDequantize(
             quantize_tensor(weight, scale.to(weight.dtype), quantizer.format), scale, quantizer.format
         )
-    return _QuantizeDequantize(scale, quantizer.format)
+    return _QuantizeDequantize(scale, quantizer.format, quantizer.zero_point)
 
 
 class _QuantizeDequantize(nn.Module):
@@ -104,12 +104,13 @@ class _QuantizeDequantize(nn.Module):
     scale: Tensor
     zero_point: Tensor
 
-    def __init__(self, scale: Tensor, quant_format: QuantFormat) -> None:
+    def __init__(self, scale: Tensor, quant_format: QuantFormat, zero_point: int) -> None:
         super().__init__()
         self.register_buffer("scale", scale)
-        self.register_buffer("zero_point", torch.tensor(quant_format.zero_point, dtype=quant_format.dtype))
+        self.register_buffer("zero_point", torch.tensor(zero_point, dtype=quant_format.dtype))
         whole = quant_format.num_bits == 8 and not quant_format.narrow  # the type itself saturates, E4M3 too
-        self.bounds = None if whole else (quant_format.low, quant_format.high)
+        moved = zero_point - quant_format.zero_point
+        self.bounds = None if whole else (quant_format.low - moved, quant_format.high - moved)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bounds is not None:

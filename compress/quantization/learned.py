@@ -79,6 +79,12 @@ class LearnedQuantizer(Quantizer):
         """See `Quantizer.set_amax`."""
         super().set_amax(amax)
 
+    def frozen(self) -> Quantizer:
+        """Return a quantizer with this range, fixed."""
+        fixed = Quantizer(self.format, channels=self.amax.numel(), name=self.name).to(self.amax.device)
+        fixed.set_amax(self.positive_amax)
+        return fixed
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self._ready = bool(torch.isfinite(self.amax).all())
@@ -126,7 +132,6 @@ def freeze_scales(qmodel: nn.Module) -> None:
     """Make learned ranges fixed again, at what they have become; in place."""
     for name, quantizer in list(quantizers(qmodel)):
         if isinstance(quantizer, LearnedQuantizer):
-            fixed = Quantizer(quantizer.format, channels=quantizer.amax.numel(), name=quantizer.name)
-            fixed.to(quantizer.amax.device).set_amax(quantizer.positive_amax)
+            fixed = quantizer.frozen()
             fixed.enabled, fixed.training = quantizer.enabled, quantizer.training
             qmodel.set_submodule(name, fixed)

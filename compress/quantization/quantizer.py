@@ -67,6 +67,11 @@ class Quantizer(nn.Module):
         """Real value of one integer step, shape of `amax`."""
         return scale_from_amax(self.amax, self.format)
 
+    @property
+    def zero_point(self) -> int:
+        """The integer of 0.0, as ONNX counts."""
+        return self.format.zero_point
+
     def set_amax(self, amax: Tensor) -> None:
         """Set the ranges.
 

