@@ -35,6 +35,9 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", help="parts of the methods' names; default: all")
     parser.add_argument("--engines", nargs="+", help="default: all that are installed")
     parser.add_argument("--device", default="cpu", help="where our methods quantize, such as cuda; engines use the CPU")
+    parser.add_argument("--made", type=Path, help="file that the one method of --methods made elsewhere, on a GPU")
+    parser.add_argument("--made-in", type=float, default=0.0, help="seconds that it took there")
+    parser.add_argument("--made-on", default="", help="name of that GPU")
     parser.add_argument("--limit", type=int, help="number of pictures")
     parser.add_argument("--threads", type=int, default=1)
     o = parser.parse_args()
@@ -69,16 +72,16 @@ def _measure(
             continue
         start = time.perf_counter()
         try:
-            made = method.make(moved if title.startswith("compress") else subject, path, folder)
+            made = o.made or method.make(moved if title.startswith("compress") else subject, path, folder)
         except ImportError as error:
             print(f"{name}, {title}: not installed ({error})", flush=True)
             continue
-        seconds = time.perf_counter() - start
+        seconds = o.made_in if o.made else time.perf_counter() - start
         for engine in missing:
             if engine not in expected:
                 expected[engine] = logits_of(path, engine, subject.images, o.threads)
             row = _row(name, title, method, engine, made, expected[engine], subject, o)
-            row |= {"seconds": round(seconds, 1), "gpu": "" if o.device == "cpu" else torch.cuda.get_device_name()}
+            row |= {"seconds": round(seconds, 1), "gpu": o.made_on or _gpu(o.device)}
             with file.open("a") as stream:
                 stream.write(json.dumps(row) + "\n")
             print(f"{name}, {title}, {engine}: {row['figures']['points']['value']:+.2f} points", flush=True)
@@ -112,11 +115,15 @@ def _row(
     }
 
 
+def _gpu(device: str) -> str:
+    return "" if device == "cpu" else torch.cuda.get_device_name()
+
+
 def _public() -> list[str]:
     """Return this process's arguments without folders of one machine."""
     import sys  # lazy: for the command alone
 
-    hidden = {"--pictures": "DIR", "--cifar": "DIR", "--weights": "FILE"}
+    hidden = {"--pictures": "DIR", "--cifar": "DIR", "--weights": "FILE", "--made": "FILE"}
     words, kept = list(sys.argv[1:]), list[str]()
     while words:
         word = words.pop(0)

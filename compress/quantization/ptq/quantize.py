@@ -120,15 +120,8 @@ def quantize_targets(
     def make(chosen: QuantSpec, targets: Sequence[Target]) -> dict[Target, fx.GraphModule]:
         ready, smoothing = smoothed(model, example_inputs, batches, chosen, all_reduce=all_reduce, progress=progress)
         found = {target: insert_quantizers(ready, example_inputs, chosen.for_target(target)) for target in targets}
-        one, *rest = found.values()
         seen = known.setdefault(before_calibration(chosen), {})
-        if set(seen) >= set(found):
-            for target, qmodel in found.items():
-                take_ranges(qmodel, seen[target])
-        else:
-            calibrate(one, batches, also=rest, all_reduce=all_reduce, progress=progress)
-            reports = {target: quantization_report_of(qmodel).calibration for target, qmodel in found.items()}
-            seen |= cast("dict[Target, CalibrationReport]", reports)
+        _calibrate(found, batches, seen, all_reduce=all_reduce, progress=progress)
         for target, qmodel in found.items():
             place = folder if folder is None or target == spec.targets[0] else folder / target
             improve(
@@ -141,3 +134,22 @@ def quantize_targets(
     first, *others = spec.targets  # methods beyond calibration are judged on the first
     judged = guarded(model, lambda chosen: make(chosen, [first])[first], batches, spec, all_reduce=all_reduce)
     return {first: judged, **(make(kept(judged, spec), others) if others else {})}
+
+
+def _calibrate(
+    found: dict[Target, fx.GraphModule],
+    batches: Batches,
+    seen: dict[Target, CalibrationReport],
+    *,
+    all_reduce: bool,
+    progress: Progress | None,
+) -> None:
+    """Calibrate networks of one float model, or take the ranges in `seen`, to which new ones are added."""
+    if set(seen) >= set(found):
+        for target, qmodel in found.items():
+            take_ranges(qmodel, seen[target])
+        return
+    one, *rest = found.values()
+    calibrate(one, batches, also=rest, all_reduce=all_reduce, progress=progress)
+    reports = {target: quantization_report_of(qmodel).calibration for target, qmodel in found.items()}
+    seen |= cast("dict[Target, CalibrationReport]", reports)

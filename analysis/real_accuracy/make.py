@@ -1,0 +1,35 @@
+"""Makes EfficientNet-Lite0's file by a slow method on a GPU; `run --made FILE` measures it on any machine."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from analysis.real_accuracy.methods import METHODS
+from analysis.real_accuracy.networks import Subject, efficientnet_lite0, pictures
+
+
+def main() -> None:
+    """Quantize, write the file, and print the seconds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("method", choices=METHODS)
+    parser.add_argument("--pictures", type=Path, required=True, help="folder of the pictures that calibrate")
+    parser.add_argument("--out", type=Path, required=True, help="the file")
+    o = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.backends.cudnn.allow_tf32 = False
+    calibration = pictures(sorted(o.pictures.glob("*.jpg"))).to(device)
+    subject = Subject(efficientnet_lite0().to(device), calibration, calibration[:0], torch.zeros(0))
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        made = METHODS[o.method].make(subject, Path(folder), Path(folder))
+        o.out.write_bytes(made.read_bytes())
+    print(f"{o.method}: {time.perf_counter() - start:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
