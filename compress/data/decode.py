@@ -2,7 +2,7 @@
 
 Training: a random part of the image, resized, and mirrored half of the time (Szegedy et al., "Going deeper with
 convolutions", arXiv 1409.4842, section 6). Evaluation: the shorter side resized to image_size / crop_ratio and
-the centre cropped. Both resize as torchvision's references do (Pillow, bilinear, antialiased).
+the centre cropped. Both resize as torchvision's references do (Pillow, bilinear or bicubic, antialiased).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ Decoded = tuple[Tensor, Tensor, list[tuple[str, str]]]
 _AREA = (0.08, 1.0)
 _LOG_RATIO = math.log(4 / 3)
 _TRIES = 10
+_METHODS = {"bilinear": Image.Resampling.BILINEAR.value, "bicubic": Image.Resampling.BICUBIC.value}
 _LONGEST_STRIP = 4  # times what the crop needs
 _PILLOW = threading.Lock()
 if hasattr(os, "register_at_fork"):  # a worker process that is forked from another thread must not find it locked
@@ -75,9 +76,9 @@ class Decoder(Dataset[Item]):
             with open_image(path, self.max_pixels) as file:
                 image = rgb(file)
             if draws is None:
-                pixels = centre_crop(image, size, crop_ratio=self.preprocessing.crop_ratio)
+                pixels = preprocessed(image, self.preprocessing)
             else:
-                pixels = random_crop(image, size, draws)
+                pixels = random_crop(image, size, draws, interpolation=self.preprocessing.interpolation)
         except Exception as error:  # a damaged file can make its decoder fail in any way
             return index, None, str(path), f"{type(error).__name__}: {error}"
         return index, pixels, str(path), ""
@@ -145,7 +146,9 @@ def collate(items: list[Item]) -> Decoded:
     return images, torch.tensor([index for index, _ in good], dtype=torch.int64), failures
 
 
-def centre_crop(image: Image.Image, size: tuple[int, int], *, crop_ratio: float) -> Tensor:
+def centre_crop(
+    image: Image.Image, size: tuple[int, int], *, crop_ratio: float, interpolation: str = "bilinear"
+) -> Tensor:
     """Return the centre (3, height, width) uint8 of `image`, resized so that it covers size / crop_ratio.
 
     Of a long strip only the middle is resized: all of one of 1 x 30,000 pixels would take gigabytes.
@@ -155,8 +158,15 @@ def centre_crop(image: Image.Image, size: tuple[int, int], *, crop_ratio: float)
     if max(image.size) > longest:
         height, width = min(image.height, longest), min(image.width, longest)
         image = _part(image, middle(image.height, height), middle(image.width, width), height, width)
-    resized = transforms.resize(image, covering(image.height, image.width, size, crop_ratio), antialias=True)
+    sides, method = covering(image.height, image.width, size, crop_ratio), _METHODS[interpolation]
+    resized = transforms.resize(image, sides, interpolation=method, antialias=True)
     return transforms.pil_to_tensor(transforms.center_crop(resized, list(size)))
+
+
+def preprocessed(image: Image.Image, preprocessing: Preprocessing) -> Tensor:
+    """Return the centre (3, height, width) uint8 of `image` as a preprocessing takes it for evaluation."""
+    p = preprocessing
+    return centre_crop(image, p.height_width, crop_ratio=p.crop_ratio, interpolation=p.interpolation)
 
 
 def longest_side(width: int, height: int, size: tuple[int, int]) -> int:
@@ -175,17 +185,21 @@ def covering(height: int, width: int, size: tuple[int, int], crop_ratio: float) 
     return [max(size[0], round(height * scale)), max(size[1], round(width * scale))]
 
 
-def random_crop(image: Image.Image, size: tuple[int, int], draws: list[float]) -> Tensor:
+def random_crop(
+    image: Image.Image, size: tuple[int, int], draws: list[float], *, interpolation: str = "bilinear"
+) -> Tensor:
     """Return a random part of `image`, resized to (3, height, width) uint8 and mirrored half of the time.
 
     Args:
         image: RGB.
         size: height and width of the result in pixels.
         draws: 41 random numbers of [0, 1): 4 for each attempt at a part that fits, and one for the mirror.
+        interpolation: `bilinear` or `bicubic`.
     """
     top, left, height, width = random_box(image.width, image.height, draws[:-1])
     transforms = _transforms()
-    part = transforms.resize(_part(image, top, left, height, width), list(size), antialias=True)
+    part, method = _part(image, top, left, height, width), _METHODS[interpolation]
+    part = transforms.resize(part, list(size), interpolation=method, antialias=True)
     return transforms.pil_to_tensor(transforms.horizontal_flip(part) if draws[-1] < 0.5 else part)
 
 

@@ -29,7 +29,7 @@ class Preprocessing:
         mean, std: one value per channel, in units of pixel / 255.
         channels: `RGB` (grey images are repeated three times), or `other` for another number than three.
         layout: `NCHW`.
-        interpolation: method of resizing.
+        interpolation: method of resizing: `bilinear` or `bicubic`.
         crop_ratio: image_size over the side resized to before the centre crop; 1.0 = no crop.
     """
 
@@ -52,6 +52,7 @@ class Preprocessing:
             mean=mean,
             std=std if spec.std is None else tuple(spec.std),
             channels="RGB" if len(mean) == 3 else "other",
+            interpolation=spec.interpolation,
             crop_ratio=crop_ratio,
         )
 

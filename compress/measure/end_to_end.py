@@ -25,9 +25,10 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
+from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from compress.data.decode import centre_crop, covering, open_image, rgb
+from compress.data.decode import covering, open_image, preprocessed, rgb
 from compress.data.preprocessing import Preprocessing
 from compress.engines.base import Engine, TensorInfo
 from compress.errors import DataError, EngineError
@@ -242,21 +243,19 @@ def preprocess(images: Sequence[Image.Image], preprocessing: Preprocessing, devi
 
     On the CPU Pillow resizes, as in evaluation; on other devices torchvision does, which differs by rounding.
     """
-    size, device = preprocessing.height_width, torch.device(device)
+    device = torch.device(device)
     if device.type == "cpu":
-        squares = [centre_crop(image, size, crop_ratio=preprocessing.crop_ratio) for image in images]
+        squares = [preprocessed(image, preprocessing) for image in images]
     else:
-        squares = [
-            resize_tensor(F.pil_to_tensor(image).to(device), size, crop_ratio=preprocessing.crop_ratio)
-            for image in images
-        ]
+        squares = [resize_tensor(F.pil_to_tensor(image).to(device), preprocessing) for image in images]
     return preprocessing.normalize(torch.stack(squares).float().div_(255))
 
 
-def resize_tensor(pixels: Tensor, size: tuple[int, int], *, crop_ratio: float) -> Tensor:
+def resize_tensor(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
     """Resize and crop a (3, H, W) uint8 tensor as `centre_crop` does, on its own device."""
-    resized = F.resize(pixels, covering(pixels.shape[-2], pixels.shape[-1], size, crop_ratio), antialias=True)
-    return F.center_crop(resized, list(size))
+    size, method = preprocessing.height_width, InterpolationMode(preprocessing.interpolation)
+    sides = covering(pixels.shape[-2], pixels.shape[-1], size, preprocessing.crop_ratio)
+    return F.center_crop(F.resize(pixels, sides, interpolation=method, antialias=True), list(size))
 
 
 def classes(logits: NDArray[np.generic], top: int = TOP) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

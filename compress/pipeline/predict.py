@@ -13,7 +13,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from compress.data.decode import centre_crop, open_image, rgb
+from compress.data.decode import open_image, preprocessed, rgb
 from compress.data.preprocessing import Preprocessing
 from compress.errors import DataError
 from compress.export.names import PREPROCESSING_KEY
@@ -108,7 +108,7 @@ def read_picture(path: Path, preprocessing: Preprocessing, *, cropped: bool, max
         with open_image(io.BytesIO(path.read_bytes()), max_pixels) as image:
             whole = rgb(image)
             if cropped:
-                return centre_crop(whole, preprocessing.height_width, crop_ratio=preprocessing.crop_ratio)
+                return preprocessed(whole, preprocessing)
             height, width = preprocessing.height_width
             pixels = whole.resize((width, height), Image.Resampling.BILINEAR)
             return torch.from_numpy(np.array(pixels)).movedim(-1, 0).contiguous()

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import os
 import shutil
@@ -58,11 +59,12 @@ def test_classes_are_the_folders_sorted_by_name(made):
 
 @pytest.mark.parametrize(("size", "crop_ratio"), [(32, 0.875), (24, 1.0), (60, 0.7)])
 def test_evaluation_images_are_those_of_torchvisions_reference(made, size, crop_ratio):
-    data = load_data(spec(made, image_size=size, crop_ratio=crop_ratio))
+    method = "bicubic" if size % 3 else "bilinear"
+    data = load_data(spec(made, image_size=size, crop_ratio=crop_ratio, interpolation=method))
     images, _ = data.val.load(list(range(9)), epoch=None, device=CPU)
     reference = transforms.Compose(
         [
-            transforms.Resize(round(size / crop_ratio)),
+            transforms.Resize(round(size / crop_ratio), interpolation=transforms.InterpolationMode(method)),
             transforms.CenterCrop(size),
             transforms.ToTensor(),
             transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
@@ -72,7 +74,16 @@ def test_evaluation_images_are_those_of_torchvisions_reference(made, size, crop_
     expected = torch.stack([reference(Image.open(file).convert("RGB")) for file in files])
     torch.testing.assert_close(images, expected)
     assert images.dtype == torch.float32
-    assert data.val.preprocessing.crop_ratio == crop_ratio
+    assert (data.val.preprocessing.crop_ratio, data.val.preprocessing.interpolation) == (crop_ratio, method)
+
+
+def test_bicubic_training_crops_differ_and_are_refused_where_nothing_resizes_so(made):
+    splits = {m: load_data(spec(made, interpolation=m)).train for m in ("bilinear", "bicubic")}
+    by = {m: split.load([4], epoch=1, device=CPU)[0] for m, split in splits.items()}
+    assert 0 < (by["bilinear"] - by["bicubic"]).abs().mean() < 0.2
+    for more in ({"decode": "gpu"}, {"name": "cifar10"}):
+        with pytest.raises(DataError, match="data.interpolation is bicubic"):
+            load_data(dataclasses.replace(spec(made, interpolation="bicubic"), **more))
 
 
 def test_other_kinds_of_images_become_rgb(root):

@@ -2,6 +2,7 @@
 
 import io
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -95,11 +96,12 @@ def test_preprocessing_by_hand():
         torch.testing.assert_close(made[0, channel], torch.full((8, 8), expected))
 
 
-def test_resizing_on_the_device_is_resizing_by_pillow_but_for_rounding():
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_resizing_on_the_device_is_resizing_by_pillow_but_for_rounding(interpolation):
     image = Image.fromarray(pixels(40, 33))
     tensor = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)
-    by_torch = resize_tensor(tensor, (8, 8), crop_ratio=0.8)
-    by_pillow = image.resize((10, round(10 * 40 / 33)), Image.Resampling.BILINEAR)
+    by_torch = resize_tensor(tensor, replace(PREPROCESSING, crop_ratio=0.8, interpolation=interpolation))
+    by_pillow = image.resize((10, round(10 * 40 / 33)), Image.Resampling[interpolation.upper()])
     top = round((by_pillow.height - 8) / 2)
     expected = np.asarray(by_pillow)[top : top + 8, 1:9].transpose(2, 0, 1)
     assert by_torch.shape == (3, 8, 8)
