@@ -1,66 +1,173 @@
-"""ResNet-50 as fp16, INT8 and 2:4 INT8 on the cuda engine: accuracy against the GPU's time.
+"""ResNet-50 as fp16, INT8 and 2:4 INT8 on a GPU: accuracy against the GPU's time.
 
     python -m analysis.gpu_tradeoff.run
 
-Runs the recipe `resnet50-sparse` from training to its report, and writes gpu_tradeoff.json.
+Times first: the engine `cuda` on a quantized file and on its 2:4 copy, and fp16 by torch.compile, which has compiled in
+a process of its own. Then a network of the same kind is trained on digits, for the top-1 of each. gpu_tradeoff.json is
+written after every number.
 """
 
 from __future__ import annotations
 
-import tempfile
+import copy
+import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import onnx
+import torch
+import torchvision
+from numpy.typing import NDArray
+from onnx import numpy_helper
+from torch import nn
 
 import compress
 from analysis.common.study import BudgetSpentError, Row, command_line, gpu_software, study_parser, time_limit
+from analysis.cuda_engine.baseline import SETTINGS, Baseline
+from analysis.cuda_engine.call_time import call_ms
+from analysis.cuda_engine.networks import image_size, images, qdq_file
+from compress.data import BatchPlan, DataSet, DataSpec, load_data
+from compress.engines import build_engine
+from compress.engines.cuda.engine import CudaEngine
 from compress.files import write_json
-from compress.measure.metric import Metric
-from compress.records.files import METRICS
+from compress.training import TrainSpec, fit
+from compress.variants import Variant
 
-NAMES = ("top1", "gpu_p50_ms", "gpu_with_transfers_p50_ms", "images_per_s", "sqnr_db", "file_bytes")
+FLOAT, INT8, SPARSE = str(Variant.FLOAT), str(Variant.PTQ), str(Variant.SPARSE_PTQ)
+_CLASSES = 10
+_BEGIN = time.monotonic()
 
 
 def main() -> None:
-    """Run the recipe, and keep the figures of its networks."""
+    """Measure times, then accuracies, until all are done or the time has run out."""
     parser = study_parser(__doc__, out="results/h100")
-    parser.add_argument("--recipe", default="resnet50-sparse")
-    parser.add_argument("--pixels", type=int, default=128)
+    parser.add_argument("--network", default="resnet50")
     parser.add_argument("--batch", type=int, default=128, help="images of a timed batch")
-    parser.add_argument("--engine", default="cuda")
-    parser.add_argument("--budget-s", type=float, default=1e6, help="seconds after which the run is ended")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further keys of the recipe")
-    parser.add_argument("--folder", type=Path, help="run folder, which is kept; a temporary one without it")
+    parser.add_argument("--pixels", type=int, default=64, help="of the digits that accuracies are measured on")
+    parser.add_argument("--epochs", type=int, default=8, help="of float training; half as many of the 2:4 network")
+    parser.add_argument("--budget-s", type=float, default=1e6, help="seconds after which the study ends")
+    parser.add_argument("--files", type=Path, default=Path("/tmp/cuda_engine_files"))
+    parser.add_argument("--plan", type=Path, help="plan file with kernels that were measured before")
+    parser.add_argument("--device", default="cuda", help="cpu: tries the study without a GPU, in exact arithmetic")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    keys = [
-        f"data.image_size={arguments.pixels}", f"bench.engines=[{arguments.engine}]", "bench.seconds=1.5",
-        f"bench.batch_sizes=[{arguments.batch}]", *arguments.set,
-    ]  # fmt: skip
-    begin = time.monotonic()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.folder or Path(temporary) / "run"
-        with suppress(BudgetSpentError), time_limit(arguments.budget_s):
-            compress.run(compress.load_recipe(arguments.recipe, overrides=keys), "prune", out=folder)
-        rows = figures(METRICS.read(folder) or (), arguments.batch)
-    report: Row = {
-        "command": command_line(), "machine": gpu_software("triton"), "pixels": arguments.pixels, "rows": rows,
-        "seconds": round(time.monotonic() - begin),
-    }  # fmt: skip
-    write_json(arguments.out / "gpu_tradeoff.json", report)
-    for row in rows:
-        print(row, flush=True)
+    study = Study(arguments)
+    with suppress(BudgetSpentError), time_limit(arguments.budget_s):
+        study.times()
+        study.accuracies()
+    study.write("done")
+    os._exit(0)  # a process that still compiles would keep the terminal's pipe open
 
 
-def figures(metrics: Sequence[Metric], batch: int) -> list[Row]:
-    """Return a row for each network and engine, with what was measured of it."""
-    found: dict[tuple[str, str], Row] = {}
-    for metric in metrics:
-        if metric.name in NAMES and metric.value is not None and metric.batch_size in (None, batch):
-            row = found.setdefault((metric.variant, metric.engine), {})
-            row[metric.name] = metric.value
-    return [{"variant": v, "engine": e, **row} for (v, e), row in found.items()]
+class Study:
+    """The rows so far."""
+
+    def __init__(self, arguments: Any) -> None:
+        self.arguments = arguments
+        self.device = torch.device(arguments.device)
+        self.rows: dict[str, Row] = {
+            FLOAT: {"variant": FLOAT, "engine": "torch.compile (f16)"},
+            INT8: {"variant": INT8, "engine": "cuda (f16)"},
+            SPARSE: {"variant": SPARSE, "engine": "cuda (f16)"},
+        }
+        self.report: Row = {
+            "command": command_line(), "machine": gpu_software("triton"), "network": arguments.network,
+            "batch": arguments.batch, "pixels": arguments.pixels, "timed_pixels": image_size(arguments.network),
+            "baseline": SETTINGS, "rows": list(self.rows.values()),
+        }  # fmt: skip
+
+    def write(self, what: str) -> None:
+        """Write the file, and tell what has been done after how many seconds."""
+        self.report["seconds"] = round(time.monotonic() - _BEGIN)
+        write_json(self.arguments.out / "gpu_tradeoff.json", self.report)
+        print(f"{self.report['seconds']:4d} s: {what}", file=sys.stderr, flush=True)
+
+    def times(self) -> None:
+        """The GPU's time for a batch of each network; weights are random, which times do not depend on."""
+        name, batch = self.arguments.network, self.arguments.batch
+        baseline = Baseline(name, batch) if self.device.type == "cuda" else None
+        dense = qdq_file(name, self.arguments.files)
+        sparse = sparse_copy(dense, self.arguments.files / f"{name}-2-4.onnx")
+        self.write("files")
+        for variant, path in ((INT8, dense), (SPARSE, sparse)):
+            options = {"device": self.arguments.device}
+            options |= {} if self.arguments.plan is None else {"plan": str(self.arguments.plan)}
+            engine = cast(CudaEngine, build_engine(path, "cuda", batch_size=batch, **options))
+            x = {engine.inputs[0].name: images(batch, image_size(name)).to(self.device)}
+            if self.device.type == "cuda":
+                self.rows[variant]["gpu_p50_ms"], _ = call_ms(partial(engine.run_tensors, x))
+            self.write(f"{variant}: {self.rows[variant]}")
+            engine.close()
+        if baseline is not None:
+            found = baseline.measured(60.0)
+            self.rows[FLOAT] |= {"gpu_p50_ms": found["fp16_ms"]} if "fp16_ms" in found else found
+        self.write(f"{FLOAT}: {self.rows[FLOAT]}")
+
+    def accuracies(self) -> None:
+        """Top-1 of each network on digits, after a short training."""
+        torch.backends.cudnn.benchmark_limit = 1  # no search among algorithms
+        data = load_data(DataSpec(name="digits", image_size=self.arguments.pixels, batch_size=64))
+        for variant, model in trained(self.arguments, data, self.device):
+            self.rows[variant]["top1"] = top1(model, data, self.device)
+            self.write(f"{variant}: {self.rows[variant]}")
+
+
+def trained(arguments: Any, data: DataSet, device: torch.device) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (variant, network): float in half precision, quantized after training, and 2:4 with its own fine-tuning."""
+    torch.manual_seed(0)
+    name = arguments.network if arguments.network in torchvision.models.list_models() else "resnet18"
+    model = torchvision.models.get_model(name, weights=None, num_classes=_CLASSES)
+    precision: Any = "bf16" if device.type == "cuda" else "fp32"
+    batches = [x for x, _ in data.train.batches(BatchPlan(batch_size=64, limit=512), device=device)]
+    rest: Any = {"optimizer": "adamw", "weight_decay": 0.01, "precision": precision}
+    rest["evaluate_every"] = arguments.epochs
+    fit(model, data, TrainSpec(epochs=arguments.epochs, lr=0.002, **rest), batch_size=64, folder=None, device=device)
+    model.eval()
+    yield FLOAT, copy.deepcopy(model).to(torch.float16 if device.type == "cuda" else torch.float32)
+    yield INT8, compress.quantize(model, batches[0][:2], batches)
+    spec = compress.SparsitySpec(pattern="2:4", permute=False)
+    compress.sparsify(model, spec, example_inputs=batches[0][:2])
+    half = max(1, arguments.epochs // 2)
+    fit(model, data, TrainSpec(epochs=half, lr=0.001, **rest), batch_size=64, folder=None, device=device)
+    compress.squash_masks(model)
+    yield SPARSE, compress.quantize(model.eval(), batches[0][:2], batches)
+
+
+@torch.inference_mode()
+def top1(model: nn.Module, data: DataSet, device: torch.device) -> float:
+    """Return the percentage of the evaluation split that a network gets right."""
+    model.to(device).eval()
+    dtype = next(p.dtype for p in model.parameters())
+    right = [
+        (model(x.to(dtype)).argmax(1) == y).float()
+        for x, y in data.val.batches(BatchPlan(batch_size=64), device=device)
+    ]
+    return 100 * float(torch.cat(right).mean())
+
+
+def sparse_copy(path: Path, out: Path) -> Path:
+    """Write a copy of a quantized file with the two smallest of every four codes along the input channels at zero."""
+    model = onnx.load(path)
+    for tensor in model.graph.initializer:
+        codes = numpy_helper.to_array(tensor)
+        if codes.dtype == np.int8 and codes.ndim in (2, 4) and codes.shape[1] % 4 == 0:
+            tensor.CopyFrom(numpy_helper.from_array(two_of_four(codes), tensor.name))
+    onnx.save(model, out)
+    return out
+
+
+def two_of_four(codes: NDArray[np.int8]) -> NDArray[np.int8]:
+    """Return codes (O, I, ...) with the two smallest magnitudes of every four neighbours along I at zero."""
+    last = np.ascontiguousarray(np.moveaxis(codes, 1, -1))
+    groups = last.reshape(-1, 4).copy()
+    np.put_along_axis(groups, np.argsort(np.abs(groups.astype(np.int16)), axis=1, kind="stable")[:, :2], 0, axis=1)
+    return np.ascontiguousarray(np.moveaxis(groups.reshape(last.shape), -1, 1))
 
 
 if __name__ == "__main__":
