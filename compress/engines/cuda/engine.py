@@ -47,7 +47,7 @@ OPTIONS = {
     "floats": "yes, by default: layers whose results are values are computed in fp16 where that is faster; no: never; "
     "network: the whole network too, compiled by torch, where its integers are slower (not yet run on a GPU)",
     "overlap": "yes: small launches begin before their predecessor ends, where that is faster and gives the same "
-    "results to the bit (from Hopper on); no by default",
+    "results to the bit (from Hopper on); no by default: ResNet-50 at batch 1 was slower with it on an H100",
     "plan": "plan file with the measured choices; by default MODEL.GPU.plan.json beside the model",
     "profile": "yes or no: layers can be timed either way; taken so that all engines can be called alike",
     "jobs": "processes that compile kernels at a time; by default one for each CPU; 0: each when it is first launched",
