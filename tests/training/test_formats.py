@@ -107,6 +107,7 @@ EDITS = {
     "epoch as text": lambda c: c["data"]["position"].update(epoch="1"),
     "negative epoch": lambda c: c["data"]["position"].update(epoch=-3),
     "step 999": lambda c: c["data"]["position"].update(epoch=0, step=999, history=[]),
+    "no epochs": lambda c: c["data"]["identity"].pop("epochs"),
     "other epochs": lambda c: c["data"]["identity"].update(epochs=9),
 }
 

@@ -236,3 +236,19 @@ def test_the_kind_of_number_is_told_of_fp8_alone():
         spec = QuantSpec(weights=WeightSpec(kind=kind), activations=ActivationSpec(kind=kind))
         reasons = [d.reason for d in placement(model, spec).decisions if d.rule == "weight"]
         assert len(reasons) == 2 and all(("FP8" in reason) == told for reason in reasons)
+
+
+def test_a_result_is_quantized_behind_its_activation_and_before_a_pad():
+    def layer():
+        return nn.Conv2d(3, 3, 3)
+
+    spec = QuantSpec(target="onnxruntime")
+    assert quantized(placement(nn.Sequential(layer(), nn.ReLU(), nn.GELU(), layer()), spec)) == {"input_1", "_1", "_2"}
+    for target in ("tensorrt", "onnxruntime"):
+        padded = placement(nn.Sequential(layer(), nn.ReLU(), nn.ZeroPad2d(1), layer()), QuantSpec(target=target))
+        assert quantized(padded) == {"input_1", "_1"}
+
+
+def test_a_branch_of_a_residual_add_is_asked_for_by_its_layer_too():
+    rules = {d.tensor: d.rule for d in placement(TinyResNet(), QuantSpec(target="onnxruntime")).decisions}
+    assert rules["block1_conv2"] == rules["block2_conv2"] == "conv output, residual add"
