@@ -206,11 +206,12 @@ def torch_pruned(network: nn.Module, images: Tensor, share: float, *, across: bo
 def searched(part: Part, bench: Bench, bound: float, folder: Path) -> tuple[nn.Module, float, dict[str, Any]]:
     """Search, and take the best point of the front whose time keeps the bound when it is measured once more."""
     effort, subject = bench.effort, part.subject
+    pictures = min(effort.images, subject.pictures)
     spec = SearchSpec(
         widths=subject.widths,
         formats=("int8",) if subject.int8 else ("float",),
         blocks=part.method != "search-widths",
-        images=effort.images,
+        images=pictures,
         reconstruction_steps=effort.reconstruction_steps,
         networks=effort.networks,
         trials=effort.trials,
@@ -218,7 +219,7 @@ def searched(part: Part, bench: Bench, bound: float, folder: Path) -> tuple[nn.M
         threads=THREADS,
         batch_size=subject.batch,
     )
-    images = list(bench.images[: effort.images].split(_BATCH))
+    images = list(bench.images[:pictures].split(_BATCH))
     out = folder / f"{subject.name}-{part.method}"
     front = search(
         bench.network, images[0][:2], images, engine=ENGINE, latency=bound, spec=spec, out=out, cache=folder / "cache"

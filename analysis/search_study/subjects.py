@@ -22,6 +22,7 @@ class Subject:
         bound: largest share of that time.
         batch: pictures of a timed run.
         widths: shares of the channels that a search may keep.
+        pictures: that a search looks at, at most.
         lr, weight_decay: of the float training.
     """
 
@@ -32,6 +33,7 @@ class Subject:
     bound: float = 0.7
     batch: int = 1
     widths: tuple[float, ...] = (0.75, 0.5)
+    pictures: int = 256
     lr: float = 0.1
     weight_decay: float = 4e-4
 
@@ -104,15 +106,19 @@ def _mobilenet(seed: int, data: str = "cifar10") -> Subject:
     return Subject(network="mobilenet_v2", data=data, seed=seed)
 
 
-_RESNET56 = Subject(network="resnet56", int8=True, bound=0.6, batch=16, widths=(0.5,), lr=0.2, weight_decay=5e-4)
+_RESNET56 = Subject(
+    network="resnet56", int8=True, bound=0.56, batch=16, widths=(0.5,), pictures=64, lr=0.2, weight_decay=5e-4
+)
 _PEERS = ("search", "uniform", "torch-pruning")
+_OURS = ("search", "uniform")
 
 GROUPS: dict[str, tuple[Part, ...]] = {
     "mobilenet": _parts(_mobilenet(0), *_PEERS, "torch-pruning-global", "dense"),
     "floats": (Part(subject=_RESNET56, method="float"), *(Part(subject=_mobilenet(s), method="float") for s in (1, 2))),
-    "resnet56": _parts(_RESNET56, "search", "dense", "uniform", "torch-pruning"),
-    "seed1": _parts(_mobilenet(1), *_PEERS),
-    "seed2": _parts(_mobilenet(2), *_PEERS),
+    "resnet56": _parts(_RESNET56, "search", "dense"),
+    "resnet56-widths": _parts(_RESNET56, "uniform", "torch-pruning"),
+    "seed1": _parts(_mobilenet(1), *_OURS),
+    "seed2": _parts(_mobilenet(2), *_OURS),
     "criteria": _parts(_mobilenet(0), "search-widths", *CRITERIA),
     "shapes": tuple(part for seed in (0, 1, 2) for part in _parts(_mobilenet(seed, "shapes"), *_PEERS)),
     "quick": (
