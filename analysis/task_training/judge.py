@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from compress.data.load import load_data
 from compress.measure.bootstrap import compare_evidence
 from compress.pipeline.folder import open_run
+from compress.pipeline.network import stem
 from compress.pipeline.run import Run
 from compress.pipeline.steps.compare import answers_of
-from compress.pipeline.steps.export import write_file
+from compress.pipeline.steps.export import networks, write_file
 from compress.pipeline.steps.float import build_float, float_step
 from compress.pipeline.steps.judge import evaluation_batch, judge
 from compress.pipeline.steps.ptq import ptq_step
@@ -32,26 +33,35 @@ VARIANTS = (Variant.FLOAT, Variant.PTQ, Variant.QAT)
 
 
 def files(run: Run) -> None:
-    """Write the ONNX files of a run folder that are missing."""
-    if all(run.path(variant.onnx_file).is_file() for variant in VARIANTS):
+    """Write the ONNX files of a run folder that are missing, for each of its targets."""
+    named = [variant.onnx_file for variant in VARIANTS]
+    named += [f"{stem(variant, target)}.onnx" for variant in VARIANTS[1:] for target in run.further_targets]
+    if all(run.path(name).is_file() for name in named):
         return
     network = float_step(run, build_float(run.recipe))
     calibrated = ptq_step(run, network)
     trained = qat_step(run, network, calibrated)
-    for variant, model in zip(VARIANTS, (network, calibrated, trained), strict=True):
-        write_file(run, variant, model, run.path(variant.onnx_file))
+    models = dict(zip(VARIANTS, (network, calibrated, trained), strict=True))
+    for variant, model, path, target in networks(run, models):
+        if not path.is_file():
+            write_file(run, variant, model, path, target)
 
 
-def judged(run: Run) -> Iterator[dict[str, Any]]:
-    """Yield the metric of each network on each engine, with the interval of its difference from float on the same."""
+def judged(run: Run, engines: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the metric of each network on each engine, with the interval of its difference from float on the same.
+
+    An engine is given the file of its own target where the recipe names that, else the first target's.
+    """
     metric = run.task.metric
-    for name, precision in ENGINES:
+    for name, precision in (row for row in ENGINES if row[0] in engines):
         reference: Evidence | None = None
         for variant in VARIANTS:
             given = answers_of(run)
             with run.files(variant).engine(name, batch_size=evaluation_batch(run), precision=precision) as built:
                 seen = judge(run, built, preprocessing=run.data.val.preprocessing, answers=given)
-            row = {"variant": str(variant), "engine": seen.label, "metric": metric.name, "images": seen.images}
+            file = run.files(variant).of(name).name
+            row: dict[str, Any] = {"variant": str(variant), "engine": seen.label, "file": file, "metric": metric.name}
+            row |= {"images": seen.images}
             row |= {"values": {key: metric.shown(value) for key, value in seen.values.items()}}
             reference = reference or given.evidence
             if variant is not Variant.FLOAT and reference is not None and given.evidence is not None:
@@ -66,6 +76,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", type=Path, nargs="+", help="as `pack` has made them")
     parser.add_argument("--out", type=Path, required=True, help="file that takes a line of JSON for each figure")
+    known = [name for name, _ in ENGINES]
+    parser.add_argument("--engines", nargs="+", default=known, choices=known)
     arguments = parser.parse_args()
     for folder in arguments.folders:
         recipe = load_recipe(folder / "recipe.yaml")
@@ -74,7 +86,7 @@ def main() -> None:
         try:
             run = Run(recipe=recipe, folder=opened, data=data, resume=True)
             files(run)
-            for row in judged(run):
+            for row in judged(run, arguments.engines):
                 with arguments.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"network": folder.name, **row}) + "\n")
                 print(folder.name, row["variant"], row["engine"], row["values"], row.get("difference"), flush=True)

@@ -12,7 +12,7 @@ import argparse
 import io
 import lzma
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,9 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
+from compress.files import write_text
 from compress.pipeline.state import STATE_FILE, read_state_file
+from compress.recipe import load_recipe
 from compress.training.tensor_file import read_tensors, write_tensors
 from compress.variants import Variant
 
@@ -30,6 +32,7 @@ PIECE, FIRST, REST = 15 * 2**20 + 2**19, 4, 8
 SMALL = 2 * 2**20  # bytes of a file that goes into small.tar.gz
 WEIGHTS = (Variant.QAT.weights_file, Variant.FLOAT.weights_file)
 LARGEST_CODE = 127
+RECIPE_FILE = "recipe.yaml"
 
 
 class Packer:
@@ -116,8 +119,14 @@ def _wide(tensor: Tensor, scale: Tensor | None) -> Tensor:
     return tensor.float() if tensor.dtype == torch.float16 else tensor
 
 
-def unpack(folder: Path, out: Path) -> list[Path]:
-    """Make run folders of the files in a folder, and return the paths of their weights."""
+def unpack(folder: Path, out: Path, targets: Sequence[str] = ()) -> list[Path]:
+    """Make run folders of the files in a folder, and return the paths of their weights.
+
+    Args:
+        folder: with small.tar.gz and the pieces.
+        out: takes the run folders.
+        targets: that PTQ, which is done anew, makes files for, the one that QAT followed first; none = as trained.
+    """
     with tarfile.open(folder / "small.tar.gz") as tar:
         tar.extractall(out, filter="data")
     pieces = sorted(folder.glob("weights.*"), key=lambda path: int(path.suffix[1:]))
@@ -132,6 +141,8 @@ def unpack(folder: Path, out: Path) -> list[Path]:
             found.append(write_tensors(path, "model", widened(packed.tensors), packed.data))
     for state in out.glob(f"*/{STATE_FILE}"):
         _without_ptq(state.parent)
+        if targets and (state.parent / RECIPE_FILE).is_file():
+            _retarget(state.parent, targets)
     return found
 
 
@@ -142,13 +153,21 @@ def _without_ptq(folder: Path) -> None:
     replace(state, steps=steps).write(folder)
 
 
+def _retarget(folder: Path, targets: Sequence[str]) -> None:
+    """Let a run folder go on for further targets than the one that its network was trained for."""
+    recipe = load_recipe(folder / RECIPE_FILE, [f"quantization.target=[{','.join(targets)}]"])
+    write_text(folder / RECIPE_FILE, recipe.to_yaml())
+    replace(read_state_file(folder), recipe=recipe.digest()).write(folder)
+
+
 def main() -> None:
     """Unpack from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="with small.tar.gz, weights.0, weights.1, ...")
     parser.add_argument("out", type=Path)
+    parser.add_argument("--targets", nargs="*", default=[], help="of the files, the trained one first: openvino ...")
     arguments = parser.parse_args()
-    for path in unpack(arguments.folder, arguments.out):
+    for path in unpack(arguments.folder, arguments.out, arguments.targets):
         print(path, f"{path.stat().st_size:,} bytes")
 
 

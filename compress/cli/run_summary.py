@@ -9,6 +9,7 @@ from rich.markup import escape
 from compress.cli.console import ERRORS, OUT, print_json, print_table
 from compress.pipeline.folder import read_state
 from compress.records import read_run, summary_columns, summary_notes, summary_table, unavailable_engines
+from compress.records.foreign import foreign_files
 from compress.text import MISSING
 
 
@@ -41,6 +42,8 @@ def show_run(folder: Path, *, as_json: bool) -> None:
     OUT.print("agrees %: share of evaluation images that the engine puts in the same class as torch, fake quantization")
     for note in summary_notes(data.metrics):
         OUT.print(note)
+    for note in foreign_files(data):
+        OUT.print(f"[yellow]note[/] {escape(note)}", markup=True)
     for note in data.notes:
         OUT.print(f"[yellow]note[/] {escape(note)}", markup=True)
     for engine, reason in unavailable_engines(data.metrics).items():

@@ -13,6 +13,7 @@ import yaml
 
 from compress.measure.metric import Metric
 from compress.quantization.placement.decisions import Decision
+from compress.records.foreign import foreign_files
 from compress.records.rows import LayerRow
 from compress.records.run import RunData
 from compress.records.summary import engines_of, summary_columns, summary_notes, summary_table, unavailable_engines
@@ -132,7 +133,7 @@ def _results(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Iterator[Bl
     else:
         yield _absence(run, "metrics.json", "No results", "it holds no number")
     yield from interval_blocks(run)
-    notes = summary_notes(run.metrics)
+    notes = (*summary_notes(run.metrics), *foreign_files(run))
     if notes:
         yield Bullets(notes)
     away = unavailable_engines(run.metrics)

@@ -1,10 +1,13 @@
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from compress.measure.metric import Metric
+from compress.records.foreign import foreign_files
+from compress.records.run import RunData
 from compress.records.summary import SUMMARY_COLUMNS, summary_notes, summary_table, unavailable_engines
 from compress.report.headline import headline
 from compress.text import in_bytes, significant
@@ -188,3 +191,17 @@ def test_headline_without_a_quantized_variant_or_without_anything():
     assert "loses 0.50 points of top-1" in headline(untimed).sentence
     alone = metrics_of(metric("top1", "qat", "torch", 89.5, "%"))
     assert headline(alone).sentence == "The QAT model has no number that can be set beside float's."
+
+
+def test_an_engine_with_a_file_placed_for_another_is_named():
+    rows = [("float", "tensorrt"), ("ptq", "openvino (f32)"), ("ptq", "onnxruntime"), ("ptq", "torch"), ("ptq", "mine")]
+    metrics = metrics_of(*(metric("p50_ms", variant, engine, 1.0, "ms") for variant, engine in rows))
+    recipe = "quantization: {target: TARGET}"
+
+    def said(target):
+        return foreign_files(RunData(folder=Path(), recipe=recipe.replace("TARGET", target), metrics=metrics))
+
+    (note,) = said("openvino")
+    assert note.startswith("ONNX Runtime was given files whose quantizers are placed for OpenVINO")
+    assert "quantization.target: [openvino, onnxruntime]" in note
+    assert said("[openvino, onnxruntime]") == () == foreign_files(RunData(folder=Path(), metrics=metrics))

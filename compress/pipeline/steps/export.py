@@ -35,14 +35,14 @@ SQNR_IMAGES = 64
 def export_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
     """Write `<variant>.onnx` for each network, audit.json, layers.json and sizes; on a resume, files that are gone."""
     if run.folder.done("export"):
-        for variant, model, path, target in _networks(run, models):
+        for variant, model, path, target in networks(run, models):
             if not path.is_file():
                 write_file(run, variant, model, path, target)
         return
     audits: list[tuple[str, OnnxAudit]] = []
     metrics: list[Metric] = []
     run.progress.start("export", len(models))
-    for variant, model, path, target in _networks(run, models):
+    for variant, model, path, target in networks(run, models):
         write_file(run, variant, model, path, target)
         audits.append((path.stem, audit_onnx(path)))
         metrics += _sizes(variant, path, target)
@@ -55,10 +55,8 @@ def export_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
     run.finish("export", variants=list(models))
 
 
-def _networks(
-    run: Run, models: Mapping[Variant, nn.Module]
-) -> Iterator[tuple[Variant, nn.Module, Path, Target | None]]:
-    """Yield each network with its file, and with its target if that is not the first."""
+def networks(run: Run, models: Mapping[Variant, nn.Module]) -> Iterator[tuple[Variant, nn.Module, Path, Target | None]]:
+    """Yield each network of a run with its file, and with its target if that is not the first."""
     for variant, model in models.items():
         yield variant, model, run.path(variant.onnx_file), None
         for target in run.further_targets if variant.is_quantized else ():

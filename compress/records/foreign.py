@@ -1,0 +1,49 @@
+"""Engines that were given a quantized file which is placed for another engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import yaml
+
+from compress.engines.registry import target_of
+from compress.records.run import RunData
+from compress.records.summary import family
+from compress.text import display
+from compress.variants import Variant
+
+
+def foreign_files(run: RunData) -> tuple[str, ...]:
+    """Return a sentence for each engine of a run whose quantized networks were placed for other engines alone.
+
+    Such a file computes the same, but an engine runs in integers only what stands between quantizers as it fuses them.
+    """
+    return tuple(_sentences(run))
+
+
+def _sentences(run: RunData) -> Iterator[str]:
+    targets = _targets(run.recipe)
+    if not targets:
+        return
+    quantized = {str(variant) for variant in Variant if variant.is_quantized}
+    measured = (family(m.engine) for m in run.metrics if m.engine and m.variant in quantized and m.value is not None)
+    for engine in dict.fromkeys(measured):
+        target = target_of(engine)
+        if target is not None and target not in targets and "any" not in targets:
+            placed = ", ".join(display(name) for name in targets)
+            yield (
+                f"{display(engine)} was given files whose quantizers are placed for {placed}, and runs fewer of their "
+                "layers in integers than of its own: it may be slower than float. quantization.target: "
+                f"[{', '.join([*targets, target])}] makes both"
+            )
+
+
+def _targets(recipe: str | None) -> list[str]:
+    """Return the targets that a recipe names; none where it cannot be read or quantizes nothing."""
+    try:
+        tree = yaml.safe_load(recipe or "")
+    except yaml.YAMLError:
+        return []
+    section = tree.get("quantization") if isinstance(tree, dict) else None
+    found = section.get("target") if isinstance(section, dict) else None
+    return [str(name) for name in found] if isinstance(found, list) else [found] if isinstance(found, str) else []
