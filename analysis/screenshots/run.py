@@ -15,6 +15,7 @@ from pathlib import Path
 from PIL import Image
 from rich.ansi import AnsiDecoder
 from rich.console import Console
+from rich.terminal_theme import TerminalTheme
 
 from analysis.common.study import study_parser
 
@@ -23,6 +24,13 @@ COMMAND = "python -m compress qat --recipe quickstart"
 COLUMNS, LINES = 80, 40
 _TERMINAL = """<body style="margin: 0; background: #161b22"><pre style="margin: 14px; color: #e6eaf0; \
 font: 15px/1.25 'DejaVu Sans Mono', monospace">{code}</pre></body>"""
+
+_COLOURS = TerminalTheme(
+    (22, 27, 34),
+    (230, 234, 240),
+    [(22, 27, 34), (255, 127, 63), (43, 189, 146), (240, 180, 41), (74, 168, 224), (217, 152, 194), (140, 205, 242),
+     (230, 234, 240)],
+)  # fmt: skip
 
 
 def browse(page: Path, out: Path, *, width: int, height: int, dark: bool = False, scale: int = 1) -> Path:
@@ -81,10 +89,10 @@ def terminal(command: str, *, seconds: float = 600) -> str:
 
 def screen(ansi: str) -> str:
     """A page with the lines of a terminal, in their colours."""
-    console = Console(record=True, file=io.StringIO(), width=COLUMNS + 1, force_terminal=True)
+    console = Console(record=True, file=io.StringIO(), width=COLUMNS + 1, force_terminal=True, highlight=False)
     for line in AnsiDecoder().decode(ansi):
         console.print(line, soft_wrap=True)
-    return console.export_html(code_format=_TERMINAL, inline_styles=True)
+    return console.export_html(code_format=_TERMINAL, theme=_COLOURS, inline_styles=True)
 
 
 def main() -> None:

@@ -69,7 +69,7 @@ class BarProgress:
 
     def note(self, text: str) -> None:
         """Print a line above the bars."""
-        self._bars.console.print(text, highlight=False, soft_wrap=True)
+        self._bars.console.print(text, highlight=False)
 
 
 def _figures(fields: dict[str, float]) -> str:

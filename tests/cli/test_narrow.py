@@ -72,3 +72,12 @@ def test_a_bar_shows_its_time_and_its_figures_whole(width, times):
     last = [line for line in file.getvalue().splitlines() if "21/63" in line][-1]
     assert "loss 1.191  accuracy 61.5%  images/s 640" in last
     assert last.count(":") == 1 + 2 * times and "…" not in last  # h:mm:ss, or -:--:--
+
+
+def test_a_line_above_the_bars_breaks_between_words():
+    file = io.StringIO()
+    terminal = Console(file=file, width=80, force_terminal=True, color_system=None)
+    said = "train: epoch 3 of 3, loss 0.1636, top-1 99.11 %, 25 images/s, 55 s, 1 % of it waiting for pictures"
+    console.BarProgress(Progress(console=terminal)).note(said)
+    lines = file.getvalue().splitlines()
+    assert " ".join(line.rstrip() for line in lines) == said and all(len(line) <= 80 for line in lines)
