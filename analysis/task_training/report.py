@@ -21,10 +21,12 @@ KEPT = ("train.csv", "qat.csv", "recipe.yaml")
 ROWS, TIMES = "accuracy.jsonl", "latency.jsonl"
 MARKS = ("<!-- table -->", "<!-- end of the table -->")
 HEAD = (
-    "| network | epochs | variant | metric, torch | ONNX Runtime | OpenVINO f32 | to float, OpenVINO f32 (95 %) "
-    "| p50 ONNX Runtime | OpenVINO f32 | OpenVINO bf16 |"
+    "| network | epochs | variant | metric, torch | ONNX Runtime | its own file | OpenVINO f32 "
+    "| to float, OpenVINO f32 (95 %) | p50 ONNX Runtime | its own file | OpenVINO f32 | OpenVINO bf16 |"
 )
-ENGINES = ("onnxruntime", "openvino (f32)", "openvino (bf16)")
+OWN = "onnxruntime, own file"
+"""ONNX Runtime with the file that is placed for it; without that it ran OpenVINO's."""
+ENGINES = ("onnxruntime", OWN, "openvino (f32)", "openvino (bf16)")
 
 
 def collect(folders: list[Path], out: Path) -> None:
@@ -32,14 +34,27 @@ def collect(folders: list[Path], out: Path) -> None:
     for folder in folders:
         for name in KEPT:
             shutil.copy2(folder / name, out / f"{folder.name}.{name}")
-        new = [_time(folder.name, one) for one in METRICS.read(folder) or () if one.name == "p50_ms"]
+        new = [_time(folder, one) for one in METRICS.read(folder) or () if one.name == "p50_ms"]
         if new:
-            kept = [row for row in read_rows(out / TIMES) if row["network"] != folder.name]
+            again = {_key(row) for row in new}
+            kept = [row for row in read_rows(out / TIMES) if _key(row) not in again]
             write_text(out / TIMES, "".join(f"{json.dumps(row)}\n" for row in kept + new))
 
 
-def _time(network: str, one: Metric) -> Row:
-    return {"network": network, "variant": one.variant, "engine": one.engine, "p50_ms": one.value, "how": one.method}
+def _time(folder: Path, one: Metric) -> Row:
+    own = one.engine == ENGINES[0] and (folder / f"{one.variant}.{one.engine}.onnx").is_file()
+    engine = OWN if own else one.engine
+    return {"network": folder.name, "variant": one.variant, "engine": engine, "p50_ms": one.value, "how": one.method}
+
+
+def _key(row: Row) -> tuple[str, ...]:
+    return row["network"], row["variant"], _engine(row)
+
+
+def _engine(row: Row) -> str:
+    """Return the engine of a figure, which a file of its own makes another one."""
+    own = str(row.get("file", "")) == f"{row['variant']}.{ENGINES[0]}.onnx"
+    return OWN if own else str(row["engine"]).lower()
 
 
 def table(out: Path) -> Iterator[str]:
@@ -49,13 +64,13 @@ def table(out: Path) -> Iterator[str]:
     yield "|---|---:|---|" + "---:|" * (HEAD.count("|") - 4)
     trained = (path.name.removesuffix(".train.csv") for path in sorted(out.glob("*.train.csv")))
     for network in dict.fromkeys([*(row["network"] for row in rows), *trained]):
-        own = {(row["variant"], row["engine"].lower()): row for row in rows if row["network"] == network}
-        spent = {(t["variant"], t["engine"].lower()): t["p50_ms"] for t in times if t["network"] == network}
+        own = {(row["variant"], _engine(row)): row for row in rows if row["network"] == network}
+        spent = {(t["variant"], _engine(t)): t["p50_ms"] for t in times if t["network"] == network}
         for variant, step in (("float", "train"), ("ptq", ""), ("qat", "qat")):
             epochs, in_torch = _trained(out / f"{network}.{step}.csv") if step else ("", "-")
             cells = [network if variant == "float" else "", epochs, {"float": "float"}.get(variant, variant.upper())]
-            cells += [in_torch, *(_value(own.get((variant, engine))) for engine in ENGINES[:2])]
-            cells.append(_difference(own.get((variant, ENGINES[1]))))
+            cells += [in_torch, *(_value(own.get((variant, engine))) for engine in ENGINES[:3])]
+            cells.append(_difference(own.get((variant, ENGINES[2]))))
             found = [spent.get((variant, engine)) for engine in ENGINES]
             cells += ["-" if value is None else f"{value:.3g} ms" for value in found]
             yield f"| {' | '.join(cells)} |"
