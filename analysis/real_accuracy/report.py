@@ -13,6 +13,8 @@ from compress.plots.style import LIGHT, caption, name_rows, save_figure, styled
 from compress.text import display
 
 KEYS = ("points", "agreement", "sqnr_db")
+FIRST = {"W8A8": "compress: default (mse)", "W4A8": "compress: nearest,"}
+"""Beginning of the name of the method that others are put beside."""
 TITLE = "# Accuracy of quantized networks with real weights on real pictures"
 REACH = 4.0  # points of top-1 below float that the picture shows
 
@@ -37,19 +39,26 @@ def write(folder: Path) -> str:
 
 
 def mean_table(rows: list[Row], bits: str, engine: str) -> list[str]:
-    """Return the lines of one engine's table: means over the networks, of the methods that all of them have."""
-    networks = list(dict.fromkeys(row["network"] for row in rows))
-    by_method = {title: [row for row in rows if row["method"] == title] for title in {r["method"] for r in rows}}
-    whole = {title: own for title, own in by_method.items() if len(own) == len(networks)}
-    means = {
-        title: [sum(row["figures"][key]["value"] for row in own) / len(own) for key in KEYS]
-        for title, own in whole.items()
-    }
-    lines = ["", f"## {bits} on {engine}, mean over {listed_names(networks)}", ""]
-    lines += ["| method | points | agreement % | SQNR dB |", "|---|---|---|---|"]
-    for title in sorted(means, key=lambda title: -means[title][2]):
-        lines.append(f"| {shown_name(title)} | {' | '.join(f'{value:.2f}' for value in means[title])} |")
+    """Return the lines of one engine's table: each method's means over its networks, and our default's over the same.
+
+    A method that only one network has is left out, and so are networks without a row of our default.
+    """
+    first = {row["network"]: row for row in rows if row["method"].startswith(FIRST[bits])}
+    lines = ["", f"## {bits} on {display(engine)}, means over networks", ""]
+    lines.append(f"| method | networks | points | agreement % | SQNR dB | {shown_name(FIRST[bits])} on the same |")
+    lines.append("|---|---|---|---|---|---|")
+    for title in dict.fromkeys(row["method"] for row in rows):
+        own = [row for row in rows if row["method"] == title and row["network"] in first]
+        if len(own) < 2:
+            continue
+        found, beside = (_means(some) for some in (own, [first[row["network"]] for row in own]))
+        cells = [shown_name(title), ", ".join(row["network"] for row in own), *found, " / ".join(beside)]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _means(rows: list[Row]) -> list[str]:
+    return [f"{sum(row['figures'][key]['value'] for row in rows) / len(rows):.2f}" for key in KEYS]
 
 
 def network_table(rows: list[Row]) -> list[str]:
@@ -82,7 +91,7 @@ def network_table(rows: list[Row]) -> list[str]:
 
 def shown_name(title: str) -> str:
     """Return the name of a method without the engine that its rows have in a column of its own."""
-    return title.removesuffix(", openvino").removesuffix(", onnxruntime")
+    return title.removesuffix(", openvino").removesuffix(", onnxruntime").removesuffix(",")
 
 
 def listed_names(names: list[str]) -> str:

