@@ -115,20 +115,39 @@ def flattened(maps: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, T
     return distances, rows[..., 4 * BINS :], boxes, points, strides
 
 
-def decode(
-    maps: Sequence[Tensor], score: float = 0.02, overlap: float = 0.6, most: int = 100
-) -> list[dict[str, Tensor]]:
+def decode(maps: Sequence[Tensor]) -> list[dict[str, Tensor]]:
     """Return boxes, scores and labels of each image after non-maximum suppression."""
     _, logits, boxes, _, _ = flattened(maps)
     height, width = (side * STRIDES[0] for side in maps[0].shape[2:])
-    edge = boxes.new_tensor([width, height, width, height])
-    found = []
-    for one, scores in zip(boxes.clamp(min=0).minimum(edge), logits.sigmoid(), strict=True):
-        cell, label = (scores > score).nonzero().unbind(1)
-        best = scores[cell, label].topk(min(1000, len(cell))).indices
+    return suppressed(boxes, logits.sigmoid(), (height, width))
+
+
+def suppressed(
+    boxes: Tensor,
+    scores: Tensor,
+    size: tuple[int, int],
+    *,
+    score: float = 0.02,
+    overlap: float = 0.6,
+    most: int = 100,
+) -> list[dict[str, Tensor]]:
+    """Return what non-maximum suppression leaves of each image.
+
+    Args:
+        boxes: (N, cells, 4) in pixels.
+        scores: (N, cells, classes).
+        size: height and width of the images; boxes end at their edges.
+        score: least score of a box.
+        overlap: largest overlap (IoU) of two boxes of a class.
+        most: boxes of an image at most.
+    """
+    edge, found = boxes.new_tensor([size[1], size[0]] * 2), []
+    for one, rows in zip(boxes.clamp(min=0).minimum(edge), scores, strict=True):
+        cell, label = (rows > score).nonzero().unbind(1)
+        best = rows[cell, label].topk(min(1000, len(cell))).indices
         cell, label = cell[best], label[best]
-        kept = batched_nms(one[cell], scores[cell, label], label, overlap)[:most]
-        found.append({"boxes": one[cell[kept]], "scores": scores[cell, label][kept], "labels": label[kept]})
+        kept = batched_nms(one[cell], rows[cell, label], label, overlap)[:most]
+        found.append({"boxes": one[cell[kept]], "scores": rows[cell, label][kept], "labels": label[kept]})
     return found
 
 

@@ -59,7 +59,8 @@ class Form:
 def forms() -> Iterator[Form]:
     """Yield all files; those of packages that are not installed are left out."""
     for name in (*TORCHVISION, *TIMM):
-        yield Form(origin="torch, dynamo", name=name, make=partial(_dynamo, name))
+        yield Form(origin="torch, dynamo", name=name, make=partial(_dynamo, name, True))
+        yield Form(origin="torch, dynamo, BatchNorm as it is", name=name, make=partial(_dynamo, name, False))
         yield Form(origin="torch, older exporter", name=name, make=partial(_older, name, True))
         yield Form(origin="torch, BatchNorm as it is", name=name, make=partial(_older, name, False))
     yield Form(origin="tf2onnx style (NHWC)", name="residual network", make=_nhwc)
@@ -119,12 +120,12 @@ def _network(name: str) -> nn.Module:
     return model.eval()
 
 
-def _dynamo(name: str, folder: Path) -> Path:
+def _dynamo(name: str, optimized: bool, folder: Path) -> Path:
     x, path = torch.randn(2, 3, 64, 64), folder / "float.onnx"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            _network(name), (x,), str(path), dynamo=True, verbose=False, external_data=False,
+            _network(name), (x,), str(path), dynamo=True, verbose=False, external_data=False, optimize=optimized,
             dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
         )  # fmt: skip
     return path

@@ -18,6 +18,7 @@ from compress.cli.onnx_data import (
     ImagesOption,
     LayoutOption,
     MeanOption,
+    MetricOption,
     SizeOption,
     StdOption,
     TargetOption,
@@ -27,6 +28,7 @@ from compress.cli.onnx_data import (
 )
 from compress.cli.options import JsonOption, RecipeChoice, SetOption
 from compress.errors import RecipeError
+from compress.imports import imported
 from compress.measure.layer_parity import LayerParity
 from compress.pipeline.studies.mend import Goal, mend_file, mend_recipe, mend_run
 from compress.pipeline.studies.parity import Results, parity_of_recipe, parity_of_run
@@ -52,6 +54,7 @@ def inspect_parity(
     layout: LayoutOption = "NCHW",
     channels: ChannelsOption = "RGB",
     images: ImagesOption = None,
+    metric: MetricOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare engines with fake quantization; with --mend, quantization with float, and find what brings it back.
@@ -65,10 +68,15 @@ def inspect_parity(
             raise RecipeError("--onnx FILE is compared with float: add --mend or --mend-sqnr, and no --run")
         spec = spec_of(recipe, set_, target, images)
         batches = batches_of(data, form_of(size, mean, std, layout, channels), spec.calibration_images)
+        judge = None if metric is None else imported(metric, key="--metric", error=RecipeError)
         with progress() as bars:
-            show = mend_file(onnx, batches, spec, goal, out=write or Path("mended.yaml"), progress=bars)
+            show = mend_file(
+                onnx, batches, spec, goal, metric=judge, out=write or Path("mended.yaml"), progress=bars
+            )
         show_mended(show, as_json=as_json)
         return
+    if metric is not None:
+        raise RecipeError("--metric judges a file: add --onnx; the metric of a recipe or a run is that of its task")
     if (recipe is None) == (run is None):
         raise RecipeError("inspect parity compares one network: give --recipe, or --run with a run folder")
     if goal is not None:

@@ -37,6 +37,12 @@ StdOption = Annotated[
 ]
 LayoutOption = Annotated[str, typer.Option("--layout", help="Pictures: NCHW or NHWC.", rich_help_panel=_ONNX)]
 ChannelsOption = Annotated[str, typer.Option("--channels", help="Pictures: RGB or BGR.", rich_help_panel=_ONNX)]
+MetricOption = Annotated[
+    str | None,
+    typer.Option(
+        "--metric", help="Judges data with targets: package.module:name; default top-1.", rich_help_panel=_ONNX
+    ),
+]
 ImagesOption = Annotated[
     int | None, typer.Option("--images", help="Pictures to calibrate with.", min=1, rich_help_panel=_ONNX)
 ]

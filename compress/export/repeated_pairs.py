@@ -17,13 +17,15 @@ from compress.export.names import added_tensor
 from compress.export.onnx_graph import PASSES, WEIGHTED_OPS, OnnxGraph, consumed_as
 
 _MOVED_THROUGH = frozenset({"MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice"})
-"""Operations through which ONNX Runtime moves a pair (its QDQPropagationTransformer)."""
+"""Operations through which ONNX Runtime moves a pair (its QDQPropagationTransformer), to one consumer of the result."""
 _WANTED = WEIGHTED_OPS | {"Add", "AveragePool", "GlobalAveragePool", "QuantizeLinear"}
 """Operations that compute in integers if what they consume is quantized."""
 
 
 def repeat_pairs(proto: onnx.ModelProto) -> int:
     """Add a pair after each concat, split or flattening of quantized tensors that a layer consumes; in place.
+
+    Results of other moves get one where they have several consumers.
 
     Returns:
         Number of pairs.
@@ -42,7 +44,8 @@ def repeat_pairs(proto: onnx.ModelProto) -> int:
             continue
         for name in node.output:
             first[name] = pair
-            if node.op_type in _MOVED_THROUGH or name not in wanted:
+            alone = len(view.consumers.get(name, ())) < 2
+            if (node.op_type in _MOVED_THROUGH and alone) or name not in wanted:
                 continue
             again = _pair(name, pair)
             nodes += again
@@ -50,8 +53,17 @@ def repeat_pairs(proto: onnx.ModelProto) -> int:
             for consumer in view.consumers.get(name, ()):
                 consumed_as(consumer, name, again[1].output[0])
             added += 1
+    _shapes_of_integers(nodes)
     view.replace_nodes(nodes)
     return added
+
+
+def _shapes_of_integers(nodes: list[onnx.NodeProto]) -> None:
+    """Take shapes of quantized tensors from their integers, so that nothing is dequantized for its shape."""
+    integers = {node.output[0]: node.input[0] for node in nodes if node.op_type == "DequantizeLinear"}
+    for node in nodes:
+        if node.op_type == "Shape":
+            node.input[0] = integers.get(node.input[0], node.input[0])
 
 
 def _wanted(view: OnnxGraph) -> set[str]:

@@ -23,6 +23,7 @@ from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.read import Reading
 from compress.onnx_ptq.run import FloatSession
 from compress.progress import NoProgress, Progress
+from compress.quantization.calibration.averages import raised_ranges
 from compress.quantization.calibration.calibrators import Calibrator, make_calibrator
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.dead import always_zero
@@ -65,8 +66,9 @@ def calibrate_graph(
     session = FloatSession(source, _watched_tensors(placement))
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         for feed in batches:
-            collect = partial(_collect, watching, session.run(feed))
-            deque(pool.map(collect, placement.activations), maxlen=0)
+            values = session.run(feed)
+            deque(pool.map(partial(_collect, watching, values), placement.activations), maxlen=0)
+            del values  # so that the next batch gets this memory
             images += len(next(iter(feed.values())))
             progress.advance(_TASK, 1, images=images)
         del session  # it holds the weights of the network
@@ -77,6 +79,7 @@ def calibrate_graph(
         live = [name for name in watching if name not in dead]
         amax = dict.fromkeys(dead, torch.ones(()))
         amax.update(zip(live, pool.map(lambda name: _chosen(name, watching[name]), live), strict=True))
+    amax.update(raised_ranges(reading.view, placement, amax))
     parameters = {node.path: node.parameters for node in reading.view.nodes if node.path in reading.weights}
     for weight in placement.weights:
         value = parameters[weight.path].weight()  # type: ignore[union-attr]

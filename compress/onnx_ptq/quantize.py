@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -211,7 +212,8 @@ def _compare(original: SourceFile, source: SourceFile, feed: Arrays, unknown: di
     names = [value.name for value in original.proto.graph.output if value.name not in unknown]
     if all(open_batch(value) for value in original.proto.graph.input if value.name in feed):
         feed = {name: value[:1] for name, value in feed.items()}  # one image shows a change
-    before, after = (FloatSession(model, names).run(feed) for model in (original, source))
+    with ThreadPoolExecutor(2) as pool:
+        before, after = pool.map(lambda model: FloatSession(model, names).run(feed), (original, source))
     for name in names:
         a, b = (np.asarray(values[name]) for values in (before, after))
         if a.dtype.kind != "f" or a.size == 0:

@@ -67,6 +67,7 @@ class FloatSession:
         options = ort.SessionOptions()
         options.log_severity_level = _ERRORS_ONLY
         options.inter_op_num_threads = 1
+        options.enable_mem_pattern = False  # the second run would get its memory anew: pages cost as much as a run
         options.add_session_config_entry("session.force_spinning_stop", "1")
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(source.folder.absolute())

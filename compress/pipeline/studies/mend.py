@@ -98,6 +98,7 @@ def mend_file(
     goal: Goal,
     *,
     images: Iterable[Any] | None = None,
+    metric: Any = None,
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> MendReport:
@@ -109,11 +110,14 @@ def mend_file(
         spec: quantization to begin with.
         goal: when the file is mended.
         images: batches that the goal is measured on, with targets last where there are some; None = `batches`.
+        metric: as for `compress.mend`.
         out: recipe to write, for `ptq --onnx`; None = none.
         progress: is informed of each network that is tried.
     """
     data = list(batches)
-    found = mend_onnx(path, data, images, spec=spec, drop=goal.drop, sqnr_db=goal.sqnr_db, progress=progress)
+    found = mend_onnx(
+        path, data, images, spec=spec, drop=goal.drop, sqnr_db=goal.sqnr_db, metric=metric, progress=progress
+    )
 
     def make(own: QuantSpec | None, target: Path) -> Path:
         return path if own is None else quantize_onnx(path, data, spec=own, out=target)

@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import math
-from typing import cast
+from collections.abc import Mapping
 
-from torch import fx
+from torch import Tensor
 
-from compress.graph.ops import node_kind, node_module
 from compress.graph.traits import AVERAGES
-from compress.quantization.quantizer import Quantizer
+from compress.quantization.numerics import scale_from_amax
+from compress.quantization.placement.decisions import Placement
+from compress.quantization.placement.view import GraphView, Node
 
 
-def widen_averages(graph_module: fx.GraphModule) -> None:
-    """Raise the ranges of averages over an image whose input is quantized, in place.
+def raised_ranges(view: GraphView, placement: Placement, amax: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the ranges of averages over an image that have to be larger, by quantizer.
 
     A mean of n integers is a multiple of 1/n, so that a step below 1/n of the input's adds nothing. Such ranges come
     from tensors that are zero but for rounding, as the mean of what a mean was taken from; ONNX Runtime refuses files
     whose steps lie further apart, at their first run.
 
     Args:
-        graph_module: whose quantizers have ranges.
+        view: of the graph that the placement is for, with or without its quantizers.
+        placement: the quantizers.
+        amax: the range of each activation quantizer.
     """
-    for node in graph_module.graph.nodes:
-        source = node.args[0] if node_kind(node) == "quantizer" else None
-        if not isinstance(source, fx.Node) or node_kind(source) not in AVERAGES or not source.args:
+    nodes = {node.name: node for node in view.nodes}
+    of_tensor = {tensor: site for site in placement.activations for tensor, _ in site.edges}
+    before = {consumer: (tensor, site) for site in placement.activations for tensor, consumer in site.edges}
+    found: dict[str, Tensor] = {}
+    for node in view.nodes:  # in graph order: the input of an average may be an average
+        if node.kind not in AVERAGES or node.name not in of_tensor or node.name not in before:
             continue
-        before = source.args[0]
-        if not isinstance(before, fx.Node) or node_kind(before) != "quantizer":
-            continue
-        most = math.prod((before.meta.get("shape") or ())[2:])  # values in a window, at most
-        quantizer, given = cast(Quantizer, node_module(node)), cast(Quantizer, node_module(before))
-        quantizer.set_amax(quantizer.amax.clamp_min(float(given.scale.max()) / most * quantizer.format.high))
+        tensor, given = before[node.name]
+        most, own = _values(node, nodes[tensor]), of_tensor[node.name]
+        step = scale_from_amax(found.get(given.name, amax[given.name]), given.format).max() / most
+        least = float(step) * own.format.high
+        if float(amax[own.name].max()) < least:
+            found[own.name] = amax[own.name].clamp_min(least)
+    return found
+
+
+def _values(node: Node, before: Node) -> int:
+    """Return how many values one element of an average is the mean of, at most."""
+    whole, kept = math.prod(before.shape or ()), math.prod(node.shape or ())
+    return max(1, whole // max(kept, 1)) if node.kind == "mean" else math.prod((before.shape or ())[2:])

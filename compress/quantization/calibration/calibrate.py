@@ -22,7 +22,7 @@ from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.report import attach_report
 from compress.graph.sizes import size_remark
 from compress.progress import NoProgress, Progress
-from compress.quantization.calibration.averages import widen_averages
+from compress.quantization.calibration.averages import raised_ranges
 from compress.quantization.calibration.calibrators import Calibrator, make_calibrator
 from compress.quantization.calibration.together import choose_together, on_host
 from compress.quantization.placement.dead import always_zero
@@ -96,13 +96,19 @@ class _Network:
                 quantizer.set_amax(torch.ones_like(quantizer.amax))  # zeros are exact on any grid
             else:
                 _set(quantizer, calibrator)
-        widen_averages(self.model)
+        self._raise_averages()
         found = dict(quantizers(self.model))
         amax = dict(zip(found, on_host([quantizer.amax for quantizer in found.values()]), strict=True))
         histograms = {name: h for name, c in self.watching.items() if (h := c.histogram) is not None}
         seen = CalibrationReport(images=images, amax=amax, histograms=histograms, dead=dead)
         attach_report(self.model, replace(self.report, calibration=seen))
         return seen
+
+    def _raise_averages(self) -> None:
+        """Set the ranges of averages that are finer than their values can be."""
+        ranges = {name: quantizer.amax for name, quantizer in self.activations.items()}
+        for name, amax in raised_ranges(read_fx(self.model), self.report.placement, ranges).items():
+            self.activations[name].set_amax(amax)
 
 
 def _dead(qmodel: nn.Module, watching: dict[str, Calibrator]) -> tuple[str, ...]:

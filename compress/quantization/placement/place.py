@@ -77,6 +77,7 @@ def place(view: GraphView, spec: QuantSpec) -> Placement:
     settings, depth = resolve_rules(view, spec), depths(view.nodes)
     heads = head_parts(view, spec.head)
     order = {node: i for i, node in enumerate(view.nodes)}
+    positive = never_negative(view) if table.unsigned else set()
     scales = DisjointSet()
     weights: dict[str, WeightSite] = {}  # a layer may be called twice
     traced: list[_Traced] = []
@@ -90,11 +91,11 @@ def place(view: GraphView, spec: QuantSpec) -> Placement:
         if found.weight is not None:
             weights.setdefault(found.weight.path, found.weight)
         for request in found.tensors:
-            origins, constants = _trace_back(request, table)
+            origins, constants = _trace_back(request, table, positive)
             floats += [(order[request.layer], row) for row in constants]
             traced += _share_scale(request, origins, settings[request.layer].activations, scales, table)
     _check_anything(view, table, bool(weights or traced), [row for _, row in floats])
-    sites, rows = _sites(view, traced, scales, table)
+    sites, rows = _sites(view, traced, scales, table, positive)
     first_call = {node.path: order[node] for node in reversed(view.nodes)}
     rows += [(first_call[site.path], _weight_row(site)) for site in weights.values()]
     decisions = tuple(row for _, row in sorted(rows + floats, key=lambda item: item[0]))
@@ -112,9 +113,13 @@ def _check_anything(view: GraphView, table: TargetTable, anything: bool, rows: l
     )
 
 
-def _trace_back(request: Request, table: TargetTable) -> tuple[list[tuple[Node, Node]], list[Decision]]:
+def _trace_back(
+    request: Request, table: TargetTable, positive: set[Node]
+) -> tuple[list[tuple[Node, Node]], list[Decision]]:
     """((origin, its consumer on the way) pairs to quantize, rows for constants, which are not)."""
-    origins = _origins(request.tensor, request.consumer, _commuting(request, table))
+    origins = _origins(request.tensor, request.consumer, _commuting(request, table), table.joined_parts)
+    if table.joined_parts and len({origin in positive for origin, _ in origins}) > 1:  # some could hold no sign
+        origins = _origins(request.tensor, request.consumer, _commuting(request, table), False)
     constants = [
         Decision(
             tensor=origin.name,
@@ -134,13 +139,32 @@ def _commuting(request: Request, table: TargetTable) -> frozenset[str]:
     return table.commutes - TAKES_APART if request.layer.kind in table.apart else table.commutes
 
 
-def _origins(tensor: Node, consumer: Node, commutes: frozenset[str]) -> list[tuple[Node, Node]]:
-    """(origin, its consumer on the way) pairs of a tensor, back through commuting operations and concats."""
+def _origins(tensor: Node, consumer: Node, commutes: frozenset[str], joined: bool) -> list[tuple[Node, Node]]:
+    """(origin, its consumer on the way) pairs of a tensor, back through commuting operations and concats.
+
+    With `joined`, a part that `chunk` or `split` took of a concat's result goes back to the concat, too.
+    """
     if tensor.kind == "concat":
-        return [pair for source in tensor.tensors for pair in _origins(source, tensor, commutes)]
+        return [pair for source in tensor.tensors for pair in _origins(source, tensor, commutes, joined)]
     if tensor.kind in commutes and tensor.tensors:
-        return _origins(tensor.tensors[0], tensor, commutes)
+        return _origins(tensor.tensors[0], tensor, commutes, joined)
+    split = _split_of(tensor) if joined and tensor.kind in commutes else None
+    if split is not None and _is_joined(split.tensors[0], commutes):
+        return _origins(split.tensors[0], split, commutes, joined)
     return [(tensor, consumer)]
+
+
+def _split_of(part: Node) -> Node | None:
+    """Return the operation that took a tensor apart, whose result is a tuple; None if `part` is no part."""
+    split = part.inputs[0] if part.kind in TAKES_APART and part.inputs else None
+    return split if split is not None and split.kind in TAKES_APART and split.shape is None and split.tensors else None
+
+
+def _is_joined(tensor: Node, commutes: frozenset[str]) -> bool:
+    """Return True if a tensor is the result of a concat, through commuting operations."""
+    while tensor.kind in commutes and tensor.tensors:
+        tensor = tensor.tensors[0]
+    return tensor.kind == "concat"
 
 
 def _share_scale(
@@ -170,11 +194,10 @@ def _share_scale(
 
 
 def _sites(
-    view: GraphView, traced: list[_Traced], scales: DisjointSet, table: TargetTable
+    view: GraphView, traced: list[_Traced], scales: DisjointSet, table: TargetTable, positive: set[Node]
 ) -> tuple[list[ActivationSite], list[tuple[int, Decision]]]:
     """One site for the tensors that share a scale, and a row for each tensor."""
     order = {node: i for i, node in enumerate(view.nodes)}
-    positive = never_negative(view) if table.unsigned else set()
     groups: dict[Node, list[_Traced]] = {}
     for item in traced:
         groups.setdefault(scales[item.origin], []).append(item)

@@ -1,4 +1,4 @@
-"""Averages of tensors without a mean: the file of a network that centres its images runs in ONNX Runtime."""
+"""Averages of tensors without a mean: the files of a network that centres its images run in ONNX Runtime."""
 
 import numpy as np
 import onnxruntime
@@ -7,11 +7,15 @@ import torch
 from torch import nn
 
 from compress.export.onnx import export_onnx
+from compress.onnx_ptq.quantize import quantize_onnx_file
+from compress.quantization.numerics import scale_from_amax
 from compress.quantization.ptq.quantize import quantize
-from compress.quantization.quantizer import quantizers
 from compress.quantization.spec import ActivationSpec, QuantSpec
+from tests.onnx_ptq.files import export
 
-MAX = ActivationSpec(calibrator="max")
+SPEC = QuantSpec(target="onnxruntime", activations=ActivationSpec(calibrator="max"))
+PLACES = 14 * 14
+"""Values that the average is taken of."""
 
 
 class Centred(nn.Module):
@@ -30,24 +34,41 @@ class Centred(nn.Module):
 
 def made(offset):
     torch.manual_seed(0)
-    model, x = Centred(offset).eval(), torch.randn(4, 3, 10, 10)
-    return model, x, quantize(model, x, [x], spec=QuantSpec(target="onnxruntime", activations=MAX))
+    return Centred(offset).eval(), torch.randn(4, 3, 16, 16)
 
 
-def test_a_file_with_an_average_of_zero_runs(tmp_path):
-    model, x, qmodel = made(0.0)
-    path = export_onnx(qmodel, x, tmp_path / "m.onnx")
-    (got,) = onnxruntime.InferenceSession(str(path)).run(None, {"input": x.numpy()})
+def from_model(model, x, path):
+    qmodel = quantize(model, x, [x], spec=SPEC)
+    return export_onnx(qmodel, x, path), qmodel.placement, qmodel.report.calibration.amax
+
+
+def from_file(model, x, path):
+    done = quantize_onnx_file(export(model, path.with_name("float.onnx")), [x], spec=SPEC, out=path)
+    return done.path, done.placement, done.calibration.amax
+
+
+WAYS = (from_model, from_file)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_file_with_an_average_of_zero_runs(tmp_path, way):
+    model, x = made(0.0)
+    path, _, _ = way(model, x, tmp_path / "m.onnx")
+    session = onnxruntime.InferenceSession(str(path))
+    (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     expected = model(x).detach().numpy()
     assert np.abs(got - expected).max() < 0.05 * np.abs(expected).max()
 
 
-def test_steps_of_an_average_are_no_finer_than_its_values_and_others_stay():
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_of_an_average_are_no_finer_than_its_values_and_others_stay(tmp_path, way):
     scales = {}
     for offset in (0.0, 1.0):
-        found = dict(quantizers(made(offset)[2]))
-        (name,) = [name for name in found if "adaptive_avg_pool" in name]
-        before = next(found[n] for n in ("quantizers.add", "quantizers.sub") if n in found)
-        scales[offset] = (float(found[name].scale), float(before.scale) / 64)
+        _, placement, amax = way(*made(offset), tmp_path / "m.onnx")
+        scale = {site.name: float(scale_from_amax(amax[site.name], site.format)) for site in placement.activations}
+        reads = {tensor: consumer for site in placement.activations for tensor, consumer in site.edges}
+        of_tensor = {tensor: scale[site.name] for site in placement.activations for tensor, _ in site.edges}
+        (before,) = [t for t, c in reads.items() if "adaptive_avg_pool" in c or "GlobalAveragePool" in c]
+        scales[offset] = (of_tensor[reads[before]], of_tensor[before] / PLACES)
     assert scales[0.0][0] == pytest.approx(scales[0.0][1])
     assert scales[1.0][0] > scales[1.0][1]
