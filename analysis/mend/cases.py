@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,9 @@ from compress.variants import Variant
 
 CALIBRATED, JUDGED, BATCH = 32, 64, 8
 """Pictures that the YOLO is calibrated with and judged by, and pictures of a batch."""
+
+
+GOAL = Goal(drop=0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ class Case:
     title: str
     make: Callable[[argparse.Namespace], Ready | None]
     spec: compress.QuantSpec
-    goal: Goal = Goal(drop=0.5)
+    goal: Goal = GOAL
 
 
 def digits(network: str, change: Callable[[nn.Module, Tensor, int], nn.Module], arguments: argparse.Namespace) -> Ready:

@@ -70,9 +70,7 @@ def inspect_parity(
         batches = batches_of(data, form_of(size, mean, std, layout, channels), spec.calibration_images)
         judge = None if metric is None else imported(metric, key="--metric", error=RecipeError)
         with progress() as bars:
-            show = mend_file(
-                onnx, batches, spec, goal, metric=judge, out=write or Path("mended.yaml"), progress=bars
-            )
+            show = mend_file(onnx, batches, spec, goal, metric=judge, out=write or Path("mended.yaml"), progress=bars)
         show_mended(show, as_json=as_json)
         return
     if metric is not None:

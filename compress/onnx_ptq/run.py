@@ -105,6 +105,7 @@ def _with_results(proto: onnx.ModelProto, names: Sequence[str]) -> onnx.ModelPro
             kept.append(node)
             wanted.update(inputs_of(node))
     copy = onnx.ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import)
+    copy.functions.extend(proto.functions)
     copy.graph.name = proto.graph.name or "graph"
     copy.graph.node.extend(reversed(kept))
     copy.graph.initializer.extend(tensor for tensor in proto.graph.initializer if tensor.name in wanted)

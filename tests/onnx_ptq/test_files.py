@@ -232,6 +232,21 @@ def test_a_branch_stays_float_with_its_reason(tmp_path):
     assert sqnr(run(tmp_path / "if.onnx", x), run(result.path, x)) > 25
 
 
+def test_functions_of_the_file_are_inlined_and_their_layers_quantized(tmp_path):
+    body = [helper.make_node("Conv", ["a", "b"], ["c"]), helper.make_node("Relu", ["c"], ["d"])]
+    function = helper.make_function("own", "Layer", ["a", "b"], ["d"], body, [helper.make_opsetid("", 17)])
+    model = model_of(
+        [helper.make_node("Layer", ["x", "w"], ["y"], domain="own")], {"w": weights(4, 3, 3, 3)}, domains=("own",)
+    )
+    model.functions.append(function)
+    onnx.save(model, tmp_path / "function.onnx")
+    result = quantize_onnx_file(tmp_path / "function.onnx", batches(size=8))
+    assert len(result.placement.weights) == 1
+    assert "the functions of the file are inlined" in result.notes
+    x = PICTURES[:2, :, :8, :8].copy()
+    assert sqnr(run(tmp_path / "function.onnx", x), run(result.path, x)) > 30
+
+
 def test_layers_after_a_custom_operator_stay_float(tmp_path):
     nodes = [
         helper.make_node("Conv", ["x", "w1"], ["a"], name="first"),

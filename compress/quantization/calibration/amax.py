@@ -130,7 +130,7 @@ def mse_amax(
 
 
 def _first_candidate(weights: Tensor, grid: Tensor, last: Tensor, bound: int, tolerance: float) -> int:
-    """Return the first candidate that may be the best of a row: those before clip away more than the whole error of another.
+    """Return the first candidate that may be the best of a row: those before it clip more than another loses in all.
 
     Args:
         weights: counts (rows, bins) float64.

@@ -30,11 +30,11 @@ class TargetTable:
             through the operation that takes the tensor apart. Query, key and value come from one product and have
             different ranges: 0.2 to 0.5 dB on ViT-B/32 and Swin-T with random weights, -0.2 to 0.4 on a ViT trained on
             digits, without a cost in time on OpenVINO and ONNX Runtime.
-        joined_parts: True also traces a part of a concat's result (`chunk`, `split`) back to the inputs of that concat, if
-            these need a sign all or none. In ShuffleNetV2 each block joins a part of the block before with its own
-            result: a range for each part leaves 13 of its 16 concats, and the shuffles between them, in float. One range
-            took 0.84 of the time on ONNX Runtime (x1.0 at 128 pixels, random weights, one core of an AMD EPYC, in turn)
-            and had 0.3 dB more; 1.00 on OpenVINO, which moves quantizers by itself.
+        joined_parts: True also traces a part of a concat's result (`chunk`, `split`) back to the inputs of that concat,
+            if these need a sign all or none. In ShuffleNetV2 each block joins a part of the block before with its own
+            result: a range for each part leaves 13 of its 16 concats, and the shuffles between them, in float. One
+            range took 0.84 of the time on ONNX Runtime (x1.0 at 128 pixels, random weights, one core of an AMD EPYC, in
+            turn) and had 0.3 dB more; 1.00 of the time on OpenVINO, which moves quantizers by itself.
         fuses: activations that an engine computes in the epilogue of the layer before.
         unsigned: True quantizes tensors that are never negative unsigned: that doubles the resolution, and the x86
             kernels absorb a ReLU only into a quantizer that cannot hold negative values.
