@@ -2,18 +2,15 @@
 
     python -m analysis.gpu_tradeoff.run
 
-Times first: the engine `cuda` on a quantized file and on its 2:4 copy, and fp16 by torch.compile, which has compiled in
-a process of its own. Then a network of the same kind is trained on digits, for the top-1 of each. gpu_tradeoff.json is
-written after every number.
+Times of the engine `cuda` on a quantized file and on its 2:4 copy, and of fp16 by torch.compile, which has compiled in
+a process of its own. gpu_tradeoff.json is written after every number; the report takes top-1 from `shapes_accuracy`.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,35 +19,27 @@ from typing import Any, cast
 import numpy as np
 import onnx
 import torch
-import torchvision
 from numpy.typing import NDArray
 from onnx import numpy_helper
-from torch import nn
 
-import compress
 from analysis.common.study import BudgetSpentError, Row, command_line, gpu_software, study_parser, time_limit
 from analysis.cuda_engine.baseline import SETTINGS, Baseline
 from analysis.cuda_engine.call_time import call_ms
 from analysis.cuda_engine.networks import image_size, images, qdq_file
-from compress.data import BatchPlan, DataSet, DataSpec, load_data
 from compress.engines import build_engine
 from compress.engines.cuda.engine import CudaEngine
 from compress.files import write_json
-from compress.training import TrainSpec, fit
 from compress.variants import Variant
 
 FLOAT, INT8, SPARSE = str(Variant.FLOAT), str(Variant.PTQ), str(Variant.SPARSE_PTQ)
-_CLASSES = 10
 _BEGIN = time.monotonic()
 
 
 def main() -> None:
-    """Measure times, then accuracies, until all are done or the time has run out."""
+    """Measure times until all are done or the time has run out."""
     parser = study_parser(__doc__, out="results/h100")
     parser.add_argument("--network", default="resnet50")
     parser.add_argument("--batch", type=int, default=128, help="images of a timed batch")
-    parser.add_argument("--pixels", type=int, default=64, help="of the digits that accuracies are measured on")
-    parser.add_argument("--epochs", type=int, default=8, help="of float training; half as many of the 2:4 network")
     parser.add_argument("--budget-s", type=float, default=1e6, help="seconds after which the study ends")
     parser.add_argument("--files", type=Path, default=Path("/tmp/cuda_engine_files"))
     parser.add_argument("--plan", type=Path, help="plan file with kernels that were measured before")
@@ -60,7 +49,6 @@ def main() -> None:
     study = Study(arguments)
     with suppress(BudgetSpentError), time_limit(arguments.budget_s):
         study.times()
-        study.accuracies()
     study.write("done")
     os._exit(0)  # a process that still compiles would keep the terminal's pipe open
 
@@ -78,7 +66,7 @@ class Study:
         }
         self.report: Row = {
             "command": command_line(), "machine": gpu_software("triton"), "network": arguments.network,
-            "batch": arguments.batch, "pixels": arguments.pixels, "timed_pixels": image_size(arguments.network),
+            "batch": arguments.batch, "pixels": image_size(arguments.network),
             "baseline": SETTINGS, "rows": list(self.rows.values()),
         }  # fmt: skip
 
@@ -108,47 +96,6 @@ class Study:
             found = baseline.measured(60.0)
             self.rows[FLOAT] |= {"gpu_p50_ms": found["fp16_ms"]} if "fp16_ms" in found else found
         self.write(f"{FLOAT}: {self.rows[FLOAT]}")
-
-    def accuracies(self) -> None:
-        """Top-1 of each network on digits, after a short training."""
-        torch.backends.cudnn.benchmark_limit = 1  # no search among algorithms
-        data = load_data(DataSpec(name="digits", image_size=self.arguments.pixels, batch_size=64))
-        for variant, model in trained(self.arguments, data, self.device):
-            self.rows[variant]["top1"] = top1(model, data, self.device)
-            self.write(f"{variant}: {self.rows[variant]}")
-
-
-def trained(arguments: Any, data: DataSet, device: torch.device) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (variant, network): float in half precision, quantized after training, and 2:4 with its own fine-tuning."""
-    torch.manual_seed(0)
-    name = arguments.network if arguments.network in torchvision.models.list_models() else "resnet18"
-    model = torchvision.models.get_model(name, weights=None, num_classes=_CLASSES)
-    precision: Any = "bf16" if device.type == "cuda" else "fp32"
-    batches = [x for x, _ in data.train.batches(BatchPlan(batch_size=64, limit=512), device=device)]
-    rest: Any = {"optimizer": "adamw", "weight_decay": 0.01, "precision": precision}
-    rest["evaluate_every"] = arguments.epochs
-    fit(model, data, TrainSpec(epochs=arguments.epochs, lr=0.002, **rest), batch_size=64, folder=None, device=device)
-    model.eval()
-    yield FLOAT, copy.deepcopy(model).to(torch.float16 if device.type == "cuda" else torch.float32)
-    yield INT8, compress.quantize(model, batches[0][:2], batches)
-    spec = compress.SparsitySpec(pattern="2:4", permute=False)
-    compress.sparsify(model, spec, example_inputs=batches[0][:2])
-    half = max(1, arguments.epochs // 2)
-    fit(model, data, TrainSpec(epochs=half, lr=0.001, **rest), batch_size=64, folder=None, device=device)
-    compress.squash_masks(model)
-    yield SPARSE, compress.quantize(model.eval(), batches[0][:2], batches)
-
-
-@torch.inference_mode()
-def top1(model: nn.Module, data: DataSet, device: torch.device) -> float:
-    """Return the percentage of the evaluation split that a network gets right."""
-    model.to(device).eval()
-    dtype = next(p.dtype for p in model.parameters())
-    right = [
-        (model(x.to(dtype)).argmax(1) == y).float()
-        for x, y in data.val.batches(BatchPlan(batch_size=64), device=device)
-    ]
-    return 100 * float(torch.cat(right).mean())
 
 
 def sparse_copy(path: Path, out: Path) -> Path:
