@@ -113,7 +113,8 @@ class Outcome:
                 f"; before fine-tuning its error is {self.point.figures.distance:.3f} where `{rival.label}`, the best "
                 f"uniform choice that is as fast, has {rival.figures.distance:.3f}"
             )
+        side = "below" if made.drop >= 0 else "above"
         return (
             f"Take {made.folder} ({made.label}, {made.variant}): {metric.text(made.score)} {metric.title} at "
-            f"{made.ratio:.2f} of the float network's latency, {made.drop:.2f} points below it{beside}."
+            f"{made.ratio:.2f} of the float network's latency, {abs(made.drop):.2f} points {side} it{beside}."
         )
