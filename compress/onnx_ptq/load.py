@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ OLDEST, NEWEST = 6, 22
 
 MOST_ELEMENTS = 1 << 31
 """Elements of the largest tensor that is taken for real, 8 GB in float32."""
+
+MOST_OPERATIONS = 1 << 20
+"""Operations of a graph whose functions are inlined."""
 
 _QUANTIZED = frozenset({
     "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "ConvInteger",
@@ -96,6 +100,7 @@ def load_source(path: Path | str) -> SourceFile:
         _check_tensor(path, tensor)
     external = any(external_data_helper.uses_external_data(tensor) for tensor in tensors_of(proto.graph))
     _check_valid(path, proto, external)
+    _check_functions(path, proto)
     return SourceFile(path=path, proto=proto, external=external)
 
 
@@ -167,3 +172,25 @@ def _check_valid(path: Path, proto: onnx.ModelProto, external: bool) -> None:
         onnx.checker.check_model(str(path) if external else proto)
     except Exception as error:
         raise AuditError(f"{path} is not a valid ONNX file: {one_line(error)}") from error
+
+
+def _check_functions(path: Path, proto: onnx.ModelProto) -> None:
+    """Refuse functions that call each other so often that no memory holds them all; cycles are refused before."""
+    bodies = {(function.domain, function.name): list(_all_nodes(function.node)) for function in proto.functions}
+    calls = {key: {(n.domain, n.op_type) for n in nodes} & bodies.keys() for key, nodes in bodies.items()}
+    sizes: dict[tuple[str, str], int] = {}
+    for key in TopologicalSorter(calls).static_order():
+        sizes[key] = sum(sizes.get((node.domain, node.op_type), 1) for node in bodies[key])
+    total = sum(sizes.get((node.domain, node.op_type), 1) for node in _all_nodes(proto.graph.node))
+    if total > MOST_OPERATIONS:
+        raise QuantizationError(
+            f"{path}: its functions call each other so often that they stand for {total} operations; at most "
+            f"{MOST_OPERATIONS} are read. Export the file without functions"
+        )
+
+
+def _all_nodes(nodes: Any) -> Iterator[onnx.NodeProto]:
+    """Yield nodes and those of the graphs in them."""
+    yield from nodes
+    for graph in subgraphs(nodes):
+        yield from _all_nodes(graph.node)

@@ -84,7 +84,23 @@ CASES = {
     "not a number": (lambda: conv(w=np.full((4, 3, 3, 3), np.nan, np.float32)), "conv.weight: NaN or Inf"),
     "no layer": (lambda: model_of([helper.make_node("Relu", ["x"], ["y"])], {}), "no layer that can be quantized"),
     "short data": (lambda: short(), "bytes; the file is broken"),
+    "doubling functions": (lambda: doubling(), "1099511627777 operations"),
 }
+
+
+def doubling():
+    """Forty functions, each of which calls the next twice: a convolution and 2**40 operations."""
+    imports = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
+    last = helper.make_node("Relu", ["a"], ["b"])
+    bodies = [
+        [helper.make_node(f"F{i + 1}", [a], [b], domain="own") for a, b in (("a", "c"), ("c", "b"))] for i in range(40)
+    ] + [[last]]
+    nodes = [helper.make_node("Conv", ["x", "w"], ["z"]), helper.make_node("F0", ["z"], ["y"], domain="own")]
+    model = model_of(nodes, {"w": weights(4, 3, 3, 3)}, domains=("own",))
+    model.functions.extend(
+        helper.make_function("own", f"F{i}", ["a"], ["b"], body, imports) for i, body in enumerate(bodies)
+    )
+    return model
 
 
 def short():
