@@ -6,8 +6,9 @@ order costs points that look like quantization loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import length_hint
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,7 @@ def measure_accuracy(
     ranks: list[Ints] = []
     kept: list[Floats] = []
     classes, count, task = 0, 0, f"accuracy: {engine.info.label}"
-    progress.start(task, len(batches) if isinstance(batches, Sized) else 0)
+    progress.start(task, length_hint(batches))
     for images, targets in _limited(batches, limit):
         logits = np.concatenate(
             [_run(engine, image, logits_name, chunk) for chunk in chunks(images, image.shape[0])]

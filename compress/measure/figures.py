@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import length_hint
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ def measure_metric(
     notes = preprocessing_notes(engine, preprocessing)
     meter, kept, count = chosen.make(), [], 0
     task = f"{chosen.title}: {engine.info.label}"
-    progress.start(task, len(batches) if isinstance(batches, Sized) else 0)
+    progress.start(task, length_hint(batches))
     for arrays, targets in _limited(batches, limit):
         outputs = chosen.select(_run(engine, arrays, first=count))
         meter.update(outputs, targets)

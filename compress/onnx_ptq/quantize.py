@@ -8,9 +8,10 @@ folding touches stay as they are.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def quantize_onnx_file(
     index, types, reading = _read(source, first)
     placement = place(reading.view, spec)
     if fine_tuned is None:
-        images, total = itertools.chain([first], pieces), len(batches) if isinstance(batches, Sized) else 0
+        images, total = itertools.chain([first], pieces), length_hint(batches)
         calibration = calibrate_graph(source, reading, placement, images, total=total, progress=progress)
     else:
         calibration = fine_tuned.ranges(placement)

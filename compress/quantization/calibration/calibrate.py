@@ -8,10 +8,11 @@ that names it, because a scale chosen for it would be arbitrary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
+from operator import length_hint
 from typing import Any, cast
 
 import torch
@@ -178,7 +179,7 @@ def _watch(
     first_batch = next(iterator, None)
     further, shared = _shared(first, others)
     if first_batch is not None:
-        progress.start(task, len(batches) if isinstance(batches, Sized) else 0)
+        progress.start(task, length_hint(batches))
         network = _Showing(first.model, further) if further else first.model
         with torch.no_grad(), calibrating(first.model, first.watching):
             for batch in chain([first_batch], iterator):

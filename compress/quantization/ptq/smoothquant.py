@@ -12,7 +12,8 @@ MLP; every other norm is refused with a reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -189,7 +190,7 @@ def _largest(
 ) -> dict[str, Tensor]:
     """Return the largest magnitudes over all batches, (C,) by node name."""
     watch, task = _Watch(graph_module.eval(), names), "smooth"
-    progress.start(task, len(batches) if isinstance(batches, Sized) else 0)
+    progress.start(task, length_hint(batches))
     for batch in batches:
         watch.run(*model_inputs(graph_module, batch))
         progress.advance(task)

@@ -280,3 +280,13 @@ def test_a_module_that_cannot_be_traced_stays_float_and_says_why():
     spec = QuantSpec(rules=(Rule(match="part.inner", enable=False),))
     with pytest.raises(QuantizationError, match="part is kept whole and stays float"):
         insert_quantizers(Outer(), X[:2], spec)
+
+
+def test_a_loader_of_a_stream_has_no_length():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(torch.randn(4, 3, 8, 8))
+
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=2)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
+    assert quantize(model, torch.randn(2, 3, 8, 8), loader).placement.weights
