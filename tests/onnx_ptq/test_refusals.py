@@ -83,6 +83,12 @@ CASES = {
     "opset 5": (lambda: of_opset(5), "opset 5; opsets 6 to 22"),
     "not a number": (lambda: conv(w=np.full((4, 3, 3, 3), np.nan, np.float32)), "conv.weight: NaN or Inf"),
     "no layer": (lambda: model_of([helper.make_node("Relu", ["x"], ["y"])], {}), "no layer that can be quantized"),
+    "another kernel than its weight": (
+        lambda: model_of(
+            [helper.make_node("Conv", ["x", "w"], ["y"], kernel_shape=[5, 5])], {"w": weights(4, 3, 3, 3)}
+        ),
+        "cannot be inferred|cannot load|fails on a calibration batch",
+    ),
     "short data": (lambda: short(), "bytes; the file is broken"),
     "doubling functions": (lambda: doubling(), "1099511627777 operations"),
 }
