@@ -81,7 +81,8 @@ def check(path):
 def test_every_example_is_run_by_a_test():
     source = Path(__file__).read_text()
     for file in EXAMPLES.glob("*.py"):
-        assert file.stem in ALONE or f'"{file.stem}"' in source, file
+        by_name_or_recipe = (f'"{file.stem}"', f'"{file.stem}.yaml"')
+        assert file.stem in ALONE or any(text in source for text in by_name_or_recipe), file
         assert file.name in (EXAMPLES / "README.md").read_text() or file.stem == "pictures"
     assert all((Path(__file__).parent.parent / test).exists() for test in ALONE.values() if test.endswith(".py"))
 
