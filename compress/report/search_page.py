@@ -81,7 +81,7 @@ def _tiles(outcome: Outcome) -> tuple[KeyFigure, ...]:
         KeyFigure(value=f"{made.ratio:.2f}", label="of the float network's latency"),
         KeyFigure(value=f"{made.ms:.3g} ms", label=f"a run of {outcome.front.lab.spec.batch_size} on the engine"),
         KeyFigure(value=metric.text(made.score), label=f"{metric.title} on the engine"),
-        KeyFigure(value=f"{-made.drop:+.2f}", label="points to the float network"),
+        KeyFigure(value=f"{0.0 - made.drop:+.2f}", label="points to the float network"),
     )
 
 
