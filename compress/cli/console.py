@@ -148,7 +148,8 @@ def print_table(
     shown = len(columns) - below
     while too_wide and not below and shown > 3 and columns[shown - 1] in right and _needs(widths[:shown]) > OUT.width:
         shown -= 1
-    table = Table(title=title, title_justify="left", header_style="bold")
+    OUT.print(title, style="italic", markup=False, highlight=False, soft_wrap=True)  # a path is longer than a table
+    table = Table(header_style="bold")
     for place, column in enumerate(columns[:shown]):
         number = column in right
         table.add_column(
