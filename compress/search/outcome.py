@@ -110,8 +110,8 @@ class Outcome:
         beside = ""
         if rival is not None and self.point.figures.distance < rival.figures.distance:
             beside = (
-                f"; before fine-tuning its error is {self.point.figures.distance:.3f} where `{rival.label}`, the best "
-                f"uniform choice that is as fast, has {rival.figures.distance:.3f}"
+                f"; before fine-tuning its error is {self.point.figures.distance:.3f}, that of the best uniform choice "
+                f"that is as fast ({rival.label}) {rival.figures.distance:.3f}"
             )
         side = "below" if made.drop >= 0 else "above"
         return (
