@@ -59,6 +59,30 @@ class DetectorNetwork(nn.Module):
         return self.head([features] if isinstance(features, Tensor) else list(features.values()))
 
 
+def maps_and_outputs(
+    network: nn.Module, name: str, image_size: tuple[int, int]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the backbone's maps and the outputs of a detector's network on the meta device, by name, for one image.
+
+    Args:
+        network: has a `backbone`, and returns its outputs by name.
+        name: of the detector, for the error.
+        image_size: height and width in pixels.
+
+    Raises:
+        ModelError: the network fails on images of this size.
+    """
+    images = torch.empty(1, 3, *image_size, device="meta")
+    try:
+        features, outputs = network.get_submodule("backbone")(images), network(images)
+    except Exception as error:
+        raise ModelError(
+            f"{name} fails on images of {image_size[0]} x {image_size[1]} pixels "
+            f"({type(error).__name__}: {error}); set data.image_size to a larger one"
+        ) from error
+    return {"0": features} if isinstance(features, Tensor) else features, outputs
+
+
 class DetectorHead:
     """What of a detector stays outside the network: losses, and from outputs to boxes.
 
@@ -75,27 +99,19 @@ class DetectorHead:
         self.image_size, self.num_classes = image_size, num_classes
         self.first_class = int(has_background(detector))
         network = DetectorNetwork(copy.deepcopy(detector)).to("meta").eval()
-        try:
-            features = network.backbone(torch.empty(1, 3, *image_size, device="meta"))
-            outputs = network(torch.empty(1, 3, *image_size, device="meta"))
-        except Exception as error:
-            raise ModelError(
-                f"{type(detector).__name__} fails on images of {image_size[0]} x {image_size[1]} pixels "
-                f"({type(error).__name__}: {error}); set data.image_size to a larger one"
-            ) from error
-        maps = [features] if isinstance(features, Tensor) else list(features.values())
+        maps, outputs = maps_and_outputs(network, type(detector).__name__, image_size)
         self.shapes = {name: tuple(tensor.shape[1:]) for name, tensor in outputs.items()}
         self._detector: Any = copy.deepcopy(detector)
-        self._detector.backbone = _Features([tuple(feature.shape[2:]) for feature in maps])
+        self._detector.backbone = _Features([tuple(feature.shape[2:]) for feature in maps.values()])
         self._detector.head.to("meta")
         self._detector.transform = Unchanged()
         self._sizes = self._detector.backbone.sizes
         self._batch_loss = batch_loss(self._detector)
         self._anchors: dict[torch.device, Tensor] = {}
-        self._check_classes(type(detector).__name__)
+        self._check_classes(type(detector).__name__, self.shapes["cls_logits"][-1])
 
-    def _check_classes(self, name: str) -> None:
-        width, needed = self.shapes["cls_logits"][-1], self.num_classes + self.first_class
+    def _check_classes(self, name: str, width: int) -> None:
+        needed = self.num_classes + self.first_class
         if width < needed:
             background = ", one of them for the background" if self.first_class else ""
             raise ModelError(f"{name} has {width} classes: the data need {needed}{background}; set model.num_classes")

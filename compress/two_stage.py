@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.detector_boxes import BoxesAndScores
-from compress.detectors import DetectorHead, Unchanged
+from compress.detectors import DetectorHead, Unchanged, maps_and_outputs
 from compress.errors import ModelError
 
 TWO_STAGE = ("fasterrcnn",)
@@ -73,15 +73,7 @@ class TwoStageHead(DetectorHead):
         self.image_size, self.num_classes, self.first_class = image_size, num_classes, 1
         self._batch_loss = None
         network = ProposalNetwork(copy.deepcopy(detector)).to("meta").eval()
-        images = torch.empty(1, 3, *image_size, device="meta")
-        try:
-            features, outputs = network.backbone(images), network(images)
-        except Exception as error:
-            raise ModelError(
-                f"{type(detector).__name__} fails on images of {image_size[0]} x {image_size[1]} pixels "
-                f"({type(error).__name__}: {error}); set data.image_size to a larger one"
-            ) from error
-        maps = {"0": features} if isinstance(features, Tensor) else features
+        maps, outputs = maps_and_outputs(network, type(detector).__name__, image_size)
         self.shapes = {name: tuple(tensor.shape[1:]) for name, tensor in outputs.items()}
         self._maps = {name: tuple(tensor.shape[2:]) for name, tensor in maps.items()}
         self._detector: Any = copy.deepcopy(detector)
@@ -89,16 +81,10 @@ class TwoStageHead(DetectorHead):
         parts: Any = (self._detector, self._detector.rpn)
         parts[0].backbone, parts[1].head = _Given(), _Given()
         self._detector.transform = Unchanged()
-        self._check_width(type(detector).__name__)
-
-    def _check_width(self, name: str) -> None:
-        predictor = self._detector.roi_heads.box_predictor
+        predictor = parts[0].roi_heads.box_predictor
         width = getattr(getattr(predictor, "cls_score", None), "out_features", None)
-        if width is not None and width < self.num_classes + 1:
-            raise ModelError(
-                f"{name} has {width} classes: the data need {self.num_classes + 1}, one of them for the background; "
-                "set model.num_classes"
-            )
+        if width is not None:
+            self._check_classes(type(detector).__name__, width)
 
     def boxes_and_scores(self) -> BoxesAndScores:
         """Refuse: boxes are found by the box head, which is outside the file.

@@ -72,7 +72,7 @@ class BudgetSpentError(BaseException):
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `BudgetSpentError` in the main thread when what is inside has taken so many seconds."""
+    """Raise `BudgetSpentError` in the main thread when the block has run for `seconds`."""
 
     def stop(*_: object) -> None:
         raise BudgetSpentError

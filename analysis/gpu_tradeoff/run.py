@@ -29,6 +29,7 @@ from analysis.cuda_engine.networks import image_size, images, qdq_file
 from compress.engines import build_engine
 from compress.engines.cuda.engine import CudaEngine
 from compress.files import write_json
+from compress.sparsity.masks import nm_mask
 from compress.variants import Variant
 
 FLOAT, INT8, SPARSE = str(Variant.FLOAT), str(Variant.PTQ), str(Variant.SPARSE_PTQ)
@@ -111,10 +112,7 @@ def sparse_copy(path: Path, out: Path) -> Path:
 
 def two_of_four(codes: NDArray[np.int8]) -> NDArray[np.int8]:
     """Return codes (O, I, ...) with the two smallest magnitudes of every four neighbours along I at zero."""
-    last = np.ascontiguousarray(np.moveaxis(codes, 1, -1))
-    groups = last.reshape(-1, 4).copy()
-    np.put_along_axis(groups, np.argsort(np.abs(groups.astype(np.int16)), axis=1, kind="stable")[:, :2], 0, axis=1)
-    return np.ascontiguousarray(np.moveaxis(groups.reshape(last.shape), -1, 1))
+    return np.where(nm_mask(torch.from_numpy(codes.astype(np.float32)), 2, 4).numpy(), codes, np.int8(0))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ Key = tuple[str, str, str, str]
 """Network, precision, mode, variant."""
 _SETTLING_STEPS = 3
 _ALGORITHMS = 4
-"""Of each convolution that cuDNN's benchmark tries: ten, as by default, take 20 s of a network."""
+"""Algorithms that cuDNN's benchmark tries for each convolution; with its default of ten it takes 20 s for a network."""
 _KERNELS = -1
 """Asks a process for the kernels of its step; any other number is one of steps to time."""
 

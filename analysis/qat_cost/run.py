@@ -7,7 +7,6 @@ import datetime
 import gc
 import multiprocessing
 import os
-import signal
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 
 from analysis.common.qat_variants import DEVICE, NETWORKS, fast_arithmetic, machine
-from analysis.common.study import Row, command_line, study_parser
+from analysis.common.study import BudgetSpentError, Row, command_line, study_parser, time_limit
 from analysis.qat_cost.ahead import Key, RemoteStep, compiled_ahead
 from analysis.qat_cost.report import read_runs, table
 from analysis.qat_cost.steps import Step, calibration, make_step, row_of, time_in_turn
@@ -55,10 +54,6 @@ FAMILY_CASES = tuple(
 """Those of `--families`."""
 NEEDED_S = {"eager": 8.0, "compiled": 45.0, "regions": 45.0, "graphs": 45.0, "calibration": 10.0}
 """Seconds that a variant needs; with compilation, until one has been measured."""
-
-
-class BudgetSpentError(BaseException):
-    """The time has run out; not an Exception, so that no library takes it for a failure of its own."""
 
 
 class Run:
@@ -192,27 +187,20 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     fast_arithmetic()
     run = Run(arguments)
-
-    def stop(*_: object) -> None:
-        raise BudgetSpentError
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, arguments.budget_s)
     asked = arguments.only or [""]
     known = FAMILY_CASES if arguments.families else CASES
     known = known if arguments.only else tuple(case for case in known if case[0] != "tiny")
     cases = [*wanted_cases(known, asked, arguments.variants)]
     case = cases[0] if cases else ("none", "", "", ())
     try:
-        if arguments.ahead_s:
-            keys = [(*case[:3], variant) for case in cases for variant in case[3]]
-            run.ahead = compiled_ahead(keys[::-1], seconds=arguments.ahead_s, jobs=arguments.jobs, miss=run.miss)
-        for case in cases:
-            run.measure(*case)
+        with time_limit(arguments.budget_s):
+            if arguments.ahead_s:
+                keys = [(*case[:3], variant) for case in cases for variant in case[3]]
+                run.ahead = compiled_ahead(keys[::-1], seconds=arguments.ahead_s, jobs=arguments.jobs, miss=run.miss)
+            for case in cases:
+                run.measure(*case)
     except BudgetSpentError:
         run.miss("/".join(case[:3]), "the time ran out while it was measured")
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
     run.write()
     for process in multiprocessing.active_children():
         process.kill()

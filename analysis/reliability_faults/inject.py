@@ -36,7 +36,7 @@ _AT = {"cut": "fsync", "full": "create"}
 
 
 def happens(kind: Kind, operation: str) -> bool:
-    """Whether a kind of fault happens at an operation."""
+    """Return True if faults of this kind happen at this operation."""
     return _AT.get(kind, operation) == operation
 
 

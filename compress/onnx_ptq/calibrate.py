@@ -19,10 +19,9 @@ from torch import Tensor
 
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError
-from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.read import Reading
-from compress.onnx_ptq.run import FloatSession, unknown_to_runtime
+from compress.onnx_ptq.run import FloatSession, known_results
 from compress.progress import NoProgress, Progress
 from compress.quantization.calibration.averages import raised_ranges
 from compress.quantization.calibration.calibrators import Calibrator, make_calibrator
@@ -64,7 +63,8 @@ def calibrate_graph(
     watching = {site.name: _calibrator(site.format, site.spec) for site in placement.activations}
     images = 0
     progress.start(_TASK, total)
-    session = FloatSession(source, dict.fromkeys([*_watched_tensors(placement), *_results(source)]))
+    results = known_results(source.proto.graph)  # so that a broken file fails here, before it is written
+    session = FloatSession(source, dict.fromkeys([*_watched_tensors(placement), *results]))
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         for feed in batches:
             values = session.run(feed)
@@ -102,12 +102,6 @@ def _dead(watching: Mapping[str, Calibrator], reading: Reading, placement: Place
 def _watched_tensors(placement: Placement) -> list[str]:
     """Return the tensors that calibration collects."""
     return list(dict.fromkeys(tensor for site in placement.activations for tensor, _ in site.edges))
-
-
-def _results(source: SourceFile) -> list[str]:
-    """Return the graph's outputs that ONNX Runtime can compute: a broken file fails here, before it is written."""
-    unknown = unknown_to_runtime(Index(source))
-    return [value.name for value in source.proto.graph.output if value.name not in unknown]
 
 
 def weight_amax(name: str, weight: Tensor, quant_format: QuantFormat, spec: WeightSpec) -> Tensor:

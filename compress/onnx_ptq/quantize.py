@@ -35,7 +35,7 @@ from compress.onnx_ptq.improve import Improved, improve_file
 from compress.onnx_ptq.index import Index, Types, infer
 from compress.onnx_ptq.load import SourceFile, load_source, tensors_of
 from compress.onnx_ptq.read import Reading, read_onnx_graph
-from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file, unknown_to_runtime
+from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file, known_results, unknown_to_runtime
 from compress.onnx_ptq.save import save_model
 from compress.onnx_ptq.shapes import inferred, open_batch
 from compress.onnx_ptq.to_torch.network import OPSET
@@ -139,7 +139,7 @@ def quantize_onnx_file(
     first = _first(pieces)
     source, notes = canonical(original, opset=max(_opset_for(spec, original), OPSET if trained is not None else 0))
     if notes:
-        _compare(original, source, first, unknown_to_runtime(Index(source)))
+        _compare(original, source, first)
     fine_tuned, improved = None if trained is None else write_trained(source, trained, first), Improved()
     if fine_tuned is None and methods(spec):
         every = [first, *pieces]
@@ -161,7 +161,7 @@ def quantize_onnx_file(
 def _read(source: SourceFile, feed: Arrays) -> tuple[Index, Types, Reading]:
     """Return the index, the types and the view of a graph, whose shapes are those for one batch."""
     index, shapes, types = inferred(source, feed)
-    return index, types, read_onnx_graph(index, shapes, types, unknown_to_runtime(index))
+    return index, types, read_onnx_graph(index, shapes, types, unknown_to_runtime(index.graph))
 
 
 def _first(pieces: Iterator[Arrays]) -> Arrays:
@@ -204,13 +204,13 @@ def _opset_for(spec: QuantSpec, source: SourceFile) -> int:
     return 13 if any(part.axis is not None for part in weights) else 11 if clips else 10
 
 
-def _compare(original: SourceFile, source: SourceFile, feed: Arrays, unknown: dict[str, str]) -> None:
+def _compare(original: SourceFile, source: SourceFile, feed: Arrays) -> None:
     """Refuse a rewriting of the float graph that changes its outputs.
 
     Raises:
         QuantizationError: names the output.
     """
-    names = [value.name for value in original.proto.graph.output if value.name not in unknown]
+    names = known_results(source.proto.graph)
     if all(open_batch(value) for value in original.proto.graph.input if value.name in feed):
         feed = {name: value[:1] for name, value in feed.items()}  # one image shows a change
     with ThreadPoolExecutor(2) as pool:

@@ -15,7 +15,7 @@ from compress.engines.base import Arrays, TensorInfo
 from compress.engines.onnx_file import read_interface
 from compress.errors import CalibrationError, DataError, near_misses
 from compress.graph.batches import batch_inputs
-from compress.onnx_ptq.index import Index, inputs_of
+from compress.onnx_ptq.index import inputs_of
 from compress.onnx_ptq.load import SourceFile, subgraphs
 
 _ERRORS_ONLY = 3
@@ -23,10 +23,10 @@ _RUNTIMES = frozenset({"com.microsoft", "com.ms.internal.nhwc", "ai.onnx.ml"})
 """Domains whose operators ONNX Runtime knows beside the standard ones."""
 
 
-def unknown_to_runtime(index: Index) -> dict[str, str]:
+def unknown_to_runtime(graph: onnx.GraphProto) -> dict[str, str]:
     """Return the tensors that come from or after an operator that ONNX Runtime does not know, each with the reason."""
     found: dict[str, str] = {}
-    for node in index.graph.node:
+    for node in graph.node:
         before = next((found[name] for name in inputs_of(node) if name in found), "")
         if not _known(node):
             before = f"{node.op_type} of the domain {node.domain!r} is known to its own runtime only"
@@ -36,6 +36,12 @@ def unknown_to_runtime(index: Index) -> dict[str, str]:
         if text:
             found.update(dict.fromkeys(filter(None, node.output), text))
     return found
+
+
+def known_results(graph: onnx.GraphProto) -> list[str]:
+    """Return the outputs of a graph that ONNX Runtime can compute."""
+    unknown = unknown_to_runtime(graph)
+    return [value.name for value in graph.output if value.name not in unknown]
 
 
 def _known(node: onnx.NodeProto) -> bool:

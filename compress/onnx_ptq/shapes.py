@@ -24,7 +24,7 @@ def inferred(source: SourceFile, feed: Arrays) -> tuple[Index, Shapes, Types]:
     shapes, types = infer(source, sizes)
     _check_sizes(source, shapes, feed)
     index = Index(source, shapes)
-    unknown = unknown_to_runtime(index)
+    unknown = unknown_to_runtime(index.graph)
     for _ in range(_ROUNDS):
         known = {} if len(shapes) == len(types) else index.deciding()
         before = len(shapes)

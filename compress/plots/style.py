@@ -231,7 +231,10 @@ def to_png(figure: Figure, *, dpi: int = 160) -> bytes:
 
 @contextmanager
 def _printed_at(figure: Figure, dpi: float) -> Iterator[None]:
-    """Print a figure by its canvas, which draws it once; `savefig` draws what is laid out twice."""
+    """Set the resolution for a print by the canvas, which may change it, and restore it afterwards.
+
+    A canvas draws the figure once; `savefig` draws one with a layout twice.
+    """
     before = figure.dpi
     figure.dpi = dpi
     try:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-import yaml
+from typing import Any
 
 from compress.engines.registry import target_of
-from compress.records.run import RunData
+from compress.records.run import RunData, recipe_tree
 from compress.records.summary import family
 from compress.text import display
 from compress.variants import Variant
@@ -22,7 +21,7 @@ def foreign_files(run: RunData) -> tuple[str, ...]:
 
 
 def _sentences(run: RunData) -> Iterator[str]:
-    targets = _targets(run.recipe)
+    targets = _targets(recipe_tree(run))
     if not targets:
         return
     quantized = {str(variant) for variant in Variant if variant.is_quantized}
@@ -38,12 +37,8 @@ def _sentences(run: RunData) -> Iterator[str]:
             )
 
 
-def _targets(recipe: str | None) -> list[str]:
-    """Return the targets that a recipe names; none where it cannot be read or quantizes nothing."""
-    try:
-        tree = yaml.safe_load(recipe or "")
-    except yaml.YAMLError:
-        return []
+def _targets(tree: Any) -> list[str]:
+    """Return the targets that the tree of a recipe names; none where it quantizes nothing."""
     section = tree.get("quantization") if isinstance(tree, dict) else None
     found = section.get("target") if isinstance(section, dict) else None
     return [str(name) for name in found] if isinstance(found, list) else [found] if isinstance(found, str) else []

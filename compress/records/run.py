@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from compress.errors import RunError
 from compress.measure.metric import Metric
 from compress.quantization.block_graph import BlockGraph
@@ -110,6 +112,14 @@ class RunData:
     end_to_end: Breakdown | None = None
     notes: Sequence[str] = ()
     absent: Mapping[str, str] = field(default_factory=dict)
+
+
+def recipe_tree(run: RunData) -> Any:
+    """Return the tree of a run's recipe; None if there is none or it cannot be read."""
+    try:
+        return yaml.safe_load(run.recipe or "")
+    except yaml.YAMLError:
+        return None
 
 
 def read_run(folder: Path | str) -> RunData:

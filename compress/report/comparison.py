@@ -6,12 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from compress.errors import RunError
 from compress.files import write_text
 from compress.measure.metric import judged_by
-from compress.records.run import RunData, read_run
+from compress.records.run import RunData, read_run, recipe_tree
 from compress.records.summary import SummaryRow, summary_columns, summary_table
 from compress.report.blocks import Block, Document, Section, Table, Text, Tiles, code, number, table
 from compress.report.headline import headline, signed
@@ -124,19 +122,12 @@ def _note(names: tuple[str, str]) -> Text:
 
 
 def _keys(first: RunData, second: RunData, names: tuple[str, str]) -> Iterator[Block]:
-    recipes = [dict(_leaves(_tree(run))) for run in (first, second)]
+    recipes = [dict(_leaves(recipe_tree(run))) for run in (first, second)]
     keys = [key for key in dict.fromkeys([*recipes[0], *recipes[1]]) if recipes[0].get(key) != recipes[1].get(key)]
     if not keys:
         yield Text("The recipes are the same.")
         return
     yield table(code("key"), *names, rows=[(key, *(recipe.get(key, MISSING) for recipe in recipes)) for key in keys])
-
-
-def _tree(run: RunData) -> Any:
-    try:
-        return yaml.safe_load(run.recipe or "")
-    except yaml.YAMLError:
-        return None
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -9,13 +9,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from compress.measure.metric import Metric
 from compress.quantization.placement.decisions import Decision
 from compress.records.foreign import foreign_files
 from compress.records.rows import LayerRow
-from compress.records.run import RunData
+from compress.records.run import RunData, recipe_tree
 from compress.records.summary import engines_of, summary_columns, summary_notes, summary_table, unavailable_engines
 from compress.report.blocks import (
     Block,
@@ -82,10 +80,7 @@ def build_document(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Docum
 
 def _titles(run: RunData) -> tuple[str, str]:
     """(title, subtitle) from the recipe; the folder's name where there is none."""
-    try:
-        recipe = yaml.safe_load(run.recipe or "")
-    except yaml.YAMLError:
-        recipe = None
+    recipe = recipe_tree(run)
 
     def at(*path: str) -> Any:
         value = recipe

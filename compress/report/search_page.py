@@ -243,11 +243,14 @@ def _model_blocks(outcome: Outcome) -> tuple[Block, ...]:
     seen, ranks = front.latency_check, front.accuracy_check()
     trials = [point for point in front.points if point.label != FLOAT_POINT]
     later = front.candidate_check
+    afterwards = (
+        f"Latency, {len(later.measured)} candidates that were measured afterwards and that it had not seen: median "
+        f"error {100 * later.median_error:.1f} %, rank correlation {_rank(later.spearman)}."
+    )
     lines = (
         f"Latency, {len(seen.measured)} networks that the model had not seen: median error "
         f"{100 * seen.median_error:.1f} %, rank correlation {_rank(seen.spearman)}.",
-        f"Latency, {len(later.measured)} candidates that were measured afterwards and that it had not seen: median "
-        f"error {100 * later.median_error:.1f} %, rank correlation {_rank(later.spearman)}.",
+        *((afterwards,) if later.measured else ()),
         f"Latency was fitted to {len(front.timed.samples)} networks; {front.timed.cached} of their times were on disk.",
         f"Error of the outputs, rank correlation with what was measured: sum of single choices "
         f"{_rank(ranks['distance'])}, first order {_rank(ranks['taylor'])}, second order {_rank(ranks['fisher'])}.",
@@ -258,8 +261,7 @@ def _model_blocks(outcome: Outcome) -> tuple[Block, ...]:
         for p in trials
     ]  # fmt: skip
     columns = ("network", _number("time, predicted"), _number("measured"), _number("error, predicted"))
-    told = tuple(line for line in lines if later.measured or "afterwards" not in line)
-    return Bullets(told), Details("All candidates", (table(*columns, _number("measured"), rows=rows),))
+    return Bullets(lines), Details("All candidates", (table(*columns, _number("measured"), rows=rows),))
 
 
 def _notes(outcome: Outcome) -> tuple[Block, ...]:

@@ -108,7 +108,7 @@ class Front:
 
     @property
     def candidate_check(self) -> Check:
-        """Of the latency model, on the candidates that were measured afterwards and that it was not fitted to."""
+        """Predictions of the latency model for the candidates that it was not fitted to, against their measurements."""
         rows = [p for p in self.points if p.configuration and key_of(p.configuration) not in self.timed.samples]
         return check([p.predicted_ratio for p in rows], [p.figures.ratio for p in rows])
 
