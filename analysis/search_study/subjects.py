@@ -115,6 +115,7 @@ _OURS = ("search", "uniform")
 GROUPS: dict[str, tuple[Part, ...]] = {
     "mobilenet": _parts(_mobilenet(0), *_PEERS, "torch-pruning-global", "dense"),
     "floats": (Part(subject=_RESNET56, method="float"), *(Part(subject=_mobilenet(s), method="float") for s in (1, 2))),
+    "shapes-floats": tuple(Part(subject=_mobilenet(s, "shapes"), method="float") for s in (0, 1, 2)),
     "resnet56": _parts(_RESNET56, "search", "dense"),
     "resnet56-widths": _parts(_RESNET56, "uniform", "torch-pruning"),
     "seed1": _parts(_mobilenet(1), *_OURS),
