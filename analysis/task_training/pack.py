@@ -42,10 +42,11 @@ class Packer:
         runs: folder of run folders and logs.
         out: takes small.tar.gz and the first pieces.
         rest: takes the pieces after them; None = there are none.
+        weights: names of the files of weights.
     """
 
-    def __init__(self, runs: Path, out: Path, rest: Path | None) -> None:
-        self.runs, self.out, self.rest = runs, out, rest
+    def __init__(self, runs: Path, out: Path, rest: Path | None, *, weights: Sequence[str] = WEIGHTS) -> None:
+        self.runs, self.out, self.rest, self.names = runs, out, rest, weights
         self._packed: dict[Path, bytes] = {}
 
     def small(self) -> None:
@@ -59,7 +60,7 @@ class Packer:
 
     def weights(self, names: list[str]) -> None:
         """Write the pieces: the networks' weights, smallest first, as many as fit."""
-        files = [self.runs / name / file for name in names for file in WEIGHTS]
+        files = [self.runs / name / file for name in names for file in self.names]
         new = [path for path in files if path.is_file() and path not in self._packed]
         with ThreadPoolExecutor(8) as pool:
             self._packed |= dict(zip(new, pool.map(_compressed, new), strict=True))

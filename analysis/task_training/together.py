@@ -28,13 +28,13 @@ SHOWN = ("miou", "map", "map50", "sqnr_db", "p50_ms")
 Running = dict[str, "subprocess.Popen[bytes]"]
 
 
-def start(name: str, data: str, runs: Path, more: list[str]) -> subprocess.Popen[bytes]:
-    """Start the process of a network, its output in a log; it waits for its turn on the GPU."""
+def start(name: str, data: str, runs: Path, more: list[str], *, threads: int | None = None) -> subprocess.Popen[bytes]:
+    """Start the process of a network, its output in a log; with `--in-turn` it waits for its turn on the GPU."""
     command = [sys.executable, "-m", "analysis.task_training.run", "--network", name, "--data", data, "--resident"]
     command += ["--runs", str(runs), "--engines", "onnxruntime", *more]
     runs.mkdir(parents=True, exist_ok=True)
-    threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
+    cores = threads or max(1, len(os.sched_getaffinity(0)) // 2)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(cores)}
     with (runs / f"{name}.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
 
