@@ -26,8 +26,7 @@ def is_residual_add(node: Node, kinds: frozenset[str]) -> bool:
         return False
     sources = node.tensors
     shapes = {source.shape for source in sources}
-    rank = 3 if "linear" in kinds else 4
-    return len(sources) == 2 and len(shapes) == 1 and len(sources[0].shape or ()) >= rank
+    return len(sources) == 2 and len(shapes) == 1 and len(sources[0].shape or ()) >= 4
 
 
 def fused_branch(node: Node, kinds: frozenset[str], depth: Mapping[Node, int]) -> tuple[Node, Node] | None:

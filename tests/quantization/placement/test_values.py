@@ -25,6 +25,7 @@ class Net(nn.Module):
         nn.init.zeros_(self.zero.weight)
         self.norm = norm or nn.Identity()
         self.last = nn.Conv2d(4, 2, 1)
+        self.clamp, self.cubic = nn.Hardtanh(0.0, 2.0), nn.Upsample(scale_factor=2, mode="bicubic")
         self.function = function
 
     def forward(self, x):
@@ -77,6 +78,14 @@ POSITIVE = {  # a node, and whether its value is at least 0 for every image
     "bicubic by position": (lambda m, y, z: F.interpolate(F.relu(y), None, 2.0, "bicubic"), False),
     "clamped": (lambda m, y, z: y.clamp(0.1, 2), True),
     "clamped below zero": (lambda m, y, z: y.clamp(-0.1, 2), False),
+    "clamped at a positional bound": (lambda m, y, z: torch.clamp(y, 0.5), True),
+    "clamped from above alone": (lambda m, y, z: torch.clamp(y, max=0.5), False),
+    "clamped at an integer": (lambda m, y, z: y.clamp(min=0), True),
+    "hardtanh above zero": (lambda m, y, z: F.hardtanh(y, min_val=0.0, max_val=2.0), True),
+    "hardtanh": (lambda m, y, z: F.hardtanh(y), False),
+    "a module that clamps": (lambda m, y, z: m.clamp(y), True),
+    "moved by nothing": (lambda m, y, z: F.relu(y) + 0, True),
+    "a module that resizes": (lambda m, y, z: m.cubic(F.relu(y)), False),
 }
 
 
