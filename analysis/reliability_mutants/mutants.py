@@ -34,6 +34,7 @@ class Mutant:
         line: number of the first line that differs.
         change: that line before and after.
         text: of the whole module.
+        function: `file:line` of the outermost function that holds it; None for what runs when the module is imported.
     """
 
     file: str
@@ -41,6 +42,7 @@ class Mutant:
     line: int
     change: str
     text: str
+    function: str | None
 
 
 def places(file: str) -> list[Place]:
@@ -63,7 +65,31 @@ def mutant(place: Place) -> Mutant | None:
     if changed is None or _meaning(changed) in {_meaning(text), ""}:
         return None
     line, change = _difference(text, changed)
-    return Mutant(place.file, place.operator.partition("/")[2], line, change, changed)
+    return Mutant(
+        place.file, place.operator.partition("/")[2], line, change, changed, _function(place.file, text, line)
+    )
+
+
+def with_calls(file: str) -> str:
+    """Return a module's text in which each outermost function first calls `__ran__` with its `file:line`."""
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    for function in _functions(tree):
+        function.body.insert(0, ast.parse(f"__ran__({f'{file}:{function.lineno}'!r})").body[0])
+    return ast.unparse(tree)
+
+
+def _functions(tree: ast.Module) -> list[ast.FunctionDef]:
+    """Return the functions of a module and the methods of its classes, without those within others."""
+    bodies = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.ClassDef))]
+    return [node for body in bodies for node in body if isinstance(node, ast.FunctionDef)]
+
+
+def _function(file: str, text: str, line: int) -> str | None:
+    """Return the function whose body, not its decorators and defaults, holds a line."""
+    for function in _functions(ast.parse(text)):
+        if function.body[0].lineno <= line <= (function.end_lineno or 0):
+            return f"{file}:{function.lineno}"
+    return None
 
 
 def _meaning(text: str) -> str:

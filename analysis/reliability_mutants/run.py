@@ -9,7 +9,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -20,7 +20,7 @@ import onnx
 import onnxruntime
 import torch
 
-from analysis.reliability_mutants.child import EQUIVALENT, failing_tests, forked
+from analysis.reliability_mutants.child import EQUIVALENT, Observed, forked, observe, preload
 from analysis.reliability_mutants.mutants import Place, mutant, places
 from analysis.reliability_mutants.report import write
 
@@ -50,7 +50,7 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Files and tests of each part."""
 
 PRELOADED = (numpy, onnx, onnxruntime, torch)
-"""Imported before the first fork, so that a mutant costs the import of compress and its tests alone."""
+"""Imported before the first fork; the rest of what tests import is known after the first run."""
 
 GRACE_S = 25
 """Time after which mutants that still run when the time is up are ended, and count as not tried."""
@@ -77,20 +77,14 @@ class Part:
     survivors: list[dict[str, Any]] = field(default_factory=list)
 
 
-def tests_of(part: str, left_out: Sequence[str]) -> list[str]:
-    """Return pytest's arguments: the tests of a part but those that fail on the unchanged code."""
-    options = [f"--{'deselect' if '::' in name else 'ignore'}={name}" for name in left_out]
-    return [*PARTS[part][1], *options]
-
-
 def fates(
-    work: Sequence[tuple[str, Place]], parts: dict[str, Part], jobs: int, seconds: float
+    work: Sequence[tuple[str, Place]], observed: Mapping[str, Observed], jobs: int, seconds: float
 ) -> Iterator[tuple[str, Place, Fate]]:
     """Test mutants, `jobs` at a time, until the time is up; yield each with what became of it."""
     end, waiting, running = time.monotonic() + seconds, iter(work), dict[int, tuple[str, Place]]()
     while True:
         while len(running) < jobs and time.monotonic() < end and (one := next(waiting, None)):
-            running[forked(one[1], tests_of(one[0], parts[one[0]].failing))] = one
+            running[forked(one[1], observed[one[0]])] = one
         if not running:
             return
         child, status = os.waitpid(-1, os.WNOHANG)
@@ -129,11 +123,15 @@ def main() -> None:
     names = options.part or list(PARTS)
     found = {name: [place for file in PARTS[name][0] for place in places(file)] for name in names}
     parts = {name: Part(places=len(found[name])) for name in names}
-    for name, failing in failing_tests({name: PARTS[name][1] for name in names}).items():
-        parts[name].failing = failing
-        print(f"{name}: {parts[name].places} places; tests left out: {failing}", flush=True)
+    observed = observe({name: PARTS[name] for name in names}, options.jobs)
+    for name, seen in observed.items():
+        parts[name].failing = seen.failing
+        seconds = sum(seen.seconds.values())
+        print(f"{name}: {parts[name].places} places; {seconds:.0f} s of tests; left out: {seen.failing}", flush=True)
+    preload([module for seen in observed.values() for module in seen.modules])
+    print(f"{time.monotonic() - began:.0f} s until the first mutant", flush=True)
     work = sample(found, options.sample, options.seed)
-    for name, place, fate in fates(work, parts, options.jobs, options.seconds - (time.monotonic() - began)):
+    for name, place, fate in fates(work, observed, options.jobs, options.seconds - (time.monotonic() - began)):
         row = parts[name]
         if fate != "equivalent":
             row.tried, row.killed = row.tried + 1, row.killed + (fate == "killed")
