@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 import compress
-from analysis.low_bits.step import PAD, SIDE, Images
+from analysis.low_bits.step import SIDE
 from compress.data.base import DataSet, Split
 from compress.data.memory import MemorySplit
 
 CALIBRATION = 256
+_SHAPES = (50_000, 10_000)
 _DRAWN_AT_ONCE = 2_000
 
 
@@ -37,7 +41,7 @@ def load(name: str, root: str, *, train: int | None, val: int | None, device: to
         spec = compress.DataSpec(name=name, root=root, image_size=SIDE, train_images=train, val_images=val)
         return compress.load_data(spec)
     spec = compress.DataSpec(
-        name=name, image_size=SIDE, num_classes=10, train_images=train or 50_000, val_images=val or 10_000
+        name=name, image_size=SIDE, num_classes=10, train_images=train or _SHAPES[0], val_images=val or _SHAPES[1]
     )
     drawn = compress.load_data(spec)
     return DataSet(train=_kept(drawn.train, device), val=_kept(drawn.val, device))
@@ -55,11 +59,17 @@ def _kept(split: Split, device: torch.device) -> MemorySplit:
     )
 
 
-def write(images: Images, folder: Path, name: str) -> Files:
-    """Write what the other processes need."""
+def files(name: str, o: Namespace, folder: Path) -> Files:
+    """Return what other processes need, written into a folder where it is not there yet."""
     found = Files(**{part: folder / f"{name}.{part}.npy" for part in ("calibration", "images", "targets")})
-    inner = images.pixels[:CALIBRATION, PAD:-PAD, PAD:-PAD].permute(0, 3, 1, 2)
-    for path, pixels in ((found.calibration, inner), (found.images, images.val[0])):
-        np.save(path, ((pixels.to(images.mean) - images.mean) / images.std).cpu().numpy())
-    np.save(found.targets, images.val[1].cpu().numpy())
+    if not found.targets.is_file():
+        split = load(name, o.data, train=CALIBRATION, val=o.val_images, device=torch.device("cpu"))
+        np.save(found.calibration, _normalized(cast(MemorySplit, split.train)))
+        np.save(found.images, _normalized(cast(MemorySplit, split.val)))
+        np.save(found.targets, cast(MemorySplit, split.val).targets.numpy())
     return found
+
+
+def _normalized(split: MemorySplit) -> NDArray[np.float32]:
+    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (split.preprocessing.mean, split.preprocessing.std))
+    return cast("NDArray[np.float32]", ((split.images / 255 - mean) / std).numpy())

@@ -1,4 +1,4 @@
-"""The page of the study, from its rows."""
+"""The page of the study, from the rows of its stages."""
 
 from __future__ import annotations
 
@@ -10,42 +10,57 @@ from pathlib import Path
 import numpy as np
 
 from analysis.common.study import Row, listed, read_rows, report_from_file
+from analysis.search_study.files import FOUND, JUDGED, TIMES, TUNED
+from analysis.search_study.subjects import UNIFORM
 from compress.files import write_text
+from compress.search.latency_model import rank_correlation
 
 _T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # of Student's distribution, two-sided, by number of values
-_REFERENCE = "uniform"
+_ENGINES = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
+_METHOD = """\
+Latency: one thread; the median of several loads, each timed in turn with the float network, with nothing else running.
+Top-1: the exported file on the same engine, all 10,000 test pictures. The pictures of CIFAR-10 are a JPEG copy: compare
+differences. Every network was fine-tuned by the same recipe, from the float network's own weights. Points over uniform:
+against the uniform network of the same seed and of the same latency (between the two that were made, in a straight
+line; beyond them the nearer one), 95 % interval of Student's t."""
 
 
 def write(folder: Path) -> str:
     """Write `search_study.md` into the folder of the rows, and return it."""
-    about = json.loads((folder / "about.json").read_text())
-    rows = read_rows(folder / "rows.jsonl")
+    found, networks = read_rows(folder / FOUND), fine_tuned(folder)
+    times = read_rows(folder / TIMES)
     lines = [
         "# Search beside uniform widths, Torch-Pruning and criteria, at equal measured latency",
         "",
-        f"`{about['command']}`; {listed(about['software'])}; {listed(about['machine'])}.",
+        *_about(folder),
         "",
-        "Latency: ONNX Runtime, one thread; the median of several loads, each timed in turn with the "
-        "float network, with nothing else running. Top-1: the exported file on ONNX Runtime, all test pictures. The "
-        "pictures are a JPEG copy of CIFAR-10: compare differences. Every network was fine-tuned by the same recipe. "
-        "Points over uniform: against the uniform network of the same seed and of the same latency (between the two "
-        "that were made, in a straight line; beyond them the nearer one), 95 % interval of Student's t.",
-        *tables(rows),
-        *predictions(rows),
-        *failures(rows),
+        _METHOD,
+        *tables(networks, times),
+        *accuracies(found, networks),
+        *predictions(found),
+        *failures(found),
     ]
     return write_text(folder / "search_study.md", "\n".join(lines) + "\n").read_text()
 
 
-def tables(rows: list[Row]) -> Iterable[str]:
+def fine_tuned(folder: Path) -> list[Row]:
+    """A row for each network that was fine-tuned and judged on the engine."""
+    tuned = {_name(row): row for row in read_rows(folder / TUNED)}
+    judged = {_name(row): row for row in read_rows(folder / JUDGED)}
+    return [{**tuned[name], **row} for name, row in judged.items() if name in tuned]
+
+
+def _about(folder: Path) -> Iterable[str]:
+    for path in sorted(folder.glob("about-*.json")):
+        about = json.loads(path.read_text())
+        yield f"- `{about['command']}`; {listed(about['software'])}; {listed(about['machine'])}."
+
+
+def tables(networks: list[Row], times: list[Row]) -> Iterable[str]:
     """Yield a table for each network, data set and bound."""
-    networks = [row for row in rows if row["kind"] == "network"]
-    for name in dict.fromkeys(map(_subject, networks)):
-        own = [row for row in networks if _subject(row) == name]
-        subject = own[0]["subject"]
-        base = "dense INT8 network's" if subject["int8"] else "float network's"
-        batch = subject.get("batch", 1)
-        yield from ("", f"## {name}, at most {subject['bound']:g} of the {base} latency, batch {batch}", "")
+    for name in dict.fromkeys(map(_title, networks)):
+        own = [row for row in networks if _title(row) == name]
+        yield from ("", f"## {name}", "")
         yield (
             "| method | seeds | latency, of float (all loads) | of dense | top-1 % | float % | points to float | over "
             "uniform |"
@@ -53,31 +68,43 @@ def tables(rows: list[Row]) -> Iterable[str]:
         yield "|---|---|---|---|---|---|---|---|"
         for method in dict.fromkeys(row["method"] for row in own):
             some = [row for row in own if row["method"] == method]
-            times = [ratio for row in some if (ratio := _latency(rows, row)) is not None]
-            dense = [ratio for row in some if (ratio := _latency(rows, {**row, "method": "dense"})) is not None]
-            share = f"{statistics.mean(times):.3f}" if times else "not timed"
-            of_dense = f"{statistics.mean(times) / statistics.mean(dense):.3f}" if times and dense else ""
-            spread = _range(rows, some)
+            ratios = [ratio for row in some if (ratio := latency(times, row)) is not None]
+            dense = [ratio for row in some if (ratio := latency(times, {**row, "method": "dense"})) is not None]
+            share = f"{statistics.mean(ratios):.3f}" if ratios else "not timed"
+            of_dense = f"{statistics.mean(ratios) / statistics.mean(dense):.3f}" if ratios and dense else ""
             points = [row["top1"] - row["float_top1"] for row in some]
-            over = [gain for row in some if (gain := over_uniform(rows, own, row)) is not None]
-            cells = [method, len(some), share + spread, of_dense, _mean(r["top1"] for r in some)]
+            over = [gain for row in some if (gain := over_uniform(times, own, row)) is not None]
+            cells = [method, len(some), share + _range(times, some), of_dense, _mean(r["top1"] for r in some)]
             cells += [_mean(r["float_top1"] for r in some), interval(points), interval(over)]
             yield f"| {' | '.join(map(str, cells))} |"
 
 
-def over_uniform(rows: list[Row], networks: list[Row], row: Row) -> float | None:
+def over_uniform(times: list[Row], networks: list[Row], row: Row) -> float | None:
     """Points of a network over uniform widths of its latency, between two of them where there are two; None = none."""
-    uniform = [other for other in networks if other["method"].startswith(_REFERENCE) and _key(other) == _key(row)]
-    here = _latency(rows, row)
-    timed = sorted((t, other["top1"]) for other in uniform if (t := _latency(rows, other)) is not None)
-    if row["method"].startswith(_REFERENCE) or here is None or not timed:
+    uniform = [other for other in networks if other["method"].startswith(UNIFORM) and _key(other) == _key(row)]
+    here = latency(times, row)
+    timed = sorted((t, other["top1"]) for other in uniform if (t := latency(times, other)) is not None)
+    if row["method"].startswith(UNIFORM) or here is None or not timed:
         return None
     return float(row["top1"] - np.interp(here, [time for time, _ in timed], [top1 for _, top1 in timed]))
 
 
-def predictions(rows: list[Row]) -> Iterable[str]:
+def accuracies(found: list[Row], networks: list[Row]) -> Iterable[str]:
+    """Yield how well the error before fine-tuning ranks networks by their accuracy after it."""
+    errors = {_name(row): row["facts"]["distance"] for row in found if "facts" in row}
+    yield from ("", "## Does the error before fine-tuning say which network is better after it?", "")
+    yield "| network | networks made smaller | rank correlation of error and points lost |"
+    yield "|---|---|---|"
+    for key in dict.fromkeys(map(_key, networks)):
+        rows = [r for r in networks if _key(r) == key and r["method"] != "dense" and _name(r) in errors]
+        lost = rank_correlation([errors[_name(r)] for r in rows], [-r["top1"] for r in rows])
+        if len(rows) > 2:
+            yield f"| {_title(rows[0])}, seed {rows[0]['subject']['seed']} | {len(rows)} | {lost:.2f} |"
+
+
+def predictions(found: list[Row]) -> Iterable[str]:
     """Yield the table of what each search predicted and measured."""
-    searches = [row for row in rows if row["kind"] == "found" and "points" in row["facts"]]
+    searches = [row for row in found if "points" in row.get("facts", {})]
     if searches:
         yield from ("", "## Searches", "")
         yield (
@@ -88,18 +115,20 @@ def predictions(rows: list[Row]) -> Iterable[str]:
     for row in searches:
         facts = row["facts"]
         points, seen = [point for point in facts["points"] if point[0] != "float"], facts["candidates"]
-        cells = [f"{_subject(row)} {row['subject']['seed']} {row['method']}", f"{row['seconds']:.0f}", len(points)]
+        cells = [f"{_short(row)} {row['subject']['seed']} {row['method']}", f"{row['seconds']:.0f}", len(points)]
         cells += [f"{100 * seen['median_error']:.1f}", f"{seen['spearman']:.2f}"]
         cells += [f"{100 * facts['check']['median_error']:.1f} %, {facts['check']['spearman']:.2f}"]
         cells += [f"{facts['accuracy']['distance']:.2f}", facts["chosen"]]
         yield f"| {' | '.join(map(str, cells))} |"
 
 
-def failures(rows: list[Row]) -> Iterable[str]:
-    """Yield what failed or was late."""
-    for row in rows:
-        if row["kind"] == "failure":
-            yield f"- {row['subject']['network']} seed {row['subject']['seed']}, {row['method']}: {row['error'][:200]}"
+def failures(found: list[Row]) -> Iterable[str]:
+    """Yield which methods have no network within the bound, and why."""
+    failed = [row for row in found if "error" in row]
+    if failed:
+        yield from ("", "## No network", "")
+    for row in failed:
+        yield f"- {_short(row)} seed {row['subject']['seed']}, {row['method']}: {row['error'][:200]}"
 
 
 def interval(values: list[float]) -> str:
@@ -110,24 +139,20 @@ def interval(values: list[float]) -> str:
     return f"{statistics.mean(values):+.2f} ± {half:.2f}"
 
 
+def latency(times: list[Row], network: Row) -> float | None:
+    """Median ratio over the loads of a network; None if it was not timed."""
+    seen = [row["ratio"] for row in times if _name(row) == _name(network)]
+    return statistics.median(seen) if seen else None
+
+
 def _mean(values: Iterable[float]) -> str:
     return f"{statistics.mean(values):.2f}"
 
 
-def _latency(rows: list[Row], network: Row) -> float | None:
-    """Median ratio over the loads of a network at the end; None if it was not timed."""
-    seen = [
-        row["ratio"]
-        for row in rows
-        if row["kind"] == "latency" and _key(row) == _key(network) and row["method"] == network["method"]
-    ]
-    return statistics.median(seen) if seen else None
-
-
-def _range(rows: list[Row], networks: list[Row]) -> str:
+def _range(times: list[Row], networks: list[Row]) -> str:
     """Least and largest ratio over all loads."""
-    keys = {(_key(row), row["method"]) for row in networks}
-    seen = [row["ratio"] for row in rows if row["kind"] == "latency" and (_key(row), row["method"]) in keys]
+    names = {_name(row) for row in networks}
+    seen = [row["ratio"] for row in times if _name(row) in names]
     return f" ({min(seen):.3f} to {max(seen):.3f})" if len(seen) > 1 else ""
 
 
@@ -135,8 +160,19 @@ def _key(row: Row) -> str:
     return json.dumps(row["subject"], sort_keys=True)
 
 
-def _subject(row: Row) -> str:
+def _name(row: Row) -> str:
+    return f"{_key(row)} {row['method']}"
+
+
+def _short(row: Row) -> str:
     return f"{row['subject']['network']} on {row['subject']['data']}"
+
+
+def _title(row: Row) -> str:
+    subject = row["subject"]
+    base = "dense INT8 network's" if subject["int8"] else "float network's"
+    engine = _ENGINES[subject["engine"]]
+    return f"{_short(row)}, at most {subject['bound']:g} of the {base} latency, {engine}, batch {subject['batch']}"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from compress.training.spec import FinetuneSpec, TrainSpec
 
-_LARGER = 1.12
+UNIFORM = "uniform"
 CRITERIA = ("magnitude", "batchnorm", "taylor", "fisher", "reconstruction")
 
 
@@ -18,6 +18,7 @@ class Subject:
         network: a name of `analysis.common.cifar.NETWORKS`.
         data: `cifar10`, or `shapes` (32 pixels, 10 classes).
         seed: of its weights and of everything random afterwards.
+        engine: that everything is measured on.
         int8: the smaller networks are INT8, and the bound is a share of the dense INT8 network's time.
         bound: largest share of that time.
         batch: pictures of a timed run.
@@ -29,6 +30,7 @@ class Subject:
     network: str
     data: str = "cifar10"
     seed: int = 0
+    engine: str = "onnxruntime"
     int8: bool = False
     bound: float = 0.7
     batch: int = 1
@@ -60,28 +62,28 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A row of the study: one subject made smaller by one method.
+    """One subject made smaller by one method.
 
     Attributes:
         subject: that it begins with.
         method: of the README's table.
-        slack: share of the subject's bound that the network is to keep; uniform widths are made at two of them, so that
-            their accuracy is known at the latency of every other network in between.
     """
 
     subject: Subject
     method: str
-    slack: float = 1.0
 
     @property
-    def label(self) -> str:
-        """Such as `uniform` or `uniform x1.12`."""
-        return self.method if self.slack == 1 else f"{self.method} x{self.slack:g}"
+    def labels(self) -> tuple[str, ...]:
+        """One for each network; of uniform widths two, the largest within the bound and the next larger one.
+
+        So their accuracy is known at the latency of every other network in between.
+        """
+        return (self.method, f"{self.method} larger") if self.method == UNIFORM else (self.method,)
 
     @property
     def name(self) -> str:
-        """Such as `mobilenet_v2-cifar10-0 uniform x1.12`."""
-        return f"{self.subject.name} {self.label}"
+        """Such as `mobilenet_v2-cifar10-0 uniform`."""
+        return f"{self.subject.name} {self.method}"
 
 
 def parts(names: list[str]) -> list[Part]:
@@ -94,12 +96,7 @@ def parts(names: list[str]) -> list[Part]:
 
 
 def _parts(subject: Subject, *methods: str) -> tuple[Part, ...]:
-    found = []
-    for method in methods:
-        found.append(Part(subject=subject, method=method))
-        if method == "uniform":
-            found.append(Part(subject=subject, method=method, slack=_LARGER))
-    return tuple(found)
+    return tuple(Part(subject=subject, method=method) for method in methods)
 
 
 def _mobilenet(seed: int, data: str = "cifar10") -> Subject:
@@ -107,24 +104,19 @@ def _mobilenet(seed: int, data: str = "cifar10") -> Subject:
 
 
 _RESNET56 = Subject(
-    network="resnet56", int8=True, bound=0.56, batch=16, widths=(0.5,), pictures=64, lr=0.2, weight_decay=5e-4
+    network="resnet56", engine="openvino", int8=True, bound=0.6, widths=(0.5,), pictures=96, lr=0.2, weight_decay=5e-4
 )
-_PEERS = ("search", "uniform", "torch-pruning")
-_OURS = ("search", "uniform")
+_PEERS = ("search", "uniform", "torch-pruning-global")
+_SEEDS = (0, 1, 2)
 
 GROUPS: dict[str, tuple[Part, ...]] = {
-    "mobilenet": _parts(_mobilenet(0), *_PEERS, "torch-pruning-global", "dense"),
-    "floats": (Part(subject=_RESNET56, method="float"), *(Part(subject=_mobilenet(s), method="float") for s in (1, 2))),
-    "shapes-floats": tuple(Part(subject=_mobilenet(s, "shapes"), method="float") for s in (0, 1, 2)),
-    "resnet56": _parts(_RESNET56, "search", "dense"),
-    "resnet56-widths": _parts(_RESNET56, "uniform", "torch-pruning"),
-    "seed1": _parts(_mobilenet(1), *_OURS),
-    "seed2": _parts(_mobilenet(2), *_OURS),
-    "criteria": _parts(_mobilenet(0), "search-widths", *CRITERIA),
-    "shapes": tuple(part for seed in (0, 1, 2) for part in _parts(_mobilenet(seed, "shapes"), *_PEERS)),
+    "mobilenet": tuple(part for seed in _SEEDS for part in _parts(_mobilenet(seed), *_PEERS)),
+    "shapes": tuple(part for seed in _SEEDS for part in _parts(_mobilenet(seed, "shapes"), "search", "uniform")),
+    "resnet56": _parts(_RESNET56, *_PEERS, "dense"),
+    "criteria": _parts(_mobilenet(0), "search-widths", "torch-pruning", "dense", *CRITERIA),
     "quick": (
         *_parts(Subject(network="resnet8", bound=0.9), *_PEERS, "magnitude"),
-        *_parts(Subject(network="resnet8", seed=1, int8=True, bound=0.9), "search-widths", "dense"),
+        *_parts(Subject(network="resnet8", seed=1, int8=True, bound=0.95), "search-widths", "dense"),
     ),
 }
-"""Parts by the name of their group; `floats` only trains the float networks of `resnet56` and of two seeds."""
+"""Parts by the name of their group."""

@@ -1,8 +1,9 @@
 """Parts of the search study that need no GPU: families of networks, trainings in turn, processes, intervals."""
 
 import asyncio
+import json
 import math
-import os
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,10 +11,11 @@ import pytest
 import torch
 
 from analysis.low_bits.step import Images, Training
-from analysis.search_study.find import family_of, ranked
+from analysis.search_study.choice import Choice, Whole
+from analysis.search_study.files import read_states, write_states
+from analysis.search_study.methods import NoNetworkError, brackets, family_of, ranked
 from analysis.search_study.report import interval, over_uniform
 from analysis.search_study.train import Trainer
-from analysis.search_study.workers import Workers, physical_cores
 from compress.training.spec import TrainSpec
 from tests.search.nets import narrow
 
@@ -32,11 +34,52 @@ def pictures(count=64):
 def test_a_family_goes_from_the_whole_network_to_a_small_one(method):
     if method.startswith("torch-pruning"):
         pytest.importorskip("torch_pruning")
-    network = narrow().eval()
-    family = family_of(method, network, IMAGES)
-    sizes = [sum(p.numel() for p in family(share).parameters()) for share in (0.0, 0.5)]
-    assert sizes[1] < sizes[0] == sum(p.numel() for p in network.parameters())
-    torch.testing.assert_close(family(0.0)(IMAGES), network(IMAGES), rtol=1e-4, atol=1e-5)
+    whole = Whole(narrow(), IMAGES)
+    family = family_of(method, whole)
+    networks = [whole.make(Choice(**json.loads(json.dumps(asdict(family(share)))))) for share in (0.0, 0.5)]
+    sizes = [sum(p.numel() for p in network.parameters()) for network in networks]
+    assert sizes[1] < sizes[0] == sum(p.numel() for p in whole.network.parameters())
+    torch.testing.assert_close(networks[0](IMAGES), whole.network(IMAGES), rtol=1e-4, atol=1e-5)
+
+
+def test_channels_that_stay_are_those_of_the_choice():
+    """Of one channel's worth of weight: the choice names it, and another process finds it without the scores."""
+    whole = Whole(narrow(), IMAGES)
+    name, group = next(iter(whole.structure.groups.items()))
+    scores = {name: torch.arange(len(group.classes)).float()}
+    choice = whole.choice({f"width {name}": "3"}, scores)
+    assert choice.kept == {name: [len(group.classes) - 3, len(group.classes) - 2, len(group.classes) - 1]}
+    small, weight = whole.make(choice), f"{name}.weight"
+    torch.testing.assert_close(small.state_dict()[weight], whole.network.state_dict()[weight][-3:])
+
+
+@pytest.mark.parametrize("bound", [0.9, 0.6, 0.31])
+def test_the_largest_network_within_a_bound_and_the_next_are_found(bound):
+    """Times fall in steps, as those of widths in multiples of eight do."""
+    asked = []
+
+    def time(share):
+        asked.append(share)
+        return 1 - math.floor(share * 20) / 20 * 0.8
+
+    known = {0.0: 1.0}
+    within, above = brackets(time, known, bound)
+    assert known[within] <= bound < known[above]
+    assert known[above] - known[within] <= 0.2
+    assert len(asked) <= 7
+    with pytest.raises(NoNetworkError, match="the smallest takes 0.280"):
+        brackets(time, {0.0: 1.0}, 0.2)
+
+
+def test_weights_of_several_networks_come_back_as_they_were_to_half_precision(tmp_path):
+    states = {f"a network {i}": {"w": torch.randn(64, 64), "running_var": torch.rand(64) * 1e-7} for i in range(3)}
+    write_states(tmp_path, states, file_bytes=10_000)
+    assert len(list(tmp_path.iterdir())) == 3
+    back = dict(read_states(tmp_path))
+    assert list(back) == list(states)
+    for name, state in states.items():
+        torch.testing.assert_close(back[name]["w"], state["w"].half().float(), rtol=0, atol=0)
+        torch.testing.assert_close(back[name]["running_var"], state["running_var"], rtol=0, atol=0)
 
 
 def test_ranks_are_over_the_mean_of_a_group():
@@ -59,49 +102,20 @@ def test_trainings_in_turn_are_the_trainings_alone():
         for seed in (1, 2, 3):
             torch.manual_seed(seed)
             models.append(narrow())
-        await asyncio.gather(
-            *(trainer.train(model, None, images, spec, seed=s, background=s == 3) for s, model in enumerate(models, 1))
-        )
+        await asyncio.gather(*(trainer.train(model, None, images, spec, seed=s) for s, model in enumerate(models, 1)))
         return models
 
     for one, other in zip(map(alone, (1, 2, 3)), asyncio.run(together()), strict=True):
         torch.testing.assert_close(one(IMAGES), other(IMAGES))
 
 
-def test_workers_answer_and_say_what_fails():
-    order = []
-
-    async def calls():
-        workers = Workers(1)
-
-        async def named(name, soon):
-            await workers.call(math.sqrt, 4.0, soon=soon)
-            order.append(name)
-
-        try:
-            assert await workers.call(math.gcd, 12, 18) == 6
-            await asyncio.gather(named("first", False), named("waits", False), named("before it", True))
-            with pytest.raises(ValueError, match="math domain"):
-                await workers.call(math.log, -1.0)
-        finally:
-            workers.close()
-
-    before = os.sched_getaffinity(0)
-    try:
-        asyncio.run(calls())
-    finally:
-        os.sched_setaffinity(0, before)
-    assert set().union(*physical_cores()) == before
-    assert order == ["first", "before it", "waits"]
-
-
 def test_points_over_uniform_are_those_at_the_same_latency():
     networks = [
-        {"kind": "network", "subject": {"seed": 0}, "method": name, "top1": top1}
+        {"subject": {"seed": 0}, "method": name, "top1": top1}
         for name, top1 in (("uniform", 80.0), ("uniform x1.12", 84.0), ("search", 83.5))
     ]
     times = {"uniform": 0.6, "uniform x1.12": 0.8, "search": 0.65}
-    rows = [{**row, "kind": "latency", "ratio": times[row["method"]]} for row in networks]
+    rows = [{**row, "ratio": times[row["method"]]} for row in networks]
     assert over_uniform(rows, networks, networks[2]) == pytest.approx(83.5 - 81.0)  # a quarter of the way to 84
     assert over_uniform(rows, networks, networks[0]) is None
     assert over_uniform(rows[:2], networks, networks[2]) is None  # it was not timed

@@ -1,0 +1,109 @@
+"""The stages `judge` and `time`: fine-tuned networks are exported, and the files are judged and timed on the engine."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import compress
+from analysis.common.study import Row, read_rows
+from analysis.search_study import data
+from analysis.search_study.choice import Whole
+from analysis.search_study.files import (
+    JUDGED,
+    TIMES,
+    append,
+    float_network,
+    found_rows,
+    name_of,
+    network_of,
+    read_states,
+    subject_of,
+)
+from analysis.search_study.find import side_by_side
+from analysis.search_study.methods import THREADS, exported, timed
+from analysis.search_study.subjects import Subject, parts
+from compress.search.lab import time_ratio
+
+
+def judge_all(o: Namespace) -> None:
+    """Export every fine-tuned network and measure its accuracy on the engine; those that have a row are left out."""
+    folder, rows = Path(o.folder), o.out / JUDGED
+    folder.mkdir(parents=True, exist_ok=True)
+    done = {name_of(row) for row in read_rows(rows) if file_of(row, folder).is_file()}
+    states = {name: state for name, state in read_states(o.weights) if name not in done}
+    wanted = [row for row in found_rows(o.out) if name_of(row) in states and _wanted(row, o)]
+    files = {name: data.files(name, o, folder) for name in dict.fromkeys(row["subject"]["data"] for row in wanted)}
+    begun = time.perf_counter()
+    with side_by_side(o.processes) as each:
+        work = [(row, states[name_of(row)], files[row["subject"]["data"]]) for row in wanted]
+        for row in each(partial(_judged, floats=o.floats, folder=folder), work):
+            append(rows, row)
+            print(f"{time.perf_counter() - begun:6.1f} {name_of(row)}: {row['top1']:.2f} %", flush=True)
+
+
+def file_of(row: Row, folder: Path) -> Path:
+    """The exported file of a row."""
+    return folder / f"{name_of(row).replace(' ', '-')}.onnx"
+
+
+def _judged(work: tuple[Row, Mapping[str, Tensor], data.Files], floats: Path, folder: Path) -> Row:
+    row, state, files = work
+    subject = subject_of(row)
+    images = torch.from_numpy(np.load(files.calibration))
+    network = network_of(row, Whole(float_network(subject, floats), images))
+    network.load_state_dict(state)
+    path = exported(network, images, file_of(row, folder), subject)
+    parameters = sum(p.numel() for p in network.parameters())
+    return {
+        "subject": row["subject"],
+        "method": row["method"],
+        "top1": top1(path, subject, files),
+        "parameters": parameters,
+    }
+
+
+def top1(path: Path, subject: Subject, files: data.Files) -> float:
+    """Percent of the test pictures whose class the engine finds."""
+    images, targets = np.load(files.images, mmap_mode="r"), np.load(files.targets)
+    size, hits = subject.batch, 0
+    with compress.build_engine(path, subject.engine, batch_size=size, threads=THREADS) as engine:
+        name, output = engine.inputs[0].name, engine.outputs[0].name
+        for at in range(0, len(images), size):
+            part = images[at : at + size]
+            full = np.ascontiguousarray(np.concatenate([part, np.zeros((size - len(part), *part.shape[1:]), "f4")]))
+            logits = engine.run({name: full})[output][: len(part)]
+            hits += int((logits.argmax(1) == targets[at : at + size]).sum())
+    return 100 * hits / len(targets)
+
+
+def time_all(o: Namespace) -> None:
+    """Time the files of each subject in turn with its float network, several times; nothing else may run."""
+    folder, judged = Path(o.folder), [row for row in read_rows(o.out / JUDGED) if _wanted(row, o)]
+    by_subject: dict[Subject, dict[str, Path]] = {}
+    for row in judged:
+        if file_of(row, folder).is_file():
+            by_subject.setdefault(subject_of(row), {})[row["method"]] = file_of(row, folder)
+    for subject, paths in by_subject.items():
+        images = torch.from_numpy(np.load(data.files(subject.data, o, folder).calibration))
+        network = float_network(subject, o.floats)
+        plain = exported(network, images, folder / f"{subject.name}-float.onnx", subject, int8=False)
+        for turn in range(o.repeats):
+            latencies = timed({"float": plain, **paths}, subject, o.timing_s)
+            for method, measured in latencies.items():
+                ratio = time_ratio(measured, latencies["float"])
+                about = {"subject": asdict(subject), "method": method, "turn": turn}
+                append(o.out / TIMES, {**about, "ms": measured.p50_ms, "ratio": ratio})
+        print(f"{subject.name}: {len(paths)} files", flush=True)
+
+
+def _wanted(row: Row, o: Namespace) -> bool:
+    return name_of(row) in {f"{part.subject.name} {label}" for part in parts(o.groups) for label in part.labels}
