@@ -44,8 +44,8 @@ NAME = "cuda"
 OPTIONS = {
     "device": "GPU, such as cuda or cuda:1; or cpu: exact integer arithmetic by torch, slow, to compare with",
     "tune": "no: take the guessed kernel of every layer and measure nothing; yes by default",
-    "floats": "yes, by default: layers whose results are values are computed in fp16 where that is faster; no: never; "
-    "network: the whole network too, compiled by torch, where its integers are slower (not yet run on a GPU)",
+    "floats": "yes, by default: layers whose results are values are computed in fp16 where that is faster, and the whole "
+    "network where its integers are slower (torch compiles it, which takes a minute); layers: these alone; no: never",
     "overlap": "yes: small launches begin before their predecessor ends, where that is faster and gives the same "
     "results to the bit (from Hopper on); no by default: ResNet-50 at batch 1 was slower with it on an H100",
     "plan": "plan file with the measured choices; by default MODEL.GPU.plan.json beside the model",
@@ -155,9 +155,9 @@ class CudaEngine(Engine):
             )
         self._path, self._device, self._dtype = path, device, PRECISIONS[precision]
         self._jobs = _number("jobs", build.options.get("jobs", str(os.cpu_count() or 1)))
-        floats = _one_of("floats", build.options.get("floats", "yes"), ("yes", "no", "network"))
+        floats = _one_of("floats", build.options.get("floats", "yes"), ("yes", "layers", "no"))
         overlaps = _yes("overlap", build.options.get("overlap", "no"))
-        self._float_network = floats == "network"
+        self._float_network = floats == "yes"
         self._candidates, self._overlap = _candidates(device, floats=floats != "no", overlaps=overlaps)
         self._programs: dict[tuple[tuple[int, ...], ...], Program] = {}
         self._last: tuple[Program, dict[str, Tensor]] | None = None
@@ -216,7 +216,7 @@ class CudaEngine(Engine):
         if program.floats:
             raise EngineError(
                 f"{self.info.label}: the network runs in floating point, and torch's compiler has joined its layers; "
-                "load it with floats='yes' to time those of integers"
+                "load it with floats='layers' to time those of integers"
             )
         return dict(zip((step.name for step in program.layout.steps), program.step_ms(inputs), strict=True))
 

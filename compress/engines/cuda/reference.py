@@ -164,7 +164,9 @@ def _attention(step: Attention, tensors: Tensors) -> Results:
     q, k, v = (real(source, tensors) for source in (step.x, step.k, step.v))
     scores = (q @ k) * step.scale
     if step.mask is not None:
-        scores = scores + step.mask.double().to(q.device)
+        mask = step.mask.double().to(q.device)
+        repeats = len(scores) // len(mask) if mask.dim() == scores.dim() and len(mask) > 1 else 1
+        scores = scores + mask.repeat(repeats, *[1] * (mask.dim() - 1))
     probabilities = quantized(torch.softmax(scores, -1), step.probabilities, -1).double()
     return written(probabilities * step.probabilities.scale[0] @ v, step.out, -1)
 

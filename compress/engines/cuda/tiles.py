@@ -8,6 +8,9 @@ from compress.kernels.triton.int8_product import Tile
 
 _PROGRAMS = 132  # multiprocessors of the GPUs that the guesses were made for
 _MOST_SPLITS = 32
+_MOST_STAGES = 8
+_FEW = 4 * _PROGRAMS
+"""Small tiles up to which a GPU has too few programs to hide the time of a load."""
 _SHALLOW = 256
 """Input channels up to which a persistent program holds all of a tile."""
 _MOST_TILES = 12
@@ -34,7 +37,8 @@ def product_tiles(rows: int, channels: int, columns: int, taps: int, groups: int
             found += _variants(high, wide, deep)
     found = [_with_splits(tile, rows, channels, columns, taps, groups) for tile in found]
     ordered = sorted(dict.fromkeys(found), key=lambda tile: _cost(tile, rows, channels, columns, taps, groups))
-    return ordered[:_MOST_TILES]
+    ahead = _ahead_tiles(rows, channels, columns, taps, groups, deep)
+    return list(dict.fromkeys([*ordered[: _MOST_TILES - 2 * len(ahead) // 3], *ahead]))
 
 
 def _variants(high: int, wide: int, deep: int) -> list[Tile]:
@@ -45,6 +49,23 @@ def _variants(high: int, wide: int, deep: int) -> list[Tile]:
         found.append(Tile(high, wide, 64, 4, warps, min(wide, 64)))
     if high * wide == 128 * 64:
         found.append(Tile(high, wide, deep, 4, 8, 64))
+    return found
+
+
+def _ahead_tiles(rows: int, channels: int, columns: int, taps: int, groups: int, deep: int) -> list[Tile]:
+    """Tiles for so few programs that the time of a load decides (batch 1): nearly all of their loads are under way.
+
+    Joining the sums of several programs takes two accesses to memory one after the other; with more loads under way
+    fewer programs share a sum.
+    """
+    if rows * columns * groups > _FEW * 32 * 32:
+        return []
+    steps, found = taps * -(-channels // deep), []
+    for high, wide in ((16, 32), (32, 32), (16, 64)):
+        tile = _with_splits(Tile(high, wide, deep, part=wide), rows, channels, columns, taps, groups)
+        for splits in dict.fromkeys((max(1, tile.splits // 2), tile.splits)):
+            stages = min(_MOST_STAGES, -(-steps // splits))
+            found += [tile._replace(stages=stages, splits=splits)] if stages > 3 else []
     return found
 
 

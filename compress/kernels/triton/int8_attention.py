@@ -44,7 +44,8 @@ def attention(
         q: codes (B, H, L, D).
         k: codes (B, H, D, S).
         v: codes (B, H, S, E).
-        mask: float32 (B, H, L, S), strides of 0 where it broadcasts; added to the scores. None = none.
+        mask: float32 (M, H, L, S), strides of 0 where it broadcasts; added to the scores. M is B, or divides it: then it
+            repeats. None = none.
         factor: of a product of codes, in the scores.
         probability: scale of the probabilities' grid.
         limits: lowest and highest integer of that grid.
@@ -60,7 +61,7 @@ def attention(
     steps = [(0, 0, 0, 0) if t is None else t.stride() for t in (q, k, v, mask, codes, value)]
     _attention_kernel[(triton.cdiv(length, queries), batch * heads)](
         q, k, v, mask, finish.vectors, Outputs(None, codes, value), finish.numbers, heads, length, size, depth, width,
-        *steps, factor * _LOG2_E, _LOG2_E, 1.0 / probability, float(limits[0]), float(limits[1]), finish.kind,
+        batch if mask is None else mask.shape[0], *steps, factor * _LOG2_E, _LOG2_E, 1.0 / probability, float(limits[0]), float(limits[1]), finish.kind,
         queries, keys, max(16, triton.next_power_of_2(depth)), max(16, triton.next_power_of_2(width)),
         size <= keys, num_warps=warps,
     )  # fmt: skip
@@ -115,7 +116,7 @@ def _in_two_passes(
 @triton.jit
 def _attention_kernel(
     q_ptr, k_ptr, v_ptr, mask_ptr, vectors, outputs, numbers, heads, length, size, depth, width,
-    q_step, k_step, v_step, mask_step, codes_step, value_step, score, mask_score, to_probability, p_low, p_high,
+    masks, q_step, k_step, v_step, mask_step, codes_step, value_step, score, mask_score, to_probability, p_low, p_high,
     KIND: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +134,7 @@ def _attention_kernel(
     rows_ptr = mask_ptr
     if mask_ptr is not None:
         last = tl.minimum(query, length - 1)
-        rows_ptr = mask_ptr + image * mask_step[0] + head * mask_step[1] + last[:, None] * mask_step[2]
+        rows_ptr = mask_ptr + (image % masks) * mask_step[0] + head * mask_step[1] + last[:, None] * mask_step[2]
     column = tl.arange(0, WIDTH)
     inside = column < width
     if WHOLE:

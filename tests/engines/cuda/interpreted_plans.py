@@ -25,7 +25,7 @@ from compress.kernels.triton.int8_deep import deep
 from compress.kernels.triton.int8_epilogue import Function, OutputGrid, Outputs, Residual, finish_of
 from compress.kernels.triton.int8_pointwise import PointwiseTile, pointwise
 from compress.kernels.triton.int8_product import Tile, pack_weight
-from tests.engines.cuda.qdq import Builder, convnext
+from tests.engines.cuda.qdq import Builder, convnext, windows
 from tests.engines.cuda.test_plan import networks
 
 ACTIVATIONS = {
@@ -103,6 +103,11 @@ def transformer(b, depth=12):
     return b.linear(b.quantize(b.op("LayerNormalization", y, *norm, axis=-1)), 5)
 
 
+def shifted_windows(b):
+    """Attention within windows, whose biases and masks are added one after the other."""
+    return windows(b, b.quantize("input"), (*b.shape[:3], 2, 12))
+
+
 CASES = {
     "activations": (activations, (2, 7, 3, 1), {}),
     "residuals of int8": (residuals, (1, 33, 5, 6), {}),
@@ -112,6 +117,7 @@ CASES = {
     "small stem": (small_stem, (2, 3, 6, 5), {"unsigned": True}),
     "transformer": (transformer, (2, 9, 20), {}),
     "wide heads": (partial(transformer, depth=33), (1, 5, 20), {}),
+    "shifted windows": (shifted_windows, (2, 3, 5, 20), {}),
     "convnext": (convnext, (1, 20, 3, 5), {}),
 }
 

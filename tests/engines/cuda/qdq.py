@@ -134,6 +134,28 @@ def convnext(b):
     return x
 
 
+def windows(b, x, sizes):
+    """Attention of x to itself in windows, as Swin's shifted ones: a bias of heads and pixels, a mask of windows.
+
+    Args:
+        b: builder.
+        x: (images, windows, pixels, channels), quantized.
+        sizes: images, windows, pixels, heads, depth.
+    """
+    images, count, pixels, heads, depth = sizes
+    shape = b.constant(np.array([-1, pixels, heads, depth]))
+    turns = ([0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3])
+    parts = (b.op("Reshape", b.linear(x, heads * depth), shape) for _ in turns)
+    q, k, v = (b.quantize(b.op("Transpose", y, perm=turn)) for y, turn in zip(parts, turns, strict=True))
+    scores = b.op("Mul", b.op("MatMul", q, k), b.constant(np.float32(depth**-0.5)))
+    bias = b.rng.standard_normal((1, heads, pixels, pixels)).astype(np.float32)
+    mask = np.where(b.rng.random((1, count, 1, pixels, pixels)) < 0.3, -100, 0).astype(np.float32)
+    apart, joined = (b.constant(np.array(s)) for s in ([-1, count, heads, pixels, pixels], [-1, heads, pixels, pixels]))
+    scores = b.op("Reshape", b.op("Add", scores, b.constant(bias)), apart)
+    scores = b.op("Reshape", b.op("Add", scores, b.constant(mask)), joined)
+    return b.quantize(b.op("MatMul", b.quantize(b.op("Softmax", scores, axis=-1), clip=1.0), v))
+
+
 def session(model):
     """ONNX Runtime without its optimizations, which replace Q/DQ patterns by integer operators of its own."""
     options = onnxruntime.SessionOptions()

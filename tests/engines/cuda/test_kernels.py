@@ -23,6 +23,7 @@ CASES = (
     "small stem",
     "transformer",
     "wide heads",
+    "shifted windows",
     "convnext",
 )
 

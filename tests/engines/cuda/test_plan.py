@@ -11,9 +11,9 @@ from onnx import helper, numpy_helper
 from compress.engines.cuda.plan.activation import RELU
 from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
-from compress.engines.cuda.plan.steps import Convolution, LayerNorm, Linear
+from compress.engines.cuda.plan.steps import Attention, Convolution, LayerNorm, Linear
 from compress.errors import EngineError
-from tests.engines.cuda.qdq import Builder, convnext
+from tests.engines.cuda.qdq import Builder, convnext, windows
 from tests.engines.cuda.running import compare_steps, kinds, run
 
 
@@ -153,6 +153,17 @@ def test_attention_is_one_step_and_query_key_and_value_one_product(tmp_path):
     path = b.save(tmp_path / "m.onnx", y)
     steps = [kind for kind in kinds(path) if kind != "Move Reshape"]
     assert steps == ["Elementwise", "Linear", "Attention", "Linear", "LayerNorm", "Linear"]
+    check(path, b.x, share=3e-3)
+
+
+def test_attention_of_shifted_windows_is_one_step(tmp_path):
+    """A bias for each head, then a mask for each window, for which windows and images are apart for a moment."""
+    b = Builder((2, 4, 5, 16))
+    path = b.save(tmp_path / "m.onnx", windows(b, b.quantize("input"), (2, 4, 5, 2, 8)))
+    steps = [kind for kind in kinds(path) if kind != "Move Reshape"]
+    assert steps == ["Elementwise", "Linear", "Linear", "Linear", "Attention", "Elementwise"]
+    (step,) = [step for step in lay_out(make_plan(path, batch_size=2)).steps if isinstance(step, Attention)]
+    assert step.mask.shape == (4, 2, 5, 5)
     check(path, b.x, share=3e-3)
 
 

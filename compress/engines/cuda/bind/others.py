@@ -13,6 +13,7 @@ from compress.engines.cuda.bind.common import (
     Bindings,
     Results,
     channels_last,
+    in_words,
     output_grid,
     pixel_rows,
     plain_finish,
@@ -176,16 +177,16 @@ def bind_attention(step: Attention, layout: Layout, bindings: Bindings) -> list[
         x = x[(None,) * max(0, 4 - x.dim())]
         return x if x.dim() == 4 else x.flatten(0, x.dim() - 4)
 
-    mask = None if step.mask is None else step.mask.to(bindings.device)
     lengths = layout.plan.tensors[step.x.name].shape[:-1] + layout.plan.tensors[step.k.name].shape[-1:]
+    mask = None if step.mask is None else bindings.keep((step.name, "mask"), lambda: _mask(step, lengths, bindings))
 
     def candidate(queries: int, keys: int, warps: int) -> Candidate:
         def run(tensors: Tensors) -> None:
             q, k, v = (heads(tensors[source.name]) for source in (step.x, step.k, step.v))
             codes, value = (heads(tensors[n]) if n else None for n in (step.out.codes, step.out.value))
             attention(
-                q, k, v, None if mask is None else heads(mask.expand(lengths)), scores, p.scale[0], (p.low, p.high),
-                finish, codes, value, queries=queries, keys=keys, warps=warps,
+                q, k, v, None if mask is None else heads(mask), scores, p.scale[0], (p.low, p.high), finish, codes,
+                value, queries=queries, keys=keys, warps=warps,
             )  # fmt: skip
 
         return Candidate(f"triton attention {queries}x{keys} w{warps}", run)
@@ -197,6 +198,13 @@ def bind_attention(step: Attention, layout: Layout, bindings: Bindings) -> list[
     return [candidate(*sizes) for sizes in found]
 
 
+def _mask(step: Attention, lengths: tuple[int, ...], bindings: Bindings) -> Tensor:
+    """The mask on the device, of the scores' shape but for a first axis that repeats."""
+    mask = cast(Tensor, step.mask).to(bindings.device)
+    repeats = mask.dim() == len(lengths) and 1 < len(mask) < lengths[0]
+    return mask.expand((len(mask), *lengths[1:]) if repeats else lengths)
+
+
 def bind_copy(step: Copy, layout: Layout, bindings: Bindings) -> list[Candidate]:
     """Candidates of a copy."""
     constant = step.source.to(bindings.device) if isinstance(step.source, Tensor) else None
@@ -204,7 +212,9 @@ def bind_copy(step: Copy, layout: Layout, bindings: Bindings) -> list[Candidate]
     def run(tensors: Tensors) -> None:
         if step.fill is not None:
             tensors[step.whole].fill_(step.fill)
-        tensors[step.target].copy_(tensors[cast(str, step.source)] if constant is None else constant)
+        source = tensors[cast(str, step.source)] if constant is None else constant
+        target, source = in_words(tensors[step.target], source)
+        target.copy_(source)
 
     return [Candidate("torch copy", run)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from compress.engines.cuda.plan.graph import Node
@@ -14,27 +16,70 @@ def match_attention(view: View, node: Node) -> tuple[Attention, int] | None:
     if node.op != "MatMul":
         return None
     q, k = _symmetric(view, node.inputs[0]), _symmetric(view, node.inputs[1])
-    if q is None or k is None:
+    scores = _Scores([node], 1.0, None) if q is not None and k is not None else None
+    while scores is not None:
+        reader = view.only_consumer(scores.nodes[-1].outputs[0])
+        if reader is not None and reader.op == "Softmax":
+            same = view.shape(reader.outputs[0]) == view.shape(node.outputs[0])
+            nodes = [*scores.nodes, reader]
+            return _from_softmax(view, q, k, nodes, scores.scale, scores.mask) if q and k and same else None
+        scores = None if reader is None else _followed(view, scores, reader)
+    return None
+
+
+class _Scores(NamedTuple):
+    """What is known of the scores after some nodes.
+
+    Attributes:
+        nodes: from the product of queries and keys on.
+        scale: factor so far.
+        mask: sum of the constants so far, of as many axes as the scores; None = none.
+    """
+
+    nodes: list[Node]
+    scale: float
+    mask: Tensor | None
+
+
+def _followed(view: View, scores: _Scores, node: Node) -> _Scores | None:
+    """The scores after one more node: a factor, a constant that is added, windows apart from images, or joined."""
+    current, nodes, mask = scores.nodes[-1].outputs[0], [*scores.nodes, node], scores.mask
+    before, after = view.shape(current), view.shape(node.outputs[0])
+    if node.op == "Reshape" and node.inputs[0] == current:
+        if mask is None:
+            return scores._replace(nodes=nodes) if before[-2:] == after[-2:] else None
+        mask = _regrouped(mask, before, after)
+        return None if mask is None else scores._replace(nodes=nodes, mask=mask)
+    if node.op not in {"Mul", "Div", "Add"} or before != after:
         return None
-    nodes, scale, mask, current = [node], 1.0, None, node.outputs[0]
-    reader = view.only_consumer(current)
-    while reader is not None and reader.op in {"Mul", "Div", "Add"}:
-        constant = view.graph.constants.get(reader.inputs[1 - reader.inputs.index(current)])
-        number = number_of(constant)
-        if reader.op == "Add":
-            if constant is None or mask is not None:
-                return None
-            mask = constant.float()
-        elif number is None or mask is not None or (reader.op == "Div" and reader.inputs[1] == current):
-            return None
-        else:
-            scale *= number if reader.op == "Mul" else 1 / number
-        nodes.append(reader)
-        current = reader.outputs[0]
-        reader = view.only_consumer(current)
-    if reader is None or reader.op != "Softmax":
+    constant = view.graph.constants.get(node.inputs[1 - node.inputs.index(current)])
+    number = number_of(constant)
+    if node.op == "Add":
+        mask = None if constant is None else _added(mask, constant.float(), len(before))
+        return None if mask is None else scores._replace(nodes=nodes, mask=mask)
+    if number is None or mask is not None or (node.op == "Div" and node.inputs[1] == current):
         return None
-    return _from_softmax(view, q, k, [*nodes, reader], scale, mask)
+    return scores._replace(nodes=nodes, scale=scores.scale * (number if node.op == "Mul" else 1 / number))
+
+
+def _added(mask: Tensor | None, constant: Tensor, rank: int) -> Tensor | None:
+    """The sum of a mask and a constant that broadcasts, of `rank` axes; None if they repeat in different ways."""
+    constant = constant.reshape([1] * (rank - constant.dim()) + list(constant.shape))
+    if mask is None:
+        return constant
+    return mask + constant if len({len(mask), len(constant)} - {1}) < 2 else None
+
+
+def _regrouped(mask: Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> Tensor | None:
+    """A mask after a reshape that splits the first axis (windows) into (images, windows), or joins these again.
+
+    The first axis of the mask is 1, all windows, or a number that divides them: then it repeats.
+    """
+    if len(after) == len(before) + 1 and after[2:] == before[1:]:
+        return mask[None] if len(mask) in (1, after[1]) else None
+    if len(after) == len(before) - 1 == 4 and before[2:] == after[1:]:
+        return mask[0] if len(mask) == 1 else None
+    return None
 
 
 def _from_softmax(

@@ -21,6 +21,7 @@ from torch import Tensor
 from compress.engines.arrays import shape_text
 from compress.engines.base import TensorInfo
 from compress.engines.cuda.onnx_ops import apply
+from compress.engines.cuda.onnx_ops.shapes import pads_of
 from compress.engines.onnx_file import OnnxFile, read_onnx
 from compress.errors import EngineError
 
@@ -282,8 +283,15 @@ def _infer(nodes: Sequence[Node], values: dict[str, Tensor], path: Path | str) -
             raise EngineError(f"{path}: {node.name} ({node.op}) cannot be run on the given shapes: {error}") from error
         values.update(zip(node.outputs, results, strict=False))
         if any(value.is_meta for value in results):
-            kept.append(node)
+            kept.append(replace(node, op="Identity", inputs=node.inputs[:1]) if _pads_nothing(node, inputs) else node)
     return kept
+
+
+def _pads_nothing(node: Node, inputs: Sequence[Tensor | None]) -> bool:
+    """True for a Pad of no pixels, as exporters write it where a size happens to fit (Swin's merging of patches)."""
+    if node.op != "Pad" or inputs[0] is None:
+        return False
+    return all(pair == (0, 0) for pair in pads_of(node.attributes, inputs, inputs[0].dim()))
 
 
 def _checked(node: Node, values: Mapping[str, Tensor], path: Path | str) -> tuple[str, ...]:

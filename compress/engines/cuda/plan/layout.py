@@ -289,7 +289,8 @@ class _Layouter:
                 rank = len(self.plan.tensors[name].shape)
                 first = self.places[step.reads[0]]
                 order = sorted(range(rank), key=lambda a: (-first.strides[a], a))
-                self.places[name] = self._dense(name, [0, 2, 3, 1] if rank == 4 and axis == 1 else order)
+                image = rank == 4 and axis == 1 and self._feeds_image(name)
+                self.places[name] = self._dense(name, list(_CHANNELS_LAST) if image else order)
         whole, start = self.places[name], 0
         for part in cast("tuple[str | Tensor, ...]", step.inputs):
             size = part.shape[axis] if isinstance(part, Tensor) else self.plan.tensors[part].shape[axis]

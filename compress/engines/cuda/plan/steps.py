@@ -254,7 +254,8 @@ class Attention(Computed):
         x: queries (..., L, D); the zero of their grid is 0.
         k, v: keys (..., S, D) and values (..., S, E); the zeros of their grids are 0.
         scale: factor of the scores.
-        mask: constant that is added to the scores, float32, broadcasts; None = none.
+        mask: constant that is added to the scores, float32, of as many axes, broadcasts; its first axis may also be a
+            divisor of theirs: then it repeats (the windows of one image, for all images). None = none.
         probabilities: grid of the softmax's result.
     """
 
