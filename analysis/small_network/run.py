@@ -1,8 +1,9 @@
 """A small network on a GPU: how fast it trains, and its top-1 on the engine `cuda` in float, PTQ, QAT and 2:4 + INT8.
 
     python -m analysis.small_network.run --data CIFAR --weights resnet20.safetensors
+    python -m analysis.small_network.run --shapes --parts accuracies
 
-ResNet-20 on CIFAR-10. Writes small_network.json after every row, and prints the rows.
+ResNet-20 on CIFAR-10, or trained here on `shapes`. Writes small_network.json after every row, and prints the rows.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ class Study:
     """Data, weights and the rows so far."""
 
     def __init__(self, arguments: Any) -> None:
-        name = "cifar10" if arguments.data else "digits"
-        spec = DataSpec(name=name, root=arguments.data, image_size=32, batch_size=BATCH, train_images=arguments.images)
+        name = "shapes" if arguments.shapes else "cifar10" if arguments.data else "digits"
+        spec = DataSpec(
+            name=name, root=arguments.data, image_size=32, batch_size=BATCH, train_images=arguments.images,
+            **({"num_classes": 10, "val_images": arguments.evaluated} if arguments.shapes else {}),
+        )  # fmt: skip
         self.data: DataSet = load_data(spec)
         self.weights = load_file(arguments.weights) if arguments.weights else None
         self.out, self.engine_options, self.images = arguments.out, dict(arguments.engine), arguments.images
@@ -49,6 +53,19 @@ class Study:
         if self.weights is not None:
             model.load_state_dict(self.weights)
         return model
+
+    def train(self, epochs: int) -> None:
+        """Train the weights that every part begins with."""
+        model = self.network()
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        precision = "bf16" if device == "cuda" else "fp32"
+        spec = TrainSpec(
+            epochs=epochs, lr=0.2, weight_decay=5e-4, precision=precision, cuda_graphs=True, evaluate_every=epochs
+        )
+        start = time.monotonic()
+        report = fit(model, self.data, spec, batch_size=BATCH, folder=None, device=device)
+        self.weights = {name: value.cpu() for name, value in model.state_dict().items()}
+        self.add({"trained": epochs, "top1": report.history[-1].val_top1, "s": round(time.monotonic() - start, 1)})
 
     def pictures(self, count: int) -> torch.Tensor:
         """Training pictures without augmentation, on the CPU."""
@@ -72,11 +89,16 @@ def main() -> None:
     parser.add_argument("--data", help="folder of CIFAR-10; the digits of scikit-learn without it")
     parser.add_argument("--weights", type=Path, help="trained float weights of ResNet-20")
     parser.add_argument("--images", type=int, help="training images at most")
+    parser.add_argument("--shapes", action="store_true", help="draw `shapes` (10 classes), and train on them first")
+    parser.add_argument("--epochs", type=int, default=20, help="of that training")
+    parser.add_argument("--evaluated", type=int, default=10_000, help="pictures of `shapes` that are evaluated")
     parser.add_argument("--parts", nargs="+", default=list(_PARTS), choices=list(_PARTS))
     parser.add_argument("--engine", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="its options")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     study = Study(arguments)
+    if arguments.shapes:
+        study.train(arguments.epochs)
     for part in arguments.parts:
         try:
             _PARTS[part](study)
