@@ -44,8 +44,8 @@ NAME = "cuda"
 OPTIONS = {
     "device": "GPU, such as cuda or cuda:1; or cpu: exact integer arithmetic by torch, slow, to compare with",
     "tune": "no: take the guessed kernel of every layer and measure nothing; yes by default",
-    "floats": "yes, by default: layers whose results are values are computed in fp16 where that is faster, and the whole "
-    "network where its integers are slower (torch compiles it, which takes a minute); layers: these alone; no: never",
+    "floats": "yes, by default: layers whose results are values are computed in fp16 where that is faster, and the "
+    "whole network where its integers are slower (torch compiles it, for a minute); layers: these alone; no: never",
     "overlap": "yes: small launches begin before their predecessor ends, where that is faster and gives the same "
     "results to the bit (from Hopper on); no by default: ResNet-50 at batch 1 was slower with it on an H100",
     "plan": "plan file with the measured choices; by default MODEL.GPU.plan.json beside the model",

@@ -19,7 +19,7 @@ from compress.engines.cuda.bare_products import bare_ms
 from compress.engines.cuda.executor import Candidate, Executor, Tensors, bind_reference
 from compress.engines.cuda.float_network import FloatNetwork, compiled
 from compress.engines.cuda.plan.layout import Layout
-from compress.engines.cuda.plan.steps import Step
+from compress.engines.cuda.plan.steps import Attention, Product, Step
 from compress.engines.cuda.plan_file import PlanFile
 from compress.engines.cuda.runtime_layers import FLOAT_KERNEL, dtype_text
 from compress.engines.cuda.timing import launch_ms, repeated_ms
@@ -111,7 +111,7 @@ class Program:
             if device.type == "cuda":
                 with torch.cuda.device(device):
                     self._recorded = self._capture(overlap, jobs if self.measured else 0)
-                    if network is not None and plan is not None:
+                    if network is not None and plan is not None and any(map(_multiplies_codes, layout.steps)):
                         self._recorded = self._faster(self._recorded, network, plan)
         except torch.OutOfMemoryError as error:
             shapes = ", ".join(str(tuple(layout.plan.tensors[name].shape)) for name in layout.plan.inputs)
@@ -277,6 +277,10 @@ def recorded_network(network: Callable[[], FloatNetwork], inputs: Tensors, outpu
     except Exception:  # the compiler's own errors are of every kind, and the integers are there
         return None
     return Recorded(graph, results, static, 0)
+
+
+def _multiplies_codes(step: Step) -> bool:
+    return isinstance(step, (Product, Attention))
 
 
 def _alike(ours: Tensors, floats: Tensors) -> bool:

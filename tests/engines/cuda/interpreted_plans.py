@@ -105,7 +105,7 @@ def transformer(b, depth=12):
 
 def shifted_windows(b):
     """Attention within windows, whose biases and masks are added one after the other."""
-    return windows(b, b.quantize("input"), (*b.shape[:3], 2, 12))
+    return windows(b, b.quantize("input"), (*b.shape[1:3], 2, 12))
 
 
 CASES = {

@@ -140,9 +140,9 @@ def windows(b, x, sizes):
     Args:
         b: builder.
         x: (images, windows, pixels, channels), quantized.
-        sizes: images, windows, pixels, heads, depth.
+        sizes: windows, pixels, heads, depth.
     """
-    images, count, pixels, heads, depth = sizes
+    count, pixels, heads, depth = sizes
     shape = b.constant(np.array([-1, pixels, heads, depth]))
     turns = ([0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3])
     parts = (b.op("Reshape", b.linear(x, heads * depth), shape) for _ in turns)

@@ -7,12 +7,18 @@ import pytest
 import torch
 from onnx import helper, numpy_helper
 
+from compress.engines.cuda.executor import Candidate
 from compress.engines.cuda.float_network import compiled, float_graph, float_network
 from compress.engines.cuda.plan.graph import read_graph
-from compress.engines.cuda.program import recorded_network
+from compress.engines.cuda.plan.layout import lay_out
+from compress.engines.cuda.plan.lower import make_plan
+from compress.engines.cuda.plan_file import machine_of, read_plan
+from compress.engines.cuda.program import Program, recorded_network
+from compress.engines.cuda.runtime_layers import runtime_layer
 from tests.engines.cuda.qdq import Builder
 
 pytest.importorskip("triton")
+from compress.engines.cuda.bind import Bindings, candidates
 from tests.engines.cuda.interpreted_plans import CASES
 
 
@@ -87,3 +93,34 @@ def test_on_a_gpu_it_is_recorded_as_a_graph(tmp_path):
     recorded.graph.replay()
     (expected,) = without_rounding(path).run(None, {"input": 2 * b.x})
     np.testing.assert_allclose(recorded.results["y"].cpu(), expected, atol=2e-3 * np.abs(expected).max())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu_the_whole_network_runs_in_floating_point_where_its_integers_are_slower(tmp_path):
+    b = Builder((2, 16, 15, 11))
+    path = b.save(tmp_path / "m.onnx", b.linear(b.op("Flatten", b.quantize(b.conv(b.quantize("input"), 16))), 5))
+    device = torch.device("cuda", 0)
+    layout, bindings = lay_out(make_plan(path, batch_size=2)), Bindings(device, {})
+
+    def slow(step, layout):
+        run = candidates(step, layout, bindings)[0].run
+
+        def repeated(tensors):
+            for _ in range(200):
+                run(tensors)
+
+        return [Candidate("slow", repeated)]
+
+    def network():
+        return float_network(float_graph(read_graph(path, batch_size=2)), torch.float16, device)
+
+    for _ in range(2):  # measured, then by the plan
+        plan = read_plan(tmp_path / "plan.json", machine_of(device))
+        program = Program(layout, device, candidates=slow, plan=plan, network=network)
+        assert program.floats
+        assert {
+            runtime_layer(step, layout, k).precision for step, k in zip(layout.steps, program.kernels, strict=True)
+        } == {"f16"}
+        (result,) = program.run({"input": torch.from_numpy(b.x).to(device)}).values()
+        (expected,) = without_rounding(path).run(None, {"input": b.x})
+        np.testing.assert_allclose(result.cpu(), expected, atol=1e-2 * np.abs(expected).max())

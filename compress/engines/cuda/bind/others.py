@@ -31,7 +31,7 @@ from compress.kernels.triton.int8_norm import layer_norm
 from compress.kernels.triton.int8_pool import average_pool, image_mean, max_pool
 from compress.kernels.triton.int8_product import Geometry
 
-_WHOLE_KEYS = 256
+_WHOLE_KEYS, _FEW_KEYS = 256, 64
 
 
 def bind_pack_image(step: PackImage, layout: Layout, bindings: Bindings) -> list[Candidate]:
@@ -195,6 +195,8 @@ def bind_attention(step: Attention, layout: Layout, bindings: Bindings) -> list[
     whole = max(16, 1 << (lengths[-1] - 1).bit_length())
     if whole <= _WHOLE_KEYS:  # all scores of a program stay in registers
         found = [(64, whole, 8), (64, whole, 4), (32, whole, 4), (128, whole, 8), *found]
+    if whole <= _FEW_KEYS:
+        found.append((64, whole, 2))
     return [candidate(*sizes) for sizes in found]
 
 
