@@ -58,10 +58,10 @@ class Study:
         """Train the weights that every part begins with."""
         model = self.network()
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        precision = "bf16" if device == "cuda" else "fp32"
         spec = TrainSpec(
-            epochs=epochs, lr=0.2, weight_decay=5e-4, precision=precision, cuda_graphs=True, evaluate_every=epochs
-        )
+            epochs=epochs, lr=0.2, weight_decay=5e-4, precision="bf16" if device == "cuda" else "fp32",
+            cuda_graphs=True, evaluate_every=epochs,
+        )  # fmt: skip
         start = time.monotonic()
         report = fit(model, self.data, spec, batch_size=BATCH, folder=None, device=device)
         self.weights = {name: value.cpu() for name, value in model.state_dict().items()}

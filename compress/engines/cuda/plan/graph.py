@@ -291,7 +291,7 @@ def _pads_nothing(node: Node, inputs: Sequence[Tensor | None]) -> bool:
     """True for a Pad of no pixels, as exporters write it where a size happens to fit (Swin's merging of patches)."""
     if node.op != "Pad" or inputs[0] is None:
         return False
-    return all(pair == (0, 0) for pair in pads_of(node.attributes, inputs, inputs[0].dim()))
+    return all(pair == (0, 0) for pair in pads_of(node.attributes, tuple(inputs), inputs[0].dim()))
 
 
 def _checked(node: Node, values: Mapping[str, Tensor], path: Path | str) -> tuple[str, ...]:
