@@ -44,8 +44,8 @@ def attention(
         q: codes (B, H, L, D).
         k: codes (B, H, D, S).
         v: codes (B, H, S, E).
-        mask: float32 (M, H, L, S), strides of 0 where it broadcasts; added to the scores. M is B, or divides it: then it
-            repeats. None = none.
+        mask: float32 (M, H, L, S), strides of 0 where it broadcasts; added to the scores. M is B, or divides it: then
+            it repeats. None = none.
         factor: of a product of codes, in the scores.
         probability: scale of the probabilities' grid.
         limits: lowest and highest integer of that grid.
@@ -59,9 +59,10 @@ def attention(
     batch, heads, length, depth = q.shape
     size, width = v.shape[2], v.shape[3]
     steps = [(0, 0, 0, 0) if t is None else t.stride() for t in (q, k, v, mask, codes, value)]
+    masks = batch if mask is None else mask.shape[0]
     _attention_kernel[(triton.cdiv(length, queries), batch * heads)](
         q, k, v, mask, finish.vectors, Outputs(None, codes, value), finish.numbers, heads, length, size, depth, width,
-        batch if mask is None else mask.shape[0], *steps, factor * _LOG2_E, _LOG2_E, 1.0 / probability, float(limits[0]), float(limits[1]), finish.kind,
+        masks, *steps, factor * _LOG2_E, _LOG2_E, 1.0 / probability, float(limits[0]), float(limits[1]), finish.kind,
         queries, keys, max(16, triton.next_power_of_2(depth)), max(16, triton.next_power_of_2(width)),
         size <= keys, num_warps=warps,
     )  # fmt: skip
