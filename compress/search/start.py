@@ -15,7 +15,7 @@ from compress.quantization.sensitivity.mixed import choose_formats
 from compress.search.space import BLOCK, FORMAT, SPARSE, WIDTH, Configuration, Space
 
 Predict = Callable[[Configuration], float]
-_STEPS = 6
+_STEPS, _FULL = 8, 0.985
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +65,42 @@ def best_within(
         except QuantizationError:
             current = {**current, **{e: min(row, key=lambda c: row[c]) for e, row in times.items()}}
         got = predict(current)
-        far = sum(row[current[element]] for element, row in distances.items())
+        far = _sum(distances, current)
         if got <= budget and (best is None or far < best[0]):
             best = (far, dict(current))
-        limit *= min(max(budget / got, 0.8), 1.05) if got > budget else 1.0
-    return None if best is None else best[1]
+        if _FULL * budget <= got <= budget:
+            break
+        limit *= min(max(budget / got, 0.8), 1.1)
+    return None if best is None else _filled(distances, predict, budget, best[1])
+
+
+def _filled(
+    distances: Mapping[str, Mapping[str, float]], predict: Predict, budget: float, chosen: dict[str, str]
+) -> Configuration:
+    """Change one choice after the other for a better one while the time allows it, the largest gain first.
+
+    The times of a program are those of single changes, so its solution may leave some of the budget.
+    """
+    while True:
+        gains = sorted(
+            (
+                (row[chosen[element]] - error, element, choice)
+                for element, row in distances.items()
+                for choice, error in row.items()
+                if error < row[chosen[element]]
+            ),
+            reverse=True,
+        )
+        for _, element, choice in gains:
+            if predict({**chosen, element: choice}) <= budget:
+                chosen = {**chosen, element: choice}
+                break
+        else:
+            return chosen
+
+
+def _sum(distances: Mapping[str, Mapping[str, float]], configuration: Configuration) -> float:
+    return sum(row[configuration[element]] for element, row in distances.items())
 
 
 def uniform(space: Space, *, width: float = 1.0, format_: str = "", sparse: bool = False) -> Configuration:

@@ -105,6 +105,21 @@ def test_the_start_is_the_best_of_all_where_times_add_up(data):
         assert sums(errors, found) == pytest.approx(min(sums(errors, c) for c in within), abs=1e-4)
 
 
+@pytest.mark.parametrize(("seed", "share"), [(0, 0.8), (7, 0.5), (9, 0.6), (10, 0.5)])
+def test_a_start_leaves_no_time_in_which_a_better_choice_would_fit(seed, share):
+    """The work of a layer is a product of two widths, so that times do not add up."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda count: sorted(torch.rand(count, generator=generator).tolist())  # noqa: E731
+    errors = {e: dict(zip(c, draw(len(c)), strict=True)) for e, c in SPACE.elements.items()}
+    predict = lambda c: known_time(COSTS.of(c))  # noqa: E731
+    budget = share * predict({})
+    found = best_within(SPACE, errors, predict, budget)
+    assert predict(found) <= budget
+    for element, row in errors.items():
+        better = [choice for choice, error in row.items() if error < row[found[element]]]
+        assert all(predict({**found, element: choice}) > budget for choice in better)
+
+
 def test_uniform_choices_and_the_cost_of_another():
     half = uniform(SPACE, width=0.5, format_="int8")
     assert {c for e, c in half.items() if e.startswith("format")} == {"int8"}
