@@ -1,9 +1,14 @@
-"""Whether a process of this machine is there."""
+"""Processes of this machine: whether one is there, and the cores that this one may use."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+
+def core_count() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_alive(pid: int) -> bool:

@@ -31,6 +31,7 @@ from compress.data.subset import bounded
 from compress.errors import DataError, first_few
 from compress.files import expand_user
 from compress.limits import IMAGE_PIXELS
+from compress.process import core_count
 
 T = TypeVar("T")
 
@@ -277,5 +278,4 @@ def _identity(folder: Path | str) -> tuple[int, int]:
 
 def worker_count() -> int:
     """Return one worker per core that this process may use, divided by the processes of this machine; 8 at most."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_MAX_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(1, min(_MAX_WORKERS, core_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import re
-import sys
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from compress.process import core_count
 
 LIBRARIES = (
     "torch", "torchvision", "numpy", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt",
@@ -108,7 +109,7 @@ def _isa(cpuinfo: str) -> tuple[str, ...]:
 
 def _usable_cores() -> float:
     """Return the smaller of the affinity mask and the cgroup's quota."""
-    count = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    count = core_count()
     quota, _, period = _read("/sys/fs/cgroup/cpu.max").strip().partition(" ")
     if quota.isdigit() and period.isdigit() and int(period):
         return min(float(count), round(int(quota) / int(period), 2))

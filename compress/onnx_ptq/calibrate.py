@@ -1,12 +1,11 @@
 """Calibration of an ONNX graph: one pass over the user's batches, with the calibrators that torch models use.
 
 The tensors that are to be quantized are results of the float graph on ONNX Runtime. Those of one batch are in memory at
-a time; what remains of them are histograms. Ranges of weights follow from the weights.
+a time, of two if they are small; what remains of them are histograms. Ranges of weights follow from the weights.
 """
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +18,11 @@ from torch import Tensor
 
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError
+from compress.onnx_ptq.index import elements
 from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.read import Reading
-from compress.onnx_ptq.run import FloatSession, known_results
+from compress.onnx_ptq.run import FloatSession, in_order, known_results
+from compress.process import core_count
 from compress.progress import NoProgress, Progress
 from compress.quantization.calibration.averages import raised_ranges
 from compress.quantization.calibration.calibrators import Calibrator, make_calibrator
@@ -34,6 +35,8 @@ from compress.quantization.spec import ActivationSpec, WeightSpec
 _TASK = "calibrate"
 _THREADS = 8
 """Tensors of one batch that are counted at a time, so that no processor waits where torch has one thread."""
+_MEMORY = 1 << 30
+"""Bytes of watched tensors up to which two batches are computed at a time."""
 
 
 def calibrate_graph(
@@ -64,10 +67,11 @@ def calibrate_graph(
     images = 0
     progress.start(_TASK, total)
     results = known_results(source.proto.graph)  # so that a broken file fails here, before it is written
-    session = FloatSession(source, dict.fromkeys([*_watched_tensors(placement), *results]))
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        for feed in batches:
-            values = session.run(feed)
+    at_once = _batches_at_once(reading, placement)
+    threads = core_count() // at_once if at_once > 1 else 0
+    session = FloatSession(source, dict.fromkeys([*_watched_tensors(placement), *results]), threads=threads)
+    with ThreadPoolExecutor(min(_THREADS, core_count())) as pool:
+        for feed, values in in_order(session, batches, at_once):
             deque(pool.map(partial(_collect, watching, values), placement.activations), maxlen=0)
             del values  # so that the next batch gets this memory
             images += len(next(iter(feed.values())))
@@ -87,6 +91,13 @@ def calibrate_graph(
         amax[f"{weight.path}.weight_quantizer"] = weight_amax(weight.path, value, weight.format, weight.spec)  # type: ignore[arg-type]
     histograms = {name: h for name, c in watching.items() if (h := c.histogram) is not None}
     return CalibrationReport(images=images, amax=amax, histograms=histograms, dead=dead)
+
+
+def _batches_at_once(reading: Reading, placement: Placement) -> int:
+    """Return two where the watched tensors of two batches fit the memory, so that a core has always one to compute."""
+    sizes = {node.name: elements(node.shape) for node in reading.view.nodes}
+    size = sum(sizes.get(name, 0) for name in _watched_tensors(placement)) * 4
+    return 2 if core_count() > 1 and 2 * size <= _MEMORY else 1
 
 
 def _dead(watching: Mapping[str, Calibrator], reading: Reading, placement: Placement) -> tuple[str, ...]:

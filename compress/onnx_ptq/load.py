@@ -169,7 +169,8 @@ def _check_tensor(path: Path, tensor: onnx.TensorProto) -> None:
 def _check_valid(path: Path, proto: onnx.ModelProto, external: bool) -> None:
     """Refuse what onnx's checker refuses; a model with weights beside it is checked with them."""
     try:
-        onnx.checker.check_model(str(path) if external else proto)
+        binary = path.suffix == ".onnx"  # its bytes are the model, which need not be made once more
+        onnx.checker.check_model(str(path) if external else path.read_bytes() if binary else proto)
     except Exception as error:
         raise AuditError(f"{path} is not a valid ONNX file: {one_line(error)}") from error
 

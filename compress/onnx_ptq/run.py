@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
+from onnx import TensorProto, helper
 
 from compress.engines.arrays import import_library, reason, shape_text
 from compress.engines.base import Arrays, TensorInfo
@@ -19,6 +23,10 @@ from compress.onnx_ptq.index import inputs_of
 from compress.onnx_ptq.load import SourceFile, subgraphs
 
 _ERRORS_ONLY = 3
+_SMALL = 1 << 10
+"""Bytes of constants that stay in the model of a session."""
+_PLAIN = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16})
+"""Types of weights that a session reads where they are."""
 _RUNTIMES = frozenset({"com.microsoft", "com.ms.internal.nhwc", "ai.onnx.ml"})
 """Domains whose operators ONNX Runtime knows beside the standard ones."""
 
@@ -57,22 +65,23 @@ class FloatSession:
     Args:
         source: the file.
         tensors: names of the results; inputs of the graph among them are returned as they are given.
+        threads: of one run; 0 = one for each core.
 
     Raises:
         CalibrationError: ONNX Runtime refuses the graph.
         EngineUnavailableError: ONNX Runtime is not installed.
     """
 
-    def __init__(self, source: SourceFile, tensors: Iterable[str]) -> None:
+    def __init__(self, source: SourceFile, tensors: Iterable[str], *, threads: int = 0) -> None:
         ort = import_library("onnxruntime", "pip install onnxruntime")
         given = {value.name for value in source.proto.graph.input}
         self._given = [name for name in tensors if name in given]
         self._computed = [name for name in tensors if name not in given]
-        proto = _with_results(source.proto, self._computed)
+        proto, weights = _with_results(source.proto, self._computed)
         self._reads = {value.name for value in proto.graph.input}
         options = ort.SessionOptions()
         options.log_severity_level = _ERRORS_ONLY
-        options.inter_op_num_threads = 1
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.enable_mem_pattern = False  # the second run would get its memory anew: pages cost as much as a run
         options.add_session_config_entry("session.force_spinning_stop", "1")
         options.add_session_config_entry(
@@ -81,6 +90,8 @@ class FloatSession:
         self._session = None
         if not self._computed:
             return
+        self._weights = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in weights.items()}
+        options.add_external_initializers(list(self._weights), list(self._weights.values()))
         try:
             self._session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
         except Exception as error:
@@ -103,8 +114,32 @@ class FloatSession:
         return found | dict(zip(self._computed, results, strict=True))
 
 
-def _with_results(proto: onnx.ModelProto, names: Sequence[str]) -> onnx.ModelProto:
-    """Return a copy whose results are other tensors, with only the nodes that they depend on."""
+def in_order(session: FloatSession, feeds: Iterable[Arrays], at_once: int) -> Iterator[tuple[Arrays, Arrays]]:
+    """Run a session on batches, several at a time, and yield each with its results, in order.
+
+    A run of two threads waits at every layer for the slower one; two runs of one thread do not wait for each other.
+
+    Args:
+        session: with threads for each run.
+        feeds: the batches; the next is read while others run.
+        at_once: batches whose results are in memory at a time, those that are yielded included.
+    """
+    source = iter(feeds)
+    with ThreadPoolExecutor(at_once) as pool:
+        started = deque((feed, pool.submit(session.run, feed)) for feed in itertools.islice(source, at_once))
+        while started:
+            feed, future = started.popleft()
+            yield feed, future.result()
+            del future  # so that the next batch gets this memory
+            started.extend((feed, pool.submit(session.run, feed)) for feed in itertools.islice(source, 1))
+
+
+def _with_results(proto: onnx.ModelProto, names: Sequence[str]) -> tuple[onnx.ModelProto, dict[str, NDArray[Any]]]:
+    """Return a copy whose results are other tensors, with only the nodes that they depend on, and its weights.
+
+    The session reads large weights where they are: to write them into the model and to read it takes longer than to
+    make a session.
+    """
     wanted, kept = set(names), []
     for node in reversed(proto.graph.node):
         if wanted.intersection(node.output):
@@ -114,11 +149,30 @@ def _with_results(proto: onnx.ModelProto, names: Sequence[str]) -> onnx.ModelPro
     copy.functions.extend(proto.functions)
     copy.graph.name = proto.graph.name or "graph"
     copy.graph.node.extend(reversed(kept))
-    copy.graph.initializer.extend(tensor for tensor in proto.graph.initializer if tensor.name in wanted)
+    weights = {}
+    for tensor in proto.graph.initializer:
+        if tensor.name not in wanted:
+            continue
+        array = _plain_array(tensor)
+        if array is None:
+            copy.graph.initializer.append(tensor)
+            continue
+        weights[tensor.name] = array
+        apart = copy.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+        apart.data_location = TensorProto.EXTERNAL
+        apart.external_data.add(key="location", value="weights")  # no file: the session is given them by name
     copy.graph.sparse_initializer.extend(proto.graph.sparse_initializer)
     copy.graph.input.extend(value for value in proto.graph.input if value.name in wanted)
     copy.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-    return copy
+    return copy, weights
+
+
+def _plain_array(tensor: onnx.TensorProto) -> NDArray[Any] | None:
+    """Return the value of a large weight that numpy has a type for; None for all others."""
+    raw = tensor.raw_data
+    if len(raw) <= _SMALL or tensor.data_type not in _PLAIN:
+        return None
+    return np.frombuffer(raw, helper.tensor_dtype_to_np_dtype(tensor.data_type)).reshape(tuple(tensor.dims))
 
 
 def inputs_of_file(source: SourceFile) -> tuple[TensorInfo, ...]:

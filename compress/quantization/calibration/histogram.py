@@ -22,6 +22,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,17 +79,35 @@ class Histogram:
             return
         self._watch = None
         batch_amax = row_amax(values)
+        if values.device.type == "cpu" and len(values) == 1:
+            self._add_on_host(values[0], batch_amax.numpy()[0])
+            return
         self.amax = torch.maximum(self.amax, batch_amax)
         self.width = torch.where(self.width > 0, self.width, batch_amax / BINS)
         self._fit()
         width = torch.where(self.width > 0, self.width, 1.0)
         live = (self.amax / width).ceil().clamp(1, self.counts.shape[1])
-        if values.device.type == "cpu" and len(values) == 1:
-            if bool(self.amax.isfinite()):
-                bins = int(live)
-                self.counts[0, :bins] += count_sample(values[0], float(batch_amax), float(width), bins)
-        else:
-            self.counts += count_on_device(values, width, live, self.counts.shape[1])
+        self.counts += count_on_device(values, width, live, self.counts.shape[1])
+
+    def _add_on_host(self, values: Tensor, batch_amax: np.float32) -> None:
+        """Do the same for one row on a CPU, with numbers: operations on tensors take longer than to count small ones.
+
+        Args:
+            values: (n,).
+            batch_amax: their largest magnitude.
+        """
+        with np.errstate(all="ignore"):
+            amax, width = np.maximum(self.amax.numpy()[0], batch_amax), self.width.numpy()[0]
+            width = width if width > 0 else batch_amax / np.float32(BINS)
+            self.amax, self.width = torch.from_numpy(np.array([amax])), torch.from_numpy(np.array([width]))
+            if not np.isfinite(amax):
+                return
+            if amax > width * np.float32(self.counts.shape[1]):
+                self._fit()
+                width = self.width.numpy()[0]
+            width = width if width > 0 else np.float32(1)
+            bins = min(max(int(np.ceil(amax / width)), 1), self.counts.shape[1])
+        self.counts[0, :bins] += count_sample(values, float(batch_amax), float(width), bins)
 
     def rescaled(self, width: Tensor, amax: Tensor) -> Histogram:
         """Return this histogram on bins of `width` (rows,), none narrower than now, up to `amax` (rows,)."""
