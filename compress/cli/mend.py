@@ -64,9 +64,9 @@ def _show_diagnosis(found: MendReport) -> None:
             f"first tensor that diverges: {seen.first.tensor}, {seen.first.sqnr_db:.1f} dB; what it is computed from "
             f"has {seen.first.before_db:.1f} dB"
         )
-    score = (
-        f", {metric_title(seen.metric)} {score_text(seen.float_score, seen.unit)} in float" if seen.float_score else ""
-    )
+    score = ""
+    if seen.float_score is not None:
+        score = f", {metric_title(seen.metric)} {score_text(seen.float_score, seen.unit)} in float"
     OUT.print(f"{seen.images} images{score}; quantized {_effect(seen.quantized, seen.unit)}")
 
 

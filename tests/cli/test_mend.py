@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
+from compress.onnx_ptq.quantize import quantize_onnx
 from compress.recipe import load_recipe
 from tests.onnx_ptq.files import batches, export, run, sqnr
 from tests.onnx_ptq.test_improve import unequal
@@ -41,11 +42,49 @@ def test_a_file_is_mended_by_one_command(compress, folder):
     assert sqnr(run(folder / "net.onnx", x), run(folder / "run" / "net.int8.onnx", x)) > 28
 
 
-def test_the_table_says_what_was_found(compress, folder):
-    told = compress("inspect", "parity", *FILE, "--mend-sqnr", "30", "--write", "m.yaml", cwd=folder)
+JUDGED = """
+import numpy
+import torch
+
+
+def data():
+    with numpy.load("judged.npz") as file:
+        return [(torch.from_numpy(x), torch.from_numpy(y)) for x, y in zip(file["x"], file["y"])]
+
+
+def distance(outputs, targets):
+    return (outputs - targets).abs().mean()
+
+
+distance.unit, distance.direction = "mm", "lower"
+"""
+
+
+def test_a_file_is_mended_by_a_metric_of_the_users_own(compress, folder, monkeypatch):
+    """The distance to what the float file returns: none of the float network, so the goal is a distance."""
+    x = np.stack([batch.numpy() for batch in batches()])
+    wanted = np.stack([run(folder / "net.onnx", part) for part in x])
+    np.savez(folder / "judged.npz", x=x, y=wanted)
+    (folder / "judged.py").write_text(JUDGED)
+    monkeypatch.syspath_prepend(str(folder))
+    file = ("--onnx", "net.onnx", "--data", "judged:data")
+    limit = 0.02 * float(np.abs(wanted).mean())
+    told = compress(
+        "inspect", "parity", *file, "--recipe", "per-tensor.yaml", "--metric", "judged:distance",
+        "--mend", str(limit), "--write", "m.yaml", cwd=folder,
+    )  # fmt: skip
     assert told.returncode == 0, told.stderr
-    assert "one scale for channels whose ranges differ" in told.stdout.replace("\n", " ")
-    assert "met" in told.stdout and (folder / "m.yaml").is_file()
+    words = " ".join(told.stdout.split())
+    assert "one scale for channels whose ranges differ" in words
+    assert "distance 0.00 mm in float" in words and "points of float: met" in words
+    spoiled, mended = (
+        np.mean([np.abs(run(path, part) - y).mean() for part, y in zip(x, wanted, strict=True)])
+        for path in (
+            quantize_onnx(folder / "net.onnx", list(x), spec=load_recipe(folder / name).quantization, out=folder / out)
+            for name, out in (("per-tensor.yaml", "spoiled.onnx"), ("m.yaml", "mended.onnx"))
+        )
+    )
+    assert mended < 1.1 * limit < spoiled
 
 
 def test_a_recipe_that_is_good_is_kept(compress, tmp_path):

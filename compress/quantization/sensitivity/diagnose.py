@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,8 @@ LEAST_DB = 20.0
 """Signal to noise below which a tensor of the quantized network diverges from the float network's."""
 
 TASK = "diagnose"
+_IMAGES = 16
+"""Images that the noise of single layers is measured on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ class LayerError:
 
     Attributes:
         layer: its module path, or the node's name if it has no module.
-        alone: effect if this layer is quantized and nothing else is.
+        alone: effect if this layer is quantized and nothing else is, on the first images and without the metric.
         share: its share of the sum of all layers' noise.
         causes: why, as far as known.
     """
@@ -151,16 +153,33 @@ def diagnosed(
 
 
 def noise_by_layer(
-    model: nn.Module, example_inputs: Inputs, probe: Probe, spec: QuantSpec, *, progress: Progress | None = None
+    model: nn.Module,
+    example_inputs: Inputs,
+    probe: Probe,
+    spec: QuantSpec,
+    *,
+    chosen: Collection[str] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Effect]:
-    """Return the effect of each layer quantized alone, in graph order."""
+    """Return the effect of each layer quantized alone, in graph order.
+
+    There are as many passes as layers, so that they see few images: a ratio of powers needs no more.
+
+    Args:
+        model: as for `diagnose`.
+        example_inputs: as for `diagnose`.
+        probe: of the network that is quantized by `spec`.
+        spec: as for `diagnose`.
+        chosen: layers; None = all.
+        progress: is informed of each layer.
+    """
     bars = progress or NoProgress()
     graph, _ = float_graph(model, example_inputs, replace(spec, adaround=None, bias_correction=None))
-    variants = variants_by_layer(graph, spec)
-    bars.start(TASK, len(variants))
+    alone = {name: found for name, (found, _) in variants_by_layer(graph, spec, chosen).items()}
+    bars.start(TASK, len(alone))
     found = {}
-    for name, (alone, _) in variants.items():
-        found[name] = probe.effect(alone)
+    for name, subset in alone.items():
+        found[name] = probe.effect(subset, images=_IMAGES)
         bars.advance(TASK, 1)
     bars.finish(TASK)
     return found

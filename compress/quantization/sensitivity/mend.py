@@ -42,6 +42,8 @@ _LOWERED = 10
 """Times that the limit on the noise is halved."""
 _GAIN_DB = 1.0
 """Least gain for which a change of the whole network is kept."""
+_MOST_NOISE = 1e6
+"""Noise over signal that counts at most."""
 _COSTS = {"base": 0.0, "float": 3.0}
 """Cost of a format, others 1; float costs more, and the more so the larger the layer's share of the work."""
 
@@ -158,12 +160,16 @@ class _Work:
             self.metric = outputs_alone(model, images[0])
         self.drop, self.sqnr_db, self.bars = drop, sqnr_db, bars
         self.tried: dict[str, Effect] = {}
+        self.first: Probe | None = None
 
     def probe(self, spec: QuantSpec) -> Probe:
         """Quantize anew, and return the network with its images."""
         qmodel = quantize(self.model, self.example, self.batches, spec=spec)
         self.bars.advance(TASK, 1)
-        return Probe(self.model, qmodel, self.images, self.metric)
+        if self.first is None:
+            self.first = Probe(self.model, qmodel, self.images, self.metric)
+            return self.first
+        return self.first.of(qmodel)
 
     def effect(self, spec: QuantSpec) -> Effect:
         """Return the effect of a specification; each is measured once."""
@@ -192,8 +198,9 @@ class _Work:
         probe = self.probe(spec)
         spec = kept(probe.qmodel, spec)
         self.judge, self.float_score = probe.judge, probe.float_score
-        found = diagnosed(self.model, self.example, probe.qmodel, probe, spec)
-        self.tried[repr(spec)] = found.quantized
+        found = diagnosed(self.model, self.example, probe.qmodel, probe, spec, progress=self.bars)
+        self.diagnosed = repr(spec)
+        self.tried[self.diagnosed] = found.quantized
         steps: list[_Step] = []
         if not self.met(found.quantized):
             steps = self._whole(spec, found)
@@ -243,27 +250,23 @@ class _Work:
         """Choose formats for layers: the cheapest under a limit on the noise, lowered until the goal is met."""
         graph, _ = float_graph(self.model, self.example, replace(spec, adaround=None, bias_correction=None))
         settings = layer_settings(graph, spec)
-        variants = _formats(spec)
-        noise: dict[str, dict[str, float]] = {}
-        for name, other in {"base": spec, **variants}.items():
-            probe = self.probe(other)
-            for layer, effect in noise_by_layer(self.model, self.example, probe, other).items():
-                noise.setdefault(layer, {FLOAT: 0.0})[name] = min(effect.noise, 1e6)
-        noisiest = sorted(noise, key=lambda layer: -noise[layer].get("base", 0.0))[:_NOISIEST]
-        table = {layer: row if layer in noisiest else {k: row[k] for k in ("base", FLOAT) if k in row}
-                 for layer, row in noise.items()}  # fmt: skip
+        noise = {layer: {FLOAT: 0.0, "base": value} for layer, value in self._noise(spec, found).items()}
+        noisiest = sorted(noise, key=lambda layer: -noise[layer]["base"])[:_NOISIEST]
+        for name, other in _formats(spec).items():
+            for layer, value in self._noise(other, found, noisiest).items():
+                noise[layer][name] = value
         work = {layer.path or layer.name: float(layer.macs or 0) for layer in layers(graph)}
         total = sum(work.values()) or 1.0
         costs = {layer: {name: _COSTS.get(name, 1.0) + (20 * work.get(layer, 0.0) / total if name == FLOAT else 0.0)
-                         for name in row} for layer, row in table.items()}  # fmt: skip
-        limit = sum(row.get("base", 0.0) for row in table.values())
+                         for name in row} for layer, row in noise.items()}  # fmt: skip
+        limit = sum(row.get("base", 0.0) for row in noise.values())
         if self.sqnr_db is not None:
             limit = min(limit, 2 * 10 ** (-self.sqnr_db / 10))
         causes = {row.layer: row.causes[0].text if row.causes else "" for row in found.rows}
         steps: list[_Step] = []
         for _ in range(_LOWERED):
             limit /= 2
-            formats = choose_formats(table, costs, noise_limit=limit).formats
+            formats = choose_formats(noise, costs, noise_limit=limit).formats
             steps = [_layer_step(layer, name, settings[layer], causes.get(layer, ""), costs[layer][name])
                      for layer, name in formats.items() if name != "base"]  # fmt: skip
             try:
@@ -272,6 +275,15 @@ class _Work:
             except QuantizationError:  # all layers are float
                 return steps
         return steps
+
+    def _noise(self, spec: QuantSpec, found: Diagnosis, chosen: list[str] | None = None) -> dict[str, float]:
+        """Return the noise that each layer adds alone; of the network as specified it is known."""
+        if repr(spec) == self.diagnosed:
+            return {row.layer: min(row.alone.noise, _MOST_NOISE) for row in found.rows}
+        effects = noise_by_layer(
+            self.model, self.example, self.probe(spec), spec, chosen=chosen, progress=self.bars
+        )  # fmt: skip
+        return {layer: min(effect.noise, _MOST_NOISE) for layer, effect in effects.items()}
 
     def _needed(self, spec: QuantSpec, steps: list[_Step]) -> list[_Step]:
         """Return the steps without those that the goal is met without, the dearest tried first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +113,12 @@ class Probe:
         finally:
             self.model.train(training)
 
+    def of(self, qmodel: fx.GraphModule) -> Probe:
+        """Return a probe of another quantized form of the same network, with the float outputs that are known."""
+        other = copy(self)
+        other.qmodel = qmodel
+        return other
+
     @property
     def count(self) -> int:
         """Number of images."""
@@ -122,12 +129,20 @@ class Probe:
         """The metric of the float network; None without targets."""
         return self._score(iter(self.reference))
 
-    def effect(self, subset: Subset) -> Effect:
-        """Return the effect of a subset of quantizers; outputs are held one batch at a time."""
+    def effect(self, subset: Subset, *, images: int | None = None) -> Effect:
+        """Return the effect of a subset of quantizers; outputs are held one batch at a time.
+
+        Args:
+            subset: the quantizers that are on.
+            images: stop after the batch with this image, and leave the metric out; None = all images, and the metric.
+        """
         signal = noise = 0.0
-        same = places = 0
-        meter = self.judge.make()
+        same = places = seen = 0
+        meter = self.judge.make() if self.targets and images is None else None
         for i, inputs in enumerate(self.batches):
+            if images is not None and seen >= images:
+                break
+            seen += len(inputs[0])
             outputs, reference = self.judge.select(run_subset(self.qmodel, subset, *inputs)), self.reference[i]
             for a, b in zip(flat_tensors(reference), flat_tensors(outputs), strict=True):
                 signal += a.double().square().sum().item()
@@ -135,12 +150,12 @@ class Probe:
             if self.judge.classes is not None:
                 equal = self.judge.classes(outputs) == self.judge.classes(reference)
                 same, places = same + int(equal.sum()), places + equal.numel()
-            if self.targets:
+            if meter is not None:
                 meter.update(outputs, self.targets[i])
         return Effect(
             sqnr_db=decibel(signal, noise),
             agreement=same / places if places else None,
-            score=self.judge.figures(meter)[self.judge.name] if self.targets else None,
+            score=None if meter is None else self.judge.figures(meter)[self.judge.name],
         )
 
     def _score(self, outputs: Iterator[Any]) -> float | None:

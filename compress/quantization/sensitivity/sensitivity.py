@@ -10,7 +10,7 @@ this one" and "all but this one", and the one calibrated graph runs with that su
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -160,12 +160,15 @@ def _row(name: str, layer: Layer, images: int, alone: Effect, left_out: Effect) 
     )
 
 
-def variants_by_layer(graph: fx.GraphModule, spec: QuantSpec) -> dict[str, tuple[Subset, Subset]]:
+def variants_by_layer(
+    graph: fx.GraphModule, spec: QuantSpec, chosen: Collection[str] | None = None
+) -> dict[str, tuple[Subset, Subset]]:
     """Return two subsets for every layer that can be quantized by itself: its quantizers, and all but those.
 
     Args:
         graph: from `float_graph`.
         spec: target and rules.
+        chosen: layers; None = all.
 
     Returns:
         (alone, left out) by layer name, in graph order.
@@ -173,8 +176,9 @@ def variants_by_layer(graph: fx.GraphModule, spec: QuantSpec) -> dict[str, tuple
     settings = layer_settings(graph, spec)
     view = read_fx(graph)
     whole = place(view, spec)
+    wanted = settings.keys() if chosen is None else settings.keys() & set(chosen)
     names = dict.fromkeys(
-        name for row in whole.decisions if row.decision == "quantize" for name in row.layer.split() if name in settings
+        name for row in whole.decisions if row.decision == "quantize" for name in row.layer.split() if name in wanted
     )
     order = {node.layer: i for i, node in enumerate(view.nodes)}
     found = {}
