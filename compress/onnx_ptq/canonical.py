@@ -4,8 +4,8 @@
 - the opset is raised to the one that Q/DQ needs;
 - BatchNorm is folded into the layer before it, also where it is spelled as a product and a sum of constants, and a
   constant that is added to a convolution becomes its bias;
-- factors of query and key, which exporters write before their product (torch's scaled_dot_product_attention), move
-  after it, so that the product's inputs are what layers return.
+- factors of query and key that are applied before their product (torch's scaled_dot_product_attention as exporters
+  write it, Swin's windows) move after it, so that the product's inputs are what layers return.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _set_parameters(layer: onnx.NodeProto, weight: NDArray[Any], bias: NDArray[A
 
 
 def move_attention_scales(source: SourceFile) -> int:
-    """Apply the factors of both inputs of a product of activations to the product instead; in place.
+    """Apply the factors of the inputs of a product of activations to the product instead; in place.
 
     Returns:
         Number of products.
@@ -226,13 +226,15 @@ def move_attention_scales(source: SourceFile) -> int:
         if node.op_type != "MatMul" or not index.fixed.isdisjoint(node.input):
             continue
         scaled = [_scaled(name, index) for name in node.input]
-        if scaled[0] is None or scaled[1] is None or scaled[0][0] is scaled[1][0]:
+        one = scaled[0] is not None and scaled[1] is not None and scaled[0][0] is scaled[1][0]
+        if one or scaled == [None, None]:
             continue
         result = node.output[0]
         node.output[0] = current = renamed([added_tensor(result, "unscaled")], taken)[added_tensor(result, "unscaled")]
-        for i, (factor, value, number) in enumerate(s for s in scaled if s is not None):
+        factors = [s for s in scaled if s is not None]
+        for i, (factor, value, number) in enumerate(factors):
             wanted = added_tensor(result, "scaled")
-            after = result if i else renamed([wanted], taken)[wanted]
+            after = result if i == len(factors) - 1 else renamed([wanted], taken)[wanted]
             made = helper.make_node(
                 factor.op_type, [current, number], [after], name=added_tensor(node.name, f"scale_{i}")
             )

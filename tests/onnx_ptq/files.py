@@ -76,9 +76,17 @@ class Shuffled(nn.Module):
         return F.avg_pool2d(F.leaky_relu(self.last(x)), 2)
 
 
-def export(model: nn.Module, path: Path, *, opset: int = 17, half: bool = False, folded: bool = True) -> Path:
+def export(
+    model: nn.Module,
+    path: Path,
+    *,
+    opset: int = 17,
+    half: bool = False,
+    folded: bool = True,
+    x: torch.Tensor | None = None,
+) -> Path:
     """Write a file with torch's older exporter, the batch open; `folded` False leaves BatchNorm as it is."""
-    x = torch.randn(2, 3, 16, 16)
+    x = torch.randn(2, 3, 16, 16) if x is None else x
     mode = torch.onnx.TrainingMode.EVAL if folded else torch.onnx.TrainingMode.PRESERVE
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

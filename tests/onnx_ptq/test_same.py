@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -9,15 +11,41 @@ import compress
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization.numerics import scale_from_amax
 from compress.quantization.spec import TARGETS, ActivationSpec, QuantSpec
+from examples.yolo import Yolo
+from tests.families import FAMILIES
 from tests.networks import TinyResNet, with_statistics
 from tests.onnx_ptq.files import Attention, Gated, Shuffled, batches, export
 
-NETWORKS = {"resnet": TinyResNet, "gated": Gated, "attention": Attention, "shuffled": Shuffled}
+SIZE = 32
+OWN = {"resnet": TinyResNet, "gated": Gated, "attention": Attention, "shuffled": Shuffled}
+NETWORKS = {
+    **OWN, "YOLO": lambda: Yolo(3, width=4, decoded=(SIZE, SIZE)),
+    **{name: FAMILIES[name] for name in ("MobileNetV3", "ConvNeXt", "Swin", "ViT", "DenseNet")},
+}  # fmt: skip
+CASES = [(name, target) for name in NETWORKS for target in TARGETS if name in OWN or target != "any"]
+UNFOLDED = {"resnet", "DenseNet"}
+"""Networks whose file holds BatchNorm as it is."""
 
 
-def made(name):
-    torch.manual_seed(0)
-    return with_statistics(NETWORKS[name]())
+def data_of(name):
+    return batches(size=SIZE if name == "YOLO" else 16)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """The network, its file and calibration data; each file is written once."""
+
+    @functools.cache
+    def made(name):
+        torch.manual_seed(0)
+        model = with_statistics(NETWORKS[name]())
+        for parameter in model.parameters():
+            if not bool(parameter.any()):
+                torch.nn.init.normal_(parameter, std=0.02)
+        path = tmp_path_factory.mktemp("same") / "float.onnx"
+        return model, export(model, path, folded=name not in UNFOLDED, x=data_of(name)[0][:2])
+
+    return made
 
 
 def quantizers(placement, amax):
@@ -45,25 +73,23 @@ def assert_same(qmodel, result):
         torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", NETWORKS)
-def test_quantizers_of_a_file_are_those_of_its_model(tmp_path, name, target):
-    model, data = made(name), batches()
-    file = export(model, tmp_path / "float.onnx", folded=name != "resnet")
+@pytest.mark.parametrize(("name", "target"), CASES)
+def test_quantizers_of_a_file_are_those_of_its_model(exported, tmp_path, name, target):
+    (model, file), data = exported(name), data_of(name)
     spec = QuantSpec(target=target, activations=ActivationSpec(calibrator="max"))
-    result = quantize_onnx_file(file, data, spec=spec)
+    result = quantize_onnx_file(file, data, spec=spec, out=tmp_path / "int8.onnx")
     assert_same(compress.quantize(model, data[0], data, spec=spec), result)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_ranges_of_the_default_calibrator_are_the_same(tmp_path, name):
-    model, data = made(name), batches()
-    file = export(model, tmp_path / "float.onnx", folded=name != "resnet")
-    assert_same(compress.quantize(model, data[0], data), quantize_onnx_file(file, data))
+@pytest.mark.parametrize("name", OWN)
+def test_ranges_of_the_default_calibrator_are_the_same(exported, tmp_path, name):
+    (model, file), data = exported(name), data_of(name)
+    result = quantize_onnx_file(file, data, out=tmp_path / "int8.onnx")
+    assert_same(compress.quantize(model, data[0], data), result)
 
 
-def test_quantizers_of_our_own_float_export(tmp_path):
-    model, data = made("resnet"), batches()
+def test_quantizers_of_our_own_float_export(exported, tmp_path):
+    (model, _), data = exported("resnet"), data_of("resnet")
     compress.export_onnx(model, data[0], tmp_path / "float.onnx")
     spec = QuantSpec(activations=ActivationSpec(calibrator="percentile"))
     result = quantize_onnx_file(tmp_path / "float.onnx", data, spec=spec)
