@@ -9,7 +9,6 @@ order of ImageNet's classes, one of each. One picture in five calibrates, the ot
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import tempfile
@@ -28,8 +27,9 @@ from PIL import Image
 from torchvision.transforms.v2 import functional
 
 import compress
-from analysis.common.study import Row, command_line, listed, software, study_parser
-from compress.files import write_json, write_text
+from analysis.common.study import Row, command_line, software, study_parser
+from analysis.onnx_in.peers_report import FLOAT, OURS, report
+from compress.files import write_json
 from compress.measure import describe_machine, latency_ratio, measure_latency
 from compress.onnx_ptq.load import load_source
 from compress.onnx_ptq.run import FloatSession
@@ -65,8 +65,7 @@ def main() -> None:
         "evaluated": int((~chosen).sum()), "threads": arguments.threads,
         "software": software("torch", "onnxruntime", "openvino", "nncf", "nvidia-modelopt"),
     }  # fmt: skip
-    file = write_json(arguments.out / "onnx_in_peers.json", document)
-    print(write_text(file.with_suffix(".md"), markdown(json.loads(file.read_text()))).read_text())
+    print(report(write_json(arguments.out / "onnx_in_peers.json", document)).read_text())
 
 
 def _without_folder() -> list[str]:
@@ -132,9 +131,8 @@ def quantized(network: str, folder: Path, data: Data, modelopt: str | None = Non
     """Return the files by name, and for each the seconds that it took; the methods run twice, in turn."""
     path = float_file(folder, network, data)
     makers: dict[str, Callable[[], tuple[Path, float]]] = {
-        "float": partial(_timed, _plain_pass, path, data),
-        "compress, target openvino": partial(_timed, _compress, path, data, "openvino"),
-        "compress, target onnxruntime": partial(_timed, _compress, path, data, "onnxruntime"),
+        FLOAT: partial(_timed, _plain_pass, path, data),
+        **{name: partial(_timed, _compress, path, data, target) for target, name in OURS.items()},
         "ONNX Runtime's quantizer": partial(_timed, _onnxruntime, path, data),
         "NNCF, OpenVINO": partial(_timed, _nncf_openvino, path, data),
         "NNCF, ONNX": partial(_timed, _nncf_onnx, path, data),
@@ -241,11 +239,13 @@ def measure(
                 with compress.build_engine(path, engine, **options) as made:
                     logits = torch.cat([torch.from_numpy(_run(made, batch)) for batch in images.split(BATCH)])
                 reference = logits if reference is None else reference
+                same = logits.argmax(1) == reference.argmax(1)
                 noise = (logits - reference).double().square().mean().clamp_min(1e-30)
                 by_name[name][engine] = {
                     "top1": round(100 * (logits.argmax(1) == targets).double().mean().item(), 2),
                     "right": (logits.argmax(1) == targets).int().tolist(),
-                    "agreement": round(100 * (logits.argmax(1) == reference.argmax(1)).double().mean().item(), 2),
+                    "agreement": round(100 * same.double().mean().item(), 2),
+                    "same": same.int().tolist(),
                     "sqnr_db": round(10 * torch.log10(reference.double().square().mean() / noise).item(), 1),
                 }
                 built[name] = stack.enter_context(compress.build_engine(path, engine, batch_size=1, **options))
@@ -258,45 +258,6 @@ def measure(
 
 def _run(engine: Any, batch: torch.Tensor) -> Any:
     return next(iter(engine.run({engine.inputs[0].name: batch.numpy()}).values()))
-
-
-def _interval(row: Row, best: Row) -> str:
-    """Difference in points with its 95 % interval over pictures, paired."""
-    difference = 100 * (np.array(row["right"], float) - np.array(best["right"], float))
-    return f"{difference.mean():+.2f} ± {1.96 * difference.std() / np.sqrt(len(difference)):.2f}"
-
-
-def markdown(document: Row) -> str:
-    """Return the table."""
-    machine = document["machine"]
-    rows = document["rows"]
-    text = (
-        f"`{document['command']}` on {machine['cpu']}, load {machine['load_average']:.1f}; "
-        f"{listed(document['software'])}. {document['calibration']} pictures calibrate, {document['evaluated']} are "
-        "evaluated, all from ImageNet's training split: compare methods only. Each tool with its defaults; seconds are "
-        "the better of two (float: a plain pass over the same pictures), and in brackets over that pass; points "
-        "are differences to the float file on "
-        f"the same engine, with a 95 % interval over pictures. Time: batch 1, {document['threads']} thread, in turn, "
-        "as a ratio to the float file in f32."
-    )
-    columns = ["network", "method", "seconds"]
-    measured = ("top-1 %", "points", "agrees %", "SQNR dB", "time")
-    columns += [f"{e}: {c}" for e in ("OpenVINO", "ONNX Runtime") for c in measured]
-    title = "# Files quantized by compress, ONNX Runtime's quantizer, NNCF and ModelOpt"
-    lines = [title, "", text, "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for row in rows:
-        cells, first = [], next(one for one in rows if one["network"] == row["network"])
-        for engine in ("openvino", "onnxruntime"):
-            found = row.get(engine)
-            if found is None:
-                cells += [""] * 5
-                continue
-            known = "random" not in row["network"]
-            cells += [str(found["top1"]) if known else "", _interval(found, first[engine]) if known else ""]
-            cells += [str(found[key]) for key in ("agreement", "sqnr_db", "ratio_to_float")]
-        seconds = f"{row['seconds']} ({row['seconds'] / first['seconds']:.1f})"
-        lines.append(f"| {row['network']} | {row['method']} | {seconds} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

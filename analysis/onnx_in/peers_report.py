@@ -1,0 +1,104 @@
+"""The page of `analysis.onnx_in.peers`: a row for each file, and the differences to the peers, paired over pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from analysis.common.study import Row, listed, report_from_file
+from compress.files import write_text
+
+OURS = {"openvino": "compress, target openvino", "onnxruntime": "compress, target onnxruntime"}
+"""Engine, and our method whose file is made for it."""
+TITLES = {"openvino": "OpenVINO", "onnxruntime": "ONNX Runtime"}
+FLOAT = "float"
+
+
+def report(file: Path) -> Path:
+    """Write the page of a JSON file of the study beside it, and return it."""
+    return write_text(file.with_suffix(".md"), markdown(json.loads(file.read_text())))
+
+
+def markdown(document: Row) -> str:
+    """Return the page."""
+    machine, rows = document["machine"], document["rows"]
+    text = (
+        f"`{document['command']}` on {machine['cpu']}, load {machine['load_average']:.1f}; "
+        f"{listed(document['software'])}. {document['calibration']} pictures calibrate, {document['evaluated']} are "
+        "evaluated, all from ImageNet's training split: compare methods only. Each tool with its defaults; seconds are "
+        "the better of two (float: a plain pass over the same pictures), and in brackets over that pass; points "
+        "are differences to the float file on "
+        f"the same engine, with a 95 % interval over pictures. Time: batch 1, {document['threads']} thread, in turn, "
+        "as a ratio to the float file in f32."
+    )
+    measured = ("top-1 %", "points", "agrees %", "SQNR dB", "time")
+    columns = ["network", "method", "seconds", *(f"{title}: {c}" for title in TITLES.values() for c in measured)]
+    title = "# Files quantized by compress, ONNX Runtime's quantizer, NNCF and ModelOpt"
+    lines = [title, "", text, "", *_table(columns, (_cells(row, _float_of(row, rows)) for row in rows))]
+    note = (
+        "The file that compress makes for the engine minus that of the peer, on the same pictures, with 95 % intervals "
+        "of the paired difference: an interval that holds 0 shows no difference. Seconds: of compress over the peer."
+    )
+    columns = ["network", "engine", "peer", "top-1, points", "agreement, points", "SQNR, dB", "seconds", "time"]
+    lines += ["", "## compress against each peer", "", note, "", *_table(columns, _differences(rows))]
+    return "\n".join(lines) + "\n"
+
+
+def _table(columns: list[str], rows: Iterator[list[str]]) -> list[str]:
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    return lines + [f"| {' | '.join(cells)} |" for cells in rows]
+
+
+def _float_of(row: Row, rows: list[Row]) -> Row:
+    return next(one for one in rows if one["network"] == row["network"] and one["method"] == FLOAT)
+
+
+def _labelled(row: Row) -> bool:
+    """Return True for a network whose weights are real, so that its top-1 means something."""
+    return "random" not in row["network"]
+
+
+def _cells(row: Row, reference: Row) -> list[str]:
+    """Return the cells of a file."""
+    cells = [row["network"], row["method"], f"{row['seconds']} ({row['seconds'] / reference['seconds']:.1f})"]
+    for engine in TITLES:
+        found = row.get(engine)
+        if found is None:
+            cells += [""] * 5
+            continue
+        points = paired(found["right"], reference[engine]["right"])
+        cells += [str(found["top1"]), points] if _labelled(row) else ["", ""]
+        cells += [str(found[key]) for key in ("agreement", "sqnr_db", "ratio_to_float")]
+    return cells
+
+
+def _differences(rows: list[Row]) -> Iterator[list[str]]:
+    """Yield the cells of each pair of our file and a peer's."""
+    for engine, method in OURS.items():
+        for own in (row for row in rows if row["method"] == method):
+            ours = own[engine]
+            for peer in rows:
+                apart = peer["network"] != own["network"] or peer["method"] in {FLOAT, *OURS.values()}
+                if apart or engine not in peer:
+                    continue
+                theirs = peer[engine]
+                yield [
+                    own["network"], TITLES[engine], peer["method"],
+                    paired(ours["right"], theirs["right"]) if _labelled(own) else "",
+                    paired(ours["same"], theirs["same"]) if "same" in ours else "",
+                    f"{ours['sqnr_db'] - theirs['sqnr_db']:+.1f}", f"{own['seconds'] / peer['seconds']:.2f}",
+                    f"{ours['ratio_to_float'] / theirs['ratio_to_float']:.2f}",
+                ]  # fmt: skip
+
+
+def paired(ours: list[int], theirs: list[int]) -> str:
+    """Return a difference in points with its 95 % interval over pictures."""
+    difference = 100 * (np.array(ours, float) - np.array(theirs, float))
+    return f"{difference.mean():+.2f} ± {1.96 * difference.std() / np.sqrt(len(difference)):.2f}"
+
+
+if __name__ == "__main__":
+    report_from_file(__doc__, report)
