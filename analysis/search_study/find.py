@@ -71,9 +71,9 @@ def _rows(part: Part, files: dict[str, data.Files], floats: Path, folder: Path, 
 def side_by_side(processes: int) -> Iterator[Callable[[Callable[[T], Any], Iterable[T]], Iterator[Any]]]:
     """Give a `map` whose calls run in processes, each with a processor of its own, in the order in which they end."""
     context = multiprocessing.get_context("spawn")
-    allowed, places = sorted(os.sched_getaffinity(0)), context.SimpleQueue()
+    places = context.SimpleQueue()
     for number in range(processes):
-        places.put(allowed[number * len(allowed) // processes])
+        places.put(number)
     with context.Pool(processes, initializer=_begin, initargs=(places,)) as pool:
         yield pool.imap_unordered
         pool.close()
@@ -81,6 +81,11 @@ def side_by_side(processes: int) -> Iterator[Callable[[Callable[[T], Any], Itera
 
 
 def _begin(places: Any) -> None:
-    """Begin a process on its processor."""
-    os.sched_setaffinity(0, {places.get()})
+    begin_alone(places.get())
+
+
+def begin_alone(number: int) -> None:
+    """Give this process one thread and a processor of its own, the one of a number if there are so many."""
+    allowed = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {allowed[number % len(allowed)]})
     torch.set_num_threads(1)

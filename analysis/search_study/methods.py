@@ -160,7 +160,7 @@ Made = tuple[Choice, float, dict[str, Any]]
 
 def _of_family(part: Part, bench: Bench, dense: float, bound: float) -> dict[str, Made]:
     """The largest network of a family within a bound; where a part has two labels, the next larger one as well."""
-    family, known = family_of(part.method, bench.whole), {0.0: dense}
+    family, known = family_of(part.method, bench.whole, part.subject.multiple), {0.0: dense}
     shares = brackets(lambda away: bench.ratio(family(away)), known, bound)
     facts = {"tried": {f"{share:.3f}": time for share, time in sorted(known.items())}}
     return {
@@ -199,14 +199,14 @@ def brackets(measured: Callable[[float], float], known: dict[float, float], boun
     return high, max((share for share in known if share < high), default=high)
 
 
-def family_of(method: str, whole: Whole) -> Family:
-    """Return the family of a method.
+def family_of(method: str, whole: Whole, multiple: int = MULTIPLE) -> Family:
+    """Return the family of a method; Torch-Pruning keeps a multiple of so many channels.
 
     Raises:
         KeyError: an unknown method.
     """
     if method.startswith("torch-pruning"):
-        return lambda share: torch_pruned(whole, share, across=method.endswith("global"))
+        return lambda share: torch_pruned(whole, share, across=method.endswith("global"), multiple=multiple)
     structure, batches = whole.structure, whole.images.split(_BATCH)
     if method == "uniform":
         scores = channel_scores(structure, "taylor", batches)
@@ -234,7 +234,7 @@ def _widths(structure: Structure, shares: Mapping[str, float]) -> dict[str, str]
     return configuration
 
 
-def torch_pruned(whole: Whole, share: float, *, across: bool) -> Choice:
+def torch_pruned(whole: Whole, share: float, *, across: bool, multiple: int) -> Choice:
     """Remove a share of the channels by Torch-Pruning's magnitude of groups, of each layer or of all together."""
     import torch_pruning  # optional: a peer
 
@@ -250,7 +250,7 @@ def torch_pruned(whole: Whole, share: float, *, across: bool) -> Choice:
             max_pruning_ratio=_MOST,
             global_pruning=across,
             ignored_layers=heads,
-            round_to=MULTIPLE,
+            round_to=multiple,
         )
         pruner.step()
     return Choice(history=[(name, bool(out), [int(i) for i in gone]) for name, out, gone in pruner.pruning_history()])

@@ -44,6 +44,11 @@ class Subject:
         """Such as `mobilenet_v2-cifar10-0`."""
         return f"{self.network}-{self.data}-{self.seed}"
 
+    @property
+    def multiple(self) -> int:
+        """Of channels that Torch-Pruning keeps; ours are of 8, and of 4 in groups of fewer than 32."""
+        return 4 if self.network.startswith("resnet") else 8
+
     def training(self, epochs: int) -> TrainSpec:
         """Return the settings of the float training."""
         return TrainSpec(epochs=epochs, lr=self.lr, weight_decay=self.weight_decay, warmup_epochs=min(2.0, epochs / 10))
@@ -112,7 +117,7 @@ _SEEDS = (0, 1, 2)
 GROUPS: dict[str, tuple[Part, ...]] = {
     "mobilenet": tuple(part for seed in _SEEDS for part in _parts(_mobilenet(seed), *_PEERS)),
     "shapes": tuple(part for seed in _SEEDS for part in _parts(_mobilenet(seed, "shapes"), "search", "uniform")),
-    "resnet56": _parts(_RESNET56, *_PEERS, "dense"),
+    "resnet56": _parts(_RESNET56, *_PEERS, "torch-pruning", "dense"),
     "criteria": _parts(_mobilenet(0), "search-widths", "torch-pruning", "dense", *CRITERIA),
     "quick": (
         *_parts(Subject(network="resnet8", bound=0.9), *_PEERS, "magnitude"),

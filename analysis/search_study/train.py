@@ -153,10 +153,10 @@ def train_floats(o: Namespace) -> None:
 def train_found(o: Namespace) -> None:
     """Fine-tune every network that was found, and write the weights of those that were done in time."""
     study = Study(o)
-    wanted = {f"{part.subject.name} {label}" for part in parts(o.groups) for label in part.labels}
-    rows = [row for row in found_rows(o.found) if name_of(row) in wanted]
+    rows = {name_of(row): row for row in found_rows(o.found)}
+    wanted = [f"{part.subject.name} {label}" for part in parts(o.groups) for label in part.labels]
     try:
-        asyncio.run(_within(study, o.budget_s, [study.tune(row) for row in rows]))
+        asyncio.run(_within(study, o.budget_s, [study.tune(rows[name]) for name in wanted if name in rows]))
     finally:
         write_states(o.out, study.states)
 

@@ -105,16 +105,24 @@ class Outcome:
                 f"Keep the float network: of those that keep the bound, {self.bound.words}, the fastest is "
                 f"{made.folder} ({made.label}, {made.variant}), which takes {made.ratio:.2f} of its latency."
             )
-        rivals = [p for p in self.front.points if p.is_baseline and p.configuration and p.figures.ratio <= made.ratio]
-        rival = min(rivals, key=lambda p: p.figures.distance) if rivals else None
-        beside = ""
-        if rival is not None and self.point.figures.distance < rival.figures.distance:
-            beside = (
-                f"; before fine-tuning its error is {self.point.figures.distance:.3f}, that of the best uniform choice "
-                f"that is as fast ({rival.label}) {rival.figures.distance:.3f}"
-            )
         side = "below" if made.drop >= 0 else "above"
         return (
             f"Take {made.folder} ({made.label}, {made.variant}): {metric.text(made.score)} {metric.title} at "
-            f"{made.ratio:.2f} of the float network's latency, {abs(made.drop):.2f} points {side} it{beside}."
+            f"{made.ratio:.2f} of the float network's latency, {abs(made.drop):.2f} points {side} it"
+            f"{self._beside(made)}."
+        )
+
+    def _beside(self, made: Attempt) -> str:
+        """Beside the chosen network: others that were fine-tuned and keep the bound, else the best uniform choice."""
+        others = [other for other in self.attempts if other is not made and self.bound.keeps(other)]
+        if others:
+            rows = [f"{x.label} has {self.metric.text(x.score)} at {x.ratio:.2f}" for x in others]
+            return f"; fine-tuned as well, {', '.join(rows)}"
+        uniform = [p for p in self.front.points if p.is_baseline and p.configuration and p.figures.ratio <= made.ratio]
+        rival = min(uniform, key=lambda p: p.figures.distance, default=None)
+        if rival is None or self.point.figures.distance >= rival.figures.distance:
+            return ""
+        return (
+            f"; before fine-tuning its error is {self.point.figures.distance:.3f}, that of the best uniform choice "
+            f"that is as fast ({rival.label}) {rival.figures.distance:.3f}"
         )

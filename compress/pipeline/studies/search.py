@@ -21,7 +21,8 @@ from compress.pipeline.studies.search_attempt import attempt, export_open, measu
 from compress.progress import NoProgress, Progress
 from compress.recipe import Recipe
 from compress.report.search_page import write_search_report
-from compress.search.front import Front, Point
+from compress.search.attempts import after, best, order
+from compress.search.front import Front
 from compress.search.outcome import Attempt, Bound, Outcome
 from compress.search.search import check_request, search
 from compress.search.space import make_space
@@ -90,22 +91,21 @@ def _finish(run: Run, front: Front, bound: Bound, reference: Path) -> Outcome:
     scores = _scores(run, front, reference)
     attempts = _attempts(run, front, bound, reference)
     write_json(run.path("attempts.json"), [asdict(made) for made in attempts])
-    kept = [made for made in attempts if bound.keeps(made)]
-    best = min(kept, key=lambda made: made.drop if bound.latency is not None else made.ratio, default=None)
+    chosen = best(attempts, bound)
     outcome = Outcome(
         bound=bound,
         front=front,
         metric=run.task.metric,
         scores=scores,
         attempts=tuple(attempts),
-        chosen=best,
+        chosen=chosen,
         images=min(_IMAGES, len(run.data.val)),
         folder=run.folder.path,
     )
     write_search_report(outcome, recipe=run.recipe)
-    if best is None:
+    if chosen is None:
         raise SearchError(_missed(bound, attempts))
-    run.finish(STEP, chosen=best.folder)
+    run.finish(STEP, chosen=chosen.folder)
     return outcome
 
 
@@ -187,7 +187,7 @@ def _scores(run: Run, front: Front, reference: Path) -> dict[str, float]:
 
 
 def _attempts(run: Run, front: Front, bound: Bound, reference: Path) -> list[Attempt]:
-    """Fine-tune points until one keeps the bound; by drop, go on to faster ones while they keep it."""
+    """Fine-tune points until one keeps the bound, and what `after` goes on to then."""
     made: list[Attempt] = []
     waiting = order(front, bound)
     while waiting and len(made) < run.recipe.search.attempts:
@@ -195,41 +195,6 @@ def _attempts(run: Run, front: Front, bound: Bound, reference: Path) -> list[Att
         made.append(attempt(run, front, point, f"network-{len(made) + 1}", reference))
         waiting = after(waiting, point, made[-1], bound)
     return made
-
-
-def order(front: Front, bound: Bound) -> list[Point]:
-    """The points to fine-tune, the most promising first.
-
-    By latency these are the points within the bound, the most accurate first. By drop it is the middle of the front,
-    and `after` halves what is left of it.
-    """
-    others = sorted((p for p in front.points if p.configuration), key=lambda p: p.figures.ratio)
-    if not others:
-        raise SearchError(f"no candidate could be measured: {'; '.join(list(front.failed.values())[:3])}")
-    rows = [point for point in front.front if point.configuration] or others[:1]  # the float network is the fastest
-    if bound.latency is not None:
-        within = [point for point in rows if point.figures.ratio <= bound.latency] or rows[:1]
-        return sorted(within, key=lambda point: point.figures.distance)
-    faster = [point for point in rows if point.figures.ratio < 1] or rows[:1]
-    likely = [point for point in faster if point.figures.distance <= 0.5] or faster[-1:]
-    return [likely[0], *(point for point in faster if point is not likely[0])]
-
-
-def after(waiting: Sequence[Point], point: Point, made: Attempt, bound: Bound) -> list[Point]:
-    """The points that are still worth fine-tuning after one of them was measured, the next first."""
-    if bound.latency is not None:
-        if bound.keeps(made):
-            return []
-        faster = [p for p in waiting if p.figures.ratio < point.figures.ratio * min(1.0, bound.latency / made.ratio)]
-        return faster or [p for p in waiting if p.figures.ratio < point.figures.ratio]
-    ahead = (
-        [p for p in waiting if p.figures.ratio < point.figures.ratio]
-        if bound.keeps(made)
-        else [p for p in waiting if p.figures.distance < point.figures.distance]
-    )
-    ahead.sort(key=lambda p: p.figures.ratio)
-    middle = len(ahead) // 2
-    return ahead[middle : middle + 1] + ahead[:middle] + ahead[middle + 1 :]
 
 
 def _missed(bound: Bound, attempts: Sequence[Attempt]) -> str:

@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint
 
 from compress.errors import QuantizationError
 from compress.quantization.placement.rules import LayerSettings
+from compress.quantization.sensitivity.highs import solve
 from compress.quantization.spec import QuantSpec, Rule
 
 FLOAT = "float"
@@ -118,7 +119,7 @@ def _solve(
     # Noises span many powers of ten: in units of the limit and of the largest goal the solver's tolerance is fine
     unit = abs(limit) or float(np.abs(limited).max()) or 1.0
     slack = limit / unit + 1e-12
-    result = milp(
+    result = solve(
         goal / (np.abs(goal).max() or 1.0),
         constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(limited[None] / unit, -np.inf, slack)],
         integrality=np.ones(len(owners)),

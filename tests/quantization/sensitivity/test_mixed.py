@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -95,3 +97,17 @@ def test_the_recipe_gives_each_layer_its_format():
     assert bits["block1.conv1"] == 8 and bits["block1.conv2"] == 4 and bits["block2.conv1"] == 4
     assert bits["block2.conv2"] == 6 and bits["fc"] == 8
     assert sites["block1.conv2"].axis is None and sites["block2.conv1"].axis == 0
+
+
+def test_the_solver_prints_nothing(capfd):
+    """HiGHS 1.12 prints a line of its debugging in this program."""
+    draw = np.random.default_rng(32)
+    noise, cost = {}, {}
+    for layer in map(str, range(20)):
+        noise[layer] = dict(zip("abc", np.sort(10.0 ** draw.uniform(-4, 0, 3)).tolist(), strict=True))
+    for layer in noise:
+        cost[layer] = dict(zip("abc", np.sort(draw.uniform(0, 1, 3))[::-1].tolist(), strict=True))
+    least, most = (sum(pick(row.values()) for row in cost.values()) for pick in (min, max))
+    choose_formats(noise, cost, budget=(least + most) / 2)
+    ctypes.CDLL(None).fflush(None)
+    assert capfd.readouterr().out == ""
