@@ -39,6 +39,8 @@ MARGIN = 0.98
 """Methods aim a little below the bound, because the next measurement will differ."""
 _NEAR, _NARROW, _WIDE = 0.97, 0.02, 0.15
 _MOST, _TRIES = 0.9, 6
+_MOST_PEER = 0.7  # beyond it Torch-Pruning rounds small groups to no channel, and leaves them whole
+_PEER = "torch-pruning"
 _RUNS = 100  # most runs of a load
 _BATCH, _HELD = 64, 64
 
@@ -161,7 +163,8 @@ Made = tuple[Choice, float, dict[str, Any]]
 def _of_family(part: Part, bench: Bench, dense: float, bound: float) -> dict[str, Made]:
     """The largest network of a family within a bound; where a part has two labels, the next larger one as well."""
     family, known = family_of(part.method, bench.whole, part.subject.multiple), {0.0: dense}
-    shares = brackets(lambda away: bench.ratio(family(away)), known, bound)
+    most = _MOST_PEER if part.method.startswith(_PEER) else _MOST
+    shares = brackets(lambda away: bench.ratio(family(away)), known, bound, most)
     facts = {"tried": {f"{share:.3f}": time for share, time in sorted(known.items())}}
     return {
         label: (family(share), known[share], {"share": share, **facts})
@@ -169,7 +172,9 @@ def _of_family(part: Part, bench: Bench, dense: float, bound: float) -> dict[str
     }
 
 
-def brackets(measured: Callable[[float], float], known: dict[float, float], bound: float) -> tuple[float, float]:
+def brackets(
+    measured: Callable[[float], float], known: dict[float, float], bound: float, most: float = _MOST
+) -> tuple[float, float]:
     """Return the least share to take away whose network keeps a bound, and the next smaller share.
 
     The shares are found by the secant rule on measured times.
@@ -178,13 +183,14 @@ def brackets(measured: Callable[[float], float], known: dict[float, float], boun
         measured: time of the network of a share.
         known: times by share, that of 0 among them; those that are measured are added.
         bound: largest time.
+        most: largest share.
 
     Raises:
         NoNetworkError: not even the smallest network keeps the bound.
     """
-    known[_MOST] = measured(_MOST)
-    if known[_MOST] > bound:
-        raise NoNetworkError(f"no network of the family keeps {bound:.3f}; the smallest takes {known[_MOST]:.3f}")
+    known[most] = measured(most)
+    if known[most] > bound:
+        raise NoNetworkError(f"no network of the family keeps {bound:.3f}; the smallest takes {known[most]:.3f}")
     for _ in range(_TRIES):
         high = min(share for share, time in known.items() if time <= bound)
         low = max((share for share in known if share < high), default=high)
@@ -205,7 +211,7 @@ def family_of(method: str, whole: Whole, multiple: int = MULTIPLE) -> Family:
     Raises:
         KeyError: an unknown method.
     """
-    if method.startswith("torch-pruning"):
+    if method.startswith(_PEER):
         return lambda share: torch_pruned(whole, share, across=method.endswith("global"), multiple=multiple)
     structure, batches = whole.structure, whole.images.split(_BATCH)
     if method == "uniform":
@@ -313,8 +319,11 @@ def exported(
         quick: calibrate on one batch, which is enough for its time.
     """
     if subject.int8 if int8 is None else int8:
+        batches = images.split(_BATCH)[: 1 if quick else None]
+        if quick:  # channels that went leave layers without a value above zero until their statistics are those of now
+            recalibrate_batchnorm(network, batches)
         spec = compress.QuantSpec(target=TARGETS[subject.engine])
-        network = compress.quantize(network.eval(), images[:2], images.split(_BATCH)[: 1 if quick else None], spec=spec)
+        network = compress.quantize(network.eval(), images[:2], batches, spec=spec)
     return compress.export_onnx(copy.deepcopy(network).eval(), images[: subject.batch], path, dynamic_batch=False)
 
 
