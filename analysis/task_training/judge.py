@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.data.load import load_data
+from compress.engines.registry import target_of
 from compress.measure.bootstrap import compare_evidence
 from compress.pipeline.folder import open_run
 from compress.pipeline.network import stem
@@ -24,7 +25,7 @@ from compress.pipeline.steps.float import build_float, float_step
 from compress.pipeline.steps.judge import evaluation_batch, judge
 from compress.pipeline.steps.ptq import ptq_step
 from compress.pipeline.steps.qat import qat_step
-from compress.recipe import load_recipe
+from compress.recipe import Recipe, load_recipe
 from compress.tasks.evidence import Evidence
 from compress.variants import Variant
 
@@ -59,8 +60,9 @@ def judged(run: Run, engines: Sequence[str]) -> Iterator[dict[str, Any]]:
             given = answers_of(run)
             with run.files(variant).engine(name, batch_size=evaluation_batch(run), precision=precision) as built:
                 seen = judge(run, built, preprocessing=run.data.val.preprocessing, answers=given)
-            file = run.files(variant).of(name).name
-            row: dict[str, Any] = {"variant": str(variant), "engine": seen.label, "file": file, "metric": metric.name}
+            file, own = run.files(variant).of(name).name, variant.is_quantized and has_own_file(run.recipe, name)
+            row: dict[str, Any] = {"variant": str(variant), "engine": seen.label, "file": file, "own": own}
+            row["metric"] = metric.name
             row |= {"images": seen.images}
             row |= {"values": {key: metric.shown(value) for key, value in seen.values.items()}}
             reference = reference or given.evidence
@@ -69,6 +71,11 @@ def judged(run: Run, engines: Sequence[str]) -> Iterator[dict[str, Any]]:
                 ends = (found.difference, found.difference_low, found.difference_high)
                 row |= {"difference": [metric.shown(value) for value in ends], "measurable": found.measurable}
             yield row
+
+
+def has_own_file(recipe: Recipe, engine: str) -> bool:
+    """Return True if a recipe's run makes a file that is placed for an engine."""
+    return recipe.quantization is not None and target_of(engine) in recipe.quantization.targets
 
 
 def main() -> None:

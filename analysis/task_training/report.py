@@ -13,9 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from analysis.common.study import Row, read_rows
+from analysis.task_training.judge import has_own_file
 from compress.files import write_text
 from compress.measure.metric import Metric
+from compress.recipe import load_recipe
 from compress.records.files import METRICS
+from compress.variants import Variant
 
 KEPT = ("train.csv", "qat.csv", "recipe.yaml")
 ROWS, TIMES = "accuracy.jsonl", "latency.jsonl"
@@ -42,9 +45,13 @@ def collect(folders: list[Path], out: Path) -> None:
 
 
 def _time(folder: Path, one: Metric) -> Row:
-    own = one.engine == ENGINES[0] and (folder / f"{one.variant}.{one.engine}.onnx").is_file()
+    own = one.engine == ENGINES[0] and one.variant != Variant.FLOAT and _own_file(folder)
     engine = OWN if own else one.engine
     return {"network": folder.name, "variant": one.variant, "engine": engine, "p50_ms": one.value, "how": one.method}
+
+
+def _own_file(folder: Path) -> bool:
+    return has_own_file(load_recipe(folder / "recipe.yaml"), ENGINES[0])
 
 
 def _key(row: Row) -> tuple[str, ...]:
@@ -53,8 +60,9 @@ def _key(row: Row) -> tuple[str, ...]:
 
 def _engine(row: Row) -> str:
     """Return the engine of a figure, which a file of its own makes another one."""
-    own = str(row.get("file", "")) == f"{row['variant']}.{ENGINES[0]}.onnx"
-    return OWN if own else str(row["engine"]).lower()
+    engine = str(row["engine"]).lower()
+    own = row.get("own") or str(row.get("file", "")) == f"{row['variant']}.{ENGINES[0]}.onnx"
+    return OWN if own and engine in (ENGINES[0], OWN) else engine
 
 
 def table(out: Path) -> Iterator[str]:

@@ -17,6 +17,7 @@ from compress.measure.end_to_end import STAGES, EndToEnd
 from compress.measure.metric import Metric
 from compress.pipeline.again import bench_again
 from compress.pipeline.steps.end_to_end import bench_end_to_end
+from compress.pipeline.studies.faster import faster
 from compress.plots.end_to_end import draw_end_to_end
 from compress.plots.style import WIDE, save_figure, styled
 from compress.records.files import END_TO_END
@@ -43,14 +44,22 @@ def bench(
     figure: Annotated[
         Path | None, typer.Option(help="With --end-to-end: PNG to draw; default end_to_end.png in a run folder.")
     ] = None,
+    mixed: Annotated[
+        bool,
+        typer.Option(
+            "--mixed",
+            metavar="",
+            help="Of a run folder: build and time the networks without layers that an engine runs slower in INT8.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure latency, or the stages of `--end-to-end`, and print a table.
 
     Raises:
         EngineError: a file could not be measured on any engine; the others are measured and shown.
-        RunError: options of `--end-to-end` without it.
-        CompressError: as `bench_again` and `bench_end_to_end`.
+        RunError: options of `--end-to-end` without it, or `--mixed` for files.
+        CompressError: as `bench_again`, `faster` and `bench_end_to_end`.
     """
     spec = BenchSpec(
         engines=tuple(engine or ("openvino", "onnxruntime")), batch_sizes=tuple(batch_size or (1, 32)), seconds=seconds
@@ -61,8 +70,12 @@ def bench(
         return
     if images is not None or figure is not None or device != "cpu":
         raise RunError("--images, --device and --figure go with --end-to-end")
+    if mixed and not (len(files) == 1 and files[0].is_dir()):
+        raise RunError("--mixed quantizes the network of a run again: give its folder, not files")
     with progress() as bars:
         metrics = bench_again(files, spec, progress=bars)
+        if mixed:
+            faster(files[0], spec, progress=bars)
     _show(files, metrics, as_json=as_json)
     measured = {metric.variant for metric in metrics if metric.value is not None}
     if not measured:

@@ -10,6 +10,7 @@ from compress.cli.console import ERRORS, OUT, print_json, print_table
 from compress.pipeline.folder import read_state
 from compress.records import read_run, summary_columns, summary_notes, summary_table, unavailable_engines
 from compress.records.foreign import foreign_files
+from compress.records.slower import RULES_TITLE, rules_text, slower_sentences
 from compress.text import MISSING
 
 
@@ -42,8 +43,11 @@ def show_run(folder: Path, *, as_json: bool) -> None:
     OUT.print("agrees %: share of evaluation images that the engine puts in the same class as torch, fake quantization")
     for note in summary_notes(data.metrics):
         OUT.print(note)
-    for note in foreign_files(data):
+    for note in (*foreign_files(data), *slower_sentences(data.slower)):
         OUT.print(f"[yellow]note[/] {escape(note)}", markup=True)
+    if rules := rules_text(data.slower):
+        OUT.print(RULES_TITLE)
+        OUT.print(rules, markup=False, highlight=False, soft_wrap=True)
     for note in data.notes:
         OUT.print(f"[yellow]note[/] {escape(note)}", markup=True)
     for engine, reason in unavailable_engines(data.metrics).items():

@@ -159,6 +159,8 @@ class Engine(ABC):
 
     takes_tensors: ClassVar[bool] = False
     """True if `run_tensors` works."""
+    remembers_runs: ClassVar[bool] = False
+    """True if `layer_runs_ms` returns the times of every run; it is called once, after the last."""
 
     info: EngineInfo
     inputs: tuple[TensorInfo, ...]
@@ -185,7 +187,10 @@ class Engine(ABC):
         Raises:
             EngineError: this engine does not report its layers.
         """
-        raise EngineError(f"{self.info.engine} does not report which layers it runs; build the file with 'openvino'")
+        raise EngineError(
+            f"{self.info.engine} does not report which layers it runs; build the file with 'openvino', or with "
+            "'onnxruntime' and profile='yes'"
+        )
 
     def layer_times_ms(self) -> dict[str, float]:
         """Return the milliseconds that each of `runtime_layers` took in the last run, by name.
@@ -194,9 +199,17 @@ class Engine(ABC):
             EngineError: this engine does not report times, or was not built to measure them.
         """
         raise EngineError(
-            f"{self.info.engine} does not report how long its layers take; build the file with 'openvino', "
-            "profile='yes'"
+            f"{self.info.engine} does not report how long its layers take; build the file with 'openvino' or "
+            "'onnxruntime', profile='yes'"
         )
+
+    def layer_runs_ms(self) -> list[dict[str, float]]:
+        """Return `layer_times_ms` of each run that the engine remembers, the last one last: by default that alone.
+
+        Raises:
+            EngineError: as `layer_times_ms`.
+        """
+        return [self.layer_times_ms()]
 
     def gpu_times(
         self, inputs: Mapping[str, NDArray[np.generic]], *, warmup: int = 10, runs: int = 100

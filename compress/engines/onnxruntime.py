@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compress.engines.arrays import check_inputs, import_library, reason, with_batch
-from compress.engines.base import Arrays, Availability, BuildOptions, Engine, EngineInfo, TensorInfo
+from compress.engines.base import Arrays, Availability, BuildOptions, Engine, EngineInfo, RuntimeLayer, TensorInfo
 from compress.engines.onnx_file import OnnxFile, read_onnx
+from compress.engines.onnxruntime_profile import Profile, read_profile
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 
 NAME = "onnxruntime"
@@ -27,6 +29,7 @@ OPTIONS = {
     "provider": f"execution provider; {CPU} by default",
     "fuse": "no: run every node as the file has it, Q/DQ pairs included; by default all optimizations (for files with "
     "FP8, those that leave Q/DQ pairs alone)",
+    "profile": "yes: time every layer of a run, for layer_times_ms; this takes some time itself",
 }
 _INSTALL = "pip install onnxruntime"
 _ERRORS_ONLY = 3
@@ -73,6 +76,8 @@ def load(path: Path | str, build: BuildOptions) -> ONNXRuntimeEngine:
 class ONNXRuntimeEngine(Engine):
     """A session; made by `load`."""
 
+    remembers_runs = True
+
     def __init__(self, ort: Any, file: OnnxFile, provider: str, build: BuildOptions) -> None:
         precision = _float_precision(file, provider)
         if build.precision not in (None, precision):
@@ -83,7 +88,13 @@ class ONNXRuntimeEngine(Engine):
         self.inputs = with_batch(file.inputs, build.batch_size, where=str(file.path))
         self.outputs = _outputs(file, build.batch_size)
         self.metadata = file.metadata
+        self._profiles: list[Profile] = []
+        self._ran = False
+        self._folder = TemporaryDirectory() if _yes(build.options, "profile", "no") else None
         session_options, options = _session_options(ort, file, build)
+        if self._folder is not None:
+            session_options.enable_profiling = True
+            session_options.profile_file_prefix = str(Path(self._folder.name) / "profile")
         try:
             self._session = ort.InferenceSession(
                 str(file.path),
@@ -111,25 +122,49 @@ class ONNXRuntimeEngine(Engine):
         """See `Engine.run`."""
         if self._session is None:
             raise EngineError(f"{self.info.label}: the engine is closed")
-        checked = check_inputs(inputs, self.inputs, label=self.info.label)
+        checked, self._ran = check_inputs(inputs, self.inputs, label=self.info.label), True
         try:
             results = self._session.run([tensor.name for tensor in self.outputs], checked)
         except Exception as error:
             raise EngineError(f"{self.info.label} failed to run {self.info.path}: {reason(error)}") from error
         return {tensor.name: np.asarray(result) for tensor, result in zip(self.outputs, results, strict=True)}
 
+    def runtime_layers(self) -> tuple[RuntimeLayer, ...]:
+        """See `Engine.runtime_layers`; the nodes of the optimized graph, each with the type of its first input."""
+        return tuple(layer for layer, _ in self._profiled()[-1].values())
+
+    def layer_times_ms(self) -> dict[str, float]:
+        """See `Engine.layer_times_ms`; later runs are not timed."""
+        return self.layer_runs_ms()[-1]
+
+    def layer_runs_ms(self) -> list[dict[str, float]]:
+        """See `Engine.layer_runs_ms`; later runs are not timed: a session writes its profile once."""
+        return [{name: ms for name, (_, ms) in run.items() if ms} for run in self._profiled()]
+
+    def _profiled(self) -> list[Profile]:
+        """Return the profiles of the runs until now, which end here; without one, that of a run on zeros."""
+        if self._folder is None or self._session is None:
+            raise EngineError(
+                f"{self.info.label} does not report its layers: it was not built to time them; give build_engine "
+                "profile='yes'"
+            )
+        if not self._profiles:
+            if not self._ran:
+                self.run({one.name: np.zeros([max(1, size) for size in one.shape], one.dtype) for one in self.inputs})
+            self._profiles = read_profile(Path(self._session.end_profiling()).read_text(encoding="utf-8"))
+        return self._profiles
+
     def close(self) -> None:
         """Free the session."""
         self._session = None
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 def _session_options(ort: Any, file: OnnxFile, build: BuildOptions) -> tuple[Any, dict[str, str]]:
     """Return the library's options, and the same as text."""
     options = ort.SessionOptions()
-    fuse = build.options.get("fuse", "yes")
-    if fuse not in {"yes", "no"}:
-        raise EngineError(f"onnxruntime: fuse is {fuse!r}: it must be yes or no")
-    level = "none" if fuse == "no" else "basic" if "fp8" in file.quantized_types else "all"
+    level = "none" if not _yes(build.options, "fuse", "yes") else "basic" if "fp8" in file.quantized_types else "all"
     levels = ort.GraphOptimizationLevel
     options.graph_optimization_level = {
         "none": levels.ORT_DISABLE_ALL,
@@ -151,6 +186,14 @@ def _session_options(ort: Any, file: OnnxFile, build: BuildOptions) -> tuple[Any
         for name in file.batch_names:
             options.add_free_dimension_override_by_name(name, build.batch_size)
     return options, texts
+
+
+def _yes(options: Mapping[str, str], name: str, default: str) -> bool:
+    """Return the value of an option that is `yes` or `no`."""
+    value = options.get(name, default)
+    if value not in {"yes", "no"}:
+        raise EngineError(f"onnxruntime: {name} is {value!r}: it must be yes or no")
+    return value == "yes"
 
 
 def _label(device: str, file: OnnxFile) -> str:

@@ -2,7 +2,8 @@
 
 An engine fuses and reorders, so it times its own layers. The time of each is assigned to the network's layer that comes
 first among the names of the nodes that were fused into it (`export.names`), such as a convolution with the following
-add, activation and quantizer. Time that belongs to none (pools, conversions at the input) is the rest.
+add, activation and quantizer. Time that belongs to none (pools, conversions at the input) is the rest; with `follow` it
+is assigned to the layer that it follows in the file, since a layer decides in which type these operations compute.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -54,6 +56,7 @@ def measure_engine_layers(
     threads: int | None = None,
     warmup: int = 5,
     runs: int = 30,
+    follow: bool = False,
     progress: Progress = _QUIET,
 ) -> dict[str, LayerTimes]:
     """Time the layers of several ONNX files of one network, all in turn.
@@ -61,12 +64,13 @@ def measure_engine_layers(
     Args:
         files: such as the float network and quantized ones, by name; written by `export_onnx`.
         layers: module paths of the network's layers.
-        engine: reports the times of its layers, as `openvino` does.
+        engine: reports the times of its layers, as `openvino` and `onnxruntime` do.
         batch_size: images of one run.
         precision: of the part that is not quantized; None = the engine's own choice.
         threads: CPU threads of one run; None = the engine's own choice.
         warmup: runs of each that are not timed.
         runs: timed runs of each.
+        follow: assign activations, pools, quantizers and the like to the layer whose result they take.
         progress: listener, advanced by every round.
 
     Returns:
@@ -84,38 +88,61 @@ def measure_engine_layers(
             )
             for name, path in files.items()
         }
-        owners = {name: _owners(built, files[name], layers) for name, built in engines.items()}
         seen: dict[str, list[dict[str, float]]] = {name: [] for name in files}
         progress.start("layer times", runs)
         for turn in range(-warmup, runs):
             for name, built in engines.items():
                 built.run(random_inputs(built, name, batch_size))
-                if turn >= 0:
-                    seen[name].append(_by_owner(built.layer_times_ms(), owners[name]))
+                if turn >= 0 and not built.remembers_runs:
+                    seen[name].append(built.layer_times_ms())
             if turn >= 0:
                 progress.advance("layer times")
         progress.finish("layer times")
-        return {name: _median(built.info.label, seen[name], layers) for name, built in engines.items()}
+        seen |= {name: built.layer_runs_ms()[-runs:] for name, built in engines.items() if built.remembers_runs}
+        return {
+            name: _median(built, seen[name], layers, _owners(built, files[name], layers, follow))
+            for name, built in engines.items()
+        }
 
 
-def _owners(engine: Engine, path: Path, layers: Sequence[str]) -> dict[str, str]:
+def _owners(engine: Engine, path: Path, layers: Sequence[str], follow: bool) -> dict[str, str]:
     """Return the network's layer for each layer of the engine that belongs to one."""
-    written = _node_of_output(path)
-    found = {}
+    graph = load_onnx(path).graph
+    written, found = _node_of_output(graph), {}
+    followed, last = _followed(graph, layers) if follow else {}, None
     for layer in engine.runtime_layers():
-        for name in (*layer.original_names, layer.name):  # the name of an inserted conversion contains its consumer's
-            owner = find_module(written.get(name, name), layers)
-            if owner is not None:
-                found[layer.name] = owner
-                break
+        names = [written.get(name, name) for name in (*layer.original_names, layer.name)]
+        # The name of an inserted conversion contains its consumer's.
+        owners = [owner for name in names if (owner := find_module(name, layers)) is not None]
+        owners += [followed[part] for name in names if (part := _part_of(name, followed)) is not None]
+        owners += [last] if follow and last is not None else []  # an engine's own node has no name of the file's
+        if owners:
+            found[layer.name] = last = owners[0]
     return found
 
 
-def _node_of_output(path: Path) -> dict[str, str]:
+def _node_of_output(graph: Any) -> dict[str, str]:
     """Return the node by the output of the graph that it writes: OpenVINO names the last layer by its result."""
-    graph = load_onnx(path).graph
     outputs = {value.name for value in graph.output}
     return {name: node.name for node in graph.node for name in node.output if name in outputs}
+
+
+def _followed(graph: Any, layers: Sequence[str]) -> dict[str, str]:
+    """Return the layer that each node of a file belongs to or follows, by the node's name."""
+    makers: dict[str, str] = {}
+    found: dict[str, str] = {}
+    for node in graph.node:
+        before = (makers[name] for name in node.input if name in makers)
+        owner = find_module(node.name, layers) or next(before, None)
+        if owner is not None:
+            found[node.name] = owner
+            makers |= dict.fromkeys(node.output, owner)
+    return found
+
+
+def _part_of(name: str, nodes: Mapping[str, str]) -> str | None:
+    """Return the node that an engine's name is of, or begins with; the longest of several."""
+    return name if name in nodes else max((node for node in nodes if node and node in name), key=len, default=None)
 
 
 def _by_owner(times: Mapping[str, float], owners: Mapping[str, str]) -> dict[str, float]:
@@ -127,8 +154,12 @@ def _by_owner(times: Mapping[str, float], owners: Mapping[str, str]) -> dict[str
     return sums
 
 
-def _median(label: str, runs: Sequence[Mapping[str, float]], layers: Sequence[str]) -> LayerTimes:
-    def of(owner: str) -> float:
-        return float(np.median([run.get(owner, 0.0) for run in runs]))
+def _median(
+    engine: Engine, runs: Sequence[Mapping[str, float]], layers: Sequence[str], owners: Mapping[str, str]
+) -> LayerTimes:
+    sums = [_by_owner(run, owners) for run in runs]
 
-    return LayerTimes(label=label, ms={layer: of(layer) for layer in layers}, rest_ms=of(""))
+    def of(owner: str) -> float:
+        return float(np.median([run.get(owner, 0.0) for run in sums]))
+
+    return LayerTimes(label=engine.info.label, ms={layer: of(layer) for layer in layers}, rest_ms=of(""))

@@ -120,9 +120,16 @@ class Judged:
 
 
 def judged_by(metrics: Iterable[Metric]) -> Judged:
-    """Return the figure that a run's metrics are judged by: the first with a direction, else top-1."""
+    """Return the figure that a run's metrics are judged by: the first with a direction, else top-1.
+
+    Where neither was measured, as in a folder of latencies alone, it has no name: the metrics do not tell the task.
+    """
+    metrics = tuple(metrics)
     found = next((m for m in metrics if m.direction), None)
-    return Judged() if found is None else Judged(name=found.name, unit=found.unit, direction=found.direction)
+    if found is not None:
+        return Judged(name=found.name, unit=found.unit, direction=found.direction)
+    known = not metrics or any(m.name == Judged.name for m in metrics)
+    return Judged() if known else Judged(name="metric", unit="")
 
 
 def _number(value: Any, row: Mapping[str, Any]) -> float | None:

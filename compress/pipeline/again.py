@@ -21,6 +21,7 @@ from compress.pipeline.steps.evaluate import TIMINGS, bench
 from compress.pipeline.steps.float import build_float, float_step
 from compress.pipeline.steps.ptq import ptq_step
 from compress.pipeline.steps.qat import qat_step
+from compress.pipeline.steps.slower import keep_slower, slower
 from compress.pipeline.steps.sparse import sparse_step
 from compress.progress import NoProgress, Progress
 from compress.quantization.spec import TARGETS, Target
@@ -185,4 +186,7 @@ def bench_again(files: Sequence[Path], spec: BenchSpec, *, progress: Progress | 
 
     if folder is not None:
         folder.add_metrics(metrics, without=measured_again)  # the times of a file that no longer loads are not its own
+        recipe = recipe_of(folder.path)
+        targets = () if recipe.quantization is None else recipe.quantization.targets
+        keep_slower(folder.path, slower(networks, metrics, spec, targets, progress=progress), networks, spec)
     return metrics

@@ -89,6 +89,8 @@ class Rule:
             operation without a module (add, matmul), against its node name.
         enable: False leaves the layer float; True quantizes it even where the target's table would not.
         weights, activations: replacement of the section's own values; None = the section's own.
+        target: the rule counts in networks for this target alone, such as layers that one engine runs faster in float;
+            None = in all.
 
     Examples:
         >>> spec = compress.QuantSpec(rules=(compress.Rule(match="5", enable=False),))  # the classifier stays float
@@ -100,6 +102,7 @@ class Rule:
     enable: bool = True
     weights: WeightSpec | None = None
     activations: ActivationSpec | None = None
+    target: Target | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from compress.records.rows import (
     OperationRow,
     PrecisionRow,
     PredictionRow,
+    SlowRow,
 )
 from compress.training.log import EpochRow
 
@@ -191,6 +192,7 @@ BLOCK: JsonFile[BlockGraph] = JsonFile(name="block.json", parse=_block, plain=as
 OPERATIONS = _rows("audit.json", OperationRow)
 BUILT_ENGINES = _rows("engines.json", BuiltRow)
 ENGINES = _rows("engine_audit.json", EngineRow)
+SLOWER = _rows("slower.json", SlowRow)
 END_TO_END: JsonFile[Breakdown] = JsonFile(name="end_to_end.json", parse=_breakdown, plain=Breakdown.to_dict)
 NOTES: JsonFile[Sequence[str]] = JsonFile(
     name="notes.json", parse=lambda text, path: tuple(_listed(text, path, str, "texts")), plain=list

@@ -158,6 +158,71 @@ class OperationRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """Time of a layer, with what follows it up to the next, on an engine that times its layers itself.
+
+    Attributes:
+        layer: module path.
+        float_ms, quantized_ms: median time of a run in either file.
+    """
+
+    layer: str
+    float_ms: float
+    quantized_ms: float
+
+    @property
+    def lost_ms(self) -> float:
+        """What quantization costs."""
+        return self.quantized_ms - self.float_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedRow:
+    """A network that leaves layers in float which an engine runs slower in INT8, as it was built and measured.
+
+    Attributes:
+        layers: left in float beyond what the recipe leaves.
+        p50_ms, float_p50_ms: median time of a run, in turn.
+        score: the metric on the engine, in words.
+        recipe: file of the run folder that makes it.
+    """
+
+    layers: tuple[str, ...]
+    p50_ms: float
+    float_p50_ms: float
+    score: str = ""
+    recipe: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowRow:
+    """A quantized network that is not faster than float on an engine, and which of its layers are to blame.
+
+    Attributes:
+        variant: of the network.
+        engine, float_engine: label of the engine at its fastest for either network.
+        batch_size: of the timing.
+        p50_ms, float_p50_ms: median time of a run.
+        target: whose placement rules the engine's file follows; "" where it follows no engine's.
+        layers: those that take longer than in float, the costliest first.
+        rest_ms, float_rest_ms: time of conversions and of all else that follows no layer.
+        mixed: the fastest network without the costliest of these layers; None = none was built.
+    """
+
+    variant: str
+    engine: str
+    float_engine: str
+    batch_size: int
+    p50_ms: float
+    float_p50_ms: float
+    target: str = ""
+    layers: tuple[LayerCost, ...] = ()
+    rest_ms: float = 0.0
+    float_rest_ms: float = 0.0
+    mixed: MixedRow | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class BuiltRow:
     """An engine file that a run built, or the reason why there is none.
 

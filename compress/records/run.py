@@ -28,6 +28,7 @@ from compress.records.rows import (
     OperationRow,
     PrecisionRow,
     PredictionRow,
+    SlowRow,
 )
 from compress.training.log import EpochRow
 
@@ -48,6 +49,7 @@ _PARTS: dict[str, files.RecordFile[Any]] = {
     "block": files.BLOCK,
     "operations": files.OPERATIONS,
     "engines": files.ENGINES,
+    "slower": files.SLOWER,
     "end_to_end": files.END_TO_END,
     "notes": files.NOTES,
 }
@@ -62,6 +64,7 @@ _OPTIONAL = {
         files.INTERVALS,
         files.PRECISION,
         files.PREDICTIONS,
+        files.SLOWER,
     )
 }
 """Files that only some recipes ask for; nothing is said where they are absent."""
@@ -87,6 +90,7 @@ class RunData:
         block: one block of the quantized network.
         operations: weighted operations of the exported files.
         engines: audited engines.
+        slower: quantized networks that are not faster than float on an engine.
         end_to_end: times from pictures to classes.
         notes: events of the run that a reader might not expect.
         absent: a sentence for each missing file, by its name.
@@ -109,6 +113,7 @@ class RunData:
     block: BlockGraph | None = None
     operations: Sequence[OperationRow] = ()
     engines: Sequence[EngineRow] = ()
+    slower: Sequence[SlowRow] = ()
     end_to_end: Breakdown | None = None
     notes: Sequence[str] = ()
     absent: Mapping[str, str] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from compress.quantization.placement.decisions import Decision
 from compress.records.foreign import foreign_files
 from compress.records.rows import LayerRow
 from compress.records.run import RunData, recipe_tree
+from compress.records.slower import RULES_TITLE, rules_text, slower_sentences
 from compress.records.summary import engines_of, summary_columns, summary_notes, summary_table, unavailable_engines
 from compress.report.blocks import (
     Block,
@@ -128,9 +129,12 @@ def _results(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Iterator[Bl
     else:
         yield _absence(run, "metrics.json", "No results", "it holds no number")
     yield from interval_blocks(run)
-    notes = (*summary_notes(run.metrics), *foreign_files(run))
+    notes = (*summary_notes(run.metrics), *foreign_files(run), *slower_sentences(run.slower))
     if notes:
         yield Bullets(notes)
+    if rules := rules_text(run.slower):
+        yield Text(RULES_TITLE)
+        yield Code(rules, "yaml")
     away = unavailable_engines(run.metrics)
     if away:
         yield Text("Engines that are not available here:")

@@ -28,6 +28,7 @@ from compress.pipeline.network import NetworkFiles
 from compress.pipeline.run import Run
 from compress.pipeline.steps.compare import Answers, answers_of, keep_comparisons
 from compress.pipeline.steps.judge import evaluation_batch, judge
+from compress.pipeline.steps.slower import keep_slower, slower
 from compress.progress import Progress
 from compress.quantization.spec import QuantSpec, Target
 from compress.training import QATSpec
@@ -192,7 +193,10 @@ def bench_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
     if run.folder.done("bench"):
         return
     files = {str(variant): run.files(variant, model) for variant, model in models.items()}
-    run.folder.add_metrics(bench(files, run.recipe.bench, progress=run.progress))
+    spec, metrics = run.recipe.bench, bench(files, run.recipe.bench, progress=run.progress)
+    run.folder.add_metrics(metrics)
+    targets = () if run.recipe.quantization is None else run.recipe.quantization.targets
+    keep_slower(run.folder.path, slower(files, metrics, spec, targets, progress=run.progress), files, spec)
     run.finish("bench")
 
 

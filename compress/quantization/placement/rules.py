@@ -33,6 +33,7 @@ def resolve_rules(view: GraphView, spec: QuantSpec) -> dict[Node, LayerSettings]
     Raises:
         QuantizationError: a rule matches no layer; the message names the nearest layers.
     """
+    spec = replace(spec, rules=tuple(rule for rule in spec.rules if rule.target in (None, spec.only_target)))
     named = [node for node in view.nodes if node.traits.category not in {"graph", "shape"}]
     names = {node: {node.layer, node.name} for node in named}
     for rule in spec.rules:

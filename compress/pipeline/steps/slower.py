@@ -1,0 +1,121 @@
+"""Times the layers of quantized networks that `bench` has found no faster than float, on the same engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from compress.engines.onnx_file import load_onnx
+from compress.engines.registry import target_of
+from compress.errors import EngineError
+from compress.export.names import module_of
+from compress.graph.onnx_kinds import onnx_operators
+from compress.measure import BenchSpec
+from compress.measure.layer_times import LayerTimes, measure_engine_layers
+from compress.measure.metric import Metric
+from compress.pipeline.network import NetworkFiles
+from compress.progress import NoProgress, Progress
+from compress.quantization.spec import Target
+from compress.records.files import SLOWER
+from compress.records.rows import LayerCost, SlowRow
+from compress.records.slower import not_faster
+from compress.records.summary import family
+from compress.variants import Variant
+
+_ENGINES = ("openvino", "onnxruntime")
+"""Engines that time their layers."""
+_RUNS = (5, 30)
+_WARMUP = 3
+_LAYERS = onnx_operators(lambda traits: traits.category in {"weighted", "product"})
+
+
+def slower(
+    files: Mapping[str, NetworkFiles],
+    metrics: Sequence[Metric],
+    spec: BenchSpec,
+    targets: Sequence[Target],
+    *,
+    progress: Progress | None = None,
+) -> tuple[SlowRow, ...]:
+    """Return the quantized networks that are not faster than float, with the layers that cost it.
+
+    A file that is placed for another engine is left out: the engine needs a file of its own first.
+
+    Args:
+        files: of the networks, by variant.
+        metrics: of `bench`.
+        spec: its engines and threads, and the longest time of a measurement.
+        targets: that files were made for.
+        progress: is advanced by every round.
+    """
+    found = (row for row in not_faster(metrics) if family(row.engine) in _ENGINES and row.variant in files)
+    return tuple(_rows(found, files, spec, targets, progress or NoProgress()))
+
+
+def _rows(
+    found: Iterator[SlowRow],
+    files: Mapping[str, NetworkFiles],
+    spec: BenchSpec,
+    targets: Sequence[Target],
+    progress: Progress,
+) -> Iterator[SlowRow]:
+    for row in found:
+        engine = family(row.engine)
+        target = target_of(engine)
+        if target not in targets and "any" not in targets:
+            continue
+        paths = {name: files[name].of(engine) for name in (Variant.FLOAT, row.variant)}
+        try:
+            times = measure_engine_layers(
+                paths,
+                layers_of(paths[Variant.FLOAT]),
+                engine=engine,
+                batch_size=row.batch_size,
+                precision="f32" if engine == "openvino" and "f32" in row.float_engine else None,
+                threads=spec.threads,
+                warmup=_WARMUP,
+                runs=_runs(row, spec),
+                follow=True,
+                progress=progress,
+            )
+        except EngineError:  # an engine of a version that does not time its layers
+            yield row
+            continue
+        yield _with_layers(replace(row, target=target or ""), times[Variant.FLOAT], times[row.variant])
+
+
+def _runs(row: SlowRow, spec: BenchSpec) -> int:
+    least, most = _RUNS
+    return max(least, min(most, spec.runs, int(1e3 * spec.seconds / (row.p50_ms + row.float_p50_ms))))
+
+
+def _with_layers(row: SlowRow, plain: LayerTimes, quantized: LayerTimes) -> SlowRow:
+    costs = [
+        LayerCost(layer=layer, float_ms=plain.ms[layer], quantized_ms=quantized.ms[layer])
+        for layer in plain.ms
+        if quantized.ms[layer] > plain.ms[layer]
+    ]
+    costs.sort(key=lambda cost: -cost.lost_ms)
+    return replace(row, layers=tuple(costs), rest_ms=quantized.rest_ms, float_rest_ms=plain.rest_ms)
+
+
+def layers_of(path: Path) -> list[str]:
+    """Return the modules of a file whose nodes multiply, each once."""
+    nodes = (node for node in load_onnx(path).graph.node if node.op_type in _LAYERS)
+    return [module for module in dict.fromkeys(module_of(node.name) for node in nodes) if module]
+
+
+def keep_slower(
+    folder: Path, rows: Sequence[SlowRow], files: Mapping[str, NetworkFiles], spec: BenchSpec
+) -> Sequence[SlowRow]:
+    """Write the rows into a run folder, in place of those for the same networks, engines and batch sizes."""
+
+    def again(row: SlowRow) -> bool:
+        return row.variant in files and family(row.engine) in spec.engines and row.batch_size in spec.batch_sizes
+
+    before = SLOWER.read(folder) or ()
+    kept = [*(row for row in before if not again(row)), *rows]
+    if kept or before:
+        SLOWER.write(folder, kept)
+    return kept

@@ -1,0 +1,150 @@
+"""Networks that leave in float the layers which an engine runs slower in INT8: built, and timed beside float and PTQ.
+
+Which layers these are, `bench` has found by the engine's own times (`records.slower`). A layer in float is not free:
+its neighbours convert what they exchange with it. So several numbers of layers are tried; the fastest network counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from torch import nn
+
+from compress.engines import build_engine
+from compress.errors import RunError
+from compress.export.onnx import export_onnx
+from compress.files import write_text
+from compress.measure import BenchSpec, Latency, measure_latency
+from compress.pipeline.again import finished_run, network
+from compress.pipeline.run import Run
+from compress.pipeline.steps.judge import evaluation_batch, judge
+from compress.pipeline.steps.ptq import calibration_images
+from compress.progress import NoProgress, Progress
+from compress.quantization.ptq.quantize import quantize
+from compress.quantization.spec import QuantSpec, Rule, Target
+from compress.records.files import SLOWER
+from compress.records.rows import MixedRow, SlowRow
+from compress.records.slower import costly
+from compress.records.summary import family
+from compress.variants import Variant
+
+_SHARES = (0.25, 0.5, 1.0)
+FLOAT = "float"
+
+
+def faster(folder: Path, spec: BenchSpec, *, progress: Progress | None = None) -> tuple[SlowRow, ...]:
+    """Build the mixed network of each engine that `bench` has found slower in INT8, and keep what it measured.
+
+    Args:
+        folder: of a finished run, whose `slower.json` `bench` has written.
+        spec: engines and times.
+        progress: is informed of calibrations and timings.
+
+    Returns:
+        The rows of the folder, with the mixed network where there is one.
+
+    Raises:
+        RunError: the folder holds no run, or no run that quantizes.
+        EngineError: an engine cannot take a network.
+    """
+    rows = tuple(SLOWER.read(folder) or ())
+    chosen = {row.engine: row for row in rows if family(row.engine) in spec.engines and costly(row)}
+    if not chosen:
+        return rows
+    run = finished_run(folder)
+    run.progress = progress or NoProgress()
+    if run.recipe.quantization is None:
+        raise RunError(f"{folder} is of a recipe with quantization: null, so that nothing of it can be left in float")
+    model = network(run, Variant.FLOAT).eval()
+    found = {engine: _mixed(run, model, row, spec) for engine, row in chosen.items()}
+    rows = tuple(replace(row, mixed=found[row.engine]) if row.engine in found else row for row in rows)
+    SLOWER.write(folder, rows)
+    return rows
+
+
+def _mixed(run: Run, model: nn.Module, row: SlowRow, spec: BenchSpec) -> MixedRow:
+    """The fastest of several networks."""
+    tried = {f"{len(layers)} layers": layers for layers in choices(costly(row))}
+    files = {FLOAT: run.path(Variant.FLOAT.onnx_file)}
+    files |= {label: _export(run, model, row, layers) for label, layers in tried.items()}
+    times = _times(files, row, spec, run.progress)
+    best = min(tried, key=lambda label: times[label].p50_ms)
+    name = f"mixed-{family(row.engine)}.yaml"
+    write_text(run.path(name), replace(run.recipe, quantization=_spec(run, row, tried[best])).to_yaml())
+    return MixedRow(
+        layers=tried[best],
+        p50_ms=times[best].p50_ms,
+        float_p50_ms=times[FLOAT].p50_ms,
+        score=_score(run, files[best], row),
+        recipe=name,
+    )
+
+
+def choices(layers: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the costliest quarter of the layers, their costliest half, and all of them.
+
+    >>> choices(["a", "b", "c"])
+    [('a',), ('a', 'b'), ('a', 'b', 'c')]
+    """
+    counts = dict.fromkeys(math.ceil(share * len(layers)) for share in _SHARES)
+    return [tuple(layers[:count]) for count in counts]
+
+
+def _spec(run: Run, row: SlowRow, layers: Sequence[str]) -> QuantSpec:
+    """The recipe's quantization with further layers in float, in the engine's file alone."""
+    spec, target = cast(QuantSpec, run.recipe.quantization), cast("Target | None", row.target or None)
+    return replace(spec, rules=(*spec.rules, *(Rule(match=layer, enable=False, target=target) for layer in layers)))
+
+
+def _export(run: Run, model: nn.Module, row: SlowRow, layers: Sequence[str]) -> Path:
+    """The ONNX file of a network, quantized from the float baseline as PTQ does it."""
+    target = cast("Target | None", row.target or None)
+    spec = _spec(run, row, layers).for_target(target)
+    made = quantize(model, run.example.to(run.device), calibration_images(run, spec), spec=spec, progress=run.progress)
+    path = run.path(f"mixed/{family(row.engine)}-{len(layers)}.onnx")
+    return export_onnx(made.cpu(), run.example, path, preprocessing=run.data.val.preprocessing)
+
+
+def _times(files: Mapping[str, Path], row: SlowRow, spec: BenchSpec, progress: Progress) -> dict[str, Latency]:
+    """Latency of all of them in turn; the float network in the precision in which it is fastest."""
+    with ExitStack() as stack:
+        engines = {
+            label: stack.enter_context(
+                build_engine(
+                    path,
+                    family(row.engine),
+                    batch_size=row.batch_size,
+                    threads=spec.threads,
+                    precision=_precision(row.float_engine if label == FLOAT else row.engine),
+                )
+            )
+            for label, path in files.items()
+        }
+        timed = measure_latency(
+            engines,
+            batch_size=row.batch_size,
+            warmup=spec.warmup,
+            runs=spec.runs,
+            seconds=spec.seconds,
+            progress=progress,
+        )
+    return {one.label: one for one in timed}
+
+
+def _precision(label: str) -> str | None:
+    """Return what an engine is asked for so that its label is this one: single precision, or its own choice."""
+    return "f32" if family(label) == "openvino" and "f32" in label else None
+
+
+def _score(run: Run, path: Path, row: SlowRow) -> str:
+    """The metric of a file on the engine, over the evaluation split."""
+    metric = run.task.metric
+    precision, size = _precision(row.engine), evaluation_batch(run)
+    with build_engine(path, family(row.engine), batch_size=size, precision=precision) as engine:
+        seen = judge(run, engine, preprocessing=run.data.val.preprocessing)
+    return f"{metric.text(seen.values[metric.name])} {metric.title}"
