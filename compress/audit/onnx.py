@@ -175,7 +175,7 @@ def sparse_nodes(path: Path | str) -> tuple[str, ...]:
     Raises:
         AuditError: the file is not ONNX.
     """
-    return tuple(row.name for row in audit_sparsity(path) if row.violations == 0 and row.zeros >= 0.5)
+    return tuple(row.name for row in audit_sparsity(path) if row.violations == 0)
 
 
 def _load(path: Path) -> onnx.ModelProto:
@@ -238,7 +238,7 @@ def _audited(node: onnx.NodeProto, view: OnnxGraph) -> AuditedNode:
         op_type=node.op_type,
         input_type=types[0],
         weight_type=types[1],
-        per_channel=scale is not None and scale.ndim > 0 and scale.size > 1,
+        per_channel=scale is not None and scale.size > 1,
         weight_elements=0 if constant is None else int(constant.size),
         int8=not missing,
         reason="; ".join(missing),

@@ -60,12 +60,12 @@ def _view(tensor: EngineTensor) -> _View:
 
 
 def _open(tensors: Sequence[EngineTensor]) -> Iterator[EngineTensor]:
-    """Yield the tensors with exactly one open dimension; of two, the rows are ambiguous."""
-    return (t for t in tensors if t.shape.count(-1) == 1)
+    """Yield the tensors with exactly one open dimension; of two, or of no elements, the rows are ambiguous."""
+    return (t for t in tensors if t.shape.count(-1) == 1 and 0 not in t.shape)
 
 
 def _known_size(shape: tuple[int, ...]) -> int:
-    return math.prod(size for size in shape if size >= 0)
+    return math.prod(size for size in shape if size != -1)
 
 
 def _borders(listing: EngineListing) -> _Rows:

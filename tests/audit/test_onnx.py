@@ -125,6 +125,8 @@ def test_a_file_that_is_not_there_and_a_folder_are_named(tmp_path):
         audit_onnx(tmp_path / "none.onnx")
     with pytest.raises(AuditError, match="is a folder; give an ONNX file"):
         audit_onnx(tmp_path)
+    with pytest.raises(AuditError, match="is no regular file; give an ONNX file"):
+        audit_onnx("/dev/null")
     (tmp_path / "text.onnx").write_text("no model")
     with pytest.raises(AuditError, match=r"text\.onnx is not a valid ONNX file"):
         audit_onnx(tmp_path / "text.onnx")
@@ -170,3 +172,40 @@ def test_the_pattern_is_looked_for_along_the_inputs_of_each_kind(tmp_path, value
         assert found[name].zeros == pytest.approx(share)
     assert sparse_nodes(tmp_path / "m.onnx") == (tuple(found) if violations == 0 else ())
     assert all(row.violations is None for row in audit_sparsity(tmp_path / "m.onnx", 2, 3))
+
+
+PLAIN = """
+<ir_version: 9, opset_import: ["": 19]>
+plain (float[2,4] a, float[4,3] b) => (float[2,3] both, float[2,3] turned, float[2] row, float[2,3] free)
+<float s = {0.1}, int8[4,3] w = {1, 2, 3, 0, 0, 0, 0, 0, 0, 4, 5, 6}, float[4] v = {1, 2, 0, 0}> {
+    a_q = QuantizeLinear(a, s)
+    a_d = DequantizeLinear(a_q, s)
+    both = MatMul(a_d, b)
+    w_d = DequantizeLinear(w, s)
+    w_t = Transpose <perm = [1, 0]> (w_d)
+    turned = Gemm <transB = 1> (a, w_t)
+    row = MatMul(a, v)
+    free = MatMul(a, b)
+}
+"""
+
+
+def test_without_a_zero_point_integers_have_no_sign_and_only_matrices_have_a_pattern(tmp_path):
+    """As ONNX says of QuantizeLinear; a weight that is turned twice has its inputs on the first axis."""
+    onnx.save(onnx.parser.parse_model(PLAIN), tmp_path / "m.onnx")
+    types = {row.name: (row.input_type, row.weight_type) for row in audit_onnx(tmp_path / "m.onnx").rows}
+    assert types["both"] == ("uint8", "float") and types["free"] == ("float", "float")
+    (row,) = audit_sparsity(tmp_path / "m.onnx")
+    assert (row.name, row.violations, row.zeros) == ("turned", 0, 0.5)
+    assert sparse_nodes(tmp_path / "m.onnx") == ("turned",)
+    assert [row.violations for row in audit_sparsity(tmp_path / "m.onnx", 1, 4)] == [3]
+    assert [row.violations for row in audit_sparsity(tmp_path / "m.onnx", 1, 2)] == [0]
+
+
+def test_types_that_the_checker_lets_pass_are_refused(tmp_path):
+    model = onnx.parser.parse_model(PLAIN)
+    (scale,) = [tensor for tensor in model.graph.initializer if tensor.name == "s"]
+    scale.data_type = 99
+    onnx.save(model, tmp_path / "m.onnx")
+    with pytest.raises(AuditError, match="is not a valid ONNX file"):
+        audit_onnx(tmp_path / "m.onnx")

@@ -10,6 +10,7 @@ import compress
 from compress.audit.engine import audit_listing
 from compress.audit.layers import EngineLayer, EngineListing, EngineTensor
 from compress.audit.requirement import unmet_by_audit, unmet_by_runtime
+from compress.engines.base import RuntimeLayer
 
 
 def layer(name, dtype, nodes):
@@ -40,6 +41,8 @@ def audit(*types, named=True):
         (("int8", "fp16"), ["/0/Conv", "/1/Conv"], "/1/Conv"),
         (("fp32", "fp32"), ["/0/Conv", "/1/Conv"], "2"),
         (("int8",), [], "no INT8 operation"),
+        (("int8", "fp8"), ["/0/Conv"], ""),  # more than the file asks for
+        (("tf32", "int8"), ["/1/Conv"], ""),
     ],
 )
 def test_int8(types, nodes, words, named):
@@ -49,7 +52,10 @@ def test_int8(types, nodes, words, named):
         assert words in unmet[0]
 
 
-@pytest.mark.parametrize(("types", "fits"), [(("fp16", "int8"), True), (("fp16", "fp32"), False), (("bf16",), True)])
+@pytest.mark.parametrize(
+    ("types", "fits"),
+    [(("tf32", "int8"), False), (("fp16", "int8"), True), (("fp16", "fp32"), False), (("bf16",), True)],
+)
 def test_fp16(types, fits):
     unmet = unmet_by_audit(audit(*types), "fp16", [])
     assert (not unmet) == fits
@@ -86,3 +92,23 @@ def test_names_beyond_the_first_are_counted():
     listed = message.rpartition(": ")[2]
     names, _, more = listed.partition(" and ")
     assert len(names.split(", ")) + int(more.removesuffix(" more")) == 14
+
+
+def runtime(kind, precision, *names):
+    return RuntimeLayer(name="layer", kind=kind, precision=precision, original_names=names)
+
+
+def test_a_runtime_layer_counts_if_it_multiplies_in_8_bits():
+    nodes = ["/0/Conv", "/1/Gemm"]
+    both = [runtime("Convolution", "u8", "/0/Conv", "/0/Relu"), runtime("FullyConnected", "i8", "/1/Gemm")]
+    assert unmet_by_runtime(both, nodes) == ()
+    for other in (runtime("FullyConnected", "f32", "/1/Gemm"), runtime("Reorder", "i8", "/1/Gemm")):
+        (text,) = unmet_by_runtime([both[0], other], nodes)
+        assert text == "1 of 2 INT8 operations of the ONNX file are not INT8 here: /1/Gemm"
+
+
+def test_a_few_names_are_all_shown():
+    (text,) = unmet_by_audit(audit(*["fp16"] * 3), "int8", [f"/{i}/Conv" for i in range(3)])
+    assert text.endswith(": /0/Conv, /1/Conv, /2/Conv")
+    (text,) = unmet_by_audit(audit("int8", "fp16", named=False), "int8", ["a", "b"])
+    assert text == "1 layers compute in 8 bits, and the ONNX file asks for 2"

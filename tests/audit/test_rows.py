@@ -193,3 +193,133 @@ def test_shapes_of_a_file_with_a_reshape(tmp_path):
     assert [(out.dims, out.result) for out in found["matmul"]] == [((17, 32), True)]
     path.write_bytes(b"no model")
     assert onnx_shapes(path) == {}
+
+
+def listing(*layers, inputs=(), outputs=()):
+    return EngineListing(source="test", layers=layers, inputs=inputs, outputs=outputs)
+
+
+def of(dims, *, users=("far",), result=False):
+    return (NodeOutput(dims=dims, users=frozenset(users), result=result),)
+
+
+def test_the_networks_own_tensors_have_one_row_for_each_image():
+    first = layer("k", [("x", (-1, 17, 64)), ("z", (-1, 3, -1)), ("w", (3, -1)), ("e", (-1, 0))], [("f", (2, 3))])
+    second = layer("k", [("x", (-1, 64)), ("x", (-1, 5)), ("e", (-1, 2, 0))], [("y", (-1, 9, 4))])
+    assert rows(listing(first, second, inputs=("x", "z", "w", "e"), outputs=("y",))) == {
+        ("x", (-1, 17, 64)): 1,
+        ("x", (-1, 64)): 17,
+        ("x", (-1, 5)): None,  # no whole number of rows
+        ("z", (-1, 3, -1)): None,  # two open dimensions
+        ("w", (3, -1)): None,  # the batch is the first
+        ("e", (-1, 0)): None,
+        ("e", (-1, 2, 0)): None,
+        ("f", (2, 3)): 1,  # not open
+        ("y", (-1, 9, 4)): 1,
+    }
+
+
+@pytest.mark.parametrize(("view", "expected"), [((4, -1, 4), 4), ((-1, 4, 2), 2)])
+def test_a_view_with_the_strides_but_another_open_dimension_is_no_part(view, expected):
+    written, read = layer("k", [], [("t", (-1, 4, 8))], ("n",)), layer("k", [("t", view)], [])
+    written = replace(written, outputs=tuple(replace(t, strides=(32, 8, 1)) for t in written.outputs))
+    read = replace(read, inputs=tuple(replace(t, strides=(32, 8, 1)) for t in read.inputs))
+    assert rows(listing(written, read), {"n": of((2, 4, 8))}) == {("t", (-1, 4, 8)): 2, ("t", view): expected}
+
+
+@pytest.mark.parametrize(
+    ("step", "read", "written", "expected"),
+    [
+        ("ReshTran", [(-1, 64)], [(-1, 4, 8)], 34),
+        ("ReshTran", [(-1, 64)], [(-1, 4, 48)], None),  # no whole number of rows
+        ("ReshTran", [(-1, 64), (-1, 32)], [(-1, 4, 8)], None),
+        ("ReshTran", [(-1, 64)], [(-1, 4, 8), (-1, 4, 4, 4)], None),
+        ("ReshMean", [(-1, 64)], [(-1, 4, 8)], None),
+        ("AddMul", [(-1, 64)], [(-1, 48)], 17),  # steps that mix nothing keep the rows ...
+        ("AddMul", [(-1, 64)], [(32, -1)], 34),  # ... of one dimension, and all of them the elements
+        ("MeanConc", [(-1, 64)], [(-1, 32)], 17),
+        ("ReplConc", [(-1, 64)], [(-1, 32)], 17),
+        ("ReplMean", [(-1, 64)], [(-1, 32)], None),
+        ("ReplGathConc", [(-1, 64)], [(-1, 32)], None),
+    ],
+)
+def test_rows_through_kernels(step, read, written, expected):
+    first = layer("k", [], [("s0", (-1, 64))], ("n",))
+    sources, targets = (
+        [(f"{name}{i}", shape) for i, shape in enumerate(side)] for name, side in (("s", read), ("t", written))
+    )
+    found = rows(listing(first, layer(f"__myl_{step}_myl0_1", sources, targets)), {"n": of((17, 64))})
+    assert found["s0", (-1, 64)] == 17 and found["t0", written[0]] == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "shapes", "expected"),
+    [
+        ("kgen", "k", [(-1, 9, 8), (-1, 9, 8)], 3),
+        ("kgen", "k", [(-1, 9, 8), (-1, 9, 1)], 3),  # a mean over the last dimension
+        ("kgen", "k", [(-1, 9, 8), (-1, 7, 1)], None),
+        ("kgen", "k", [(-1, 9, 8), (-1, 9, 4)], None),
+        ("kgen", "k", [(-1, 9, 8), (-1, 8)], None),
+        ("kgen", "k", [(-1, 9, 8), (9, -1, 1)], None),
+        ("kgen", "gemm_k", [(-1, 9, 8), (-1, 9, 4)], 3),
+        ("correlation", "k", [(-1, 9, 8), (-1, 5, 4)], 3),
+        ("gemm", "k", [(-1, 9, 8), (-1, 9, 4)], 3),
+        ("CaskPooling", "k", [(-1, 9, 8), (-1, 9, 4)], 3),
+    ],
+)
+def test_rows_of_other_tensors_of_a_layer(kind, name, shapes, expected):
+    source, target = shapes
+    first = layer("first", [], [("s", source)], ("n",))
+    found = rows(listing(first, layer(name, [("s", source)], [("t", target)], kind=kind)), {"n": of((3, 9, 8))})
+    assert found["s", source] == 3 and found["t", target] == expected
+
+
+def test_a_layer_that_reads_different_rows_says_nothing_of_its_result():
+    first = layer("first", [], [("a", (-1, 9, 8))], ("n",))
+    second = layer("second", [], [("b", (-1, 9, 8))], ("m",))
+    both = layer("conv", [("a", (-1, 9, 8)), ("b", (-1, 9, 8))], [("t", (-1, 9, 8))], kind="correlation")
+    for dims, expected in (((2, 9, 8), None), ((3, 9, 8), 3)):
+        found = rows(listing(first, second, both), {"n": of((3, 9, 8)), "m": of(dims)})
+        assert found["t", (-1, 9, 8)] == expected
+
+
+@pytest.mark.parametrize(
+    ("users", "result", "expected"), [(("k",), False, None), (("k",), True, 17), (("k", "far"), False, 17)]
+)
+def test_a_result_leaves_its_layer_where_another_reads_it_or_the_network_returns_it(users, result, expected):
+    found = rows(listing(layer("l", [], [("t", (-1, 64))], ("k",))), {"k": of((17, 64), users=users, result=result)})
+    assert found == {("t", (-1, 64)): expected}
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "expected"),
+    [
+        ((-1, 64), (17, 64), 17),
+        ((-1, 1, 64), (17, 64), 17),
+        ((-1, 64), (2, 64, 3, 1), 6),
+        ((-1, 32), (17, 64), None),
+        ((-1, 64, 64), (17, 64), None),
+        ((-1, 1), (17, 1), None),  # nothing but ones says nothing
+        ((-1, 64, 1), (17, 64, 1), 17),
+    ],
+)
+def test_rows_are_what_is_left_of_a_results_dimensions(shape, dims, expected):
+    found = rows(listing(layer("l", [], [("t", shape)], ("k",))), {"k": of(dims)})
+    assert found == {("t", shape): expected}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "more", "expected"),
+    [
+        ("kgen", "__myl_MeanAdd_myl0_1", [], None),  # it would write more than it reads
+        ("kgen", "__myl_MeanAdd_myl0_1", [("u", (-1, 8))], 16),  # of what it reads, not all is known
+        ("kgen", "__myl_IotaAdd_myl0_1", [], 16),
+        ("fusion", "__myl_FcAdd_myl0_1", [], 16),  # a product may
+        ("kgen", "k", [], 16),
+    ],
+)
+def test_the_most_that_a_layer_can_write(kind, name, more, expected):
+    first = layer("fc", [], [("s", (-1, 8))], ("m",), kind="gemm")
+    second = layer(name, [("s", (-1, 8)), *more], [("t", (-1, 4, 8))], ("n",), kind=kind)
+    found = rows(listing(first, second), {"m": of((4, 8)), "n": of((16, 4, 8))})
+    assert found["s", (-1, 8)] == 4 and found["t", (-1, 4, 8)] == expected

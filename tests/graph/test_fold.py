@@ -145,3 +145,69 @@ def test_channels_on_another_axis_are_not_folded():
     graph, paths = folded(model, x)
     assert paths == ()
     torch.testing.assert_close(graph(x), model(x))
+
+
+class _Calls(nn.Module):
+    """A function of a convolution, a BatchNorm and an image."""
+
+    def __init__(self, function, norm=None):
+        super().__init__()
+        self.conv, self.norm, self.function = nn.Conv2d(3, 3, 1), norm or nn.BatchNorm2d(3), function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+STAY = {
+    "a layer that is called twice": (lambda m, x: m.norm(m.conv(m.conv(x))), None),
+    "a BatchNorm that is called twice": (lambda m, x: m.norm(m.norm(m.conv(x))), None),
+    "the statistics of each batch": (lambda m, x: m.norm(m.conv(x)), nn.BatchNorm2d(3, track_running_stats=False)),
+    "a function before it": (lambda m, x: m.norm(nn.functional.conv2d(x, m.conv.weight)), None),
+    "the network's input": (lambda m, x: m.norm(x), None),
+    "an activation between": (lambda m, x: m.norm(m.conv(x).relu()), None),
+    "another normalization": (lambda m, x: m.norm(m.conv(x)), nn.InstanceNorm2d(3, track_running_stats=True)),
+}
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_a_batchnorm_stays(name):
+    model, x = _Calls(*STAY[name]).eval(), torch.randn(2, 3, 4, 4)
+    if model.norm.track_running_stats:
+        model.norm.running_mean += 1.0
+    graph, paths = folded(model, x)
+    assert paths == ()
+    torch.testing.assert_close(graph(x), model(x))
+
+
+def test_a_batchnorm_that_is_to_be_kept_stays_and_the_others_do_not():
+    model = with_statistics(
+        nn.Sequential(*(make for _ in range(2) for make in (nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))))
+    )
+    graph = trace(model, torch.randn(2, 3, 4, 4))
+    (kept,) = [node for node in graph.graph.nodes if node.target == "1"]
+    assert fold_batchnorm(graph, keep=[kept]) == ("3",)
+    assert [name for name, m in graph.named_modules() if isinstance(m, nn.BatchNorm2d)] == ["1"]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_folded_parameters_are_trained_if_the_weight_was(trained, bias):
+    model = with_statistics(nn.Sequential(nn.Conv2d(3, 4, 1, bias=bias), nn.BatchNorm2d(4)))
+    model[0].weight.requires_grad_(trained)
+    graph, paths = folded(model, torch.randn(2, 3, 4, 4))
+    assert paths == ("1",)
+    assert [parameter.requires_grad for parameter in graph.parameters()] == [trained, trained]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_folded_batchnorm_leaves_its_child_and_no_parameter(training):
+    """The child is what another node still calls, as timm's BatchNormAct2d has it."""
+    norm = nn.BatchNorm2d(3)
+    norm.act = nn.ReLU()
+    model = with_statistics(_Calls(lambda m, x: m.norm.act(m.norm(m.conv(x))), norm))
+    x = torch.randn(2, 3, 4, 4)
+    expected, graph = model(x), trace(model, x)
+    graph.train(training)
+    assert fold_batchnorm(graph) == ("norm",)
+    assert set(graph.state_dict()) == {"conv.weight", "conv.bias"} and graph.norm.training == training
+    torch.testing.assert_close(graph.eval()(x), expected)

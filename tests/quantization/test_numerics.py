@@ -126,3 +126,35 @@ def test_bits_are_bounded(bits):
 def test_fp8_reaches_as_far_as_the_type_of_torch():
     quant_format, most = QuantFormat(kind="e4m3"), torch.finfo(torch.float8_e4m3fn).max
     assert (quant_format.low, quant_format.high) == (-most, most)
+
+
+def test_fp8_is_what_torch_makes_of_it():
+    """Torch's own cast is the oracle; it has no value beyond 448, where ours saturates."""
+    quant_format, scale = QuantFormat(kind="e4m3"), torch.tensor(0.25)
+    x = torch.cat([torch.linspace(-200, 200, 501), torch.tensor([1e-4, 0.0, -0.0123])])
+    expected = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    q = quantize_tensor(x, scale, quant_format)
+    assert q.dtype == torch.float8_e4m3fn and torch.equal(q.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(fake_quantize(x, scale, quant_format), expected.float() * scale)
+    assert torch.equal(dequantize(q, scale, quant_format), expected.float() * scale)
+    x.requires_grad_()
+    fake_quantize(x, scale, quant_format).sum().backward()
+    assert torch.equal(x.grad, (x.detach().abs() <= 112).float())
+
+
+@pytest.mark.parametrize("options", [{"num_bits": 4}, {"signed": False}, {"offset": True}])
+def test_fp8_has_no_other_form(options):
+    with pytest.raises(QuantizationError, match="E4M3 has 8 bits"):
+        QuantFormat(kind="e4m3", **options)
+
+
+def test_types_of_what_is_quantized():
+    scale = torch.tensor(0.1)
+    assert [f.dtype for f in (INT8, UINT8, OFFSET)] == [torch.int8, torch.uint8, torch.uint8]
+    assert [f.zero_point for f in (INT8, UINT8, OFFSET, QuantFormat(num_bits=4, offset=True))] == [0, 0, 128, 8]
+    double, step = torch.tensor([0.25 + 1e-12, 0.75 - 1e-12], dtype=torch.float64), torch.tensor(0.5)  # float32: ties
+    assert quantize_tensor(double, step, INT8).tolist() == [1, 1]
+    found = fake_quantize(double, step, INT8)
+    assert found.dtype == torch.float64 and found.tolist() == [0.5, 0.5]
+    half = torch.tensor([1.0, -3.0], dtype=torch.bfloat16)
+    assert quantize_tensor(half, scale, INT8).tolist() == [10, -30]

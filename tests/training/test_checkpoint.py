@@ -4,11 +4,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from compress.errors import CheckpointError
 from compress.training import load_checkpoint, load_model, save_checkpoint, save_model
+from compress.training.average import WeightAverage
+from compress.training.best import BestWeights
+from compress.training.checkpoint import read_checkpoint, restore_checkpoint
+from compress.training.tensor_file import read_tensors, write_tensors
 from tests.training.toy import convnet, linear
 
 
@@ -189,3 +194,88 @@ def test_states_of_the_optimizer_come_back_in_the_memory_format_of_their_paramet
     state = loaded["optimizer"].state[loaded["model"][0].weight]
     assert state["exp_avg"].is_contiguous(memory_format=torch.channels_last) and state["step"].shape == ()
     assert not state["exp_avg"].is_contiguous()
+
+
+def test_a_lazy_layer_is_run_before_it_is_saved(tmp_path):
+    with pytest.raises(CheckpointError, match=r"0\.weight has no shape yet"):
+        save_model(nn.Sequential(nn.LazyLinear(2)), tmp_path / "model")
+
+
+def test_states_that_are_none_are_left_out(tmp_path):
+    before = trained(optimizer=torch.optim.SGD)  # without momentum, its buffer is None
+    path = save_checkpoint(tmp_path / "c", **before, identity={}, position={"epoch": 0})
+    after = trained(seed=1, optimizer=torch.optim.SGD, steps=0)
+    assert load_checkpoint(path, **after, identity={}) == {"epoch": 0}
+    assert same(before["model"].state_dict(), after["model"].state_dict())
+
+
+def test_the_gradient_scaler_comes_back_and_is_missed(tmp_path):
+    before, after = trained(), trained(seed=1, steps=0)
+    before["scaler"] = torch.amp.GradScaler("cpu", init_scale=8.0)
+    after["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0)
+    path = save_checkpoint(tmp_path / "c", **before, identity={}, position={})
+    load_checkpoint(path, **after, identity={})
+    assert after["scaler"].get_scale() == 8.0
+    path = save_checkpoint(tmp_path / "none", **trained(), identity={}, position={})
+    with pytest.raises(CheckpointError, match="holds no state of the gradient scaler"):
+        load_checkpoint(path, **after, identity={})
+
+
+def test_the_mean_and_the_best_weights_come_back(tmp_path):
+    def parts(state):
+        model = state["model"]
+        return WeightAverage(model, 0.5), BestWeights(model)
+
+    before, after = trained(), trained(seed=1, steps=0)
+    (mean, best), (new_mean, new_best) = parts(before), parts(after)
+    best.load({name: tensor + 1 for name, tensor in before["model"].state_dict().items()})
+    path = save_checkpoint(tmp_path / "c", **before, identity={}, position={"epoch": 2}, average=mean, best=best)
+    contents = read_checkpoint(path, {})
+    assert restore_checkpoint(contents, **after, average=new_mean, best=new_best) == {"epoch": 2}
+    assert same(new_mean.means, mean.means) and same(new_best.state, best.state) and mean.means and best.state
+    plain = trained(seed=2, steps=0)
+    load_checkpoint(path, **plain, identity={})  # neither is asked for
+
+
+@pytest.mark.parametrize("key", ["optimizer.6.bias.exp_avg", "optimizer.6.nothing.exp_avg", "optimizer.step"])
+def test_a_state_of_the_optimizer_that_fits_nothing_is_refused(checkpoint, key):
+    contents = read_checkpoint(checkpoint, IDENTITY)
+    write_tensors(checkpoint, "checkpoint", {**contents.tensors, key: torch.zeros(7)}, contents.data)
+    assert_refused(checkpoint, rf"optimizer state {key} of shape \(7,\) that fits no trainable parameter")
+
+
+def test_all_that_differs_between_trainings_is_named(checkpoint):
+    for other in ({"lr": 0.1, "epochs": 3}, {**IDENTITY, "clip": 1.0}, {**IDENTITY, "more": None}):
+        if other.get("more", 0) is None:  # no value, and no key, are the same
+            load_checkpoint(checkpoint, **trained(seed=1, steps=1), identity=other)
+        elif "clip" in other:
+            assert_refused(checkpoint, r"clip \(None there, 1\.0 here\)", other)
+
+
+def test_tensors_that_share_no_memory_are_stored_each(tmp_path):
+    """Empty ones have no memory to share; equal values in other memory are two tensors."""
+    tensors = [torch.zeros(0), torch.zeros(0), torch.ones(3), torch.ones(3), torch.ones(3)[None].expand(2, 3)]
+    path = save_model(Buffers(tensors), tmp_path / "model")
+    assert set(load_file(path)) == {f"tensor{i}" for i in range(5)}
+    empty = Buffers([torch.zeros(tensor.shape) for tensor in tensors])
+    load_model(empty, path)
+    assert same(empty.state_dict(), Buffers(tensors).state_dict())
+
+
+def test_tied_tensors_are_stored_once(tmp_path):
+    one = torch.randn(4, 4)
+    path = save_model(Buffers([one, one, one.T, one[:2]]), tmp_path / "model")
+    assert set(load_file(path)) == {"tensor0", "tensor2", "tensor3"}
+    content = read_tensors(path, "model")
+    assert content.version == 2 and content.tensors["tensor1"] is content.tensors["tensor0"]
+    assert torch.equal(content.tensors["tensor2"], one.T) and torch.equal(content.tensors["tensor3"], one[:2])
+
+
+def test_the_header_says_which_torch_wrote_it(tmp_path):
+    path = save_model(linear(), tmp_path / "model", {"a": 1})
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["compress"])
+    assert (header["kind"], header["version"], header["torch"], header["data"]) == (
+        "model", 2, torch.__version__, {"a": 1},
+    )  # fmt: skip
+    assert load_model(linear(seed=1), save_model(linear(), tmp_path / "bare")) == {}
