@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from compress.kernels.triton.int8_depthwise import MOST_FLOAT_TAPS, DepthwiseTile
+from compress.kernels.triton.int8_depthwise_dot import DotTile
 from compress.kernels.triton.int8_pointwise import PointwiseTile
 from compress.kernels.triton.int8_product import Tile
 
 _PROGRAMS = 132  # multiprocessors of the GPUs that the guesses were made for
 _MOST_SPLITS = 32
 _MOST_STAGES = 8
+_FILTER_BYTES = 64 << 10
+"""Of a depthwise filter that stay in the first cache while a program reads them."""
 _FEW = 4 * _PROGRAMS
 """Small tiles up to which a GPU has too few programs to hide the time of a load."""
 _SHALLOW = 256
@@ -147,3 +150,18 @@ def depthwise_tiles(
     if taps[0] * taps[1] > MOST_FLOAT_TAPS:
         return [tile._replace(floats=False) for tile in found]
     return found if floats else found + [tile._replace(floats=True) for tile in found[:2]]
+
+
+def dot_tiles(shape: tuple[int, int, int, int], taps: tuple[int, int], stride: tuple[int, int]) -> list[DotTile]:
+    """Tiles of a depthwise convolution by products of four bytes.
+
+    Args:
+        shape: (N, C, OH, OW) of the result.
+        taps: of the filter.
+        stride: of the filter.
+    """
+    whole = -(-shape[1] // 16)
+    each = 64 * taps[0] * (taps[1] + 3)  # bytes of the filter's words, for 16 channels
+    parts = max(n for n in range(1, whole + 1) if whole % n == 0 and (n == 1 or n * each <= _FILTER_BYTES))
+    strips = [strip for strip in ((2, 4) if stride[1] == 1 else (2, 1)) if strip <= max(1, shape[3])] or [1]
+    return [DotTile(units, strip, parts) for strip in strips for units in (128, 64)]

@@ -22,9 +22,10 @@ from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
 from compress.kernels.triton import int8_epilogue as epilogue
 from compress.kernels.triton.int8_deep import deep
+from compress.kernels.triton.int8_depthwise_dot import DotTile, depthwise_dot, pack_dots
 from compress.kernels.triton.int8_epilogue import Function, OutputGrid, Outputs, Residual, finish_of
 from compress.kernels.triton.int8_pointwise import PointwiseTile, pointwise
-from compress.kernels.triton.int8_product import Tile, pack_weight
+from compress.kernels.triton.int8_product import Geometry, Tile, pack_weight
 from tests.engines.cuda.qdq import Builder, convnext, windows
 from tests.engines.cuda.test_plan import networks
 
@@ -175,6 +176,39 @@ def check_pointwise(device):
         assert expected.std() > 10
 
 
+def check_dots(device):
+    """Depthwise filters by products of four bytes: strides over padding, one pixel, channels that fill no unit."""
+    for shape, taps, stride, padding, zero, tile in (
+        ((2, 20, 5, 6), 3, 1, 1, 0, DotTile(16, 2, 2)),
+        ((1, 37, 7, 5), 5, 1, 2, 5, DotTile(16, 4, 1)),
+        ((2, 16, 9, 7), 3, 2, 1, -128, DotTile(16, 2, 1)),
+        ((1, 40, 4, 9), 7, 1, 3, 3, DotTile(8, 4, 3)),
+        ((1, 16, 1, 1), 3, 1, 1, 0, DotTile(16, 1, 1)),
+    ):
+        torch.manual_seed(0)
+        images, channels, height, width = shape
+        x = torch.randint(-128, 128, (images, height, width, channels + -channels % 16), dtype=torch.int8)
+        w = torch.randint(-127, 128, (channels, 1, taps, taps), dtype=torch.int8)
+        factor, bias = 1e-3 * (0.5 + torch.rand(channels).double()), torch.randn(channels).double()
+        grid = OutputGrid(torch.tensor([0.1], dtype=torch.float64), zero=-128)
+        finish = finish_of(factor, bias, first=Function("clip", 0.0), grid=grid).to(device)
+        real = F.pad(x.permute(0, 3, 1, 2)[:, :channels].double() - zero, (padding,) * 4)
+        sums = F.conv2d(real, w.double(), None, stride, groups=channels).permute(0, 2, 3, 1)
+        size = (sums.shape[1], sums.shape[2])
+        codes = torch.zeros(images * size[0] * size[1], channels + 16, dtype=torch.int8, device=device)
+        depthwise_dot(
+            x.to(device).permute(0, 3, 1, 2)[:, :channels], pack_dots(w, zero, device=device), finish,
+            Outputs(None, codes, None, 0, channels + 16), channels, Geometry(stride, stride, padding, padding), size,
+            tile, zero=zero,
+        )  # fmt: skip
+        y = (sums.reshape(-1, channels) * factor + bias).clamp(min=0) / 0.1
+        expected = (y.round() - 128).clamp(-128, 127)
+        off = (codes[:, :channels].cpu() - expected).abs()
+        assert not off[((y % 1) - 0.5).abs() > 1e-3].any()
+        assert not codes[:, channels:].any()
+        assert expected.std() > 10
+
+
 FUNCTIONS = {
     "none": lambda x: x,
     "clip": lambda x: x.clamp(-0.3, 0.9),
@@ -237,6 +271,8 @@ def main():
         print(case)
     check_pointwise(torch.device("cpu"))
     print("pointwise")
+    check_dots(torch.device("cpu"))
+    print("dots")
     check_epilogues(torch.device("cpu"))
     print("epilogues")
     check_networks()

@@ -32,6 +32,7 @@ def test_in_the_interpreter_every_step_computes_what_exact_arithmetic_does():
     assert interpreted("tests.engines.cuda.interpreted_plans").splitlines() == [
         *CASES,
         "pointwise",
+        "dots",
         "epilogues",
         "networks",
     ]
@@ -53,6 +54,13 @@ def test_on_a_gpu_products_by_descriptors_compute_what_exact_arithmetic_does():
 
     check_pointwise(torch.device("cuda"))
     check_epilogues(torch.device("cuda"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu_depthwise_products_of_four_bytes_compute_what_exact_arithmetic_does():
+    from tests.engines.cuda.interpreted_plans import check_dots
+
+    check_dots(torch.device("cuda"))
 
 
 def test_a_convolution_compiles_for_a_gpu_that_is_not_here(tmp_path):

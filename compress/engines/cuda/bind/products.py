@@ -19,9 +19,10 @@ from compress.engines.cuda.bind.common import (
 from compress.engines.cuda.executor import Candidate, Tensors
 from compress.engines.cuda.plan.layout import Layout
 from compress.engines.cuda.plan.steps import NO_PADDING, Convolution, Linear, Product
-from compress.engines.cuda.tiles import deep_tiles, depthwise_tiles, pointwise_tiles, product_tiles
+from compress.engines.cuda.tiles import deep_tiles, depthwise_tiles, dot_tiles, pointwise_tiles, product_tiles
 from compress.kernels.triton.int8_deep import deep
 from compress.kernels.triton.int8_depthwise import DepthwiseTile, depthwise, pack_depthwise
+from compress.kernels.triton.int8_depthwise_dot import DotTile, depthwise_dot, pack_dots
 from compress.kernels.triton.int8_epilogue import Finish, Residual
 from compress.kernels.triton.int8_pointwise import LEAST_CAPABILITY, PointwiseTile, pointwise
 from compress.kernels.triton.int8_product import (
@@ -209,7 +210,8 @@ def bind_convolution(step: Convolution, layout: Layout, bindings: Bindings) -> l
     geometry = Geometry(*step.stride, step.padding[0][0], step.padding[1][0], *step.dilation)
     zero = step.x.grid.zero if step.x.grid else 0
     if step.weight.shape[1] == 1 and step.weight.shape[0] == step.groups > 1:
-        return _depthwise(step, cast(Any, shape), bindings, geometry, zero)
+        rest = (step, cast(Any, shape), bindings, geometry, zero)
+        return _depthwise(*rest) + (_depthwise_dot(*rest) if _whole_parts(step.x.name, layout) else [])
     weight: Weight = bindings.keep(
         (step.name, "weight"), lambda: pack_weight(step.weight, zero, step.groups, bindings.device)
     )
@@ -282,3 +284,33 @@ def _depthwise(
         return Candidate(f"triton depthwise {text}", run)
 
     return [candidate(tile) for tile in depthwise_tiles(shape, cast(Any, tuple(step.weight.shape[2:])), step.stride)]
+
+
+def _whole_parts(name: str, layout: Layout) -> bool:
+    """True for codes whose pixels can be read 16 channels at a time."""
+    place = layout.places.get(name)
+    if place is None or place.dtype != torch.int8 or len(place.shape) != 4 or place.strides[1] != 1:
+        return False
+    aligned = all(n % ALIGNED == 0 for n in (place.offset, place.strides[0], place.strides[2], place.strides[3]))
+    return aligned and place.strides[3] >= place.shape[1]
+
+
+def _depthwise_dot(
+    step: Convolution, shape: tuple[int, int, int, int], bindings: Bindings, geometry: Geometry, zero: int
+) -> list[Candidate]:
+    """Candidates of a depthwise convolution by products of four bytes, for filters without horizontal dilation."""
+    finish, e = _product_finish(step, bindings), step.epilogue
+    if geometry.dilation_x > 1 or finish.vectors.inverse is not None:
+        return []
+    weight: Weight = bindings.keep((step.name, "words"), lambda: pack_dots(step.weight, zero, device=bindings.device))
+
+    def candidate(tile: DotTile) -> Candidate:
+        def run(tensors: Tensors) -> None:
+            results = Results(e.out, e.residual.name, tensors, 1)
+            x, size = tensors[step.x.name], (shape[2], shape[3])
+            depthwise_dot(x, weight, finish, results.outputs, shape[1], geometry, size, tile, zero=zero)
+            results.finish()
+
+        return Candidate(f"triton depthwise dot {tile.units}x{tile.parts} strip {tile.strip} w{tile.warps}", run)
+
+    return [candidate(tile) for tile in dot_tiles(shape, cast(Any, tuple(step.weight.shape[2:])), step.stride)]
