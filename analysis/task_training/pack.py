@@ -140,7 +140,7 @@ def unpack(folder: Path, out: Path, targets: Sequence[str] = ()) -> list[Path]:
             path.write_bytes(lzma.decompress(content.read()))
             packed = read_tensors(path, "model")
             found.append(write_tensors(path, "model", widened(packed.tensors), packed.data))
-    for state in out.glob(f"*/{STATE_FILE}"):
+    for state in out.rglob(STATE_FILE):
         _without_ptq(state.parent)
         if targets and (state.parent / RECIPE_FILE).is_file():
             _retarget(state.parent, targets)
