@@ -23,7 +23,9 @@ class Job:
         axis: 0 = a weight scale for each channel, None = for each layer.
         normalize, damping, distill: choices of `QATSpec`.
         offsets: offsets of signed activations learn too (LSQ+).
-        sparse: 2:4 masks of all layers that the pattern divides: held (`one-shot`), or moving (`sr-ste`).
+        sparse: 2:4 masks of all layers that the pattern divides: held (`one-shot`), moving (`sr-ste`), or learned
+            (`gumbel`).
+        mask_end: share of the steps after which moving and learned masks stay.
         recorded: way to run the step that is tried first; None = as the command line says.
     """
 
@@ -42,6 +44,7 @@ class Job:
     offsets: bool = False
     distill: bool = True
     sparse: Schedule | None = None
+    mask_end: float = 0.8
     recorded: str | None = None
 
     def sparsity_spec(self) -> SparsitySpec | None:
@@ -86,6 +89,7 @@ _QAT = Job(network="resnet20", lr=0.05, weight_decay=1e-4)
 _MOBILE = Job(network="mobilenet_v2", lr=0.1, weight_decay=1e-4)
 _SPARSE = replace(_QAT, network="resnet56", bits=8, lr=0.02, most_epochs=12, sparse="sr-ste", weight=1.6)
 _ADAM = Job(network="vit_tiny", lr=1e-3, weight_decay=0.05, optimizer="adamw")
+_SPARSE_VIT = replace(_ADAM, bits=8, lr=3e-4, most_epochs=20, sparse="sr-ste", weight=1.6)
 
 JOBS: dict[str, Job] = {
     "resnet20": Job(network="resnet20", weight=1.2, seeds=3),
@@ -102,8 +106,12 @@ JOBS: dict[str, Job] = {
     "convnext": replace(_ADAM, network="convnext", weight=1.5),
     "resnet56-w8a8-sr-ste": _SPARSE,
     "resnet56-w8a8-magnitude": replace(_SPARSE, sparse="one-shot"),
-    "vit_tiny-w8a8-sr-ste": replace(_ADAM, bits=8, lr=3e-4, most_epochs=20, sparse="sr-ste", weight=1.6),
-    "vit_tiny-w8a8-magnitude": replace(_ADAM, bits=8, lr=3e-4, most_epochs=20, sparse="one-shot", weight=1.6),
+    "vit_tiny-w8a8-sr-ste": _SPARSE_VIT,
+    "vit_tiny-w8a8-magnitude": replace(_SPARSE_VIT, sparse="one-shot"),
+    "resnet56-w8a8-gumbel": replace(_SPARSE, sparse="gumbel", mask_end=0.5),
+    "resnet56-w8a8-sr-ste-half": replace(_SPARSE, mask_end=0.5),
+    "vit_tiny-w8a8-gumbel": replace(_SPARSE_VIT, sparse="gumbel", mask_end=0.5),
+    "vit_tiny-w8a8-sr-ste-half": replace(_SPARSE_VIT, mask_end=0.5),
     "mobilenet_v2-w4a4-offsets": replace(_MOBILE, bits=4, weight=1.2, lr=0.05, damping=1e-3, offsets=True),
     "mobilenet_v2-w3a3": replace(_MOBILE, bits=3, weight=1.2, lr=0.05, damping=1e-3),
     "mobilenet_v2-w3a3-offsets": replace(_MOBILE, bits=3, weight=1.2, lr=0.05, damping=1e-3, offsets=True),

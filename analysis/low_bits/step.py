@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from compress.data.base import DataSet
 from compress.sparsity.masks import nm_mask
-from compress.sparsity.parametrization import masked_layers
-from compress.sparsity.schedule import shrink_masked
+from compress.sparsity.parametrization import LearnedMask, masked_layers
+from compress.sparsity.schedule import select, shrink_masked
+from compress.sparsity.selection import Moment, gumbel_noise
 from compress.sparsity.spec import SparsitySpec
 from compress.tasks import classification
 from compress.training.damping import damping_loss, damping_strength
@@ -30,8 +31,8 @@ from compress.training.spec import QATSpec, TrainSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAD, SIDE = 4, 32
-MASK_STEPS, MASK_END = 20, 0.8
-"""Steps between two choices of moving masks, and the share of the steps after which they stay."""
+MASK_STEPS = 20
+"""Steps between two choices of masks that move."""
 TASK = classification(10)
 
 
@@ -160,10 +161,19 @@ class Training:
         spec: lr, decay, distillation and damping; precision is bfloat16 on GPUs.
         batch: images of a step.
         mode: `compiled` (torch.compile and a CUDA graph), `graph` (a CUDA graph alone) or `eager`.
+        mask_end: share of the steps after which masks that move or are learned stay.
     """
 
     def __init__(
-        self, model: nn.Module, teacher: nn.Module | None, images: Images, spec: TrainSpec, batch: int, mode: str
+        self,
+        model: nn.Module,
+        teacher: nn.Module | None,
+        images: Images,
+        spec: TrainSpec,
+        batch: int,
+        mode: str,
+        *,
+        mask_end: float = 0.8,
     ) -> None:
         self.model, self.images, self.spec, self.batch, self.mode = model, images, spec, batch, mode
         compiled = mode == "compiled"
@@ -175,7 +185,10 @@ class Training:
         self.optimizer: Any = make(model, spec, self.lr)
         self.loss = torch.zeros((), device=device)
         self.steps_per_epoch = len(images.targets) // batch
-        self.moving = [layer for layer in masked_layers(model).values() if layer.part.straight_through]
+        layers = masked_layers(model).values()
+        self.moving = [layer for layer in layers if layer.part.straight_through]
+        self.learned = [layer for layer in layers if isinstance(layer.part, LearnedMask)]
+        self.mask_end, self.at = mask_end, torch.ones(5, device=device)  # the fields of Moment, in order
         self.step = self._record() if mode != "eager" else self._step
 
     def _step(self) -> None:
@@ -193,6 +206,17 @@ class Training:
         self.optimizer.step()
         for layer in self.moving:
             shrink_masked(layer, self.lr * SparsitySpec().sr_ste_decay)
+        if self.learned:
+            self._select()
+
+    def _select(self) -> None:
+        """Train the choice of learned masks and draw the next ones; the host writes the settings."""
+        count, lr, scale, temperature, noise = self.at.unbind()
+        now = Moment(count=count, lr=lr, scale=scale, temperature=temperature, noise=noise)
+        for layer in self.learned:
+            part = cast(LearnedMask, layer.part)
+            select(layer, now, gumbel_noise(tuple(part.logits.shape), part.logits.device))
+            part.probe.detach().zero_()
 
     def _record(self) -> Callable[[], None]:
         """Return a function that replays the step as a CUDA graph."""
@@ -247,7 +271,7 @@ class Training:
             for at in range(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch):
                 self._set_rates(at, steps, warm)
                 self._one()
-                if at % MASK_STEPS == 0 and at < MASK_END * steps:
+                if at % MASK_STEPS == 0 and at < self.mask_end * steps:
                     self._choose_masks()
                 yield
             done = epoch + 1
@@ -270,9 +294,19 @@ class Training:
         for layer in self.moving:
             layer.mask.copy_(nm_mask(layer.original, 2, 4))
 
+    def _set_selection(self, step: int, steps: float) -> None:
+        """Write the settings of learned masks; after `steps` the best patterns stay."""
+        share = min(1.0, step / steps)
+        now = Moment.at(share, count=step + 1, updates=steps)
+        still = float(share < 1)
+        for i, value in enumerate((now.count, still * now.lr, now.scale, now.temperature, still)):
+            self.at[i].fill_(value)
+
     def _set_rates(self, step: int, steps: int, warm: int) -> None:
         rate = learning_rate(step, steps=steps, warmup_steps=warm, peak=self.spec.lr, schedule="cosine")
         self.lr.fill_(rate)
+        if self.learned:
+            self._set_selection(step, self.mask_end * steps)
         if isinstance(self.spec, QATSpec) and self.spec.damping:
             self.damping.fill_(damping_strength(self.spec.damping, step / steps))
 

@@ -73,7 +73,8 @@ def prepared(job: Job, images: Images, batch: int, mode: str) -> tuple[Training,
         return Training(base, None, images, job.train_spec(100), batch, mode), base, base
     model = quantized(job, base, images)
     teacher = base.eval() if job.distill else None
-    return Training(model, teacher, images, job.train_spec(100), batch, mode), model, base
+    training = Training(model, teacher, images, job.train_spec(100), batch, mode, mask_end=job.mask_end)
+    return training, model, base
 
 
 def float_file(network: str, *folders: Path) -> Path:

@@ -27,7 +27,7 @@ def main() -> None:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         made = METHODS[o.method].make(subject, Path(folder), Path(folder))
-        o.out.write_bytes(made.read_bytes())
+        o.out.write_bytes(made.file.read_bytes())
     print(f"{o.method}: {time.perf_counter() - start:.1f} s", flush=True)
 
 

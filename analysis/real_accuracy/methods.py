@@ -19,7 +19,17 @@ from compress.quantization.spec import ActivationSpec, AdaRoundSpec, QuantSpec, 
 
 BATCH = 10
 INPUT = "input"
-Make = Callable[[Subject, Path, Path], Path]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A quantized file, and what its maker says about it: methods that were taken back, warnings."""
+
+    file: Path
+    note: str = ""
+
+
+Make = Callable[[Subject, Path, Path], Made]
 """From (network and pictures, the float file, folder) to the quantized file."""
 
 
@@ -45,10 +55,12 @@ class Method:
 def ours(spec: QuantSpec) -> Make:
     """Return a maker that quantizes with `spec` and exports."""
 
-    def make(subject: Subject, _: Path, folder: Path) -> Path:
+    def make(subject: Subject, _: Path, folder: Path) -> Made:
         batches, example = list(subject.calibration.split(BATCH)), subject.calibration[:2]
         qmodel = compress.quantize(subject.model, example, batches, spec=spec)
-        return compress.export_onnx(qmodel.cpu(), example.cpu(), folder / "ours.onnx")
+        back = qmodel.report.comparison.taken_back if qmodel.report.comparison else ()
+        file = compress.export_onnx(qmodel.cpu(), example.cpu(), folder / "ours.onnx")
+        return Made(file, f"{' and '.join(back).replace('_', ' ')} taken back" if back else "")
 
     return make
 
@@ -68,7 +80,7 @@ def _exported(model: nn.Module, subject: Subject, path: Path) -> Path:
     return path
 
 
-def onnxruntime(calibration: str, subject: Subject, path: Path, folder: Path) -> Path:
+def onnxruntime(calibration: str, subject: Subject, path: Path, folder: Path) -> Made:
     """Quantize with ONNX Runtime's static quantizer in the form that its documentation recommends for x86."""
     from onnxruntime import quantization  # optional: a peer's part of the engine
 
@@ -89,10 +101,10 @@ def onnxruntime(calibration: str, subject: Subject, path: Path, folder: Path) ->
         activation_type=quantization.QuantType.QUInt8, weight_type=quantization.QuantType.QInt8, reduce_range=False,
         calibrate_method=quantization.CalibrationMethod[calibration],
     )  # fmt: skip
-    return out
+    return Made(out)
 
 
-def nncf(best: bool, subject: Subject, path: Path, folder: Path) -> Path:
+def nncf(best: bool, subject: Subject, path: Path, folder: Path) -> Made:
     """Quantize with NNCF for OpenVINO: its defaults, or its more accurate bias correction."""
     import nncf as package  # optional: a peer
     import openvino
@@ -102,10 +114,10 @@ def nncf(best: bool, subject: Subject, path: Path, folder: Path) -> Path:
     model = openvino.Core().read_model(path)
     done = package.quantize(model, dataset, subset_size=len(data), fast_bias_correction=not best)
     openvino.save_model(done, folder / "nncf.xml", compress_to_fp16=False)
-    return folder / "nncf.xml"
+    return Made(folder / "nncf.xml")
 
 
-def modelopt(config: str, subject: Subject, _: Path, folder: Path) -> Path:
+def modelopt(config: str, subject: Subject, _: Path, folder: Path) -> Made:
     """Quantize with ModelOpt's torch path, and export as its documentation does."""
     import modelopt.torch.quantization as package  # optional: a peer
 
@@ -114,7 +126,7 @@ def modelopt(config: str, subject: Subject, _: Path, folder: Path) -> Path:
             network(batch)
 
     model = package.quantize(copy.deepcopy(subject.model), getattr(package, config), calibrate)
-    return _exported(model, subject, folder / "modelopt.onnx")
+    return Made(_exported(model, subject, folder / "modelopt.onnx"))
 
 
 def _ours_for(target: Target) -> dict[str, Method]:

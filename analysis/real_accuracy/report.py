@@ -13,8 +13,8 @@ from compress.plots.style import LIGHT, caption, name_rows, save_figure, styled
 from compress.text import display
 
 KEYS = ("points", "agreement", "sqnr_db")
-FIRST = {"W8A8": "compress: default (mse)", "W4A8": "compress: nearest,"}
-"""Beginning of the name of the method that others are put beside."""
+FIRST = {"W8A8": "compress: default (mse)", "W4A8": "compress: nearest"}
+"""Method that others are put beside."""
 TITLE = "# Accuracy of quantized networks with real weights on real pictures"
 REACH = 4.0  # points of top-1 below float that the picture shows
 
@@ -43,9 +43,9 @@ def mean_table(rows: list[Row], bits: str, engine: str) -> list[str]:
 
     A method that only one network has is left out, and so are networks without a row of our default.
     """
-    first = {row["network"]: row for row in rows if row["method"].startswith(FIRST[bits])}
+    first = {row["network"]: row for row in rows if shown_name(row["method"]) == FIRST[bits]}
     lines = ["", f"## {bits} on {display(engine)}, means over networks", ""]
-    lines.append(f"| method | networks | points | agreement % | SQNR dB | {shown_name(FIRST[bits])} on the same |")
+    lines.append(f"| method | networks | points | agreement % | SQNR dB | {FIRST[bits]} on the same |")
     lines.append("|---|---|---|---|---|---|")
     for title in dict.fromkeys(row["method"] for row in rows):
         own = [row for row in rows if row["method"] == title and row["network"] in first]
@@ -69,7 +69,8 @@ def network_table(rows: list[Row]) -> list[str]:
     lines.append("|---|---|---|---|---|---|---|---|")
     for row in own:
         f = row["figures"]
-        cells = [shown_name(row["method"]), row["bits"], f"{f['top1']['value']:.2f}"]
+        note = f" ({row['note']})" if row.get("note") else ""
+        cells = [shown_name(row["method"]) + note, row["bits"], f"{f['top1']['value']:.2f}"]
         seconds = f"{row['seconds']:.1f}" + (" (GPU)" if row.get("gpu") else "")
         cells += [f"{row['float_top1']:.2f}", *(_shown(f[key]) for key in KEYS), seconds]
         lines.append(f"| {' | '.join(cells)} |")
@@ -79,7 +80,8 @@ def network_table(rows: list[Row]) -> list[str]:
         "",
         f"{own[0]['calibration']} pictures calibrate, {own[0]['evaluated']} are evaluated; "
         + ", ".join(f"`{command}`" for command in commands)
-        + f" on {own[0]['machine']}, load {min(loads):.0f} to {max(loads):.0f}; "
+        + f" on {listed_names(list(dict.fromkeys(row['machine'] for row in own)))}, "
+        + f"load {min(loads):.0f} to {max(loads):.0f}; "
         + listed({k: v for row in own for k, v in row["software"].items()})
         + ".",
     ]
@@ -91,7 +93,7 @@ def network_table(rows: list[Row]) -> list[str]:
 
 def shown_name(title: str) -> str:
     """Return the name of a method without the engine that its rows have in a column of its own."""
-    return title.removesuffix(", openvino").removesuffix(", onnxruntime").removesuffix(",")
+    return title.removesuffix(", openvino").removesuffix(", onnxruntime")
 
 
 def listed_names(names: list[str]) -> str:

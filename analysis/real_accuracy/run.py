@@ -18,10 +18,11 @@ from torch import Tensor
 
 from analysis.common.cifar import NETWORKS
 from analysis.common.study import Row, command_line, read_rows, software, study_parser
-from analysis.real_accuracy.methods import METHODS, Method, float_file, logits_of
+from analysis.real_accuracy.methods import METHODS, Made, Method, float_file, logits_of
 from analysis.real_accuracy.networks import Subject, cifar, imagenet
 from analysis.real_accuracy.report import write
 from analysis.real_accuracy.statistics import figures
+from compress.errors import CompressError
 from compress.measure import describe_machine
 
 
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--made", type=Path, help="file that the one method of --methods made elsewhere, on a GPU")
     parser.add_argument("--made-in", type=float, default=0.0, help="seconds that it took there")
     parser.add_argument("--made-on", default="", help="name of that GPU")
+    parser.add_argument("--made-note", default="", help="remark on that file")
     parser.add_argument("--limit", type=int, help="number of pictures")
     parser.add_argument("--threads", type=int, default=1)
     o = parser.parse_args()
@@ -72,16 +74,21 @@ def _measure(
             continue
         start = time.perf_counter()
         try:
-            made = o.made or method.make(moved if title.startswith("compress") else subject, path, folder)
-        except ImportError as error:
-            print(f"{name}, {title}: not installed ({error})", flush=True)
+            where = moved if title.startswith("compress") else subject
+            made = Made(o.made, o.made_note) if o.made else method.make(where, path, folder)
+        except (ImportError, CompressError) as error:
+            print(f"{name}, {title}: not measured ({error})", flush=True)
             continue
         seconds = o.made_in if o.made else time.perf_counter() - start
         for engine in missing:
             if engine not in expected:
                 expected[engine] = logits_of(path, engine, subject.images, o.threads)
-            row = _row(name, title, method, engine, made, expected[engine], subject, o)
-            row |= {"seconds": round(seconds, 1), "gpu": o.made_on or _gpu(o.device)}
+            try:
+                row = _row(name, title, method, engine, made.file, expected[engine], subject, o)
+            except CompressError as error:
+                print(f"{name}, {title}, {engine}: not measured ({error})", flush=True)
+                continue
+            row |= {"seconds": round(seconds, 1), "gpu": o.made_on or _gpu(o.device), "note": made.note}
             with file.open("a") as stream:
                 stream.write(json.dumps(row) + "\n")
             print(f"{name}, {title}, {engine}: {row['figures']['points']['value']:+.2f} points", flush=True)
@@ -109,7 +116,7 @@ def _row(
         "calibration": len(subject.calibration),
         "evaluated": len(subject.images),
         "command": command_line(_public()),
-        "machine": describe_machine().to_dict()["cpu"],
+        "machine": describe_machine().cpu,
         "load": round(os.getloadavg()[0], 1),
         "software": software("torch", "openvino", "onnxruntime", *([method.version] if method.version else [])),
     }

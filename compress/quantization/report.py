@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from compress.errors import QuantizationError
 from compress.graph.report import GraphReport, report_of
 from compress.quantization.placement.decisions import Placement
+from compress.quantization.spec import ActivationSpec
+
+DEFAULT_CALIBRATOR = ActivationSpec().calibrator
 
 _RETURNS_ZEROS = 0.5
 """Signal to noise of outputs, in dB, that says nothing good about them."""
@@ -109,6 +112,8 @@ class CalibrationReport:
         histograms: (counts, edges) of activation magnitudes, by quantizer path, where the calibrator counts them.
         dead: quantizers whose tensor is zero for every image; they have a range of 1. Calibrate again once training
             has changed that.
+        compared: the ranges of a calibrator that clips by another measure than the error (`methods` is its name)
+            beside those of the default one; None for others.
 
     Examples:
         >>> report = compress.calibrate(compress.insert_quantizers(model, images[:1]), batches)
@@ -120,6 +125,7 @@ class CalibrationReport:
     amax: dict[str, Tensor]
     histograms: dict[str, tuple[Tensor, Tensor]]
     dead: tuple[str, ...] = ()
+    compared: Comparison | None = None
 
     @property
     def clipped(self) -> dict[str, float]:
@@ -190,20 +196,26 @@ class Comparison:
         sqnr_db: signal to noise of the outputs with them, against the float network.
         plain_sqnr_db: the same without them.
         taken_back: the methods that were not kept, because they made the network worse.
+        margin_db: loss that does not count as worse; half a decibel is what the choice of pictures may move.
     """
 
     methods: tuple[str, ...]
     sqnr_db: float
     plain_sqnr_db: float
     taken_back: tuple[str, ...] = ()
+    margin_db: float = 0.5
 
     @property
     def worse(self) -> bool:
-        """True if the methods made the network worse, by more than the half decibel that pictures alone may move.
+        """True if the methods made the network worse, by more than the margin.
 
         A network that returns zeros has 0 dB: one that is not above that with the methods counts as worse in any case.
         """
-        return self.sqnr_db < self.plain_sqnr_db - 0.5 or self.sqnr_db < _RETURNS_ZEROS
+        return self._lost or self.sqnr_db < _RETURNS_ZEROS
+
+    @property
+    def _lost(self) -> bool:
+        return self.sqnr_db < self.plain_sqnr_db - self.margin_db
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +260,14 @@ class QuantizationReport(GraphReport):
             if rows:
                 refused = sum(bool(row.reason) for row in rows)
                 found.append(text.format(len(rows) - refused) + _left(refused))
+        ranges = None if self.calibration is None else self.calibration.compared
+        if ranges is not None and ranges.worse:
+            found.append(
+                f"with activations' calibrator {ranges.methods[0]} the outputs on the calibration pictures have "
+                f"{ranges.sqnr_db:.1f} dB against the float network, with {DEFAULT_CALIBRATOR} "
+                f"{ranges.plain_sqnr_db:.1f} dB: the network is {_why(ranges)}; leave "
+                "quantization.activations.calibrator out, unless its accuracy on an engine says otherwise"
+            )
         if (seen := self.comparison) is not None and seen.worse:
             keys = " and ".join(f"quantization.{name}" for name in seen.methods)
             back = " and ".join(f"quantization.{name}" for name in seen.taken_back)
@@ -260,8 +280,7 @@ class QuantizationReport(GraphReport):
 
 
 def _why(seen: Comparison) -> str:
-    lost = seen.sqnr_db < seen.plain_sqnr_db - 0.5
-    return "worse than plain PTQ" if lost else "no better than one that returns zeros, which has 0 dB"
+    return "worse than plain PTQ" if seen._lost else "no better than one that returns zeros, which has 0 dB"
 
 
 def quantization_report_of(qmodel: nn.Module) -> QuantizationReport:

@@ -3,7 +3,8 @@
 `module.weight` becomes original * mask; the trained parameter, the same object as before, is
 `module.parametrizations.weight.original`, and the mask is a boolean buffer beside it. A masked element gets no
 gradient, so a mask holds under any optimizer. While masks are still being chosen (`straight_through`), the gradient
-passes to all elements, as if nothing were masked.
+passes to all elements, as if nothing were masked. A mask that is itself learned (`LearnedMask`) gets a gradient of its
+own.
 
 A masked model deep-copies (EMA), pickles and compiles. Its state dict names the parts of `weight` differently than a
 dense model's; loading one into the other is refused with advice.
@@ -21,6 +22,8 @@ from torch.nn.utils import parametrize
 
 from compress.errors import SparsityError, near_misses
 from compress.graph.parametrized import bake, register_picklable
+from compress.sparsity.selection import SCALE, TEMPERATURE, Selection, as_groups, first_logits, gumbel_softmax, patterns
+from compress.sparsity.spec import parse_pattern
 
 _PREFIX = "parametrizations.weight."
 
@@ -72,8 +75,52 @@ class NMMask(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, *args)
 
 
+class LearnedMask(NMMask):
+    """An n:m mask whose choice is trained (`selection`), by `MaskSchedule`.
+
+    Attributes:
+        probe: parameter of the weight's shape that is zero in every forward pass, and whose gradient is that of the
+            loss with respect to the mask. Whatever an optimizer makes of it, the schedule sets it to zero.
+        choices: (C, m), all masks of a group.
+        logits, mean, square, shares: see `Selection`; (groups, C).
+    """
+
+    choices: Tensor
+    logits: Tensor
+    mean: Tensor
+    square: Tensor
+    shares: Tensor
+
+    def __init__(self, mask: Tensor, *, pattern: str, generator: torch.Generator) -> None:
+        """Begin with a mask, which the logits prefer; `generator` is of the CPU."""
+        super().__init__(mask, pattern=pattern)
+        known = parse_pattern(pattern)
+        choices, groups = patterns(known.n, known.m, mask.device), as_groups(mask, known.m)
+        noise = torch.randn(len(groups), len(choices), generator=generator).to(mask.device)
+        self.probe = nn.Parameter(torch.zeros(mask.shape, device=mask.device))
+        self.register_buffer("choices", choices, persistent=False)
+        self.register_buffer("logits", first_logits(groups, choices, noise))
+        self.register_buffer("mean", torch.zeros_like(noise))
+        self.register_buffer("square", torch.zeros_like(noise))
+        self.register_buffer("shares", gumbel_softmax(self.logits, torch.zeros_like(noise), SCALE[0], TEMPERATURE[0]))
+
+    @property
+    def selection(self) -> Selection:
+        """The state of the choice, of the same tensors."""
+        return Selection(logits=self.logits, mean=self.mean, square=self.square, shares=self.shares)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The weight, zero where masked."""
+        return super().forward(weight) + weight.detach() * self.probe
+
+
 def apply_masks(
-    model: nn.Module, masks: Mapping[str, Tensor], *, pattern: str = "", straight_through: bool = False
+    model: nn.Module,
+    masks: Mapping[str, Tensor],
+    *,
+    pattern: str = "",
+    straight_through: bool = False,
+    learned: int | None = None,
 ) -> None:
     """Mask layers of a dense model, in place; the parameters stay the same objects.
 
@@ -82,6 +129,7 @@ def apply_masks(
         masks: path of a layer -> boolean mask of its weight's shape.
         pattern: pattern of the masks, which `print(model)` shows.
         straight_through: as in `NMMask`.
+        learned: seed of the first logits of masks that are trained; None = masks that are given.
 
     Raises:
         SparsityError: a layer is unknown, or masked or otherwise parametrized already, or a mask has another shape or
@@ -92,11 +140,14 @@ def apply_masks(
         if path not in modules:
             raise SparsityError(f"the model has no layer {path!r}{near_misses(path, modules)}")
         _check_fits(path, modules[path], mask)
+    generator = torch.Generator().manual_seed(learned or 0)
     for path, mask in masks.items():
         module = modules[path]
-        part = NMMask(
-            mask.to(cast(Tensor, module.weight).device, copy=True), pattern=pattern, straight_through=straight_through
-        )
+        own = mask.to(cast(Tensor, module.weight).device, copy=True)
+        if learned is None:
+            part = NMMask(own, pattern=pattern, straight_through=straight_through)
+        else:
+            part = LearnedMask(own, pattern=pattern, generator=generator)
         register_picklable(module, "weight", part.train(module.training))
 
 

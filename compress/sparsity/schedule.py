@@ -1,8 +1,8 @@
 """Masks that change during training, and the optimizer's state for masked elements.
 
 A training loop needs one line: `schedule.after_step(step, total_steps, optimizer)` after `optimizer.step()`. A mask
-depends on the weights and the number of the step alone, so a resumed run, and every process of a distributed one, has
-the same masks without communication.
+depends on the model's state and the number of the step alone, so a resumed run, and every process of a distributed one,
+has the same masks without communication.
 
 * `gradual`: the mask removes a growing share of the elements that the pattern removes, smallest magnitudes first,
   1 - (1 - t)^3 of them at time t in [0, 1] (Zhu and Gupta, arXiv 1710.01878, equation 1).
@@ -10,20 +10,24 @@ the same masks without communication.
   these decay to zero, so that few return (Zhou et al., arXiv 2102.04010, equation 9). The decay is applied after the
   step, w -= lr * decay * w, as in AdamW: for plain SGD that equals the paper's term in the gradient, and neither loss
   scaling nor gradient accumulation changes it.
+* `gumbel`: the choice of each n:m group is trained (`selection`), by the gradients of the step, which must still be
+  there: call `after_step` before `zero_grad`. At the end each group keeps its best pattern.
 * `one-shot`: the masks stay.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from compress.errors import SparsityError
 from compress.sparsity.masks import partial_mask, pattern_mask
-from compress.sparsity.parametrization import MaskedLayer, masked_layers
+from compress.sparsity.parametrization import LearnedMask, MaskedLayer, masked_layers
+from compress.sparsity.selection import Moment, as_groups, from_groups, gumbel_noise
 from compress.sparsity.spec import SparsitySpec, check_sparsity_spec
 
 GRADUAL_UPDATES = 100
@@ -75,7 +79,9 @@ class MaskSchedule:
             _pull(self.model, optimizer, self.spec.sr_ste_decay)
             for layer in masked_layers(self.model).values():
                 layer.part.straight_through = step < end
-        if self._due(step, begin, end):
+        if self.spec.schedule == "gumbel":
+            self._select(step, begin, end)
+        elif self._due(step, begin, end):
             time = min(1.0, max(0.0, (step - begin) / (end - begin)))
             self._change(time)
             if self.spec.schedule == "gradual":
@@ -85,10 +91,38 @@ class MaskSchedule:
         """Return True if masks change at this step; the first step at or after the end makes them final."""
         if not begin <= step < end + 1:
             return False
-        every = self.spec.update_steps
-        if every is None:
-            every = 1 if self.spec.schedule == "sr-ste" else max(1, round((end - begin) / GRADUAL_UPDATES))
-        return step >= end or step % every == 0
+        return step >= end or step % self._every(end - begin) == 0
+
+    def _every(self, steps: float) -> int:
+        """Return the steps between two changes, of which there are `steps` in all."""
+        if self.spec.update_steps is not None:
+            return self.spec.update_steps
+        return max(1, round(steps / GRADUAL_UPDATES)) if self.spec.schedule == "gradual" else 1
+
+    def _select(self, step: int, begin: float, end: float) -> None:
+        """Train the choice of every layer's masks and draw from it, or take the best at the end."""
+        parts = {path: layer.part for path, layer in masked_layers(self.model).items()}
+        learned = {path: part for path, part in parts.items() if isinstance(part, LearnedMask)}
+        if len(learned) < len(parts):
+            raise SparsityError("schedule 'gumbel' needs masks that are learned: call sparsify with the same spec")
+        if self._due(step, begin, end) and step >= end:
+            for part in learned.values():
+                keep_best(part)
+        elif self._due(step, begin, end):
+            every = self._every(end - begin)
+            count = step // every - max(0, math.ceil(begin / every) - 1)
+            now = Moment.at((step - begin) / (end - begin), count=count, updates=(end - begin) / every)
+            device = next(iter(learned.values())).mask.device
+            generator = torch.Generator(device).manual_seed(self.spec.seed * 1_000_003 + step)
+            for path, layer in masked_layers(self.model).items():
+                if learned[path].probe.grad is None:
+                    raise SparsityError(
+                        f"the mask of {path} has no gradient: with schedule 'gumbel', call after_step after "
+                        "optimizer.step() and before zero_grad()"
+                    )
+                select(layer, now, gumbel_noise(tuple(learned[path].logits.shape), device, generator))
+        for part in learned.values():
+            part.probe.detach().zero_()
 
     def _change(self, time: float) -> None:
         """Set the mask of every layer for this time in [0, 1]."""
@@ -97,6 +131,21 @@ class MaskSchedule:
             if self.spec.schedule == "gradual":
                 mask = partial_mask(layer.original, mask, 1 - (1 - time) ** 3)
             layer.mask.copy_(mask)
+
+
+@torch.no_grad()
+def select(layer: MaskedLayer, now: Moment, noise: Tensor) -> None:
+    """Train the choice of a layer's learned mask by the gradient of its probe, and draw the next one; in place."""
+    part, groups = cast(LearnedMask, layer.part), cast(LearnedMask, layer.part).choices.shape[1]
+    weight, gradient = (as_groups(x, groups) for x in (layer.original, cast(Tensor, part.probe.grad)))
+    drawn = part.selection.advance(weight, gradient, part.choices, noise, now)
+    part.mask.copy_(from_groups(drawn, part.mask.shape))
+
+
+@torch.no_grad()
+def keep_best(part: LearnedMask) -> None:
+    """Set a learned mask to the most probable pattern of each group."""
+    part.mask.copy_(from_groups(part.choices[part.logits.argmax(1)] > 0, part.mask.shape))
 
 
 def mask_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:

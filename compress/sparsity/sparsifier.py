@@ -82,7 +82,8 @@ def sparsify(
     """Mask the eligible layers of `model`, in place.
 
     With schedule `gradual` the masks begin as all ones, and `MaskSchedule` changes them; with `sr-ste` they begin as
-    the pattern's, and the gradient passes through them. `squash_masks` bakes them in at the end.
+    the pattern's, and the gradient passes through them; with `gumbel` they begin as the pattern's and are drawn anew.
+    `squash_masks` bakes them in at the end.
 
     Args:
         model: a dense float model; for saliency `hessian` its weights are updated.
@@ -120,9 +121,17 @@ def sparsify(
     masks, kept = _masks(model, layers, spec, pattern, batches, progress)
     if spec.schedule == "gradual":
         masks = {path: torch.ones_like(mask) for path, mask in masks.items()}
-    apply_masks(model, masks, pattern=str(pattern), straight_through=spec.schedule == "sr-ste")
+    apply_masks(model, masks, pattern=str(pattern), **mask_options(spec))
     rows = tuple(_row(row, masks.get(row.layer), kept.get(row.layer)) for row in checks)
     return SparsityReport(pattern=spec.pattern, rows=rows, permutation=permutation)
+
+
+def mask_options(spec: SparsitySpec) -> dict[str, Any]:
+    """Return the arguments of `apply_masks` that follow from the schedule."""
+    return {
+        "straight_through": spec.schedule == "sr-ste",
+        "learned": spec.seed if spec.schedule == "gumbel" else None,
+    }
 
 
 def _row(check: Eligibility, mask: Tensor | None, kept: float | None) -> SparsityRow:

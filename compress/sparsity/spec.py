@@ -12,7 +12,7 @@ from compress.errors import SparsityError, near_misses
 from compress.validation import AtLeastOne, NotNegative, Positive, Seed, Share, ShareBelowOne, validate
 
 Saliency = Literal["magnitude", "hessian"]
-Schedule = Literal["one-shot", "gradual", "sr-ste"]
+Schedule = Literal["one-shot", "gradual", "sr-ste", "gumbel"]
 Kernels = Literal["tensorrt", "any"]
 
 
@@ -65,17 +65,19 @@ class SparsitySpec:
             can keep.
         permute_seconds: time for that search, over the whole network.
         schedule: `one-shot` masks at once and holds the masks; `gradual` masks step by step during training;
-            `sr-ste` recomputes the masks from dense weights during training (arXiv 2102.04010).
-        begin, end: first and last share of the training steps between which masks change (`gradual`, `sr-ste`).
-        update_steps: optimizer steps between changes; None = every step for `sr-ste`, a hundred times in all for
-            `gradual`.
+            `sr-ste` recomputes the masks from dense weights during training (arXiv 2102.04010); `gumbel` trains the
+            choice of each n:m group by a Gumbel softmax (MaskLLM, arXiv 2409.17481).
+        begin, end: first and last share of the training steps between which masks change (`gradual`, `sr-ste`,
+            `gumbel`).
+        update_steps: optimizer steps between changes; None = every step for `sr-ste` and `gumbel`, a hundred times in
+            all for `gradual`.
         sr_ste_decay: decay that draws masked weights to zero in `sr-ste`, times the learning rate.
         calibration_images: images of the training split that `hessian` is measured on.
         damping: share of the Hessian's mean diagonal that is added to it.
         kernels: `tensorrt` leaves layers alone whose shape its sparse kernels do not take; `any` asks only that m
             divides the input channels.
         rules: exceptions, in order, the last match wins; one that matches nothing is an error.
-        seed: seed of the permutation search.
+        seed: seed of the permutation search and of the draws of `gumbel`.
 
     Examples:
         >>> network = nn.Sequential(*(nn.Conv2d(64, 64, 3) for _ in range(3)))
@@ -153,6 +155,8 @@ def sparsity_contradictions(spec: SparsitySpec) -> Iterator[str]:
         )
     if spec.permute and pattern.kind != "nm":
         yield f"sparsity.permute helps n:m patterns only, not {spec.pattern!r}: set it to false"
+    if spec.schedule == "gumbel" and pattern.kind == "unstructured":
+        yield f"sparsity.schedule 'gumbel' chooses masks of n:m groups, and {spec.pattern!r} has none: set 2:4"
     if pattern.kind == "channel" and (spec.saliency, spec.schedule) != ("magnitude", "one-shot"):
         yield (
             f"pattern {spec.pattern!r} removes channels once, by magnitude: saliency must be 'magnitude' and schedule "

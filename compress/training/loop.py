@@ -273,9 +273,9 @@ class _Training:
             nn.utils.clip_grad_norm_(self.model.parameters(), spec.clip_grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad()
         if self.after_step is not None:
             self.after_step(self.step + 1, spec.epochs * self.steps_per_epoch, self.optimizer)
+        self.optimizer.zero_grad()
         if self.average is not None:
             self.average.update(self.step + 1)
         self.unread.append(sum(sums[1:], start=sums[0]))

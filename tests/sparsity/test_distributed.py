@@ -18,12 +18,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("schedule", ["one-shot", "gradual", "sr-ste"])
+@pytest.mark.parametrize("schedule", ["one-shot", "gradual", "sr-ste", "gumbel"])
 def test_two_processes_train_and_mask_what_one_does(folder, schedule):
     first, second, alone = (torch.load(folder / f"{schedule}-{who}.pt") for who in (0, 1, "alone"))
     for key, value in first.items():
         assert torch.equal(second[key], value), key
-        torch.testing.assert_close(alone[key], value, rtol=0, atol=1e-5)
+        # the shares of learned masks are at a low temperature, which magnifies the rounding of sums in another order
+        torch.testing.assert_close(alone[key], value, rtol=0, atol=1e-3 if key.endswith("shares") else 1e-5)
     for key in ("3", "6"):
         kept = first[f"{key}.parametrizations.weight.0.mask"]
         assert verify_nm(kept.numpy(), 2, 4) == 0

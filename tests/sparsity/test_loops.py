@@ -19,7 +19,7 @@ from tests.sparsity.nets import small
 from tests.training.toy import toy_data
 
 DATA = toy_data(train=56, val=10, classes=10, size=8)
-SCHEDULES = ("one-shot", "gradual", "sr-ste")
+SCHEDULES = ("one-shot", "gradual", "sr-ste", "gumbel")
 OPTIONS = {
     "sgd": {},
     "sgd without momentum": {"momentum": 0.0},
@@ -66,7 +66,7 @@ def check(model):
     ("options", "schedule"),
     [
         *itertools.product(("sgd", "adamw"), SCHEDULES),
-        *((options, SCHEDULES[i % 3]) for i, options in enumerate(OPTIONS) if options not in {"sgd", "adamw"}),
+        *((options, SCHEDULES[i % 4]) for i, options in enumerate(OPTIONS) if options not in {"sgd", "adamw"}),
     ],
 )
 def test_masks_survive_the_trainer(options, schedule):

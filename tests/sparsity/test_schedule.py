@@ -113,7 +113,7 @@ def test_gradual_masks_follow_the_cubic_schedule():
 @pytest.mark.parametrize(
     ("begin", "end", "update"), [(0.0, 0.8, None), (0.03, 0.501, 7), (0.9, 1.0, 1), (0.0, 0.05, 40)]
 )
-@pytest.mark.parametrize("schedule", ["gradual", "sr-ste"])
+@pytest.mark.parametrize("schedule", ["gradual", "sr-ste", "gumbel"])
 def test_masks_are_the_patterns_own_at_the_end(schedule, begin, end, update):
     spec = SparsitySpec(schedule=schedule, begin=begin, end=end, update_steps=update)
     model = small().train()
@@ -166,7 +166,7 @@ def test_sr_ste_masks_move_and_decay_draws_masked_weights_in():
     assert layer.original[stay].abs().mean() < 0.5 * free[stay].abs().mean()
 
 
-@pytest.mark.parametrize("schedule", ["gradual", "sr-ste"])
+@pytest.mark.parametrize("schedule", ["gradual", "sr-ste", "gumbel"])
 def test_resumed_training_ends_as_the_undisturbed(schedule):
     spec = SparsitySpec(schedule=schedule, update_steps=3)
     whole, start = small().train(), small().train()
@@ -200,7 +200,7 @@ def test_averaged_model_follows_changing_masks():
     assert not torch.equal(average.module[3].weight, model[3].weight)
 
 
-@pytest.mark.parametrize("schedule", ["one-shot", "sr-ste"])
+@pytest.mark.parametrize("schedule", ["one-shot", "sr-ste", "gumbel"])
 def test_autocast_and_loss_scaling(schedule):
     spec = SparsitySpec(schedule=schedule)
     model = small().train()

@@ -54,6 +54,8 @@ def test_misspelt_pattern_gets_a_hint():
         ({"saliency": "hessian", "schedule": "gradual"}, "hessian"),
         ({"pattern": "unstructured:0.5", "permute": True}, "permute"),
         ({"pattern": "channel:0.5", "schedule": "gradual"}, "channel"),
+        ({"pattern": "unstructured:0.5", "schedule": "gumbel"}, "gumbel"),
+        ({"saliency": "hessian", "schedule": "gumbel"}, "hessian"),
     ],
 )
 def test_values_that_cannot_be_are_refused(change, key):

@@ -49,9 +49,10 @@ def work(rank, port, folder):
     address = f"tcp://127.0.0.1:{port}"
     torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     parallel = nn.parallel.DistributedDataParallel
-    for schedule in ("one-shot", "gradual", "sr-ste"):
+    for schedule in ("one-shot", "gradual", "sr-ste", "gumbel"):
         torch.save(train(schedule, rank, parallel), folder / f"{schedule}-{rank}.pt")
-        torch.save(train(schedule, rank, parallel, LONG), folder / f"{schedule}-long-{rank}.pt")
+        if schedule != "gumbel":
+            torch.save(train(schedule, rank, parallel, LONG), folder / f"{schedule}-long-{rank}.pt")
         if rank == 0:
             torch.save(train(schedule, None, lambda model: model), folder / f"{schedule}-alone.pt")
     torch.distributed.destroy_process_group()

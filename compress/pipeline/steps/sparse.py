@@ -22,7 +22,7 @@ from compress.sparsity.channel_pruning import prune_channels
 from compress.sparsity.eligibility import NOTEWORTHY_CHANNELS, large_enough
 from compress.sparsity.parametrization import apply_masks, masked_layers, squash_masks
 from compress.sparsity.schedule import MaskSchedule
-from compress.sparsity.sparsifier import sparsify
+from compress.sparsity.sparsifier import mask_options, sparsify
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
 from compress.training import load_model, recalibrate_batchnorm, save_model
 from compress.variants import Variant
@@ -94,7 +94,7 @@ def _mask(run: Run, model: nn.Module, dense: nn.Module, spec: SparsitySpec, patt
         run.processes.on_main(write)
         return
     masks = {key.removesuffix(_MASK): mask for key, mask in read_state_dict(path).items() if key.endswith(_MASK)}
-    apply_masks(model, masks, pattern=str(pattern), straight_through=spec.schedule == "sr-ste")
+    apply_masks(model, masks, pattern=str(pattern), **mask_options(spec))
     load_model(model, path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,14 @@ from compress.graph.inputs import Inputs
 from compress.progress import Progress
 from compress.quantization.calibration.calibrate import calibrate, check_batches, take_ranges
 from compress.quantization.placement.insert import insert_quantizers
-from compress.quantization.ptq.guard import before_calibration, guarded, kept, methods
+from compress.quantization.ptq.guard import (
+    before_calibration,
+    compare_ranges,
+    default_ranges,
+    guarded,
+    kept,
+    methods,
+)
 from compress.quantization.ptq.improve import improve, needs_data_twice, smoothed
 from compress.quantization.report import CalibrationReport, quantization_report_of
 from compress.quantization.spec import QuantSpec, Target, check_quant_spec
@@ -33,7 +41,8 @@ def quantize(
     """Fold BatchNorm, insert quantizers, calibrate them and apply the further methods of `spec`.
 
     Training the result is quantization-aware training. Methods that make the outputs on the calibration pictures worse
-    than plain PTQ does are taken back, with a note, unless `spec.insist`.
+    than plain PTQ does are taken back, with a note, unless `spec.insist`. Ranges by entropy or percentile are compared
+    with those of the default calibrator, from the same pass over the data; a note says where they are worse.
 
     Args:
         model: any float32 module; it is not changed.
@@ -113,7 +122,7 @@ def quantize_targets(
     check_float_model(model)
     check_batches(batches)
     asked = methods(spec)
-    if (asked or needs_data_twice(spec)) and iter(batches) is batches:
+    if (asked or needs_data_twice(spec) or default_ranges(spec)) and iter(batches) is batches:
         batches = list(batches)  # a generator can be read once
     known: dict[Any, dict[Target, CalibrationReport]] = {}
 
@@ -121,12 +130,14 @@ def quantize_targets(
         ready, smoothing = smoothed(model, example_inputs, batches, chosen, all_reduce=all_reduce, progress=progress)
         found = {target: insert_quantizers(ready, example_inputs, chosen.for_target(target)) for target in targets}
         seen = known.setdefault(before_calibration(chosen), {})
-        _calibrate(found, batches, seen, all_reduce=all_reduce, progress=progress)
-        for target, qmodel in found.items():
+        usual = None if seen else default_ranges(chosen.for_target(targets[0]))
+        yardstick = [] if usual is None else [insert_quantizers(ready, example_inputs, usual)]
+        _calibrate(found, yardstick, batches, seen, all_reduce=all_reduce, progress=progress)
+        for other in yardstick:
+            seen[targets[0]] = _compared(ready, found[targets[0]], other, batches, chosen, all_reduce=all_reduce)
+        for target, made in found.items():
             place = folder if folder is None or target == spec.targets[0] else folder / target
-            improve(
-                qmodel, batches, chosen, smoothing=smoothing, folder=place, all_reduce=all_reduce, progress=progress
-            )
+            improve(made, batches, chosen, smoothing=smoothing, folder=place, all_reduce=all_reduce, progress=progress)
         return found
 
     if not asked:
@@ -136,20 +147,40 @@ def quantize_targets(
     return {first: judged, **(make(kept(judged, spec), others) if others else {})}
 
 
+def _compared(
+    model: nn.Module,
+    qmodel: fx.GraphModule,
+    yardstick: fx.GraphModule,
+    batches: Batches,
+    spec: QuantSpec,
+    *,
+    all_reduce: bool,
+) -> CalibrationReport:
+    """Attach to a calibrated network how its ranges compare with the default ones, and return its new report."""
+    beside = compare_ranges(model, qmodel, yardstick, batches, spec, all_reduce=all_reduce)
+    report = replace(cast(CalibrationReport, quantization_report_of(qmodel).calibration), compared=beside)
+    take_ranges(qmodel, report)
+    return report
+
+
 def _calibrate(
     found: dict[Target, fx.GraphModule],
+    yardstick: list[fx.GraphModule],
     batches: Batches,
     seen: dict[Target, CalibrationReport],
     *,
     all_reduce: bool,
     progress: Progress | None,
 ) -> None:
-    """Calibrate networks of one float model, or take the ranges in `seen`, to which new ones are added."""
+    """Calibrate networks of one float model, or take the ranges in `seen`, to which new ones are added.
+
+    A yardstick, which they are compared with, is calibrated in the same pass.
+    """
     if set(seen) >= set(found):
         for target, qmodel in found.items():
             take_ranges(qmodel, seen[target])
         return
-    one, *rest = found.values()
+    one, *rest = (*found.values(), *yardstick)
     calibrate(one, batches, also=rest, all_reduce=all_reduce, progress=progress)
     reports = {target: quantization_report_of(qmodel).calibration for target, qmodel in found.items()}
     seen |= cast("dict[Target, CalibrationReport]", reports)

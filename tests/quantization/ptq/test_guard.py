@@ -78,3 +78,40 @@ def test_methods_that_end_at_zeros_are_worse_than_any_plain_ptq():
     assert not Comparison(methods=("bias_correction",), sqnr_db=2.0, plain_sqnr_db=-2.1).worse
     report = replace(quantize(clipped(), X, [X]).report, comparison=replace(seen, taken_back=seen.methods))
     assert "one that returns zeros, which has 0 dB; quantization.bias_correction taken back" in report.notes()[-1]
+
+
+def few_places(scale=40.0):
+    """A network whose activations are nearly all alike; entropy keeps what is common and clips the rest."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+    x = X.clamp(0.4, 0.6)
+    x[:, :, :1, :1] *= scale
+    return model, x
+
+
+@pytest.mark.parametrize("options", [{}, {"bias_correction": "empirical"}])
+def test_ranges_that_lose_to_the_default_ones_are_noted(options):
+    model, x = few_places()
+    spec = QuantSpec(activations=ActivationSpec(calibrator="percentile", percentile=90.0), **options)
+    qmodel = quantize(model, x, (part for part in [x]), spec=spec)
+    seen = qmodel.report.calibration.compared
+    usual = quantize(model, x, [x], spec=QuantSpec())
+    clipped = quantize(model, x, [x], spec=replace(spec, bias_correction=None))
+    assert seen.methods == ("percentile",) and seen.worse
+    assert seen.plain_sqnr_db == pytest.approx(sqnr(model(x), usual(x)), abs=0.01)
+    assert seen.sqnr_db == pytest.approx(sqnr(model(x), clipped(x)), abs=0.01)
+    assert any("calibrator percentile the outputs" in note and "worse than plain PTQ" in note
+               for note in qmodel.report.notes())  # fmt: skip
+
+
+@pytest.mark.parametrize("calibrator", ["max", "mse", "lsq"])
+def test_ranges_that_clip_by_the_error_or_not_at_all_are_not_compared(calibrator):
+    spec = QuantSpec(activations=ActivationSpec(calibrator=calibrator))
+    assert quantize(clipped(), X, [X], spec=spec).report.calibration.compared is None
+
+
+def test_ranges_that_are_as_good_need_no_note():
+    spec = QuantSpec(activations=ActivationSpec(calibrator="percentile", percentile=100.0))
+    report = quantize(clipped(), X, [X], spec=spec).report
+    assert report.calibration.compared is not None
+    assert not [note for note in report.notes() if "worse" in note]
