@@ -1,4 +1,8 @@
-"""The stages `judge` and `time`: fine-tuned networks are exported, and the files are judged and timed on the engine."""
+"""The stages `export`, `judge` and `time`: networks are exported, judged and timed on the engine.
+
+The time of a network does not depend on its weights: files from before the fine-tuning are timed where there are no
+others.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +38,32 @@ from analysis.search_study.subjects import Subject, parts
 from compress.search.lab import time_ratio
 
 
+def export_all(o: Namespace) -> None:
+    """Export every network that was found and has no file yet, as it was before the fine-tuning."""
+    folder = Path(o.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = [row for row in found_rows(o.found) if _wanted(row, o) and not file_of(row, folder).is_file()]
+    files = {name: data.files(name, o, folder) for name in dict.fromkeys(row["subject"]["data"] for row in wanted)}
+    with side_by_side(o.processes) as each:
+        for name in each(partial(_exported, files=files, floats=o.floats, folder=folder), wanted):
+            print(name, flush=True)
+
+
+def _exported(row: Row, files: Mapping[str, data.Files], floats: Path, folder: Path) -> str:
+    subject = subject_of(row)
+    images = torch.from_numpy(np.load(files[subject.data].calibration))
+    network = network_of(row, Whole(float_network(subject, floats), images))
+    exported(network, images, file_of(row, folder), subject, quick=True)
+    return name_of(row)
+
+
 def judge_all(o: Namespace) -> None:
     """Export every fine-tuned network and measure its accuracy on the engine; those that have a row are left out."""
     folder, rows = Path(o.folder), o.out / JUDGED
     folder.mkdir(parents=True, exist_ok=True)
-    done = {name_of(row) for row in read_rows(rows) if file_of(row, folder).is_file()}
+    done = {name_of(row) for row in read_rows(rows)}
     states = {name: state for name, state in read_states(o.weights) if name not in done}
-    wanted = [row for row in found_rows(o.out) if name_of(row) in states and _wanted(row, o)]
+    wanted = [row for row in found_rows(o.found) if name_of(row) in states and _wanted(row, o)]
     files = {name: data.files(name, o, folder) for name in dict.fromkeys(row["subject"]["data"] for row in wanted)}
     begun = time.perf_counter()
     with side_by_side(o.processes) as each:
@@ -87,10 +110,9 @@ def top1(path: Path, subject: Subject, files: data.Files) -> float:
 
 def time_all(o: Namespace) -> None:
     """Time the files of each subject in turn with its float network, several times; nothing else may run."""
-    folder, judged = Path(o.folder), [row for row in read_rows(o.out / JUDGED) if _wanted(row, o)]
-    by_subject: dict[Subject, dict[str, Path]] = {}
-    for row in judged:
-        if file_of(row, folder).is_file():
+    folder, by_subject = Path(o.folder), dict[Subject, dict[str, Path]]()
+    for row in found_rows(o.found):
+        if _wanted(row, o) and file_of(row, folder).is_file():
             by_subject.setdefault(subject_of(row), {})[row["method"]] = file_of(row, folder)
     for subject, paths in by_subject.items():
         images = torch.from_numpy(np.load(data.files(subject.data, o, folder).calibration))

@@ -19,7 +19,8 @@ _T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # of Student's distribution, two-s
 _ENGINES = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
 _METHOD = """\
 Latency: one thread; the median of several loads, each timed in turn with the float network, with nothing else running.
-Top-1: the exported file on the same engine, all 10,000 test pictures. The pictures of CIFAR-10 are a JPEG copy: compare
+Top-1: the exported file on the same engine, all 10,000 test pictures, or where the page says so the float32 network in
+torch as its training ended (of INT8 networks before they are INT8). The pictures of CIFAR-10 are a JPEG copy: compare
 differences. Every network was fine-tuned by the same recipe, from the float network's own weights. Points over uniform:
 against the uniform network of the same seed and of the same latency (between the two that were made, in a straight
 line; beyond them the nearer one), 95 % interval of Student's t."""
@@ -44,10 +45,9 @@ def write(folder: Path) -> str:
 
 
 def fine_tuned(folder: Path) -> list[Row]:
-    """A row for each network that was fine-tuned and judged on the engine."""
-    tuned = {_name(row): row for row in read_rows(folder / TUNED)}
-    judged = {_name(row): row for row in read_rows(folder / JUDGED)}
-    return [{**tuned[name], **row} for name, row in judged.items() if name in tuned]
+    """A row for each network that was fine-tuned; `judged` where its file was judged on the engine."""
+    judged = {_name(row): {**row, "judged": True} for row in read_rows(folder / JUDGED)}
+    return [{**row, "judged": False, **judged.get(_name(row), {})} for row in read_rows(folder / TUNED)]
 
 
 def _about(folder: Path) -> Iterable[str]:
@@ -62,10 +62,10 @@ def tables(networks: list[Row], times: list[Row]) -> Iterable[str]:
         own = [row for row in networks if _title(row) == name]
         yield from ("", f"## {name}", "")
         yield (
-            "| method | seeds | latency, of float (all loads) | of dense | top-1 % | float % | points to float | over "
-            "uniform |"
+            "| method | seeds | latency, of float (all loads) | of dense | top-1 % | judged in | float % | points to "
+            "float | over uniform |"
         )
-        yield "|---|---|---|---|---|---|---|---|"
+        yield "|---|---|---|---|---|---|---|---|---|"
         for method in dict.fromkeys(row["method"] for row in own):
             some = [row for row in own if row["method"] == method]
             ratios = [ratio for row in some if (ratio := latency(times, row)) is not None]
@@ -75,6 +75,7 @@ def tables(networks: list[Row], times: list[Row]) -> Iterable[str]:
             points = [row["top1"] - row["float_top1"] for row in some]
             over = [gain for row in some if (gain := over_uniform(times, own, row)) is not None]
             cells = [method, len(some), share + _range(times, some), of_dense, _mean(r["top1"] for r in some)]
+            cells += ["engine" if all(row["judged"] for row in some) else "torch"]
             cells += [_mean(r["float_top1"] for r in some), interval(points), interval(over)]
             yield f"| {' | '.join(map(str, cells))} |"
 

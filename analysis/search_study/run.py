@@ -15,13 +15,20 @@ import torch
 
 from analysis.common.study import command_line, gpu_software, study_parser
 from analysis.search_study.find import find_all
-from analysis.search_study.judge import judge_all, time_all
+from analysis.search_study.judge import export_all, judge_all, time_all
 from analysis.search_study.report import write
 from analysis.search_study.subjects import GROUPS
 from analysis.search_study.train import train_floats, train_found
 from compress.measure import describe_machine
 
-STAGES = {"floats": train_floats, "find": find_all, "train": train_found, "judge": judge_all, "time": time_all}
+STAGES = {
+    "floats": train_floats,
+    "find": find_all,
+    "train": train_found,
+    "export": export_all,
+    "judge": judge_all,
+    "time": time_all,
+}
 _FOLDERS = {"--data", "--folder", "--floats", "--found", "--weights", "--out"}
 
 

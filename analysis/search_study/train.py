@@ -38,15 +38,14 @@ from compress.training.spec import TrainSpec
 
 
 class Trainer:
-    """Trains at most `lanes` networks at a time, in the order in which they come.
+    """Trains networks that take their steps in turn.
 
     Args:
-        lanes: number of networks.
         batch: images of a step.
     """
 
-    def __init__(self, lanes: int, batch: int) -> None:
-        self.lanes, self.batch = asyncio.Semaphore(lanes), batch
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
         self.mode = "graph" if DEVICE.type == "cuda" else "eager"
 
     async def train(
@@ -61,24 +60,23 @@ class Trainer:
             spec: settings.
             seed: of the order of the images.
         """
-        async with self.lanes:
-            model.to(DEVICE).to(memory_format=torch.channels_last).train()
-            state = {key: value.detach().clone() for key, value in model.state_dict().items()}
-            training = Training(model, teacher, images.fork(), spec, self.batch, self.mode)
-            steps, stream = training.walk(state, seed, spec.epochs), _stream()
-            _finish()
-            while True:
-                await asyncio.sleep(0)
-                with _on(stream):
-                    try:
-                        next(steps)
-                    except StopIteration as ended:
-                        result: Result = ended.value
-                        break
-            _finish()
-            model.zero_grad(set_to_none=True)
-            model.cpu().to(memory_format=torch.contiguous_format).eval()
-            return result
+        model.to(DEVICE).to(memory_format=torch.channels_last).train()
+        state = {key: value.detach().clone() for key, value in model.state_dict().items()}
+        training = Training(model, teacher, images.fork(), spec, self.batch, self.mode)
+        steps, stream = training.walk(state, seed, spec.epochs), _stream()
+        _finish()
+        while True:
+            await asyncio.sleep(0)
+            with _on(stream):
+                try:
+                    next(steps)
+                except StopIteration as ended:
+                    result: Result = ended.value
+                    break
+        _finish()
+        model.zero_grad(set_to_none=True)
+        model.cpu().to(memory_format=torch.contiguous_format).eval()
+        return result
 
 
 class Study:
@@ -90,7 +88,7 @@ class Study:
 
     def __init__(self, options: Namespace) -> None:
         self.o, self.begun = options, time.perf_counter()
-        self.trainer = Trainer(options.lanes, options.batch)
+        self.trainer, self.lanes = Trainer(options.batch), asyncio.Semaphore(options.lanes)
         self.states: dict[str, dict[str, Tensor]] = {}
         self._images: dict[str, Images] = {}
         self._teachers: dict[Subject, tuple[Whole, nn.Module, float]] = {}
@@ -118,12 +116,17 @@ class Study:
         return self._teachers[subject]
 
     async def tune(self, row: Row) -> None:
-        """Fine-tune the network of a row, and keep its weights."""
+        """Fine-tune the network of a row when a lane is free, and write its weights."""
+        async with self.lanes:
+            await self._tune(row)
+
+    async def _tune(self, row: Row) -> None:
         subject, name = subject_of(row), name_of(row)
         whole, teacher, float_top1 = self.teacher(subject)
         model, spec = network_of(row, whole), subject.tuning(self.o.epochs)
         result = await self.trainer.train(model, teacher, self.images(subject.data), spec, seed=subject.seed)
         self.states[name] = model.state_dict()
+        write_states(self.o.out, self.states)
         figures = {"top1": result.top1, "float_top1": float_top1, "images_per_s": result.images_per_s}
         append(
             self.o.out / TUNED,
@@ -132,7 +135,11 @@ class Study:
         self.say(f"{name}: {result.top1:.2f} %, float {float_top1:.2f} %, {result.images_per_s:,.0f} images/s")
 
     async def whole(self, subject: Subject) -> None:
-        """Train a float network, and write it."""
+        """Train a float network when a lane is free, and write it."""
+        async with self.lanes:
+            await self._whole(subject)
+
+    async def _whole(self, subject: Subject) -> None:
         torch.manual_seed(subject.seed)
         model = NETWORKS[subject.network]()
         spec = subject.training(self.o.float_epochs)
@@ -151,14 +158,11 @@ def train_floats(o: Namespace) -> None:
 
 
 def train_found(o: Namespace) -> None:
-    """Fine-tune every network that was found, and write the weights of those that were done in time."""
+    """Fine-tune every network that was found; the weights of those that are done are written at once."""
     study = Study(o)
     rows = {name_of(row): row for row in found_rows(o.found)}
     wanted = [f"{part.subject.name} {label}" for part in parts(o.groups) for label in part.labels]
-    try:
-        asyncio.run(_within(study, o.budget_s, [study.tune(rows[name]) for name in wanted if name in rows]))
-    finally:
-        write_states(o.out, study.states)
+    asyncio.run(_within(study, o.budget_s, [study.tune(rows[name]) for name in wanted if name in rows]))
 
 
 async def _within(study: Study, seconds: float, work: Sequence[Coroutine[Any, Any, None]]) -> None:

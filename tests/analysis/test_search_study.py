@@ -98,7 +98,7 @@ def test_trainings_in_turn_are_the_trainings_alone():
         return model.eval()
 
     async def together():
-        trainer, models = Trainer(2, 16), []
+        trainer, models = Trainer(16), []
         for seed in (1, 2, 3):
             torch.manual_seed(seed)
             models.append(narrow())
