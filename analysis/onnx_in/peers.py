@@ -9,6 +9,7 @@ order of ImageNet's classes, one of each. One picture in five calibrates, the ot
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import subprocess
 import tempfile
@@ -63,7 +64,7 @@ def main() -> None:
     document = {
         "command": command_line(_without_folder()), "machine": machine, "rows": rows, "calibration": int(chosen.sum()),
         "evaluated": int((~chosen).sum()), "threads": arguments.threads,
-        "software": software("torch", "onnxruntime", "openvino", "nncf", "nvidia-modelopt"),
+        "software": software("torch", "onnxruntime", "openvino", "nncf") | _modelopt_version(arguments.modelopt),
     }  # fmt: skip
     print(report(write_json(arguments.out / "onnx_in_peers.json", document)).read_text())
 
@@ -138,7 +139,7 @@ def quantized(network: str, folder: Path, data: Data, modelopt: str | None = Non
         "NNCF, ONNX": partial(_timed, _nncf_onnx, path, data),
     }
     if modelopt is not None:
-        makers["ModelOpt, ONNX"] = partial(_modelopt, modelopt, path, data)
+        makers["ModelOpt, ONNX"] = functools.cache(partial(_modelopt, modelopt, path, data))  # once: it takes longest
     found = [{name: make() for name, make in makers.items()} for _ in range(2)]
     rows = [{"method": name, "seconds": round(min(made[name][1] for made in found), 2)} for name in makers]
     return {name: found[0][name][0] for name in makers}, rows
@@ -221,6 +222,13 @@ def _modelopt(python: str, path: Path, data: Data) -> tuple[Path, float]:
     words = [python, "-c", _MODELOPT, str(path), str(pictures), str(out)]
     done = subprocess.run(words, check=True, text=True, stdout=subprocess.PIPE)
     return out, float(done.stdout.split("seconds")[-1])
+
+
+def _modelopt_version(python: str | None) -> dict[str, str]:
+    if python is None:
+        return {}
+    words = [python, "-c", "from importlib import metadata; print(metadata.version('nvidia-modelopt'))"]
+    return {"modelopt": subprocess.run(words, check=True, text=True, stdout=subprocess.PIPE).stdout.strip()}
 
 
 def measure(
