@@ -29,8 +29,8 @@ def markdown(document: Row) -> str:
         f"`{document['command']}` on {machine['cpu']}, load {machine['load_average']:.1f}; "
         f"{listed(document['software'])}. {document['calibration']} pictures calibrate, {document['evaluated']} are "
         "evaluated, all from ImageNet's training split: compare methods only. Each tool with its defaults; seconds are "
-        "the better of two (ModelOpt: one; float: a plain pass over the same pictures), and in brackets over that pass; "
-        "points are differences to the float file on "
+        "the better of two (ModelOpt: one; float: a plain pass over the same pictures), and in brackets over that "
+        "pass; points are differences to the float file on "
         f"the same engine, with a 95 % interval over pictures. Time: batch 1, {document['threads']} thread, in turn, "
         "as a ratio to the float file in f32."
     )
