@@ -115,7 +115,9 @@ CASES = {
         spec=compress.QuantSpec(target="openvino", activations=WHOLE),
     ),
     "YOLO, head quantized": Case(
-        title="decoding of boxes and DFL quantized (head: quantize)", make=yolo,
-        spec=compress.QuantSpec(target="openvino", head="quantize", activations=WHOLE),
+        title="last convolutions, DFL and decoding of boxes quantized (head: quantize), ranges by entropy", make=yolo,
+        spec=compress.QuantSpec(
+            target="onnxruntime", head="quantize", activations=compress.ActivationSpec(calibrator="entropy")
+        ),
     ),
 }  # fmt: skip

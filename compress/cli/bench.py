@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from compress.cli.console import OUT, print_json, print_table, progress
-from compress.cli.options import JsonOption
+from compress.cli.options import JsonOption, sides_of
 from compress.cli.run_summary import show_run
 from compress.errors import EngineError, RunError
 from compress.measure import BenchSpec, check_bench_spec
@@ -31,6 +31,9 @@ def bench(
     ] = None,
     batch_size: Annotated[list[int] | None, typer.Option("--batch-size", help="Repeat for several.")] = None,
     seconds: Annotated[float, typer.Option(help="Longest time for each variant and batch size.")] = 3.0,
+    size: Annotated[
+        str | None, typer.Option(help="Sides that a file leaves open: 320, or 480x640 (height first).")
+    ] = None,
     end_to_end: Annotated[
         bool,
         typer.Option(
@@ -61,10 +64,9 @@ def bench(
         RunError: options of `--end-to-end` without it, or `--mixed` for files.
         CompressError: as `bench_again`, `faster` and `bench_end_to_end`.
     """
-    spec = BenchSpec(
-        engines=tuple(engine or ("openvino", "onnxruntime")), batch_sizes=tuple(batch_size or (1, 32)), seconds=seconds
-    )
-    check_bench_spec(spec)
+    spec = _spec(engine, batch_size, seconds)
+    if end_to_end and size is not None:
+        raise RunError("--size is for files with open sides; --end-to-end takes the size of the preprocessing")
     if end_to_end:
         _end_to_end(files, spec, images=images, device=device, figure=figure, as_json=as_json)
         return
@@ -73,7 +75,7 @@ def bench(
     if mixed and not (len(files) == 1 and files[0].is_dir()):
         raise RunError("--mixed quantizes the network of a run again: give its folder, not files")
     with progress() as bars:
-        metrics = bench_again(files, spec, progress=bars)
+        metrics = bench_again(files, spec, sides=() if size is None else sides_of(size), progress=bars)
         if mixed:
             faster(files[0], spec, progress=bars)
     _show(files, metrics, as_json=as_json)
@@ -82,6 +84,16 @@ def bench(
         raise EngineError("nothing was measured: no engine could run any of the files; the reasons are above")
     if lost := [name for name in dict.fromkeys(metric.variant for metric in metrics) if name not in measured]:
         raise EngineError(f"{', '.join(lost)} was not measured: no engine could run it; the reasons are above")
+
+
+def _spec(engines: list[str] | None, batch_sizes: list[int] | None, seconds: float) -> BenchSpec:
+    spec = BenchSpec(
+        engines=tuple(engines or ("openvino", "onnxruntime")),
+        batch_sizes=tuple(batch_sizes or (1, 32)),
+        seconds=seconds,
+    )
+    check_bench_spec(spec)
+    return spec
 
 
 def _show(files: Sequence[Path], metrics: Sequence[Metric], *, as_json: bool) -> None:

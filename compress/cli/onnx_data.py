@@ -9,6 +9,7 @@ from typing import Annotated, Any, cast, get_args
 
 import typer
 
+from compress.cli.options import sides_of
 from compress.data.files import Layout, PictureInput, unlabelled
 from compress.errors import RecipeError
 from compress.quantization.spec import TARGETS, QuantSpec
@@ -80,10 +81,7 @@ def form_of(size: str | None, mean: str | None, std: str | None, layout: str, ch
         raise RecipeError(f"--layout is {layout!r} and --channels {channels!r}: they must be NCHW or NHWC, RGB or BGR")
     form = PictureInput(layout=cast(Layout, layout), channels=channels)  # type: ignore[arg-type]
     if size is not None:
-        sides = [int(side) if side.isdecimal() else 0 for side in size.split("x")]
-        if len(sides) > 2 or min(sides) < 1:
-            raise RecipeError(f"--size is {size!r}: it must be a number of pixels, or height x width such as 480x640")
-        form = replace(form, size=(sides[0], sides[-1]))
+        form = replace(form, size=sides_of(size))
     return replace(form, mean=_numbers("mean", mean, form.mean), std=_numbers("std", std, form.std))
 
 

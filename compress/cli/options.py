@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from compress.errors import RecipeError
 from compress.limits import IMAGE_SIDE
 
 FolderArgument = Annotated[Path, typer.Argument(help="A run folder.")]
@@ -25,3 +26,11 @@ OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Run folder;
 ResumeOption = Annotated[bool, typer.Option("--resume", metavar="", help="Continue the run that the folder holds.")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu or cuda; default: a GPU where there is one.")]
 JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON document on standard output.")]
+
+
+def sides_of(size: str) -> tuple[int, int]:
+    """Return height and width of an option such as 224 or 480x640."""
+    sides = [int(side) if side.isdecimal() else 0 for side in size.split("x")]
+    if len(sides) > 2 or min(sides) < 1:
+        raise RecipeError(f"--size is {size!r}: it must be a number of pixels, or height x width such as 480x640")
+    return sides[0], sides[-1]

@@ -81,7 +81,7 @@ def _show(done: QuantizedFile, folder: Path, *, as_json: bool) -> None:
     if rows:
         print_table("stays float", ("operation", "rule", "reason"), rows)
     for note in done.notes:
-        OUT.print(f"[yellow]note[/] {escape(note)}")
+        OUT.print(f"[yellow]note[/] {escape(note)}", markup=True)
     OUT.print(
         f"{count} of {len(audit.rows)} weighted operations are INT8 ({audit.int8_share:.1%} of the weights), "
         f"calibrated on {done.calibration.images} images; opset {audit.opset}"

@@ -21,6 +21,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from compress.engines.arrays import shape_text
 from compress.engines.base import Engine, TensorInfo
 from compress.errors import EngineError
 from compress.progress import NoProgress, Progress
@@ -65,6 +66,7 @@ def measure_latency(
     *,
     batch_size: int = 1,
     inputs: Mapping[str, NDArray[np.generic]] | None = None,
+    sides: Sequence[int] = (),
     warmup: int = 5,
     runs: int = 50,
     seconds: float = 3.0,
@@ -76,6 +78,7 @@ def measure_latency(
         engines: by label; in a sequence, each engine has its own label.
         batch_size: images of one run.
         inputs: arrays for all of them, by input name; None = random ones, the same for equal inputs, seeded.
+        sides: of random inputs whose sides after the batch are open, in their order, such as height and width.
         warmup: runs of each that are not timed, before the first round.
         runs: timed runs of each, at most.
         seconds: time for each, at most, on average over all of them, without warm-up; the round under way is finished,
@@ -96,7 +99,7 @@ def measure_latency(
     """
     named = _labelled(engines)
     check_numbers("measure_latency", batch_size=batch_size, warmup=warmup, runs=runs, seconds=seconds)
-    arrays = {label: _inputs(engine, label, batch_size, inputs) for label, engine in named.items()}
+    arrays = {label: _inputs(engine, label, batch_size, inputs, sides) for label, engine in named.items()}
     for label, engine in named.items():
         for _ in range(warmup):
             engine.run(arrays[label])
@@ -144,7 +147,11 @@ def _labelled(engines: Mapping[str, Engine] | Sequence[Engine]) -> dict[str, Eng
 
 
 def _inputs(
-    engine: Engine, label: str, batch_size: int, given: Mapping[str, NDArray[np.generic]] | None
+    engine: Engine,
+    label: str,
+    batch_size: int,
+    given: Mapping[str, NDArray[np.generic]] | None,
+    sides: Sequence[int],
 ) -> Mapping[str, NDArray[np.generic]]:
     """Return `given`, or random arrays for the engine's inputs.
 
@@ -155,26 +162,38 @@ def _inputs(
         if tensor.shape[:1] not in ((-1,), (batch_size,)):
             raise EngineError(f"{label}: batch_size is {batch_size} but input {tensor.name!r} takes {tensor.shape}")
     if given is None:
-        return random_inputs(engine, label, batch_size)
+        return random_inputs(engine, label, batch_size, sides)
     for name, array in given.items():
         if len(array) != batch_size:
             raise EngineError(f"{label}: batch_size is {batch_size} but inputs[{name!r}] holds {len(array)} images")
     return given
 
 
-def random_inputs(engine: Engine, label: str, batch_size: int) -> dict[str, NDArray[np.generic]]:
+def random_inputs(
+    engine: Engine, label: str, batch_size: int, sides: Sequence[int] = ()
+) -> dict[str, NDArray[np.generic]]:
     """Return seeded random arrays for an engine's inputs.
 
+    Args:
+        engine: with inputs whose first dimension is the batch.
+        label: that a message begins with.
+        batch_size: images of one run.
+        sides: for the other dimensions that an input leaves open, in their order.
+
     Raises:
-        EngineError: a dimension other than the batch is open; the message begins with `label`.
+        EngineError: an input leaves more of them open.
     """
-    return {tensor.name: _random(tensor, label, batch_size) for tensor in engine.inputs}
+    return {tensor.name: _random(tensor, label, batch_size, sides) for tensor in engine.inputs}
 
 
-def _random(tensor: TensorInfo, label: str, batch_size: int) -> NDArray[np.generic]:
-    if -1 in tensor.shape[1:]:
-        raise EngineError(f"{label}: input {tensor.name!r} takes {tensor.shape}: pass arrays as inputs=")
-    shape = (batch_size, *tensor.shape[1:])
+def _random(tensor: TensorInfo, label: str, batch_size: int, sides: Sequence[int]) -> NDArray[np.generic]:
+    if tensor.shape[1:].count(-1) > len(sides):
+        raise EngineError(
+            f"{label}: input {tensor.name!r} takes {shape_text(tensor.shape)}: say how large its open sides are, with "
+            "bench --size 320 or 480x640, or in Python with sides= or arrays as inputs="
+        )
+    open_ = iter(sides)
+    shape = (batch_size, *(next(open_) if side == -1 else side for side in tensor.shape[1:]))
     values = np.random.default_rng(_SEED).standard_normal(shape)
     dtype = np.dtype(tensor.dtype)
     array: NDArray[np.generic] = (values if dtype.kind == "f" else values > 0).astype(dtype)

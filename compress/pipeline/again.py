@@ -170,15 +170,23 @@ def _files_of(folder: Path, variant: Variant) -> NetworkFiles:
     )
 
 
-def bench_again(files: Sequence[Path], spec: BenchSpec, *, progress: Progress | None = None) -> list[Metric]:
+def bench_again(
+    files: Sequence[Path], spec: BenchSpec, *, sides: Sequence[int] = (), progress: Progress | None = None
+) -> list[Metric]:
     """Latency of ONNX files, or of those of one run folder, which then keeps the figures.
+
+    Args:
+        files: ONNX files, or one run folder.
+        spec: engines and batch sizes.
+        sides: as for `measure_latency`.
+        progress: is informed of each round.
 
     Raises:
         RunError: as `networks_of`, or a folder that is of no run.
     """
     folder = read_state(files[0]) if len(files) == 1 and files[0].is_dir() else None
     networks = networks_of(files)
-    metrics = bench(networks, spec, progress=progress or NoProgress())
+    metrics = bench(networks, spec, sides=sides, progress=progress or NoProgress())
 
     def measured_again(old: Metric) -> bool:
         engine = family(old.engine) in spec.engines and old.batch_size in spec.batch_sizes

@@ -4,7 +4,11 @@ import json
 import shutil
 from pathlib import Path
 
+import onnx
 import pytest
+from onnx import helper
+
+from tests.onnx_ptq.files import model_of, weights
 
 FOLDER = Path(__file__).parents[1] / "pipeline" / "formats" / "run-1"
 QUICK = ("--engine", "onnxruntime", "--batch-size", "2", "--seconds", "0.01")
@@ -38,6 +42,16 @@ def test_a_damaged_file_of_a_run_is_told_and_its_older_times_are_gone(compress, 
 def test_an_engine_that_is_not_here_is_no_failure_where_another_measures_the_file(compress, folder):
     done = compress("bench", str(folder / "ptq.onnx"), *QUICK, "--engine", "tensorrt")
     assert done.returncode == 0 and "unavailable" in done.stdout
+
+
+def test_a_file_with_open_sides_is_timed_at_a_size(compress, tmp_path):
+    node = helper.make_node("Conv", ["x", "w"], ["y"])
+    onnx.save(model_of([node], {"w": weights(4, 3, 3, 3)}, shape=("n", 3, "h", "w")), tmp_path / "open.onnx")
+    file = str(tmp_path / "open.onnx")
+    refused = compress("bench", file, *QUICK)
+    assert refused.returncode == 2 and "bench --size 320" in " ".join(refused.stderr.split())
+    done = compress("bench", file, *QUICK, "--size", "8x12", "--json")
+    assert done.returncode == 0 and all(row["value"] > 0 for row in json.loads(done.stdout))
 
 
 def test_the_engine_torch_times_the_modules_of_a_run(compress, folder):

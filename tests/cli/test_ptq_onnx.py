@@ -52,6 +52,13 @@ def test_what_stays_float_is_shown(compress, folder):
     assert "1 of 1 weighted operations are INT8" in told.stdout
 
 
+def test_notes_are_shown(compress, folder):
+    node = helper.make_node("Conv", ["x", "w"], ["y"], name="first")
+    onnx.save(model_of([node], {"w": weights(4, 3, 3, 3)}, shape=("n", 3, 8, 8), opset=12), folder / "old.onnx")
+    told = compress("ptq", "--onnx", "old.onnx", "--data", "inputs.npz", "--out", "run", cwd=folder)
+    assert "note the opset is raised from 12 to 13" in told.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -122,8 +122,11 @@ def test_refusals(tmp_path):
             measure_latency([one], **{name: value})
     with pytest.raises(EngineError, match="batch_size is 3 but input 'input' takes"):
         measure_latency([GivenEngine(lambda x: x, shape=(2, 4))], batch_size=3)
-    with pytest.raises(EngineError, match="pass arrays"):
+    with pytest.raises(EngineError, match="takes .any, any.: say how large its open sides are"):
         measure_latency([GivenEngine(lambda x: x, shape=(-1, -1))])
+    seen = []
+    measure_latency([GivenEngine(lambda x: seen.append(x.shape) or x, shape=(-1, 3, -1, -1))], sides=(4, 6), runs=1)
+    assert set(seen) == {(1, 3, 4, 6)}
     with pytest.raises(EngineError, match="holds 2 images"):
         measure_latency([one], inputs={"input": np.zeros((2, 4), np.float32)})
 

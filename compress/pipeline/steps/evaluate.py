@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
@@ -23,6 +23,7 @@ from compress.measure import (
     measure_latency,
 )
 from compress.measure.first_difference import LayerDifference, first_difference
+from compress.measure.latency import random_inputs
 from compress.measure.metric import Metric
 from compress.pipeline.network import NetworkFiles
 from compress.pipeline.run import Run
@@ -200,8 +201,10 @@ def bench_step(run: Run, models: Mapping[Variant, nn.Module]) -> None:
     run.finish("bench")
 
 
-def bench(files: Mapping[str, NetworkFiles], spec: BenchSpec, *, progress: Progress) -> list[Metric]:
-    """Latency of networks on engines, all variants in turn at each batch size."""
+def bench(
+    files: Mapping[str, NetworkFiles], spec: BenchSpec, *, sides: Sequence[int] = (), progress: Progress
+) -> list[Metric]:
+    """Latency of networks on engines, all variants in turn at each batch size; `sides` as for `measure_latency`."""
     metrics: list[Metric] = []
     for batch_size in spec.batch_sizes:
         with ExitStack() as stack:
@@ -215,24 +218,29 @@ def bench(files: Mapping[str, NetworkFiles], spec: BenchSpec, *, progress: Progr
                         continue
                     stack.enter_context(built)
                     engines[f"{variant}: {built.info.label}"] = (variant, built)
-            metrics += _latencies(engines, spec, batch_size, progress)
+            metrics += _latencies(engines, spec, batch_size, sides, progress)
     return metrics
 
 
 def _latencies(
-    engines: dict[str, tuple[str, Engine]], spec: BenchSpec, batch_size: int, progress: Progress
+    engines: dict[str, tuple[str, Engine]],
+    spec: BenchSpec,
+    batch_size: int,
+    sides: Sequence[int],
+    progress: Progress,
 ) -> list[Metric]:
     if not engines:
         return []
     timed = measure_latency(
         {key: engine for key, (_, engine) in engines.items()},
         batch_size=batch_size,
+        sides=sides,
         warmup=spec.warmup,
         runs=spec.runs,
         seconds=spec.seconds,
         progress=progress,
     )
-    metrics = _gpu_times(engines, batch_size)
+    metrics = _gpu_times(engines, batch_size, sides)
     for row in timed:
         variant, engine = engines[row.label]
         method = f"{row.runs} runs, {len(engines)} variants in turn, after {spec.warmup} warm-up runs"
@@ -257,11 +265,11 @@ def _latencies(
     return metrics
 
 
-def _gpu_times(engines: dict[str, tuple[str, Engine]], batch_size: int) -> list[Metric]:
+def _gpu_times(engines: dict[str, tuple[str, Engine]], batch_size: int, sides: Sequence[int]) -> list[Metric]:
     """Times by the GPU's own clock of the engines that have access to it, with and without the copies."""
     metrics = []
-    for variant, engine in engines.values():
-        seen = engine.gpu_times({t.name: np.zeros((batch_size, *t.shape[1:]), t.dtype) for t in engine.inputs})
+    for label, (variant, engine) in engines.items():
+        seen = engine.gpu_times(random_inputs(engine, label, batch_size, sides))
         if seen is None:
             continue
         method = f"median of {len(seen.compute_ms)} runs, CUDA events"
