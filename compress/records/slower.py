@@ -17,8 +17,8 @@ from compress.text import display, significant
 from compress.variants import Variant
 
 _NAMED = 4
-_LEAST = 0.005
-"""Share of float's time that a layer must lose to be left in float."""
+_LEAST = 0.02
+"""Share of what all layers lose that one must lose to be left in float."""
 
 RULES_TITLE = "In a recipe these lines leave the layers in float which the engine runs faster so:"
 
@@ -54,7 +54,8 @@ def not_faster(metrics: Iterable[Metric]) -> Iterator[SlowRow]:
 
 def costly(row: SlowRow) -> tuple[str, ...]:
     """Return the layers whose loss is worth a rule, the costliest first."""
-    return tuple(cost.layer for cost in row.layers if cost.lost_ms >= _LEAST * row.float_p50_ms)
+    least = _LEAST * sum(cost.lost_ms for cost in row.layers)
+    return tuple(cost.layer for cost in row.layers if cost.lost_ms >= least)
 
 
 def slower_sentences(rows: Sequence[SlowRow]) -> tuple[str, ...]:
@@ -85,7 +86,7 @@ def _sentence(row: SlowRow) -> str:
     names = set(costly(row))
     if not names:
         more = row.rest_ms - row.float_rest_ms
-        return f"{start}; no layer of it loses much, and all that follows none takes {_ms(more)} ms more"
+        return f"{start}; no layer is slower by itself, and what belongs to none takes {_ms(more)} ms more"
     found = [cost for cost in row.layers if cost.layer in names]
     listed = ", ".join(f"{c.layer} ({_ms(c.quantized_ms)} against {_ms(c.float_ms)})" for c in found[:_NAMED])
     others = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
