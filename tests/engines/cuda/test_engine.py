@@ -104,6 +104,7 @@ def test_an_old_gpu_is_refused(tmp_path, monkeypatch):
     [
         ({"device": "tpu"}, "device is 'tpu': it must be cuda"),
         ({"device": "cpu", "tune": "maybe"}, "tune is 'maybe': it must be yes or no"),
+        ({"device": "cpu", "floats": "network"}, "floats is 'network': it must be yes, layers or no"),
         ({"device": "cpu", "jobs": "few"}, "jobs is 'few': it must be a number"),
         ({"device": "cpu", "precision": "int4"}, "precision is 'int4'"),
     ],
