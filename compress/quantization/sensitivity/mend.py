@@ -1,7 +1,7 @@
 """The smallest set of changes that brings a quantized network back to a metric, or to a signal to noise.
 
-1. Changes of the whole network whose cause was found are tried: a head left float, equalization, SmoothQuant. The best
-   is kept if it helps, and so on.
+1. Changes of the whole network whose cause was found are tried: a head left float, equalization, another calibrator,
+   SmoothQuant. The best is kept if it helps, and so on.
 2. Formats are chosen for the noisiest layers: their own, another calibrator, a scale for each channel, or float. The
    noises of layers add up (`mixed`), so an integer program finds the cheapest choice under a limit on the noise, and
    the limit is lowered until the network, quantized anew, meets the goal.
@@ -318,9 +318,21 @@ def _whole_changes(spec: QuantSpec, found: Diagnosis) -> list[_Step]:
         add("the head is quantized (head: quantize)", "head: auto, which leaves a detection head float", head="auto")
     if "channel ranges" in kinds and not spec.equalize and spec.batchnorm == "fold":
         add(kinds["channel ranges"], "equalize: true, channels of neighbouring layers trade scale", equalize=True)
+    if (
+        "saturation" in kinds
+        and spec.activations.calibrator in {"entropy", "percentile"}
+        and not _eight_bit_float(spec)
+    ):
+        own = replace(spec.activations, calibrator="mse")
+        add(kinds["saturation"], "calibrator: mse, which weighs what is clipped against finer steps", activations=own)
     if "outlier channels" in kinds and spec.smooth is None:
         add(kinds["outlier channels"], "smooth: 0.5, outliers of norms move into the weights", smooth=0.5)
     return steps
+
+
+def _eight_bit_float(spec: QuantSpec) -> bool:
+    """Return True if activations are in FP8, whose ranges no histogram of integers chooses."""
+    return spec.activations.kind == "e4m3"
 
 
 def _formats(spec: QuantSpec) -> dict[str, QuantSpec]:
@@ -330,7 +342,7 @@ def _formats(spec: QuantSpec) -> dict[str, QuantSpec]:
     found = {
         f"calibrator {name}": replace(spec, activations=replace(own, calibrator=name))
         for name in names
-        if name != own.calibrator and not (own.kind == "e4m3" and name == "mse")
+        if name != own.calibrator and not (_eight_bit_float(spec) and name == "mse")
     }
     if spec.weights.axis is None:
         found["a scale for each channel"] = replace(spec, weights=replace(spec.weights, axis=0))

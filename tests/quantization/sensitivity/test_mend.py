@@ -17,6 +17,7 @@ from tests.onnx_ptq.test_improve import outliers, unequal
 
 X = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 MAX = ActivationSpec(calibrator="max")
+CLIPPED = ActivationSpec(calibrator="percentile", percentile=70)
 PER_TENSOR = QuantSpec(weights=WeightSpec(axis=None), activations=MAX)
 
 
@@ -72,7 +73,7 @@ def faulty(name):
         (
             "saturation",
             with_statistics(TinyResNet()),
-            QuantSpec(activations=ActivationSpec(calibrator="percentile", percentile=70)),
+            QuantSpec(activations=CLIPPED),
         ),
     ],
 )
@@ -105,6 +106,7 @@ def test_the_first_tensor_that_diverges():
     [
         (Logits(unequal()), PER_TENSOR, "equalize: true"),
         (outliers(), QuantSpec(activations=MAX), "smooth: 0.5"),
+        (with_statistics(TinyResNet()), QuantSpec(activations=CLIPPED), "calibrator: mse"),
     ],
 )
 def test_one_change_of_the_whole_network_mends_it(model, spec, words):
