@@ -7,8 +7,9 @@ at the outputs on the calibration pictures, against the float network, and plain
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -62,6 +63,26 @@ def default_ranges(spec: QuantSpec) -> QuantSpec | None:
     if asked.calibrator not in ("entropy", "percentile") or asked.kind != "int":
         return None
     return replace(spec, activations=replace(asked, calibrator=DEFAULT_CALIBRATOR))
+
+
+class FirstBatches:
+    """Batches that are read once, of which the first `RANGE_IMAGES` images stay at `first`."""
+
+    def __init__(self, model: nn.Module, batches: Iterable[Any]) -> None:
+        self.model, self.batches = model, batches
+        self.first: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield every batch."""
+        left = RANGE_IMAGES
+        for batch in self.batches:
+            if left > 0:
+                self.first.append(batch)
+                left -= len(model_inputs(self.model, batch)[0])
+            yield batch
+
+    def __length_hint__(self) -> int:
+        return length_hint(self.batches)
 
 
 def compare_ranges(

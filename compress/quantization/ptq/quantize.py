@@ -16,6 +16,7 @@ from compress.progress import Progress
 from compress.quantization.calibration.calibrate import calibrate, check_batches, take_ranges
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.ptq.guard import (
+    FirstBatches,
     before_calibration,
     compare_ranges,
     default_ranges,
@@ -122,7 +123,7 @@ def quantize_targets(
     check_float_model(model)
     check_batches(batches)
     asked = methods(spec)
-    if (asked or needs_data_twice(spec) or default_ranges(spec)) and iter(batches) is batches:
+    if (asked or needs_data_twice(spec)) and iter(batches) is batches:
         batches = list(batches)  # a generator can be read once
     known: dict[Any, dict[Target, CalibrationReport]] = {}
 
@@ -130,11 +131,7 @@ def quantize_targets(
         ready, smoothing = smoothed(model, example_inputs, batches, chosen, all_reduce=all_reduce, progress=progress)
         found = {target: insert_quantizers(ready, example_inputs, chosen.for_target(target)) for target in targets}
         seen = known.setdefault(before_calibration(chosen), {})
-        usual = None if seen else default_ranges(chosen.for_target(targets[0]))
-        yardstick = [] if usual is None else [insert_quantizers(ready, example_inputs, usual)]
-        _calibrate(found, yardstick, batches, seen, all_reduce=all_reduce, progress=progress)
-        for other in yardstick:
-            seen[targets[0]] = _compared(ready, found[targets[0]], other, batches, chosen, all_reduce=all_reduce)
+        _calibrate(found, batches, seen, (ready, example_inputs, chosen), all_reduce=all_reduce, progress=progress)
         for target, made in found.items():
             place = folder if folder is None or target == spec.targets[0] else folder / target
             improve(made, batches, chosen, smoothing=smoothing, folder=place, all_reduce=all_reduce, progress=progress)
@@ -147,40 +144,32 @@ def quantize_targets(
     return {first: judged, **(make(kept(judged, spec), others) if others else {})}
 
 
-def _compared(
-    model: nn.Module,
-    qmodel: fx.GraphModule,
-    yardstick: fx.GraphModule,
-    batches: Batches,
-    spec: QuantSpec,
-    *,
-    all_reduce: bool,
-) -> CalibrationReport:
-    """Attach to a calibrated network how its ranges compare with the default ones, and return its new report."""
-    beside = compare_ranges(model, qmodel, yardstick, batches, spec, all_reduce=all_reduce)
-    report = replace(cast(CalibrationReport, quantization_report_of(qmodel).calibration), compared=beside)
-    take_ranges(qmodel, report)
-    return report
-
-
 def _calibrate(
     found: dict[Target, fx.GraphModule],
-    yardstick: list[fx.GraphModule],
     batches: Batches,
     seen: dict[Target, CalibrationReport],
+    made_from: tuple[nn.Module, Inputs, QuantSpec],
     *,
     all_reduce: bool,
     progress: Progress | None,
 ) -> None:
     """Calibrate networks of one float model, or take the ranges in `seen`, to which new ones are added.
 
-    A yardstick, which they are compared with, is calibrated in the same pass.
+    Ranges that clip by another measure than the error are compared with the default ones, of the same pass.
     """
     if set(seen) >= set(found):
         for target, qmodel in found.items():
             take_ranges(qmodel, seen[target])
         return
+    (model, example_inputs, spec), (first, judged) = made_from, next(iter(found.items()))
+    usual = None if seen else default_ranges(spec.for_target(first))
+    yardstick = [] if usual is None else [insert_quantizers(model, example_inputs, usual)]
+    sample = FirstBatches(model, batches)
     one, *rest = (*found.values(), *yardstick)
-    calibrate(one, batches, also=rest, all_reduce=all_reduce, progress=progress)
+    calibrate(one, sample if yardstick else batches, also=rest, all_reduce=all_reduce, progress=progress)
+    for other in yardstick:
+        beside = compare_ranges(model, judged, other, sample.first, spec, all_reduce=all_reduce)
+        report = cast(CalibrationReport, quantization_report_of(judged).calibration)
+        take_ranges(judged, replace(report, compared=beside))
     reports = {target: quantization_report_of(qmodel).calibration for target, qmodel in found.items()}
     seen |= cast("dict[Target, CalibrationReport]", reports)
