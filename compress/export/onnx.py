@@ -41,6 +41,7 @@ from compress.export.softmax import bounded_softmaxes
 from compress.export.spec import ExportSpec, check_export_spec
 from compress.export.torchlib import table_built_once
 from compress.files import replacing
+from compress.graph.alone import alone
 from compress.graph.inputs import Inputs, as_inputs, each_input, flat_tensors, named_tensors
 from compress.graph.report import leaves_of, report_of
 from compress.graph.trace import check_module
@@ -50,6 +51,7 @@ _LARGEST = 2**31 - 1
 _LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir", "torch.fx.experimental.symbolic_shapes")
 
 
+@alone
 def export_onnx(
     model: nn.Module,
     example_inputs: Inputs,
@@ -97,9 +99,7 @@ def export_onnx(
     asked = {"opset": opset, "precision": precision, "dynamic_batch": dynamic_batch, "channel_scales": channel_scales}
     spec = ExportSpec(**asked)  # type: ignore[arg-type]
     check_export(spec)
-    check_module(model)
-    if isinstance(model, torch.jit.ScriptModule):
-        raise ExportError(f"the model is a {type(model).__name__}: give the module that it was scripted or traced from")
+    _check_model(model)
     inputs = as_inputs(example_inputs)
     proto = _export(prepare(model, inputs, precision=spec.precision), inputs, spec)
     report = report_of(model)
@@ -110,6 +110,19 @@ def export_onnx(
     with replacing(path) as temporary:
         temporary.write_bytes(proto.SerializeToString())
     return Path(path)
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse what is no module of Python's, and parameters in a type that no file is written in."""
+    check_module(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ExportError(f"the model is a {type(model).__name__}: give the module that it was scripted or traced from")
+    for name, parameter in model.named_parameters():
+        if parameter.dtype in {torch.bfloat16, torch.float64}:
+            raise ExportError(
+                f"the model's parameters are {parameter.dtype} ({name}): export it in float32 (model.float()); "
+                "precision='fp16' writes the remainder in half precision"
+            )
 
 
 def _apply_passes(proto: onnx.ModelProto, spec: ExportSpec, *, target: str) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import ModelError
+from compress.graph.alone import alone
 from compress.graph.compare import first_difference, run_model, same_results
 from compress.graph.concrete import Values, answered
 from compress.graph.inputs import Inputs, as_inputs, copies_of, each_input, run_with, shapes_text
@@ -51,6 +52,7 @@ def check_module(model: object) -> None:
             )
 
 
+@alone
 def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = ()) -> fx.GraphModule:
     """Trace `model` in evaluation mode into a graph whose nodes carry `meta["shape"]` and `meta["dtype"]`.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import SparsityError
+from compress.graph.alone import alone
 from compress.graph.inputs import Inputs
 from compress.graph.trace import check_module
 from compress.progress import NoProgress, Progress
@@ -71,6 +72,7 @@ class SparsityReport:
         return sum(n * row.density for n, row in zip(sizes, self.rows, strict=True)) / max(1, sum(sizes))
 
 
+@alone
 def sparsify(
     model: nn.Module,
     spec: SparsitySpec,

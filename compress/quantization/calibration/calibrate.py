@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from compress.errors import CalibrationError, CompressError
+from compress.graph.alone import alone
 from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.report import attach_report
 from compress.graph.sizes import size_remark
@@ -33,6 +34,7 @@ from compress.quantization.report import CalibrationReport, placement_of, quanti
 from compress.quantization.spec import ActivationSpec, WeightSpec
 
 
+@alone
 def calibrate(
     qmodel: nn.Module,
     batches: Batches,

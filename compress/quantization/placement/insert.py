@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import fx, nn
 
+from compress.graph.alone import alone
 from compress.graph.batches import device_of
 from compress.graph.float_model import check_float_model
 from compress.graph.inputs import Inputs, as_inputs
@@ -22,6 +23,7 @@ from compress.quantization.report import Prepared, QuantizationReport
 from compress.quantization.spec import QuantSpec, check_quant_spec
 
 
+@alone
 def insert_quantizers(model: nn.Module, example_inputs: Inputs, spec: QuantSpec | None = None) -> fx.GraphModule:
     """A copy of `model` with quantizers where the target fuses them; ranges are unknown until `calibrate`.
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from torch import fx, nn
 
+from compress.graph.alone import alone
 from compress.graph.batches import Batches
 from compress.graph.float_model import check_float_model
 from compress.graph.inputs import Inputs
@@ -29,6 +30,7 @@ from compress.quantization.report import CalibrationReport, quantization_report_
 from compress.quantization.spec import QuantSpec, Target, check_quant_spec
 
 
+@alone
 def quantize(
     model: nn.Module,
     example_inputs: Inputs,
@@ -87,6 +89,7 @@ def quantize(
     return found[spec.only_target]
 
 
+@alone
 def quantize_targets(
     model: nn.Module,
     example_inputs: Inputs,

@@ -1,0 +1,37 @@
+"""Rewriting and measuring networks apart from their surroundings: one thread at a time, in their own types.
+
+torch.fx replaces methods of `nn.Module` for the whole process while it traces, so that a network that another thread
+runs in that moment fails. An autocast around a call would give other ranges, and a file that no engine takes; a default
+device would part new quantizers from the layers that they belong to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_ONE = threading.RLock()
+
+
+def alone(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function wait for calls in other threads, and compute without the caller's autocast and default device."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _ONE, contextlib.ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            if torch.get_default_device().type != "cpu":
+                stack.enter_context(torch.device("cpu"))
+            return function(*args, **kwargs)
+
+    return call
