@@ -251,7 +251,7 @@ def _with_override(tree: dict[str, Any], override: str) -> dict[str, Any]:
     for i, part in enumerate(parts):
         last = i == len(parts) - 1
         if isinstance(here, list):
-            if not part.isdigit() or int(part) >= len(here):
+            if not part.isdecimal() or int(part) >= len(here):
                 raise RecipeError(f"--set {override!r}: {'.'.join(parts[:i])} is a list of {len(here)}; give an index")
             index: Any = int(part)
         else:

@@ -68,9 +68,12 @@ def class_folders(folder: Path) -> tuple[str, ...]:
     """Return the names of the class folders in `folder`, sorted; hidden folders are left out.
 
     Raises:
-        DataError: there are none.
+        DataError: there are none, or the bytes of a name are no text, which neither a recipe nor an ONNX file can hold.
     """
     labels = tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."))
     if not labels:
         raise DataError(f"{folder} holds no class folders; expected {folder}/CLASS/IMAGE.jpg")
+    for label in labels:
+        if label.encode(errors="surrogateescape").decode(errors="replace") != label:
+            raise DataError(f"the name of the class folder {label!r} in {folder} is no text in UTF-8; rename it")
     return labels

@@ -97,6 +97,20 @@ def test_overrides(override):
         parse_recipe({}, [override])
 
 
+def test_a_number_that_is_no_index():
+    with pytest.raises(RecipeError, match="is a list of 1; give an index"):
+        parse_recipe({"quantization": {"rules": [{"match": "a"}]}}, ["quantization.rules.²=b"])
+
+
+def test_a_class_whose_name_is_no_text(tmp_path):
+    for part in ("train", "val"):
+        folder = tmp_path / part / os.fsdecode(b"\xff")
+        folder.mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(folder / "a.png")
+    with pytest.raises(DataError, match="is no text in UTF-8; rename it"):
+        load_data(DataSpec(name="folder", root=str(tmp_path), image_size=8))
+
+
 def test_a_recipe_that_is_a_device_or_of_nobody(tmp_path):
     os.mkfifo(tmp_path / "r.yaml")  # opening it would wait for a writer
     for given in ("/dev/zero", "~nobody-of-that-name/r.yaml", tmp_path / "r.yaml", tmp_path):
