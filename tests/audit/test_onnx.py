@@ -176,7 +176,8 @@ def test_the_pattern_is_looked_for_along_the_inputs_of_each_kind(tmp_path, value
 
 PLAIN = """
 <ir_version: 9, opset_import: ["": 19]>
-plain (float[2,4] a, float[4,3] b) => (float[2,3] both, float[2,3] turned, float[2] row, float[2,3] free)
+plain (float[2,4] a, float[4,3] b)
+ => (float[2,3] both, float[2,3] turned, float[2] row, float[2,3] free, float[2,3] direct)
 <float s = {0.1}, int8[4,3] w = {1, 2, 3, 0, 0, 0, 0, 0, 0, 4, 5, 6}, float[4] v = {1, 2, 0, 0}> {
     a_q = QuantizeLinear(a, s)
     a_d = DequantizeLinear(a_q, s)
@@ -186,6 +187,7 @@ plain (float[2,4] a, float[4,3] b) => (float[2,3] both, float[2,3] turned, float
     turned = Gemm <transB = 1> (a, w_t)
     row = MatMul(a, v)
     free = MatMul(a, b)
+    direct = MatMul(a, w_d)
 }
 """
 
@@ -195,11 +197,13 @@ def test_without_a_zero_point_integers_have_no_sign_and_only_matrices_have_a_pat
     onnx.save(onnx.parser.parse_model(PLAIN), tmp_path / "m.onnx")
     types = {row.name: (row.input_type, row.weight_type) for row in audit_onnx(tmp_path / "m.onnx").rows}
     assert types["both"] == ("uint8", "float") and types["free"] == ("float", "float")
-    (row,) = audit_sparsity(tmp_path / "m.onnx")
-    assert (row.name, row.violations, row.zeros) == ("turned", 0, 0.5)
-    assert sparse_nodes(tmp_path / "m.onnx") == ("turned",)
-    assert [row.violations for row in audit_sparsity(tmp_path / "m.onnx", 1, 4)] == [3]
-    assert [row.violations for row in audit_sparsity(tmp_path / "m.onnx", 1, 2)] == [0]
+    assert [(r.name, r.violations, r.zeros) for r in audit_sparsity(tmp_path / "m.onnx")] == [
+        ("turned", 0, 0.5),
+        ("direct", 0, 0.5),
+    ]
+    assert sparse_nodes(tmp_path / "m.onnx") == ("turned", "direct")
+    assert [row.violations for row in audit_sparsity(tmp_path / "m.onnx", 1, 4)] == [3, 3]
+    assert [row.violations for row in audit_sparsity(tmp_path / "m.onnx", 1, 2)] == [0, 0]
 
 
 def test_types_that_the_checker_lets_pass_are_refused(tmp_path):

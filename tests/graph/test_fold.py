@@ -211,3 +211,11 @@ def test_a_folded_batchnorm_leaves_its_child_and_no_parameter(training):
     assert fold_batchnorm(graph) == ("norm",)
     assert set(graph.state_dict()) == {"conv.weight", "conv.bias"} and graph.norm.training == training
     torch.testing.assert_close(graph.eval()(x), expected)
+
+
+def test_a_folded_batchnorm_that_is_read_elsewhere_keeps_its_parameters():
+    model = with_statistics(_Calls(lambda m, x: m.norm(m.conv(x)) * m.norm.weight.mean()))
+    x = torch.randn(2, 3, 4, 4)
+    graph, paths = folded(model, x)
+    assert paths == ("norm",)
+    torch.testing.assert_close(graph(x), model(x))

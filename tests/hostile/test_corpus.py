@@ -111,6 +111,15 @@ def test_a_class_whose_name_is_no_text(tmp_path):
         load_data(DataSpec(name="folder", root=str(tmp_path), image_size=8))
 
 
+def test_a_pipe_among_the_images_is_not_waited_for(tmp_path):
+    for part in ("train", "val"):
+        (tmp_path / part / "a").mkdir(parents=True)
+        os.mkfifo(tmp_path / part / "a" / "pipe.png")
+    split = load_data(DataSpec(name="folder", root=str(tmp_path), image_size=8, workers=0)).train
+    with pytest.raises(DataError, match="pipe"):
+        split.load([0], epoch=None, device=torch.device("cpu"))
+
+
 def test_a_recipe_that_is_a_device_or_of_nobody(tmp_path):
     os.mkfifo(tmp_path / "r.yaml")  # opening it would wait for a writer
     for given in ("/dev/zero", "~nobody-of-that-name/r.yaml", tmp_path / "r.yaml", tmp_path):

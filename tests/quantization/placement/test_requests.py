@@ -132,6 +132,8 @@ def test_constants_and_integers_are_no_activations():
 def test_only_inputs_of_a_concat_share_a_scale():
     result = placed(lambda m, x: m.c(torch.cat([x.exp(), x.sigmoid(), x], 1)), c=conv(12))
     assert all(row.reason.endswith("; shares one scale with 2 more inputs of a concat") for row in result.decisions[:3])
+    result = placed(lambda m, x: m.c(torch.cat([x.exp(), x], 1)), c=conv(8))
+    assert all(row.reason.endswith("; shares one scale with 1 more inputs of a concat") for row in result.decisions[:2])
     assert not any("shares" in row.reason for row in placement(TinyResNet()).decisions)
 
 
@@ -392,3 +394,9 @@ def test_what_was_decided_cannot_be_changed(record):
     if record is not Request:
         with pytest.raises(TypeError, match="positional"):
             record(*[None for _ in dataclasses.fields(record)])
+
+
+def test_the_result_of_a_sum_is_asked_for_by_the_sum_and_not_by_its_layer():
+    spec = QuantSpec(target="onnxruntime", residual="identity")
+    result = placed(lambda m, x: m.c(F.relu(m.a(x) + x.exp())), spec=spec, a=conv(), c=conv())
+    assert rules(result, "relu") == ["add output, conv input"]
