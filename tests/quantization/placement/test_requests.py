@@ -283,56 +283,6 @@ def test_the_hint_counts_the_layers_of_a_block():
         placement(TinyResNet(), QuantSpec(rules=(Rule(match="block2"),)))
 
 
-RESIDUAL = {  # tensors with a quantizer beside the input: the identity branch of a sum that a convolution fuses with
-    "the longer branch fuses": (lambda m, x: m.a(x) + m.c(F.relu(m.b(x))), {"relu", "a"}),
-    "in the other order": (lambda m, x: m.c(F.relu(m.b(x))) + m.a(x), {"relu", "a"}),
-    "what a layer reads is its identity": (lambda m, x: m.a(y := m.b(x)) + y, {"b"}),
-    "a result that is read twice fuses with nothing": (lambda m, x: (m.same(y := m.b(x)) + x, y.exp()), set()),
-    "an identity between": (lambda m, x: (m.same(m.b(x)) + x.exp(), x), {"exp"}),
-    "a sum that broadcasts": (lambda m, x: m.a(x) + m.b(x.amax((2, 3), keepdim=True)), {"amax"}),
-    "a number": (lambda m, x: m.a(x) + 1, set()),
-}
-
-
-@pytest.mark.parametrize("name", RESIDUAL)
-def test_residual_sums(name):
-    function, expected = RESIDUAL[name]
-    result = placed(function, a=conv(), b=conv(), c=conv(), same=nn.Identity())
-    assert quantized(result) - {"x"} == expected
-    asked = [row for row in result.decisions if "residual add" in row.rule]
-    refused = [row for row in result.decisions if row.rule == "add stays float"]
-    assert (len(asked), len(refused)) == {
-        "what a layer reads is its identity": (1, 0),  # the other branch, a, does
-        "a result that is read twice fuses with nothing": (0, 1),
-        "a sum that broadcasts": (0, 0),
-        "a number": (0, 0),
-    }.get(name, (1, 0))
-
-
-def test_sums_of_volumes_fuse_and_sums_of_tokens_do_not():
-    volumes = placed(lambda m, x: m.a(x) + x.exp(), shape=(2, 4, 3, 3, 3), a=nn.Conv3d(4, 4, 1))
-    assert quantized(volumes) == {"x", "exp"}
-    tokens = placed(lambda m, x: m.a(x) + x.exp(), shape=(2, 4, 4), a=nn.Linear(4, 4))
-    assert quantized(tokens) == {"x"} and rules(tokens, "add") == []
-
-
-def test_a_sum_whose_layer_is_float_stays_float():
-    result = placed(
-        lambda m, x: F.relu(m.up(m.first(x)) + x),
-        shape=(2, 4, 6),
-        first=nn.Conv1d(4, 4, 1),
-        up=nn.ConvTranspose1d(4, 4, 1),
-    )
-    assert quantized(result) == {"x"}  # a sum of three dimensions is none of images
-    result = placed(
-        lambda m, x: m.last(F.relu(m.a(x) + x)),
-        spec=QuantSpec(rules=(Rule(match="a", enable=False),)),
-        a=conv(),
-        last=conv(),
-    )
-    assert rules(result, "add") == ["add stays float"] and quantized(result) == {"relu"}
-
-
 def test_a_result_is_quantized_after_a_batchnorm_that_is_kept():
     model = nn.Sequential(conv(), nn.BatchNorm2d(4), nn.ReLU(), conv()).eval()
     result = place(read_fx(trace(model, torch.randn(2, 4, 6, 6))), QuantSpec(target="onnxruntime"))
@@ -348,11 +298,6 @@ def test_results_of_the_model_and_sizes_do_not_read_quantized_tensors():
     (site,) = [site for site in result.activations if site.edges[0][0] == "first"]
     assert {consumer for _, consumer in site.edges} == {"last", "reshape"}
     assert rules(result, "last") == ["output stays float"]
-
-
-def test_a_sum_that_broadcasts_has_no_result_in_integers_of_its_own():
-    result = placed(lambda m, x: F.gelu(m.a(x) + m.b(x.amax((2, 3), keepdim=True))), "onnxruntime", a=conv(), b=conv())
-    assert not any("add" in row.rule for row in result.decisions)
 
 
 def test_rows_are_in_the_order_of_the_graph():
@@ -394,9 +339,3 @@ def test_what_was_decided_cannot_be_changed(record):
     if record is not Request:
         with pytest.raises(TypeError, match="positional"):
             record(*[None for _ in dataclasses.fields(record)])
-
-
-def test_the_result_of_a_sum_is_asked_for_by_the_sum_and_not_by_its_layer():
-    spec = QuantSpec(target="onnxruntime", residual="identity")
-    result = placed(lambda m, x: m.c(F.relu(m.a(x) + x.exp())), spec=spec, a=conv(), c=conv())
-    assert rules(result, "relu") == ["add output, conv input"]
