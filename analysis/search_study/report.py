@@ -25,17 +25,24 @@ differences. Every network was fine-tuned by the same recipe, from the float net
 against the uniform network of the same seed and of the same latency (between the two that were made, in a straight
 line; beyond them the nearer one), 95 % interval of Student's t."""
 
+_NOT_TIMED = """
+The files were not yet timed together: the latencies are those of the finding, where each network was timed in turn with
+the float network alone and two processes worked side by side; they differ by some percent from one network to the next.
+"""
+
 
 def write(folder: Path) -> str:
     """Write `search_study.md` into the folder of the rows, and return it."""
     found, networks = read_rows(folder / FOUND), fine_tuned(folder)
-    times = read_rows(folder / TIMES)
+    finally_timed = read_rows(folder / TIMES)
+    times = finally_timed or [row for row in found if "ratio" in row]
     lines = [
         "# Search beside uniform widths, Torch-Pruning and criteria, at equal measured latency",
         "",
         *_about(folder),
         "",
         _METHOD,
+        *(() if finally_timed else (_NOT_TIMED,)),
         *tables(networks, times),
         *accuracies(found, networks),
         *predictions(found),
