@@ -128,8 +128,8 @@ def markdown(document: Row) -> str:
         "# Three ruined networks, mended by the accuracy debugger", "",
         f"`{document['command']}` on {machine['cpu']}; {listed(document['software'])}. Accuracy is that of fake "
         "quantization on the evaluation images: top-1 of MobileNetV2 and ViT, COCO's mAP of the YOLO, on 64 pictures. "
-        "Time: of the mended network over that of the network as specified, on OpenVINO, batch 1, in turn (a busy "
-        "machine: an indication).", "",
+        "Time: of the mended network over that of the network as specified, on the target's engine, batch 1, in "
+        "turn (a busy machine: an indication).", "",
         "| network | form | float | as specified | mended | goal | changes | time | took s |", "|---" * 9 + "|",
     ]  # fmt: skip
     for one in document["rows"]:
