@@ -180,9 +180,8 @@ _STOPPED = 130
 
 def main() -> None:
     """Run the command line; see the module's docstring for exit statuses."""
-    if not {"", str(Path.cwd())} & set(sys.path):
-        sys.path.append(str(Path.cwd()))  # `model.name: mymodule:make` works as with `python -m`
     try:
+        _import_from_here()
         app()
     except CompressError as error:
         _fail(f"{type(error).__name__}: {error}")
@@ -194,6 +193,16 @@ def main() -> None:
         sys.exit(_STOPPED)
     except OSError as error:
         _fail(_os_error(error))
+
+
+def _import_from_here() -> None:
+    """Let recipes name modules of the working folder (`model.name: mymodule:make`), as with `python -m`."""
+    try:
+        here = str(Path.cwd())
+    except FileNotFoundError:
+        raise CompressError("the working folder was deleted: go to one that exists, and run the command there") from None
+    if not {"", here} & set(sys.path):
+        sys.path.append(here)
 
 
 def _resumable() -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 from compress.data.base import DataSet
 from compress.data.boxes import Annotation, BoxSplit, annotation
-from compress.data.coco_file import classes_in, coco_files, read_json
+from compress.data.coco_file import classes_in, coco_content, coco_files
 from compress.data.spec import DataSpec
 from compress.errors import DataError, first_few
 
@@ -34,7 +34,7 @@ def coco_data(spec: DataSpec) -> DataSet:
     def split(name: str, limit: int | None, augment: bool) -> BoxSplit:
         nonlocal found
         file, images = coco_files(root, name)
-        content = read_json(file)
+        content = coco_content(file)
         labels = classes_in(content, file)
         found = found or tuple(labels.values())
         skipped: list[str] = []

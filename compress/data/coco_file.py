@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from compress.data.spec import DataSpec
 from compress.errors import DataError, first_few
+from compress.files import read_json
 
 _BESIDE = {"train": ("train",), "val": ("valid", "val")}
 
@@ -19,7 +19,7 @@ def coco_classes(spec: DataSpec) -> tuple[str, ...]:
         DataError: the file is missing or damaged.
     """
     file, _ = coco_files(Path(str(spec.root)).expanduser(), "train")
-    return tuple(classes_in(read_json(file), file).values())
+    return tuple(classes_in(coco_content(file), file).values())
 
 
 def coco_files(root: Path, split: str) -> tuple[Path, Path]:
@@ -41,14 +41,14 @@ def coco_files(root: Path, split: str) -> tuple[Path, Path]:
     raise DataError(f"data.root: there is no folder {(root / name).absolute()} with the images of {files[0]}")
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def coco_content(file: Path) -> dict[str, Any]:
     """Return the content of a COCO file.
 
     Raises:
         DataError: it is not JSON, or has no images, annotations and categories.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     except (ValueError, OSError) as error:
         raise DataError(f"{file} is not readable JSON ({error})") from None
     parts = ("images", "annotations", "categories")

@@ -143,6 +143,16 @@ def test_ctrl_c_while_torch_is_imported_leaves_no_traceback(tmp_path):
     )  # others decide for themselves
 
 
+def test_a_working_folder_that_was_deleted_is_said(compress, monkeypatch, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    done = compress("recipes")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "the working folder was deleted: go to one that exists" in done.stderr
+
+
 def test_resume_says_what_it_finds(compress, monkeypatch, tmp_path):
     monkeypatch.setattr("compress.cli.run.run_recipe", stop)
     printed = compress("qat", "--recipe", "resnet50", "--resume", "--out", str(tmp_path / "typo")).stderr

@@ -174,6 +174,7 @@ def test_images_without_any_box_are_refused(tmp_path):
 
 BAD_COCO = {
     "corrupt": (lambda c: None, "instances_train.json is not readable JSON"),
+    "deep": (lambda c: None, "instances_train.json is not readable JSON .nested more than 64 deep"),
     "no list": (lambda c: c.pop("annotations"), "instances_train.json has no list of annotations"),
     "empty": (lambda c: c["annotations"].clear(), "instances_train.json has no annotations"),
     "category": (lambda c: c["annotations"][0].update(category_id=9), "image a.png: annotation 0 has category_id 9"),
@@ -192,6 +193,6 @@ def test_a_wrong_file_of_coco_is_named(tmp_path, case):
     file = tmp_path / "annotations/instances_train.json"
     content = json.loads(file.read_text())
     change(content)
-    file.write_text("{" if case == "corrupt" else json.dumps(content))
+    file.write_text({"corrupt": "{", "deep": "[" * 100_000}.get(case, json.dumps(content)))
     with pytest.raises(DataError, match=message):
         load_data(spec(tmp_path, "coco"))

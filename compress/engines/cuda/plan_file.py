@@ -7,7 +7,6 @@ name. So a model that is trained again keeps its plan, and only steps of a new s
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from compress.errors import EngineError
-from compress.files import write_json
+from compress.files import read_json, write_json
 
 FORMAT = 1
 
@@ -120,7 +119,7 @@ def read_plan(path: Path, machine: Machine) -> PlanFile:
     if not path.exists():
         return PlanFile(path, machine)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']!r}, {FORMAT} is known")
         measured, choices = Machine(**content["machine"]), _choices(content["choices"])

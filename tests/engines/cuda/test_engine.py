@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -134,6 +135,13 @@ def test_a_plan_is_read_as_it_was_written(tmp_path):
     plan.save()
     assert read_plan(path, MACHINE).get("a step") == "a kernel"
     assert read_plan(path, MACHINE).get("another") is None
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parent / "formats").glob("*.json")), ids=lambda path: path.stem)
+def test_a_plan_of_an_earlier_version_is_read(path):
+    content = json.loads(path.read_text(encoding="utf-8"))
+    plan = read_plan(path, Machine(**content["machine"]))
+    assert plan.choices == content["choices"] and not plan.changed
 
 
 @pytest.mark.parametrize("change", [{"gpu": "NVIDIA A100"}, {"driver": "12.4"}, {"triton": "3.7.0"}])
