@@ -200,7 +200,7 @@ def _import_from_here() -> None:
     try:
         here = str(Path.cwd())
     except FileNotFoundError:
-        raise CompressError("the working folder was deleted: go to one that exists, and run the command there") from None
+        raise CompressError("the working folder was deleted: go to one that exists, and run it there") from None
     if not {"", here} & set(sys.path):
         sys.path.append(here)
 
