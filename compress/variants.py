@@ -64,6 +64,9 @@ class Variant(StrEnum):
         return f"{self.value}.onnx"
 
 
+QUANTIZED: frozenset[str] = frozenset(variant for variant in Variant if variant.is_quantized)
+"""The variants that hold quantizers; a string is one of them if it names one."""
+
 _LABELS = {
     Variant.FLOAT: "float",
     Variant.PTQ: "PTQ",

@@ -9,7 +9,7 @@ from compress.engines.registry import target_of
 from compress.records.run import RunData, recipe_tree
 from compress.records.summary import family
 from compress.text import display
-from compress.variants import Variant
+from compress.variants import QUANTIZED
 
 
 def foreign_files(run: RunData) -> tuple[str, ...]:
@@ -24,8 +24,7 @@ def _sentences(run: RunData) -> Iterator[str]:
     targets = _targets(recipe_tree(run))
     if not targets:
         return
-    quantized = {str(variant) for variant in Variant if variant.is_quantized}
-    measured = (family(m.engine) for m in run.metrics if m.engine and m.variant in quantized and m.value is not None)
+    measured = (family(m.engine) for m in run.metrics if m.engine and m.variant in QUANTIZED and m.value is not None)
     for engine in dict.fromkeys(measured):
         target = target_of(engine)
         if target is not None and target not in targets and "any" not in targets:

@@ -14,7 +14,7 @@ from compress.measure.metric import Metric
 from compress.records.rows import SlowRow
 from compress.records.summary import family
 from compress.text import display, significant
-from compress.variants import Variant
+from compress.variants import QUANTIZED, Variant
 
 _NAMED = 4
 _LEAST = 0.02
@@ -36,11 +36,10 @@ def not_faster(metrics: Iterable[Metric]) -> Iterator[SlowRow]:
             known = group.get(metric.variant)
             if known is None or known.value is None or metric.value < known.value:
                 group[metric.variant] = metric
-    quantized = {str(variant) for variant in Variant if variant.is_quantized}
     for group in best.values():
         reference = group.get(Variant.FLOAT)
         for variant, metric in group.items():
-            if reference is None or variant not in quantized or (metric.value or 0.0) < (reference.value or 0.0):
+            if reference is None or variant not in QUANTIZED or (metric.value or 0.0) < (reference.value or 0.0):
                 continue
             yield SlowRow(
                 variant=variant,

@@ -101,9 +101,9 @@ class MaskSchedule:
 
     def _select(self, step: int, begin: float, end: float) -> None:
         """Train the choice of every layer's masks and draw from it, or take the best at the end."""
-        parts = {path: layer.part for path, layer in masked_layers(self.model).items()}
-        learned = {path: part for path, part in parts.items() if isinstance(part, LearnedMask)}
-        if len(learned) < len(parts):
+        layers = masked_layers(self.model)
+        learned = {path: layer.part for path, layer in layers.items() if isinstance(layer.part, LearnedMask)}
+        if len(learned) < len(layers):
             raise SparsityError("schedule 'gumbel' needs masks that are learned: call sparsify with the same spec")
         if self._due(step, begin, end) and step >= end:
             for part in learned.values():
@@ -114,7 +114,7 @@ class MaskSchedule:
             now = Moment.at((step - begin) / (end - begin), count=count, updates=(end - begin) / every)
             device = next(iter(learned.values())).mask.device
             generator = torch.Generator(device).manual_seed(self.spec.seed * 1_000_003 + step)
-            for path, layer in masked_layers(self.model).items():
+            for path, layer in layers.items():
                 if learned[path].probe.grad is None:
                     raise SparsityError(
                         f"the mask of {path} has no gradient: with schedule 'gumbel', call after_step after "
@@ -136,8 +136,8 @@ class MaskSchedule:
 @torch.no_grad()
 def select(layer: MaskedLayer, now: Moment, noise: Tensor) -> None:
     """Train the choice of a layer's learned mask by the gradient of its probe, and draw the next one; in place."""
-    part, groups = cast(LearnedMask, layer.part), cast(LearnedMask, layer.part).choices.shape[1]
-    weight, gradient = (as_groups(x, groups) for x in (layer.original, cast(Tensor, part.probe.grad)))
+    part = cast(LearnedMask, layer.part)
+    weight, gradient = (as_groups(x, part.choices.shape[1]) for x in (layer.original, cast(Tensor, part.probe.grad)))
     drawn = part.selection.advance(weight, gradient, part.choices, noise, now)
     part.mask.copy_(from_groups(drawn, part.mask.shape))
 

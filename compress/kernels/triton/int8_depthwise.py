@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.kernels.triton.int8_epilogue import Finish, Outputs, finish_tile
-from compress.kernels.triton.int8_product import ALIGNED, Geometry, Sizes, Steps, Weight
+from compress.kernels.triton.int8_product import ALIGNED, Geometry, Sizes, Steps, Weight, zero_correction
 
 MOST_FLOAT_TAPS = 512
 """Taps whose sum with its correction float32 holds: 2 * 512 * 128 * 128 = 2^24."""
@@ -52,9 +52,10 @@ def pack_depthwise(weight: Tensor, zero: int = 0, *, floats: bool, device: torch
         floats: for tiles whose sums are float32; at most `MOST_FLOAT_TAPS` taps.
         device: where it is put.
     """
-    correction = (-zero * weight.flatten(1).sum(1, dtype=torch.int32)).to(device) if zero else None
     codes = torch.nn.functional.pad(weight[:, 0].permute(1, 2, 0), (0, -weight.shape[0] % ALIGNED))
-    return Weight(codes.to(device, torch.float32 if floats else torch.int32).contiguous(), correction)
+    return Weight(
+        codes.to(device, torch.float32 if floats else torch.int32).contiguous(), zero_correction(weight, zero, device)
+    )
 
 
 def depthwise(

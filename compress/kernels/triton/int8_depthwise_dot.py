@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.kernels.triton.int8_epilogue import Finish, Outputs, finished, to_codes
-from compress.kernels.triton.int8_product import ALIGNED, Geometry, Sizes, Steps, Weight
+from compress.kernels.triton.int8_product import ALIGNED, Geometry, Sizes, Steps, Weight, zero_correction
 
 _WORD = 4  # bytes
 _TRANSPOSE = tl.constexpr("""{
@@ -64,11 +64,10 @@ def pack_dots(weight: Tensor, zero: int = 0, *, device: torch.device | str = "cp
         zero: code of 0 of the input.
         device: where it is put.
     """
-    correction = (-zero * weight.flatten(1).sum(1, dtype=torch.int32)).to(device) if zero else None
     codes = torch.nn.functional.pad(weight[:, 0].permute(1, 2, 0), (0, -weight.shape[0] % ALIGNED, 3, 3))
     shifted = codes.unfold(1, _WORD, 1)  # (R, S + 3, C, 4 taps)
     words = shifted.contiguous().view(torch.int32)[..., 0].unflatten(-1, (-1, _WORD)).transpose(-1, -2)
-    return Weight(words.contiguous().to(device), correction)
+    return Weight(words.contiguous().to(device), zero_correction(weight, zero, device))
 
 
 def depthwise_dot(

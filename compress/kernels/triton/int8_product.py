@@ -98,6 +98,17 @@ class Weight(NamedTuple):
     step: int = 0
 
 
+def zero_correction(weight: Tensor, zero: int, device: torch.device | str) -> Tensor | None:
+    """Sums that the code of 0 adds to each output channel, taken away: int32 (O,) on the device; None if it is 0.
+
+    Args:
+        weight: int8 (O, ...).
+        zero: code of 0 of the input.
+        device: where it is put.
+    """
+    return (-zero * weight.flatten(1).sum(1, dtype=torch.int32)).to(device) if zero else None
+
+
 def pack_weight(weight: Tensor, zero: int = 0, groups: int = 1, device: torch.device | str = "cpu") -> Weight:
     """Lay a weight out for the kernel.
 
@@ -110,14 +121,13 @@ def pack_weight(weight: Tensor, zero: int = 0, groups: int = 1, device: torch.de
         device: where it is put.
     """
     weight = weight.reshape(*weight.shape, *[1] * (4 - weight.dim()))
-    correction = -zero * weight.flatten(1).sum(1, dtype=torch.int32) if zero else None
+    correction = zero_correction(weight, zero, device)
     joined = 1
     while groups // joined % 2 == 0 and (weight.shape[1] * joined) % ALIGNED:
         joined *= 2
     if joined > 1:
         weight, groups = _joined_groups(weight, groups, joined), groups // joined
     codes = torch.nn.functional.pad(weight.permute(0, 2, 3, 1), (0, -weight.shape[1] % ALIGNED)).contiguous()
-    correction = None if correction is None else correction.to(device)
     return Weight(codes.to(device), correction, groups, weight.shape[1])
 
 

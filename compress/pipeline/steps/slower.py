@@ -72,7 +72,7 @@ def _rows(
                 layers_of(paths[Variant.FLOAT]),
                 engine=engine,
                 batch_size=row.batch_size,
-                precision="f32" if engine == "openvino" and "f32" in row.float_engine else None,
+                precision=precision_of(row.float_engine),
                 threads=spec.threads,
                 warmup=_WARMUP,
                 runs=_runs(row, spec),
@@ -83,6 +83,11 @@ def _rows(
             yield row
             continue
         yield _with_layers(replace(row, target=target or ""), times[Variant.FLOAT], times[row.variant])
+
+
+def precision_of(label: str) -> str | None:
+    """Return what an engine is asked for so that its label is this one: single precision, or its own choice."""
+    return "f32" if family(label) == "openvino" and "f32" in label else None
 
 
 def _runs(row: SlowRow, spec: BenchSpec) -> int:

@@ -24,6 +24,7 @@ from compress.pipeline.again import finished_run, network
 from compress.pipeline.run import Run
 from compress.pipeline.steps.judge import evaluation_batch, judge
 from compress.pipeline.steps.ptq import calibration_images
+from compress.pipeline.steps.slower import precision_of
 from compress.progress import NoProgress, Progress
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import QuantSpec, Rule, Target
@@ -121,7 +122,7 @@ def _times(files: Mapping[str, Path], row: SlowRow, spec: BenchSpec, progress: P
                     family(row.engine),
                     batch_size=row.batch_size,
                     threads=spec.threads,
-                    precision=_precision(row.float_engine if label == FLOAT else row.engine),
+                    precision=precision_of(row.float_engine if label == FLOAT else row.engine),
                 )
             )
             for label, path in files.items()
@@ -137,15 +138,10 @@ def _times(files: Mapping[str, Path], row: SlowRow, spec: BenchSpec, progress: P
     return {one.label: one for one in timed}
 
 
-def _precision(label: str) -> str | None:
-    """Return what an engine is asked for so that its label is this one: single precision, or its own choice."""
-    return "f32" if family(label) == "openvino" and "f32" in label else None
-
-
 def _score(run: Run, path: Path, row: SlowRow) -> str:
     """The metric of a file on the engine, over the evaluation split."""
     metric = run.task.metric
-    precision, size = _precision(row.engine), evaluation_batch(run)
+    precision, size = precision_of(row.engine), evaluation_batch(run)
     with build_engine(path, family(row.engine), batch_size=size, precision=precision) as engine:
         seen = judge(run, engine, preprocessing=run.data.val.preprocessing)
     return f"{metric.text(seen.values[metric.name])} {metric.title}"
