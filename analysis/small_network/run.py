@@ -21,13 +21,14 @@ from torch import nn
 import compress
 from analysis.common.cifar import NETWORKS
 from analysis.common.study import command_line, gpu_software, study_parser
-from compress.data import BatchPlan, DataSet, DataSpec, load_data
+from compress.data import Batch, BatchPlan, DataSet, DataSpec, load_data
 from compress.files import write_json
 from compress.quantization.learned import learn_scales
 from compress.training import QATSpec, TrainSpec, fit
 
 BATCH = 128
 ENGINE_BATCH = 500
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CALIBRATION = 1024
 Row = dict[str, Any]
 
@@ -43,7 +44,9 @@ class Study:
         )  # fmt: skip
         self.data: DataSet = load_data(spec)
         self.weights = load_file(arguments.weights) if arguments.weights else None
-        self.out, self.engine_options, self.images = arguments.out, dict(arguments.engine), arguments.images
+        self.out, self.engine_options = arguments.out, dict(arguments.engine)
+        self.qat_epochs = arguments.qat_epochs
+        self._drawn: dict[str, list[Batch]] = {}
         self.report: Row = {"command": command_line(), "machine": gpu_software("triton"), "rows": []}
 
     def network(self) -> nn.Module:
@@ -57,19 +60,29 @@ class Study:
     def train(self, epochs: int) -> None:
         """Train the weights that every part begins with."""
         model = self.network()
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         spec = TrainSpec(
-            epochs=epochs, lr=0.2, weight_decay=5e-4, precision="bf16" if device == "cuda" else "fp32",
+            epochs=epochs, lr=0.2, weight_decay=5e-4, precision="bf16" if DEVICE == "cuda" else "fp32",
             cuda_graphs=True, evaluate_every=epochs,
         )  # fmt: skip
         start = time.monotonic()
-        report = fit(model, self.data, spec, batch_size=BATCH, folder=None, device=device)
+        report = fit(model, self.data, spec, batch_size=BATCH, folder=None, device=DEVICE)
         self.weights = {name: value.cpu() for name, value in model.state_dict().items()}
         self.add({"trained": epochs, "top1": report.history[-1].val_top1, "s": round(time.monotonic() - start, 1)})
 
     def pictures(self, count: int) -> torch.Tensor:
-        """Training pictures without augmentation, on the CPU."""
-        return next(self.data.train.batches(BatchPlan(batch_size=count, limit=count)))[0]
+        """At most `CALIBRATION` training pictures without augmentation, on the CPU."""
+        return self._batches("train", BatchPlan(batch_size=CALIBRATION, limit=CALIBRATION))[0][0][:count]
+
+    def evaluated(self) -> list[Batch]:
+        """The pictures that files are judged by, on the CPU."""
+        return self._batches("val", BatchPlan(batch_size=ENGINE_BATCH))
+
+    def _batches(self, part: str, plan: BatchPlan) -> list[Batch]:
+        """Batches of a split; they are made once, by the GPU if there is one."""
+        if part not in self._drawn:
+            batches = getattr(self.data, part).batches(plan, device=DEVICE)
+            self._drawn[part] = [(x.cpu(), targets.cpu()) for x, targets in batches]
+        return self._drawn[part]
 
     def quantized(self, model: nn.Module, **spec: Any) -> nn.Module:
         """The network with calibrated quantizers."""
@@ -91,6 +104,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, help="training images at most")
     parser.add_argument("--shapes", action="store_true", help="draw `shapes` (10 classes), and train on them first")
     parser.add_argument("--epochs", type=int, default=20, help="of that training")
+    parser.add_argument("--qat-epochs", type=int, default=3, help="of each QAT")
     parser.add_argument("--evaluated", type=int, default=10_000, help="pictures of `shapes` that are evaluated")
     parser.add_argument("--parts", nargs="+", default=list(_PARTS), choices=list(_PARTS))
     parser.add_argument("--engine", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"), help="its options")
@@ -125,8 +139,7 @@ def _speeds(study: Study) -> None:
 
 def _speed(study: Study, name: str, model: nn.Module, spec: TrainSpec) -> None:
     """The second epoch counts: the first compiles and records."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    report = fit(model, study.data, spec, batch_size=BATCH, folder=None, device=device)
+    report = fit(model, study.data, spec, batch_size=BATCH, folder=None, device=DEVICE)
     last = report.history[-1]
     study.add({
         "training": name, "images_per_s": round(last.images_per_s), "waited": last.waited, "loss": last.train_loss,
@@ -136,22 +149,23 @@ def _speed(study: Study, name: str, model: nn.Module, spec: TrainSpec) -> None:
 
 def _accuracies(study: Study) -> None:
     """Top-1 of files on the engine, and of the same files on ONNX Runtime."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    spec = QATSpec(epochs=3, lr=0.002, precision="bf16" if device == "cuda" else "fp32", cuda_graphs=True)
+    spec = QATSpec(
+        epochs=study.qat_epochs, lr=0.002, precision="bf16" if DEVICE == "cuda" else "fp32", cuda_graphs=True,
+    )  # fmt: skip
     teacher = study.network().eval()
-    _accuracy(study, "float", study.network().eval(), None)
+    _accuracy(study, "float", study.network().eval())
     qmodel = study.quantized(study.network())
-    _accuracy(study, "PTQ", qmodel, device)
-    fit(qmodel, study.data, spec, batch_size=BATCH, folder=None, device=device, teacher=copy.deepcopy(teacher))
-    _accuracy(study, "QAT", qmodel.cpu(), device)
+    _accuracy(study, "PTQ", qmodel)
+    fit(qmodel, study.data, spec, batch_size=BATCH, folder=None, device=DEVICE, teacher=copy.deepcopy(teacher))
+    _accuracy(study, "QAT", qmodel.cpu())
     sparse = study.network()
     compress.sparsify(sparse, compress.SparsitySpec(pattern="2:4"), example_inputs=study.pictures(1))
     qmodel = study.quantized(sparse)
-    fit(qmodel, study.data, spec, batch_size=BATCH, folder=None, device=device, teacher=copy.deepcopy(teacher))
-    _accuracy(study, "2:4 + INT8 (QAT)", qmodel.cpu(), device)
+    fit(qmodel, study.data, spec, batch_size=BATCH, folder=None, device=DEVICE, teacher=copy.deepcopy(teacher))
+    _accuracy(study, "2:4 + INT8 (QAT)", qmodel.cpu())
 
 
-def _accuracy(study: Study, name: str, model: nn.Module, device: str | None) -> None:
+def _accuracy(study: Study, name: str, model: nn.Module) -> None:
     path = study.out / "file.onnx"
     model.eval()
     compress.export_onnx(model, study.pictures(2), path, dynamic_batch=True)
@@ -160,7 +174,7 @@ def _accuracy(study: Study, name: str, model: nn.Module, device: str | None) -> 
         options = {} if engine_name != "cuda" else {"tune": "no", **study.engine_options}
         start = time.monotonic()
         engine = compress.build_engine(path, engine_name, batch_size=ENGINE_BATCH, **options)
-        found = compress.measure_accuracy(engine, study.data.val.batches(BatchPlan(batch_size=ENGINE_BATCH)))
+        found = compress.measure_accuracy(engine, study.evaluated())
         engine.close()
         row |= {engine_name: found.top1, f"{engine_name}_s": round(time.monotonic() - start, 1)}
     path.unlink()

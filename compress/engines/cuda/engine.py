@@ -34,7 +34,7 @@ from compress.engines.cuda.plan.graph import read_graph
 from compress.engines.cuda.plan.layout import Layout, lay_out
 from compress.engines.cuda.plan.lower import make_plan
 from compress.engines.cuda.plan.steps import Step
-from compress.engines.cuda.plan_file import PlanFile, default_path, machine_of, read_plan
+from compress.engines.cuda.plan_file import PlanFile, machine_of, plan_beside, read_plan
 from compress.engines.cuda.program import Program, Ways
 from compress.engines.cuda.runtime_layers import runtime_layer
 from compress.engines.onnx_file import read_onnx
@@ -48,7 +48,8 @@ OPTIONS = {
     "whole network where its integers are slower (torch compiles it, for a minute); layers: these alone; no: never",
     "overlap": "yes: small launches begin before their predecessor ends, where that is faster and gives the same "
     "results to the bit (from Hopper on); no by default: ResNet-50 at batch 1 was slower with it on an H100",
-    "plan": "plan file with the measured choices; by default MODEL.GPU.plan.json beside the model",
+    "plan": "plan file with the measured choices; by default MODEL.GPU.plan.json beside the model, which begins with "
+    "those of other models in its folder",
     "profile": "yes or no: layers can be timed either way; taken so that all engines can be called alike",
     "jobs": "processes that compile kernels at a time; by default one for each CPU; 0: each when it is first launched",
 }
@@ -165,7 +166,8 @@ class CudaEngine(Engine):
         machine = machine_of(device)
         self._plan: PlanFile | None = None
         if _yes("tune", build.options.get("tune", "yes")) and device.type == "cuda":
-            self._plan = read_plan(Path(build.options.get("plan", default_path(path, machine))), machine)
+            named = build.options.get("plan")
+            self._plan = plan_beside(path, machine) if named is None else read_plan(Path(named), machine)
         self.info = EngineInfo(
             engine=NAME, label=f"cuda ({precision if device.type == 'cuda' else 'exact'})",
             version=machine.triton, device=machine.gpu if device.type == "cuda" else "CPU", float_precision=precision,

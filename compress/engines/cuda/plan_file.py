@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -106,8 +107,31 @@ def machine_of(device: torch.device) -> Machine:
 
 def default_path(model: Path, machine: Machine) -> Path:
     """Default path of a model's plan: beside it, with the GPU in its name."""
+    return model.with_name(model.stem + _ending(machine))
+
+
+def _ending(machine: Machine) -> str:
     gpu = "-".join(word for word in machine.gpu.lower().split() if word not in {"nvidia", "geforce", "tesla"})
-    return model.with_name(f"{model.stem}.{gpu}.plan.json")
+    return f".{gpu}.plan.json"
+
+
+def plan_beside(model: Path, machine: Machine) -> PlanFile:
+    """The plan beside a model; where there is none, one with the choices of the plans of other models in its folder.
+
+    Networks of one run have the same layers: what was measured for the first holds for the others.
+
+    Raises:
+        EngineError: as `read_plan` for the model's own plan; another one that cannot be used is passed over.
+    """
+    path = default_path(model, machine)
+    plan = read_plan(path, machine)
+    if path.exists():
+        return plan
+    for other in sorted(model.parent.glob(f"*{_ending(machine)}")):
+        with suppress(EngineError):
+            plan.choices |= read_plan(other, machine).choices
+    plan.changed = bool(plan.choices)
+    return plan
 
 
 def read_plan(path: Path, machine: Machine) -> PlanFile:

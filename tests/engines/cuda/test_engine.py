@@ -15,7 +15,7 @@ from compress.engines.cuda import tuning
 from compress.engines.cuda.executor import Candidate, bind_reference
 from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
-from compress.engines.cuda.plan_file import Machine, default_path, read_plan
+from compress.engines.cuda.plan_file import Machine, default_path, plan_beside, read_plan
 from compress.engines.cuda.program import Program
 from compress.engines.cuda.tuning import signature
 from compress.errors import EngineError, EngineUnavailableError
@@ -135,6 +135,22 @@ def test_a_plan_is_read_as_it_was_written(tmp_path):
     plan.save()
     assert read_plan(path, MACHINE).get("a step") == "a kernel"
     assert read_plan(path, MACHINE).get("another") is None
+
+
+def test_a_new_model_begins_with_the_choices_of_the_others_in_its_folder(tmp_path):
+    plan = plan_beside(tmp_path / "ptq.onnx", MACHINE)
+    assert not plan.choices and not plan.changed
+    plan.add("a step", "a kernel")
+    plan.save()
+    default_path(tmp_path / "damaged.onnx", MACHINE).write_text("{")
+    replace(plan, path=tmp_path / "other.rtx-4090.plan.json", choices={"b": "c"}, changed=True).save()
+    other = plan_beside(tmp_path / "qat.onnx", MACHINE)
+    assert other.choices == plan.choices and other.changed
+    other.add("another", "kernel")
+    other.save()
+    assert plan_beside(tmp_path / "ptq.onnx", MACHINE).choices == plan.choices
+    with pytest.raises(EngineError, match="is damaged"):
+        plan_beside(tmp_path / "damaged.onnx", MACHINE)
 
 
 @pytest.mark.parametrize("path", sorted((Path(__file__).parent / "formats").glob("*.json")), ids=lambda path: path.stem)
