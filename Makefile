@@ -17,7 +17,7 @@ package: types  ## source distribution, the wheel made of it, and its types as a
 	rm -rf build/package && mkdir -p build/package
 	$(BIN)/python -c "from setuptools.build_meta import build_sdist; build_sdist('build/package')" > build/package/log
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/package build/package/*.tar.gz
-	$(BIN)/python -m pip install --quiet --no-deps --target build/package/site build/package/*.whl
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target build/package/site build/package/*.whl
 	cp -r .mypy_cache build/package/cache
 	cp tests/typed_consumer.py build/package && cd build/package && PYTHONPATH=site $(abspath $(BIN)/mypy) \
 		--config-file $(CURDIR)/pyproject.toml --cache-dir cache typed_consumer.py
@@ -40,9 +40,10 @@ install: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	# Without bytecode: what is imported is compiled then, and most of it never is.
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
 	# Type stubs of TensorRT alone: they ask for the 2 GB of its libraries, which no check needs.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps tensorrt-stubs
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-deps tensorrt-stubs
 	touch $(READY)
 
 clean:          ## remove the environment and caches; runs/ and results/ stay

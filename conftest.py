@@ -1,5 +1,10 @@
-"""Examples in docstrings run in an empty folder, with what the first two blocks of docs/api.md make."""
+"""Examples in docstrings run in an empty folder, with what the first two blocks of docs/api.md make.
 
+What was imported stays to the end, so that Python's garbage collector need not look at it again: on exports that took a
+sixth of the time.
+"""
+
+import gc
 import re
 import shutil
 from pathlib import Path
@@ -8,6 +13,18 @@ from typing import Any
 import pytest
 
 NETWORK, FILES = re.findall(r"```python\n(.*?)```", (Path(__file__).parent / "docs/api.md").read_text(), re.DOTALL)[:2]
+
+
+def pytest_collection_finish() -> None:
+    """Leave out of garbage collection what the modules of all tests hold, and collect the rest less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 10)
+
+
+def pytest_sessionfinish() -> None:
+    """Let everything be freed at the end, as libraries expect that look for leaks."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

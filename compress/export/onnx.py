@@ -39,7 +39,7 @@ from compress.export.repeated_pairs import repeat_pairs
 from compress.export.shared_convolutions import bias_shared_convolutions
 from compress.export.softmax import bounded_softmaxes
 from compress.export.spec import ExportSpec, check_export_spec
-from compress.export.torchlib import table_built_once
+from compress.export.torchlib import looked_up_once
 from compress.files import replacing
 from compress.graph.alone import alone
 from compress.graph.inputs import Inputs, as_inputs, each_input, flat_tensors, named_tensors
@@ -190,7 +190,7 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
     if shapes is not None and not _named_arguments(model):
         shapes = (shapes,)  # torch.export sees *args as one argument that is a tuple
     try:
-        with _quiet(), torch.no_grad(), table_built_once():
+        with _quiet(), torch.no_grad(), looked_up_once():
             program = torch.onnx.export(
                 model,
                 tuple(inputs),

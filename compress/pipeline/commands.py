@@ -12,7 +12,7 @@ from compress.data.load import load_data
 from compress.files import write_json
 from compress.pipeline.early import check_memory, check_network, check_sections
 from compress.pipeline.folder import RunFolder, free_folder, latest_folder, open_run
-from compress.pipeline.run import Run
+from compress.pipeline.run import Run, task_of
 from compress.pipeline.steps.audit import audit_step, check_required
 from compress.pipeline.steps.build import build_step
 from compress.pipeline.steps.end_to_end import end_to_end_step
@@ -68,6 +68,7 @@ def run(
     place = processes.on(device or _best_device())
     out = Path(out)
     data = load_data(recipe.data)
+    task = task_of(recipe, data)
     built = build_float(recipe)  # before the folder: a model that cannot be built leaves none
     check_network(recipe, command, built.model, data)  # refused now and not after an hour of training
     folder = processes.on_main(lambda: open_run(out, recipe, command, resume=resume, data=data.fingerprints()))
@@ -80,6 +81,7 @@ def run(
         progress=progress or NoProgress(),
         resume=resume,
     )
+    this.task = task
     try:
         models = _networks(this, command, float_step(this, built))
         if processes.is_main:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.detectors import DetectorHead, is_detector
-from compress.errors import RecipeError, near_misses
+from compress.errors import DataError, RecipeError, near_misses
 from compress.imports import imported, is_import_path
 from compress.meters import task_metric
 from compress.models import ModelSpec, build_whole
@@ -55,11 +55,17 @@ def make_task(
 
     Raises:
         RecipeError: an unknown task or loss, a module that cannot be imported, or a detection without loss or decode.
-        DataError: as `task_metric`.
+        DataError: as `task_metric`, or a classification or segmentation of one class by the task's own loss.
     """
     if name not in TASKS:
         raise RecipeError(f"task is {name!r}{near_misses(name, TASKS)} (one of: {', '.join(TASKS)})")
     known = loss if loss in _LOSSES[name] else _LOSSES[name][0]
+    if len(labels) == 1 and name != "detection" and loss in (None, known):
+        raise DataError(
+            f"the data have one class, {labels[0]!r}: {name} needs two or more to learn what tells them apart; put the "
+            "images of each class into a folder of its own (train/CLASS/*.jpg), name all classes in data.classes, or "
+            "give a loss and a metric of your own"
+        )
     if name == "detection":
         task = _detection(labels, loss, _resolved(decode, "decode", ()), detector)
     else:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from compress.export.torchlib import table_built_once
+from compress.export.torchlib import looked_up_once, operators_named_once, table_built_once
 
 registration = pytest.importorskip("torch.onnx._internal.exporter._registration")
 
@@ -25,6 +25,16 @@ def test_the_table_is_torchs_own_and_no_export_changes_the_next():
 
 def test_a_failure_inside_leaves_torch_as_it_was():
     before = registration.ONNXRegistry.__dict__["from_torchlib"]
-    with pytest.raises(ValueError, match="no"), table_built_once():
+    with pytest.raises(ValueError, match="no"), looked_up_once():
         raise ValueError("no")
     assert registration.ONNXRegistry.__dict__["from_torchlib"] is before
+
+
+def test_composite_operators_are_those_that_torch_names_itself():
+    utils = pytest.importorskip("torch._export.utils")
+    before = utils._materialize_cpp_cia_ops
+    own = set(utils._collect_all_valid_cia_ops())
+    with operators_named_once():
+        found = [set(utils._collect_all_valid_cia_ops()) for _ in range(2)]
+    assert utils._materialize_cpp_cia_ops is before
+    assert own == found[0] == found[1] and len(own) > 100

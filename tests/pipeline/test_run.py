@@ -204,6 +204,11 @@ def test_what_is_missing_is_refused_before_anything_is_written(tmp_path):
     data = dataclasses.replace(RECIPE.data, name="folder", root=str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match="nowhere"):
         run(dataclasses.replace(RECIPE, data=data), "qat", tmp_path / "a")
+    for part in ("train", "val"):
+        (tmp_path / part / "cats").mkdir(parents=True)
+        Image.new("RGB", (16, 16)).save(tmp_path / part / "cats" / "1.png")
+    with pytest.raises(DataError, match="one class, 'cats'"):
+        run(dataclasses.replace(RECIPE, data=dataclasses.replace(data, root=str(tmp_path))), "train", tmp_path / "a")
     for overrides, words in (
         ({"model": {"name": "tests.networks:halved"}}, "torch.float16"),
         ({"quantization": {**TREE["quantization"], "rules": [{"match": "layr"}]}}, "matches no layer"),

@@ -81,6 +81,13 @@ def test_what_is_refused(own, options, message):
         make_task(**{"name": "classification", "labels": LABELS, **options})
 
 
+def test_one_class_is_refused_unless_the_loss_is_the_users(own):
+    for task in ("classification", "segmentation"):
+        with pytest.raises(DataError, match=f"one class, 'cats': {task} needs two or more"):
+            make_task(task, ["cats"])
+    assert make_task("classification", ["cats"], loss="own_parts:loss").loss(torch.zeros(2, 1), None).item() == 1
+
+
 @pytest.mark.parametrize("value", [math.nan, "high", None, {"other": 1.0}])
 def test_a_metric_that_returns_no_number_is_refused(value):
     class Broken:
