@@ -2,7 +2,8 @@
 
 - float: the network as it is; folded: BatchNorm folded into the convolutions, a lower bound of the cost of QAT;
 - fused: `compress.quantize`, trained through `compress.fuse_for_training`; fused-int8: the same, with the forward pass
-  of convolutions on INT8 tensor cores; plain: the quantized network without fusion;
+  of convolutions on INT8 tensor cores; fused-cudnn: the same as fused, with cuDNN's depthwise convolutions in place of
+  ours; plain: the quantized network without fusion;
 - torch-ops: BatchNorm not folded, torch's fake-quantize operations on inputs and weights;
 - modelopt, pytorch-quantization: these tools, where they are installed.
 """
@@ -23,7 +24,11 @@ from torch import Tensor, fx, nn
 import compress
 from analysis.common.study import Row, gpu_software
 from compress.graph.fold import fold_batchnorm
+from compress.qat_fusion.fuse import FusedLayerModule
 from compress.qat_fusion.regions import compile_regions
+from compress.tasks.classification import classification
+from compress.training.passes import Passes, RecordedPasses
+from compress.training.spec import TrainSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -96,13 +101,17 @@ def trained(variant: str, model: nn.Module, network: Network) -> tuple[nn.Module
         graph = compress.trace(model.eval(), x[:2])
         fold_batchnorm(graph)
         return graph, graph
-    if variant in {"plain", "fused", "fused-int8"}:
+    if variant in {"plain", "fused", "fused-cudnn", "fused-int8"}:
         spec = compress.QuantSpec(activations=compress.ActivationSpec(calibrator="max"))
         qmodel = compress.quantize(model.eval(), x[:2], [x], spec=spec)
         qmodel.to(memory_format=torch.channels_last)
         if variant == "plain":
             return qmodel, qmodel
-        return compress.fuse_for_training(qmodel, forward="int8" if variant == "fused-int8" else "float"), qmodel
+        fused = compress.fuse_for_training(qmodel, forward="int8" if variant == "fused-int8" else "float")
+        for module in fused.modules() if variant == "fused-cudnn" else ():
+            if isinstance(module, FusedLayerModule):
+                module.kernels = "torch"
+        return fused, qmodel
     made = pytorch_quantization(network) if variant == "pytorch-quantization" else _OTHERS[variant](model, x)
     return made, made
 
@@ -188,14 +197,8 @@ def as_run(call: nn.Module, mode: str) -> Callable[[Tensor], Tensor]:
     return torch.compile(call, mode="reduce-overhead" if mode == "graphs" else None)
 
 
-def training_step(
-    variant: str,
-    network: Network,
-    precision: str,
-    mode: str,
-    phase: Callable[[str], AbstractContextManager[object]] = nullcontext,
-) -> tuple[Callable[[], None], nn.Module]:
-    """Build a variant and take three steps of SGD, in which compilation and cuDNN's search happen.
+class TrainingStep:
+    """A step of SGD on a batch, after three of them, in which compilation and cuDNN's search happen.
 
     Args:
         variant: name of a variant (see the top of the file).
@@ -204,30 +207,63 @@ def training_step(
         mode: `eager`, `compiled`, `regions` or `graphs`.
         phase: makes a context in which each phase of a step runs, from the phase's name.
 
-    Returns:
-        A function that takes a step, and the module that holds the parameters.
+    Attributes:
+        owner: module that holds the parameters.
     """
-    call, owner = trained(variant, pretrained(network), network)
-    owner.to(memory_format=torch.channels_last).to(DEVICE).train()
-    call.train()
-    optimizer = torch.optim.SGD(owner.parameters(), lr=1e-5, momentum=0.9)
-    run = as_run(call, mode)
-    x = images(network, network.batch)
-    y = torch.randint(0, 10, (network.batch,), device=DEVICE)
 
-    def step() -> None:
-        with phase("forward"), torch.autocast(DEVICE.type, torch.bfloat16, enabled=precision == "bf16"):
-            loss = F.cross_entropy(run(x).float(), y)
-        with phase("backward"):
+    def __init__(
+        self,
+        variant: str,
+        network: Network,
+        precision: str,
+        mode: str,
+        phase: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._call, self.owner = trained(variant, pretrained(network), network)
+        self.owner.to(memory_format=torch.channels_last).to(DEVICE).train()
+        self._call.train()
+        self._optimizer = torch.optim.SGD(self.owner.parameters(), lr=1e-5, momentum=0.9)
+        self._run, self._precision, self._phase = as_run(self._call, mode), precision, phase
+        self._x = images(network, network.batch)
+        self._y = torch.randint(0, 10, (network.batch,), device=DEVICE)
+        self._repeat(3, self)
+
+    def __call__(self) -> None:
+        """Take a step."""
+        with (
+            self._phase("forward"),
+            torch.autocast(DEVICE.type, torch.bfloat16, enabled=self._precision == "bf16"),
+        ):
+            loss = F.cross_entropy(self._run(self._x).float(), self._y)
+        with self._phase("backward"):
             loss.backward()
-        with phase("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        self._update()
 
-    for _ in range(3):
-        step()
-    finish()
-    return step, owner
+    def recorded(self) -> Callable[[], None]:
+        """Record forward and backward pass as a CUDA graph, as `qat.cuda_graphs` does, and return the step with it."""
+        spec: Any = TrainSpec(precision=self._precision)  # type: ignore[arg-type]
+        scaler = torch.amp.GradScaler(DEVICE.type, enabled=False)
+        passes = Passes(
+            self._run, None, model=self.owner, task=classification(10), spec=spec, scaler=scaler, device=DEVICE
+        )
+        recorded = RecordedPasses(passes) if DEVICE.type == "cuda" else passes
+
+        def step() -> None:
+            recorded(self._x, self._y, factor=1.0, done=0.0)
+            self._update()
+
+        self._repeat(4, step)
+        return step
+
+    def _update(self) -> None:
+        with self._phase("optimizer"):
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def _repeat(self, count: int, step: Callable[[], None]) -> None:
+        for _ in range(count):
+            step()
+        finish()
 
 
 def allocated() -> int:

@@ -12,7 +12,7 @@ import io
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from compress.data.base import Batch, Split
 from compress.data.memory import in_memory
 from compress.files import write_json
 from compress.training import QATSpec, fit
+from compress.training.callbacks import Callback
+from compress.training.log import EpochRow
 
 SIZES = {"ImageNet's size": (500, 375), "short side 256": (341, 256)}
 """Width and height of the files, in pixels."""
@@ -80,6 +82,20 @@ class Turns(Split):
     def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
         """Yield those of the epoch's split."""
         return self.splits[(plan.epoch or 0) % len(self.splits)].batches(plan, device=device)
+
+
+class EpochRows(Callback):
+    """Adds the row of each epoch as it ends."""
+
+    def __init__(self, add: Callable[[Row], None], names: Sequence[str]) -> None:
+        self._add, self._names = add, names
+
+    def epoch(self, name: str, row: EpochRow) -> None:
+        """See `Callback.epoch`."""
+        self._add({
+            "pictures": self._names[row.epoch - 1], "images_per_s": round(row.images_per_s), "waited": row.waited,
+            "seconds": round(row.seconds, 2), "loss": row.train_loss,
+        })  # fmt: skip
 
 
 class Study:
@@ -145,12 +161,9 @@ class Study:
             epochs=len(names), lr=1e-4, distill=False, evaluate_every=len(names), compile=self.arguments.compile,
             precision="bf16", fused="on", cuda_graphs=self.arguments.cuda_graphs,
         )  # fmt: skip
-        report = fit(qmodel, DataSet(order, by_gpu.val), qat, batch_size=BATCH, folder=None, device=DEVICE)
-        for name, row in zip(names, report.history, strict=True):
-            self.add(
-                files=files, training=self.arguments.network, pictures=name, images_per_s=round(row.images_per_s),
-                waited=row.waited, seconds=round(row.seconds, 2), loss=row.train_loss,
-            )  # fmt: skip
+        rows = EpochRows(lambda row: self.add(files=files, training=self.arguments.network, **row), names)
+        data = DataSet(order, by_gpu.val)
+        fit(qmodel, data, qat, batch_size=BATCH, folder=None, device=DEVICE, callbacks=[rows])
 
     def same(self, root: Path, files: str) -> None:
         """Compare pixels of the two decoders, and of two passes of one."""

@@ -18,7 +18,7 @@ ORDER = (
     "resnet50", "resnet18", "mobilenet_v2", "vgg16", "vit_s", "regnet_y_3_2gf", "efficientnet_v2_s",
     "mobilenet_v3_large", "convnext_tiny", "swin_t", "densenet121", "tiny",
 )  # fmt: skip
-MODES = ("compiled", "regions", "graphs", "eager", "calibration")
+MODES = ("compiled", "regions", "graphs", "recorded", "eager", "calibration")
 
 
 def read_runs(file: Path) -> list[Row]:

@@ -16,9 +16,9 @@ import torch
 
 from analysis.common.qat_variants import DEVICE, NETWORKS, fast_arithmetic, machine
 from analysis.common.study import BudgetSpentError, Row, command_line, study_parser, time_limit
-from analysis.qat_cost.ahead import Key, RemoteStep, compiled_ahead
+from analysis.qat_cost.ahead import Ahead, Case, Key, StepFailedError
 from analysis.qat_cost.report import read_runs, table
-from analysis.qat_cost.steps import Step, calibration, make_step, row_of, time_in_turn
+from analysis.qat_cost.steps import Step, calibration, make_step, recorded, row_of
 from compress.files import write_json
 
 PAIR = ("float", "fused")
@@ -27,7 +27,6 @@ FAMILIES = ["resnet50", "regnet_y_3_2gf", "convnext_tiny", "vit_s", "efficientne
 FAMILIES += ["densenet121", "mobilenet_v2", "resnet18"]
 FAMILY_VARIANTS = ("float", "fused", "fused-int8", "folded")
 TOOLS = ("torch-ops", "modelopt", "pytorch-quantization")
-Case = tuple[str, str, str, tuple[str, ...]]
 CASES: tuple[Case, ...] = (
     ("resnet50", "bf16", "eager", ("float", "fused", "plain")),
     ("resnet50", "bf16", "compiled", PAIR),
@@ -48,11 +47,18 @@ CASES: tuple[Case, ...] = (
     ("tiny", "fp32", "calibration", ("max", "entropy")),
 )
 """Network, precision, mode and variants, in the order in which they are measured."""
-FAMILY_CASES = tuple(
-    (n, "bf16", m, FAMILY_VARIANTS) for m in ("compiled", "regions", "graphs", "eager") for n in FAMILIES
+PEERS = dict.fromkeys(("resnet50", "regnet_y_3_2gf", "convnext_tiny", "vit_s"), ("torch-ops", "modelopt"))
+LIBRARY = {"convnext_tiny": ("fused-cudnn",)}
+FAMILY_CASES: tuple[Case, ...] = (
+    *((n, "bf16", m, FAMILY_VARIANTS) for m in ("compiled", "regions", "graphs") for n in FAMILIES),
+    *((n, "bf16", "eager", (*FAMILY_VARIANTS, *LIBRARY.get(n, ()), *PEERS.get(n, ()))) for n in FAMILIES),
+    *((n, "bf16", "recorded", (*FAMILY_VARIANTS, *LIBRARY.get(n, ()))) for n in FAMILIES),
+    ("tiny", "bf16", "eager", (*FAMILY_VARIANTS, "fused-cudnn", "torch-ops", "modelopt")),
+    ("tiny", "bf16", "recorded", FAMILY_VARIANTS),
+    ("tiny", "bf16", "compiled", FAMILY_VARIANTS),
 )
 """Those of `--families`."""
-NEEDED_S = {"eager": 8.0, "compiled": 45.0, "regions": 45.0, "graphs": 45.0, "calibration": 10.0}
+NEEDED_S = {"eager": 8.0, "recorded": 8.0, "compiled": 45.0, "regions": 45.0, "graphs": 45.0, "calibration": 10.0}
 """Seconds that a variant needs; with compilation, until one has been measured."""
 
 
@@ -62,7 +68,8 @@ class Run:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.file: Path = arguments.out / "qat_cost.json"
         self.earlier = read_runs(self.file) if self.file.is_file() else []
-        self.rounds, self.repeats, self.profile = arguments.rounds, arguments.repeats, arguments.profile
+        self.rounds, self.repeats = arguments.rounds, arguments.repeats
+        self.profile, self.profiled = arguments.profile, arguments.profiled
         self.ends = time.monotonic() + arguments.budget_s
         self.report: Row = {
             "run": len(self.earlier) + 1,
@@ -75,7 +82,7 @@ class Run:
         self.unfinished: list[Row] = []
         self.built: dict[tuple[str, str, str, str], Step] = {}
         self.compile_s: list[float] = []
-        self.ahead: dict[Key, RemoteStep] | None = None
+        self.ahead: Ahead | None = None
 
     def measure(self, name: str, precision: str, mode: str, variants: tuple[str, ...]) -> None:
         """Measure one case; failures and cases without time are noted with the reason."""
@@ -85,13 +92,14 @@ class Run:
                 case["rows"] = calibration(NETWORKS[name], variants, self.rounds)
                 self.add(case)
             return
+        label = f"{name}/{precision}/{mode}"
         steps: dict[str, Step] = {}
         for variant in variants:
             step = self.step(name, precision, mode, variant)
             if step is not None:
                 steps[variant] = step
                 step.ms.clear()
-                time_in_turn({variant: step}, 1, self.repeats)  # one row at least if the time ends now
+                self.time_in_turn([variant], steps, label)  # one row at least if the time ends now
                 case["rows"] = [row_of(key, item, steps) for key, item in steps.items()]
                 self.unfinished = [case]
                 self.write()
@@ -99,23 +107,33 @@ class Run:
             return
         for step in steps.values():
             step.ms.clear()
-        time_in_turn(steps, self.rounds, self.repeats)
-        if mode == "graphs":
-            for step in steps.values():
-                step.peak_bytes = None  # a replay allocates nothing, so the peak is not known
+        for _ in range(self.rounds):
+            self.time_in_turn([*steps], steps, label)
         case["rows"] = [row_of(key, item, steps) for key, item in steps.items()]
         self.add(case)
-        if self.profile:
-            for row, item in zip(case["rows"], steps.values(), strict=True):
-                found = item.kernels()
+        for row in case["rows"] if self.profile else ():
+            if any(f"{label}/{row['variant']}".startswith(prefix) for prefix in self.profiled):
+                found = steps[row["variant"]].kernels()
                 row |= {"kernels": found[: self.profile], "kernels_ms": sum(kernel["ms"] for kernel in found)}
                 self.write()
+
+    def time_in_turn(self, variants: Sequence[str], steps: dict[str, Step], label: str) -> None:
+        """Time a round of each variant; one that fails is taken out of `steps`, and noted."""
+        for variant in variants:
+            try:
+                steps[variant].time(self.repeats)
+            except StepFailedError as error:
+                del steps[variant]
+                self.miss(f"{label}/{variant}", str(error))
 
     def step(self, name: str, precision: str, mode: str, variant: str) -> Step | None:
         """Return a variant, built now or before; None if it cannot be built."""
         key = (name, precision, mode, variant)
-        if self.ahead is not None:  # variants that were not ready have their rows already
-            return self.ahead.get(key)
+        if self.ahead is not None:
+            return self.ahead.step(key)
+        if mode == "recorded":
+            eager = self.step(name, precision, "eager", variant)
+            return None if eager is None else recorded(eager)
         if key in self.built:
             return self.built[key]
         if any(other[0] != name for other in self.built):
@@ -154,6 +172,9 @@ class Run:
         self.report["cases"].append(case)
         self.unfinished = []
         self.write()
+        if case["mode"] != "calibration":
+            times = ", ".join(f"{row['variant']} {row['ms']:.2f}" for row in case["rows"])
+            print(f"{self.ends - time.monotonic():.0f} s left, {case['network']} {case['mode']}: {times}", flush=True)
 
     def write(self) -> None:
         """Write the earlier runs and this one."""
@@ -171,17 +192,23 @@ def wanted_cases(cases: Sequence[Case], asked: Sequence[str], variants: Sequence
                 yield (*case[:3], wanted)
 
 
+def keys_of(cases: Sequence[Case]) -> list[Key]:
+    """Return the variants of cases."""
+    return [(*case[:3], variant) for case in cases for variant in case[3]]
+
+
 def main() -> None:
     """Measure until all cases are done or the time has run out; the table of this run comes last."""
     parser = study_parser(__doc__, out="results/h200")
     parser.add_argument("--budget-s", type=float, default=110.0, help="seconds for all cases")
     parser.add_argument("--only", nargs="+", default=[], metavar="CASE", help="such as resnet50/bf16/compiled, tiny")
-    parser.add_argument("--families", action="store_true", help="ten networks, four variants, four modes")
+    parser.add_argument("--families", action="store_true", help="ten networks, four variants, five modes")
     parser.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="such as float fused")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each variant, in turn")
     parser.add_argument("--repeats", type=int, default=10, help="steps of a round")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="the N longest kernels of each variant too")
-    parser.add_argument("--ahead-s", type=float, default=0.0, help="compile all first, the last case first")
+    parser.add_argument("--profiled", nargs="+", default=[""], metavar="CASE", help="of which; default: of all")
+    parser.add_argument("--ahead-s", type=float, default=0.0, help="build all beside each other, in this time at most")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="processes that compile")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -195,10 +222,12 @@ def main() -> None:
     try:
         with time_limit(arguments.budget_s):
             if arguments.ahead_s:
-                keys = [(*case[:3], variant) for case in cases for variant in case[3]]
-                run.ahead = compiled_ahead(keys[::-1], seconds=arguments.ahead_s, jobs=arguments.jobs, miss=run.miss)
-            for case in cases:
+                run.ahead = Ahead(keys_of(cases), seconds=arguments.ahead_s, jobs=arguments.jobs, miss=run.miss)
+            while cases:
+                case = cases.pop(0 if run.ahead is None else run.ahead.next(cases))
                 run.measure(*case)
+                if run.ahead is not None:
+                    run.ahead.close(keys_of(cases))
     except BudgetSpentError:
         run.miss("/".join(case[:3]), "the time ran out while it was measured")
     run.write()

@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import compress
-from analysis.common.qat_variants import DEVICE, Network, allocated, finish, images, pretrained, training_step
+from analysis.common.qat_variants import DEVICE, Network, TrainingStep, allocated, finish, images, pretrained
 from analysis.common.study import Row
 from analysis.qat_profile.kernels import kernels_of
 from compress.graph.fold import fold_batchnorm
@@ -32,6 +33,7 @@ class Step:
         run: takes a step.
         first_s: seconds of building the variant and of its first three steps.
         own_bytes: bytes of weights, gradients, optimizer state and images.
+        replays: its passes are a CUDA graph, which allocates nothing: the peak is that of its recording, if known.
         ms: milliseconds of a step, one value a round.
         peak_bytes: peak memory of a step; None where it is not known.
     """
@@ -39,13 +41,16 @@ class Step:
     run: Callable[[], None]
     first_s: float = 0.0
     own_bytes: int = 0
+    replays: bool = False
     ms: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
 
     def time(self, repeats: int) -> None:
         """Take `repeats` steps after one that does not count; append their time and note the peak memory."""
-        ms, self.peak_bytes = timed_round(self, repeats)
+        ms, peak_bytes = timed_round(self, repeats)
         self.ms.append(ms)
+        if not self.replays:
+            self.peak_bytes = peak_bytes
 
     def kernels(self) -> list[Row]:
         """The GPU's kernels in a step, longest first."""
@@ -55,11 +60,21 @@ class Step:
 def make_step(variant: str, network: Network, precision: str, mode: str) -> Step:
     """Build a variant and take its first steps, in which compilation and cuDNN's search happen."""
     before, start = allocated(), time.perf_counter()
-    step, _ = training_step(variant, network, precision, mode)
-    made = Step(step, first_s=time.perf_counter() - start)
+    step = TrainingStep(variant, network, precision, mode)
+    made = Step(step, first_s=time.perf_counter() - start, replays=mode == "graphs")
     gc.collect()
     made.own_bytes = allocated() - before
     return made
+
+
+def recorded(step: Step) -> Step:
+    """Return an eager step with its passes recorded as a CUDA graph; its memory is that of the recording."""
+    reset_peak()
+    resident = allocated()
+    run = cast(TrainingStep, step.run).recorded()
+    return Step(
+        run, first_s=step.first_s, own_bytes=step.own_bytes, replays=True, peak_bytes=peak_above(resident, step)
+    )
 
 
 def timed_round(step: Step, repeats: int) -> tuple[float, int | None]:
@@ -67,14 +82,24 @@ def timed_round(step: Step, repeats: int) -> tuple[float, int | None]:
     step.run()
     finish()
     resident = allocated()
-    if DEVICE.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    reset_peak()
     start = time.perf_counter()
     for _ in range(repeats):
         step.run()
     finish()
     ms = (time.perf_counter() - start) / repeats * 1e3
-    return ms, torch.cuda.max_memory_allocated() - resident + step.own_bytes if DEVICE.type == "cuda" else None
+    return ms, peak_above(resident, step)
+
+
+def reset_peak() -> None:
+    """Begin to look for the GPU's peak memory."""
+    if DEVICE.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_above(resident: int, step: Step) -> int | None:
+    """Return the peak since `reset_peak` above the bytes that were allocated before, with the step's own."""
+    return torch.cuda.max_memory_allocated() - resident + step.own_bytes if DEVICE.type == "cuda" else None
 
 
 def profiled(step: Step, steps: int = 2) -> list[Row]:
@@ -89,13 +114,6 @@ def profiled(step: Step, steps: int = 2) -> list[Row]:
         recorded.export_chrome_trace(str(file))
         events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     return [{key: row[key] for key in ("kernel", "shapes", "ms", "count")} for row in kernels_of(events, set(), steps)]
-
-
-def time_in_turn(steps: Mapping[str, Step], rounds: int, repeats: int) -> None:
-    """Append the time of a step to each, in turn (A B C A B C ...), and note the peak memory."""
-    for _ in range(rounds):
-        for step in steps.values():
-            step.time(repeats)
 
 
 def row_of(variant: str, step: Step, steps: Mapping[str, Step]) -> Row:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from analysis.common.qat_variants import DEVICE, NETWORKS, fast_arithmetic, finish, machine, training_step
+from analysis.common.qat_variants import DEVICE, NETWORKS, TrainingStep, fast_arithmetic, finish, machine
 from analysis.common.study import Row, command_line, study_parser
 from analysis.qat_profile import report
 from analysis.qat_profile.kernels import GROUPS, kernels_of
@@ -25,7 +25,7 @@ def measure(variant: str, name: str, mode: str, precision: str, steps: int) -> R
     """Time one variant, then profile `steps` steps of it."""
     network = NETWORKS[name]
     start = time.perf_counter()
-    step, owner = training_step(variant, network, precision, mode, lambda name: record_function(f"phase {name}"))
+    step = TrainingStep(variant, network, precision, mode, lambda name: record_function(f"phase {name}"))
     built_s = time.perf_counter() - start
     start = time.perf_counter()
     for _ in range(TIMED):
@@ -40,7 +40,7 @@ def measure(variant: str, name: str, mode: str, precision: str, steps: int) -> R
         file = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
-    kernels = kernels_of(events, {tuple(p.shape) for p in owner.parameters() if p.dim() > 1}, steps)
+    kernels = kernels_of(events, {tuple(p.shape) for p in step.owner.parameters() if p.dim() > 1}, steps)
     return {
         "variant": variant,
         "network": name,

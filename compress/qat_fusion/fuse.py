@@ -8,6 +8,7 @@ parameters and ranges, are those of the first graph, by reference: train by call
 
 All weights are quantized in a few launches (`weights`). Attention whose probabilities are quantized is one operation
 too (`attention`), and so are GELU, SiLU and hard swish with their quantizer, and layer norms with theirs (`norm`).
+In half precision depthwise convolutions with large filters have kernels of their own (`product`).
 
 The result is that of the plain path: the same numbers in the same order in float32 and float64, except for exponentials
 and sums over a row that the kernels compute. In half precision the plain path rounds after the bias, the add and the
@@ -189,7 +190,7 @@ class FusedChainModule(nn.Module):
         layer, bias = cast(Any, self.layer), None
         if layer is not None:
             bias = layer.bias
-            x = product(layer, x, weight, None)
+            x = product(layer, x, weight, None, self.kernels)
         kernels = self.kernels
         if kernels is None and layer is None and torch.compiler.is_compiling():
             kernels = "torch"  # the compiler fuses the quantizer with the operation before it
@@ -211,11 +212,17 @@ class FusedChainModule(nn.Module):
 
 
 class FusedLayerModule(nn.Module):
-    """A quantized layer without a chain, whose weight is quantized with others; the layer is the model's own."""
+    """A quantized layer without a chain, whose weight is quantized with others; the layer is the model's own.
 
-    def __init__(self, layer: nn.Module) -> None:
+    Args:
+        layer: convolution or linear layer.
+        kernels: as of `fuse_for_training`.
+    """
+
+    def __init__(self, layer: nn.Module, kernels: Kernels | None) -> None:
         super().__init__()
         self.layer = layer
+        self.kernels: Kernels | None = kernels
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """The layer's result.
@@ -225,7 +232,7 @@ class FusedLayerModule(nn.Module):
             weight: quantized.
         """
         layer = cast(Any, self.layer)
-        return product(layer, x, weight, layer.bias)
+        return product(layer, x, weight, layer.bias, self.kernels)
 
 
 def _fused_chains(graph_module: fx.GraphModule) -> dict[fx.Node, FusedChainModule]:
@@ -267,7 +274,7 @@ def _share_weights(graph_module: fx.GraphModule, kernels: Kernels | None) -> Non
             if layer._forward_hooks or layer._forward_pre_hooks:
                 continue
             name = f"fused_layers.{node.name}"
-            graph_module.add_submodule(name, FusedLayerModule(layer))
+            graph_module.add_submodule(name, FusedLayerModule(layer, kernels))
             node.target = name
         consumers[node] = layer
     group_weights(graph_module, consumers, kernels)

@@ -52,7 +52,7 @@ class FusedLearnedModule(nn.Module):
             return cast(Tensor, quantizer(ACTIVATIONS[self.activation](y) if self.activation else y))
         bias = None
         if layer is not None:
-            x, bias = product(layer, x, None, None), layer.bias
+            x, bias = product(layer, x, None, None, self.kernels), layer.bias
         factor = quantizer.gradient_factor(x)
         return learned_quantize(
             x, quantizer.amax, self.epilogue, factor, bias=bias, residual=residual, kernels=self.kernels

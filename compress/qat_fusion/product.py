@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.kernels.activation import SMOOTH_ACTIVATIONS
+from compress.kernels.dispatch import Kernels, use_triton
 from compress.kernels.epilogue import Epilogue
+from compress.kernels.triton.depthwise import depthwise, fits
 from compress.qat_fusion.chain import BOUNDS
+from compress.qat_fusion.weights import weight_dtype
 from compress.quantization.quantizer import Quantizer
 
 ACTIVATIONS = {"relu": F.relu, "relu6": F.relu6, **SMOOTH_ACTIVATIONS}
@@ -26,9 +28,22 @@ def epilogue_of(layer: nn.Module | None, activation: str, quantizer: Quantizer) 
     return Epilogue(quant_format.low, quant_format.high, lower, upper, quant_format.axis, bias_dim)
 
 
-def product(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """The result of a convolution or linear layer with another weight and bias; None = its own quantized weight."""
+def product(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, kernels: Kernels | None) -> Tensor:
+    """The result of a convolution or linear layer with another weight and bias.
+
+    Args:
+        layer: whose result it is.
+        x: the layer's input.
+        weight: quantized; None = the layer's own quantized weight.
+        bias: None = none is added.
+        kernels: as of `fuse_for_training`: Triton's for depthwise convolutions with large filters.
+    """
     if weight is None:
         weight = layer.quantized_weight if hasattr(layer, "weight_quantizer") else layer.weight
-    matmul: Callable[..., Tensor] = F.linear if isinstance(layer, nn.Linear) else layer._conv_forward
-    return matmul(x, weight, bias)
+    if isinstance(layer, nn.Linear):
+        return F.linear(x, weight, bias)
+    if layer.groups > 1 and layer.padding_mode == "zeros" and use_triton(x, kernels):
+        dtype, padding = weight_dtype(x), layer.padding
+        if not isinstance(padding, str) and fits(x, weight, dtype, layer.stride, padding, layer.dilation):
+            return depthwise(x.to(dtype), weight.to(dtype), bias)
+    return cast(Tensor, layer._conv_forward(x, weight, bias))

@@ -1,4 +1,6 @@
-"""Convolutions on codes against float64: in Triton's interpreter when started by `test_fused_conv`, on a GPU else."""
+"""Convolutions on codes, and depthwise ones of training, against float64: in Triton's interpreter when started by
+`test_conv_int8`, on a GPU else.
+"""
 
 import math
 import os
@@ -9,7 +11,10 @@ import torch.nn.functional as F
 from compress.kernels.bitmask import unpack
 from compress.kernels.epilogue import Epilogue
 from compress.kernels.stem import stem_filter, stem_image
+from compress.kernels.triton import depthwise as triton_depthwise
 from compress.kernels.triton.conv_int8 import Codes, ConvTile, Geometry, conv_codes, output_size
+from tests.kernels.depthwise import CASES as DEPTHWISE
+from tests.kernels.depthwise import check_depthwise
 
 RELU, RELU6, NONE = (0.0, math.inf), (0.0, 6.0), (-math.inf, math.inf)
 SMALL = ConvTile(32, 32, 32, 2, 4, part=16)
@@ -117,7 +122,10 @@ def main():
     for case in CASES:
         check(case, "cpu")
     check_stem("cpu")
-    print(f"{len(CASES)} convolutions, 1 stem")
+    triton_depthwise._PROGRAMS = 14  # so that each goes through several tiles
+    for case in DEPTHWISE:
+        check_depthwise(case, torch.float16, "cpu")
+    print(f"{len(CASES)} convolutions, 1 stem, {len(DEPTHWISE)} depthwise")
 
 
 if __name__ == "__main__":

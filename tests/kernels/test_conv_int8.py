@@ -11,7 +11,7 @@ from tests.kernels.interpreter import interpreted
 
 
 def test_in_the_interpreter_it_computes_what_float64_does():
-    assert "7 convolutions, 1 stem" in interpreted("tests.kernels.interpreted_conv")
+    assert "7 convolutions, 1 stem, 1 depthwise" in interpreted("tests.kernels.interpreted_conv")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

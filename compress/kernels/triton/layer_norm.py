@@ -23,7 +23,7 @@ from compress.kernels.triton.rounding import step_of
 WIDEST = 2048
 """Largest number of elements of a row."""
 _PROGRAMS = 1056  # 8 on each of 132 multiprocessors
-_ROWS = 2  # that a program takes at a time
+_ELEMENTS = 1024  # that a program takes at a time, two rows at least: narrow rows alone would leave the memory idle
 _WARPS = 1
 
 
@@ -147,8 +147,10 @@ class _NormQuantize(torch.autograd.Function):
         bias = rest[0] if len(rest) else None
         width = weight.numel()
         rows = total.numel() // width
-        steps = -(-rows // (_PROGRAMS * _ROWS))
-        programs = -(-rows // (steps * _ROWS))
+        padded = 1 << (width - 1).bit_length()
+        at_once = max(2, _ELEMENTS // padded)
+        steps = -(-rows // (_PROGRAMS * at_once))
+        programs = -(-rows // (steps * at_once))
         of_x, of_added = ctx.dtypes
         other = of_x if of_x != total.dtype else of_added  # a sum has the type of one of its terms
         copies = other is not None and other != total.dtype
@@ -162,8 +164,8 @@ class _NormQuantize(torch.autograd.Function):
             (programs,),
             (grad, grad if around is None else around, total, mean, deviation, weight, weight if bias is None else bias,
              amax, out, copy, sums),
-            (rows, steps, ctx.threshold, ctx.high, width, around is not None, copies, bias is not None, _ROWS,
-             1 << (width - 1).bit_length()),
+            (rows, steps, ctx.threshold, ctx.high, width, around is not None, copies, bias is not None, at_once,
+             padded),
             num_warps=_WARPS,
         )  # fmt: skip
         found = sums.sum(0)
