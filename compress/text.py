@@ -33,12 +33,13 @@ def plain(text: str) -> str:
 def display(name: str) -> str:
     """A variant or an engine label as people write it.
 
-    >>> display("openvino (f32)"), display("sparse-ptq"), display("mine")
-    ('OpenVINO (f32)', 'sparse PTQ', 'mine')
+    >>> display("openvino (f32)"), display("sparse-ptq"), display("ptq.onnxruntime"), display("mine")
+    ('OpenVINO (f32)', 'sparse PTQ', 'PTQ for ONNX Runtime', 'mine')
     """
-    variant = Variant.named(name)
-    if variant is not None:
-        return variant.label
+    before, _, target = name.partition(".")
+    variant = Variant.named(before)
+    if variant is not None and (target in _ENGINES or before == name):
+        return f"{variant.label} for {_ENGINES[target]}" if target else variant.label
     head, space, rest = name.partition(" ")
     return plain(_ENGINES.get(head, head) + space + rest)
 

@@ -141,16 +141,16 @@ def unpack(folder: Path, out: Path, targets: Sequence[str] = ()) -> list[Path]:
             packed = read_tensors(path, "model")
             found.append(write_tensors(path, "model", widened(packed.tensors), packed.data))
     for state in out.rglob(STATE_FILE):
-        _without_ptq(state.parent)
+        _trained_alone(state.parent)
         if targets and (state.parent / RECIPE_FILE).is_file():
             _retarget(state.parent, targets)
     return found
 
 
-def _without_ptq(folder: Path) -> None:
-    """Let PTQ be done anew in a run folder whose weights of it did not come back."""
+def _trained_alone(folder: Path) -> None:
+    """Let PTQ and the networks of further targets be made anew in a run folder: their weights did not come back."""
     state = read_state_file(folder)
-    steps = {name: facts for name, facts in state.steps.items() if name != Variant.PTQ.step}
+    steps = {name: facts for name, facts in state.steps.items() if name in (Variant.FLOAT.step, Variant.QAT.step)}
     replace(state, steps=steps).write(folder)
 
 

@@ -37,6 +37,9 @@ _LEAST_VISIBLE = 0.3
 _TOLERANCE = 1.0
 """Pixels by which a box may exceed its image, for coordinates that were rounded; the excess is cut off."""
 
+AS_BACKGROUND = "; data.other_classes: background learns objects of other classes as background"
+"""What can be done about a class that a recipe does not name."""
+
 Boxes = NDArray[np.float32]
 
 
@@ -112,16 +115,19 @@ class BoxSplit(ItemSplit):
         augment: scale, move and mirror training images at random.
 
     Raises:
-        DataError: no image has a box.
+        DataError: no image has a box that counts.
     """
 
     def __init__(
         self, annotations: Sequence[Annotation], labels: Sequence[str], spec: DataSpec, *, augment: bool
     ) -> None:
         super().__init__(labels, spec, augment=augment)
-        if not any(len(one.boxes) for one in annotations):
+        if all(one.ignored.all() for one in annotations):
             where = annotations[0].source if annotations else spec.root
-            raise DataError(f"none of {len(annotations)} images has a box (the first is {where}): nothing to detect")
+            kind = " that counts: all are crowds, or marked as difficult" if any(map(_has_box, annotations)) else ""
+            raise DataError(
+                f"none of {len(annotations)} images has a box{kind} (the first is {where}): nothing to detect"
+            )
         self.annotations = list(annotations)
 
     def __len__(self) -> int:
@@ -142,6 +148,10 @@ class BoxSplit(ItemSplit):
     def targets_of(self, found: list[tuple[Boxes, NDArray[np.int64], NDArray[np.bool_]]], device: torch.device) -> Any:
         """Return a target for each image; see the head of this file."""
         return targets_on([tuple(map(torch.from_numpy, parts)) for parts in found], device)
+
+
+def _has_box(one: Annotation) -> bool:
+    return len(one.boxes) > 0
 
 
 def targets_on(rows: Sequence[tuple[Tensor, ...]], device: torch.device) -> list[dict[str, Tensor]]:

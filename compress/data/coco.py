@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from compress.data.base import DataSet
-from compress.data.boxes import Annotation, BoxSplit, annotation
+from compress.data.boxes import AS_BACKGROUND, Annotation, BoxSplit, annotation
 from compress.data.coco_file import classes_in, coco_content, coco_files
 from compress.data.spec import DataSpec
-from compress.errors import DataError, first_few
+from compress.errors import DataError, first_few, near_misses
 
 
 def coco_data(spec: DataSpec) -> DataSet:
@@ -37,6 +37,7 @@ def coco_data(spec: DataSpec) -> DataSet:
         content = coco_content(file)
         labels = classes_in(content, file)
         found = found or tuple(labels.values())
+        _check_named(found, tuple(labels.values()), file, spec)
         skipped: list[str] = []
         part = BoxSplit(
             list(_annotations(content, file, images, found, spec, skipped, limit)), found, spec, augment=augment
@@ -45,6 +46,16 @@ def coco_data(spec: DataSpec) -> DataSet:
         return part
 
     return DataSet(train=split("train", spec.train_images, spec.augment), val=split("val", spec.val_images, False))
+
+
+def _check_named(named: tuple[str, ...], known: tuple[str, ...], file: Path, spec: DataSpec) -> None:
+    """Refuse a name that no category has where objects of other classes become background: it may be misspelt."""
+    strange = [name for name in named if name not in known]
+    if strange and spec.other_classes == "background":
+        raise DataError(
+            f"data.classes names {first_few(strange)}{near_misses(strange[0], known)}, which is no category of {file} "
+            f"({first_few(known)})"
+        )
 
 
 def _annotations(
@@ -71,7 +82,8 @@ def _annotations(
             if not path.is_file():
                 raise DataError(f"{where}: there is no file {path}")
             size = int(image.get("width") or 0), int(image.get("height") or 0)
-            rows = [_row(item, names, classes) for item in by_image.get(image["id"], ())]
+            found = (_row(item, names, classes, spec) for item in by_image.get(image["id"], ()))
+            rows = [row for row in found if row is not None]
             yield annotation(path, where, size if min(size) > 0 else None, rows)
         except (DataError, KeyError, TypeError, ValueError) as error:
             text = str(error) if isinstance(error, DataError) else f"{where}: {type(error).__name__}: {error}"
@@ -81,13 +93,18 @@ def _annotations(
             skipped.append(where)
 
 
-def _row(item: dict[str, Any], names: dict[int, str], classes: tuple[str, ...]) -> tuple[list[float], int, bool]:
+def _row(
+    item: dict[str, Any], names: dict[int, str], classes: tuple[str, ...], spec: DataSpec
+) -> tuple[list[float], int, bool] | None:
+    """Return the box of an annotation, its class, and whether it is a crowd; None if it is background."""
     category = int(item["category_id"])
+    if category in names and names[category] not in classes and spec.other_classes == "background":
+        return None
     if category not in names or names[category] not in classes:
         named = f" ({names[category]})" if category in names else ""
         raise DataError(
             f"annotation {item.get('id')} has category_id {category}{named}, which is none of the classes "
-            f"({first_few(classes)})"
+            f"({first_few(classes)}){AS_BACKGROUND if named else ''}"
         )
     left, top, width, height = (float(value) for value in item["bbox"])
     return [left, top, left + width, top + height], classes.index(names[category]), bool(item.get("iscrowd", 0))

@@ -179,13 +179,17 @@ def _opened(path: Path, convert: Any, max_pixels: int) -> Image.Image:
 
 
 def _single_channel(file: Image.Image) -> Image.Image:
-    """Return a mask's values: of a palette its indices, of a grey image its levels."""
-    if file.mode not in ("L", "P", "1", "I", "I;16"):
-        raise DataError(
-            f"{getattr(file, 'filename', 'a mask')} is a colour image (mode {file.mode}): a mask holds one number for "
-            "each pixel, the position of its class in data.classes"
-        )
-    return file.copy()
+    """Return a mask's values: of a palette its indices, of a grey image its levels, also where it is stored as RGB."""
+    if file.mode in ("L", "P", "1", "I", "I;16"):
+        return file.copy()
+    if file.mode == "RGB":
+        red, green, blue = file.split()
+        if red.tobytes() == green.tobytes() == blue.tobytes():
+            return red
+    raise DataError(
+        f"{getattr(file, 'filename', 'a mask')} is a colour image (mode {file.mode}): a mask holds one number for "
+        "each pixel, the position of its class in data.classes; write that number in place of the colour"
+    )
 
 
 def fitted(image: Image.Image, mask: Image.Image, size: tuple[int, int]) -> tuple[Tensor, Tensor]:

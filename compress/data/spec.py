@@ -57,6 +57,9 @@ class DataSpec:
             a number must agree with them.
         classes: names of the classes of `masks`, whose pixels hold their positions, of `voc`, of a function's data, and
             of `coco` (None = all categories of its training split).
+        other_classes: objects of `voc` and `coco` whose class `classes` does not name: `raise` stops, or leaves out
+            their images if `on_error` is skip; `background` learns them as background, for a detector of a few of the
+            classes.
         ignore_index: value of the pixels of masks that have no class.
         clutter: opacity of the clutter of `shapes`, as a share of the usual; 0 leaves the object alone.
         train_images, val_images: images of `shapes` (None = 20,000 and 2,000); of the others an upper bound, every
@@ -85,6 +88,7 @@ class DataSpec:
     augment: bool = True
     num_classes: Classes | None = None
     classes: tuple[str, ...] | None = None
+    other_classes: Literal["raise", "background"] = "raise"
     ignore_index: Annotated[int, Field(ge=0, le=255)] = 255
     clutter: Share = 1.0
     train_images: AtLeastOne | None = None

@@ -10,7 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from compress.data.base import DataSet
-from compress.data.boxes import Annotation, BoxSplit, annotation
+from compress.data.boxes import AS_BACKGROUND, Annotation, BoxSplit, annotation
 from compress.data.folder import EXTENSIONS
 from compress.data.spec import DataSpec
 from compress.errors import DataError, first_few, near_misses
@@ -68,20 +68,21 @@ def _annotations(
         try:
             if name not in images:
                 raise DataError(f"{root / 'JPEGImages' / name} is missing")
-            yield read_voc(file, images[name], tuple(spec.classes or ()))
+            yield read_voc(file, images[name], spec)
         except DataError as error:
             if spec.on_error == "raise":
                 raise DataError(f"{error}; data.on_error: skip leaves the image out") from None
             skipped.append(str(file))
 
 
-def read_voc(file: Path, image: Path, classes: tuple[str, ...]) -> Annotation:
+def read_voc(file: Path, image: Path, spec: DataSpec) -> Annotation:
     """Read one XML file of VOC.
 
     Raises:
-        DataError: it is missing or damaged, names a class that is not among `classes`, or a box is without area or
+        DataError: it is missing or damaged, names a class that `spec` does not allow, or a box is without area or
             outside the image.
     """
+    classes = tuple(spec.classes or ())
     try:
         tree = ElementTree.parse(file).getroot()
     except FileNotFoundError:
@@ -92,9 +93,12 @@ def read_voc(file: Path, image: Path, classes: tuple[str, ...]) -> Annotation:
     rows = []
     for item in tree.iterfind("object"):
         label = (item.findtext("name") or "").strip()
+        if label not in classes and label and spec.other_classes == "background":
+            continue
         if label not in classes:
             raise DataError(
                 f"{file} names the class {label!r}{near_misses(label, classes)}; data.classes has {', '.join(classes)}"
+                f"{AS_BACKGROUND if label else ''}"
             )
         difficult = (item.findtext("difficult") or "").strip() == "1"
         box = [_number(item, f"bndbox/{side}", file) for side in _SIDES]

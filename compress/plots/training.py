@@ -128,7 +128,8 @@ def _limits(loss: Axes, score: Axes, parts: Phases, epochs: int, judged: Judged)
     rows = [row for _, _, phase in parts for row in phase]
     seen = [_shown(v, judged) for row in rows for v in (row.train_top1, row.figure(judged.name))]
     if values := [value for value in seen if finite(value)]:
-        score.set_ylim(*nice_limits(values, least_span=2.0))
+        low, high = nice_limits(values, least_span=2.0)
+        score.set_ylim(low if min(values) < 0 else max(0.0, low), high)
     losses = [v for row in rows for v in (row.train_loss, row.val_loss) if finite(v)]
     loss.set_ylim(min([0.0, *losses]), 1.1 * max([0.0, *losses]) or 1.0)
     for axes in (loss, score):

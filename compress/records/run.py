@@ -127,6 +127,14 @@ def recipe_tree(run: RunData) -> Any:
         return None
 
 
+def recipe_value(run: RunData, *path: str) -> Any:
+    """Return what a run's recipe has under nested keys; None if there is no such thing."""
+    value = recipe_tree(run)
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
 def read_run(folder: Path | str) -> RunData:
     """Read the files of a run.
 

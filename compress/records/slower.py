@@ -85,7 +85,9 @@ def _sentence(row: SlowRow) -> str:
     names = set(costly(row))
     if not names:
         more = row.rest_ms - row.float_rest_ms
-        return f"{start}; no layer is slower by itself, and what belongs to none takes {_ms(more)} ms more"
+        return (
+            f"{start}; no single layer is slower, and the operations that belong to no layer take {_ms(more)} ms more"
+        )
     found = [cost for cost in row.layers if cost.layer in names]
     listed = ", ".join(f"{c.layer} ({_ms(c.quantized_ms)} against {_ms(c.float_ms)})" for c in found[:_NAMED])
     others = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""

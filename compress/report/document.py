@@ -13,7 +13,7 @@ from compress.measure.metric import Metric
 from compress.quantization.placement.decisions import Decision
 from compress.records.foreign import foreign_files
 from compress.records.rows import LayerRow
-from compress.records.run import RunData, recipe_tree
+from compress.records.run import RunData, recipe_value
 from compress.records.slower import RULES_TITLE, rules_text, slower_sentences
 from compress.records.summary import engines_of, summary_columns, summary_notes, summary_table, unavailable_engines
 from compress.report.blocks import (
@@ -81,20 +81,8 @@ def build_document(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Docum
 
 def _titles(run: RunData) -> tuple[str, str]:
     """(title, subtitle) from the recipe; the folder's name where there is none."""
-    recipe = recipe_tree(run)
-
-    def at(*path: str) -> Any:
-        value = recipe
-        for key in path:
-            value = value.get(key) if isinstance(value, dict) else None
-        return value
-
-    name, data, size, target = (
-        at("model", "name"),
-        at("data", "name"),
-        at("data", "image_size"),
-        at("quantization", "target"),
-    )
+    keys = (("model", "name"), ("data", "name"), ("data", "image_size"), ("quantization", "target"))
+    name, data, size, target = (recipe_value(run, *path) for path in keys)
     parts = [
         f"on {data}" if data else "",
         image_size_text(size) if size else "",
@@ -191,8 +179,9 @@ def _parity(run: RunData) -> Iterator[Block]:
         yield Text("No engine was compared with fake quantization in this run.", note=True)
         return
     yield Text(
-        "Each engine against fake quantization in torch, on the same images: how many get the same class, and the "
-        "signal to noise of the logits. Near 100 % means that accuracy seen in training is the accuracy of the engine."
+        "Each engine against fake quantization in torch, on the same images: the share of images (of pixels in "
+        "segmentation) that get the same class, and the signal to quantization noise ratio of the outputs. Where they "
+        "are high, the metric seen in training is that of the engine."
     )
     yield table("engine", "variant", number("agreement %"), number("SQNR dB"), rows=rows)
 

@@ -163,7 +163,7 @@ def _training(run: RunData) -> _Plan | str:
     summary = summary[0].upper() + summary[1:]
     return _Plan(
         caption=f"{summary}. Solid lines: evaluation images; dashed: training images, whose loss includes smoothing "
-        "and distillation. Accuracy here is torch's; the table has the engines'.",
+        "and distillation. The metric here is torch's; the table has the engines'.",
         alt=f"Training curves of loss and {judged.title} by epoch. {summary}.",
         draw=lambda form: draw_training(parts, form, judged=judged),
     )
@@ -268,8 +268,9 @@ def _precision(run: RunData) -> _Plan:
     )
     left = f" The first {MOST_CLASSES} of {len(classes)} classes." if len(classes) > MOST_CLASSES else ""
     return _Plan(
-        caption="Of the boxes found at a score, the share that is right, by the share of all objects that is found so; "
-        f"a box is right if it overlaps an object of its class by half. Up and to the right is better.{left}",
+        caption="Precision, the share of the found boxes that are right, at each recall, the share of the objects that "
+        "are found, as the least score falls. A box is right if its overlap (IoU) with an object of its class is at "
+        f"least 0.5. Up and to the right is better.{left}",
         alt=f"Curves of precision by recall. {listed}.",
         draw=lambda form: draw_precision(shown, form),
     )

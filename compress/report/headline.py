@@ -61,7 +61,7 @@ def headline(
             tiles.append(said[1])
     agreement = next((m for m in metrics if m.name == "agreement" and m.variant == variant and _on(m, after)), None)
     if agreement and agreement.value is not None:
-        label = f"of images: {display(agreement.engine)} answers as fake quantization does"
+        label = f"of answers: {display(agreement.engine)} finds the class that fake quantization finds"
         tiles.append(KeyFigure(value=f"{fixed(agreement.value, 2)} %", label=label))
     if not parts:
         return Headline(sentence=f"{subject} has no number that can be set beside float's.", tiles=tuple(tiles))

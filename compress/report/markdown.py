@@ -107,7 +107,8 @@ def _(block: Gallery) -> str:
             for one in row
         ]
         lines.append(_line(cells))
-    return "\n".join(lines)
+    colours = ", ".join(f"{escape(name)} {colour}" for name, colour in block.legend)
+    return "\n".join([*lines, "", f"Colours: {colours}."] if colours else lines)
 
 
 @_block.register

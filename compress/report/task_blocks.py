@@ -8,16 +8,19 @@ from compress.errors import RunError
 from compress.measure.metric import Metric
 from compress.meters import metric_title
 from compress.records.rows import IntervalRow
-from compress.records.run import RunData
+from compress.records.run import RunData, recipe_value
 from compress.records.summary import engines_of, variants_of
 from compress.report.blocks import Block, Gallery, Section, Shown, Table, Text, number, table
 from compress.report.figures import Absent
 from compress.report.headline import signed
+from compress.tasks.segmentation import figure_name, palette
 from compress.text import MISSING, display, fixed
 from compress.variants import Variant
 
 PER_CLASS = ("iou_", "ap_")
 """Beginnings of the names of figures of single classes."""
+_FEW_IMAGES = 20
+_MOST_COLOURS = 40
 
 
 def interval_blocks(run: RunData) -> Iterator[Block]:
@@ -36,9 +39,11 @@ def interval_blocks(run: RunData) -> Iterator[Block]:
         "change",
         rows=[_interval_row(row) for row in rows],
     )
+    images = rows[0].images
+    few = f" {images} images are few: such intervals are too narrow." if images < _FEW_IMAGES else ""
     yield Text(
-        f"Intervals are of a paired bootstrap over the {rows[0].images} evaluation images, 1,000 resamples. Where that "
-        "of the difference holds zero, these images show no change.",
+        f"Intervals are of a paired bootstrap over the {images} evaluation images, 1,000 resamples. Where that of the "
+        f"difference holds zero, these images show no change.{few}",
         note=True,
     )
 
@@ -62,7 +67,7 @@ def predictions_section(run: RunData, precision: Block | Absent | None) -> list[
         run: what the folder holds.
         precision: the figure of precision by recall.
     """
-    classes = class_table(run.metrics)
+    classes = class_table(run.metrics, class_names(run))
     if not run.predictions and precision is None and classes is None:
         return []
     blocks: list[Block] = [*prediction_blocks(run)]
@@ -94,7 +99,7 @@ def prediction_blocks(run: RunData) -> Iterator[Block]:
             shown.append(Shown(file=row.file, alt=alt, text=row.text, data=data))
         rows.append(tuple(shown))
     titles = tuple(f"{display(v)}, {display(e)}" if e else "truth" for v, e in columns)
-    yield Gallery(columns=titles, rows=tuple(rows))
+    yield Gallery(columns=titles, rows=tuple(rows), legend=class_colours(run))
     yield Text("Pictures spread evenly over the evaluation split, chosen before anything was measured.", note=True)
 
 
@@ -110,8 +115,29 @@ def _bytes(run: RunData, file: str) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
 
 
-def class_table(metrics: Sequence[Metric]) -> Table | None:
-    """The figures of single classes on the first engine that has them for a quantized network; None without any."""
+def class_names(run: RunData) -> tuple[str, ...]:
+    """The names of the classes in the recipe, in order; none where the data themselves have them."""
+    names = recipe_value(run, "data", "classes")
+    return tuple(map(str, names)) if isinstance(names, list) else ()
+
+
+def class_colours(run: RunData) -> tuple[tuple[str, str], ...]:
+    """The names of the classes with the colours in which pictures of masks and boxes show them, `#rrggbb`."""
+    names = class_names(run)
+    if recipe_value(run, "task") == "classification" or not 0 < len(names) <= _MOST_COLOURS:
+        return ()
+    colours = (f"#{bytes(colour).hex()}" for colour in palette(len(names)).tolist())
+    return tuple(zip(names, colours, strict=True))
+
+
+def class_table(metrics: Sequence[Metric], names: Sequence[str] = ()) -> Table | None:
+    """The figures of single classes on the first engine that has them for a quantized network; None without any.
+
+    Args:
+        metrics: of the run.
+        names: of the classes; what is left out is named as its figure.
+    """
+    named = {figure_name(name): name for name in names}
     rows = [m for m in metrics if m.name.startswith(PER_CLASS) and m.value is not None]
     engines = [engine for engine in engines_of(metrics) if any(m.engine == engine for m in rows)]
     engine = next((e for e in engines if not e.startswith("torch")), engines[0] if engines else None)
@@ -125,7 +151,8 @@ def class_table(metrics: Sequence[Metric]) -> Table | None:
         figures = [values.get((name, variant)) for variant in variants]
         worst = [value - base for value in figures[1:] if value is not None and base is not None]
         last = signed(worst[-1]) if worst else MISSING
-        cells.append((name.partition("_")[2].replace("_", " "), *(fixed(value, 2) for value in figures), last))
+        key = name.partition("_")[2]
+        cells.append((named.get(key, key.replace("_", " ")), *(fixed(value, 2) for value in figures), last))
     kind = "IoU" if rows[0].name.startswith("iou_") else "AP"
     titles = [number(f"{display(variant)} {kind} %") for variant in variants]
     last_title = f"{display(variants[-1])} against float" if len(variants) > 1 else "against float"

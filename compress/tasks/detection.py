@@ -69,8 +69,9 @@ class MeanPrecision:
         """
         from torchmetrics.detection import MeanAveragePrecision  # lazy: it takes seconds
 
-        if not any(len(truth["labels"]) for truth in self.truth):
-            raise DataError("mAP: no image that was evaluated has a box, so that nothing can be found")
+        occurs = {label for truth in self.truth for label in _counted(truth)}
+        if not occurs:
+            raise DataError("mAP: no image that was evaluated has a box that counts, so that nothing can be found")
         metric = MeanAveragePrecision(
             backend="faster_coco_eval", class_metrics=True, iou_thresholds=_OVERLAPS, rec_thresholds=_RECALLS
         )
@@ -79,13 +80,19 @@ class MeanPrecision:
         seen = metric.compute()
         figures = {name: seen[key].item() for key, name in _NAMES.items()}
         classes, values = seen["classes"].reshape(-1).tolist(), seen["map_per_class"].reshape(-1).tolist()
-        occurs = {int(label) for truth in self.truth for label in truth["labels"]}
         pairs = [(label, value) for label, value in zip(classes, values, strict=True) if label in occurs]
         return figures | {f"ap_{figure_name(self.labels[label])}": value for label, value in pairs}
 
     def merge_state(self, other: MeanPrecision) -> None:
         """Add what another process has seen."""
         self.found, self.truth = self.found + other.found, self.truth + other.truth
+
+
+def _counted(truth: Mapping[str, Tensor]) -> list[int]:
+    """Return the labels of an image's boxes without its crowds; COCO gives a class of crowds alone the precision -1."""
+    labels = truth["labels"]
+    found: list[int] = (labels[truth["iscrowd"] == 0] if "iscrowd" in truth else labels).tolist()
+    return found
 
 
 def checked(found: Any, images: int) -> Found:

@@ -78,6 +78,18 @@ def test_boxes_classes_and_crowds_are_read(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", WRITE)
+def test_a_detector_of_one_class_learns_the_others_as_background(tmp_path, name):
+    WRITE[name](tmp_path)
+    with pytest.raises(DataError, match="dark.*data.other_classes: background"):
+        load_data(spec(tmp_path, name, classes=("bright",)))
+    data = load_data(spec(tmp_path, name, classes=("bright",), other_classes="background"))
+    _, (_, target) = data.train.load([0, 1], epoch=None, device=torch.device("cpu"))
+    assert target["boxes"].tolist() == [[4, 4, 24, 36]] and target["labels"].tolist() == [0]
+    with pytest.raises(DataError, match="brigt|none of 2 images has a box"):
+        load_data(spec(tmp_path, name, classes=("brigt",), other_classes="background"))
+
+
+@pytest.mark.parametrize("name", WRITE)
 def test_boxes_are_resized_with_their_image(tmp_path, name):
     WRITE[name](tmp_path)
     data = load_data(spec(tmp_path, name, image_size=(80, 30)))
@@ -169,6 +181,9 @@ def test_images_without_any_box_are_refused(tmp_path):
     write_voc(tmp_path)
     (tmp_path / "Annotations/c.xml").write_text(xml([]))
     with pytest.raises(DataError, match="none of 1 images has a box"):
+        load_data(spec(tmp_path))
+    (tmp_path / "Annotations/c.xml").write_text(xml([(4, 4, 24, 36, 0)]))  # marked as difficult
+    with pytest.raises(DataError, match="none of 1 images has a box that counts: all are crowds"):
         load_data(spec(tmp_path))
 
 

@@ -69,6 +69,21 @@ def test_resized_masks_hold_classes_alone(tmp_path):
     assert set(targets.unique().tolist()) <= {0, 1, 255}
 
 
+@pytest.mark.parametrize("mode", ["P", "RGB"])
+def test_masks_hold_the_same_classes_with_a_palette_and_as_grey_pixels_in_rgb(tmp_path, mode):
+    write(tmp_path, count=1)
+    wanted = load_data(spec(tmp_path)).val.load([0], epoch=None, device=torch.device("cpu"))[1]
+    path = tmp_path / "valannot" / "0.png"
+    grey = Image.open(path)
+    mask = Image.merge("RGB", [grey] * 3)
+    if mode == "P":
+        mask = grey.copy()
+        mask.putpalette([(37 * i) % 256 for i in range(768)])
+        assert mask.mode == "P"
+    mask.save(path)
+    assert torch.equal(load_data(spec(tmp_path)).val.load([0], epoch=None, device=torch.device("cpu"))[1], wanted)
+
+
 def damage(root, kind):
     path = root / "valannot" / "1.png"
     if kind == "size":
@@ -76,7 +91,7 @@ def damage(root, kind):
     elif kind == "class":
         Image.fromarray(np.full(SIZE, 7, np.uint8)).save(path)
     elif kind == "colour":
-        Image.fromarray(np.zeros((*SIZE, 3), np.uint8)).save(path)
+        Image.fromarray(np.full((*SIZE, 3), (128, 0, 0), np.uint8)).save(path)
     elif kind == "file":
         path.write_bytes(b"no image")
     elif kind == "missing":

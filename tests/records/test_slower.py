@@ -54,7 +54,7 @@ def test_the_sentence_names_the_costliest_layers():
         "(0.625 against 0.500). `bench RUN --mixed` builds and times the network without them"
     )
     (said,) = slower_sentences([row(layers=(), rest_ms=0.5, float_rest_ms=0.25)])
-    assert said.endswith("no layer is slower by itself, and what belongs to none takes 0.250 ms more")
+    assert said.endswith("no single layer is slower, and the operations that belong to no layer take 0.250 ms more")
 
 
 def test_the_network_that_was_built_is_named_with_its_time():

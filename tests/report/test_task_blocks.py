@@ -8,9 +8,12 @@ import pytest
 from PIL import Image
 
 from compress.errors import RunError
+from compress.records import read_run
 from compress.records.rows import IntervalRow
 from compress.report import write_comparison, write_report
+from compress.report.blocks import Gallery
 from compress.report.headline import headline
+from compress.report.task_blocks import class_names, class_table, prediction_blocks
 from tests.records.test_summary import metrics_of
 from tests.report.page import Page
 from tests.report.sample import ORT, metric, sample_epochs, write_csv
@@ -70,6 +73,17 @@ def test_pictures_classes_and_intervals_are_shown(run):
     assert "gains" not in page.text.split("Results")[0]
     markdown = (run / "report.md").read_text(encoding="utf-8")
     assert "](predictions/0-qat.jpg)" in markdown and "figures/precision.png" in markdown
+
+
+def test_classes_have_their_names_and_their_colours(run, tmp_path):
+    other = tmp_path / "named"
+    shutil.copytree(run, other)
+    (other / "recipe.yaml").write_text("task: detection\ndata: {classes: [WBC, Red cells]}\n")
+    data = read_run(other)
+    gallery = next(block for block in prediction_blocks(data) if isinstance(block, Gallery))
+    assert gallery.legend == (("WBC", "#800000"), ("Red cells", "#008000"))  # PASCAL VOC's first two colours
+    found = class_table(data.metrics, class_names(data))
+    assert found is not None and [row[0] for row in found.rows] == ["WBC", "Red cells"]
 
 
 def test_every_training_has_its_curve(run):

@@ -62,7 +62,7 @@ def reference(found, truth):
         run.accumulate()
         run.summarize()
     per_class = [run.eval["precision"][:, :, i, 0, 2] for i in range(3)]
-    return run.stats, [p[p > -1].mean() for p in per_class]
+    return run.stats, [p[p > -1].mean() if (p > -1).any() else None for p in per_class]
 
 
 def meter(found, truth):
@@ -98,6 +98,18 @@ def test_images_without_boxes_count_and_none_at_all_is_refused():
     found, truth = scene(1)
     wrong = [{"boxes": torch.tensor([[1.0, 1, 5, 5]]), "labels": torch.tensor([0]), "scores": torch.tensor([1.0])}]
     assert meter(found + wrong, [*truth, empty]).compute()["map"] < meter(found, truth).compute()["map"]
+
+
+def test_a_class_of_crowds_alone_has_no_figure():
+    found, truth = scene(2)
+    crowded = [{**t, "ignored": t["ignored"] | (t["labels"] == 1)} for t in truth]
+    stats, per_class = reference(found, crowded)
+    figures = meter(found, crowded).compute()
+    assert figures["map"] == pytest.approx(stats[0], abs=1e-6)
+    assert "ap_white_cell" not in figures and per_class[1] is None
+    everything = [{**t, "ignored": torch.ones_like(t["ignored"])} for t in truth]
+    with pytest.raises(DataError, match="no image that was evaluated has a box that counts"):
+        meter(found, everything).compute()
 
 
 def task(decode):

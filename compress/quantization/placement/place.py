@@ -249,7 +249,8 @@ def _activation_row(origin: Node, asked: list[_Traced], name: str, quant_format:
         axis=None,
         signed=quant_format.signed,
         rule=", ".join(dict.fromkeys(item.rule for item in asked)),
-        reason="; ".join(dict.fromkeys(item.reason for item in asked)) + _number_type(quant_format),
+        reason="; ".join(dict.fromkeys(part for item in asked for part in item.reason.split("; ")))
+        + _number_type(quant_format),
     )
 
 
