@@ -10,6 +10,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -112,7 +113,7 @@ class Run:
         case["rows"] = [row_of(key, item, steps) for key, item in steps.items()]
         self.add(case)
         for row in case["rows"] if self.profile else ():
-            if any(f"{label}/{row['variant']}".startswith(prefix) for prefix in self.profiled):
+            if any(fnmatch(f"{label}/{row['variant']}", pattern) for pattern in self.profiled):
                 found = steps[row["variant"]].kernels()
                 row |= {"kernels": found[: self.profile], "kernels_ms": sum(kernel["ms"] for kernel in found)}
                 self.write()
@@ -207,7 +208,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each variant, in turn")
     parser.add_argument("--repeats", type=int, default=10, help="steps of a round")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="the N longest kernels of each variant too")
-    parser.add_argument("--profiled", nargs="+", default=[""], metavar="CASE", help="of which; default: of all")
+    parser.add_argument("--profiled", nargs="+", default=["*"], metavar="PATTERN", help="of which; default: all")
     parser.add_argument("--ahead-s", type=float, default=0.0, help="build all beside each other, in this time at most")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="processes that compile")
     arguments = parser.parse_args()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from compress.kernels.bitmask import pack, unpack
 from compress.kernels.epilogue import Epilogue
 from compress.kernels.fake_quantize import fused_quantize
+from compress.kernels.triton.weights import written_on_device
 from tests.kernels.interpreter import interpreted
 
 
@@ -66,3 +67,8 @@ def test_triton_kernels_compute_the_same_in_the_interpreter():
     assert "72 activations, 8 pools, 2 groups of weights, 1 network" in interpreted(
         "tests.kernels.interpreted_fake_quantize"
     )
+
+
+def test_a_table_written_on_the_device_holds_addresses_of_64_bits():
+    addresses = [(1 << 47) + 16 * i for i in range(130)] + [0, 1]
+    assert written_on_device(addresses, torch.device("cpu")).tolist() == addresses

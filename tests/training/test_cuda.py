@@ -104,17 +104,23 @@ def test_recorded_passes_are_the_passes_one_by_one(tmp_path, precision):
         torch.testing.assert_close(recorded.state_dict()[name], value, rtol=0, atol=5e-3)
 
 
-def test_recorded_passes_of_quantization_aware_training_with_kept_batchnorm_and_learned_ranges():
+@pytest.mark.parametrize(
+    ("batchnorm", "options"),
+    [
+        ("keep", {"scales": "learned", "freeze_ranges_epoch": 2, "freeze_batchnorm_epoch": 1}),
+        ("fold", {"fused": "on"}),
+        ("fold", {"fused": "int8", "precision": "bf16"}),
+    ],
+)
+def test_recorded_passes_of_quantization_aware_training(batchnorm, options):
     models = []
     for recorded in (False, True):
         model, data = convnet().eval(), toy_data(train=96)
         images = data.train.load(list(range(16)), epoch=None, device=torch.device("cpu"))[0]
-        qmodel = compress.quantize(model, images[:1], [images], spec=compress.QuantSpec(batchnorm="keep"))
-        learn_scales(qmodel)
-        spec = QATSpec(
-            epochs=3, lr=0.02, distill=False, scales="learned", freeze_ranges_epoch=2, freeze_batchnorm_epoch=1,
-            cuda_graphs=recorded,
-        )  # fmt: skip
+        qmodel = compress.quantize(model, images[:1], [images], spec=compress.QuantSpec(batchnorm=batchnorm))
+        if "scales" in options:
+            learn_scales(qmodel)
+        spec = QATSpec(epochs=3, lr=0.02, distill=False, cuda_graphs=recorded, **options)
         fit(qmodel, data, spec, batch_size=8, folder=None, device="cuda")
         models.append(qmodel)
     for name, value in models[0].state_dict().items():

@@ -107,7 +107,7 @@ def quantize_weights(
     group = _KEPT.get(owner)
     if group is None or group.key != key:
         group = _KEPT[owner] = _Group(key, weights, grids) if _fits(weights, grids) else _Group(key, [], [])
-    if not group.places or (weights[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not group.places:
         return None
     pointers, joined = [], 0
     for weight, grid in zip(weights, grids, strict=True):
@@ -148,11 +148,24 @@ class _Pointers:
         self.table = torch.empty(0, dtype=torch.int64, device=device)
 
     def fill(self, addresses: list[int]) -> None:
-        """Make the table hold `addresses`: a new table, as a kernel may still read the old one."""
-        if addresses != self._addresses:
+        """Make the table hold `addresses`: a new table, as a kernel may still read the old one.
+
+        While a CUDA graph is recorded nothing can be copied from the host: the addresses are numbers of a kernel of the
+        graph, which writes them in every replay.
+        """
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self.table, self._addresses = written_on_device(addresses, self._device), []
+        elif addresses != self._addresses:
             pinned = torch.tensor(addresses, dtype=torch.int64, pin_memory=self._device.type == "cuda")
             self.table = pinned.to(self._device, non_blocking=True)
             self._addresses = addresses
+
+
+def written_on_device(numbers: list[int], device: torch.device) -> Tensor:
+    """A tensor (N,) of integers that are arguments of kernels, and so need no copy from the host."""
+    table = torch.zeros(len(numbers), dtype=torch.int64, device=device)
+    torch._foreach_add_(list(table.unbind()), numbers)
+    return table
 
 
 class _Group:
