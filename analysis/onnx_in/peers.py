@@ -44,7 +44,7 @@ def main() -> None:
     """Quantize, evaluate and time, and write the table."""
     parser = study_parser(__doc__, out="results")
     parser.add_argument("--pictures", type=Path, required=True)
-    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--runs", type=int, default=100, help="timed runs of each file, five a turn")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--limit", type=int, help="number of pictures, for a trial")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
@@ -260,7 +260,8 @@ def measure(
             timed = measure_latency(built, batch_size=1, runs=arguments.runs, seconds=60)
             for latency in timed:
                 by_name[latency.label][engine] |= {
-                    "p50_ms": round(latency.p50_ms, 2), "ratio_to_float": round(latency_ratio(latency, timed[0]), 3)
+                    "p50_ms": round(latency.p50_ms, 2), "ratio_to_float": round(latency_ratio(latency, timed[0]), 3),
+                    "turns_ms": [round(ms, 4) for ms in latency.turns_ms],
                 }  # fmt: skip
 
 

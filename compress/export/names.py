@@ -60,6 +60,11 @@ def added_tensor(name: str, part: str) -> str:
     return f"{name}_{part}"
 
 
+def shifted_tensor(name: str) -> str:
+    """Return the name of a dequantized tensor, or of its node, beside `name`, which alone takes off the zero point."""
+    return added_tensor(name, "shifted")
+
+
 def added_constant(node: str, part: str) -> str:
     """Return the name of a constant that an export pass adds below a node."""
     return f"{node}/{part}"

@@ -40,6 +40,7 @@ from compress.export.shared_convolutions import bias_shared_convolutions
 from compress.export.softmax import bounded_softmaxes
 from compress.export.spec import ExportSpec, check_export_spec
 from compress.export.torchlib import looked_up_once
+from compress.export.zero_points import zero_points_into_biases
 from compress.files import replacing
 from compress.graph.alone import alone
 from compress.graph.inputs import Inputs, as_inputs, each_input, flat_tensors, named_tensors
@@ -136,11 +137,13 @@ def _apply_passes(proto: onnx.ModelProto, spec: ExportSpec, *, target: str) -> N
         flat_gathers(proto)
         float_averages(proto)
     clean(proto)
+    if target == "openvino":
+        zero_points_into_biases(proto)
     if target == "onnxruntime":
         bounded_softmaxes(proto)
         repeat_pairs(proto)
         integer_biases(proto)
-        drop_unused(proto.graph)  # the biases that it replaced
+    drop_unused(proto.graph)  # biases that were replaced
     if spec.channel_scales == "output":
         scales_on_outputs(proto)
 

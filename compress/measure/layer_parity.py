@@ -28,7 +28,7 @@ from torch import Tensor, fx
 from compress.engines import build_engine
 from compress.engines.onnx_file import load_onnx
 from compress.errors import EngineError
-from compress.export.names import quantized_tensor
+from compress.export.names import quantized_tensor, shifted_tensor
 from compress.graph.inputs import flat_tensors
 from compress.graph.ops import layer_name, node_kind
 from compress.kernels.memory_format import along_axis
@@ -150,15 +150,18 @@ def layer_parity(
     calls = [node for node in qmodel.graph.nodes if node_kind(node) == "quantizer"]
     if not calls:
         raise EngineError("the network has no quantizers to compare at; give one that compress.quantize made")
-    watched = _tensor_names(calls)
     held = {name for node in load_onnx(path).graph.node for name in node.output}
-    found = {node: name for node, name in watched.items() if name in held}
+    watched = {node: (name, shifted_tensor(name)) for node, name in _tensor_names(calls).items()}
+    found = {node: next(name for name in names if name in held) for node, names in watched.items() if held & {*names}}
     if not found:
         raise EngineError(f"{path} holds none of the network's {len(calls)} quantizers: it is of another network")
     inputs = images.numpy()
     label, plain = _run(Path(path), inputs, engine, precision)
     with tempfile.TemporaryDirectory() as folder:
         values, method = _watch(Path(path), list(found.values()), inputs, plain, (engine, precision, Path(folder)))
+    for node in (node for node, name in found.items() if name == watched[node][1]):
+        quantizer = cast(Quantizer, qmodel.get_submodule(str(node.target)))
+        values[found[node]] = values[found[node]] - quantizer.zero_point * quantizer.scale.detach().numpy()
     training = qmodel.training
     forced = _Forced(qmodel.eval(), {node: torch.from_numpy(values[name]) for node, name in found.items()})
     with torch.no_grad():

@@ -29,6 +29,7 @@ from compress.export.int4 import pack_int4
 from compress.export.repeated_pairs import repeat_pairs
 from compress.export.shared_convolutions import bias_shared_convolutions
 from compress.export.softmax import bounded_softmaxes
+from compress.export.zero_points import zero_points_into_biases
 from compress.onnx_ptq.calibrate import calibrate_graph
 from compress.onnx_ptq.canonical import canonical, drop_unread
 from compress.onnx_ptq.improve import Improved, improve_file
@@ -246,6 +247,7 @@ def _finish(source: SourceFile, types: Types, target: str, metadata: Mapping[str
     if target == "openvino":
         flat_gathers(proto)
         float_averages(proto)
+        zero_points_into_biases(proto)
     if target == "onnxruntime":
         averages_without_padding(proto.graph)
         bounded_softmaxes(proto)

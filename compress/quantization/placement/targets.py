@@ -42,7 +42,9 @@ class TargetTable:
             grid. ONNX Runtime fuses a tensor with several consumers only in that form. OpenVINO 2026.4 converts a
             signed input of a convolution to that form itself, with 9 levels instead of 256 in many networks with a
             concat (8 to 20 dB from fake quantization; an AMD EPYC with AVX512-VNNI, CPUs with AMX not tried). It leaves
-            inputs of matrix products signed, and refuses the other form there after some concats.
+            inputs of matrix products signed, and refuses the other form there after some concats. Its convolutions of
+            such inputs are slower, and the file gives the zero point to their bias (`export.zero_points`); a product
+            gained nothing from that (ViT-tiny: 1.00 of the time).
         stays_float: kinds that stay float, each with the reason.
         all_integers: weights of fewer than 8 bits use all 2**num_bits integers. Engines want symmetric ones, and of 2
             bits those are three of four.
