@@ -41,8 +41,8 @@ def markdown(document: Row) -> str:
     note = (
         "The file that compress makes for the engine minus that of the peer, on the same pictures, with 95 % intervals "
         "of the paired difference: an interval that holds 0 shows no difference. Seconds: of compress over the peer. "
-        "Time: of compress over the peer, the median over the turns, with a 95 % interval by a bootstrap over them: one "
-        "that holds 1 shows no difference."
+        "Time: of compress over the peer, the median over the turns, with a 95 % interval by a bootstrap over them: "
+        "one that holds 1 shows no difference."
     )
     columns = ["network", "engine", "peer", "top-1, points", "agreement, points", "SQNR, dB", "seconds", "time"]
     lines += ["", "## compress against each peer", "", note, "", *_table(columns, _differences(rows))]

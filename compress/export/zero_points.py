@@ -7,8 +7,9 @@ the same at every position:
     conv(w, scale * (q - 128)) + b  =  conv(w, scale * q) + (b - scale * 128 * sum of w)
 
 so it belongs into the bias, and the convolution reads the integers as they are. The convolutions that widen the blocks
-of MobileNetV2 and EfficientNet-Lite0 are such ones: the networks take 0.96 and 0.98 of the time. A padded zero would be another number than 128, so that padded
-convolutions keep the zero point. The bias is rounded to float32, which is the only change.
+of MobileNetV2 and EfficientNet-Lite0 are such ones: the networks take 0.96 and 0.98 of the time. A padded zero would be
+another number than 128, so that padded convolutions keep the zero point. The bias is rounded to float32, which is the
+only change.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def zero_points_into_biases(proto: onnx.ModelProto) -> int:
     for node in proto.graph.node:
         offset = _offset(node, view)
         read = view.consumers.get(node.output[0], []) if offset else []
-        biases = [(conv, bias) for conv in read if (bias := _moved_bias(conv, node.output[0], offset, view)) is not None]
+        biases = [
+            (conv, bias) for conv in read if (bias := _moved_bias(conv, node.output[0], offset, view)) is not None
+        ]
         if len(biases) < len(read) or not biases or node.output[0] in results:
             nodes.append(node)
         if not biases:
@@ -64,7 +67,7 @@ def _offset(node: onnx.NodeProto, view: OnnxGraph) -> float:
     if node.op_type != "DequantizeLinear" or len(node.input) < 3 or node.input[0] in view.constants:
         return 0.0
     scale, zero_point = (view.array(name) for name in node.input[1:])
-    if scale is None or zero_point is None or (scale.dtype, zero_point.dtype) != (np.float32, np.uint8):
+    if scale is None or zero_point is None or scale.dtype != np.float32 or zero_point.dtype != np.uint8:
         return 0.0
     return float(scale.reshape(-1)[0]) * int(zero_point.reshape(-1)[0]) if scale.size == 1 else 0.0
 

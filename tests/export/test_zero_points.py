@@ -36,7 +36,9 @@ def quantized(*, groups=1, size=1, bias=True, zero_point=128, dtype=np.float32, 
     ]
     model = model_of(nodes, {k: v for k, v in constants.items() if bias or k != "b"}, rank=0, opset=19)
     model.ir_version = 9
-    model.graph.output.append(helper.make_tensor_value_info("c", helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), list("nchw")))
+    model.graph.output.append(
+        helper.make_tensor_value_info("c", helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), list("nchw"))
+    )
     return model
 
 
@@ -69,7 +71,9 @@ def test_zero_points(case):
     for a, b in zip(ReferenceEvaluator(model).run(["c", "y"], {"x": x}), before, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     pairs = [node for node in model.graph.node if node.op_type == "DequantizeLinear" and node.input[0] == "integers"]
-    assert [node.name for node in pairs] == (["pair", "pair_shifted"] if case == "a sum beside it" else ["pair_shifted"])
+    assert [node.name for node in pairs] == (
+        ["pair", "pair_shifted"] if case == "a sum beside it" else ["pair_shifted"]
+    )
 
 
 class Bottlenecks(nn.Module):
