@@ -33,7 +33,7 @@ _ALGORITHMS = 4
 _KERNELS = -1
 """Asks a process for the kernels of its step; any other number is one of steps to time."""
 _ANSWER_S = 60.0
-_SHARE = 0.4
+_SHARE = 0.6
 """Part of the time after which a process begins to build no further variant."""
 
 

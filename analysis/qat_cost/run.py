@@ -183,12 +183,20 @@ class Run:
 
 
 def wanted_cases(cases: Sequence[Case], asked: Sequence[str], variants: Sequence[str]) -> Iterator[Case]:
-    """Yield the cases that were asked for, in the order in which they were, each with the variants that were."""
-    for prefix in asked:
+    """Yield the cases that were asked for, in the order in which they were, each with the variants that were.
+
+    Args:
+        cases: that are known.
+        asked: beginnings of their names; `:float,fused` after one asks for these variants of it.
+        variants: of the others; none = all.
+    """
+    beginnings = {text.partition(":")[0]: text.partition(":")[2] for text in asked}
+    for prefix, own in beginnings.items():
         for case in cases:
-            wanted = tuple(v for v in case[3] if not variants or v in variants)
-            alone = wanted == ("float",) and list(variants) != ["float"]
-            first = next(p for p in [*asked, ""] if "/".join(case[:3]).startswith(p)) == prefix
+            names = own.split(",") if own else variants
+            wanted = tuple(v for v in case[3] if not names or v in names)
+            alone = wanted == ("float",) and list(names) != ["float"]
+            first = next(p for p in [*beginnings, ""] if "/".join(case[:3]).startswith(p)) == prefix
             if first and wanted and not alone:
                 yield (*case[:3], wanted)
 
@@ -202,7 +210,9 @@ def main() -> None:
     """Measure until all cases are done or the time has run out; the table of this run comes last."""
     parser = study_parser(__doc__, out="results/h200")
     parser.add_argument("--budget-s", type=float, default=110.0, help="seconds for all cases")
-    parser.add_argument("--only", nargs="+", default=[], metavar="CASE", help="such as resnet50/bf16/compiled, tiny")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="CASE", help="such as tiny, vit_s/bf16/eager:float,fused"
+    )
     parser.add_argument("--families", action="store_true", help="ten networks, four variants, five modes")
     parser.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="such as float fused")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each variant, in turn")
