@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from compress.kernels.triton.int8_depthwise import MOST_FLOAT_TAPS, DepthwiseTile
 from compress.kernels.triton.int8_depthwise_dot import DotTile
+from compress.kernels.triton.int8_depthwise_rows import RowsTile
 from compress.kernels.triton.int8_pointwise import PointwiseTile
 from compress.kernels.triton.int8_product import Tile
+from compress.kernels.triton.int8_window import WindowTile
 
 _PROGRAMS = 132  # multiprocessors of the GPUs that the guesses were made for
 _MOST_SPLITS = 32
@@ -16,6 +18,12 @@ _FEW = 4 * _PROGRAMS
 """Small tiles up to which a GPU has too few programs to hide the time of a load."""
 _SHALLOW = 256
 """Input channels up to which a persistent program holds all of a tile."""
+_MOST_SIDE = 8
+"""Of a box of pixels: images share what is left, so that neighbouring programs read the same pixels."""
+_MOST_UNROLLED = 7
+"""Side of a filter up to which all of its products are written out."""
+_LINE_WORDS, _SECTOR_WORDS = 32, 8
+"""Words of a line of the cache, and of what is read of it at least."""
 _MOST_TILES = 12
 """Tiles of a product that are measured; on an H100 the fastest of 24 was among the first 12 but for 3 %."""
 
@@ -165,3 +173,51 @@ def dot_tiles(shape: tuple[int, int, int, int], taps: tuple[int, int], stride: t
     parts = max(n for n in range(1, whole + 1) if whole % n == 0 and (n == 1 or n * each <= _FILTER_BYTES))
     strips = [strip for strip in ((2, 4) if stride[1] == 1 else (2, 1)) if strip <= max(1, shape[3])] or [1]
     return [DotTile(units, strip, parts) for strip in strips for units in (128, 64)]
+
+
+def rows_tiles(
+    shape: tuple[int, int, int, int], taps: tuple[int, int], stride: tuple[int, int], words: int
+) -> list[RowsTile]:
+    """Tiles of a depthwise convolution by products of four bytes that computes several rows at a time.
+
+    Args:
+        shape: (N, C, OH, OW) of the result.
+        taps: of the filter.
+        stride: of the filter.
+        words: of four channels.
+    """
+    if max(taps) > _MOST_UNROLLED:
+        return []
+    divisors = [n for n in range(1, min(words, 2 * _LINE_WORDS) + 1) if words % n == 0]
+    chunk = min(divisors, key=lambda n: (n % _SECTOR_WORDS > 0, abs(n - _LINE_WORDS)))
+    if stride != (1, 1):
+        sizes = [(4, 1), (2, 2)]
+    elif max(taps) > 3:
+        sizes = [(4, 2), (2, 2)]
+    else:
+        sizes = [(7, 2), (4, 2), (4, 4)]
+    return [RowsTile(high, strip, chunk) for high, strip in sizes if high < 2 * shape[2] and strip < 2 * shape[3]]
+
+
+def window_tiles(shape: tuple[int, int, int, int], channels: int) -> list[WindowTile]:
+    """Tiles of convolutions that load boxes; none where tiles would not fill the GPU.
+
+    The sides of boxes divide those of the result, so that no pixel is computed in vain; the rest are images.
+
+    Args:
+        shape: (N, O, OH, OW) of the result.
+        channels: of the input.
+    """
+    images, columns, height, width = shape
+    if images * height * width * columns < _PROGRAMS * 64 * 128 or columns < 64:
+        return []
+    deep = 128 if channels > 64 else 64 if channels > 32 else 32
+    wide, high = (min(_MOST_SIDE, side & -side) for side in (width, height))
+    found = []
+    for rows, most, stages, warps in (
+        (128, 128, 3, 8), (128, 128, 4, 8), (64, 128, 4, 4), (256, 128, 3, 8), (128, 256, 3, 8), (128, 64, 4, 4),
+    ):  # fmt: skip
+        box = max(1, rows // (wide * high))
+        if box <= images and columns >= most:
+            found.append(WindowTile(box, min(high, rows // wide), wide, most, deep, stages, warps))
+    return list(dict.fromkeys(found))

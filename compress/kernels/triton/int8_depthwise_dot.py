@@ -10,7 +10,7 @@ A program computes UNITS groups of 16 channels and STRIP neighbouring outputs. U
 that a warp reads whole pixels and no channel is computed in vain, whatever their number.
 """
 
-# ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
+# ruff: noqa: ANN001, ANN201, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
 # mypy: disable-error-code="no-untyped-def, assignment"
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from torch import Tensor
 from compress.kernels.triton.int8_epilogue import Finish, Outputs, finished, to_codes
 from compress.kernels.triton.int8_product import ALIGNED, Geometry, Sizes, Steps, Weight, zero_correction
 
-_WORD = 4  # bytes
+WORD = 4
+"""Bytes that one instruction multiplies."""
 _TRANSPOSE = tl.constexpr("""{
     .reg .b32 a, b, c, d;
     prmt.b32 a, $4, $5, 0x5140;
@@ -65,8 +66,8 @@ def pack_dots(weight: Tensor, zero: int = 0, *, device: torch.device | str = "cp
         device: where it is put.
     """
     codes = torch.nn.functional.pad(weight[:, 0].permute(1, 2, 0), (0, -weight.shape[0] % ALIGNED, 3, 3))
-    shifted = codes.unfold(1, _WORD, 1)  # (R, S + 3, C, 4 taps)
-    words = shifted.contiguous().view(torch.int32)[..., 0].unflatten(-1, (-1, _WORD)).transpose(-1, -2)
+    shifted = codes.unfold(1, WORD, 1)  # (R, S + 3, C, 4 taps)
+    words = shifted.contiguous().view(torch.int32)[..., 0].unflatten(-1, (-1, WORD)).transpose(-1, -2)
     return Weight(words.contiguous().to(device), zero_correction(weight, zero, device))
 
 
@@ -99,12 +100,12 @@ def depthwise_dot(
     images, _, height, width = x.shape
     taps_y, shifts, _, words = weight.codes.shape
     image_step, row_step, pixel_step = (x.stride(i) // ALIGNED for i in (0, 2, 3))
-    pixels = x.as_strided((1, _WORD), (_WORD, 1)).view(torch.int32)
+    pixels = x.as_strided((1, WORD), (WORD, 1)).view(torch.int32)
     groups = -(-out_size[1] // tile.strip)
     positions = images * out_size[0] * groups
-    whole = words // _WORD
+    whole = words // WORD
     grid = (-(-positions * tile.parts // tile.units), whole // tile.parts)
-    filler = int.from_bytes(bytes([zero & 255]) * _WORD, "little", signed=True)
+    filler = int.from_bytes(bytes([zero & 255]) * WORD, "little", signed=True)
     _dot_kernel[grid](
         pixels, weight.codes, weight.correction, finish.vectors, outputs, finish.numbers, positions, groups,
         tile.parts, whole, columns, Steps(image_step, row_step, pixel_step), Sizes(height, width, *out_size),
@@ -115,7 +116,7 @@ def depthwise_dot(
 
 
 @triton.jit
-def _transposed(pixels, ON_GPU: tl.constexpr):
+def transposed(pixels, ON_GPU: tl.constexpr):
     """Four words of four pixels' bytes as four words of one channel's bytes each."""
     a, b, c, d = pixels
     if ON_GPU:
@@ -130,7 +131,7 @@ def _transposed(pixels, ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def _dot(pixels, taps, total, ON_GPU: tl.constexpr):
+def dot(pixels, taps, total, ON_GPU: tl.constexpr):
     """`total` with the products of the four signed bytes of two words."""
     if ON_GPU:
         total = tl.inline_asm_elementwise(
@@ -179,7 +180,7 @@ def _dot_kernel(
                     there = there & False
                 loaded = tl.load(row_at + 4 * ((4 * k + i) * step.pixel), mask=there, other=filler)
                 pixels = pixels + (loaded,)  # noqa: RUF005
-            turned = _transposed(pixels, ON_GPU)
+            turned = transposed(pixels, ON_GPU)
             sums = _with_words(sums, turned, taps_at, words, k, TAPS_X, STRIDE_X, STRIP, ON_GPU)
     column = part[:, None] * 16 + tl.arange(0, 16)[None, :]
     inside = column < columns
@@ -202,7 +203,7 @@ def _with_words(
         for j in tl.static_range(4):
             if 4 * PLACE - i * STRIDE > -4 and 4 * PLACE - i * STRIDE < TAPS:
                 taps = tl.load(taps_at + ((4 * PLACE - i * STRIDE + 3) * 4 + j) * words)
-                found = found + (_dot(turned[j], taps, sums[4 * i + j], ON_GPU),)  # noqa: RUF005
+                found = found + (dot(turned[j], taps, sums[4 * i + j], ON_GPU),)  # noqa: RUF005
             else:
                 found = found + (sums[4 * i + j],)  # noqa: RUF005
     return found

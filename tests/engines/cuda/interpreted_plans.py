@@ -23,9 +23,11 @@ from compress.engines.cuda.plan.lower import make_plan
 from compress.kernels.triton import int8_epilogue as epilogue
 from compress.kernels.triton.int8_deep import deep
 from compress.kernels.triton.int8_depthwise_dot import DotTile, depthwise_dot, pack_dots
+from compress.kernels.triton.int8_depthwise_rows import RowsTile, depthwise_rows
 from compress.kernels.triton.int8_epilogue import Function, OutputGrid, Outputs, Residual, finish_of
 from compress.kernels.triton.int8_pointwise import PointwiseTile, pointwise
 from compress.kernels.triton.int8_product import Geometry, Tile, pack_weight
+from compress.kernels.triton.int8_window import WindowTile, window
 from tests.engines.cuda.qdq import Builder, convnext, windows
 from tests.engines.cuda.test_plan import networks
 
@@ -177,13 +179,20 @@ def check_pointwise(device):
 
 
 def check_dots(device):
-    """Depthwise filters by products of four bytes: strides over padding, one pixel, channels that fill no unit."""
+    """Depthwise filters by products of four bytes: strides over padding, one pixel, channels that fill no unit.
+
+    One row of results at a time, and several.
+    """
     for shape, taps, stride, padding, zero, tile in (
         ((2, 20, 5, 6), 3, 1, 1, 0, DotTile(16, 2, 2)),
         ((1, 37, 7, 5), 5, 1, 2, 5, DotTile(16, 4, 1)),
         ((2, 16, 9, 7), 3, 2, 1, -128, DotTile(16, 2, 1)),
-        ((1, 40, 4, 9), 7, 1, 3, 3, DotTile(8, 4, 3)),
+        ((1, 40, 2, 5), 7, 1, 3, 3, DotTile(16, 4, 3)),
         ((1, 16, 1, 1), 3, 1, 1, 0, DotTile(16, 1, 1)),
+        ((2, 20, 5, 6), 3, 1, 1, 0, RowsTile(2, 2, 8, 1)),
+        ((1, 20, 3, 4), 5, 1, 2, 5, RowsTile(2, 2, 8, 1)),
+        ((1, 16, 5, 7), 3, 2, 1, -128, RowsTile(2, 1, 4, 1)),
+        ((1, 16, 1, 1), 3, 1, 1, 0, RowsTile(1, 1, 4, 1)),
     ):
         torch.manual_seed(0)
         images, channels, height, width = shape
@@ -196,7 +205,8 @@ def check_dots(device):
         sums = F.conv2d(real, w.double(), None, stride, groups=channels).permute(0, 2, 3, 1)
         size = (sums.shape[1], sums.shape[2])
         codes = torch.zeros(images * size[0] * size[1], channels + 16, dtype=torch.int8, device=device)
-        depthwise_dot(
+        compute = depthwise_dot if isinstance(tile, DotTile) else depthwise_rows
+        compute(
             x.to(device).permute(0, 3, 1, 2)[:, :channels], pack_dots(w, zero, device=device), finish,
             Outputs(None, codes, None, 0, channels + 16), channels, Geometry(stride, stride, padding, padding), size,
             tile, zero=zero,
@@ -206,6 +216,41 @@ def check_dots(device):
         off = (codes[:, :channels].cpu() - expected).abs()
         assert not off[((y % 1) - 0.5).abs() > 1e-3].any()
         assert not codes[:, channels:].any()
+        assert expected.std() > 10
+
+
+def check_windows(device):
+    """Filters whose taps are boxes of the image: boxes over every side, dilation, channels that fill no step."""
+    for shape, columns, taps, padding, dilation, tile in (
+        ((3, 40, 5, 6), 48, 3, 1, 1, WindowTile(1, 2, 8, 32, 32)),
+        ((2, 16, 4, 4), 32, 3, 2, 2, WindowTile(2, 2, 4, 16, 32)),
+        ((2, 64, 1, 1), 16, 1, 0, 1, WindowTile(16, 1, 1, 32, 64)),
+    ):
+        torch.manual_seed(0)
+        images, channels, height, width = shape
+        x = torch.randint(-128, 128, (images, height, width, channels + -channels % 16), dtype=torch.int8)
+        w = torch.randint(-127, 128, (columns, channels, taps, taps), dtype=torch.int8)
+        real = F.pad(x.permute(0, 3, 1, 2)[:, :channels].double(), (padding,) * 4)
+        sums = F.conv2d(real, w.double(), None, 1, 0, dilation).permute(0, 2, 3, 1)
+        size, pitch = (sums.shape[1], sums.shape[2]), columns + 16  # what lies between rows is another tensor's
+        sums = sums.reshape(-1, columns)
+        residual = torch.randint(-128, 128, (len(sums), pitch), dtype=torch.int8)
+        factor, bias = 1e-3 * (0.5 + torch.rand(columns).double()), torch.randn(columns).double()
+        finish = finish_of(
+            factor, bias, residual=Residual(0.05, 3, True), second=Function("clip", 0.0),
+            grid=OutputGrid(torch.tensor([0.3], dtype=torch.float64), zero=-128),
+        ).to(device)  # fmt: skip
+        codes = torch.zeros(len(sums), pitch, dtype=torch.int8, device=device)
+        window(
+            x.to(device).permute(0, 3, 1, 2)[:, :channels], pack_weight(w, device=device), finish,
+            Outputs(residual.to(device), codes, None, pitch, pitch), columns,
+            Geometry(1, 1, padding, padding, dilation, dilation), size, tile,
+        )  # fmt: skip
+        y = (sums * factor + bias + 0.05 * (residual[:, :columns].double() - 3)).clamp(min=0) / 0.3
+        expected = (y.round() - 128).clamp(-128, 127)
+        off = (codes[:, :columns].cpu() - expected).abs()
+        assert not off[((y % 1) - 0.5).abs() > 1e-3].any()
+        assert not codes[:, columns:].any()
         assert expected.std() > 10
 
 
@@ -273,6 +318,8 @@ def main():
     print("pointwise")
     check_dots(torch.device("cpu"))
     print("dots")
+    check_windows(torch.device("cpu"))
+    print("windows")
     check_epilogues(torch.device("cpu"))
     print("epilogues")
     check_networks()

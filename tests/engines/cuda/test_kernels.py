@@ -33,6 +33,7 @@ def test_in_the_interpreter_every_step_computes_what_exact_arithmetic_does():
         *CASES,
         "pointwise",
         "dots",
+        "windows",
         "epilogues",
         "networks",
     ]
@@ -50,9 +51,10 @@ def test_on_a_gpu_every_step_computes_what_exact_arithmetic_does(case):
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="no GPU with a copy engine"
 )
 def test_on_a_gpu_products_by_descriptors_compute_what_exact_arithmetic_does():
-    from tests.engines.cuda.interpreted_plans import check_epilogues, check_pointwise
+    from tests.engines.cuda.interpreted_plans import check_epilogues, check_pointwise, check_windows
 
     check_pointwise(torch.device("cuda"))
+    check_windows(torch.device("cuda"))
     check_epilogues(torch.device("cuda"))
 
 

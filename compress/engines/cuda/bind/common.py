@@ -1,4 +1,4 @@
-"""Shared by the functions that bind kernels to steps: candidates, the cache of a device, rows of pixels."""
+"""Shared by the functions that bind kernels to steps: the cache of a device, epilogues, rows of pixels."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import Tensor
 
 from compress.engines.cuda.executor import Tensors
 from compress.engines.cuda.plan.activation import Activation
+from compress.engines.cuda.plan.layout import Layout
 from compress.engines.cuda.plan.quantizers import Grid
-from compress.engines.cuda.plan.steps import Output, Step
-from compress.kernels.triton.int8_epilogue import Finish, Function, OutputGrid, Outputs, finish_of
+from compress.engines.cuda.plan.steps import Output, Product, Step
+from compress.kernels.triton.int8_epilogue import Finish, Function, OutputGrid, Outputs, Residual, finish_of
+from compress.kernels.triton.int8_product import ALIGNED
 
 
 @dataclass
@@ -142,3 +144,25 @@ def in_words(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         if count > 1 and all(n % count == 0 for n in numbers):
             return turned[0].view(word), turned[1].view(word)
     return a, b
+
+
+def product_finish(step: Product, bindings: Bindings) -> Finish:
+    """The epilogue of a product."""
+    e = step.epilogue
+    residual = None
+    if e.residual.name:
+        g = e.residual.grid
+        residual = Residual(1.0, 0, False) if g is None else Residual(g.scale[0], g.zero, True)
+    return bindings.finish(
+        step, factor=e.factor, bias=e.bias, first=function_of(e.first), middle=output_grid(e.middle), residual=residual,
+        second=function_of(e.second), grid=output_grid(e.out.grid) if e.out.codes else None, value=bool(e.out.value),
+    )  # fmt: skip
+
+
+def whole_parts(name: str, layout: Layout) -> bool:
+    """True for codes whose pixels can be read 16 channels at a time."""
+    place = layout.places.get(name)
+    if place is None or place.dtype != torch.int8 or len(place.shape) != 4 or place.strides[1] != 1:
+        return False
+    aligned = all(n % ALIGNED == 0 for n in (place.offset, place.strides[0], place.strides[2], place.strides[3]))
+    return aligned and place.strides[3] >= place.shape[1]

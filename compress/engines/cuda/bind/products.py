@@ -12,18 +12,16 @@ from compress.engines.cuda.bind.common import (
     Bindings,
     Results,
     channels_last,
-    function_of,
-    output_grid,
     pixel_rows,
+    product_finish,
+    whole_parts,
 )
+from compress.engines.cuda.bind.depthwise import bind_depthwise
 from compress.engines.cuda.executor import Candidate, Tensors
 from compress.engines.cuda.plan.layout import Layout
 from compress.engines.cuda.plan.steps import NO_PADDING, Convolution, Linear, Product
-from compress.engines.cuda.tiles import deep_tiles, depthwise_tiles, dot_tiles, pointwise_tiles, product_tiles
+from compress.engines.cuda.tiles import deep_tiles, pointwise_tiles, product_tiles, window_tiles
 from compress.kernels.triton.int8_deep import deep
-from compress.kernels.triton.int8_depthwise import DepthwiseTile, depthwise, pack_depthwise
-from compress.kernels.triton.int8_depthwise_dot import DotTile, depthwise_dot, pack_dots
-from compress.kernels.triton.int8_epilogue import Finish, Residual
 from compress.kernels.triton.int8_pointwise import LEAST_CAPABILITY, PointwiseTile, pointwise
 from compress.kernels.triton.int8_product import (
     ALIGNED,
@@ -35,21 +33,10 @@ from compress.kernels.triton.int8_product import (
     tiles_of,
     workspace,
 )
+from compress.kernels.triton.int8_window import WindowTile, window
 
 _OVERLAPPED = 2
 """Programs for each multiprocessor up to which a launch begins before its predecessor ends: large ones have no gap."""
-
-
-def _product_finish(step: Product, bindings: Bindings) -> Finish:
-    e = step.epilogue
-    residual = None
-    if e.residual.name:
-        g = e.residual.grid
-        residual = Residual(1.0, 0, False) if g is None else Residual(g.scale[0], g.zero, True)
-    return bindings.finish(
-        step, factor=e.factor, bias=e.bias, first=function_of(e.first), middle=output_grid(e.middle), residual=residual,
-        second=function_of(e.second), grid=output_grid(e.out.grid) if e.out.codes else None, value=bool(e.out.value),
-    )  # fmt: skip
 
 
 def _product(
@@ -76,7 +63,7 @@ def _product(
         axis: of the channels in the plan's tensors.
         follows: a product runs right before this one, so that a small launch may begin before that one ends.
     """
-    finish = _product_finish(step, bindings)
+    finish = product_finish(step, bindings)
     zero = step.x.grid.zero if step.x.grid else 0
     images, columns, *size = shape
     rows = images * size[0] * size[1]
@@ -144,7 +131,7 @@ def _pointwise(
         return []
     if columns % ALIGNED:  # the copy engine would write to the end of the last 16 bytes, where another tensor may begin
         return []
-    finish = _product_finish(step, bindings)
+    finish = product_finish(step, bindings)
     zero = step.x.grid.zero if step.x.grid else 0
     count, pitch = cast("tuple[int, int]", rows[0])
     if pitch < channels:
@@ -172,7 +159,7 @@ def _deep(
     e, channels, rows = step.epilogue, weight.codes.shape[-1], _even_rows(step.x.name, layout, axes[0])
     if bindings.capability < LEAST_CAPABILITY or weight.groups > 1 or rows is None or rows[1] < channels:
         return []
-    finish, zero = _product_finish(step, bindings), step.x.grid.zero if step.x.grid else 0
+    finish, zero = product_finish(step, bindings), step.x.grid.zero if step.x.grid else 0
     count, pitch = rows
 
     def candidate(tile: Tile) -> Candidate:
@@ -185,6 +172,35 @@ def _deep(
         return Candidate(f"triton deep {tile_text(tile)}", run)
 
     return [candidate(tile) for tile in deep_tiles(count, channels, columns)]
+
+
+def _window(
+    step: Convolution,
+    layout: Layout,
+    bindings: Bindings,
+    weight: Weight,
+    shape: tuple[int, int, int, int],
+    geometry: Geometry,
+) -> list[Candidate]:
+    """Candidates that load boxes of the image by descriptors, for filters of several taps that move by one pixel."""
+    e, zero, finish = step.epilogue, step.x.grid.zero if step.x.grid else 0, product_finish(step, bindings)
+    names = [name for name in (e.residual.name, *e.out.names) if name]
+    even = whole_parts(step.x.name, layout) and None not in [_even_rows(name, layout, 1) for name in names]
+    moves = (geometry.stride_y, geometry.stride_x) != (1, 1)
+    if bindings.capability < LEAST_CAPABILITY or weight.groups > 1 or moves or zero or not even or e.out.value:
+        return []  # the copy engine fills in zeros, and moves by one
+    if shape[1] % ALIGNED or finish.vectors.inverse is not None or finish.kind.residual == 2:
+        return []
+
+    def candidate(tile: WindowTile) -> Candidate:
+        def run(tensors: Tensors) -> None:
+            outputs = Results(e.out, e.residual.name, tensors, 1).outputs
+            window(tensors[step.x.name], weight, finish, outputs, shape[1], geometry, (shape[2], shape[3]), tile)
+
+        text = f"{tile.images}x{tile.high}x{tile.wide}x{tile.columns}x{tile.depth} s{tile.stages} w{tile.warps}"
+        return Candidate(f"triton window {text}", run)
+
+    return [candidate(tile) for tile in window_tiles(shape, weight.codes.shape[-1])]
 
 
 def _even_rows(name: str, layout: Layout, axis: int) -> tuple[int, int] | None:
@@ -210,8 +226,7 @@ def bind_convolution(step: Convolution, layout: Layout, bindings: Bindings) -> l
     geometry = Geometry(*step.stride, step.padding[0][0], step.padding[1][0], *step.dilation)
     zero = step.x.grid.zero if step.x.grid else 0
     if step.weight.shape[1] == 1 and step.weight.shape[0] == step.groups > 1:
-        rest = (step, cast(Any, shape), bindings, geometry, zero)
-        return _depthwise(*rest) + (_depthwise_dot(*rest) if _whole_parts(step.x.name, layout) else [])
+        return bind_depthwise(step, layout, bindings, cast(Any, shape), product_finish(step, bindings), geometry)
     weight: Weight = bindings.keep(
         (step.name, "weight"), lambda: pack_weight(step.weight, zero, step.groups, bindings.device)
     )
@@ -225,7 +240,9 @@ def bind_convolution(step: Convolution, layout: Layout, bindings: Bindings) -> l
         step, bindings, weight, cast(Any, shape), geometry, taps, read, 1, _follows(step, layout, bindings)
     )
     flat = taps == 1 and step.stride == (1, 1) and step.padding == NO_PADDING
-    return found + (_by_descriptors(step, layout, bindings, weight, shape[1], (1, 1)) if flat else [])
+    if flat:
+        return found + _by_descriptors(step, layout, bindings, weight, shape[1], (1, 1))
+    return found + _window(step, layout, bindings, weight, cast(Any, shape), geometry)
 
 
 def _readable(x: Tensor, channels: int) -> Tensor:
@@ -259,58 +276,3 @@ def bind_linear(step: Linear, layout: Layout, bindings: Bindings) -> list[Candid
     follows = _follows(step, layout, bindings)
     found = _product(step, bindings, weight, (rows, columns, 1, 1), Geometry(), 1, read, step.axis, follows)
     return found + _by_descriptors(step, layout, bindings, weight, columns, (-1, step.axis))
-
-
-def _depthwise(
-    step: Convolution, shape: tuple[int, int, int, int], bindings: Bindings, geometry: Geometry, zero: int
-) -> list[Candidate]:
-    finish, e = _product_finish(step, bindings), step.epilogue
-
-    def candidate(tile: DepthwiseTile) -> Candidate:
-        weight: Weight = bindings.keep(
-            (step.name, "weight", tile.floats),
-            lambda: pack_depthwise(step.weight, zero, floats=tile.floats, device=bindings.device),
-        )
-
-        def run(tensors: Tensors) -> None:
-            results = Results(e.out, e.residual.name, tensors, 1)
-            x = channels_last(tensors[step.x.name])
-            depthwise(
-                x, weight, finish, results.outputs, shape[1], geometry, (shape[2], shape[3]), tile, zero=zero
-            )  # fmt: skip
-            results.finish()
-
-        text = f"{tile.positions}x{tile.channels} strip {tile.strip} w{tile.warps}{' f32' if tile.floats else ''}"
-        return Candidate(f"triton depthwise {text}", run)
-
-    return [candidate(tile) for tile in depthwise_tiles(shape, cast(Any, tuple(step.weight.shape[2:])), step.stride)]
-
-
-def _whole_parts(name: str, layout: Layout) -> bool:
-    """True for codes whose pixels can be read 16 channels at a time."""
-    place = layout.places.get(name)
-    if place is None or place.dtype != torch.int8 or len(place.shape) != 4 or place.strides[1] != 1:
-        return False
-    aligned = all(n % ALIGNED == 0 for n in (place.offset, place.strides[0], place.strides[2], place.strides[3]))
-    return aligned and place.strides[3] >= place.shape[1]
-
-
-def _depthwise_dot(
-    step: Convolution, shape: tuple[int, int, int, int], bindings: Bindings, geometry: Geometry, zero: int
-) -> list[Candidate]:
-    """Candidates of a depthwise convolution by products of four bytes, for filters without horizontal dilation."""
-    finish, e = _product_finish(step, bindings), step.epilogue
-    if geometry.dilation_x > 1 or finish.vectors.inverse is not None:
-        return []
-    weight: Weight = bindings.keep((step.name, "words"), lambda: pack_dots(step.weight, zero, device=bindings.device))
-
-    def candidate(tile: DotTile) -> Candidate:
-        def run(tensors: Tensors) -> None:
-            results = Results(e.out, e.residual.name, tensors, 1)
-            x, size = tensors[step.x.name], (shape[2], shape[3])
-            depthwise_dot(x, weight, finish, results.outputs, shape[1], geometry, size, tile, zero=zero)
-            results.finish()
-
-        return Candidate(f"triton depthwise dot {tile.units}x{tile.parts} strip {tile.strip} w{tile.warps}", run)
-
-    return [candidate(tile) for tile in dot_tiles(shape, cast(Any, tuple(step.weight.shape[2:])), step.stride)]

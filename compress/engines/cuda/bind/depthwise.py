@@ -1,0 +1,103 @@
+"""Depthwise convolutions of codes as launches of kernels."""
+
+from __future__ import annotations
+
+from compress.engines.cuda.bind.common import Bindings, Results, channels_last, whole_parts
+from compress.engines.cuda.executor import Candidate, Tensors
+from compress.engines.cuda.plan.layout import Layout
+from compress.engines.cuda.plan.steps import Convolution
+from compress.engines.cuda.tiles import depthwise_tiles, dot_tiles, rows_tiles
+from compress.kernels.triton.int8_depthwise import DepthwiseTile, depthwise, pack_depthwise
+from compress.kernels.triton.int8_depthwise_dot import WORD, DotTile, depthwise_dot, pack_dots
+from compress.kernels.triton.int8_depthwise_rows import RowsTile, depthwise_rows
+from compress.kernels.triton.int8_epilogue import Finish
+from compress.kernels.triton.int8_product import Geometry, Weight
+
+Shape = tuple[int, int, int, int]
+
+
+def bind_depthwise(
+    step: Convolution, layout: Layout, bindings: Bindings, shape: Shape, finish: Finish, geometry: Geometry
+) -> list[Candidate]:
+    """Candidates of a depthwise convolution.
+
+    Args:
+        step: of the plan.
+        layout: of the plan.
+        bindings: what steps keep.
+        shape: (N, C, OH, OW) of the result.
+        finish: its epilogue.
+        geometry: of the filter.
+    """
+    rest = (step, bindings, shape, finish, geometry)
+    found = _plain(*rest)
+    if not whole_parts(step.x.name, layout) or geometry.dilation_x > 1 or finish.vectors.inverse is not None:
+        return found
+    return found + _dots(*rest) + _rows(*rest)
+
+
+def _plain(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, geometry: Geometry) -> list[Candidate]:
+    e, zero = step.epilogue, _zero(step)
+
+    def candidate(tile: DepthwiseTile) -> Candidate:
+        weight: Weight = bindings.keep(
+            (step.name, "weight", tile.floats),
+            lambda: pack_depthwise(step.weight, zero, floats=tile.floats, device=bindings.device),
+        )
+
+        def run(tensors: Tensors) -> None:
+            results = Results(e.out, e.residual.name, tensors, 1)
+            x = channels_last(tensors[step.x.name])
+            depthwise(
+                x, weight, finish, results.outputs, shape[1], geometry, (shape[2], shape[3]), tile, zero=zero
+            )  # fmt: skip
+            results.finish()
+
+        text = f"{tile.positions}x{tile.channels} strip {tile.strip} w{tile.warps}{' f32' if tile.floats else ''}"
+        return Candidate(f"triton depthwise {text}", run)
+
+    return [candidate(tile) for tile in depthwise_tiles(shape, _taps(step), step.stride)]
+
+
+def _zero(step: Convolution) -> int:
+    return step.x.grid.zero if step.x.grid else 0
+
+
+def _taps(step: Convolution) -> tuple[int, int]:
+    return step.weight.shape[2], step.weight.shape[3]
+
+
+def _dots(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, geometry: Geometry) -> list[Candidate]:
+    """Candidates by products of four bytes, for filters without horizontal dilation."""
+    e, zero = step.epilogue, _zero(step)
+    weight: Weight = bindings.keep((step.name, "words"), lambda: pack_dots(step.weight, zero, device=bindings.device))
+
+    def candidate(tile: DotTile) -> Candidate:
+        def run(tensors: Tensors) -> None:
+            results = Results(e.out, e.residual.name, tensors, 1)
+            x, size = tensors[step.x.name], (shape[2], shape[3])
+            depthwise_dot(x, weight, finish, results.outputs, shape[1], geometry, size, tile, zero=zero)
+            results.finish()
+
+        return Candidate(f"triton depthwise dot {tile.units}x{tile.parts} strip {tile.strip} w{tile.warps}", run)
+
+    return [candidate(tile) for tile in dot_tiles(shape, _taps(step), step.stride)]
+
+
+def _rows(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, geometry: Geometry) -> list[Candidate]:
+    """Candidates by products of four bytes that compute several rows at a time, for filters without dilation."""
+    e, zero = step.epilogue, _zero(step)
+    if geometry.dilation_y > 1 or finish.kind.residual or shape[1] % WORD:
+        return []
+    weight: Weight = bindings.keep((step.name, "words"), lambda: pack_dots(step.weight, zero, device=bindings.device))
+
+    def candidate(tile: RowsTile) -> Candidate:
+        def run(tensors: Tensors) -> None:
+            results = Results(e.out, e.residual.name, tensors, 1)
+            x, size = tensors[step.x.name], (shape[2], shape[3])
+            depthwise_rows(x, weight, finish, results.outputs, shape[1], geometry, size, tile, zero=zero)
+            results.finish()
+
+        return Candidate(f"triton depthwise rows {tile.high}x{tile.strip} chunk {tile.chunk} w{tile.warps}", run)
+
+    return [candidate(tile) for tile in rows_tiles(shape, _taps(step), step.stride, weight.codes.shape[-1])]

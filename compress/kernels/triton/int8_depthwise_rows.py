@@ -1,0 +1,179 @@
+"""Depthwise convolutions of codes by products of four bytes, several rows of results at a time, for inference.
+
+As in `int8_depthwise_dot`, a word that is multiplied holds four neighbouring pixels of one channel. There a thread
+computes one row of results for 16 channels, and most of what it reads are words of the filter and rows of pixels that
+it reads again for the next row. Here a thread keeps to four channels and computes HIGH rows: each row of pixels is read
+and transposed once for all of them, and so is each word of the filter.
+
+A program computes UNITS words of channels, CHUNK neighbouring ones of a position before those of the next position.
+"""
+
+# ruff: noqa: ANN001, ANN202, N803, N806  (kernels: Triton types parameters, and constants are in capitals)
+# mypy: disable-error-code="no-untyped-def, assignment"
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compress.kernels.triton.int8_depthwise_dot import WORD, dot, transposed
+from compress.kernels.triton.int8_epilogue import Finish, Outputs, finished, write_tile
+from compress.kernels.triton.int8_product import Geometry, Sizes, Steps, Weight
+
+_WARP = 32
+
+
+class RowsTile(NamedTuple):
+    """The tile of one program.
+
+    Attributes:
+        high: rows of results of a position.
+        strip: neighbouring results of each row.
+        chunk: words of four channels that a program takes of a position; a divisor of all of them.
+        warps: of a program; each thread computes one word of channels of one position.
+    """
+
+    high: int
+    strip: int
+    chunk: int
+    warps: int = 4
+
+
+def depthwise_rows(
+    x: Tensor,
+    weight: Weight,
+    finish: Finish,
+    outputs: Outputs,
+    columns: int,
+    geometry: Geometry,
+    out_size: tuple[int, int],
+    tile: RowsTile,
+    *,
+    zero: int = 0,
+) -> None:
+    """Launch the depthwise convolution of `x`.
+
+    Args:
+        x: int8 (N, C, H, W) with neighbouring channels; pixels begin at multiples of 16 bytes and have room for a
+            multiple of 16 channels.
+        weight: of `pack_dots`.
+        finish: of `finish_of`, on the device; its grid has one scale.
+        outputs: what is written, in rows at multiples of 4 elements; nothing is added.
+        columns: channels, a multiple of 4.
+        geometry: of the filter, without dilation.
+        out_size: (OH, OW).
+        tile: of a program.
+        zero: code of 0 of the input.
+    """
+    images, _, height, width = x.shape
+    taps_y, shifts, _, words = weight.codes.shape
+    image_step, row_step, pixel_step = (x.stride(i) // WORD for i in (0, 2, 3))
+    groups, blocks = -(-out_size[1] // tile.strip), -(-out_size[0] // tile.high)
+    positions, units, chunks = images * blocks * groups, _WARP * tile.warps, words // tile.chunk
+    filler = int.from_bytes(bytes([zero & 255]) * WORD, "little", signed=True)
+    _rows_kernel[(-(-positions * tile.chunk // units) * chunks,)](
+        x.as_strided((1, WORD), (WORD, 1)).view(torch.int32), weight.codes, weight.correction, finish.vectors, outputs,
+        finish.numbers, positions, groups, blocks, tile.chunk, chunks, words, columns,
+        Steps(image_step, row_step, pixel_step), Sizes(height, width, *out_size), geometry.pad_y, geometry.pad_x,
+        filler,
+        finish.kind, taps_y, shifts - 3, geometry.stride_y, geometry.stride_x, zero != 0, tile.high, tile.strip, units,
+        x.is_cuda, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["positions", "groups", "blocks", "chunk", "chunks", "sizes", "filler"])
+def _rows_kernel(
+    x_ptr, weight_ptr, correction_ptr, vectors, outputs, numbers, positions, groups, blocks, chunk, chunks, words,
+    columns, step, sizes, pad_y, pad_x, filler,
+    KIND: tl.constexpr, TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, STRIDE_Y: tl.constexpr, STRIDE_X: tl.constexpr,
+    X_ZERO: tl.constexpr, HIGH: tl.constexpr, STRIP: tl.constexpr, UNITS: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    unit = (tl.program_id(0) // chunks) * UNITS + tl.arange(0, UNITS)
+    word = (tl.program_id(0) % chunks) * chunk + unit % chunk
+    position = unit // chunk
+    found = position < positions
+    line = position // groups  # of image and block of rows
+    out_x = (position % groups) * STRIP
+    out_y = (line % blocks) * HIGH
+    image = (line // blocks).to(tl.int64)
+    first_x = out_x * STRIDE_X - pad_x
+    first_y = out_y * STRIDE_Y - pad_y
+    at = x_ptr + (image * step.image + first_y.to(tl.int64) * step.row + first_x.to(tl.int64) * step.pixel + word)
+    PIXELS: tl.constexpr = (STRIP - 1) * STRIDE_X + TAPS_X
+    across = ()
+    for place in tl.static_range(PIXELS):
+        x = (first_x + place).to(tl.uint32, bitcast=True)
+        across = across + (x < tl.cast(sizes.width, tl.uint32),)  # noqa: RUF005  (Triton knows no unpacking)
+    turned = ()
+    for row in tl.static_range((HIGH - 1) * STRIDE_Y + TAPS_Y):
+        y = (first_y + row).to(tl.uint32, bitcast=True)
+        there = found & (y < tl.cast(sizes.height, tl.uint32))
+        turned = turned + _row(at + row * step.row, there, across, step.pixel, filler, PIXELS, UNITS, ON_GPU)
+    sums = ()
+    for _ in tl.static_range(4 * HIGH * STRIP):
+        sums = sums + (tl.zeros([UNITS], dtype=tl.int32),)  # noqa: RUF005
+    for tap_y in tl.static_range(TAPS_Y):
+        taps_at = weight_ptr + tap_y * ((TAPS_X + 3) * 4) * words + word
+        sums = _with_row(sums, turned, taps_at, words, tap_y, TAPS_X, STRIDE_Y, STRIDE_X, HIGH, STRIP, ON_GPU)
+    column = 4 * word[:, None] + tl.arange(0, 4)[None, :]
+    inside = 4 * word < columns
+    factor = tl.load(vectors.factor + column, mask=inside[:, None], other=0.0)
+    bias = tl.load(vectors.bias + column, mask=inside[:, None], other=0.0)
+    for i in tl.static_range(HIGH * STRIP):
+        low = tl.join(sums[4 * i], sums[4 * i + 2])
+        total = tl.join(low, tl.join(sums[4 * i + 1], sums[4 * i + 3])).reshape([UNITS, 4])
+        if X_ZERO:
+            total += tl.load(correction_ptr + column, mask=inside[:, None], other=0)
+        y = out_y + i // STRIP
+        x = out_x + i % STRIP
+        there = found & inside & (y < sizes.out_height) & (x < sizes.out_width)
+        real, steps = finished(total, total, factor, bias, vectors, column, inside, numbers, KIND)
+        row = (image * sizes.out_height + y) * sizes.out_width + x
+        write_tile(real, steps, row, column, there[:, None], outputs, numbers, KIND)
+
+
+@triton.jit
+def _row(at, there, across, pixel_step, filler, PIXELS: tl.constexpr, UNITS: tl.constexpr, ON_GPU: tl.constexpr):
+    """A row's pixels as words of four neighbouring pixels of one channel: four words for every four pixels."""
+    turned = ()
+    for k in tl.static_range((PIXELS + 3) // 4):
+        pixels = ()
+        for i in tl.static_range(4):
+            if 4 * k + i < PIXELS:
+                pixel = tl.load(at + (4 * k + i) * pixel_step, mask=there & across[4 * k + i], other=filler)
+            else:  # the filter's word is 0 there
+                pixel = tl.zeros([UNITS], dtype=tl.int32)
+            pixels = pixels + (pixel,)  # noqa: RUF005
+        turned = turned + transposed(pixels, ON_GPU)
+    return turned
+
+
+@triton.jit
+def _with_row(
+    sums, turned, taps_at, words, TAP_Y: tl.constexpr, TAPS: tl.constexpr, STRIDE_Y: tl.constexpr,
+    STRIDE_X: tl.constexpr, HIGH: tl.constexpr, STRIP: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    """The sums of all rows with the products of one row of the filter."""
+    QUADS: tl.constexpr = ((STRIP - 1) * STRIDE_X + TAPS + 3) // 4
+    taps = ()
+    for i in tl.static_range(STRIP * QUADS):
+        for j in tl.static_range(4):
+            if 4 * (i % QUADS) - i // QUADS * STRIDE_X > -4 and 4 * (i % QUADS) - i // QUADS * STRIDE_X < TAPS:
+                shift = 4 * (i % QUADS) - i // QUADS * STRIDE_X + 3
+                taps = taps + (tl.load(taps_at + (shift * 4 + j) * words),)  # noqa: RUF005
+            else:
+                taps = taps + (0,)  # noqa: RUF005
+    found = ()
+    for row in tl.static_range(HIGH):
+        for i in tl.static_range(STRIP):
+            for j in tl.static_range(4):
+                total = sums[4 * (row * STRIP + i) + j]
+                for k in tl.static_range(QUADS):
+                    if 4 * k - i * STRIDE_X > -4 and 4 * k - i * STRIDE_X < TAPS:
+                        pixels = turned[4 * ((row * STRIDE_Y + TAP_Y) * QUADS + k) + j]
+                        total = dot(pixels, taps[4 * (i * QUADS + k) + j], total, ON_GPU)
+                found = found + (total,)  # noqa: RUF005
+    return found
