@@ -7,6 +7,7 @@ from compress.kernels.triton.int8_depthwise_dot import DotTile
 from compress.kernels.triton.int8_depthwise_rows import RowsTile
 from compress.kernels.triton.int8_pointwise import PointwiseTile
 from compress.kernels.triton.int8_product import Tile
+from compress.kernels.triton.int8_wide import WideTile
 from compress.kernels.triton.int8_window import WindowTile
 
 _PROGRAMS = 132  # multiprocessors of the GPUs that the guesses were made for
@@ -17,7 +18,9 @@ _FILTER_BYTES = 64 << 10
 _FEW = 4 * _PROGRAMS
 """Small tiles up to which a GPU has too few programs to hide the time of a load."""
 _SHALLOW = 256
-"""Input channels up to which a persistent program holds all of a tile."""
+"""Input channels up to which a persistent program holds all of a tile, or of the weight."""
+_MOST_HELD = 192
+"""Columns whose factors and biases a program keeps in registers."""
 _MOST_SIDE = 8
 """Of a box of pixels: images share what is left, so that neighbouring programs read the same pixels."""
 _MOST_UNROLLED = 7
@@ -221,3 +224,33 @@ def window_tiles(shape: tuple[int, int, int, int], channels: int) -> list[Window
         if box <= images and columns >= most:
             found.append(WindowTile(box, min(high, rows // wide), wide, most, deep, stages, warps))
     return list(dict.fromkeys(found))
+
+
+def wide_tiles(rows: int, channels: int, columns: int) -> list[WideTile]:
+    """Tiles of persistent programs that hold the whole weight of few input channels; none where that cannot pay.
+
+    Args:
+        rows: pixels of the result.
+        channels: of the input.
+        columns: output channels.
+    """
+    if channels > _SHALLOW or rows * max(columns, channels) < 4 * _PROGRAMS * 64 * 128:
+        return []
+    depth = max(32, 1 << (channels - 1).bit_length())
+    strips = -(-columns // _MOST_HELD)
+    each = -(-columns // strips)
+    found = [
+        WideTile(high, _widths(each, most), depth, stages, warps, programs)
+        for high, most, stages, warps, programs in ((128, 64, 3, 4, 3), (64, 64, 3, 4, 4), (64, 128, 3, 4, 3))
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _widths(columns: int, most: int) -> tuple[int, ...]:
+    """Powers of two from 16 to `most` that make up `columns`, or a few more."""
+    found: list[int] = []
+    left = -(-columns // 16) * 16
+    while left:
+        found.append(min(most, 1 << (left.bit_length() - 1)))
+        left -= found[-1]
+    return tuple(found)

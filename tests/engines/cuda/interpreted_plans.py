@@ -27,6 +27,7 @@ from compress.kernels.triton.int8_depthwise_rows import RowsTile, depthwise_rows
 from compress.kernels.triton.int8_epilogue import Function, OutputGrid, Outputs, Residual, finish_of
 from compress.kernels.triton.int8_pointwise import PointwiseTile, pointwise
 from compress.kernels.triton.int8_product import Geometry, Tile, pack_weight
+from compress.kernels.triton.int8_wide import WideTile, wide
 from compress.kernels.triton.int8_window import WindowTile, window
 from tests.engines.cuda.qdq import Builder, convnext, windows
 from tests.engines.cuda.test_plan import networks
@@ -144,13 +145,15 @@ def check(case, device):
 
 
 def check_pointwise(device):
-    """Products of rows by tensor descriptors: channels and rows that fill no tile, zeros, residuals."""
+    """Products of rows, by tensor descriptors and of all columns at once: what fills no tile, zeros, residuals."""
     for rows, channels, columns, zero, tile in (
         (70, 40, 48, 0, PointwiseTile(32, 32, 32)),
         (33, 64, 32, 5, PointwiseTile(32, 16, 64, programs=1)),
         (5, 16, 112, -128, PointwiseTile(32, 64, 32, stages=3)),
         (37, 150, 48, 5, Tile(32, 32, 64, part=16)),
         (20, 272, 37, 0, Tile(16, 64, 128)),
+        (37, 40, 75, 5, WideTile(16, (32, 16), 64, programs=1)),
+        (5, 16, 40, 0, WideTile(16, (32, 16), 32)),
     ):
         torch.manual_seed(0)
         pitch = columns + 16  # what lies between rows is another tensor's
@@ -168,7 +171,8 @@ def check_pointwise(device):
         if isinstance(tile, Tile):
             deep(x.to(device), weight, finish, outputs, columns, tile, zero=zero)
         else:
-            pointwise(x.to(device), weight, finish, outputs, columns, tile, 2, zero=zero)
+            compute = wide if isinstance(tile, WideTile) else pointwise
+            compute(x.to(device), weight, finish, outputs, columns, tile, 2, zero=zero)
         sums = (x[:, :channels].double() - zero) @ w.double().t()
         y = (sums * factor + bias + 0.05 * (residual[:, :columns].double() - 3)).clamp(min=0) / 0.3
         expected = (y.round() - 128).clamp(-128, 127)

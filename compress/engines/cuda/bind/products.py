@@ -20,7 +20,7 @@ from compress.engines.cuda.bind.depthwise import bind_depthwise
 from compress.engines.cuda.executor import Candidate, Tensors
 from compress.engines.cuda.plan.layout import Layout
 from compress.engines.cuda.plan.steps import NO_PADDING, Convolution, Linear, Product
-from compress.engines.cuda.tiles import deep_tiles, pointwise_tiles, product_tiles, window_tiles
+from compress.engines.cuda.tiles import deep_tiles, pointwise_tiles, product_tiles, wide_tiles, window_tiles
 from compress.kernels.triton.int8_deep import deep
 from compress.kernels.triton.int8_pointwise import LEAST_CAPABILITY, PointwiseTile, pointwise
 from compress.kernels.triton.int8_product import (
@@ -33,6 +33,7 @@ from compress.kernels.triton.int8_product import (
     tiles_of,
     workspace,
 )
+from compress.kernels.triton.int8_wide import WideTile, wide
 from compress.kernels.triton.int8_window import WindowTile, window
 
 _OVERLAPPED = 2
@@ -102,12 +103,12 @@ def _follows(step: Product, layout: Layout, bindings: Bindings) -> bool:
     return isinstance(before, Product)
 
 
-def _by_descriptors(
+def _of_rows(
     step: Product, layout: Layout, bindings: Bindings, weight: Weight, columns: int, axes: tuple[int, int]
 ) -> list[Candidate]:
-    """Candidates that load by tensor descriptors, for few input channels and for many; see `_pointwise`."""
+    """Candidates for a product of rows that lie evenly, of few input channels and of many; see `_pointwise`."""
     rest = (step, layout, bindings, weight, columns, axes)
-    return _pointwise(*rest) + _deep(*rest)
+    return _pointwise(*rest) + _deep(*rest) + _wide(*rest)
 
 
 def _pointwise(
@@ -172,6 +173,30 @@ def _deep(
         return Candidate(f"triton deep {tile_text(tile)}", run)
 
     return [candidate(tile) for tile in deep_tiles(count, channels, columns)]
+
+
+def _wide(
+    step: Product, layout: Layout, bindings: Bindings, weight: Weight, columns: int, axes: tuple[int, int]
+) -> list[Candidate]:
+    """Candidates of persistent programs that hold the weight, for a product of few channels; see `_pointwise`."""
+    e, channels, rows = step.epilogue, weight.codes.shape[-1], _even_rows(step.x.name, layout, axes[0])
+    finish, zero = product_finish(step, bindings), step.x.grid.zero if step.x.grid else 0
+    if weight.groups > 1 or rows is None or rows[1] < channels or finish.vectors.inverse is not None:
+        return []
+    count, pitch = rows
+
+    def candidate(tile: WideTile) -> Candidate:
+        def run(tensors: Tensors) -> None:
+            results = Results(e.out, e.residual.name, tensors, axes[1])
+            x = tensors[step.x.name].as_strided((count, channels), (pitch, 1))
+            wide(x, weight, finish, results.outputs, columns, tile, bindings.multiprocessors, zero=zero)
+            results.finish()
+
+        widths = "+".join(map(str, tile.widths))
+        text = f"{tile.rows}x{widths}x{tile.depth} s{tile.stages} w{tile.warps} x{tile.programs}"
+        return Candidate(f"triton wide {text}", run)
+
+    return [candidate(tile) for tile in wide_tiles(count, channels, columns)]
 
 
 def _window(
@@ -241,7 +266,7 @@ def bind_convolution(step: Convolution, layout: Layout, bindings: Bindings) -> l
     )
     flat = taps == 1 and step.stride == (1, 1) and step.padding == NO_PADDING
     if flat:
-        return found + _by_descriptors(step, layout, bindings, weight, shape[1], (1, 1))
+        return found + _of_rows(step, layout, bindings, weight, shape[1], (1, 1))
     return found + _window(step, layout, bindings, weight, cast(Any, shape), geometry)
 
 
@@ -275,4 +300,4 @@ def bind_linear(step: Linear, layout: Layout, bindings: Bindings) -> list[Candid
     rows = torch.Size(shape).numel() // columns
     follows = _follows(step, layout, bindings)
     found = _product(step, bindings, weight, (rows, columns, 1, 1), Geometry(), 1, read, step.axis, follows)
-    return found + _by_descriptors(step, layout, bindings, weight, columns, (-1, step.axis))
+    return found + _of_rows(step, layout, bindings, weight, columns, (-1, step.axis))

@@ -1,0 +1,127 @@
+"""Matrix products of codes of few input channels: persistent programs that compute all columns of a tile of rows.
+
+An expanding 1 x 1 convolution of a mobile network reads 16 to 64 channels and writes six times as many, no power of
+two: 96, 144, 192. Here a program holds the whole weight and computes whole rows: pixels are read once, the next tile's
+while this one is finished, no column is computed in vain, and a tile of results is one run of memory.
+"""
+
+# ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
+# mypy: disable-error-code="no-untyped-def, assignment"
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compress.kernels.triton.int8_epilogue import Finish, Outputs, finished, write_tile
+from compress.kernels.triton.int8_product import Weight
+
+
+class WideTile(NamedTuple):
+    """What one program computes, and how.
+
+    Attributes:
+        rows: output pixels of a tile.
+        widths: columns that are computed at a time, powers of two; a program computes all of these.
+        depth: all input channels, a power of two.
+        stages: tiles whose loads are under way at a time.
+        warps: of a program.
+        programs: on one multiprocessor.
+    """
+
+    rows: int
+    widths: tuple[int, ...]
+    depth: int
+    stages: int = 2
+    warps: int = 4
+    programs: int = 4
+
+
+def wide(
+    x: Tensor,
+    weight: Weight,
+    finish: Finish,
+    outputs: Outputs,
+    columns: int,
+    tile: WideTile,
+    multiprocessors: int,
+    *,
+    zero: int = 0,
+) -> None:
+    """Launch the product of `x` and the weight.
+
+    Args:
+        x: int8 (rows, K) with neighbouring channels and room for the weight's.
+        weight: of `pack_weight`, of one tap and one group.
+        finish: of `finish_of`, on the device; its grid has one scale.
+        outputs: what is added and written.
+        columns: output channels.
+        tile: of a program.
+        multiprocessors: of the GPU.
+        zero: code of 0 of the input.
+    """
+    rows, channels = x.shape[0], weight.codes.shape[-1]
+    strip = sum(tile.widths)
+    strips = -(-columns // strip)
+    programs = min(-(-rows // tile.rows), -(-tile.programs * multiprocessors // strips))
+    _wide_kernel[(strips, programs)](
+        x, weight.codes, weight.correction, finish.vectors, outputs, finish.numbers, rows, channels, columns,
+        x.stride(0),
+        finish.kind, zero != 0, tile.rows, strip, tile.widths, tile.depth, tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _wide_kernel(
+    x_ptr, weight_ptr, correction_ptr, vectors, outputs, numbers, rows, channels, columns, pitch,
+    KIND: tl.constexpr, X_ZERO: tl.constexpr, ROWS: tl.constexpr, STRIP: tl.constexpr, WIDTHS: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    depth = tl.arange(0, DEPTH)
+    filters = ()
+    factors = ()
+    biases = ()
+    first = tl.program_id(0) * STRIP
+    for part in tl.static_range(len(WIDTHS)):
+        column = first + tl.arange(0, WIDTHS[part])
+        there = (depth < channels)[:, None] & (column < columns)[None, :]
+        found = tl.load(weight_ptr + column[None, :] * channels + depth[:, None], mask=there, other=0)
+        filters = filters + (found,)  # noqa: RUF005  (Triton knows no unpacking)
+        factor = tl.load(vectors.factor + column, mask=column < columns, other=0.0)
+        factors = factors + (factor[None, :],)  # noqa: RUF005
+        bias = tl.load(vectors.bias + column, mask=column < columns, other=0.0)
+        biases = biases + (bias[None, :],)  # noqa: RUF005
+        first += WIDTHS[part]
+    for tile in tl.range(tl.program_id(1), tl.cdiv(rows, ROWS), tl.num_programs(1), num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        at = x_ptr + row.to(tl.int64)[:, None] * pitch + depth[None, :]
+        pixels = tl.load(at, mask=(row < rows)[:, None] & (depth < channels)[None, :], other=0)
+        _all_columns(
+            pixels, filters, factors, biases, correction_ptr, row, row < rows, columns, vectors, outputs, numbers, KIND,
+            X_ZERO, STRIP, WIDTHS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _all_columns(
+    pixels, filters, factors, biases, correction_ptr, row, row_there, columns, vectors, outputs, numbers,
+    KIND: tl.constexpr, X_ZERO: tl.constexpr, STRIP: tl.constexpr, WIDTHS: tl.constexpr,
+):  # fmt: skip
+    """The products of a tile of rows with all filters, finished and written."""
+    first = tl.program_id(0) * STRIP
+    for part in tl.static_range(len(WIDTHS)):
+        column = first + tl.arange(0, WIDTHS[part])
+        inside = column < columns
+        there = row_there[:, None] & inside[None, :]
+        total = tl.dot(pixels, filters[part], out_dtype=tl.int32)
+        if X_ZERO:
+            total += tl.load(correction_ptr + column, mask=inside, other=0)[None, :]
+        added = total
+        if KIND.residual > 0:
+            at = outputs.residual + row.to(tl.int64)[:, None] * outputs.residual_pitch + column[None, :]
+            added = tl.load(at, mask=there, other=0)
+        y, steps = finished(total, added, factors[part], biases[part], vectors, column, inside, numbers, KIND)
+        write_tile(y, steps, row.to(tl.int64), column, there, outputs, numbers, KIND)
+        first += WIDTHS[part]
