@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import compress
 from analysis.search_study.choice import Choice, Whole
-from analysis.search_study.subjects import CRITERIA, Part, Subject
+from analysis.search_study.subjects import BLOCKS, CRITERIA, ENGINE_BLOCK, SHARES, Part, Subject
 from compress.graph.inputs import flat_tensors
 from compress.measure import Latency, measure_latency
 from compress.search.criteria import channel_scores
@@ -146,6 +146,8 @@ def find(part: Part, network: nn.Module, images: Tensor, folder: Path, effort: E
         bound = MARGIN * part.subject.bound * dense
         if part.method == "dense":
             made: dict[str, Made] = {part.method: (Choice(), dense, {})}
+        elif part.method == BLOCKS:
+            made = _in_blocks(part, bench)
         elif part.method.startswith("search"):
             made = {part.method: searched(part, bench, bound, folder)}
         else:
@@ -170,6 +172,17 @@ def _of_family(part: Part, bench: Bench, dense: float, bound: float) -> dict[str
         label: (family(share), known[share], {"share": share, **facts})
         for label, share in zip(part.labels, shares, strict=False)
     }
+
+
+def _in_blocks(part: Part, bench: Bench) -> dict[str, Made]:
+    """Uniform widths in multiples that engines compute at a time, whatever they take."""
+    structure, batches = bench.whole.structure, bench.whole.images.split(_BATCH)
+    scores, made = channel_scores(structure, "taylor", batches), dict[str, Made]()
+    for label, share in zip(part.labels, SHARES, strict=True):
+        widths = _widths(structure, dict.fromkeys(structure.groups, share), ENGINE_BLOCK)
+        choice = bench.whole.choice(widths, scores)
+        made[label] = choice, bench.ratio(choice), {"share": 1 - share}
+    return made
 
 
 def brackets(
@@ -230,12 +243,12 @@ def ranked(scores: Scores, share: float) -> dict[str, float]:
     return {name: float((own > threshold).double().mean()) for name, own in relative.items()}
 
 
-def _widths(structure: Structure, shares: Mapping[str, float]) -> dict[str, str]:
-    """Channels of each group by their share, in multiples as the search takes them."""
+def _widths(structure: Structure, shares: Mapping[str, float], multiple: int = 0) -> dict[str, str]:
+    """Channels of each group by their share, in multiples; 0 = of 8, and in groups of fewer than 32 of 4."""
     configuration = {}
     for name, group in structure.groups.items():
         size = len(group.classes)
-        step = MULTIPLE if size >= 4 * MULTIPLE else MULTIPLE // 2
+        step = multiple or (MULTIPLE if size >= 4 * MULTIPLE else MULTIPLE // 2)
         configuration[f"width {name}"] = str(min(size, max(step, round(shares[name] * size / step) * step)))
     return configuration
 

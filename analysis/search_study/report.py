@@ -88,10 +88,14 @@ def tables(networks: list[Row], times: list[Row]) -> Iterable[str]:
 
 
 def over_uniform(times: list[Row], networks: list[Row], row: Row) -> float | None:
-    """Points of a network over uniform widths of its latency, between two of them where there are two; None = none."""
+    """Points of a network over uniform widths of its latency, between two of them where there are two; None = none.
+
+    Uniform networks that a faster one of them beats do not count.
+    """
     uniform = [other for other in networks if other["method"].startswith(UNIFORM) and _key(other) == _key(row)]
     here = latency(times, row)
-    timed = sorted((t, other["top1"]) for other in uniform if (t := latency(times, other)) is not None)
+    every = sorted((t, other["top1"]) for other in uniform if (t := latency(times, other)) is not None)
+    timed = [(t, top1) for t, top1 in every if all(top1 > other for u, other in every if u < t)]
     if row["method"].startswith(UNIFORM) or here is None or not timed:
         return None
     return float(row["top1"] - np.interp(here, [time for time, _ in timed], [top1 for _, top1 in timed]))

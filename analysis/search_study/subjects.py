@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from compress.training.spec import FinetuneSpec, TrainSpec
 
 UNIFORM = "uniform"
+BLOCKS, ENGINE_BLOCK, SHARES = "uniform of 16", 16, (0.875, 0.8, 0.75)
+"""Uniform widths of these shares in multiples of 16 channels, which both engines compute at a time on AVX-512."""
 CRITERIA = ("magnitude", "batchnorm", "taylor", "fisher", "reconstruction")
 
 
@@ -79,10 +81,12 @@ class Part:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """One for each network; of uniform widths two, the largest within the bound and the next larger one.
+        """One for each network; of uniform widths several, the largest within the bound and the next larger one.
 
         So their accuracy is known at the latency of every other network in between.
         """
+        if self.method == BLOCKS:
+            return tuple(f"{self.method}, {share:g}" for share in SHARES)
         return (self.method, f"{self.method} larger") if self.method == UNIFORM else (self.method,)
 
     @property
@@ -119,6 +123,7 @@ GROUPS: dict[str, tuple[Part, ...]] = {
     "shapes": tuple(part for seed in _SEEDS for part in _parts(_mobilenet(seed, "shapes"), "search", "uniform")),
     "resnet56": _parts(_RESNET56, *_PEERS, "torch-pruning", "dense"),
     "criteria": _parts(_mobilenet(0), "search-widths", "torch-pruning", "dense", *CRITERIA),
+    "blocks": tuple(part for seed in _SEEDS for part in _parts(_mobilenet(seed), BLOCKS)),
     "quick": (
         *_parts(Subject(network="resnet8", bound=0.9), *_PEERS, "magnitude"),
         *_parts(Subject(network="resnet8", seed=1, int8=True, bound=0.95), "search-widths", "dense"),

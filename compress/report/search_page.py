@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from compress.report.headline import KeyFigure
 from compress.report.html import to_html
 from compress.report.markdown import FIGURES, to_markdown
 from compress.search.front import FLOAT_POINT, Point
+from compress.search.latency_model import Check
 from compress.search.outcome import Outcome
 from compress.search.space import BLOCK, FORMAT, WIDTH, formats_of, left_out, widths_of
 from compress.text import MISSING
@@ -240,20 +242,26 @@ def _baseline_blocks(outcome: Outcome) -> tuple[Block, ...]:
 
 def _model_blocks(outcome: Outcome) -> tuple[Block, ...]:
     front = outcome.front
-    seen, ranks = front.latency_check, front.accuracy_check()
+    ranks, block = front.accuracy_check(), front.timed.model.block
     trials = [point for point in front.points if point.label != FLOAT_POINT]
-    later = front.candidate_check
-    afterwards = (
-        f"Latency, {len(later.measured)} candidates that were measured afterwards and that it had not seen: median "
-        f"error {100 * later.median_error:.1f} %, rank correlation {_rank(later.spearman)}."
+    twice = front.repeat_check
+    again = (
+        f"Latency, {len(twice.measured)} of these networks timed twice, before the search and in it: median difference "
+        f"{100 * twice.median_error:.1f} %, rank correlation {_rank(twice)}; predictions cannot come closer than that."
+    )
+    blocks = (
+        f"The engine computes {block} channels at a time: a width in between takes as long as the next multiple of "
+        f"{block}."
     )
     lines = (
-        f"Latency, {len(seen.measured)} networks that the model had not seen: median error "
-        f"{100 * seen.median_error:.1f} %, rank correlation {_rank(seen.spearman)}.",
-        *((afterwards,) if later.measured else ()),
+        *_check_lines(front.candidate_check, "candidates, each predicted by a model that was fitted without it"),
+        *((again,) if twice.measured else ()),
+        *_check_lines(front.latency_check, "networks before the search, none of them in the model at that time"),
         f"Latency was fitted to {len(front.timed.samples)} networks; {front.timed.cached} of their times were on disk.",
+        *((blocks,) if block > 1 else ()),
         f"Error of the outputs, rank correlation with what was measured: sum of single choices "
-        f"{_rank(ranks['distance'])}, first order {_rank(ranks['taylor'])}, second order {_rank(ranks['fisher'])}.",
+        f"{_number_of(ranks['distance'])}, first order {_number_of(ranks['taylor'])}, second order "
+        f"{_number_of(ranks['fisher'])}.",
     )
     rows = [
         (p.label, f"{p.predicted_ratio:.3f}", f"{p.figures.ratio:.3f}", f"{p.predicted_distance:.4f}",
@@ -282,16 +290,39 @@ def _json(outcome: Outcome) -> dict[str, object]:
         "scores": dict(outcome.scores),
         "latency_check": _finite(asdict(front.latency_check)),
         "candidate_check": _finite(asdict(front.candidate_check)),
+        "repeat_check": _finite(asdict(front.repeat_check)),
         "accuracy_check": _finite(front.accuracy_check()),
     }
 
 
 def _finite(tree: dict[str, float]) -> dict[str, object]:
     """Numbers as JSON has them: null in the place of NaN."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in tree.items()}
+    return {k: _finite_value(v) for k, v in tree.items()}
 
 
-def _rank(value: float) -> str:
+def _finite_value(value: object) -> object:
+    if isinstance(value, tuple):
+        return [_finite_value(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _check_lines(seen: Check, what: str) -> Iterator[str]:
+    """A sentence on the predictions of latency for some networks; none without networks."""
+    if seen.measured:
+        yield (
+            f"Latency, {len(seen.measured)} {what}: median error {100 * seen.median_error:.1f} %, rank correlation "
+            f"{_rank(seen)}."
+        )
+
+
+def _rank(seen: Check) -> str:
+    """A rank correlation with its interval."""
+    low, high = seen.interval
+    between = f" (95 % interval {low:.2f} to {high:.2f})" if math.isfinite(low) else ""
+    return f"{_number_of(seen.spearman)}{between}"
+
+
+def _number_of(value: float) -> str:
     return f"{value:.2f}" if math.isfinite(value) else MISSING
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compress.graph.layers import Layer
 from compress.search.space import SPARSE_24, Configuration, formats_of, left_out, sparse_layers, widths_of
@@ -22,6 +23,7 @@ class LayerCost:
         read: elements of its input.
         written: elements of its output.
         weights: elements of its weight.
+        inputs, outputs: channels read and written; 0 = no channel of them may go.
     """
 
     path: str
@@ -31,6 +33,30 @@ class LayerCost:
     read: float
     written: float
     weights: float
+    inputs: float = 0.0
+    outputs: float = 0.0
+
+    def padded(self, block: int) -> LayerCost:
+        """The work of an engine that computes channels in blocks of so many and fills the last one up."""
+        if block == 1:
+            return self
+        read, written = _padding(self.inputs, block), _padding(self.outputs, block)
+        both = read if self.kind == "depthwise" else read * written
+        return replace(
+            self,
+            macs=both * self.macs,
+            read=read * self.read,
+            written=written * self.written,
+            weights=both * self.weights,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Channels:
+    """Share of an axis that is left, and the number of its channels; 0 of an axis that stays whole."""
+
+    share: float
+    count: float
 
 
 class Costs:
@@ -62,28 +88,29 @@ class Costs:
         weight = f"{row.path}.weight"
         kind = kind_of(row)
         if kind == "depthwise":
-            left = self._share((weight, "vector"), widths)
-            shares = (left, left, left, left)
+            read = written = self._channels((weight, "vector"), widths)
         else:
-            read, written = self._share((weight, "in"), widths), self._share((weight, "out"), widths)
-            shares = (read * written, read, written, read * written)
+            read, written = self._channels((weight, "in"), widths), self._channels((weight, "out"), widths)
+        both = read.share if kind == "depthwise" else read.share * written.share
         return LayerCost(
             path=row.path,
             kind=kind,
             format=name,
-            macs=shares[0] * row.weight_macs / self._batch,
-            read=shares[1] * _elements(row.input_shapes[0]) / self._batch,
-            written=shares[2] * _elements(row.output_shape or ()) / self._batch,
-            weights=shares[3] * row.weight_elements,
+            macs=both * row.weight_macs / self._batch,
+            read=read.share * _elements(row.input_shapes[0]) / self._batch,
+            written=written.share * _elements(row.output_shape or ()) / self._batch,
+            weights=both * row.weight_elements,
+            inputs=read.count,
+            outputs=written.count,
         )
 
-    def _share(self, axis: tuple[str, str], widths: dict[str, int]) -> float:
-        """Share of an axis that is left."""
+    def _channels(self, axis: tuple[str, str], widths: dict[str, int]) -> _Channels:
+        """What is left of an axis."""
         counts: Counter[str] = self._axes.get(axis, Counter())
-        total = sum(counts.values())
-        if not total:
-            return 1.0
-        return sum(n * (widths[name] / self._sizes[name] if name else 1.0) for name, n in counts.items()) / total
+        if not any(counts):
+            return _Channels(share=1.0, count=0.0)
+        left = sum(n * (widths[name] / self._sizes[name] if name else 1.0) for name, n in counts.items())
+        return _Channels(share=left / sum(counts.values()), count=left)
 
 
 def kind_of(row: Layer) -> str:
@@ -93,6 +120,11 @@ def kind_of(row: Layer) -> str:
     if row.groups > 1:
         return "depthwise" if row.input_shapes[0][1] == row.groups else "grouped"
     return "pointwise" if all(size == 1 for size in row.kernel) else "conv"
+
+
+def _padding(count: float, block: int) -> float:
+    """Channels that are computed for each one that is there."""
+    return math.ceil(count / block) * block / count if count else 1.0
 
 
 def _elements(shape: tuple[int, ...]) -> float:

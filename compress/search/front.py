@@ -26,7 +26,7 @@ class Point:
         label: such as `float`, `width 0.5`, `start 3`, `trial 17`.
         configuration: of the space; empty for the float network.
         figures: measured on the engine, before fine-tuning.
-        predicted_ratio: time by the latency model, in times of the float network.
+        predicted_ratio: time in times of the float network, by a latency model that was not fitted to this network.
         predicted_distance: by the accuracy model.
     """
 
@@ -103,14 +103,23 @@ class Front:
 
     @property
     def latency_check(self) -> Check:
-        """Of the latency model, on networks that it had not seen."""
+        """Of the latency model before the trials, on networks that it had not seen."""
         return self.timed.check
 
     @property
     def candidate_check(self) -> Check:
-        """Predictions of the latency model for the candidates that it was not fitted to, against their measurements."""
-        rows = [p for p in self.points if p.configuration and key_of(p.configuration) not in self.timed.samples]
+        """Predictions for all candidates, each by a model that was not fitted to it, against their measurements."""
+        rows = [p for p in self.points if p.configuration]
         return check([p.predicted_ratio for p in rows], [p.figures.ratio for p in rows])
+
+    @property
+    def repeat_check(self) -> Check:
+        """Two measurements of the same networks, for the model and as candidates; no prediction can be closer."""
+        samples = self.timed.samples
+        rows = [
+            (samples[key].time, p.figures.ratio) for p in self.points if (key := key_of(p.configuration)) in samples
+        ]
+        return check([first for first, _ in rows], [second for _, second in rows])
 
 
 def pareto(points: Iterable[Point]) -> tuple[Point, ...]:

@@ -45,7 +45,7 @@ class Figures:
     """What was measured of a candidate on the engine.
 
     Attributes:
-        ms: median time of a run.
+        ms: median time of a run; of a point of a front `ratio` times the float network's, which is timed last.
         ratio: its time over that of the float network, timed in turn with it.
         distance: squared error of its outputs over the variance of the float network's, on pictures held back.
         agreement: share of those pictures that it gives the float network's class; None for outputs that are no logits.
@@ -70,6 +70,7 @@ class Lab:
         scores: importance of channels.
         fit: pictures that candidates learn from.
         held: pictures that they are measured on.
+        block: channels that the engine computes at a time.
         runs, seconds: most timed runs of each network and load, and time for each.
     """
 
@@ -81,6 +82,7 @@ class Lab:
     scores: Scores
     fit: Sequence[Tensor]
     held: Sequence[Tensor]
+    block: int = 1
     runs: int = 40
     seconds: float = 0.4
     costs: Costs = field(init=False)

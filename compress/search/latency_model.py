@@ -6,7 +6,9 @@ the time of each layer (OpenVINO), those times are further equations. The time o
     call + a macs + b (elements read and written) + c weights
 
 with non-negative coefficients for all layers of that kind, and a deviation of each single layer, by ridge regression.
-A network adds a constant, and the elements that are converted where the format changes from one layer to the next.
+Engines compute channels in blocks and fill the last one up (`multiple`), so macs, elements and weights are those of
+padded channels. A network adds a constant, and the elements that are converted where the format changes from one layer
+to the next.
 What the sum misses is corrected by the networks that were timed: Gaussian process regression of log(measured / sum)
 over the times of the layers (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, section 2.2), so
 that networks like those are predicted as they were measured, and others by the sum.
@@ -15,6 +17,7 @@ that networks like those are predicted as they were measured, and others by the 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -79,21 +82,27 @@ class LatencyModel:
 
     Attributes:
         coefficients: time for each unit of a feature.
+        block: channels that the engine computes at a time.
         correction: of the sum, by networks that were timed; None = there is none.
     """
 
     coefficients: Mapping[Feature, float]
+    block: int = 1
     correction: Correction | None = None
 
     def predict(self, costs: Sequence[LayerCost]) -> float:
         """Predicted time of a run."""
         layers = {cost.path: self.layer(cost) for cost in costs}
-        beside = sum(self.coefficients.get(key, 0.0) * value for key, value in _beside(costs).items())
+        padded = [cost.padded(self.block) for cost in costs]
+        beside = sum(self.coefficients.get(key, 0.0) * value for key, value in _beside(padded).items())
         return (beside + sum(layers.values())) * (1.0 if self.correction is None else self.correction.factor(layers))
 
     def layer(self, cost: LayerCost) -> float:
         """Predicted time of one layer."""
-        return max(0.0, sum(self.coefficients.get(key, 0.0) * value for key, value in _of_layer(cost).items()))
+        return max(
+            0.0,
+            sum(self.coefficients.get(key, 0.0) * value for key, value in _of_layer(cost.padded(self.block)).items()),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,16 +114,22 @@ class Check:
         measured: times.
         median_error: median of |predicted - measured| / measured.
         spearman: rank correlation; NaN of fewer than three networks.
+        interval: of the rank correlation, 95 %; NaN of fewer than five networks.
     """
 
     predicted: tuple[float, ...]
     measured: tuple[float, ...]
     median_error: float
     spearman: float
+    interval: tuple[float, float]
 
 
-def fit(samples: Sequence[Sample]) -> LatencyModel:
+def fit(samples: Sequence[Sample], *, block: int = 1) -> LatencyModel:
     """Fit a model by least squares of relative errors.
+
+    Args:
+        samples: networks that were timed.
+        block: channels that the engine computes at a time.
 
     Raises:
         SearchError: no samples, or times that are not finite and above zero.
@@ -123,11 +138,10 @@ def fit(samples: Sequence[Sample]) -> LatencyModel:
         raise SearchError("the latency model needs networks with times above zero")
     rows: list[tuple[dict[Feature, float], float, float]] = []
     for sample in samples:
-        rows.append((_features(sample.costs), sample.time, 1 / sample.time))
-        scale = _LAYER * len(sample.costs) ** 0.5 / sample.time
-        rows += [
-            (_of_layer(cost), sample.layers[cost.path], scale) for cost in sample.costs if cost.path in sample.layers
-        ]
+        costs = [cost.padded(block) for cost in sample.costs]
+        rows.append((_features(costs), sample.time, 1 / sample.time))
+        scale = _LAYER * len(costs) ** 0.5 / sample.time
+        rows += [(_of_layer(cost), sample.layers[cost.path], scale) for cost in costs if cost.path in sample.layers]
     names = sorted({name for features, _, _ in rows for name in features})
     column = {name: i for i, name in enumerate(names)}
     matrix, target = np.zeros((len(rows), len(names))), np.zeros(len(rows))
@@ -145,18 +159,20 @@ def fit(samples: Sequence[Sample]) -> LatencyModel:
         bounds=(np.where(single, -np.inf, 0.0), np.inf),
     )
     found = solved.x / size
-    model = LatencyModel(coefficients={name: float(found[column[name]]) for name in names})
+    model = LatencyModel(coefficients={name: float(found[column[name]]) for name in names}, block=block)
     return replace(model, correction=_corrected(model, samples))
 
 
 def check(predicted: Iterable[float], measured: Iterable[float]) -> Check:
     """Compare predictions with measurements."""
     left, right = np.asarray(tuple(predicted), dtype=float), np.asarray(tuple(measured), dtype=float)
+    rank = rank_correlation(left, right)
     return Check(
         predicted=tuple(left.tolist()),
         measured=tuple(right.tolist()),
         median_error=float(np.median(np.abs(left - right) / right)) if len(right) else float("nan"),
-        spearman=rank_correlation(left, right),
+        spearman=rank,
+        interval=rank_interval(rank, len(left)),
     )
 
 
@@ -167,6 +183,25 @@ def rank_correlation(
     if len(left) < 3 or len(set(map(float, left))) == 1 or len(set(map(float, right))) == 1:
         return float("nan")
     return float(spearmanr(left, right).statistic)
+
+
+def rank_interval(rank: float, count: int) -> tuple[float, float]:
+    """Interval of 95 % of Spearman's rank correlation (Bonett and Wright, Psychometrika 65, 2000).
+
+    A correlation of 1 is taken for that of one swapped pair of neighbours: that no pair was swapped does not mean that
+    none can be.
+
+    Args:
+        rank: the rank correlation.
+        count: of pairs; NaN for fewer than five.
+    """
+    if count < 5 or not math.isfinite(rank):
+        return float("nan"), float("nan")
+    near = 1 - 12 / (count * (count**2 - 1))
+    bounded = min(max(rank, -near), near)
+    half = 1.96 * math.sqrt((1 + bounded**2 / 2) / (count - 3))
+    low, high = math.tanh(math.atanh(bounded) - half), math.tanh(math.atanh(bounded) + half)
+    return min(low, rank), max(high, rank)
 
 
 def _features(costs: Sequence[LayerCost]) -> dict[Feature, float]:

@@ -14,7 +14,7 @@ from compress.errors import SearchError
 from compress.files import read_json, write_json
 from compress.search.accuracy_model import AccuracyModel
 from compress.search.lab import Lab
-from compress.search.latency_model import Check, Sample, fit
+from compress.search.latency_model import Sample, check, fit
 from compress.search.space import key_of
 from compress.search.timing import Timed
 
@@ -29,7 +29,8 @@ def write_plan(folder: Path, lab: Lab, timed: Timed, accuracy: AccuracyModel) ->
         {
             "identity": identity(lab),
             "engine": lab.engine,
-            "check": asdict(timed.check),
+            "block": lab.block,
+            "check": {"predicted": timed.check.predicted, "measured": timed.check.measured},
             "smallest": timed.smallest,
             "cached": timed.cached,
             "samples": [[json.loads(key), s.time, dict(s.layers)] for key, s in timed.samples.items()],
@@ -61,6 +62,15 @@ def read_plan(folder: Path, lab: Lab, *, needed: bool, resume: bool) -> tuple[Ti
         raise SearchError(f"{path} cannot be read ({error}); {_ANEW}") from error
 
 
+def read_block(folder: Path) -> int | None:
+    """The block of channels of the search in a folder, whose machine found it; None if there is no search."""
+    path = folder / PLAN
+    try:
+        return int(read_json(path)["block"]) if path.is_file() else None
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        raise SearchError(f"{path} cannot be read ({error}); {_ANEW}") from error
+
+
 def identity(lab: Lab) -> str:
     """A text that differs between searches whose trials cannot be compared."""
     digest = hashlib.sha256()
@@ -73,18 +83,13 @@ def identity(lab: Lab) -> str:
 
 
 def _timed(tree: dict[str, Any], lab: Lab) -> Timed:
-    check = tree["check"]
+    seen = tree["check"]
     samples = {
         key_of(c): Sample(costs=lab.costs.of(c), time=time, layers=layers) for c, time, layers in tree["samples"]
     }
     return Timed(
-        model=fit(list(samples.values())),
-        check=Check(
-            predicted=tuple(check["predicted"]),
-            measured=tuple(check["measured"]),
-            median_error=float(check["median_error"]),
-            spearman=float(check["spearman"]),
-        ),
+        model=fit(list(samples.values()), block=lab.block),
+        check=check(seen["predicted"], seen["measured"]),
         samples=samples,
         smallest=float(tree["smallest"]),
         cached=int(tree["cached"]),

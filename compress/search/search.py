@@ -27,8 +27,9 @@ from compress.search.bound import NEAR, corrected, go_on
 from compress.search.criteria import channel_scores
 from compress.search.front import FLOAT_POINT, START, Front, Point, choose
 from compress.search.lab import REFERENCE, Figures, Lab, engines_of, export, measure, time_engines
+from compress.search.multiple import channel_block
 from compress.search.network import apply
-from compress.search.plan import read_plan, write_plan
+from compress.search.plan import read_block, read_plan, write_plan
 from compress.search.space import Configuration, make_space
 from compress.search.spec import SearchSpec, check_search_spec
 from compress.search.start import best_within, uniform
@@ -97,7 +98,8 @@ def search(
     """
     spec, bars = spec or SearchSpec(), progress or NoProgress()
     version = check_request(engine, latency=latency, max_drop=max_drop, spec=spec)
-    lab = _lab(model, example_inputs, batches, engine=engine, spec=spec, quantization=quantization)
+    block = read_block(Path(out)) or channel_block(engine, version=version, cache=cache)
+    lab = _lab(model, example_inputs, batches, engine=engine, spec=spec, quantization=quantization, block=block)
     bound = {"latency": latency, "max_drop": max_drop}
     return _measured_front(
         lab, Path(out), bound, version=version, storage=storage, cache=cache, role=role, resume=resume, progress=bars
@@ -227,9 +229,10 @@ def _lab(
     engine: str,
     spec: SearchSpec,
     quantization: QuantSpec | None,
+    block: int,
 ) -> Lab:
     structure = analyse(model, example_inputs)
-    space = make_space(structure, spec, engine)
+    space = make_space(structure, spec, engine, block=block)
     pictures = _pictures(model, batches, spec.images)
     held = max(1, len(pictures) // _HELD)
     fit, rest = pictures[held:], pictures[:held]
@@ -245,6 +248,7 @@ def _lab(
         scores=channel_scores(structure, spec.criterion, learnt),
         fit=learnt,
         held=rest.split(64),
+        block=block,
     )
 
 
@@ -313,19 +317,23 @@ def _predict(lab: Lab, timed: Timed) -> Callable[[Configuration], float]:
 def _points(lab: Lab, timed: Timed, accuracy: AccuracyModel, study: Any, reference: Path) -> tuple[Point, ...]:
     """The float network, which is the unit of time and the origin of the distance, and all that was measured."""
     with engines_of(lab, {REFERENCE: reference}) as engines:
-        own = time_engines(lab, engines)[REFERENCE]
-    whole = Figures(ms=own.p50_ms, ratio=1.0, distance=0.0, agreement=1.0)
-    return tuple(
-        Point(
-            label=label,
-            configuration=configuration,
-            figures=figures,
-            predicted_ratio=timed.model.predict(lab.costs.of(configuration)),
-            predicted_distance=accuracy.predict(configuration),
+        whole = time_engines(lab, engines)[REFERENCE].p50_ms
+    as_it_is = Figures(ms=whole, ratio=1.0, distance=0.0, agreement=1.0)
+    points = []
+    for label, configuration, figures in [(FLOAT_POINT, {}, as_it_is), *results(study)]:
+        if label != FLOAT_POINT and _as_is(lab, configuration):
+            continue
+        costs = lab.costs.of(configuration)
+        points.append(
+            Point(
+                label=label,
+                configuration=configuration,
+                figures=replace(figures, ms=figures.ratio * whole),  # clocks differ from hour to hour, ratios less
+                predicted_ratio=timed.without(costs).predict(costs),
+                predicted_distance=accuracy.predict(configuration),
+            )
         )
-        for label, configuration, figures in [(FLOAT_POINT, {}, whole), *results(study)]
-        if label == FLOAT_POINT or not _as_is(lab, configuration)
-    )
+    return tuple(points)
 
 
 def _as_is(lab: Lab, configuration: Configuration) -> bool:

@@ -20,8 +20,6 @@ Configuration = Mapping[str, str]
 WIDTH, FORMAT, SPARSE, BLOCK = "width", "format", "sparse", "block"
 FLOAT, DENSE, SPARSE_24, KEPT, LEFT_OUT = "float", "dense", "2:4", "kept", "left out"
 
-_MULTIPLES = {"cuda": 16, "tensorrt": 16, "tensorrt-rtx": 16}
-_MULTIPLE = 8
 _SPARSE_ENGINES = {"tensorrt", "tensorrt-rtx"}
 
 
@@ -50,15 +48,21 @@ class Space:
         return {element: choices[0] for element, choices in self.elements.items()}
 
 
-def make_space(structure: Structure, spec: SearchSpec, engine: str) -> Space:
+def make_space(structure: Structure, spec: SearchSpec, engine: str, *, block: int = 8) -> Space:
     """Return the choices that a specification allows for a network on an engine.
+
+    Args:
+        structure: of the float network.
+        spec: what may be chosen.
+        engine: its name.
+        block: channels that it computes at a time; widths are multiples of it unless the specification names another.
 
     Raises:
         SearchError: nothing can be chosen.
     """
     elements: dict[str, tuple[str, ...]] = {}
     notes = [f"channels of {layer} stay: they {reason}" for layer, reason in structure.left.items()]
-    multiple = spec.multiple or _MULTIPLES.get(engine, _MULTIPLE)
+    multiple = spec.multiple or block
     for name, group in structure.groups.items():
         elements[f"{WIDTH} {name}"] = _counts(len(group.classes), spec.widths, multiple)
     for name in structure.units:
@@ -72,8 +76,8 @@ def make_space(structure: Structure, spec: SearchSpec, engine: str) -> Space:
     if not any(len(choices) > 1 for choices in elements.values()):
         raise SearchError(
             "the space is empty: no width, format, sparsity or block of this network can be chosen (search.widths "
-            f"{spec.widths}, search.formats {spec.formats}, search.blocks {spec.blocks}); allow more in the recipe's "
-            "`search` section" + ("; " + "; ".join(notes[:3]) if notes else "")
+            f"{spec.widths} in multiples of {multiple}, search.formats {spec.formats}, search.blocks {spec.blocks}); "
+            "allow more in the recipe's `search` section" + ("; " + "; ".join(notes[:3]) if notes else "")
         )
     return Space(elements=elements, notes=tuple(notes))
 
@@ -129,9 +133,8 @@ def part(configuration: Configuration, kind: str) -> dict[str, str]:
 def _counts(size: int, shares: tuple[float, ...], multiple: int) -> tuple[str, ...]:
     """Channels that may be kept, the most first.
 
-    >>> _counts(64, (0.75, 0.5, 0.25), 8), _counts(20, (0.75, 0.5), 8)
-    (('64', '48', '32', '16'), ('20', '16', '8'))
+    >>> _counts(64, (0.75, 0.5, 0.25), 8), _counts(20, (0.75, 0.5), 8), _counts(16, (0.5,), 16)
+    (('64', '48', '32', '16'), ('20', '16', '8'), ('16',))
     """
-    step = multiple if size >= 4 * multiple else max(4, multiple // 2)
-    counts = {max(step, round(share * size / step) * step) for share in shares}
+    counts = {max(multiple, round(share * size / multiple) * multiple) for share in shares}
     return tuple(str(count) for count in sorted({size, *(c for c in counts if c < size)}, reverse=True))

@@ -19,8 +19,8 @@ class SearchSpec:
 
     Attributes:
         widths: shares of the channels of a group that may be kept, besides all of them; () leaves every width alone.
-        multiple: kept channels are a multiple of it; null = what the engine likes (8 on CPUs, 16 on GPUs). A group of
-            fewer than four multiples takes half of it, but at least 4.
+        multiple: kept channels are a multiple of it, and a group of no more channels stays whole; null = the block that
+            the engine computes at a time (measured on CPUs, 8, 16 or 32; 16 on GPUs).
         formats: formats that the weights of a block may have: `float`, `int8`, `int4`.
         sparsity: let blocks be 2:4 sparse; null = where the engine has kernels for it (TensorRT).
         blocks: let residual blocks be left out.

@@ -18,6 +18,7 @@ TREE = {
     "bench": {"runs": 5},
     "search": {
         "widths": [0.5],
+        "multiple": 8,
         "formats": ["int8"],
         "images": 64,
         "reconstruction_steps": 2,

@@ -1,6 +1,8 @@
 """The latency model and the start of a search, against known coefficients and brute force."""
 
 import itertools
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.errors import SearchError
+from compress.search import multiple
 from compress.search.costs import Costs
-from compress.search.latency_model import Sample, check, fit
+from compress.search.latency_model import Sample, check, fit, rank_interval
 from compress.search.space import Space, make_space
 from compress.search.spec import SearchSpec
 from compress.search.start import best_within, otherwise, uniform
 from compress.search.structure import analyse
+from compress.search.timing import Timed
 from tests.networks import network
 
 STRUCTURE = analyse(network(), torch.randn(2, 3, 16, 16))
@@ -68,6 +72,55 @@ def test_networks_that_a_model_takes_for_the_best_correct_it():
     chosen, before = best(fit(samples))
     _, after = best(fit([*samples, *(Sample(costs=COSTS.of(c), time=time(c)) for c in chosen)]))
     assert after < before
+
+
+@pytest.mark.parametrize(("width", "block", "computed"), [("6", 4, "8"), ("4", 4, "4"), ("2", 8, "8"), ("6", 1, "6")])
+def test_channels_that_fill_no_block_cost_as_much_as_the_block(width, block, computed):
+    fields = ("macs", "read", "written", "weights")
+    small = {c.path: c.padded(block) for c in COSTS.of({"width block1.conv1": width})}
+    for cost in COSTS.of({"width block1.conv1": computed}):
+        if cost.path.startswith("block1"):
+            for field in fields:
+                assert getattr(small[cost.path], field) == pytest.approx(getattr(cost, field))
+
+
+def test_a_model_knows_that_widths_in_between_win_no_time():
+    """An engine that computes four channels at a time."""
+    time = lambda chosen: known_time([c.padded(4) for c in COSTS.of(chosen)])  # noqa: E731
+    model = fit([Sample(costs=COSTS.of(c), time=time(c)) for c in networks(24, 0)], block=4)
+    predict = lambda width: model.predict(COSTS.of({"width block1.conv1": width}))  # noqa: E731
+    assert predict("6") == pytest.approx(predict("8"), rel=0.01)
+    assert predict("4") < 0.99 * predict("8")
+
+
+def test_a_candidate_is_predicted_without_its_own_time():
+    chosen = networks(12, 0)
+    samples = {str(i): Sample(costs=COSTS.of(c), time=known_time(COSTS.of(c))) for i, c in enumerate(chosen)}
+    samples["0"] = replace(samples["0"], time=10 * samples["0"].time)
+    timed = Timed(model=fit(list(samples.values())), check=check([], []), samples=samples, smallest=0.1, cached=0)
+    costs = COSTS.of(chosen[0])
+    assert timed.without(costs).predict(costs) < 2 * known_time(costs) < timed.model.predict(costs)
+    assert timed.without(COSTS.of(networks(1, 5)[0])) is timed.model
+
+
+def test_the_interval_of_a_rank_correlation():
+    """That of no correlation is tanh(1.96 / sqrt(n - 3)); few pairs say little, even in perfect order."""
+    assert rank_interval(0.0, 28) == pytest.approx((-math.tanh(1.96 / 5), math.tanh(1.96 / 5)))
+    low, high = check(range(1, 7), range(1, 7)).interval
+    assert low < 0.5 and high == 1.0
+    assert math.isnan(check([1, 2, 3], [1, 2, 3]).interval[0])
+
+
+def test_the_block_is_measured_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(multiple, "_times", lambda engine: {64: 1.0, 72: 1.4, 80: 1.42, 96: 1.9})
+    assert multiple.channel_block("openvino", version="1", cache=tmp_path) == 16
+    monkeypatch.setattr(multiple, "_times", lambda engine: pytest.fail("measured again"))
+    assert multiple.channel_block("openvino", version="1", cache=tmp_path) == 16
+    assert multiple.channel_block("tensorrt", version="1", cache=tmp_path) == 16
+    (file,) = tmp_path.iterdir()
+    file.write_text("[]")
+    monkeypatch.setattr(multiple, "_times", lambda engine: dict.fromkeys((64, 72, 80, 96), 1.0))
+    assert multiple.channel_block("openvino", version="1", cache=tmp_path) == 8
 
 
 def test_times_of_layers_are_used_where_the_engine_has_them():

@@ -23,6 +23,7 @@ from compress.recipe import Recipe
 from compress.report.search_page import write_search_report
 from compress.search.attempts import after, best, order
 from compress.search.front import Front
+from compress.search.multiple import channel_block
 from compress.search.outcome import Attempt, Bound, Outcome
 from compress.search.search import check_request, search
 from compress.search.space import make_space
@@ -66,10 +67,11 @@ def search_run(
     """
     if latency is None and max_drop is None:
         raise SearchError("search takes a bound: --latency 0.5 (of the float network's) or --max-drop 1.0 (points)")
-    check_request(engine, latency=latency, max_drop=max_drop, spec=recipe.search)
+    version = check_request(engine, latency=latency, max_drop=max_drop, spec=recipe.search)
     data, built = load_data(recipe.data), build_float(recipe)
     example, _ = data.train.load([0, 1], epoch=None, device=torch.device("cpu"))
-    make_space(analyse(built.model, example), recipe.search, engine)  # an empty one is refused before any work
+    block = channel_block(engine, version=version)
+    make_space(analyse(built.model, example), recipe.search, engine, block=block)  # an empty one is refused here
     folder = open_run(out, recipe, STEP, resume=resume, data=data.fingerprints())
     run = _run(recipe, folder, data, device=device, progress=progress, resume=resume)
     try:

@@ -1,0 +1,25 @@
+"""Where a search keeps what it measured of an engine: one file for each engine, version and machine."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from compress.measure.machine import describe_machine
+
+
+def cache_path(engine: str, version: str, folder: Path | None, *, what: str = "") -> Path:
+    """Return the file for an engine of a version on this machine.
+
+    Args:
+        engine: its name.
+        version: of its library.
+        folder: None = that of the user.
+        what: it holds, where it holds no times of networks.
+    """
+    machine = describe_machine()
+    gpus = "-".join(gpu.name for gpu in machine.gpus) if engine.startswith(("cuda", "tensorrt")) else ""
+    name = f"{what} {engine}-{version}-{machine.cpu}-{machine.usable_cores:g}-{gpus}"
+    base = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress" / "search"
+    return base / f"{re.sub(r'[^A-Za-z0-9.]+', '-', name).strip('-')}.json"
