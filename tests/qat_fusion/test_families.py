@@ -5,18 +5,25 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision.models as zoo
 
 import compress
 from tests.families import FAMILIES
 
+ALL = {**FAMILIES, "MobileNetV2": lambda: zoo.MobileNetV2(4, 0.25, [[1, 8, 1, 1], [4, 8, 2, 2]], dropout=0.0)}
+"""`test_fuse` trains a residual network with BatchNorm and ReLU in the same way, for 200 steps."""
 
-@pytest.mark.parametrize("family", FAMILIES)
+
+@pytest.mark.parametrize("family", ALL)
 def test_losses_ranges_and_weights_are_those_of_the_plain_path(family):
-    """Scales of exported activations are the ranges, those of weights follow from the weights."""
+    """Scales of exported activations are the ranges, those of weights follow from the weights.
+
+    Trained in float64, where no value is so near to a tie that a sum in another order rounds to the other side.
+    """
     torch.manual_seed(0)
     x, y = torch.randn(16, 3, 16, 16), torch.arange(16) % 4
     x += y[:, None, None, None] * torch.linspace(-0.5, 0.5, 16)
-    model = FAMILIES[family]()
+    model = ALL[family]()
     for parameter in model.parameters():
         if not bool(parameter.any()):
             torch.nn.init.normal_(parameter, std=0.02)  # a head of zeros has no range
@@ -25,13 +32,14 @@ def test_losses_ranges_and_weights_are_those_of_the_plain_path(family):
             module.momentum = None  # its statistics become those of one batch
     with torch.no_grad():
         model.train()(x)
-    start = compress.quantize(model.eval(), x[:2], [x])
+    start = compress.quantize(model.eval(), x[:2], [x]).double()
+    x = x.double()
     runs = []
     for fused in (False, True):
         qmodel = copy.deepcopy(start).train()
         run, losses = compress.fuse_for_training(qmodel) if fused else qmodel, []
         optimizer = torch.optim.Adam(qmodel.parameters(), lr=0.01, eps=1e-3)
-        for _ in range(12):
+        for _ in range(8):
             loss = F.cross_entropy(run(x), y)
             loss.backward()
             optimizer.step()
@@ -41,8 +49,8 @@ def test_losses_ranges_and_weights_are_those_of_the_plain_path(family):
     (expected, weights, ranges), (losses, *ours) = runs
     learned = expected[0] - expected[-1]
     assert learned > 5e-3
-    assert losses == pytest.approx(expected, rel=0, abs=0.05 * learned)
+    assert losses == pytest.approx(expected, rel=0, abs=1e-6 * learned)
     for name, value in weights.items():
-        torch.testing.assert_close(ours[0][name], value, rtol=0, atol=2e-3)
+        torch.testing.assert_close(ours[0][name], value, rtol=0, atol=1e-6)
     for name, value in ranges.items():
         assert torch.equal(ours[1][name], value), name
