@@ -10,6 +10,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import traceback
 from pathlib import Path
 
@@ -252,12 +253,16 @@ def widened_member(folder, environment):
 
 
 def dying(folder):
-    """Two processes, of which the second fails in a step; and again, where it is killed."""
+    """Two processes, of which the second fails in a step; and again, where it is killed. The first has 30 s then."""
     folder.mkdir(exist_ok=True)
     ends = []
     for end in (fail, die):
-        children = [fork(lambda place=place, end=end: dying_member(place, end)) for place in two_places()]
-        ends += [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        first, second = [fork(lambda place=place, end=end: dying_member(place, end)) for place in two_places()]
+        failed = os.waitpid(second, 0)[1]
+        late = threading.Timer(30, os.kill, (first, signal.SIGKILL))
+        late.start()
+        ends += [os.waitstatus_to_exitcode(status) for status in (os.waitpid(first, 0)[1], failed)]
+        late.cancel()
     (folder / "ends.json").write_text(json.dumps(ends))
 
 

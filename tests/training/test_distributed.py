@@ -90,9 +90,9 @@ def test_gradients_in_bfloat16_are_rounded_and_the_same_everywhere(pair):
 
 def test_a_process_that_fails_ends_all_with_its_traceback(tmp_path):
     ends, errors = run("dying", tmp_path / "dying")
-    assert 0 not in ends[:2]
     assert "ValueError: the second process fails on purpose" in errors
-    assert ends[3] == -signal.SIGKILL and ends[2] > 0  # the other one does not wait for it
+    assert ends[1] > 0 and ends[3] == -signal.SIGKILL
+    assert ends[0] > 0 and ends[2] > 0  # the other one ended by itself within 30 s
 
 
 def test_figures_are_those_of_all_images(facts):
