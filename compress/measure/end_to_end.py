@@ -6,9 +6,9 @@ Pictures are decoded and prepared one after another in this process, as evaluati
 a server distributes that over processes, in parallel with the engine but on the same cores. Variants run in turn, as in
 `latency`.
 
-If `device` is a GPU, the decoded pixels are copied there first, and are resized and normalized there; engines that take
-tensors read them without a copy, the others get a copy on the host, whose time counts as preprocessing. That path has
-not yet been run on a GPU.
+If `device` is a GPU, it decodes the JPEG files of a run together (nvJPEG, through torchvision); other files are decoded
+by Pillow, and their pixels copied there. They are resized and normalized there; engines that take tensors read them
+without a copy, the others get a copy on the host, whose time counts as preprocessing.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from compress.data.decode import covering, open_image, preprocessed, rgb
+from compress.data.jpeg import centre_window, decode_jpegs, refusal
 from compress.data.preprocessing import Preprocessing
 from compress.engines.base import Engine, TensorInfo
 from compress.errors import DataError, EngineError
 from compress.export.names import PREPROCESSING_KEY
+from compress.kernels.resample import resample
 from compress.limits import IMAGE_PIXELS
 from compress.measure.latency import check_numbers, take_turns
 from compress.progress import NoProgress, Progress
@@ -44,6 +46,8 @@ _QUIET = NoProgress()
 
 Picture = bytes | NDArray[np.uint8]
 """Content of a JPEG or PNG file, or pixels (H, W, 3) that need no decoding."""
+Ready = bytes | Image.Image | Tensor
+"""A picture as a run takes it: a file for Pillow, pixels, or a file (bytes,) uint8 for a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +103,7 @@ def measure_end_to_end(
         pictures: all encoded, or none; the first `batch_size` are used, and repeated if there are fewer.
         batch_size: pictures of one run.
         preprocessing: None = that of each engine's own file.
-        device: device that resizes and normalizes pixels, `cpu` or a GPU such as `cuda`.
+        device: device that resizes and normalizes pixels, `cpu` or a GPU such as `cuda`, which decodes JPEG files too.
         max_pixels: of the largest picture that is decoded.
         warmup: runs of each that are not timed, before the first round.
         runs: timed runs of each, at most.
@@ -118,8 +122,9 @@ def measure_end_to_end(
     _check(engines, pictures, device, max_pixels)
     encoded = isinstance(pictures[0], bytes)
     chosen = [pictures[i % len(pictures)] for i in range(batch_size)]
-    batch = [picture if isinstance(picture, bytes) else Image.fromarray(picture) for picture in chosen]
     where = torch.device(device)
+    batch = ready([p if isinstance(p, bytes) else Image.fromarray(p) for p in chosen], where)
+    by_gpu = any(isinstance(picture, Tensor) for picture in batch)
     timed = {
         label: partial(_stamps, engine, batch, _prepared(engine, label, batch_size, preprocessing), where, max_pixels)
         for label, engine in engines.items()
@@ -130,7 +135,7 @@ def measure_end_to_end(
     turns = take_turns(timed, runs=runs, seconds=seconds * len(engines), progress=progress)
     shown = STAGES if encoded else STAGES[1:]
     return tuple(
-        _result(label, [run for turn in turns[label] for run in turn], batch_size, device, shown, len(engines))
+        _result(label, [run for turn in turns[label] for run in turn], batch_size, device, shown, len(engines), by_gpu)
         for label in engines
     )
 
@@ -176,7 +181,7 @@ def _prepared(
 
 def _stamps(
     engine: Engine,
-    batch: Sequence[bytes | Image.Image],
+    batch: Sequence[Ready],
     prepared: tuple[Preprocessing, TensorInfo],
     device: torch.device,
     max_pixels: int,
@@ -184,10 +189,7 @@ def _stamps(
     """Return the nanoseconds of each of `STAGES` in one run."""
     preprocessing, tensor = prepared
     begin = time.perf_counter_ns()
-    images = [
-        picture if isinstance(picture, Image.Image) else decode([picture], max_pixels=max_pixels)[0]
-        for picture in batch
-    ]
+    images = decoded_pictures(batch, device, max_pixels)
     decoded = time.perf_counter_ns()
     answer = _engine_call(engine, tensor, images, preprocessing, device)
     ready = time.perf_counter_ns()
@@ -199,10 +201,46 @@ def _stamps(
     return decoded - begin, ready - decoded, answered - ready, end - answered
 
 
+def ready(pictures: Sequence[bytes | Image.Image], device: torch.device) -> list[Ready]:
+    """Return pictures as a run takes them: files that a GPU decodes as tensors (bytes,) uint8, others as they are."""
+    if device.type == "cpu":
+        return list(pictures)
+    found = [for_decoder(picture) if isinstance(picture, bytes) else picture for picture in pictures]
+    try:
+        decode_jpegs([picture for picture in found if isinstance(picture, Tensor)], device)
+    except RuntimeError:  # a torchvision without nvJPEG, or a file that it fails on
+        return list(pictures)
+    return found
+
+
+def for_decoder(picture: bytes) -> bytes | Tensor:
+    """Return a file as a tensor (bytes,) uint8, if nvJPEG reads it as Pillow does; else as it is."""
+    content = np.frombuffer(picture, dtype=np.uint8)
+    with open_image(io.BytesIO(picture)) as header:
+        return picture if refusal(header, content) else torch.from_numpy(content.copy())
+
+
+def decoded_pictures(batch: Sequence[Ready], device: torch.device, max_pixels: int) -> list[Image.Image | Tensor]:
+    """Return RGB pictures: Pillow's, or tensors (3, H, W) uint8 on `device` of the files that it decodes."""
+    files = [picture for picture in batch if isinstance(picture, Tensor)]
+    by_device = iter(decode_jpegs(files, device) if files else ())
+    images = [
+        next(by_device)
+        if isinstance(picture, Tensor)
+        else decode([picture], max_pixels=max_pixels)[0]
+        if isinstance(picture, bytes)
+        else picture
+        for picture in batch
+    ]
+    if files and device.type != "cpu":
+        torch.cuda.synchronize(device)
+    return images
+
+
 def _engine_call(
     engine: Engine,
     tensor: TensorInfo,
-    images: Sequence[Image.Image],
+    images: Sequence[Image.Image | Tensor],
     preprocessing: Preprocessing,
     device: torch.device,
 ) -> Callable[[], NDArray[np.generic]]:
@@ -238,17 +276,31 @@ def decode(pictures: Sequence[bytes], *, first: int = 0, max_pixels: int = IMAGE
     return images
 
 
-def preprocess(images: Sequence[Image.Image], preprocessing: Preprocessing, device: torch.device | str) -> Tensor:
+def preprocess(
+    images: Sequence[Image.Image | Tensor], preprocessing: Preprocessing, device: torch.device | str
+) -> Tensor:
     """Return the input of a network: (N, 3, height, width) float32 on `device`, resized, cropped and normalized.
 
-    On the CPU Pillow resizes, as in evaluation; on other devices torchvision does, which differs by rounding.
+    On the CPU Pillow resizes, as in evaluation; on other devices torchvision does, and tensors (3, H, W) uint8 are
+    resized together in one launch, as in training: both differ by rounding.
     """
     device = torch.device(device)
-    if device.type == "cpu":
-        squares = [preprocessed(image, preprocessing) for image in images]
-    else:
-        squares = [resize_tensor(F.pil_to_tensor(image).to(device), preprocessing) for image in images]
+    tensors = [image for image in images if isinstance(image, Tensor)]
+    if len(tensors) == len(images) and preprocessing.interpolation == "bilinear":
+        size, ratio = preprocessing.height_width, preprocessing.crop_ratio
+        windows = [centre_window(image.shape[2], image.shape[1], size, ratio) for image in tensors]
+        return preprocessing.normalize(resample(tensors, windows, size).float().div_(255))
+    squares = [
+        preprocessed(image, preprocessing)
+        if device.type == "cpu" and isinstance(image, Image.Image)
+        else resize_tensor(_on(device, image), preprocessing)
+        for image in images
+    ]
     return preprocessing.normalize(torch.stack(squares).float().div_(255))
+
+
+def _on(device: torch.device, image: Image.Image | Tensor) -> Tensor:
+    return image if isinstance(image, Tensor) else F.pil_to_tensor(image).to(device)
 
 
 def resize_tensor(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
@@ -276,12 +328,14 @@ def classes(logits: NDArray[np.generic], top: int = TOP) -> tuple[NDArray[np.int
 
 
 def _result(
-    label: str, runs: list[tuple[int, ...]], batch_size: int, device: str, shown: Sequence[Stage], among: int
-) -> EndToEnd:
+    label: str, runs: list[tuple[int, ...]], batch_size: int, device: str, shown: Sequence[Stage], among: int,
+    by_gpu: bool,
+) -> EndToEnd:  # fmt: skip
     times = np.asarray(runs, dtype=np.float64) / 1e6
     medians = dict(zip(STAGES, np.median(times, axis=0), strict=True))
     kept = [STAGES.index(stage) for stage in shown]
     source = "from JPEG or PNG bytes in memory" if "decode" in shown else "from pixels in memory"
+    decoded = "decoded together by the GPU, " if by_gpu else "one after another, "
     place = "by Pillow on the CPU" if device == "cpu" else f"by torch on {device}"
     return EndToEnd(
         label=label,
@@ -292,6 +346,6 @@ def _result(
         runs=len(runs),
         method=(
             f"medians of {len(runs)} runs, {among} variants in turn, the same pictures in each; {source} "
-            f"to softmax and top {TOP}; pictures one after another, resized and normalized {place}"
+            f"to softmax and top {TOP}; pictures {decoded}resized and normalized {place}"
         ),
     )

@@ -15,7 +15,17 @@ from PIL import Image
 from compress.data.preprocessing import Preprocessing
 from compress.errors import DataError, EngineError
 from compress.export.names import PREPROCESSING_KEY
-from compress.measure.end_to_end import STAGES, classes, decode, measure_end_to_end, preprocess, resize_tensor
+from compress.measure.end_to_end import (
+    STAGES,
+    classes,
+    decode,
+    decoded_pictures,
+    for_decoder,
+    measure_end_to_end,
+    preprocess,
+    ready,
+    resize_tensor,
+)
 from compress.measure.latency import RUNS_PER_TURN
 from tests.measure.fakes import GivenEngine
 
@@ -147,3 +157,20 @@ def test_preprocessing_given_by_the_caller_is_used():
 def test_refusals(error, message, engines, pictures, more):
     with pytest.raises(error, match=message):
         measure_end_to_end(engines, pictures, **more)
+
+
+def test_a_gpu_decodes_colour_jpeg_files_alone_and_sees_what_pillow_sees():
+    """Torchvision's decoder on the CPU stands in for nvJPEG; it is libjpeg-turbo, as Pillow's is."""
+    grey = io.BytesIO()
+    Image.fromarray(pixels()[..., 0]).save(grey, "JPEG")
+    files = [encoded("JPEG"), encoded("PNG"), grey.getvalue()]
+    given = [for_decoder(file) for file in files]
+    assert torch.is_tensor(given[0]) and given[1:] == files[1:]
+    found = decoded_pictures(given, torch.device("cpu"), 10**6)
+    expected = torch.from_numpy(np.array(decode([files[0]])[0])).permute(2, 0, 1)
+    assert found[0].shape == expected.shape and (found[0].int() - expected.int()).abs().max() <= 2
+    assert [image.mode for image in found[1:]] == ["RGB", "RGB"]
+    assert preprocess(found, PREPROCESSING, "cpu").shape == (3, 3, 8, 8)
+    levels = 255 * (preprocess(found[:1], PREPROCESSING, "cpu") - preprocess(decode(files[:1]), PREPROCESSING, "cpu"))
+    assert (levels * torch.tensor(PREPROCESSING.std).view(3, 1, 1)).abs().max() < 3.5  # decoder and resizing
+    assert ready(files, torch.device("cpu")) == files
