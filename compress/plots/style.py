@@ -175,7 +175,9 @@ def new_figure(form: Format, height: float) -> Figure:
 
 def settle(figure: Figure) -> Figure:
     """Lay the figure out once and for all: what is added or saved afterwards moves nothing."""
-    figure.draw_without_rendering()
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        engine.execute(figure)
     figure.set_layout_engine("none")
     return figure
 
