@@ -38,6 +38,8 @@ _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 """No unknown keys, no guessed types, no NaN; values travel as JSON, where a list may become a tuple."""
 
 _BOUNDS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"}
+_TYPES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
+_CONTAINERS = {tuple: "a list", list: "a list", dict: "a mapping", Mapping: "a mapping"}
 
 
 def parse(cls: type[T], tree: Any, *, where: str = "") -> tuple[T | None, list[str]]:
@@ -171,16 +173,34 @@ def _explain(cls: type, error: Mapping[str, Any], where: str) -> str:
         return f"{path} is missing"
     if kind == "dataclass_type":
         return f"{path}: got {got!r}; expected a section with keys {keys_of(next(_sections(hint)))}"
-    if kind == "literal_error":
-        allowed = [
-            str(value) for member in members(hint) if get_origin(member) is Literal for value in get_args(member)
-        ]
-        return f"{path} is {got!r}{near_misses(str(got), allowed)} (one of: {', '.join(allowed)}{null})"
+    allowed = [str(value) for member in members(hint) if get_origin(member) is Literal for value in get_args(member)]
+    if allowed:
+        several = ", or a list of them" if any(get_origin(member) is tuple for member in members(hint)) else ""
+        return f"{path} is {got!r}{near_misses(str(got), allowed)} (one of: {', '.join(allowed)}{null}{several})"
     if kind in _BOUNDS:
         words = ", ".join(filter(None, (range_words(member) for member in members(hint))))
         finite = "a finite number" if kind == "finite_number" else ""
         return f"{path} is {got!r}: it must be {', '.join(filter(None, (finite, words)))}{null}"
+    if kind.endswith("_type") and (words := type_words(hint)):
+        return f"{path} is {got!r}: it must be {words}"
     return f"{path}: got {got!r}; {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def type_words(hint: Any) -> str:
+    """Return the types that a hint allows, as a message names them; "" if it has others than YAML's.
+
+    >>> type_words(int | tuple[int, int]), type_words(AtLeastOne | None)
+    ('a whole number or a list', 'a whole number, 1 to 1,000,000,000, or null')
+    """
+    words = []
+    for member in members(hint):
+        plain = get_args(member)[0] if get_origin(member) is Annotated else member
+        word = _TYPES.get(plain) or _CONTAINERS.get(get_origin(plain) or plain)
+        if word is None:
+            return ""
+        limits = range_words(member)
+        words.append(f"{word}, {limits}," if limits else word)
+    return " or ".join(words).removesuffix(",")
 
 
 def _without_alternatives(cls: Any, location: Sequence[str | int]) -> tuple[str | int, ...]:

@@ -50,14 +50,18 @@ def test_ranges_are_those_that_the_reference_states(bits, percentile, momentum, 
         (QuantSpec(bias_correction="analitic"),
          "quantization.bias_correction is 'analitic', did you mean 'analytic'? (one of: analytic, empirical, or null)"),
         (QuantSpec(weights=WeightSpec(axis=1)), "quantization.weights.axis is 1 (one of: 0, or null)"),
-        (QuantSpec(calibration_images="8"), "quantization.calibration_images: got '8'; input should be a valid int"),
+        (QuantSpec(calibration_images="8"),
+         "quantization.calibration_images is '8': it must be a whole number, 1 to 1,000,000,000"),
+        (QuantSpec(target="trt"), "quantization.target is 'trt', did you mean 'tensorrt'? (one of: tensorrt, openvino,"
+         " onnxruntime, any, or a list of them)"),
+        (QuantSpec(target=3), "quantization.target is 3 (one of: tensorrt, openvino, onnxruntime, any, or a list"),
         (QuantSpec(weights=3), "quantization.weights: got 3; expected a section with keys num_bits, axis, calibrator"),
     ],
 )  # fmt: skip
 def test_a_refusal_names_the_key_the_value_and_the_range(spec, line):
     with pytest.raises(QuantizationError) as caught:
         check_quant_spec(spec)
-    assert str(caught.value).startswith(line)
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
 
 
 def test_all_values_of_a_dataclass_are_named_at_once():

@@ -28,6 +28,7 @@ from compress.engines.tensorrt.options import PORTABLE_SMS
 from compress.pipeline.again import finished_run, network
 from compress.pipeline.studies.explore import LEAST_AGREEMENT, Explorer, FormResult, best
 from compress.recipe import load_recipe
+from compress.roofline.model import find_device
 from compress.variants import Variant
 
 _IMAGES = 64
@@ -53,6 +54,8 @@ def explore(
 ) -> None:
     """Try the forms of the float network and print a table of them, and the one that moves the fewest bytes."""
     parsed = load_recipe(recipe, set_ or ())
+    if device is not None:
+        find_device(device)  # refused before a run that may be missing is made
     options = engine_options(engine, sm=sm, batch=batch, size=size, further=option, recipe=parsed)
     options = options if options.sms else replace(options, sms=PORTABLE_SMS)
     folder = exported_file(recipe, parsed, variant).parent

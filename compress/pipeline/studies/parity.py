@@ -79,7 +79,8 @@ def parity_of_run(
     chosen = Variant.named(variant) if variant or not known else known[-1]
     if chosen not in known:
         held = ", ".join(known) or "none"
-        raise RunError(f"{folder} holds no quantized network {variant!r} (there is: {held}); ptq and qat make them")
+        wanted = f" {variant!r}" if variant else ""
+        raise RunError(f"{folder} holds no quantized network{wanted} (there is: {held}); ptq and qat make them")
     run = finished_run(folder)
     seen, results = _images(run.data.val, images), Results()
     for engine in engines:
