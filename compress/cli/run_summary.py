@@ -39,8 +39,10 @@ def show_run(folder: Path, *, as_json: bool) -> None:
         agrees = agreement.get((row.variant, row.engine))
         rows.append((*row.cells(), MISSING if agrees is None else f"{agrees:.2f}"))
     columns = (*summary_columns(data.metrics), "agrees %")
-    print_table(str(folder), columns, rows, numbers=columns[3:])
-    OUT.print("agrees %: share of evaluation images that the engine puts in the same class as torch, fake quantization")
+    shown = len(columns) if agreement else -1
+    print_table(str(folder), columns[:shown], [row[:shown] for row in rows], numbers=columns[3:shown])
+    if agreement:
+        OUT.print("agrees %: share of images (of pixels in segmentation) with the same class as torch's fake quantization")
     for note in summary_notes(data.metrics):
         OUT.print(note)
     for note in (*foreign_files(data), *slower_sentences(data.slower)):

@@ -135,8 +135,12 @@ def _accuracy(
         words = f"keeps {title} at {fixed(after.score, 2)} {unit}".rstrip()
     else:
         better = (change > 0) == (judged.direction == "higher")
-        what = f"{amount} of {title}" if amount else title
-        words = f"{'gains' if better else 'loses'} {abs(change):.2f} {what} ({from_to})"
+        if judged.direction == "lower":
+            verb, what = ("lowers" if better else "raises"), f"{title} by {abs(change):.2f} {amount}".rstrip()
+        else:
+            verb = "gains" if better else "loses"
+            what = f"{abs(change):.2f} {f'{amount} of ' if amount else ''}{title}"
+        words = f"{verb} {what} ({from_to})"
     return words, KeyFigure(value=signed(change), label=f"{f'{amount} of ' if amount else ''}{title} ({from_to})")
 
 
