@@ -42,7 +42,9 @@ def show_run(folder: Path, *, as_json: bool) -> None:
     shown = len(columns) if agreement else -1
     print_table(str(folder), columns[:shown], [row[:shown] for row in rows], numbers=columns[3:shown])
     if agreement:
-        OUT.print("agrees %: share of images (of pixels in segmentation) with the same class as torch's fake quantization")
+        OUT.print(
+            "agrees %: share of images (of pixels in segmentation) with the same class as torch's fake quantization"
+        )
     for note in summary_notes(data.metrics):
         OUT.print(note)
     for note in (*foreign_files(data), *slower_sentences(data.slower)):
