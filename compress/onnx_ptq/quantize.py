@@ -42,6 +42,7 @@ from compress.onnx_ptq.shapes import inferred, open_batch
 from compress.onnx_ptq.to_torch.network import OPSET
 from compress.onnx_ptq.trained import write_trained
 from compress.onnx_ptq.write import insert_pairs
+from compress.process import core_count
 from compress.progress import Progress
 from compress.quantization.calibration.calibrate import check_batches
 from compress.quantization.placement.decisions import Placement
@@ -214,8 +215,9 @@ def _compare(original: SourceFile, source: SourceFile, feed: Arrays) -> None:
     names = known_results(source.proto.graph)
     if all(open_batch(value) for value in original.proto.graph.input if value.name in feed):
         feed = {name: value[:1] for name, value in feed.items()}  # one image shows a change
+    threads = max(1, core_count() // 2)  # of each; waiting for each other costs more than the run
     with ThreadPoolExecutor(2) as pool:
-        before, after = pool.map(lambda model: FloatSession(model, names).run(feed), (original, source))
+        before, after = pool.map(lambda m: FloatSession(m, names, threads=threads).run(feed), (original, source))
     for name in names:
         a, b = (np.asarray(values[name]) for values in (before, after))
         if a.dtype.kind != "f" or a.size == 0:

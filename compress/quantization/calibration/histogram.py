@@ -19,6 +19,7 @@ network itself, so that of a large tensor a sample is counted; the largest magni
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -35,7 +36,8 @@ BINS = 2048
 MAX_BINS = 8192
 """Bins of one tensor before neighbours are merged."""
 
-_BLOCK = 1 << 15  # elements: 128 KiB of float32, and few enough that torch starts no threads of its own
+_BLOCK = 1 << 17  # elements that are counted at a time: 512 KiB of float32, and as much for their positions
+_LOOK = 1 << 18  # elements that are searched for the largest, and then sampled while the cache holds them
 _SHARE = 1 << 18  # elements that are worth a thread
 _SAMPLED, _THINNEST = 1 << 17, 13
 """Values of a whole tensor that are counted at least, and one value in so many that is counted at least, on a CPU."""
@@ -78,10 +80,10 @@ class Histogram:
             self._watch.collect(values)
             return
         self._watch = None
-        batch_amax = row_amax(values)
         if values.device.type == "cpu" and len(values) == 1:
-            self._add_on_host(values[0], batch_amax.numpy()[0])
+            self._add_on_host(drawn_from(values[0]))
             return
+        batch_amax = row_amax(values)
         self.amax = torch.maximum(self.amax, batch_amax)
         self.width = torch.where(self.width > 0, self.width, batch_amax / BINS)
         self._fit()
@@ -89,13 +91,9 @@ class Histogram:
         live = (self.amax / width).ceil().clamp(1, self.counts.shape[1])
         self.counts += count_on_device(values, width, live, self.counts.shape[1])
 
-    def _add_on_host(self, values: Tensor, batch_amax: np.float32) -> None:
-        """Do the same for one row on a CPU, with numbers: operations on tensors take longer than to count small ones.
-
-        Args:
-            values: (n,).
-            batch_amax: their largest magnitude.
-        """
+    def _add_on_host(self, sample: Sample) -> None:
+        """Count one row on a CPU, with numbers: operations on tensors take longer than to count small ones."""
+        batch_amax = np.float32(sample.amax)
         with np.errstate(all="ignore"):
             amax, width = np.maximum(self.amax.numpy()[0], batch_amax), self.width.numpy()[0]
             width = width if width > 0 else batch_amax / np.float32(BINS)
@@ -107,7 +105,7 @@ class Histogram:
                 width = self.width.numpy()[0]
             width = width if width > 0 else np.float32(1)
             bins = min(max(int(np.ceil(amax / width)), 1), self.counts.shape[1])
-        self.counts[0, :bins] += count_sample(values, float(batch_amax), float(width), bins)
+        self.counts[0, :bins] += count_sample(sample, float(width), bins)
 
     def rescaled(self, width: Tensor, amax: Tensor) -> Histogram:
         """Return this histogram on bins of `width` (rows,), none narrower than now, up to `amax` (rows,)."""
@@ -172,31 +170,66 @@ def resample(counts: Tensor, width: Tensor, new_width: Tensor) -> Tensor:
     return (below.gather(1, whole) + ((edge - whole) * inside).round().long()).diff(dim=1)
 
 
-def count_sample(values: Tensor, amax: float, width: float, bins: int) -> Tensor:
-    """Count |values|, of a large tensor an evenly spread sample, each value of which counts for all that it stands for.
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """An evenly spread sample of a tensor on the CPU.
+
+    Attributes:
+        amax: largest magnitude of the whole tensor; NaN where it holds one.
+        values: (n,), each of which counts for `every` values of the tensor.
+        rest: (m,), which count once.
+        every: 1 where all values are in the sample.
+    """
+
+    amax: float
+    values: Tensor
+    rest: Tensor
+    every: int
+
+
+def drawn_from(values: Tensor) -> Sample:
+    """Return a sample of (n,) values and the largest magnitude of all, in one pass.
 
     One value is drawn from each stretch of `every` neighbours, by the same random numbers in every call, so that no
     column or channel of a picture is preferred.
+    """
+    every = min(_THINNEST, values.numel() // _SAMPLED)
+    if every < 2:
+        return Sample(amax=row_amax(values[None]).item(), values=values, rest=values[:0], every=1)
+    period = _STRATA * every
+    whole, place = values.numel() // period * period, _places(every)
+    rows, rest = values[:whole].view(-1, period), values[whole:]
+    drawn = values.new_empty(len(rows), _STRATA)
+    largest = [row_amax(rest[None])] if len(rest) else []
+    for part, result in zip(rows.split(_LOOK // period), drawn.split(_LOOK // period), strict=True):
+        largest.append(row_amax(part.reshape(1, -1)))
+        torch.index_select(part, 1, place, out=result)
+    return Sample(amax=torch.cat(largest).amax().item(), values=drawn.flatten(), rest=rest, every=every)
+
+
+@functools.cache
+def _places(every: int) -> Tensor:
+    """Return the positions that are drawn from each `every` * _STRATA values."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.arange(0, _STRATA * every, every) + torch.randint(every, (_STRATA,), generator=generator)
+
+
+def count_sample(sample: Sample, width: float, bins: int) -> Tensor:
+    """Count the magnitudes of a sample, each for all values that it stands for.
 
     Args:
-        values: (n,) on the CPU, finite.
-        amax: their largest magnitude, at most bins * width; it is counted in any case.
+        sample: of finite values, its largest magnitude at most bins * width; that is counted in any case.
         width: width of a bin, > 0.
         bins: number of bins.
 
     Returns:
-        (bins,) int64, of which the sum is n.
+        (bins,) int64, of which the sum is the number of values of the tensor.
     """
-    every = min(_THINNEST, values.numel() // _SAMPLED)
-    if every < 2:
-        return count_on_host(values, width, bins)
-    period = _STRATA * every
-    place = torch.arange(0, period, every)
-    place += torch.randint(every, (_STRATA,), generator=torch.Generator().manual_seed(0))
-    whole = values.numel() // period * period
-    drawn = values[:whole].view(-1, period).index_select(1, place).flatten()
-    counts = count_on_host(drawn, width, bins) * every + count_on_host(values[whole:], width, bins)
-    last = min(int(amax / width), bins - 1)
+    counts = count_on_host(sample.values, width, bins) * sample.every
+    if sample.every == 1:
+        return counts
+    counts += count_on_host(sample.rest, width, bins)
+    last = min(int(sample.amax / width), bins - 1)
     if counts[last] == 0:
         counts[last] += 1
         counts[counts.argmax()] -= 1

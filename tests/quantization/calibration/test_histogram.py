@@ -13,6 +13,7 @@ from compress.quantization.calibration.histogram import (
     count_on_device,
     count_on_host,
     count_sample,
+    drawn_from,
     merge_neighbours,
     resample,
 )
@@ -129,7 +130,7 @@ def test_a_large_tensor_is_sampled_and_its_extremes_are_exact():
 
 def test_a_sample_prefers_no_column():
     columns = torch.arange(1, 57).repeat(2**15).float()  # 56 columns of pictures, each with a value of its own
-    counts = count_sample(columns, 56.0, 1.0, 57)[1:]
+    counts = count_sample(drawn_from(columns), 1.0, 57)[1:]
     assert counts.sum() == columns.numel()
     torch.testing.assert_close(counts.double(), torch.full((56,), 2.0**15).double(), rtol=0.1, atol=0)
 
