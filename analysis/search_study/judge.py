@@ -6,6 +6,7 @@ others.
 
 from __future__ import annotations
 
+import itertools
 import time
 from argparse import Namespace
 from collections.abc import Mapping
@@ -109,7 +110,10 @@ def top1(path: Path, subject: Subject, files: data.Files) -> float:
 
 
 def time_all(o: Namespace) -> None:
-    """Time the files of each subject in turn with its float network, several times; nothing else may run."""
+    """Time each file in turn with its float network alone, several times; nothing else may run.
+
+    Several networks in one turn would fill the caches for each other.
+    """
     folder, by_subject = Path(o.folder), dict[Subject, dict[str, Path]]()
     for row in found_rows(o.found):
         if _wanted(row, o) and file_of(row, folder).is_file():
@@ -118,12 +122,11 @@ def time_all(o: Namespace) -> None:
         images = torch.from_numpy(np.load(data.files(subject.data, o, folder).calibration))
         network = float_network(subject, o.floats)
         plain = exported(network, images, folder / f"{subject.name}-float.onnx", subject, int8=False)
-        for turn in range(o.repeats):
-            latencies = timed({"float": plain, **paths}, subject, o.timing_s)
-            for method, measured in latencies.items():
-                ratio = time_ratio(measured, latencies["float"])
-                about = {"subject": asdict(subject), "method": method, "turn": turn}
-                append(o.out / TIMES, {**about, "ms": measured.p50_ms, "ratio": ratio})
+        for turn, (method, path) in itertools.product(range(o.repeats), paths.items()):
+            latencies = timed({"float": plain, method: path}, subject, o.timing_s)
+            ratio = time_ratio(latencies[method], latencies["float"])
+            about = {"subject": asdict(subject), "method": method, "turn": turn}
+            append(o.out / TIMES, {**about, "ms": latencies[method].p50_ms, "ratio": ratio})
         print(f"{subject.name}: {len(paths)} files", flush=True)
 
 

@@ -6,9 +6,9 @@ ImageNet weights and sees real pictures, so that its front can be read: how many
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -16,9 +16,10 @@ import torchvision
 from torch import Tensor, nn
 
 import compress
-from analysis.common.study import command_line, gpu_software, study_parser
+from analysis.common.study import command_line, gpu_software, listed, read_rows, study_parser
 from analysis.real_accuracy.networks import efficientnet_lite0, pictures
 from analysis.search_study.files import append
+from compress.files import write_text
 from compress.measure import describe_machine
 
 _SIDE = 224
@@ -60,11 +61,35 @@ def main() -> None:
         "cpu_s": cpu_s,
         "seconds_until_trials": (o.folder / "plan.json").stat().st_mtime - begun,
         "points": len(front.points) - 1,
-        "front": [[p.label, p.figures.ratio, p.figures.distance, p.figures.agreement] for p in front.front],
-        "candidates": [front.candidate_check.median_error, front.candidate_check.spearman],
+        "engine": o.engine,
+        "front": [[p.label, p.figures.ratio, p.figures.ms, p.figures.distance] for p in front.front],
+        "candidates": asdict(front.candidate_check),
     }
     append(o.out / "large.jsonl", row)
-    print(json.dumps(row, indent=1))
+    print(_write(o.out))
+
+
+def _write(folder: Path) -> str:
+    """Write `large.md` from all rows of a folder, and return it."""
+    lines = ["# How long a search at 224 pixels takes before anything is fine-tuned", ""]
+    for row in read_rows(folder / "large.jsonl"):
+        seen = row["candidates"]
+        lines += [
+            f"## {row['network']}, {row['engine']}, batch 1",
+            "",
+            f"- `{row['command']}`; {listed(row['software'])}; {listed(row['machine'])}.",
+            f"- {row['seconds'] / 60:.1f} minutes ({row['cpu_s'] / 60:.1f} of processor time), of which "
+            f"{row['seconds_until_trials'] / 60:.1f} before the first trial; {row['points']} networks were measured.",
+            f"- Latency of all {len(seen['measured'])} candidates, each predicted by a model without it: median error "
+            f"{100 * seen['median_error']:.1f} %, rank correlation {seen['spearman']:.2f} (95 % interval "
+            f"{seen['interval'][0]:.2f} to {seen['interval'][1]:.2f}).",
+            "",
+            "| network of the front | time, of float | ms | error of the outputs |",
+            "|---|---|---|---|",
+            *(f"| {label} | {ratio:.3f} | {ms:.1f} | {error:.3g} |" for label, ratio, ms, error in row["front"]),
+            "",
+        ]
+    return write_text(folder / "large.md", "\n".join(lines)).read_text()
 
 
 def _subject(name: str, folder: Path | None, count: int) -> tuple[nn.Module, Tensor]:

@@ -27,6 +27,7 @@ from compress.graph.inputs import flat_tensors
 from compress.measure import Latency, measure_latency
 from compress.search.criteria import channel_scores
 from compress.search.lab import time_ratio
+from compress.search.latency_model import Check
 from compress.search.network import Scores, distance
 from compress.search.search import TARGETS, search
 from compress.search.spec import SearchSpec
@@ -300,7 +301,7 @@ def searched(part: Part, bench: Bench, bound: float, folder: Path) -> Made:
     points = [p for p in front.front if p.figures.ratio <= bound]
     facts: dict[str, Any] = {
         "check": {"median_error": front.latency_check.median_error, "spearman": front.latency_check.spearman},
-        "candidates": {"median_error": front.candidate_check.median_error, "spearman": front.candidate_check.spearman},
+        "candidates": checked(front.candidate_check),
         "cached": front.timed.cached,
         "accuracy": front.accuracy_check(),
         "points": [
@@ -316,6 +317,16 @@ def searched(part: Part, bench: Bench, bound: float, folder: Path) -> Made:
         if ratio <= bound / MARGIN:
             break
     return choice, ratio, {**facts, "chosen": point.label}
+
+
+def checked(seen: Check) -> dict[str, Any]:
+    """Predictions of latency in numbers: how many networks, median error, rank correlation and its interval."""
+    return {
+        "count": len(seen.measured),
+        "median_error": seen.median_error,
+        "spearman": seen.spearman,
+        "interval": seen.interval,
+    }
 
 
 def exported(

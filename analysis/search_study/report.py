@@ -11,7 +11,7 @@ import numpy as np
 
 from analysis.common.study import Row, listed, read_rows, report_from_file
 from analysis.search_study.files import FOUND, JUDGED, TIMES, TUNED
-from analysis.search_study.subjects import UNIFORM
+from analysis.search_study.subjects import CRITERIA, UNIFORM
 from compress.files import write_text
 from compress.search.latency_model import rank_correlation
 
@@ -19,11 +19,13 @@ _T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # of Student's distribution, two-s
 _ENGINES = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
 _METHOD = """\
 Latency: one thread; the median of several loads, each timed in turn with the float network, with nothing else running.
+Uniform widths are in multiples of 8 channels, of 4 in groups of fewer than 32; "uniform of 16" in multiples of 16,
+which both engines compute at a time on this processor. The searches had multiples of 8, too.
 Top-1: the exported file on the same engine, all 10,000 test pictures, or where the page says so the float32 network in
 torch as its training ended (of INT8 networks before they are INT8). The pictures of CIFAR-10 are a JPEG copy: compare
 differences. Every network was fine-tuned by the same recipe, from the float network's own weights. Points over uniform:
-against the uniform network of the same seed and of the same latency (between the two that were made, in a straight
-line; beyond them the nearer one), 95 % interval of Student's t."""
+against the uniform network of the same seed and of the same latency (of those that no faster one beats, in a straight
+line between two of them; beyond them the nearer one), 95 % interval of Student's t."""
 
 _NOT_TIMED = """
 The files were not yet timed together: the latencies are those of the finding, where each network was timed in turn with
@@ -44,6 +46,7 @@ def write(folder: Path) -> str:
         _METHOD,
         *(() if finally_timed else (_NOT_TIMED,)),
         *tables(networks, times),
+        *criteria(found, times),
         *accuracies(found, networks),
         *predictions(found),
         *failures(found),
@@ -114,22 +117,35 @@ def accuracies(found: list[Row], networks: list[Row]) -> Iterable[str]:
             yield f"| {_title(rows[0])}, seed {rows[0]['subject']['seed']} | {len(rows)} | {lost:.2f} |"
 
 
+def criteria(found: list[Row], times: list[Row]) -> Iterable[str]:
+    """Yield the table of criteria at one bound of latency, before the fine-tuning."""
+    rows = [row for row in found if row["method"] in CRITERIA and "facts" in row]
+    if rows:
+        yield from ("", "## Criteria by which channels are removed, before fine-tuning", "")
+        yield "| network | criterion | latency, of float (all loads) | error of the outputs |"
+        yield "|---|---|---|---|"
+    for row in sorted(rows, key=lambda row: float(row["facts"]["distance"])):
+        ratio = latency(times, row)
+        share = "not timed" if ratio is None else f"{ratio:.3f}{_range(times, [row])}"
+        yield f"| {_short(row)} | {row['method']} | {share} | {row['facts']['distance']:.3f} |"
+
+
 def predictions(found: list[Row]) -> Iterable[str]:
     """Yield the table of what each search predicted and measured."""
     searches = [row for row in found if "points" in row.get("facts", {})]
     if searches:
         yield from ("", "## Searches", "")
         yield (
-            "| search | seconds | candidates | latency of those not seen before, median error % | rank correlation | "
-            "before the search, on unseen networks | rank correlation of the error | chosen |"
+            "| search | seconds | candidates | latency, each predicted without its own time: median error % | rank "
+            "correlation (95 % interval) | rank correlation of the error | chosen |"
         )
-        yield "|---|---|---|---|---|---|---|---|"
+        yield "|---|---|---|---|---|---|---|"
     for row in searches:
         facts = row["facts"]
-        points, seen = [point for point in facts["points"] if point[0] != "float"], facts["candidates"]
-        cells = [f"{_short(row)} {row['subject']['seed']} {row['method']}", f"{row['seconds']:.0f}", len(points)]
-        cells += [f"{100 * seen['median_error']:.1f}", f"{seen['spearman']:.2f}"]
-        cells += [f"{100 * facts['check']['median_error']:.1f} %, {facts['check']['spearman']:.2f}"]
+        seen = facts["candidates"]
+        cells = [f"{_short(row)} {row['subject']['seed']} {row['method']}", f"{row['seconds']:.0f}", seen["count"]]
+        low, high = seen["interval"]
+        cells += [f"{100 * seen['median_error']:.1f}", f"{seen['spearman']:.2f} ({low:.2f} to {high:.2f})"]
         cells += [f"{facts['accuracy']['distance']:.2f}", facts["chosen"]]
         yield f"| {' | '.join(map(str, cells))} |"
 

@@ -93,7 +93,7 @@ def _show(folder: Path, outcome: Outcome, *, as_json: bool) -> None:
             point.label,
             f"{point.figures.ratio:.3f}",
             f"{point.figures.ms:.3f}",
-            f"{point.figures.distance:.4f}",
+            f"{point.figures.distance:.3g}",
             metric.text(outcome.scores[point.label]) if point.label in outcome.scores else "",
         )
         for point in outcome.front.front

@@ -34,7 +34,7 @@ def canonical_graph(model: nn.Module, example_inputs: Inputs, *, fold: bool = Tr
     check_module(model)
     reference = Reference.of(model, example_inputs)
     graph_module = trace(model, example_inputs)
-    _drop_assertions(graph_module)
+    drop_assertions(graph_module)
     follow_changes(graph_module, example_inputs)
     opened = open_attention(graph_module) + open_einsums(graph_module)
     made = functions_to_modules(graph_module)
@@ -46,7 +46,7 @@ def canonical_graph(model: nn.Module, example_inputs: Inputs, *, fold: bool = Tr
     return graph_module
 
 
-def _drop_assertions(graph_module: fx.GraphModule) -> None:
+def drop_assertions(graph_module: fx.GraphModule) -> None:
     """Erase assertions about shapes: they hold for the example, and as consumers they would keep layers from fusing."""
     for node in reversed(list(graph_module.graph.nodes)):
         if not node.users and node_kind(node) in SHAPES | {"getattr"}:

@@ -112,7 +112,7 @@ def _marks(outcome: Outcome) -> list[Mark]:
         kind = "baseline" if point.is_baseline else "trial"
         kind = "chosen" if point.label == chosen else "front" if point.label in on_front else kind
         figures = point.figures
-        text = f"{point.label}: {figures.ratio:.3f} of the time, error {figures.distance:.4f}\n{_words(outcome, point)}"
+        text = f"{point.label}: {figures.ratio:.3f} of the time, error {figures.distance:.3g}\n{_words(outcome, point)}"
         rows.append(Mark(x=figures.ratio, y=figures.distance, kind=kind, text=text))
     return rows
 
@@ -135,7 +135,7 @@ def _points_table(outcome: Outcome) -> Table:
             point.label,
             f"{point.figures.ratio:.3f}",
             f"{point.figures.ms:.3f}",
-            f"{point.figures.distance:.4f}",
+            f"{point.figures.distance:.3g}",
             MISSING if point.figures.agreement is None else f"{100 * point.figures.agreement:.1f}",
             metric.text(outcome.scores[point.label]) if point.label in outcome.scores else MISSING,
         )
@@ -232,8 +232,8 @@ def _baseline_blocks(outcome: Outcome) -> tuple[Block, ...]:
             (
                 point.label,
                 f"{point.figures.ratio:.3f}",
-                f"{point.figures.distance:.4f}",
-                f"{best.figures.distance:.4f} ({best.label})" if best is not None else MISSING,
+                f"{point.figures.distance:.3g}",
+                f"{best.figures.distance:.3g} ({best.label})" if best is not None else MISSING,
             )
         )
     text = "What one tries without a search, and the least error of the front in the same time. Before fine-tuning."
@@ -264,8 +264,8 @@ def _model_blocks(outcome: Outcome) -> tuple[Block, ...]:
         f"{_number_of(ranks['fisher'])}.",
     )
     rows = [
-        (p.label, f"{p.predicted_ratio:.3f}", f"{p.figures.ratio:.3f}", f"{p.predicted_distance:.4f}",
-         f"{p.figures.distance:.4f}")
+        (p.label, f"{p.predicted_ratio:.3f}", f"{p.figures.ratio:.3f}", f"{p.predicted_distance:.3g}",
+         f"{p.figures.distance:.3g}")
         for p in trials
     ]  # fmt: skip
     columns = ("network", _number("time, predicted"), _number("measured"), _number("error, predicted"))

@@ -8,6 +8,10 @@ from pathlib import Path
 
 from compress.meters import TaskMetric
 from compress.search.front import Front, Point
+from compress.variants import Variant
+
+_SAME = 0.005
+"""Points that two digits do not show."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +107,13 @@ class Outcome:
         if made.ratio >= 1:
             return (
                 f"Keep the float network: of those that keep the bound, {self.bound.words}, the fastest is "
-                f"{made.folder} ({made.label}, {made.variant}), which takes {made.ratio:.2f} of its latency."
+                f"{made.folder} ({_kind(made)}), which takes {made.ratio:.2f} of its latency."
             )
-        side = "below" if made.drop >= 0 else "above"
+        side = f"{abs(made.drop):.2f} points {'below' if made.drop >= 0 else 'above'} it"
+        side = side if abs(made.drop) >= _SAME else "as accurate as it"
         return (
-            f"Take {made.folder} ({made.label}, {made.variant}): {metric.text(made.score)} {metric.title} at "
-            f"{made.ratio:.2f} of the float network's latency, {abs(made.drop):.2f} points {side} it"
-            f"{self._beside(made)}."
+            f"Take {made.folder} ({_kind(made)}): {metric.text(made.score)} {metric.title} at {made.ratio:.2f} of the "
+            f"float network's latency, {side}{self._beside(made)}."
         )
 
     def _beside(self, made: Attempt) -> str:
@@ -126,3 +130,8 @@ class Outcome:
             f"; before fine-tuning its error is {self.point.figures.distance:.3f}, that of the best uniform choice "
             f"that is as fast ({rival.label}) {rival.figures.distance:.3f}"
         )
+
+
+def _kind(made: Attempt) -> str:
+    """The point that a network began as, and what was made of it: `width 0.5, int8; qat`, `width 0.5, float`."""
+    return made.label if made.variant == str(Variant.FLOAT) else f"{made.label}; {made.variant}"

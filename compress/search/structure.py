@@ -17,11 +17,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx, nn
 
+from compress.graph.canonical import drop_assertions
+from compress.graph.compare import Reference
 from compress.graph.float_model import check_float_model
+from compress.graph.functional import functions_to_modules
 from compress.graph.inputs import Inputs, as_inputs, flat_tensors
 from compress.graph.layers import Layer
 from compress.graph.layers import layers as layer_table
-from compress.graph.trace import trace
+from compress.graph.trace import propagate_shapes, trace
 from compress.search.blocks import Block, residual_blocks, units
 from compress.search.surgery import Axis, axes_of, removable, remove_channels
 from compress.sparsity.channel_classes import Channels
@@ -81,7 +84,7 @@ def analyse(model: nn.Module, example_inputs: Inputs) -> Structure:
     """
     check_float_model(model)
     inputs = as_inputs(example_inputs)
-    graph = trace(copy.deepcopy(model).eval(), inputs).eval()
+    graph = _modules_of(copy.deepcopy(model).eval(), inputs)
     channels = channels_of(graph, inputs)
     rows = tuple(row for row in layer_table(graph) if row.path and row.weight_macs)
     axes = axes_of(channels)
@@ -97,6 +100,17 @@ def analyse(model: nn.Module, example_inputs: Inputs) -> Structure:
         left=left,
     )
     return _without_failing(found)
+
+
+def _modules_of(model: nn.Module, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
+    """Trace a network; layers that it computes by functions become modules, such as timm's BatchNormAct2d."""
+    reference = Reference.of(model, inputs)
+    graph = trace(model, inputs).eval()
+    drop_assertions(graph)
+    if functions_to_modules(graph):
+        propagate_shapes(graph, inputs)
+    reference.check(graph, "making modules of the layers of its graph")
+    return graph
 
 
 def shares_of_axes(structure: Structure) -> dict[tuple[str, str], Counter[str]]:

@@ -8,6 +8,7 @@ import torchvision
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional
 
 from compress.errors import SearchError
 from compress.models import ModelSpec, build_model
@@ -103,6 +104,39 @@ def test_blocks_and_groups_of_mobilenet_v2():
     depthwise = small.get_submodule("features.2.conv.1.0")
     assert (depthwise.groups, depthwise.in_channels, depthwise.out_channels) == (48, 48, 48)
     assert small(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_a_norm_that_calls_a_function_is_followed_as_a_module_of_its_name():
+    """As timm's BatchNormAct2d, with an assertion about shapes that would keep the block."""
+
+    class NormAct(nn.BatchNorm2d):
+        def forward(self, x):
+            torch._assert(x.ndim == 4, "four dimensions")
+            use = self.training or self.running_mean is None
+            mean, var = self.running_mean, self.running_var
+            return torch.relu(functional.batch_norm(x, mean, var, self.weight, self.bias, use, self.momentum, self.eps))
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.inner, self.norm = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1), NormAct(8)
+            self.last = nn.Conv2d(8, 8, 1)
+
+        def forward(self, x):
+            x = self.stem(x)
+            return x + self.last(self.norm(self.inner(x)))
+
+    model = Block().eval()
+    found = analyse(model, IMAGES)
+    assert list(found.groups) == ["inner"] and len(found.blocks) == 1
+    small = apply(found, {"width inner": "4"})
+    assert small.state_dict().keys() == model.state_dict().keys()
+    mean = small.get_buffer("norm.running_mean").clone()
+    small.train()(IMAGES)
+    assert mean.shape == (4,) and not torch.equal(small.get_buffer("norm.running_mean"), mean)
+    torch.testing.assert_close(
+        apply(found, {f"block {next(iter(found.blocks))}": "left out"})(IMAGES), model.stem(IMAGES)
+    )
 
 
 def test_shuffled_channels_stay_and_say_why():

@@ -32,7 +32,7 @@ def outcome(ratio):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "begin"), [(0.5, "Take network-1 (start 1, ptq): 90.00 %"), (1.23, "Keep the float network: ")]
+    ("ratio", "begin"), [(0.5, "Take network-1 (start 1; ptq): 90.00 %"), (1.23, "Keep the float network: ")]
 )
 def test_a_network_that_is_no_faster_is_not_advised(ratio, begin):
     advice = outcome(ratio).advice
