@@ -258,6 +258,21 @@ def test_random_networks_compute_what_onnx_runtime_does(tmp_path_factory, networ
     check(path, b.x, share=5e-3)
 
 
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_weights_that_the_file_quantizes_itself_are_integers(tmp_path, per_channel):
+    """As pytorch-quantization and ModelOpt write them: values, a QuantizeLinear and a DequantizeLinear."""
+    b = Builder((2, 5, 7, 7))
+    x = b.quantize("input")
+    weight = b.rng.standard_normal((8, 5, 3, 3)).astype(np.float32)
+    scale = b.constant((np.abs(weight).max((1, 2, 3)) / 100 if per_channel else np.array(0.02)).astype(np.float32))
+    names = (scale, b.constant(np.zeros(8 if per_channel else (), np.int8)))
+    q = b.op("QuantizeLinear", b.constant(weight), *names, axis=0)
+    y = b.op("Conv", x, b.op("DequantizeLinear", q, *names, axis=0), pads=[1, 1, 1, 1])
+    path = b.save(tmp_path / "m.onnx", b.quantize(b.op("Relu", y)))
+    assert [step.weight.dtype for step in products(path)] == [torch.int8]
+    check(path, b.x)
+
+
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 
@@ -276,6 +291,40 @@ def test_other_types_of_quantization_are_refused(tmp_path):
     onnx.save(model, str(tmp_path / "m.onnx"))
     with pytest.raises(EngineError, match="wide: it quantizes to int16.*INT8"):
         make_plan(tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_quantizers_of_four_bits_are_refused(tmp_path, constant):
+    x = numpy_helper.from_array(np.ones((1, 4), np.float32), "x")
+    scale, zero = numpy_helper.from_array(np.float32(0.1), "s"), helper.make_tensor("z", 22, [], [0])
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x" if constant else "input", "s", "z"], ["q"], name="narrow"),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["d"]),
+        helper.make_node("Add", ["d", "input"], ["y"]),
+    ]
+    values = [helper.make_tensor_value_info(n, 1, [1, 4]) for n in ("input", "y")]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], [x, scale, zero])
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), str(tmp_path / "m.onnx")
+    )
+    with pytest.raises(EngineError, match="narrow: it quantizes to int4: the cuda engine computes in INT8"):
+        make_plan(tmp_path / "m.onnx")
+
+
+def test_a_quantizer_without_a_zero_point_has_the_type_that_it_names(tmp_path):
+    b = Builder((2, 8))
+    scale = b.constant(np.float32(0.05))
+    nodes = [
+        helper.make_node("QuantizeLinear", ["input", scale], ["q"], output_dtype=3),
+        helper.make_node("DequantizeLinear", ["q", scale], ["y"]),
+    ]
+    values = [helper.make_tensor_value_info(n, 1, [2, 8]) for n in ("input", "y")]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], [numpy_helper.from_array(np.float32(0.05), scale)])
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), str(path))
+    expected = (b.x / np.float32(0.05)).round().clip(-128, 127) * np.float32(0.05)
+    assert expected.min() < -0.1
+    np.testing.assert_allclose(run(path, b.x)["y"], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, np.nan, np.inf])

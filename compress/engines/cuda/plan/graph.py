@@ -26,6 +26,9 @@ from compress.engines.onnx_file import OnnxFile, read_onnx
 from compress.errors import EngineError
 
 QUANTIZERS = frozenset({"QuantizeLinear", "DequantizeLinear"})
+_FOUR_BITS = {onnx.TensorProto.INT4: "int4", onnx.TensorProto.UINT4: "uint4"}
+_TYPES = {0: torch.uint8, onnx.TensorProto.UINT8: torch.uint8, onnx.TensorProto.INT8: torch.int8}
+"""Types of integers by ONNX's number, where a quantizer has no zero point that says it."""
 _DOMAINS = frozenset({"", "ai.onnx", "com.microsoft"})
 
 
@@ -215,11 +218,18 @@ def _input_shapes(outside: OnnxFile, sizes: Mapping[str, Sequence[int]], batch_s
 
 def _nodes(proto: onnx.ModelProto, path: Path | str) -> Iterable[Node]:
     softmax_axis = 1 if _opset(proto) < 13 else -1
+    types = {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
     for node in proto.graph.node:
         if node.domain not in _DOMAINS:
             raise EngineError(
                 f"{path}: {node.name or node.op_type} is an operator of the domain {node.domain!r}, which only its own "
                 "runtime knows; export the file with standard operators"
+            )
+        narrow = _FOUR_BITS.get(types.get(node.input[2], 0)) if node.input[2:] else None
+        if narrow and node.op_type == "QuantizeLinear":
+            raise EngineError(
+                f"{path}: {node.name or node.output[0]}: it quantizes to {narrow}: the cuda engine computes in INT8; "
+                "quantize to 8 bits, or run the file with 'onnxruntime'"
             )
         attributes = {a.name: _attribute(a, node, path) for a in node.attribute}
         if node.op_type in {"Softmax", "LogSoftmax"}:
@@ -254,7 +264,10 @@ def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
     if array.dtype.kind not in "fiub" or array.dtype.name in {"uint16", "uint32", "uint64"}:
         name = array.dtype.name
         if name not in {"bfloat16", "int4", "uint4"}:
-            raise EngineError(f"a constant of type {name} is not supported: INT8, FP16, BF16, FP32 and indices are")
+            raise EngineError(
+                f"a constant of type {name} is not supported: INT8, FP16, BF16, FP32 and indices are; run the file "
+                "with 'onnxruntime'"
+            )
         array = (
             array.astype(np.float32) if name == "bfloat16" else array.astype(np.int8 if name == "int4" else np.uint8)
         )
@@ -308,7 +321,10 @@ def _quantized(node: Node, inputs: Sequence[Tensor | None]) -> Tensor:
     if x is None or scale is None:
         raise EngineError(f"{node.name}: a quantizer without data or scale is not valid ONNX")
     if node.op == "QuantizeLinear":
-        return torch.empty(x.shape, dtype=torch.uint8 if zero is None else zero.dtype, device="meta")
+        asked = int(node.attributes.get("output_dtype", 0))
+        if zero is None and asked not in _TYPES:
+            raise EngineError(f"{node.name}: it quantizes to ONNX's type {asked}, and the cuda engine computes in INT8")
+        return torch.empty(x.shape, dtype=_TYPES[asked] if zero is None else zero.dtype, device="meta")
     return torch.empty(x.shape, dtype=scale.dtype, device="meta")
 
 

@@ -89,8 +89,11 @@ def resolve_quantizers(graph: Graph) -> QuantizedGraph:
             else:
                 nodes.append(node)
             continue
+        if node.op == "QuantizeLinear" and node.inputs[0] in constants:
+            constants[node.outputs[0]] = _codes(graph, node, constants[node.inputs[0]])
+            continue
         if node.op == "DequantizeLinear" and node.inputs[0] in constants:
-            found = _constant(graph, node)
+            found = _constant(graph, node, constants[node.inputs[0]])
             if isinstance(found, QuantizedConstant):
                 weights[node.outputs[0]] = found
             else:
@@ -131,31 +134,57 @@ def _parameters(graph: Graph, node: Node) -> tuple[Tensor, Tensor | None]:
     return graph.constants[node.inputs[1]], graph.constants[zero] if zero else None
 
 
-def _grid(graph: Graph, node: Node) -> Grid:
-    """The grid of an activation's Q or DQ node."""
-    scale, zero = _parameters(graph, node)
-    dtype = torch.uint8 if zero is None else zero.dtype
+def _type(graph: Graph, node: Node, zero: Tensor | None) -> torch.dtype:
+    """The type of a Q or DQ node's integers."""
+    integers = node.outputs[0] if node.op == "QuantizeLinear" else node.inputs[0]
+    dtype = graph.dtypes[integers] if zero is None else zero.dtype
     if dtype not in (torch.int8, torch.uint8):
         raise EngineError(
             f"{node.name}: it quantizes to {str(dtype).removeprefix('torch.')}: the cuda engine computes in INT8; "
             "quantize activations to 8 bits, or run the file with 'onnxruntime'"
         )
+    return dtype
+
+
+def _codes(graph: Graph, node: Node, values: Tensor) -> Tensor:
+    """The integers of a constant that the file holds as values and quantizes (pytorch-quantization, ModelOpt)."""
+    scale, zero = _parameters(graph, node)
+    dtype, axis = _type(graph, node, zero), int(node.attributes.get("axis", 1)) % max(values.dim(), 1)
+    _check_blocks(node)
+    Grid(tuple(scale.double().reshape(-1).tolist()))  # refuses scales that are none
+    axis_of = None if scale.numel() == 1 else axis
+    steps = values.float() / along(scale.float().reshape(-1), axis_of, values.dim())
+    shift = 0.0 if zero is None else along(zero.float().reshape(-1), axis_of, values.dim())
+    limits = torch.iinfo(dtype)
+    return (steps.round() + shift).clamp(limits.min, limits.max).to(dtype)
+
+
+def _check_blocks(node: Node) -> None:
+    if node.attributes.get("block_size", 0):
+        raise EngineError(
+            f"{node.name}: a weight with a scale for each block is not supported; use one for a channel, or run the "
+            "file with 'onnxruntime'"
+        )
+
+
+def _grid(graph: Graph, node: Node) -> Grid:
+    """The grid of an activation's Q or DQ node."""
+    scale, zero = _parameters(graph, node)
+    dtype = _type(graph, node, zero)
     if scale.numel() != 1:
         raise EngineError(
             f"{node.name}: an activation with {scale.numel()} scales: the cuda engine takes one scale for a tensor of "
-            "activations; quantize activations per tensor"
+            "activations; quantize activations per tensor, or run the file with 'onnxruntime'"
         )
     number = 0 if zero is None else int(zero.reshape(-1)[0])
     return Grid((float(scale.double().reshape(-1)[0]),), number - 128 if dtype == torch.uint8 else number)
 
 
-def _constant(graph: Graph, node: Node) -> QuantizedConstant | Tensor:
+def _constant(graph: Graph, node: Node, codes: Tensor) -> QuantizedConstant | Tensor:
     """A dequantized constant: integers of 8 bits, or real values where it is something else (an INT32 bias)."""
-    codes = graph.constants[node.inputs[0]]
     scale, zero = _parameters(graph, node)
     axis = None if scale.numel() == 1 else int(node.attributes.get("axis", 1)) % max(codes.dim(), 1)
-    if node.attributes.get("block_size", 0):
-        raise EngineError(f"{node.name}: a weight with a scale for each block is not supported; use one for a channel")
+    _check_blocks(node)
     flat = scale.double().reshape(-1)
     grid = Grid(tuple(flat.tolist()))  # refuses scales that are none
     offset = torch.zeros(1) if zero is None else zero.double().reshape(-1)
