@@ -5,7 +5,7 @@ To add an engine, add a file with an `availability` and a `load` function, and a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -130,6 +130,16 @@ def target_of(engine: str) -> Target | None:
     """
     entry = ENGINES.get(engine)
     return entry.target if entry else None
+
+
+def suits(engine: str, targets: Collection[str]) -> bool:
+    """Return True if files whose quantizers are placed for these targets suit an engine.
+
+    >>> suits("tensorrt-rtx", ["tensorrt"]), suits("openvino", ["tensorrt"]), suits("openvino", ["any"])
+    (True, False, True)
+    """
+    target = target_of(engine)
+    return target is None or target in targets or "any" in targets
 
 
 def engine_availability() -> tuple[Availability, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from compress.engines.registry import target_of
+from compress.engines.registry import suits, target_of
 from compress.records.run import RunData, recipe_tree
 from compress.records.summary import family
 from compress.text import display
@@ -26,13 +26,12 @@ def _sentences(run: RunData) -> Iterator[str]:
         return
     measured = (family(m.engine) for m in run.metrics if m.engine and m.variant in QUANTIZED and m.value is not None)
     for engine in dict.fromkeys(measured):
-        target = target_of(engine)
-        if target is not None and target not in targets and "any" not in targets:
+        if not suits(engine, targets):
             placed = ", ".join(display(name) for name in targets)
             yield (
                 f"{display(engine)} was given files whose quantizers are placed for {placed}, and runs fewer of their "
                 "layers in integers than of its own: it may be slower than float. quantization.target: "
-                f"[{', '.join([*targets, target])}] makes both"
+                f"[{', '.join([*targets, str(target_of(engine))])}] makes both"
             )
 
 

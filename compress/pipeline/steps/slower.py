@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from compress.engines.onnx_file import load_onnx
-from compress.engines.registry import target_of
+from compress.engines.registry import suits, target_of
 from compress.errors import EngineError
 from compress.export.names import module_of
 from compress.graph.onnx_kinds import onnx_operators
@@ -62,8 +62,7 @@ def _rows(
 ) -> Iterator[SlowRow]:
     for row in found:
         engine = family(row.engine)
-        target = target_of(engine)
-        if target not in targets and "any" not in targets:
+        if not suits(engine, targets):
             continue
         paths = {name: files[name].of(engine) for name in (Variant.FLOAT, row.variant)}
         try:
@@ -82,7 +81,7 @@ def _rows(
         except EngineError:  # an engine of a version that does not time its layers
             yield row
             continue
-        yield _with_layers(replace(row, target=target or ""), times[Variant.FLOAT], times[row.variant])
+        yield _with_layers(replace(row, target=target_of(engine) or ""), times[Variant.FLOAT], times[row.variant])
 
 
 def precision_of(label: str) -> str | None:
