@@ -58,6 +58,25 @@ def _pass(row: Row) -> str:
     return f"{row['images_per_s']:.0f} | {row['throughput_ratio']:.2f} | {row['pass_ms']:.2f} | {row['fixed_ms']:.1f}"
 
 
+def overview(runs: Sequence[Row]) -> str:
+    """Return time and memory over float training's by network, variant and mode as Markdown, of the newest run each."""
+    newest: dict[tuple[str, str], dict[str, str]] = {}
+    dates = {run["run"]: run["recorded"] for run in runs}
+    oldest_first = sorted(cases_of(runs), key=lambda found: dates[found[0]])
+    for number, case in oldest_first:
+        column = {"graphs": "recorded"}.get(case["mode"], case["mode"])
+        for row in case["rows"] if case["precision"] == "bf16" and case["batch"] == 128 else ():
+            if row["variant"] != "float" and "time_ratio" in row:
+                memory = f", {row['memory_ratio']:.2f}" if "memory_ratio" in row else ""
+                cells = newest.setdefault((case["network"], row["variant"]), {})
+                cells[column] = f"{row['time_ratio']:.2f}{memory} ({number})"
+    lines = ["| network | variant | compiled | regions | CUDA graphs | eager |", "|" + "---|" * 6]
+    for (network, variant), cells in sorted(newest.items(), key=lambda item: ORDER.index(item[0][0])):
+        values = (cells.get(mode, "") for mode in ("compiled", "regions", "recorded", "eager"))
+        lines.append(f"| {network} | {variant} | {' | '.join(values)} |")
+    return "\n".join(lines)
+
+
 def longest_kernels(runs: Sequence[Row]) -> list[str]:
     """Return the longest kernels of the variants that were profiled, as lines of Markdown."""
     lines: list[str] = []
@@ -78,9 +97,17 @@ def write(file: Path) -> None:
     """Write the page and the figure beside the JSON file."""
     runs = read_runs(file)
     machines = list(dict.fromkeys(listed(run["machine"]) for run in runs))
-    lines = ["# The cost of quantization-aware training", "", *(f"{text}." for text in machines), "", table(runs), ""]
-    lines += ["## Runs", "", "| run | recorded | command | remarks |", "|---|---|---|---|"]
-    lines += [f"| {r['run']} | {r['recorded']} | `{r['command']}` | {r.get('note', '')} |" for r in runs]
+    lines = ["# The cost of quantization-aware training", "", *(f"{text}." for text in machines), ""]
+    lines += [
+        "Time and, after the comma, memory of a step over those of float training in the same run, whose number is"
+    ]
+    lines += ["in brackets; bf16, batch 128, the newest run of each. Runs, machines and milliseconds are below.", ""]
+    lines += [overview(runs), "", "## All rows", "", table(runs), ""]
+    lines += ["## Runs", "", "| run | recorded | GPU | command | remarks |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {r['run']} | {r['recorded']} | {r['machine'].get('gpu', '')} | `{r['command']}` | {r.get('note', '')} |"
+        for r in runs
+    ]
     lines += longest_kernels(runs)
     write_text(file.with_suffix(".md"), "\n".join(lines) + "\n")
     save_figure(draw(runs), file.with_suffix(".png"))
