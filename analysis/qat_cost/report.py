@@ -64,7 +64,7 @@ def overview(runs: Sequence[Row]) -> str:
     dates = {run["run"]: run["recorded"] for run in runs}
     oldest_first = sorted(cases_of(runs), key=lambda found: dates[found[0]])
     for number, case in oldest_first:
-        column = {"graphs": "recorded"}.get(case["mode"], case["mode"])
+        column = "recorded" if case["mode"] == "graphs" else str(case["mode"])
         for row in case["rows"] if case["precision"] == "bf16" and case["batch"] == 128 else ():
             if row["variant"] != "float" and "time_ratio" in row:
                 memory = f", {row['memory_ratio']:.2f}" if "memory_ratio" in row else ""
