@@ -59,7 +59,10 @@ def write_folder(root: Path, size: tuple[int, int], count: int) -> float:
         for i in range(images):
             path = root / part / f"{i % 10}" / f"{i:06}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(files[i % len(files)])
+            if i < len(files):
+                path.write_bytes(files[i])
+            else:
+                path.hardlink_to(root / part / f"{i % len(files) % 10}" / f"{i % len(files):06}.jpg")
     return sum(map(len, files)) / len(files)
 
 
@@ -145,7 +148,7 @@ class Study:
         """Train on images in the GPU's memory, on files decoded by the GPU, and by the CPU, in turn by epoch."""
         by_gpu, by_cpu = (self.data(root, decode, self.arguments.workers) for decode in ("gpu", "cpu"))
         stored = in_memory(by_gpu.train, DEVICE)
-        names = ["first (compiles)", "memory", "gpu", "memory", "gpu", "cpu"]
+        names = ["first (compiles)", *self.arguments.pictures]
         order = Turns(
             [stored if name in ("memory", names[0]) else (by_gpu if name == "gpu" else by_cpu).train for name in names]
         )
@@ -186,6 +189,9 @@ def main() -> None:
     """Measure all rows."""
     parser = study_parser(__doc__, out="results/h100")
     parser.add_argument("--images", type=int, default=8192, help="files of each size")
+    parser.add_argument(
+        "--pictures", nargs="+", default=["memory", "gpu", "memory", "gpu", "cpu"], help="of each epoch"
+    )
     parser.add_argument("--pixels", type=int, default=224)
     parser.add_argument("--workers", type=int, default=15, help="of the rows that are not for fewer")
     parser.add_argument("--network", default="resnet50", choices=NETWORKS)

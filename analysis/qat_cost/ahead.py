@@ -121,9 +121,18 @@ class Ahead:
         return step
 
     def next(self, cases: Sequence[Case]) -> int:
-        """Wait until all variants of a case are built, and return its index; 0 when the time is over."""
+        """Wait until all variants of a case are built, and return its index; 0 when the time is over.
+
+        The first case waits until all eager variants are built, so that nobody else uses the GPU.
+        """
         while time.monotonic() < self._ends:
-            for i, case in enumerate(cases):
+            calm = time.monotonic() > self._last_begin or not any(
+                _process_of((*case[:3], variant)) in self._left or not self._is_built(_process_of((*case[:3], variant)))
+                for case in cases
+                for variant in case[3]
+                if case[2] in SHARED
+            )
+            for i, case in enumerate(cases if calm else ()):
                 if all(self._is_built(_process_of((*case[:3], variant))) for variant in case[3]):
                     return i
             self._receive()
