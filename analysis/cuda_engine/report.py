@@ -96,6 +96,8 @@ def page(report: Row, notes: Sequence[str] = ()) -> Iterator[str]:
     yield ""
     for word, meaning in REASONS.items():
         yield f"- {word}: {meaning};"
+    yield ""
+    yield from _causes([row for row in report["networks"] if row.get("layers")])
     for row in report["networks"]:
         if row.get("layers"):
             yield from _layers(row)
@@ -122,15 +124,41 @@ def _ratio(theirs: float | None, ours: float) -> str:
     return "" if theirs is None else f"{theirs / ours:.2f}"
 
 
-def _layers(row: Row) -> Iterator[str]:
-    """Layers above 2 % of the time, those of one kind together, with their shares of the roofs."""
-    total = row["layers_ms"]
+def _groups(row: Row) -> list[list[Row]]:
+    """Layers of one kind together, where they take 2 % of the time or more; the longest first."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for layer in row["layers"]:
         key = (layer["kind"], layer["kernel"], str(layer["shape"]), str(layer["bytes"]))
         groups.setdefault(key, []).append(layer)
-    kept = sorted(groups.values(), key=lambda group: -sum(layer["ms"] for layer in group))
-    kept = [group for group in kept if sum(layer["ms"] for layer in group) >= _LEAST_SHARE * total]
+    found = sorted(groups.values(), key=lambda group: -sum(layer["ms"] for layer in group))
+    return [group for group in found if sum(layer["ms"] for layer in group) >= _LEAST_SHARE * row["layers_ms"]]
+
+
+def _causes(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the share of each network's time that layers take which reach a roof, and that each cause takes."""
+    lines = []
+    for row in rows:
+        shares = dict.fromkeys(("", *REASONS), 0.0)
+        for group in _groups(row):
+            ms, each = sum(layer["ms"] for layer in group), sum(layer["ms"] for layer in group) / len(group)
+            shares[reason(group[0], each, *_roofs(group[0], each / 1e3))] += ms / row["layers_ms"]
+        small = 1 - sum(shares.values())
+        lines.append(
+            (f"{row['network']} b{row['batch']}", *(f"{x:.0%}" if x else "" for x in (*shares.values(), small)))
+        )
+    yield "Share of the time of each network by what keeps its layers from the roof:"
+    yield ""
+    yield from _table(("network", f"reaches {_REACHED}", *REASONS, f"layers below {_LEAST_SHARE:.0%}"), lines)
+
+
+def _roofs(layer: Row, seconds: float) -> tuple[float, float]:
+    """The shares of bandwidth and of INT8 peak of a layer that takes so long."""
+    return layer["bytes"] / seconds / BANDWIDTH, 2 * layer["macs"] / seconds / PEAK
+
+
+def _layers(row: Row) -> Iterator[str]:
+    """Layers above 2 % of the time, those of one kind together, with their shares of the roofs."""
+    total, kept = row["layers_ms"], _groups(row)
     lines = [_layer(group, total) for group in kept]
     reached = sum(not line[6] for line in lines)
     slower = [layer for layer in row["layers"] if layer.get("fp16_ms") and layer["fp16_ms"] < layer["ms"]]
@@ -161,7 +189,7 @@ def _layer(group: Sequence[Row], total: float) -> Sequence[str]:
     first, ms = group[0], sum(layer["ms"] for layer in group)
     each = ms / len(group) / 1e3
     shape = "x".join(str(n) for n in (first["shape"] or [[]])[0])
-    shares = first["bytes"] / each / BANDWIDTH, 2 * first["macs"] / each / PEAK
+    shares = _roofs(first, each)
     return (
         f"{first['kind']} {shape}", str(len(group)), f"{1e3 * each:.4f}", f"{ms / total:.1%}",
         *(f"{share:.2f}" for share in shares), reason(first, 1e3 * each, *shares),
