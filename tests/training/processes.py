@@ -1,6 +1,6 @@
 """Real processes for the tests: forked from one that has imported torch but computed nothing, so each starts at once.
 
-`python -m tests.training.processes TASK FOLDER` runs one of the tasks below, which leaves files in FOLDER.
+`python -m tests.training.processes FOLDER TASK ...` runs some of the tasks below; each leaves files in FOLDER/TASK.
 """
 
 import copy
@@ -157,7 +157,6 @@ def two_places():
 
 def two_and_one(folder, member):
     """Call `member(folder, environment)` in two processes beside each other, then in one alone."""
-    folder.mkdir(exist_ok=True)
     children = [fork(lambda place=place: member(folder, place)) for place in two_places()]
     ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     ends.append(forked(lambda: member(folder, {})))
@@ -231,7 +230,6 @@ def member(folder, environment):
 
 def widened(folder):
     """One process is stopped, and two go on."""
-    folder.mkdir(exist_ok=True)
     ends = [forked(lambda: widened_member(folder, {}))]
     children = [fork(lambda place=place: widened_member(folder, place)) for place in two_places()]
     ends += [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
@@ -254,7 +252,6 @@ def widened_member(folder, environment):
 
 def dying(folder):
     """Two processes, of which the second fails in a step; and again, where it is killed. The first has 30 s then."""
-    folder.mkdir(exist_ok=True)
     ends = []
     for end in (fail, die):
         first, second = [fork(lambda place=place, end=end: dying_member(place, end)) for place in two_places()]
@@ -354,6 +351,7 @@ def exchange(processes):
 
 
 if __name__ == "__main__":
-    {"killed": killed, "pair": pair, "widened": widened, "sharded": sharded, "dying": dying}[sys.argv[1]](
-        Path(sys.argv[2])
-    )
+    for name in sys.argv[2:]:
+        place = Path(sys.argv[1]) / name
+        place.mkdir()
+        {"killed": killed, "pair": pair, "widened": widened, "sharded": sharded, "dying": dying}[name](place)

@@ -17,11 +17,17 @@ RUNS = ("1-0", "2-0", "2-1")
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pair")
-    ends, errors = run("pair", folder)
-    assert ends == [0, 0, 0], errors
-    return folder
+def tasks(tmp_path_factory):
+    """The folder of all tasks, how the children of each ended, and what they said; torch is imported once."""
+    folder = tmp_path_factory.mktemp("tasks")
+    return folder, *run(folder, "pair", "widened", "sharded", "dying")
+
+
+@pytest.fixture(scope="module")
+def pair(tasks):
+    folder, ends, errors = tasks
+    assert ends["pair"] == [0, 0, 0], errors
+    return folder / "pair"
 
 
 @pytest.fixture(scope="module")
@@ -51,22 +57,21 @@ def test_one_process_goes_on_where_two_were_stopped(pair):
         torch.testing.assert_close(crossed[key], whole[key], rtol=0, atol=1e-5)
 
 
-def test_two_processes_go_on_where_one_was_stopped(pair, tmp_path):
-    ends, errors = run("widened", tmp_path / "widened")
-    assert ends == [0, 0, 0], errors
+def test_two_processes_go_on_where_one_was_stopped(pair, tasks):
+    folder, ends, errors = tasks
+    assert ends["widened"] == [0, 0, 0], errors
     whole = load_file(pair / "smooth-1-0.safetensors")
     for rank in (0, 1):
-        widened = load_file(tmp_path / f"widened/widened-{rank}.safetensors")
+        widened = load_file(folder / f"widened/widened-{rank}.safetensors")
         for key in whole:
             torch.testing.assert_close(widened[key], whole[key], rtol=0, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sharded")
-    ends, errors = run("sharded", folder)
-    assert ends == [0, 0, 0], errors
-    return folder
+def sharded(tasks):
+    folder, ends, errors = tasks
+    assert ends["sharded"] == [0, 0, 0], errors
+    return folder / "sharded"
 
 
 @pytest.mark.parametrize("way", ["plain", "fused"])
@@ -88,8 +93,9 @@ def test_gradients_in_bfloat16_are_rounded_and_the_same_everywhere(pair):
     assert any(not torch.equal(first[key], expected) for key, expected in exact.items())
 
 
-def test_a_process_that_fails_ends_all_with_its_traceback(tmp_path):
-    ends, errors = run("dying", tmp_path / "dying")
+def test_a_process_that_fails_ends_all_with_its_traceback(tasks):
+    _, ends, errors = tasks
+    ends = ends["dying"]
     assert "ValueError: the second process fails on purpose" in errors
     assert ends[1] > 0 and ends[3] == -signal.SIGKILL
     assert ends[0] > 0 and ends[2] > 0  # the other one ended by itself within 30 s

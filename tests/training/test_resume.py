@@ -11,20 +11,20 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 
-def run(task, folder):
-    """Run a task of tests.training.processes; return how its children ended."""
+def run(folder, *tasks):
+    """Run tasks of tests.training.processes, each in a folder of its own; return how the children of each ended."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.training.processes", task, str(folder)]
+    command = [sys.executable, "-m", "tests.training.processes", str(folder), *tasks]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    return json.loads((folder / "ends.json").read_text()), done.stderr
+    return {task: json.loads((folder / task / "ends.json").read_text()) for task in tasks}, done.stderr
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("killed")
-    ends, errors = run("killed", folder)
-    return folder, ends, errors
+    folder = tmp_path_factory.mktemp("resume")
+    ends, errors = run(folder, "killed")
+    return folder / "killed", ends["killed"], errors
 
 
 def rows(path):
