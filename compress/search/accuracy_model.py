@@ -9,17 +9,22 @@ first and second order of the loss, which need no network to be built, stand bes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import fx
 
 from compress.graph.inputs import flat_tensors
 from compress.progress import Progress
+from compress.quantization.placement.place import place
+from compress.quantization.placement.read_fx import read_fx
+from compress.quantization.ptq.prepare import float_graph
+from compress.quantization.sensitivity.subset import run_subset, subset_of
 from compress.search.criteria import channel_scores
-from compress.search.lab import Lab, build, with_formats
+from compress.search.lab import Lab, build, quantization_of, with_formats
 from compress.search.network import Scores, apply, distance
-from compress.search.space import FORMAT, WIDTH, Configuration
+from compress.search.space import FLOAT, FORMAT, WIDTH, Configuration
 from compress.training import recalibrate_batchnorm
 
 TASK = "accuracy model"
@@ -56,11 +61,15 @@ def rate_choices(lab: Lab, *, progress: Progress) -> AccuracyModel:
     with torch.no_grad():
         plain, measured_again = _outputs(lab, lab.structure.graph), _outputs(lab, again)
     progress.start(TASK, sum(len(choices) for choices in elements.values()))
-    distances: dict[str, dict[str, float]] = {}
-    for element, choices in elements.items():
-        reference = plain if element.startswith(FORMAT) else measured_again
-        for choice in choices:
-            distances.setdefault(element, {})[choice] = _alone(lab, element, choice, reference)
+    distances = {element: dict.fromkeys(choices, 0.0) for element, choices in elements.items()}
+    formats = [element for element in elements if element.startswith(FORMAT)]
+    for name in sorted({choice for element in formats for choice in elements[element]} - {FLOAT}):
+        for element, far in _formats_alone(lab, formats, name, plain):
+            distances[element][name] = far
+            progress.advance(TASK)
+    for element in [element for element in elements if element not in formats]:
+        for choice in elements[element]:
+            distances[element][choice] = _alone(lab, element, choice, measured_again)
             progress.advance(TASK)
     progress.finish(TASK)
     widths = {element: choices for element, choices in elements.items() if element.startswith(WIDTH)}
@@ -72,13 +81,33 @@ def rate_choices(lab: Lab, *, progress: Progress) -> AccuracyModel:
     )
 
 
+def _formats_alone(
+    lab: Lab, elements: Sequence[str], name: str, reference: list[torch.Tensor]
+) -> Iterator[tuple[str, float]]:
+    """The error of one format in each block alone: the network is quantized once, and other quantizers are off."""
+    base = replace(lab.quantization, adaround=None, bias_correction=None)
+    lab = replace(lab, quantization=base)
+    network = build(lab, {}, steps=0)
+    whole = with_formats(lab, network, dict.fromkeys(elements, name), quick=True)
+    view = read_fx(float_graph(network, lab.fit[0][:2], base)[0])
+    for element in elements:
+        spec = quantization_of(lab, network, {element: name})
+        subset = subset_of(place(view, spec)) if spec is not None else None
+        if subset is None or not isinstance(whole, fx.GraphModule):
+            yield element, 0.0
+            continue
+        rows = [[x.cpu() for x in flat_tensors(run_subset(whole, subset, images))] for images in lab.held]
+        yield element, _bounded(distance([torch.cat(parts) for parts in zip(*rows, strict=True)], reference))
+
+
 def _alone(lab: Lab, element: str, choice: str, reference: list[torch.Tensor]) -> float:
-    if lab.space.largest().get(element) == choice and choice not in {"int8", "int4"}:
+    if lab.space.largest().get(element) == choice:
         return 0.0
-    configuration = {element: choice}
-    network = with_formats(lab, build(lab, configuration, steps=0), configuration, quick=True)
     with torch.no_grad():
-        far = distance(_outputs(lab, network), reference)
+        return _bounded(distance(_outputs(lab, build(lab, {element: choice}, steps=0)), reference))
+
+
+def _bounded(far: float) -> float:
     return min(far, _MOST) if far == far else _MOST  # NaN differs from itself
 
 

@@ -10,9 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.errors import SearchError
+from compress.progress import NoProgress
 from compress.search import multiple
+from compress.search.accuracy_model import rate_choices
 from compress.search.costs import Costs
+from compress.search.lab import build, with_formats
 from compress.search.latency_model import Sample, check, fit, rank_interval
+from compress.search.network import distance
+from compress.search.search import _lab
 from compress.search.space import Space, make_space
 from compress.search.spec import SearchSpec
 from compress.search.start import best_within, otherwise, uniform
@@ -121,6 +126,21 @@ def test_the_block_is_measured_once(tmp_path, monkeypatch):
     file.write_text("[]")
     monkeypatch.setattr(multiple, "_times", lambda engine: dict.fromkeys((64, 72, 80, 96), 1.0))
     assert multiple.channel_block("openvino", version="1", cache=tmp_path) == 8
+
+
+@pytest.mark.parametrize("engine", ["openvino", "onnxruntime"])
+def test_the_error_of_a_format_in_a_block_is_that_of_a_network_quantized_there_alone(engine):
+    pictures = torch.randn(32, 3, 16, 16, generator=torch.Generator().manual_seed(2))
+    lab = _lab(network(), pictures[:2], [pictures], engine=engine, spec=SearchSpec(), quantization=None, block=2)
+    model = rate_choices(lab, progress=NoProgress())
+    with torch.no_grad():
+        plain = [torch.cat([lab.structure.graph(images) for images in lab.held])]
+        for element in ("format conv1", "format block1"):
+            chosen = {element: "int8"}
+            alone = with_formats(lab, build(lab, chosen, steps=0), chosen, quick=True)
+            got = [torch.cat([alone(images) for images in lab.held])]
+            assert model.distance[element]["int8"] == pytest.approx(distance(got, plain), rel=1e-3)
+            assert model.distance[element]["float"] == 0.0
 
 
 def test_times_of_layers_are_used_where_the_engine_has_them():
