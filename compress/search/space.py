@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from compress.errors import SearchError, near_misses
+from compress.errors import SearchError
 from compress.search.spec import SearchSpec
 from compress.search.structure import Structure
 
@@ -80,19 +80,6 @@ def make_space(structure: Structure, spec: SearchSpec, engine: str, *, block: in
             "allow more in the recipe's `search` section" + ("; " + "; ".join(notes[:3]) if notes else "")
         )
     return Space(elements=elements, notes=tuple(notes))
-
-
-def check_configuration(space: Space, configuration: Configuration) -> None:
-    """Refuse a configuration that is not of a space.
-
-    Raises:
-        SearchError: names the element and its choices.
-    """
-    for element, choice in configuration.items():
-        if element not in space.elements:
-            raise SearchError(f"the space has no element {element!r}{near_misses(element, space.elements)}")
-        if choice not in space.elements[element]:
-            raise SearchError(f"{element} is {choice!r}; one of: {', '.join(space.elements[element])}")
 
 
 def key_of(configuration: Configuration) -> str:

@@ -30,10 +30,6 @@ class Cost:
         """All bytes that must cross the memory bus, if no cache held any of them."""
         return self.read_bytes + self.written_bytes + self.weight_bytes
 
-    def floor_ms(self, bandwidth_bytes_per_s: float, int8_ops_per_s: float) -> float:
-        """Milliseconds below which it cannot be done: the roofline of one step."""
-        return 1e3 * max(self.moved_bytes / bandwidth_bytes_per_s, 2 * self.int8_macs / int8_ops_per_s)
-
 
 def cost_of(step: Step, layout: Layout) -> Cost:
     """The work of a step of a laid out plan."""

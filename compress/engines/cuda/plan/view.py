@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from compress.engines.cuda.plan.graph import Graph, Node
@@ -105,8 +104,3 @@ class View:
 def number_of(tensor: Tensor | None) -> float | None:
     """The one number that a constant holds; None if it is no such constant."""
     return float(tensor.reshape(-1)[0]) if tensor is not None and tensor.numel() == 1 else None
-
-
-def is_float(dtype: torch.dtype) -> bool:
-    """True for floating-point types."""
-    return dtype.is_floating_point
