@@ -137,7 +137,15 @@ def build_whole(spec: ModelSpec, *, num_classes: int, task: str = "classificatio
         raise ModelError(
             f"model.weights is {spec.weights!r}: for {spec.name} it must be a file ({', '.join(SUFFIXES)})"
         )
-    return _with_file(_made(spec, _factory(spec.name), classes), spec, classes)
+    try:
+        made = _made(spec, _factory(spec.name), classes)
+    except OSError as error:
+        raise ModelError(
+            f"{spec.name} reads or fetches a file, and that failed ({error}); an option of it may leave the file out: "
+            "model.options {weights_backbone: null} for torchvision, {encoder_weights: null} for "
+            "segmentation_models_pytorch"
+        ) from error
+    return _with_file(made, spec, classes)
 
 
 # --- torchvision -----------------------------------------------------------------------------------------------

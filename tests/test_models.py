@@ -31,6 +31,7 @@ def factory(tmp_path, monkeypatch):
         "def nothing(num_classes):\n    return 3\n"
         "class Zoo:\n    linear = staticmethod(lambda num_classes: nn.Linear(2, num_classes))\n"
         "def leaves(num_classes):\n    raise SystemExit\n"
+        "def fetches(num_classes):\n    raise OSError('no route to host')\n"
         "number = 3\n"
     )
     (tmp_path / "broken_models.py").write_text("import no_such_module\n")
@@ -260,6 +261,7 @@ def test_a_function_of_the_users(factory):
     ("name", "message"),
     [
         ("my_models:leaves", r"my_models:leaves cannot be made .*SystemExit"),
+        ("my_models:fetches", r"my_models:fetches reads or fetches a file.*no route to host.*weights_backbone: null"),
         ("no_such_package:make", "cannot import no_such_package"),
         ("broken_models:make", "cannot import broken_models .*no_such_module"),
         ("my_models:tinny", "has no 'tinny', did you mean 'tiny'"),

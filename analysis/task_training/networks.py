@@ -31,9 +31,7 @@ class Network:
 NETWORKS: dict[str, Network] = {
     "retinanet_resnet50_fpn": Network(base="retinanet-bccd", pixels=(384, 512), share=1.2),
     "fcn_resnet50": Network(base="fcn_resnet50-camvid", pixels=(240, 320), share=0.9),
-    "deeplabv3_mobilenet_v3_large": Network(
-        base="lraspp-camvid", pixels=(360, 480), changes=("model.name=deeplabv3_mobilenet_v3_large",), share=1.1
-    ),
+    "deeplabv3_mobilenet_v3_large": Network(base="deeplabv3-camvid", pixels=(360, 480), share=1.1),
     "ssdlite320_mobilenet_v3_large": Network(base="ssdlite-bccd", pixels=(320, 320)),
     "lraspp_mobilenet_v3_large": Network(base="lraspp-camvid", pixels=(360, 480), share=1.2),
     "yolo": Network(base="yolo-bccd", pixels=(384, 512)),
