@@ -34,7 +34,7 @@ from compress.tasks.load import TaskName, task_contradictions
 from compress.training.spec import FinetuneSpec, QATSpec, TrainSpec, task_specific, train_contradictions
 from compress.validation import keys_of, parse, switched
 
-_ADDED = (("data", "max_pixels"), ("data", "interpolation"), ("export", "nms"))
+_ADDED = (("data", "max_pixels"), ("data", "interpolation"), ("data", "other_classes"), ("export", "nms"))
 """Keys that digests leave out at their default: those of older run folders and files are from before these keys."""
 
 
