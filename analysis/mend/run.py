@@ -11,7 +11,7 @@ import json
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from compress.measure import describe_machine
 from compress.meters import score_text
 from compress.pipeline.studies.mend import MendReport, mend_file, mend_model
 from compress.quantization.sensitivity.probe import Effect
+
+FORMS = ("torch model", "ONNX file")
 
 
 class Plain(nn.Module):
@@ -57,46 +59,48 @@ def main() -> None:
     parser.add_argument("--yolo", type=Path, help="run folder of recipes/yolo-bccd.yaml, for the YOLO")
     parser.add_argument("--bccd", type=Path, help="folder of its pictures")
     parser.add_argument("--only", help="part of a network's name; the rows of others stay")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
     arguments = parser.parse_args()
     file = arguments.out / "mend.json"
     rows: list[Row] = json.loads(file.read_text())["rows"] if file.is_file() else []
     for name, case in CASES.items():
         if arguments.only is not None and arguments.only not in name:
             continue
-        made = measure(name, case, arguments)
-        rows = [row for row in rows if row["network"] != name or not made] + made
-        document = {
-            "command": "python -m analysis.mend.run --yolo RUN --bccd DIR", "machine": describe_machine().to_dict(),
-            "software": software("torch", "onnxruntime", "openvino"), "rows": rows,
-        }  # fmt: skip
-        write_json(file, document)
-        write_text(file.with_suffix(".md"), markdown(document))
+        for made in measure(name, case, arguments):
+            rows = sorted(
+                [row for row in rows if (row["network"], row["form"]) != (name, made["form"])] + [made],
+                key=lambda row: (list(CASES).index(row["network"]), FORMS.index(row["form"])),
+            )
+            document = {
+                "command": "python -m analysis.mend.run --yolo RUN --bccd DIR", "machine": describe_machine().to_dict(),
+                "software": software("torch", "onnxruntime", "openvino"), "rows": rows,
+            }  # fmt: skip
+            write_json(file, document)
+            write_text(file.with_suffix(".md"), markdown(document))
 
 
-def measure(name: str, case: Case, arguments: argparse.Namespace) -> list[Row]:
-    """Return a row for the torch model and one for its file; none if the arguments lack what the case needs."""
+def measure(name: str, case: Case, arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for the torch model and one for its file; none if the arguments lack what the case needs."""
     ready = case.make(arguments)
     if ready is None:
         print(f"{name}: left out, it needs --yolo and --bccd", flush=True)
-        return []
-    rows = []
+        return
     with tempfile.TemporaryDirectory() as folder:
         file = export(ready.model, ready.batches[0][:2], Path(folder) / "float.onnx")
         makers: dict[str, Callable[[], MendReport]] = {
-            "torch model": lambda: mend_model(
+            FORMS[0]: lambda: mend_model(
                 ready.model, ready.batches, ready.images, case.spec, case.goal, metric=ready.metric
             ),
-            "ONNX file": lambda: mend_file(
+            FORMS[1]: lambda: mend_file(
                 file, ready.batches, case.spec, case.goal, images=ready.images, metric=ready.metric
             ),
         }
-        for form, make in makers.items():
+        for form in arguments.forms:
             start = time.perf_counter()
-            found = make()
+            found = makers[form]()
             print(name, form, found.mended.met, [change.text for change in found.mended.changes], flush=True)
-            rows.append({"network": name, "fault": case.title, "form": form, "seconds": time.perf_counter() - start}
-                        | row(found))  # fmt: skip
-    return rows
+            spent = {"seconds": time.perf_counter() - start}
+            yield {"network": name, "fault": case.title, "form": form} | spent | row(found)
 
 
 def row(found: MendReport) -> Row:
