@@ -43,6 +43,7 @@ def test_new_keys_leave_the_digests_of_older_run_folders_as_they_are():
     assert Recipe().digest() == "c205689f299e9417"  # of 2026-11-22, from before data.max_pixels and export.nms
     boxes = {"task": "detection", "data": {"name": "coco", "root": "bccd"}}
     assert parse_recipe(boxes | {"export": {"nms": True}}).digest() != parse_recipe(boxes).digest()
+    assert parse_recipe({"data": {"max_pixels": 5}}).digest() != Recipe().digest()
 
 
 def test_digest_tells_recipes_apart():

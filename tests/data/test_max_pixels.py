@@ -1,9 +1,7 @@
 """`data.max_pixels`: every reader of pictures keeps to it, and Pillow's own limit does not count."""
 
 import dataclasses
-import hashlib
 import io
-import json
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ from compress.data.preprocessing import Preprocessing
 from compress.errors import DataError
 from compress.measure.end_to_end import decode
 from compress.pipeline.predict import read_picture
-from compress.recipe import Recipe, parse_recipe
 from tests.data import test_boxes, test_masks
 
 WIDTH, HEIGHT = 60, 40
@@ -118,10 +115,3 @@ def test_pillows_limit_neither_counts_nor_changes(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 64)
     assert all(map(torch.equal, all_of(), expected))
     assert Image.MAX_IMAGE_PIXELS == 64
-
-
-def test_at_its_default_a_recipe_has_the_digest_from_before_the_keys_were_there():
-    tree = json.loads(json.dumps(dataclasses.asdict(Recipe())))
-    del tree["data"]["max_pixels"], tree["data"]["interpolation"], tree["export"]["nms"]
-    assert Recipe().digest() == hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
-    assert parse_recipe({"data": {"max_pixels": 5}}).digest() != Recipe().digest()
