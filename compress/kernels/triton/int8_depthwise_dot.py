@@ -71,6 +71,16 @@ def pack_dots(weight: Tensor, zero: int = 0, *, device: torch.device | str = "cp
     return Weight(words.contiguous().to(device), zero_correction(weight, zero, device))
 
 
+def words_of(x: Tensor) -> Tensor:
+    """The memory of codes (N, C, H, W) as int32, from their first word on; strides are the kernel's."""
+    return x.as_strided((1, WORD), (WORD, 1)).view(torch.int32)
+
+
+def word_of(code: int) -> int:
+    """A word of four times the same code, as int32."""
+    return int.from_bytes(bytes([code & 255]) * WORD, "little", signed=True)
+
+
 def depthwise_dot(
     x: Tensor,
     weight: Weight,
@@ -100,16 +110,14 @@ def depthwise_dot(
     images, _, height, width = x.shape
     taps_y, shifts, _, words = weight.codes.shape
     image_step, row_step, pixel_step = (x.stride(i) // ALIGNED for i in (0, 2, 3))
-    pixels = x.as_strided((1, WORD), (WORD, 1)).view(torch.int32)
     groups = -(-out_size[1] // tile.strip)
     positions = images * out_size[0] * groups
     whole = words // WORD
     grid = (-(-positions * tile.parts // tile.units), whole // tile.parts)
-    filler = int.from_bytes(bytes([zero & 255]) * WORD, "little", signed=True)
     _dot_kernel[grid](
-        pixels, weight.codes, weight.correction, finish.vectors, outputs, finish.numbers, positions, groups,
+        words_of(x), weight.codes, weight.correction, finish.vectors, outputs, finish.numbers, positions, groups,
         tile.parts, whole, columns, Steps(image_step, row_step, pixel_step), Sizes(height, width, *out_size),
-        geometry.pad_y, geometry.pad_x, filler,
+        geometry.pad_y, geometry.pad_x, word_of(zero),
         finish.kind, taps_y, shifts - 3, geometry.stride_y, geometry.stride_x, geometry.dilation_y, zero != 0,
         tile.strip, tile.units, x.is_cuda, num_warps=tile.warps,
     )  # fmt: skip

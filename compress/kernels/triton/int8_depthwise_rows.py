@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.triton.int8_depthwise_dot import WORD, dot, transposed
+from compress.kernels.triton.int8_depthwise_dot import WORD, dot, transposed, word_of, words_of
 from compress.kernels.triton.int8_epilogue import Finish, Outputs, finished, write_tile
 from compress.kernels.triton.int8_product import Geometry, Sizes, Steps, Weight
 
@@ -73,12 +72,11 @@ def depthwise_rows(
     image_step, row_step, pixel_step = (x.stride(i) // WORD for i in (0, 2, 3))
     groups, blocks = -(-out_size[1] // tile.strip), -(-out_size[0] // tile.high)
     positions, units, chunks = images * blocks * groups, _WARP * tile.warps, words // tile.chunk
-    filler = int.from_bytes(bytes([zero & 255]) * WORD, "little", signed=True)
     _rows_kernel[(-(-positions * tile.chunk // units) * chunks,)](
-        x.as_strided((1, WORD), (WORD, 1)).view(torch.int32), weight.codes, weight.correction, finish.vectors, outputs,
+        words_of(x), weight.codes, weight.correction, finish.vectors, outputs,
         finish.numbers, positions, groups, blocks, tile.chunk, chunks, words, columns,
         Steps(image_step, row_step, pixel_step), Sizes(height, width, *out_size), geometry.pad_y, geometry.pad_x,
-        filler,
+        word_of(zero),
         finish.kind, taps_y, shifts - 3, geometry.stride_y, geometry.stride_x, zero != 0, tile.high, tile.strip, units,
         x.is_cuda, num_warps=tile.warps,
     )  # fmt: skip

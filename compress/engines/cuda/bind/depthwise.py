@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch import Tensor
+
 from compress.engines.cuda.bind.common import Bindings, Results, channels_last, whole_parts
 from compress.engines.cuda.executor import Candidate, Tensors
 from compress.engines.cuda.plan.layout import Layout
@@ -10,7 +14,7 @@ from compress.engines.cuda.tiles import depthwise_tiles, dot_tiles, rows_tiles
 from compress.kernels.triton.int8_depthwise import DepthwiseTile, depthwise, pack_depthwise
 from compress.kernels.triton.int8_depthwise_dot import WORD, DotTile, depthwise_dot, pack_dots
 from compress.kernels.triton.int8_depthwise_rows import RowsTile, depthwise_rows
-from compress.kernels.triton.int8_epilogue import Finish
+from compress.kernels.triton.int8_epilogue import Finish, Outputs
 from compress.kernels.triton.int8_product import Geometry, Weight
 
 Shape = tuple[int, int, int, int]
@@ -37,7 +41,7 @@ def bind_depthwise(
 
 
 def _plain(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, geometry: Geometry) -> list[Candidate]:
-    e, zero = step.epilogue, _zero(step)
+    zero = _zero(step)
 
     def candidate(tile: DepthwiseTile) -> Candidate:
         weight: Weight = bindings.keep(
@@ -45,18 +49,26 @@ def _plain(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, 
             lambda: pack_depthwise(step.weight, zero, floats=tile.floats, device=bindings.device),
         )
 
-        def run(tensors: Tensors) -> None:
-            results = Results(e.out, e.residual.name, tensors, 1)
-            x = channels_last(tensors[step.x.name])
-            depthwise(
-                x, weight, finish, results.outputs, shape[1], geometry, (shape[2], shape[3]), tile, zero=zero
-            )  # fmt: skip
-            results.finish()
+        def launch(x: Tensor, outputs: Outputs) -> None:
+            size = (shape[2], shape[3])
+            depthwise(channels_last(x), weight, finish, outputs, shape[1], geometry, size, tile, zero=zero)
 
         text = f"{tile.positions}x{tile.channels} strip {tile.strip} w{tile.warps}{' f32' if tile.floats else ''}"
-        return Candidate(f"triton depthwise {text}", run)
+        return _candidate(step, f"triton depthwise {text}", launch)
 
     return [candidate(tile) for tile in depthwise_tiles(shape, _taps(step), step.stride)]
+
+
+def _candidate(step: Convolution, text: str, launch: Callable[[Tensor, Outputs], None]) -> Candidate:
+    """A candidate that launches one kernel, of the input and what is written."""
+    e = step.epilogue
+
+    def run(tensors: Tensors) -> None:
+        results = Results(e.out, e.residual.name, tensors, 1)
+        launch(tensors[step.x.name], results.outputs)
+        results.finish()
+
+    return Candidate(text, run)
 
 
 def _zero(step: Convolution) -> int:
@@ -67,37 +79,38 @@ def _taps(step: Convolution) -> tuple[int, int]:
     return step.weight.shape[2], step.weight.shape[3]
 
 
+def _words(step: Convolution, bindings: Bindings) -> Weight:
+    """The filters as both kernels of four-byte products read them."""
+    return bindings.keep((step.name, "words"), lambda: pack_dots(step.weight, _zero(step), device=bindings.device))
+
+
 def _dots(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, geometry: Geometry) -> list[Candidate]:
     """Candidates by products of four bytes, for filters without horizontal dilation."""
-    e, zero = step.epilogue, _zero(step)
-    weight: Weight = bindings.keep((step.name, "words"), lambda: pack_dots(step.weight, zero, device=bindings.device))
+    weight, zero = _words(step, bindings), _zero(step)
 
     def candidate(tile: DotTile) -> Candidate:
-        def run(tensors: Tensors) -> None:
-            results = Results(e.out, e.residual.name, tensors, 1)
-            x, size = tensors[step.x.name], (shape[2], shape[3])
-            depthwise_dot(x, weight, finish, results.outputs, shape[1], geometry, size, tile, zero=zero)
-            results.finish()
+        def launch(x: Tensor, outputs: Outputs) -> None:
+            size = (shape[2], shape[3])
+            depthwise_dot(x, weight, finish, outputs, shape[1], geometry, size, tile, zero=zero)
 
-        return Candidate(f"triton depthwise dot {tile.units}x{tile.parts} strip {tile.strip} w{tile.warps}", run)
+        text = f"triton depthwise dot {tile.units}x{tile.parts} strip {tile.strip} w{tile.warps}"
+        return _candidate(step, text, launch)
 
     return [candidate(tile) for tile in dot_tiles(shape, _taps(step), step.stride)]
 
 
 def _rows(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, geometry: Geometry) -> list[Candidate]:
     """Candidates by products of four bytes that compute several rows at a time, for filters without dilation."""
-    e, zero = step.epilogue, _zero(step)
     if geometry.dilation_y > 1 or finish.kind.residual or shape[1] % WORD:
         return []
-    weight: Weight = bindings.keep((step.name, "words"), lambda: pack_dots(step.weight, zero, device=bindings.device))
+    weight, zero = _words(step, bindings), _zero(step)
 
     def candidate(tile: RowsTile) -> Candidate:
-        def run(tensors: Tensors) -> None:
-            results = Results(e.out, e.residual.name, tensors, 1)
-            x, size = tensors[step.x.name], (shape[2], shape[3])
-            depthwise_rows(x, weight, finish, results.outputs, shape[1], geometry, size, tile, zero=zero)
-            results.finish()
+        def launch(x: Tensor, outputs: Outputs) -> None:
+            size = (shape[2], shape[3])
+            depthwise_rows(x, weight, finish, outputs, shape[1], geometry, size, tile, zero=zero)
 
-        return Candidate(f"triton depthwise rows {tile.high}x{tile.strip} chunk {tile.chunk} w{tile.warps}", run)
+        text = f"triton depthwise rows {tile.high}x{tile.strip} chunk {tile.chunk} w{tile.warps}"
+        return _candidate(step, text, launch)
 
     return [candidate(tile) for tile in rows_tiles(shape, _taps(step), step.stride, weight.codes.shape[-1])]
