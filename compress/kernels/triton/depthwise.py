@@ -66,14 +66,20 @@ def convolution_kernel(
             weights = weights + (found.to(tl.float32)[None, :],)  # noqa: RUF005
         for place in tl.static_range(STRIP + TAPS_X - 1):
             x = first_x + (place - TAPS_X // 2)
-            there = (row_there & (x >= 0) & (x < width))[:, None] & inside[None, :]
-            at = ((image * height + y) * width + x)[:, None] * channels + column[None, :]
-            pixels = tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32)
+            there = row_there & (x >= 0) & (x < width)
+            pixels = _loaded(x_ptr, (image * height + y) * width + x, there, channels, column)
             sums = _with_pixels(sums, pixels, weights, place, TAPS_X, STRIP)
     for i in tl.static_range(STRIP):
         at = ((image * height + row) * width + first_x + i)[:, None] * channels + column[None, :]
         there = ((position < positions) & (first_x + i < width))[:, None] & inside[None, :]
         tl.store(out_ptr + at, sums[i].to(out_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _loaded(base_ptr, pixel, there, channels, column):
+    """The channels `column` of pixels of an image batch in channels_last, float32; 0 where there is none."""
+    mask = there[:, None] & (column < channels)[None, :]
+    return tl.load(base_ptr + pixel[:, None] * channels + column[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -114,16 +120,14 @@ def filter_gradient_kernel(
         row_there = (position < positions) & (y >= 0) & (y < height)
         grads = ()
         for i in tl.static_range(STRIP):
-            there = ((position < positions) & (first_x + i < width))[:, None] & inside[None, :]
-            at = ((image * height + row) * width + first_x + i)[:, None] * channels + column[None, :]
-            grad = tl.load(grad_ptr + at, mask=there, other=0.0).to(tl.float32)
+            there = (position < positions) & (first_x + i < width)
+            grad = _loaded(grad_ptr, (image * height + row) * width + first_x + i, there, channels, column)
             of_bias += grad
             grads = grads + (grad,)  # noqa: RUF005
         for place in tl.static_range(STRIP + TAPS_X - 1):
             x = first_x + (place - TAPS_X // 2)
-            there = (row_there & (x >= 0) & (x < width))[:, None] & inside[None, :]
-            at = ((image * height + y) * width + x)[:, None] * channels + column[None, :]
-            pixels = tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32)
+            there = row_there & (x >= 0) & (x < width)
+            pixels = _loaded(x_ptr, (image * height + y) * width + x, there, channels, column)
             sums = _with_grads(sums, pixels, grads, place, TAPS_X, STRIP)
     sums_ptr += program * ((TAPS_Y * TAPS_X + 1) * channels) + column
     for tap_x in tl.static_range(TAPS_X):
