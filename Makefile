@@ -40,7 +40,7 @@ install: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	# Without bytecode: what is imported is compiled then, and most of it never is.
+	# Without bytecode: Python compiles a module when it is first imported, and most modules of the packages never are.
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
 	# Type stubs of TensorRT alone: they ask for the 2 GB of its libraries, which no check needs.
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --no-deps tensorrt-stubs

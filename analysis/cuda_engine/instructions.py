@@ -1,4 +1,4 @@
-"""What kernels cost in instructions, without a GPU: compiled for SM 90 and disassembled.
+"""Counts the instructions of kernels without a GPU: each is compiled for SM 90 and disassembled.
 
     python -m analysis.cuda_engine.instructions
 
@@ -33,7 +33,7 @@ _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?[A-Z]")
 _THREADS = 128
 _SM90 = (9, 0)
 Row = tuple[str, float, ahead.Request]
-"""Layer and kernel, results of a thread, what is compiled."""
+"""The names of a layer and its kernel, the results that a thread computes, and the request to compile it."""
 
 
 def main() -> None:

@@ -157,7 +157,7 @@ class Ahead:
             self._building[ours] = list(keys)
 
     def _is_built(self, process: tuple[str, ...]) -> bool:
-        """Whether a process has begun and has built, or failed to build, all of its variants."""
+        """Return whether a process has begun, and each of its variants is built or has failed to build."""
         return process in self._processes and not any(
             _process_of(keys[0]) == process for keys in self._building.values()
         )

@@ -26,7 +26,7 @@ _MOST_SIDE = 8
 _MOST_UNROLLED = 7
 """Side of a filter up to which all of its products are written out."""
 _LINE_WORDS, _SECTOR_WORDS = 32, 8
-"""Words of a line of the cache, and of what is read of it at least."""
+"""Words of 4 bytes in a line of the cache, and in a sector, the least that is read of a line."""
 _MOST_TILES = 12
 """Tiles of a product that are measured; on an H100 the fastest of 24 was among the first 12 but for 3 %."""
 
