@@ -91,6 +91,11 @@ def _check_hooks(name: str, module: nn.Module) -> None:
     """Refuse a weight that a hook computes before every call, because no parameter holds it."""
     for hook in module._forward_pre_hooks.values():
         kind = type(hook).__module__
+        if kind == "torch.nn.utils.prune":
+            raise ModelError(
+                f"{name or 'the model'} is pruned by a hook of {kind}, which computes its parameters before every call: "
+                "take it off with torch.nn.utils.prune.remove (the zeros stay)"
+            )
         if kind in {"torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm"}:
             made = kind.rpartition(".")[2]
             raise ModelError(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 from compress.errors import DataError, ModelError
@@ -29,6 +30,10 @@ Decode = Callable[[Outputs], Found]
 
 _NAMES = {"map": "map", "map_50": "map50", "map_75": "map75"}
 _DRAWN_SCORE = 0.4
+_DRAWN_SIDE = 256
+"""Pixels of the shorter side of a picture in which names of about 10 pixels can be read."""
+_MARGIN = 2
+_BRIGHT = 140
 _OVERLAPS, _RECALLS = np.linspace(0.5, 0.95, 10).tolist(), np.linspace(0, 1, 101).tolist()
 """COCO's, in double precision: torchmetrics' own are in single, which moves mAP by up to 0.3 points on few boxes."""
 
@@ -172,27 +177,41 @@ def check_rows(outputs: Outputs, images: Tensor) -> None:
 
 
 def draw_boxes(labels: Sequence[str], decode: Decode, images: Tensor, outputs: Any, targets: Any) -> Tensor:
-    """Return images with boxes and classes drawn over them, (N, 3, H, W) uint8.
+    """Return images with boxes and the names of their classes drawn over them, (N, 3, k H, k W) uint8.
 
     Args:
         labels: names of the classes.
         decode: from outputs to boxes; those of a score under 0.4 are left out.
-        images: (N, 3, H, W) uint8.
+        images: (N, 1 or 3, H, W) uint8; small ones are enlarged k times, so that the names can be read.
         outputs: of the network; None = draw the targets.
         targets: boxes of each image.
     """
-    from torchvision.utils import draw_bounding_boxes  # lazy: it takes seconds
-
     rows = targets if outputs is None else checked(decode(outputs), len(images))
+    scale = -(-_DRAWN_SIDE // min(images.shape[-2:]))
+    large = images.cpu().expand(-1, 3, -1, -1).repeat_interleave(scale, 2).repeat_interleave(scale, 3)
     colours = [tuple(colour) for colour in palette(len(labels)).tolist()]
     drawn = []
-    for image, row in zip(images.cpu(), rows, strict=True):
-        good = row["scores"] >= _DRAWN_SCORE if "scores" in row else torch.ones_like(row["labels"], dtype=torch.bool)
-        boxes, classes = row["boxes"][good].cpu(), row["labels"][good].tolist()
-        colour = [colours[i] for i in classes]
-        scores = row["scores"][good].tolist() if "scores" in row else [None] * len(classes)
-        names = [
-            labels[i] if score is None else f"{labels[i]} {score:.2f}" for i, score in zip(classes, scores, strict=True)
-        ]
-        drawn.append(draw_bounding_boxes(image, boxes, names, colors=colour, width=2) if classes else image)
+    for pixels, row in zip(large.movedim(1, -1), rows, strict=True):
+        picture = Image.fromarray(pixels.contiguous().numpy())
+        scores = row["scores"].tolist() if "scores" in row else [None] * len(row["labels"])
+        for box, label, score in zip(scale * row["boxes"], row["labels"].tolist(), scores, strict=True):
+            if (score is None or score >= _DRAWN_SCORE) and box.isfinite().all():
+                name = labels[label] if score is None else f"{labels[label]} {score:.2f}"
+                _draw_box(picture, box.tolist(), name, colours[label])
+        drawn.append(torch.from_numpy(np.array(picture)).movedim(-1, 0))
     return torch.stack(drawn)
+
+
+def _draw_box(picture: Image.Image, box: Sequence[float], name: str, colour: tuple[int, ...]) -> None:
+    """Draw a box (x1, y1, x2, y2) and, on its colour and within the picture, its name."""
+    brush = ImageDraw.Draw(picture)
+    x1, y1, x2, y2 = box
+    corner = (min(x1, x2), min(y1, y2))
+    brush.rectangle((*corner, max(x1, x2), max(y1, y2)), outline=colour, width=2)
+    width, height = (end + 2 * _MARGIN for end in brush.textbbox((0, 0), name)[2:])
+    left = max(0, min(corner[0], picture.width - width))
+    above = corner[1] - height
+    top = above if above >= 0 else max(0, min(corner[1], picture.height - height))
+    brush.rectangle((left, top, left + width, top + height), fill=colour)
+    bright = 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] > _BRIGHT
+    brush.text((left + _MARGIN, top + _MARGIN), name, fill="black" if bright else "white")

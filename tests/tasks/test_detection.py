@@ -126,16 +126,31 @@ def test_what_a_decode_returns_is_checked(returned):
         one.update((torch.zeros(1),), truth)
 
 
-def test_boxes_are_drawn_in_the_colour_of_their_class():
-    images = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_boxes_are_drawn_in_the_colour_of_their_class(channels):
+    """A small picture is enlarged, so that the name on its colour can be read; it stays within the picture."""
+    images = torch.zeros(2, channels, 64, 96, dtype=torch.uint8)
     rows = [
-        {"boxes": torch.tensor([[8.0, 8, 40, 40]]), "labels": torch.tensor([1]), "scores": torch.tensor([score])}
+        {"boxes": torch.tensor([[8.0, 28, 90, 60]]), "labels": torch.tensor([1]), "scores": torch.tensor([score])}
         for score in (0.9, 0.1)
     ]
     drawn = task(lambda outputs: rows).draw(images, (torch.zeros(2),), None)
-    assert drawn[0, :, 8, 20].any()
-    assert not drawn[0, :, 24, 24].any()
+    assert drawn.shape == (2, 3, 256, 384)
+    colour = drawn[0, :, 4 * 60, 4 * 50]
+    assert colour.any()
+    assert not drawn[0, :, 4 * 44, 4 * 50].any()
+    label = drawn[0, :, 4 * 28 - 10 : 4 * 28, 32:60]
+    assert (label == colour[:, None, None]).all(0).any() and (label != colour[:, None, None]).all(0).any()
     assert not drawn[1].any(), "a box of a low score is left out"
+
+
+def test_the_name_of_a_box_at_the_edge_is_drawn_within_the_picture():
+    images = torch.zeros(1, 3, 256, 256, dtype=torch.uint8)
+    widths = [
+        int(task(None).draw(images, None, [{"boxes": box, "labels": torch.tensor([1])}])[0, :, 4].any(0).sum())
+        for box in (torch.tensor([[250.0, 0, 270, 20]]), torch.tensor([[100.0, 0, 120, 20]]))
+    ]
+    assert widths[0] == pytest.approx(widths[1], abs=1) and widths[0] > 20
 
 
 def test_a_network_that_is_no_detector_needs_loss_and_decode():

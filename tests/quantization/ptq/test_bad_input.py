@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 from compress.errors import CalibrationError, ModelError, QuantizationError
 from compress.quantization.calibration.calibrate import calibrate
@@ -234,6 +235,16 @@ def test_weights_that_hooks_compute_say_what_to_do(made):
         quantize(model, X[:2], [X])
     getattr(nn.utils, f"remove_{made}")(model.b)
     assert noise(model, quantize(model, X[:2], [X])) > 30
+
+
+def test_weights_pruned_by_a_hook_are_refused():
+    model = Net()
+    prune.l1_unstructured(model.b, "weight", 0.5)
+    with pytest.raises(ModelError, match=r"b is pruned by a hook .*torch.nn.utils.prune.remove"):
+        quantize(model, X[:2], [X], spec=MAX)
+    prune.remove(model.b, "weight")
+    layer = quantize(model, X[:2], [X], spec=MAX).get_submodule("b")
+    assert (layer.weight_quantizer(layer.weight)[model.b.weight == 0] == 0).all()
 
 
 def test_a_spec_that_is_none():
