@@ -38,7 +38,7 @@ class Task:
         distance: (outputs, outputs of the teacher, temperature) -> mean distance, for distillation.
         check: raises ModelError if the outputs (outputs, images) are not of the task's form.
         correct: (outputs, targets) -> number of correct images, counted during training; None = not counted.
-        draw: (images (N, 3, H, W) uint8, outputs, targets or None) -> pictures (N, 3, k H, k W) uint8, k a whole number,
+        draw: (images (N, 3, H, W) uint8, outputs, targets or None) -> pictures (N, 3, k H, k W) uint8, k whole,
             of what the outputs or, without outputs, the targets say; None = nothing to draw.
         evidence: makes what collects the contribution of each image to the metric; None = the metric has none.
     """

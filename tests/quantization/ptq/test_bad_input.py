@@ -240,7 +240,7 @@ def test_weights_that_hooks_compute_say_what_to_do(made):
 def test_weights_pruned_by_a_hook_are_refused():
     model = Net()
     prune.l1_unstructured(model.b, "weight", 0.5)
-    with pytest.raises(ModelError, match=r"b is pruned by a hook .*torch.nn.utils.prune.remove"):
+    with pytest.raises(ModelError, match=r"b has parameters pruned by a hook .*torch.nn.utils.prune.remove"):
         quantize(model, X[:2], [X], spec=MAX)
     prune.remove(model.b, "weight")
     layer = quantize(model, X[:2], [X], spec=MAX).get_submodule("b")
