@@ -93,7 +93,7 @@ def _check_hooks(name: str, module: nn.Module) -> None:
         kind = type(hook).__module__
         if kind == "torch.nn.utils.prune":
             raise ModelError(
-                f"{name or 'the model'} has parameters pruned by a hook of {kind}, which computes them before every call: "
+                f"{name or 'the model'} has parameters pruned by a hook of {kind}, which computes them in every call: "
                 "take it off with torch.nn.utils.prune.remove (the zeros stay)"
             )
         if kind in {"torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm"}:
