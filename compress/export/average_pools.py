@@ -3,17 +3,15 @@
 OpenVINO computes an average of INT8 values in INT8 where a sum, a product or a concat consumes it (its low precision
 transformations call AvgPool "precision preserved" then) and rounds it to the steps of its input: in every PoolFormer
 block and after every DenseNet transition (2026.4). Before an operation that has no INT8 form the average stays float.
-The maximum of the average and the lowest float is such an operation: it changes no value and took no measurable time.
+The maximum of the average and the lowest float is such an operation.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import onnx
-from onnx import helper
 
-from compress.export.names import added_tensor
 from compress.export.onnx_graph import OnnxGraph
+from compress.export.unfused import unfused
 
 
 def float_averages(proto: onnx.ModelProto) -> int:
@@ -35,12 +33,7 @@ def float_averages(proto: onnx.ModelProto) -> int:
         quantized = all(consumer.op_type == "QuantizeLinear" for consumer in view.consumers.get(output, ()))
         if node.op_type != "AveragePool" or quantized:
             continue
-        dtype = helper.tensor_dtype_to_np_dtype(types[output])
-        node.output[0] = added_tensor(output, "average")
-        lowest = view.add_constant(added_tensor(output, "lowest"), np.asarray(np.finfo(dtype).min, dtype))
-        maximum = helper.make_node("Max", [node.output[0], lowest], [output])
-        maximum.metadata_props.extend(node.metadata_props)
-        nodes.append(maximum)
+        nodes.append(unfused(view, node, types[output], "average"))
         changed += 1
     view.replace_nodes(nodes)
     return changed

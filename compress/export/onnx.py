@@ -27,8 +27,10 @@ from compress.data.preprocessing import Preprocessing
 from compress.errors import ExportError
 from compress.export.average_pools import float_averages
 from compress.export.bias import integer_biases, room_for_biases
+from compress.export.biases_apart import biases_apart
 from compress.export.channel_scales import scales_on_outputs
 from compress.export.cleanup import clean
+from compress.export.extremes import extremes_apart
 from compress.export.gathers import flat_gathers
 from compress.export.int4 import pack_int4
 from compress.export.names import LABELS_KEY, PREPROCESSING_KEY, input_names, output_names
@@ -136,9 +138,11 @@ def _apply_passes(proto: onnx.ModelProto, spec: ExportSpec, *, target: str) -> N
     if target == "openvino":
         flat_gathers(proto)
         float_averages(proto)
+        extremes_apart(proto)
     clean(proto)
     if target == "openvino":
         zero_points_into_biases(proto)
+        biases_apart(proto)
     if target == "onnxruntime":
         bounded_softmaxes(proto)
         repeat_pairs(proto)

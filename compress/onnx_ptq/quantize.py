@@ -23,7 +23,9 @@ from compress.engines.base import Arrays
 from compress.errors import CalibrationError, QuantizationError
 from compress.export.average_pools import float_averages
 from compress.export.bias import integer_biases, room_for_biases
+from compress.export.biases_apart import biases_apart
 from compress.export.cleanup import averages_without_padding
+from compress.export.extremes import extremes_apart
 from compress.export.gathers import flat_gathers
 from compress.export.int4 import pack_int4
 from compress.export.repeated_pairs import repeat_pairs
@@ -249,7 +251,9 @@ def _finish(source: SourceFile, types: Types, target: str, metadata: Mapping[str
     if target == "openvino":
         flat_gathers(proto)
         float_averages(proto)
+        extremes_apart(proto)
         zero_points_into_biases(proto)
+        biases_apart(proto)
     if target == "onnxruntime":
         averages_without_padding(proto.graph)
         bounded_softmaxes(proto)

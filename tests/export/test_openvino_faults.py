@@ -85,6 +85,30 @@ class Averages(nn.Module):
         return (torch.cat([self.halve(self.b(x)), x[..., ::2, ::2]], 1) * self.scale).relu()
 
 
+class Pointwise(nn.Module):
+    """A convolution with a bias before a quantizer, and states of ones for each picture of an open batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1)
+        nn.init.normal_(self.a.bias)
+
+    def forward(self, x):
+        return self.b(self.a(x).relu()).mean((2, 3)) + x.new_ones(len(x), 8).cumsum(1)
+
+
+class Largest(nn.Module):
+    """A product of the largest values of all places (PointNet), and a convolution of one of all channels (CBAM)."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 1), nn.Conv2d(1, 4, 3), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.c(x.amax((2, 3))) + self.b(x.amin(1, keepdim=True)).sum((2, 3))
+
+
 @pytest.mark.parametrize(
     ("model", "precision", "target"),
     [
@@ -97,6 +121,8 @@ class Averages(nn.Module):
         pytest.param(Shared, "fp32", "openvino", id="no bias"),
         pytest.param(Shared, "fp16", "openvino", id="no bias, fp16"),
         pytest.param(Shared, "fp32", "tensorrt", id="no bias, for TensorRT"),
+        pytest.param(Pointwise, "fp32", "openvino", id="states of an open batch"),
+        pytest.param(Largest, "fp32", "openvino", id="largest and smallest values"),
     ],
 )
 def test_openvino_computes_what_the_file_says(model, precision, target, tmp_path):
