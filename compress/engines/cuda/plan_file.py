@@ -49,19 +49,23 @@ class PlanFile:
         path: of the file.
         machine: that they were measured on.
         choices: name of the fastest candidate, by `key` of a signature.
+        refused: why candidates were left out, by `key` and by their names: for a reader; nothing depends on it.
         changed: there are choices that the file does not have yet.
     """
 
     path: Path
     machine: Machine
     choices: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, dict[str, str]] = field(default_factory=dict)
     changed: bool = False
 
-    def add(self, signature: str, candidate: str) -> None:
-        """Add a choice."""
+    def add(self, signature: str, candidate: str, refused: Mapping[str, str] | None = None) -> None:
+        """Add a choice, and why other candidates were left out."""
         if self.get(signature) != candidate:
             self.choices[key(signature)] = candidate
             self.changed = True
+        if refused:
+            self.refused[key(signature)] = dict(refused)
 
     def get(self, signature: str) -> str | None:
         """The choice for a signature; None if there is none."""
@@ -76,7 +80,8 @@ class PlanFile:
         if not self.changed:
             return
         try:
-            write_json(self.path, {"format": FORMAT, "machine": asdict(self.machine), "choices": self.choices})
+            content = {"format": FORMAT, "machine": asdict(self.machine), "choices": self.choices}
+            write_json(self.path, content | ({"refused": self.refused} if self.refused else {}))
         except OSError as error:
             raise EngineError(
                 f"{self.path}: the plan cannot be written ({error.strerror or error}); name another place with the "
@@ -147,7 +152,8 @@ def read_plan(path: Path, machine: Machine) -> PlanFile:
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']!r}, {FORMAT} is known")
         measured, choices = Machine(**content["machine"]), _choices(content["choices"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        refused = {name: _choices(reasons) for name, reasons in content.get("refused", {}).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineError(
             f"{path} is no plan of the cuda engine, or is damaged ({type(error).__name__}: {error}): delete it, and it "
             "is measured again"
@@ -159,7 +165,7 @@ def read_plan(path: Path, machine: Machine) -> PlanFile:
             f"{path} was measured on another machine: {differing}; delete it to measure here, or name another file "
             "with the option plan"
         )
-    return PlanFile(path, machine, choices)
+    return PlanFile(path, machine, choices, refused)
 
 
 def _choices(value: Any) -> dict[str, str]:

@@ -23,7 +23,15 @@ from compress.engines.cuda.plan.steps import Attention, Product, Step
 from compress.engines.cuda.plan_file import PlanFile
 from compress.engines.cuda.runtime_layers import FLOAT_KERNEL, dtype_text
 from compress.engines.cuda.timing import launch_ms, repeated_ms
-from compress.engines.cuda.tuning import Measured, chosen, kernel_requests, measure, signature
+from compress.engines.cuda.tuning import (
+    Measured,
+    chosen,
+    kernel_requests,
+    kernels_of,
+    measure,
+    refusals,
+    signature,
+)
 from compress.errors import EngineError
 from compress.kernels.triton.ahead import compile_requests
 from compress.progress import NoProgress, Progress
@@ -161,12 +169,12 @@ class Program:
             tried = [
                 way if new else [chosen(way, name)] for way, new, name in zip(ways, unknown, known, strict=True)
             ]  # fmt: skip
-            _compile(self.executor, tried, jobs, progress)
-            self.measured = measure(self.executor, tried, progress=progress)
+            refused = _compile(self.executor, tried, jobs, progress)
+            self.measured = measure(self.executor, tried, refused=refused, progress=progress)
             for i, found in enumerate(self.measured):
                 if unknown[i]:
                     known[i] = found.best
-                    plan.add(signatures[i], found.best)
+                    plan.add(signatures[i], found.best, found.refused)
             plan.save()
         found_ways = [chosen(way, name) for way, name in zip(ways, known, strict=True)]
         self.executor.runners = [way.run for way in found_ways]
@@ -301,14 +309,22 @@ def _direct_steps(layout: Layout, input_bytes: int) -> int:
     return len(first)
 
 
-def _compile(executor: Executor, ways: Sequence[Sequence[Candidate]], jobs: int, progress: Progress) -> None:
-    """Compile the kernels of all candidates in processes of their own, into Triton's cache."""
+def _compile(
+    executor: Executor, ways: Sequence[Sequence[Candidate]], jobs: int, progress: Progress
+) -> list[dict[str, str]]:
+    """Compile the kernels of all candidates in processes of their own, into Triton's cache.
+
+    Returns:
+        For each step: why candidates cannot be launched or compiled, by their names.
+    """
     if executor.device.type != "cuda" or not jobs:
-        return
-    requests = kernel_requests(executor, ways)
+        return [{} for _ in ways]
+    found = kernels_of(executor, ways)
+    requests = kernel_requests(found)
     progress.start("compiling kernels", len(requests))
-    compile_requests(
+    results = compile_requests(
         requests, torch.cuda.get_device_capability(executor.device), jobs=jobs,
         progress=lambda done: progress.advance("compiling kernels"),
     )  # fmt: skip
     progress.finish("compiling kernels")
+    return refusals(found, {request: result.error for request, result in zip(requests, results, strict=True)})

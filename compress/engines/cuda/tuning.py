@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,28 +47,70 @@ class Measured:
         return min(self.times_ms, key=lambda name: self.times_ms[name], default="")
 
 
-def kernel_requests(executor: Executor, ways: Sequence[Sequence[Candidate]]) -> list[Request]:
-    """The Triton kernels that the candidates of all steps need; nothing is launched.
+class Kernels(NamedTuple):
+    """What a candidate launches.
+
+    Attributes:
+        requests: its Triton kernels.
+        error: why it cannot be launched; "" if it can.
+    """
+
+    requests: tuple[Request, ...] = ()
+    error: str = ""
+
+
+def kernels_of(executor: Executor, ways: Sequence[Sequence[Candidate]]) -> list[dict[str, Kernels]]:
+    """What the candidates of each step launch, by their names; nothing is launched.
 
     Args:
         executor: of the plan.
         ways: the candidates of each step.
     """
     tensors = executor.start(executor.empty_inputs())
+    found = []
+    for index, candidates in enumerate(ways):
+        found.append({candidate.name: _kernels(candidate, tensors, len(candidates) > 1) for candidate in candidates})
+        for name in executor.forgotten(index):
+            tensors.pop(name, None)
+    return found
+
+
+def _kernels(candidate: Candidate, tensors: dict[str, Tensor], others: bool) -> Kernels:
+    """What a candidate launches; its error is raised where there are no others to compute the step."""
     with recorded() as recording:
-        for index, candidates in enumerate(ways):
-            for candidate in candidates[1:]:
-                candidate.run(tensors)
-            executor.runners[index] = candidates[0].run
-            executor.step(index, tensors)
-    return list(recording.requests)
+        try:
+            candidate.run(tensors)
+        except Exception as error:  # such as a descriptor of a shape that there is none for
+            if not others:
+                raise
+            return Kernels(error=_reason(error))
+    return Kernels(tuple(recording.requests))
+
+
+def kernel_requests(found: Sequence[Mapping[str, Kernels]]) -> list[Request]:
+    """The requests of all candidates, each once."""
+    return list(dict.fromkeys(request for step in found for kernels in step.values() for request in kernels.requests))
+
+
+def refusals(found: Sequence[Mapping[str, Kernels]], errors: Mapping[Request, str]) -> list[dict[str, str]]:
+    """Why candidates cannot be launched or compiled, for each step and by their names.
+
+    Args:
+        found: of `kernels_of`.
+        errors: of compiling, by request; "" where there is none.
+    """
+
+    def reason(kernels: Kernels) -> str:
+        return kernels.error or next(filter(None, map(errors.get, kernels.requests)), "")
+
+    return [{name: reason(kernels) for name, kernels in step.items() if reason(kernels)} for step in found]
 
 
 def measure(
     executor: Executor,
     ways: Sequence[Sequence[Candidate]],
     *,
-    known: dict[str, Measured] | None = None,
+    refused: Sequence[Mapping[str, str]] | None = None,
     progress: Progress = _QUIET,
 ) -> list[Measured]:
     """Time the candidates of each step on its own tensors, and give the executor the fastest that is right.
@@ -78,13 +120,13 @@ def measure(
     Args:
         executor: of the plan; its runners are replaced.
         ways: the candidates of each step.
-        known: measurements by signature, which are used and added to.
+        refused: of `refusals`: candidates that are not tried; None = every one is.
         progress: a task of as many units as there are steps.
 
     Raises:
-        EngineError: no candidate of a step computes it right.
+        EngineError: no candidate of a step computes it right, or one has made the GPU unusable for this process.
     """
-    known = {} if known is None else known
+    known: dict[str, Measured] = {}
     tensors = executor.start(executor.random_inputs())
     results = []
     progress.start("tuning", len(ways))
@@ -92,7 +134,7 @@ def measure(
         step = executor.layout.steps[index]
         key = signature(step, executor.layout)
         if key not in known:
-            known[key] = _measured(step, candidates, tensors, executor.device)
+            known[key] = _measured(step, candidates, tensors, executor, refused[index] if refused else {})
         found = known[key]
         results.append(found)
         executor.runners[index] = chosen(candidates, found.best).run
@@ -108,37 +150,74 @@ def chosen(candidates: Sequence[Candidate], name: str) -> Candidate:
 
 
 def _measured(
-    step: Step, candidates: Sequence[Candidate], tensors: dict[str, Tensor], device: torch.device
+    step: Step,
+    candidates: Sequence[Candidate],
+    tensors: dict[str, Tensor],
+    executor: Executor,
+    refused: Mapping[str, str],
 ) -> Measured:
-    times: dict[str, float] = {}
-    refused: dict[str, str] = {}
-    for candidate in candidates if len(candidates) > 1 else ():
+    if len(candidates) == 1:
+        return Measured(step=step.name)
+    times, refused = {}, dict(refused)
+    for candidate in candidates:
+        if candidate.name in refused:
+            continue
         try:
-            times[candidate.name] = launch_ms(partial(candidate.run, tensors), device)
+            times[candidate.name] = launch_ms(partial(candidate.run, tensors), executor.device)
         except Exception as error:  # such as too much shared memory: the tile is left out
-            refused[candidate.name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            refused[candidate.name] = _reason(error)
+            _check_usable(executor.device, f"{candidate.name} of {step.name}")
     while times:
         fastest = min(times, key=lambda name: times[name])
-        wrong = _wrong(step, chosen(candidates, fastest), tensors)
+        wrong = _wrong(step, chosen(candidates, fastest), tensors, executor)
         if not wrong:
-            break
+            return Measured(step=step.name, times_ms=times, refused=refused)
         del times[fastest]
         refused[fastest] = wrong
-    if len(candidates) > 1 and not times:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-        raise EngineError(f"cuda: no kernel computes {step.name} right here ({reasons}); run the file with onnxruntime")
-    return Measured(step=step.name, times_ms=times, refused=refused)
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+    raise EngineError(f"cuda: no kernel computes {step.name} right here ({reasons}); run the file with onnxruntime")
 
 
-def _wrong(step: Step, candidate: Candidate, tensors: dict[str, Tensor]) -> str:
-    """How the result of a candidate differs from exact arithmetic by more than rounding; "" if it is right."""
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _check_usable(device: torch.device, culprit: str) -> None:
+    """Refuse to go on after an error that ends all launches of a process, such as an access to memory out of bounds."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise EngineError(
+            f"cuda: {culprit} has made the GPU unusable for this process ({_reason(error)}): load the file in a new "
+            "process with the option tune='no'"
+        ) from error
+
+
+def _wrong(step: Step, candidate: Candidate, tensors: dict[str, Tensor], executor: Executor) -> str:
+    """How the result of a candidate differs from exact arithmetic by more than rounding; "" if it is right.
+
+    What lies in the arena beside the result belongs to other steps, and must be as it was.
+    """
+    results = [tensors[name] for name in step.writes if name in executor.layout.places]
+    before = _sum_beside(results, executor.arena)
     found = [d for d in compared_with_exact(step, candidate.run, tensors) if d.wrong]
+    if not found and _sum_beside(results, executor.arena) != before:
+        return "wrong: it writes beside its result"
     return "; ".join(
         f"wrong: {d.differing} of {d.codes} codes differ from exact arithmetic, by up to {d.largest}"
         if d.codes
         else f"wrong: values differ from exact arithmetic by {d.relative:.1e} of their norm"
         for d in found
     )
+
+
+def _sum_beside(results: Sequence[Tensor], arena: Tensor) -> int:
+    """Sum of the arena's bytes but those of `results`, which become zeros."""
+    for result in results:
+        result.zero_()
+    return int(arena.sum(dtype=torch.int64))
 
 
 def signature(step: Step, layout: Layout) -> str:

@@ -3,6 +3,10 @@
 Choosing among a hundred tiles costs mostly the compiler's time. So the launches are made once without launching
 anything (`recorded`), which leaves one request for each kernel with its types and constants, and processes that need
 no GPU compile them into Triton's cache on disk, where the process that launches them finds them.
+
+One process is started, which imports torch and Triton once and forks those that compile: a compiler that dies takes
+one kernel with it. It does not import the caller's main module, as those of `multiprocessing` do, so that a
+script needs no `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
@@ -10,16 +14,18 @@ from __future__ import annotations
 import importlib
 import math
 import multiprocessing
+import os
+import pickle
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures import TimeoutError as WaitedTooLongError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -159,23 +165,93 @@ def compile_requests(
     Returns:
         One result for each request; one that fails is no error here.
     """
-    context = multiprocessing.get_context("spawn")
-    results = []
-    end = None if seconds is None else time.monotonic() + seconds
-    pool = ProcessPoolExecutor(
-        min(jobs, max(1, len(requests))), mp_context=context, initializer=_start, initargs=(capability,)
-    )  # fmt: skip
-    try:
-        waiting = [pool.submit(_compile, request, resources) for request in requests]
-        for done, future in enumerate(waiting, 1):
-            try:
-                results.append(future.result(None if end is None else max(0.0, end - time.monotonic())))
-            except WaitedTooLongError:
-                results.append(Compiled(error=f"not compiled in {seconds:.0f} s"))
-            progress(done)
-    finally:
-        pool.shutdown(wait=end is None or time.monotonic() < end, cancel_futures=True)
+    late = Compiled(error="" if seconds is None else f"not compiled in {seconds:.0f} s")
+    results = [late] * len(requests)
+    if not requests or (seconds is not None and seconds <= 0):
+        return results
+    order = _Order(tuple(requests), capability, jobs, resources, None if seconds is None else time.time() + seconds)
+    with subprocess.Popen([sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        orders, answers = cast(IO[bytes], server.stdin), cast(IO[bytes], server.stdout)
+        # A server that ends is late, or cannot run here: what it leaves is compiled when it is launched.
+        with suppress(BrokenPipeError, EOFError):
+            orders.write(pickle.dumps(sys.path) + pickle.dumps(order))
+            orders.close()
+            for done in range(1, len(requests) + 1):
+                index, results[index] = pickle.load(answers)
+                progress(done)
     return results
+
+
+_SERVER = """
+import pickle, sys
+sys.path[:] = pickle.load(sys.stdin.buffer)
+from compress.kernels.triton.ahead import serve
+serve()
+"""
+
+
+class _Order(NamedTuple):
+    """The arguments of `compile_requests`; `end` is the time after which nothing is waited for."""
+
+    requests: tuple[Request, ...]
+    capability: tuple[int, int]
+    jobs: int
+    resources: bool
+    end: float | None
+
+
+def serve() -> None:
+    """Compile what is read from standard input, and write each result when it is there: the started process."""
+    order: _Order = pickle.load(sys.stdin.buffer)
+    output = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a compiler prints is no result
+    _start(order.capability)
+    for module in dict.fromkeys(request.module for request in order.requests):
+        importlib.import_module(module)  # once for all children
+    waiting = list(enumerate(order.requests))[::-1]
+    running: dict[Connection, tuple[int, Any]] = {}
+    while waiting or running:
+        while waiting and len(running) < order.jobs:
+            connection, child = _child(order.resources)
+            running[connection] = _next(waiting, connection), child
+        ready = wait(list(running), None if order.end is None else max(0.0, order.end - time.time()))
+        if not ready:
+            break
+        for connection in cast(list[Connection], ready):
+            index, child = running.pop(connection)
+            try:
+                compiled = connection.recv()
+                if waiting:
+                    running[connection] = _next(waiting, connection), child
+            except EOFError:
+                child.join()
+                compiled = Compiled(error=f"the compiler ended with status {child.exitcode}")
+            pickle.dump((index, compiled), output)
+            output.flush()
+    for _, child in running.values():
+        child.kill()
+
+
+def _next(waiting: list[tuple[int, Request]], connection: Connection) -> int:
+    """Give a process the next request; its index."""
+    index, request = waiting.pop()
+    connection.send(request)
+    return index
+
+
+def _child(resources: bool) -> tuple[Connection, Any]:
+    """A process that compiles what it is sent, and the connection to it."""
+    context = multiprocessing.get_context("fork")
+    connection, end = context.Pipe()
+    child = context.Process(target=_compile_all, args=(end, resources), daemon=True)
+    child.start()
+    end.close()
+    return connection, child
+
+
+def _compile_all(requests: Connection, resources: bool) -> None:
+    while True:
+        requests.send(_compile(requests.recv(), resources))
 
 
 class _Target:

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -234,30 +233,68 @@ def test_the_fastest_kernel_of_each_shape_is_measured_once_and_kept(tmp_path, mo
     assert guessed.kernels == ["slow"] * len(layout.steps)
 
 
-def test_a_kernel_that_is_fast_and_wrong_is_not_chosen(tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning, "launch_ms", lambda run, device: 2.0 if "right" in str(run.func) else 1.0)
-    layout = lay_out(make_plan(network(tmp_path / "m.onnx")[0], batch_size=2, dtype=torch.float32))
+def other_ways(*names):
+    """Ways to compute a step, by name; those whose names come later are faster."""
 
-    def candidates(step, layout, ways=("right", "wrong")):
+    def candidates(step, layout):
         exact = bind_reference(step, layout, torch.device("cpu"))
 
         def right(tensors):
             exact(tensors)
+
+        def raises(tensors):
+            raise RuntimeError("out of resources: shared memory")
 
         def wrong(tensors):
             exact(tensors)
             for name in step.writes:
                 tensors[name][0].add_(3)
 
-        return [Candidate(f.__name__, f) for f in (right, wrong, wrong) if f.__name__ in ways]
+        def strays(tensors):
+            exact(tensors)
+            own = {*step.reads, *step.writes}
+            beside = [name for name in layout.places if name not in own and not overlaps(layout, name, own)]
+            if not beside:
+                raise RuntimeError("nothing lies beside")
+            tensors[beside[0]].add_(1)
 
+        ways = {f.__name__: f for f in (right, raises, wrong, strays)}
+        return [Candidate(name, ways[name]) for name in names]
+
+    return candidates
+
+
+def overlaps(layout, name, others):
+    """True if a tensor lies where one of the others does, too."""
+    arena = torch.zeros(layout.arena_bytes, dtype=torch.uint8)
+    views = layout.views(arena)
+    views[name].fill_(1)
+    return any(bool(views[other].any()) for other in others if other in views)
+
+
+def test_kernels_that_raise_or_compute_something_else_are_left_out_with_the_reason(tmp_path, monkeypatch):
+    names = ("right", "wrong", "strays", "raises")
+
+    def clock(run, device):
+        run()
+        return -float(names.index(run.func.__name__))
+
+    monkeypatch.setattr(tuning, "launch_ms", clock)
+    layout = lay_out(make_plan(network(tmp_path / "m.onnx")[0], batch_size=2, dtype=torch.float32))
     plan = read_plan(tmp_path / "m.plan.json", MACHINE)
-    program = Program(layout, torch.device("cpu"), candidates=candidates, plan=plan)
+    program = Program(layout, torch.device("cpu"), candidates=other_ways(*names), plan=plan)
     assert program.kernels == ["right"] * len(layout.steps)
-    assert all("differ from exact arithmetic" in found.refused["wrong"] for found in program.measured)
+    for found in program.measured:
+        assert found.refused["raises"] == "RuntimeError: out of resources: shared memory"
+        assert "differ from exact arithmetic" in found.refused["wrong"]
+    strayed = {found.refused["strays"] for found in program.measured}
+    assert strayed == {"wrong: it writes beside its result", "RuntimeError: nothing lies beside"}
+    assert {key: set(reasons) for key, reasons in read_plan(plan.path, MACHINE).refused.items()} == {
+        key: {"raises", "wrong", "strays"} for key in plan.choices
+    }
     with pytest.raises(EngineError, match=r"no kernel computes .* right here .*; run the file with onnxruntime"):
         Program(
-            layout, torch.device("cpu"), candidates=partial(candidates, ways=("wrong",)),
+            layout, torch.device("cpu"), candidates=other_ways("wrong", "raises"),
             plan=read_plan(tmp_path / "other.plan.json", MACHINE),
         )  # fmt: skip
 

@@ -1,5 +1,7 @@
 """The Triton kernels compute what exact arithmetic does, step by step; and they compile for GPUs that are not here."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -65,21 +67,32 @@ def test_on_a_gpu_depthwise_products_of_four_bytes_compute_what_exact_arithmetic
     check_dots(torch.device("cuda"))
 
 
-def test_a_convolution_compiles_for_a_gpu_that_is_not_here(tmp_path):
+class EndsTheCompiler:
+    """In place of a kernel whose compiler crashes."""
+
+    @staticmethod
+    def warmup(*arguments, **options):
+        os._exit(9)
+
+
+def test_a_convolution_compiles_for_a_gpu_that_is_not_here_whatever_becomes_of_others(tmp_path):
     pytest.importorskip("triton")
     from compress.engines.cuda.bind import Bindings, candidates
-    from compress.engines.cuda.tuning import kernel_requests
-    from compress.kernels.triton.ahead import compile_requests
+    from compress.engines.cuda.tuning import kernel_requests, kernels_of
+    from compress.kernels.triton.ahead import Request, compile_requests
 
     b = Builder((1, 32, 8, 8))
     layout = lay_out(make_plan(b.save(tmp_path / "m.onnx", b.quantize(b.conv(b.quantize("input"), 32))), batch_size=8))
     cpu = torch.device("cpu")
     executor = Executor(layout, [bind_reference(step, layout, cpu) for step in layout.steps], cpu)
     bindings = Bindings(cpu, {})
-    requests = kernel_requests(executor, [candidates(step, layout, bindings)[:1] for step in layout.steps])
-    products = [request for request in requests if request.name == "_product_kernel"]
+    found = kernels_of(executor, [candidates(step, layout, bindings)[:1] for step in layout.steps])
+    products = [request for request in kernel_requests(found) if request.name == "_product_kernel"]
     assert len(products) == 1
-    assert [result.error for result in compile_requests(products, (9, 0), jobs=1)] == [""]
+    dying, unknown = (Request(__name__, name, (), ()) for name in ("EndsTheCompiler", "no_such_kernel"))
+    errors = [result.error for result in compile_requests([dying, *products, unknown], (9, 0), jobs=1)]
+    assert errors[:2] == ["the compiler ended with status 9", ""]
+    assert "no_such_kernel" in errors[2]
     late = compile_requests(products, (9, 0), jobs=1, seconds=0)
     assert [result.error for result in late] == ["not compiled in 0 s"]
 
