@@ -1,4 +1,8 @@
-"""Which tiles are worth a try for a step: the guess from its shapes first, then those that tuning measures."""
+"""Which tiles are worth a try for a step: the guess from its shapes first, then those that tuning measures.
+
+A tile costs its compilation and its measurement in every first build, so those are left out that were the fastest in
+none of 552 measurements of layers on an H100 (ten networks; their times are described in results/h100/cuda_engine.md).
+"""
 
 from __future__ import annotations
 
@@ -25,10 +29,15 @@ _MOST_SIDE = 8
 """Of a box of pixels: images share what is left, so that neighbouring programs read the same pixels."""
 _MOST_UNROLLED = 7
 """Side of a filter up to which all of its products are written out."""
+_WARP = 32
 _LINE_WORDS, _SECTOR_WORDS = 32, 8
 """Words of 4 bytes in a line of the cache, and in a sector, the least that is read of a line."""
-_MOST_TILES = 12
-"""Tiles of a product that are measured; on an H100 the fastest of 24 was among the first 12 but for 3 %."""
+_MOST_TILES = 11
+"""Tiles of a product that are measured, those that load far ahead aside; with fewer, layers lost up to 11 %."""
+_INT8_RIDGE = 295
+"""Products for each byte moved from which INT8 products, not memory, are the nearer roof of an H100."""
+_MOST_WEIGHT_BYTES = 16 << 10
+"""Of a weight that a program of 128 threads keeps in registers: 32 of each thread."""
 
 
 def product_tiles(rows: int, channels: int, columns: int, taps: int, groups: int = 1) -> list[Tile]:
@@ -45,7 +54,7 @@ def product_tiles(rows: int, channels: int, columns: int, taps: int, groups: int
     deep = 128 if channels % 128 == 0 else 64 if channels % 64 == 0 or channels > 96 else 32
     found: list[Tile] = []
     for high in (128, 64, 256, 32, 16):
-        for wide in (128, 64, 256, 32, 16):
+        for wide in (128, 64, 32, 16):
             if wide > max(32, width) or high > max(16, 2 * rows) or high * wide > 256 * 128 or high * wide < 16 * 32:
                 continue
             found += _variants(high, wide, deep)
@@ -56,12 +65,12 @@ def product_tiles(rows: int, channels: int, columns: int, taps: int, groups: int
 
 
 def _variants(high: int, wide: int, deep: int) -> list[Tile]:
-    """Tiles of one size."""
+    """Tiles of one size: others of it were never the fastest."""
     warps = 8 if high * wide >= 128 * 128 else 4
     found = [Tile(high, wide, deep, 3, warps, min(wide, 64))]
-    if deep == 128:
+    if deep == 128 and high in {16, 32, 128} and wide > 16:
         found.append(Tile(high, wide, 64, 4, warps, min(wide, 64)))
-    if high * wide == 128 * 64:
+    if deep < 128 and high * wide == 128 * 64 and high > wide:
         found.append(Tile(high, wide, deep, 4, 8, 64))
     return found
 
@@ -115,10 +124,10 @@ def pointwise_tiles(rows: int, channels: int, columns: int) -> list[PointwiseTil
     if channels > _SHALLOW or columns < 64 or rows * columns < 4 * _PROGRAMS * 64 * 128:
         return []
     deep = 128 if channels > 64 else 64 if channels > 32 else 32
-    shapes = [(64, 128, 2, 4, 4), (64, 128, 3, 4, 3), (64, 256, 2, 4, 2), (128, 128, 2, 8, 1), (128, 64, 2, 4, 4)]
-    if deep == 64:
-        shapes += [(128, 256, 2, 8, 1), (64, 128, 4, 4, 3)]
-    found = [PointwiseTile(r, c, deep, stages, warps, at_once) for r, c, stages, warps, at_once in shapes]
+    shapes = [(64, 128, 2, 4), (64, 128, 3, 3), (128, 64, 2, 4)]
+    if deep == 128:
+        shapes.append((64, 256, 2, 2))
+    found = [PointwiseTile(r, c, deep, stages, 4, at_once) for r, c, stages, at_once in shapes]
     return [tile for tile in found if tile.columns <= max(64, columns)]
 
 
@@ -132,10 +141,8 @@ def deep_tiles(rows: int, channels: int, columns: int) -> list[Tile]:
     """
     if channels <= _SHALLOW or columns < 64 or rows * columns < _PROGRAMS * 128 * 128:
         return []
-    sizes = ((128, 128, 3, 8), (128, 128, 4, 8), (64, 128, 4, 4), (128, 256, 3, 8), (256, 128, 3, 8))
-    found = [Tile(r, c, 128, stages, warps) for r, c, stages, warps in sizes]
-    found.append(found[0]._replace(registers=128))  # two programs on a multiprocessor
-    return [tile for tile in found if tile.columns <= max(128, columns)]
+    tile = Tile(128, 128, 128, 3, 8)
+    return [tile, tile._replace(registers=128)]  # of which two run on a multiprocessor
 
 
 def depthwise_tiles(
@@ -152,15 +159,12 @@ def depthwise_tiles(
     large = stride[1] == 1 and taps[1] > 3  # a pixel is widened once for many products: long strips, float32
     strips = [8, 4] if large else [4, 2, 1] if stride[1] == 1 else [2, 4, 1]
     strips = [strip for strip in strips if strip <= max(1, shape[3])] or [1]
-    floats = taps[0] * taps[1] > 16
+    floats = 16 < taps[0] * taps[1] <= MOST_FLOAT_TAPS
     widths = (wide, 32) if wide == 64 else (wide,)
-    found = [
+    return [
         DepthwiseTile(count // columns, columns, strip, 4, floats)
-        for columns in widths for count in (1024, 512) for strip in strips[: None if columns == wide else 2]
+        for columns in widths for count in (1024, 512) for strip in strips[: 2 if wide == 64 else None]
     ]  # fmt: skip
-    if taps[0] * taps[1] > MOST_FLOAT_TAPS:
-        return [tile._replace(floats=False) for tile in found]
-    return found if floats else found + [tile._replace(floats=True) for tile in found[:2]]
 
 
 def dot_tiles(shape: tuple[int, int, int, int], taps: tuple[int, int], stride: tuple[int, int]) -> list[DotTile]:
@@ -174,7 +178,7 @@ def dot_tiles(shape: tuple[int, int, int, int], taps: tuple[int, int], stride: t
     whole = -(-shape[1] // 16)
     each = 64 * taps[0] * (taps[1] + 3)  # bytes of the filter's words, for 16 channels
     parts = max(n for n in range(1, whole + 1) if whole % n == 0 and (n == 1 or n * each <= _FILTER_BYTES))
-    strips = [strip for strip in ((2, 4) if stride[1] == 1 else (2, 1)) if strip <= max(1, shape[3])] or [1]
+    strips = [strip for strip in ((2,) if stride[1] == 1 else (2, 1)) if strip <= max(1, shape[3])] or [1]
     return [DotTile(units, strip, parts) for strip in strips for units in (128, 64)]
 
 
@@ -183,62 +187,67 @@ def rows_tiles(
 ) -> list[RowsTile]:
     """Tiles of a depthwise convolution by products of four bytes that computes several rows at a time.
 
+    None where a row of pixels is part of fewer than three rows of results, as with filters of 3 x 3 that move by two
+    (0.58 to 0.75 of the bandwidth as it is), nor where so few programs would not fill the GPU.
+
     Args:
         shape: (N, C, OH, OW) of the result.
         taps: of the filter.
         stride: of the filter.
         words: of four channels.
     """
-    if max(taps) > _MOST_UNROLLED:
+    if max(taps) > _MOST_UNROLLED or taps[0] < 3 * stride[0]:
         return []
     divisors = [n for n in range(1, min(words, 2 * _LINE_WORDS) + 1) if words % n == 0]
     chunk = min(divisors, key=lambda n: (n % _SECTOR_WORDS > 0, abs(n - _LINE_WORDS)))
-    if stride != (1, 1):
-        sizes = [(4, 1), (2, 2)]
-    elif max(taps) > 3:
-        sizes = [(4, 2), (2, 2)]
-    else:
-        sizes = [(7, 2), (4, 2), (4, 4)]
-    return [RowsTile(high, strip, chunk) for high, strip in sizes if high < 2 * shape[2] and strip < 2 * shape[3]]
+    images, _, height, width = shape
+    found = [RowsTile(high, 2, chunk) for high in ((7, 4) if max(taps) <= 3 else (4, 2))]
+    threads = {tile: images * -(-height // tile.high) * -(-width // tile.strip) * words for tile in found}
+    return [tile for tile in found if tile.high < 2 * height and threads[tile] >= _PROGRAMS * _WARP * tile.warps]
 
 
-def window_tiles(shape: tuple[int, int, int, int], channels: int) -> list[WindowTile]:
-    """Tiles of convolutions that load boxes; none where tiles would not fill the GPU.
+def window_tiles(shape: tuple[int, int, int, int], channels: int, taps: int) -> list[WindowTile]:
+    """Tiles of convolutions that load boxes; none where tiles would not fill the GPU, or memory is the nearer roof.
 
-    The sides of boxes divide those of the result, so that no pixel is computed in vain; the rest are images.
+    Boxes spare addresses and conditions, not bytes. Their sides divide those of the result, so that no pixel is
+    computed in vain; the rest are images.
 
     Args:
         shape: (N, O, OH, OW) of the result.
         channels: of the input.
+        taps: of the filter.
     """
     images, columns, height, width = shape
-    if images * height * width * columns < _PROGRAMS * 64 * 128 or columns < 64:
+    if images * height * width * columns < _PROGRAMS * 64 * 128 or columns < 128:
+        return []
+    if taps * channels * columns < _INT8_RIDGE * (channels + columns):
         return []
     deep = 128 if channels > 64 else 64 if channels > 32 else 32
     wide, high = (min(_MOST_SIDE, side & -side) for side in (width, height))
     found = []
-    for rows, most, stages, warps in (
-        (128, 128, 3, 8), (128, 128, 4, 8), (64, 128, 4, 4), (256, 128, 3, 8), (128, 256, 3, 8), (128, 64, 4, 4),
-    ):  # fmt: skip
+    for rows, stages, warps in ((128, 3, 8), (64, 4, 4), (256, 3, 8)):
         box = max(1, rows // (wide * high))
-        if box <= images and columns >= most:
-            found.append(WindowTile(box, min(high, rows // wide), wide, most, deep, stages, warps))
-    return list(dict.fromkeys(found))
+        if box <= images:
+            found.append(WindowTile(box, min(high, rows // wide), wide, 128, deep, stages, warps))
+    return found
 
 
 def wide_tiles(rows: int, channels: int, columns: int) -> list[WideTile]:
     """Tiles of persistent programs that hold the whole weight of few input channels; none where that cannot pay.
+
+    That is where a product does not expand (what is written is not the most of what is moved), where there are too few
+    rows to hold a weight for, and where registers do not hold it.
 
     Args:
         rows: pixels of the result.
         channels: of the input.
         columns: output channels.
     """
-    if channels > _SHALLOW or rows * max(columns, channels) < 4 * _PROGRAMS * 64 * 128:
-        return []
     depth = max(32, 1 << (channels - 1).bit_length())
     strips = -(-columns // _MOST_HELD)
     each = -(-columns // strips)
+    if columns < 2 * channels or rows * columns < 4 * _PROGRAMS * 64 * 128 or depth * each > _MOST_WEIGHT_BYTES:
+        return []
     found = [
         WideTile(high, _widths(each, most), depth, stages, warps, programs)
         for high, most, stages, warps, programs in ((128, 64, 3, 4, 3), (64, 64, 3, 4, 4), (64, 128, 3, 4, 3))

@@ -95,7 +95,7 @@ def bind_average_pool(step: AveragePool, layout: Layout, bindings: Bindings) -> 
 
         return Candidate(f"triton image mean {columns}", run)
 
-    return [Candidate("triton average pool", window), *(mean(n) for n in (32, 64, 128) if whole_image)]
+    return [Candidate("triton average pool", window), *(mean(n) for n in (32, 128) if whole_image)]
 
 
 def bind_elementwise(step: Elementwise, layout: Layout, bindings: Bindings) -> list[Candidate]:
@@ -160,7 +160,7 @@ def bind_layer_norm(step: LayerNorm, layout: Layout, bindings: Bindings) -> list
 
         return Candidate(f"triton layer norm {elements} w{warps}", run)
 
-    sizes = ((2048, 4), (1024, 4), (1024, 2), (512, 1), (1024, 1), (2048, 8)) if channels <= 4096 else ((2048, 8),)
+    sizes = ((2048, 4), (512, 1), (1024, 1), (2048, 8)) if channels <= 4096 else ((2048, 8),)
     return [candidate(*size) for size in sizes]
 
 
@@ -191,13 +191,13 @@ def bind_attention(step: Attention, layout: Layout, bindings: Bindings) -> list[
 
         return Candidate(f"triton attention {queries}x{keys} w{warps}", run)
 
-    found = [(64, 64, 4), (128, 64, 8), (64, 128, 4), (32, 64, 2), (128, 128, 8)]
+    found = [(64, 64, 4), (128, 64, 8), (32, 64, 2)]
     whole = max(16, 1 << (lengths[-1] - 1).bit_length())
     if whole <= _WHOLE_KEYS:  # all scores of a program stay in registers
-        found = [(64, whole, 8), (64, whole, 4), (32, whole, 4), (128, whole, 8), *found]
+        found = [(64, whole, 4), (128, whole, 8), *found]
     if whole <= _FEW_KEYS:
         found.append((64, whole, 2))
-    return [candidate(*sizes) for sizes in found]
+    return [candidate(*sizes) for sizes in dict.fromkeys(found)]
 
 
 def _mask(step: Attention, lengths: tuple[int, ...], bindings: Bindings) -> Tensor:

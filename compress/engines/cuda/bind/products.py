@@ -209,6 +209,7 @@ def _window(
 ) -> list[Candidate]:
     """Candidates that load boxes of the image by descriptors, for filters of several taps that move by one pixel."""
     e, zero, finish = step.epilogue, step.x.grid.zero if step.x.grid else 0, product_finish(step, bindings)
+    taps = step.weight.shape[2] * step.weight.shape[3]
     names = [name for name in (e.residual.name, *e.out.names) if name]
     even = whole_parts(step.x.name, layout) and None not in [_even_rows(name, layout, 1) for name in names]
     moves = (geometry.stride_y, geometry.stride_x) != (1, 1)
@@ -225,7 +226,7 @@ def _window(
         text = f"{tile.images}x{tile.high}x{tile.wide}x{tile.columns}x{tile.depth} s{tile.stages} w{tile.warps}"
         return Candidate(f"triton window {text}", run)
 
-    return [candidate(tile) for tile in window_tiles(shape, weight.codes.shape[-1])]
+    return [candidate(tile) for tile in window_tiles(shape, weight.codes.shape[-1], taps)]
 
 
 def _even_rows(name: str, layout: Layout, axis: int) -> tuple[int, int] | None:
