@@ -7,7 +7,7 @@ are twice as fast, but pixels take longer to widen: worth it for filters of many
 2^24, where every integer is a float32.
 """
 
-# ruff: noqa: ANN001, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
+# ruff: noqa: ANN001, ANN201, ANN202, N803  (kernels: Triton types parameters, and constants are in capitals)
 # mypy: disable-error-code="no-untyped-def, assignment"
 from __future__ import annotations
 
@@ -112,13 +112,10 @@ def _depthwise_kernel(
     column = first_column + tl.arange(0, CHANNELS)
     inside = column < columns
     found = position < positions
-    line = position // groups  # of image and row
-    out_x = (position % groups) * STRIP
-    first_x = out_x * STRIDE_X - pad_x
-    first_y = (line % sizes.out_height) * STRIDE_Y - pad_y
-    base = (line // sizes.out_height).to(tl.int64) * step.image
-    base += first_y.to(tl.int64) * step.row + first_x.to(tl.int64) * step.pixel
-    at = x_ptr + base[:, None] + column[None, :]
+    _, _, out_x, first_y, first_x, first = place_of(
+        position, groups, sizes.out_height, step, pad_y, pad_x, STRIDE_Y, STRIDE_X, 1, STRIP
+    )
+    at = x_ptr + first[:, None] + column[None, :]
     filler = x_zero.to(tl.int8) if X_ZERO else 0
     wide = weight_ptr.dtype.element_ty
     start = tl.zeros([POSITIONS, CHANNELS], dtype=wide)
@@ -140,11 +137,30 @@ def _depthwise_kernel(
             pixels = tl.load(at + (tap_y * DILATION_Y * step.row + place * step.pixel), mask=there, other=filler)
             sums = _with_pixels(sums, pixels.to(wide), weights, place, STRIDE_X, DILATION_X, TAPS_X, STRIP)
     for i in tl.static_range(STRIP):
-        row = line.to(tl.int64) * sizes.out_width + (out_x + i)
+        row = (position // groups).to(tl.int64) * sizes.out_width + (out_x + i)
         finish_tile(
             sums[i], sums[i], row, found & (out_x + i < sizes.out_width), first_column, columns, vectors, outputs,
             numbers, KIND, False, POSITIONS, CHANNELS, CHANNELS,
         )  # fmt: skip
+
+
+@triton.jit
+def place_of(
+    position, groups, blocks, step, pad_y, pad_x, STRIDE_Y: tl.constexpr, STRIDE_X: tl.constexpr, HIGH: tl.constexpr,
+    STRIP: tl.constexpr,
+):  # fmt: skip
+    """Where the HIGH x STRIP results of a position lie, and the pixel with which their window begins.
+
+    An image has `blocks` x `groups` positions. Returns (image as int64, first row and column of the results, row and
+    column of the pixel, its distance from the first one of all in units of `step`, int64).
+    """
+    line = position // groups
+    out_x = (position % groups) * STRIP
+    out_y = (line % blocks) * HIGH
+    x = out_x * STRIDE_X - pad_x
+    y = out_y * STRIDE_Y - pad_y
+    image = (line // blocks).to(tl.int64)
+    return image, out_y, out_x, y, x, image * step.image + (y.to(tl.int64) * step.row + x.to(tl.int64) * step.pixel)
 
 
 @triton.jit

@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.triton.int8_epilogue import Finish, Outputs, finished, to_codes
+from compress.kernels.triton.int8_depthwise import place_of
+from compress.kernels.triton.int8_epilogue import Finish, Outputs, finished, residual_of, write_tile
 from compress.kernels.triton.int8_product import ALIGNED, Geometry, Sizes, Steps, Weight, zero_correction
 
 WORD = 4
@@ -162,14 +163,11 @@ def _dot_kernel(
     position = unit // parts
     part = unit % parts + tl.program_id(1) * parts
     found = position < positions
-    line = position // groups  # of image and row
-    out_x = (position % groups) * STRIP
-    first_x = out_x * STRIDE_X - pad_x
-    first_y = (line % sizes.out_height) * STRIDE_Y - pad_y
-    base = (line // sizes.out_height).to(tl.int64) * step.image
-    base += first_y.to(tl.int64) * step.row + first_x.to(tl.int64) * step.pixel
+    _, _, out_x, first_y, first_x, first = place_of(
+        position, groups, sizes.out_height, step, pad_y, pad_x, STRIDE_Y, STRIDE_X, 1, STRIP
+    )
     word = part[:, None] * 4 + tl.arange(0, 4)[None, :]
-    at = x_ptr + ((4 * base)[:, None] + word)  # steps are 16 bytes long, so that the compiler knows of the alignment
+    at = x_ptr + ((4 * first)[:, None] + word)  # steps are 16 bytes long, so that the compiler knows of the alignment
     words = 4 * whole
     sums = ()
     for _ in tl.static_range(4 * STRIP):
@@ -195,7 +193,7 @@ def _dot_kernel(
     for i in tl.static_range(STRIP):
         low = tl.join(sums[4 * i], sums[4 * i + 2])
         total = tl.join(low, tl.join(sums[4 * i + 1], sums[4 * i + 3])).reshape([UNITS, 16])
-        row = line.to(tl.int64) * sizes.out_width + (out_x + i)
+        row = (position // groups).to(tl.int64) * sizes.out_width + (out_x + i)
         there = (found & (out_x + i < sizes.out_width))[:, None] & inside
         _finish(total, correction_ptr, row, column, inside, there, vectors, outputs, numbers, KIND, X_ZERO)
 
@@ -227,13 +225,6 @@ def _finish(
         total += tl.load(correction_ptr + column, mask=inside, other=0)
     factor = tl.load(vectors.factor + column, mask=inside, other=0.0)
     bias = tl.load(vectors.bias + column, mask=inside, other=0.0)
-    added = total
-    if KIND.residual > 0:
-        added = tl.load(outputs.residual + row[:, None] * outputs.residual_pitch + column, mask=there, other=0)
+    added = residual_of(total, row, column, there, outputs, KIND)
     y, steps = finished(total, added, factor, bias, vectors, column, inside, numbers, KIND)
-    if KIND.writes_codes:
-        codes = to_codes(steps, numbers.low, numbers.high, numbers.zero, KIND.has_zero)
-        tl.store(outputs.codes + row[:, None] * outputs.codes_pitch + column, codes, mask=there)
-    if KIND.writes_value:
-        value = y.to(outputs.value.dtype.element_ty)
-        tl.store(outputs.value + row[:, None] * outputs.value_pitch + column, value, mask=there)
+    write_tile(y, steps, row, column, there, outputs, numbers, KIND)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compress.kernels.triton.int8_depthwise import place_of
 from compress.kernels.triton.int8_depthwise_dot import WORD, dot, transposed, word_of, words_of
 from compress.kernels.triton.int8_epilogue import Finish, Outputs, finished, write_tile
 from compress.kernels.triton.int8_product import Geometry, Sizes, Steps, Weight
@@ -93,13 +94,10 @@ def _rows_kernel(
     word = (tl.program_id(0) % chunks) * chunk + unit % chunk
     position = unit // chunk
     found = position < positions
-    line = position // groups  # of image and block of rows
-    out_x = (position % groups) * STRIP
-    out_y = (line % blocks) * HIGH
-    image = (line // blocks).to(tl.int64)
-    first_x = out_x * STRIDE_X - pad_x
-    first_y = out_y * STRIDE_Y - pad_y
-    at = x_ptr + (image * step.image + first_y.to(tl.int64) * step.row + first_x.to(tl.int64) * step.pixel + word)
+    image, out_y, out_x, first_y, first_x, first = place_of(
+        position, groups, blocks, step, pad_y, pad_x, STRIDE_Y, STRIDE_X, HIGH, STRIP
+    )
+    at = x_ptr + (first + word)
     PIXELS: tl.constexpr = (STRIP - 1) * STRIDE_X + TAPS_X
     across = ()
     for place in tl.static_range(PIXELS):

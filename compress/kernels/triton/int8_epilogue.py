@@ -368,23 +368,30 @@ def finish_tile(
         there = row_there[:, None] & inside[None, :]
         factor = tl.load(vectors.factor + column, mask=inside, other=0.0)[None, :]
         bias = tl.load(vectors.bias + column, mask=inside, other=0.0)[None, :]
-        if KIND.residual > 0 and not LOADED:
-            added = tl.load(
-                outputs.residual + row[:, None] * outputs.residual_pitch + column[None, :], mask=there, other=0
-            )
+        if not LOADED:
+            added = residual_of(added, row, column[None, :], there, outputs, KIND)
         y, steps = finished(total, added, factor, bias, vectors, column, inside, numbers, KIND)
-        write_tile(y, steps, row, column, there, outputs, numbers, KIND)
+        write_tile(y, steps, row, column[None, :], there, outputs, numbers, KIND)
+
+
+@triton.jit
+def residual_of(total, row, column, there, outputs, KIND: tl.constexpr):
+    """What a residual holds for a tile, see `write_tile`; `total` where there is none."""
+    added = total
+    if KIND.residual > 0:
+        added = tl.load(outputs.residual + row[:, None] * outputs.residual_pitch + column, mask=there, other=0)
+    return added
 
 
 @triton.jit
 def write_tile(y, steps, row, column, there, outputs, numbers, KIND: tl.constexpr):
-    """Write a finished tile as codes, as values, or as both."""
+    """Write a finished tile as codes, as values, or both; `row` (rows,) int64, `column` (1 or rows, columns)."""
     if KIND.writes_codes:
         codes = to_codes(steps, numbers.low, numbers.high, numbers.zero, KIND.has_zero)
-        tl.store(outputs.codes + row[:, None] * outputs.codes_pitch + column[None, :], codes, mask=there)
+        tl.store(outputs.codes + row[:, None] * outputs.codes_pitch + column, codes, mask=there)
     if KIND.writes_value:
         value = y.to(outputs.value.dtype.element_ty)
-        tl.store(outputs.value + row[:, None] * outputs.value_pitch + column[None, :], value, mask=there)
+        tl.store(outputs.value + row[:, None] * outputs.value_pitch + column, value, mask=there)
 
 
 _FIRST_KEY = getattr(finish_tile, "cache_key", "")

@@ -57,4 +57,4 @@ def _norm_kernel(
     factor = tl.load(vectors.factor + column, mask=inside, other=0.0)[None, :]
     bias = tl.load(vectors.bias + column, mask=inside, other=0.0)[None, :]
     y, steps = finished(normal, normal, factor, bias, vectors, column, inside, numbers, KIND)
-    write_tile(y, steps, row, column, there, outputs, numbers, KIND)
+    write_tile(y, steps, row, column[None, :], there, outputs, numbers, KIND)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.triton.int8_epilogue import Finish, Outputs, finished, write_tile
+from compress.kernels.triton.int8_epilogue import Finish, Outputs, finished, residual_of, write_tile
 from compress.kernels.triton.int8_product import Weight
 
 
@@ -118,10 +118,8 @@ def _all_columns(
         total = tl.dot(pixels, filters[part], out_dtype=tl.int32)
         if X_ZERO:
             total += tl.load(correction_ptr + column, mask=inside, other=0)[None, :]
-        added = total
-        if KIND.residual > 0:
-            at = outputs.residual + row.to(tl.int64)[:, None] * outputs.residual_pitch + column[None, :]
-            added = tl.load(at, mask=there, other=0)
+        pixel = row.to(tl.int64)
+        added = residual_of(total, pixel, column[None, :], there, outputs, KIND)
         y, steps = finished(total, added, factors[part], biases[part], vectors, column, inside, numbers, KIND)
-        write_tile(y, steps, row.to(tl.int64), column, there, outputs, numbers, KIND)
+        write_tile(y, steps, pixel, column[None, :], there, outputs, numbers, KIND)
         first += WIDTHS[part]
