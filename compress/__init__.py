@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; tests/test_pa
     from compress.measure import measure_accuracy as measure_accuracy
     from compress.measure import measure_latency as measure_latency
     from compress.measure import measure_metric as measure_metric
+    from compress.measure.file_check import check_onnx as check_onnx
     from compress.models import ModelSpec as ModelSpec
     from compress.models import build_model as build_model
     from compress.onnx_ptq.mend import mend_onnx as mend_onnx
@@ -119,6 +120,7 @@ _HOMES = {
     "build_model": "compress.models",
     "build_tensorrt": "compress.engines.tensorrt.build",
     "calibrate": "compress.quantization.calibration.calibrate",
+    "check_onnx": "compress.measure.file_check",
     "diagnose": "compress.quantization.sensitivity.diagnose",
     "effective_receptive_field": "compress.receptive_field",
     "engine_availability": "compress.engines.registry",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from operator import length_hint
 from pathlib import Path
+from typing import Any
 
 from rich.markup import escape
 
@@ -26,6 +30,7 @@ from compress.cli.options import DeviceOption, JsonOption, OutOption, RecipeChoi
 from compress.cli.run import ptq as ptq_of_recipe
 from compress.errors import RecipeError
 from compress.files import write_json, write_text
+from compress.measure.file_check import FileCheck, check_onnx
 from compress.onnx_ptq.quantize import QuantizedFile, quantize_onnx_file
 
 
@@ -59,19 +64,37 @@ def ptq(
     spec = spec_of(recipe, set_, target, images)
     batches = batches_of(data, form_of(size, mean, std, layout, channels), spec.calibration_images)
     folder = out or Path("runs") / f"{onnx.stem}-ptq"
+    first = First(batches)
     with progress() as bars:
-        done = quantize_onnx_file(onnx, batches, spec=spec, out=folder / f"{onnx.stem}.int8.onnx", progress=bars)
+        done = quantize_onnx_file(onnx, first, spec=spec, out=folder / f"{onnx.stem}.int8.onnx", progress=bars)
     write_text(folder / "placement.csv", done.placement.to_csv())
-    _show(done, folder, as_json=as_json)
+    check = check_onnx(onnx, done.path, first.batch, target=done.placement.target)
+    _show(done, check, folder, as_json=as_json)
 
 
-def _show(done: QuantizedFile, folder: Path, *, as_json: bool) -> None:
+class First:
+    """Batches that are read once, of which the first stays at `batch`."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches, self.batch = batches, None
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            self.batch = batch if self.batch is None else self.batch
+            yield batch
+
+    def __length_hint__(self) -> int:
+        return length_hint(self.batches)
+
+
+def _show(done: QuantizedFile, check: FileCheck, folder: Path, *, as_json: bool) -> None:
     audit = audit_onnx(done.path)
     count = sum(row.int8 for row in audit.rows)
     document = {
         "file": str(done.path), "placement": str(folder / "placement.csv"), "target": done.placement.target,
         "images": done.calibration.images, "layers": len(audit.rows), "int8_layers": count,
         "int8_share": audit.int8_share, "opset": audit.opset, "notes": list(done.notes),
+        "check": asdict(check),
     }  # fmt: skip
     write_json(folder / "quantization.json", document)
     if as_json:
@@ -86,4 +109,9 @@ def _show(done: QuantizedFile, folder: Path, *, as_json: bool) -> None:
         f"{count} of {len(audit.rows)} weighted operations are INT8 ({audit.int8_share:.1%} of the weights), "
         f"calibrated on {done.calibration.images} images; opset {audit.opset}"
     )
+    if check.written_db is not None:
+        there = f", {check.engine_db:.1f} dB on {check.engine}" if check.engine_db is not None else ""
+        OUT.print(f"against float: {check.written_db:.1f} dB as the file says{there} ({check.images} pictures)")
+    if check.warning:
+        OUT.print(f"[red]warning[/] {escape(check.warning)}", markup=True)
     OUT.print(f"{done.path}\n{folder / 'placement.csv'}", highlight=False, soft_wrap=True)

@@ -50,6 +50,8 @@ def test_what_stays_float_is_shown(compress, folder):
     told = compress("ptq", "--onnx", "net.onnx", "--data", "inputs.npz", "--out", "run", cwd=folder)
     assert "softmax" in told.stdout
     assert "1 of 1 weighted operations are INT8" in told.stdout
+    assert "dB as the file says (4 pictures)" in told.stdout
+    assert "warning" not in told.stdout
 
 
 def test_notes_are_shown(compress, folder):

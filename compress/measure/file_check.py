@@ -1,0 +1,121 @@
+"""Compares a quantized file with the float file that it was made from, as it is written and on its target's engine.
+
+A few pictures are enough: what collapses does so on each. Two things can be wrong. Quantization costs too much, which
+shows when the file is run operation by operation, as it says; or the engine computes something else than the file says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compress.engines.base import Arrays
+from compress.engines.registry import ENGINES, build_engine
+from compress.errors import CompressError
+from compress.measure.parity import sqnr_db
+from compress.onnx_ptq.load import load_source
+from compress.onnx_ptq.run import feeds, inputs_of_file, known_results
+from compress.onnx_ptq.shapes import open_batch
+
+IMAGES = 8
+"""Largest number of pictures that are compared."""
+LOW_DB = 10.0
+"""Signal to noise below which a quantized file is called far from float: a third of the signal is noise."""
+FAULT_DB, FAULT_LOSS_DB = 25.0, 6.0
+"""An engine that stays below the first, and that far below the file itself, computes something else: differences
+of rounding, single steps, are smaller."""
+_COMPILE_IN_SECONDS = ("openvino", "onnxruntime")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileCheck:
+    """Comparison of a quantized file with its float file.
+
+    Attributes:
+        images: number of pictures.
+        written_db: signal to noise of the file against float, in dB, run as it is written; the least of its outputs.
+        engine: the target's; "" if it is not installed, or the target has none that compiles in seconds.
+        engine_db: the same on that engine, in float32 where it chooses; None without one.
+        warning: a sentence on what is wrong and what to do; "" if nothing is.
+    """
+
+    images: int
+    written_db: float | None
+    engine: str
+    engine_db: float | None
+    warning: str = ""
+
+
+def check_onnx(float_path: Path | str, path: Path | str, batch: Any, *, target: str) -> FileCheck:
+    """Compare a quantized file with float on the first pictures of a batch.
+
+    Outputs that are no floats, that depend on values in their size, or that are zero in float are left out. Outputs
+    that the network sorts may differ more than what it found.
+
+    Args:
+        float_path: file that it was made from.
+        path: quantized file.
+        batch: as `quantize_onnx` takes it.
+        target: that it was quantized for.
+
+    Examples:
+        >>> spec = compress.QuantSpec(target="onnxruntime")
+        >>> path = compress.quantize_onnx("float.onnx", [images], spec=spec, out="new.onnx")
+        >>> compress.check_onnx("float.onnx", path, images, target="onnxruntime").warning
+        ''
+    """
+    source = load_source(float_path)
+    piece = next(feeds([batch], inputs_of_file(source)))
+    if all(open_batch(value) for value in source.proto.graph.input if value.name in piece):
+        piece = {name: value[:IMAGES] for name, value in piece.items()}
+    engine = target if target in _COMPILE_IN_SECONDS and ENGINES[target].availability().available else ""
+    found = FileCheck(images=len(next(iter(piece.values()))), written_db=None, engine=engine, engine_db=None)
+    names = known_results(source.proto.graph)
+    try:
+        expected = {k: v for k, v in _run(float_path, "onnxruntime", piece).items() if k in names}
+        found = replace(found, written_db=_least(expected, _run(path, "onnxruntime", piece, fuse="no")))
+    except CompressError as error:
+        return replace(found, engine="", warning=f"not compared with float: {error}")
+    try:
+        on_engine = _least(expected, _run(path, engine, piece)) if engine else None
+    except CompressError as error:
+        return replace(found, warning=f"{engine} fails: {error}")
+    return replace(found, engine_db=on_engine, warning=_warning(found.written_db, on_engine, engine))
+
+
+def _run(path: Path | str, engine: str, feed: Arrays, **options: Any) -> Arrays:
+    """Run a file as it is, its open dimensions open, in float32 where the engine chooses."""
+    precision = "f32" if engine == "openvino" else None
+    with build_engine(path, engine, precision=precision, **options) as built:
+        return built.run(feed)
+
+
+def _least(expected: Mapping[str, Any], got: Mapping[str, Any]) -> float | None:
+    """Return the least signal to noise of the outputs that can be compared; None if there is none."""
+    found = []
+    for name, value in expected.items():
+        a, b = np.asarray(value), np.asarray(got.get(name))
+        if a.dtype.kind != "f" or a.shape != b.shape or not np.isfinite(a).all() or not a.any():
+            continue
+        found.append(sqnr_db(a, b) if np.isfinite(b).all() else -math.inf)
+    return min(found, default=None)
+
+
+def _warning(written: float | None, on_engine: float | None, engine: str) -> str:
+    if written is not None and on_engine is not None and on_engine < min(FAULT_DB, written - FAULT_LOSS_DB):
+        return (
+            f"{engine} computes something else than the file says: {on_engine:.1f} dB against float, the file itself "
+            f"{written:.1f} dB; do not use it there as it is. Try a fixed batch, or keep layers in float "
+            "(quantization.rules)"
+        )
+    if written is not None and written < LOW_DB:
+        return (
+            f"the quantized network is far from float ({written:.1f} dB); `python -m compress inspect parity --onnx "
+            "FILE --data DATA --mend-sqnr 20` finds the layers that cost it, and the smallest change that helps"
+        )
+    return ""
