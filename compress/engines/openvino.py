@@ -20,6 +20,7 @@ from compress.engines.onnx_file import OnnxFile, existing_file, load_onnx, read_
 from compress.engines.signal_stack import keep_signal_stack
 from compress.engines.unsigned import joins_signed, to_unsigned
 from compress.errors import EngineError, EngineUnavailableError, near_misses
+from compress.export.extremes import bare_extremes, extremes_apart
 
 NAME = "openvino"
 OPTIONS = {
@@ -166,10 +167,15 @@ def _read(core: Any, path: Path) -> tuple[Any, OnnxFile | None]:
     file = None if path.suffix == ".xml" else read_onnx(path)
     changed = None
     try:
-        if file is not None and "i8" in file.quantized_types and joins_signed(model := load_onnx(path)):
-            model = load_onnx(path, weights=True)
-            to_unsigned(model)
-            changed = model.SerializeToString()
+        if file is not None and file.quantized_types:
+            form = load_onnx(path)
+            signed = "i8" in file.quantized_types and joins_signed(form)
+            if signed or bare_extremes(form):
+                model = load_onnx(path, weights=True)
+                if signed:
+                    to_unsigned(model)
+                extremes_apart(model)
+                changed = model.SerializeToString()
         return core.read_model(changed or str(path)), file
     except Exception as error:
         raise EngineError(f"openvino cannot read {path}: {reason(error)}") from error

@@ -10,27 +10,31 @@ from __future__ import annotations
 import onnx
 
 from compress.export.onnx_graph import OnnxGraph
-from compress.export.unfused import FLOATS, unfused
+from compress.export.unfused import unfused
 
 
 def extremes_apart(proto: onnx.ModelProto) -> int:
     """Put a Max that changes no value after every ReduceMax and ReduceMin of a quantized model; in place.
 
-    Args:
-        proto: model with the types of its tensors, as torch writes it.
-
     Returns:
         Number of reductions that were changed.
     """
-    view = OnnxGraph(proto.graph)
-    types = {v.name: v.type.tensor_type.elem_type for v in (*proto.graph.value_info, *proto.graph.output)}
-    quantized = any(node.op_type == "QuantizeLinear" for node in proto.graph.node)
+    bare = {node.output[0] for node in bare_extremes(proto)}
     nodes: list[onnx.NodeProto] = []
     for node in proto.graph.node:
         nodes.append(node)
-        dtype = types.get(node.output[0]) if node.op_type in {"ReduceMax", "ReduceMin"} else None
-        if quantized and dtype in FLOATS and view.consumers.get(node.output[0]):
-            nodes.append(unfused(view, node, dtype, "reduced"))
-    changed = len(nodes) - len(proto.graph.node)
-    view.replace_nodes(nodes)
-    return changed
+        if node.output and node.output[0] in bare:
+            nodes.append(unfused(node, "reduced"))
+    if bare:
+        OnnxGraph(proto.graph).replace_nodes(nodes)
+    return len(bare)
+
+
+def bare_extremes(proto: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """Return each ReduceMax and ReduceMin of a quantized model whose result is read by more than such a Max."""
+    found = [node for node in proto.graph.node if node.op_type in {"ReduceMax", "ReduceMin"}]
+    if not found or all(node.op_type != "QuantizeLinear" for node in proto.graph.node):
+        return []
+    consumers = OnnxGraph(proto.graph).consumers
+    read = {node.output[0]: consumers.get(node.output[0], []) for node in found}
+    return [node for node in found if any(n.op_type != "Max" or len({*n.input}) > 1 for n in read[node.output[0]])]

@@ -123,6 +123,7 @@ class Largest(nn.Module):
         pytest.param(Shared, "fp32", "tensorrt", id="no bias, for TensorRT"),
         pytest.param(Pointwise, "fp32", "openvino", id="states of an open batch"),
         pytest.param(Largest, "fp32", "openvino", id="largest and smallest values"),
+        pytest.param(Largest, "fp32", "tensorrt", id="largest and smallest values, for TensorRT"),
     ],
 )
 def test_openvino_computes_what_the_file_says(model, precision, target, tmp_path):
