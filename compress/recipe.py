@@ -19,14 +19,13 @@ from typing import Any, cast
 import yaml
 
 from compress.data.spec import DATASETS, DataSpec, data_contradictions
-from compress.errors import RecipeError, near_misses
+from compress.errors import RecipeError
 from compress.export.spec import ExportSpec
-from compress.files import expand_user
 from compress.imports import is_import_path
-from compress.limits import RECIPE_BYTES
 from compress.measure.spec import BenchSpec, bench_contradictions
 from compress.models import ModelSpec
 from compress.quantization.spec import QuantSpec, quant_contradictions
+from compress.recipe_files import read_recipe
 from compress.safe_yaml import load_yaml
 from compress.search.spec import SearchSpec, search_contradictions
 from compress.sparsity.spec import SparsitySpec, sparsity_contradictions
@@ -120,57 +119,8 @@ def load_recipe(recipe: Path | str, overrides: Iterable[str] = ()) -> Recipe:
         >>> recipe.data.batch_size, recipe.qat
         (16, None)
     """
-    path = find_recipe(recipe)
-    tree = _extended(_read(path), path, ())
-    if tree is None:
-        raise RecipeError(
-            f"{path} is empty; a recipe names at least its model, such as `model: {{name: resnet18}}`. "
-            f"`recipes --keys` lists all keys, `recipes resnet50` shows a whole recipe"
-        )
+    path, tree = read_recipe(recipe)
     return parse_recipe(tree, overrides, source=str(path))
-
-
-def _read(path: Path) -> Any:
-    try:
-        with path.open("rb") as file:
-            return load_yaml(file.read(RECIPE_BYTES + 1).decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{path} is not YAML: {error}") from None
-    except ValueError as error:
-        raise RecipeError(f"{path} is refused: {error}") from None
-
-
-def _extended(tree: Any, path: Path, extending: tuple[Path, ...]) -> Any:
-    """Return a recipe's tree over that of the recipe which its key `base` names.
-
-    Raises:
-        RecipeError: there is no such recipe, or a recipe extends itself.
-    """
-    if not isinstance(tree, dict) or "base" not in tree:
-        return tree
-    chain = (*extending, path.resolve())
-    name = tree["base"]
-    if not isinstance(name, str):
-        raise RecipeError(f"{path}: base is {name!r}; it must be the path or the name of a recipe")
-    beside = path.parent / name
-    base = beside if beside.is_file() else find_recipe(name)
-    if base.resolve() in chain:
-        raise RecipeError(f"{path}: base is {name!r}, which extends this recipe itself; remove one of the two keys")
-    below = _extended(_read(base), base, chain)
-    if not isinstance(below, dict):
-        raise RecipeError(
-            f"{base} holds a {type(below).__name__}; a recipe is a mapping with sections {keys_of(Recipe)}"
-        )
-    return _merged(below, {key: value for key, value in tree.items() if key != "base"})
-
-
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Return `below` with the keys of `above` in their place, section by section; lists are replaced."""
-    merged = dict(below)
-    for key, value in above.items():
-        known = merged.get(key)
-        merged[key] = _merged(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
-    return merged
 
 
 def parse_recipe(tree: Any, overrides: Iterable[str] = (), *, source: str = "recipe") -> Recipe:
@@ -204,36 +154,6 @@ def _odd_values(value: Any, where: str = "") -> Iterator[str]:
         yield f"{where}: got {value}; it must be a finite number"
     elif value is not None and not isinstance(value, (str, int, float, list, dict)):
         yield f"{where}: got a {type(value).__name__}, {value}; put text in quotes"
-
-
-def find_recipe(recipe: Path | str) -> Path:
-    """Return the path of a recipe given by path or name.
-
-    Raises:
-        RecipeError: there is none; names near misses.
-    """
-    given = expand_user(recipe)
-    name = given.name if given.suffix in {".yaml", ".yml"} else f"{given.name}.yaml"
-    candidates = [given] if given.suffix else []
-    if len(given.parts) == 1:
-        candidates += [folder / name for folder in recipe_folders()]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    known = sorted(recipe_names())
-    hint = near_misses(name.removesuffix(".yaml"), known)
-    raise RecipeError(f"no recipe {str(recipe)!r}{hint} (neither a file nor one of: {', '.join(known)})")
-
-
-def recipe_folders() -> list[Path]:
-    """Return the folders in which names are looked up: ./recipes, then that of the recipes shipped with compress."""
-    package = Path(__file__).parent
-    return [f for f in (Path("recipes"), package / "recipes", package.parent / "recipes") if f.is_dir()]
-
-
-def recipe_names() -> list[str]:
-    """Return the names of all recipes that can be found by name."""
-    return sorted({path.stem for folder in recipe_folders() for path in folder.glob("*.yaml")})
 
 
 def _with_override(tree: dict[str, Any], override: str) -> dict[str, Any]:

@@ -38,6 +38,7 @@ LAYERS = [
     {"measure"},
     {"training"},
     {"search"},
+    {"recipe_files"},
     {"recipe"},
     {"records", "recipe_keys"},
     {"plots"},

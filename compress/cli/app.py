@@ -20,7 +20,7 @@ from typer.main import get_command
 
 from compress.cli.console import ERRORS, OUT, VERBOSITY
 from compress.cli.lazy import Entry, LazyCommand, lazy_group
-from compress.cli.old_forms import refused_build, refused_inspect
+from compress.cli.refusals import refused_build, refused_inspect
 from compress.errors import CompressError
 from compress.version import DISTRIBUTION, __version__
 

@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from compress.cli.refusals import refuse_recipe
 from compress.errors import RecipeError
 
 Arguments = list[str]
@@ -80,6 +81,17 @@ def lazy_group(
             if reason is not None:
                 raise RecipeError(reason)
             return super().parse_args(ctx, args)
+
+        def resolve_command(self, ctx: Any, args: Arguments) -> Any:
+            """Find the command that the arguments name; a recipe that is not there is refused before it is imported.
+
+            Raises:
+                RecipeError: `--recipe` names none that can be read.
+            """
+            name, command, rest = super().resolve_command(ctx, args)
+            if isinstance(command, LazyCommand):
+                refuse_recipe(rest)
+            return name, command, rest
 
     return LazyGroup
 

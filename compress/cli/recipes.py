@@ -10,7 +10,8 @@ import typer
 
 from compress.cli.console import OUT, print_json, print_table
 from compress.cli.options import JsonOption
-from compress.recipe import find_recipe, load_recipe, recipe_names
+from compress.recipe import load_recipe
+from compress.recipe_files import find_recipe, recipe_names
 from compress.recipe_keys import recipe_keys, recipe_keys_markdown
 
 

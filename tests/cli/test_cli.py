@@ -200,14 +200,15 @@ def test_every_command_is_on_the_page_of_commands():
     assert {command_of(name, arguments)[1] for name, arguments in page} == set(all_commands(get_command(app)))
 
 
-@pytest.mark.parametrize("name", ["", "inspect", "build"])
-def test_help_is_shown_without_torch(name):
+@pytest.mark.parametrize("line", ["--help", "inspect --help", "build --help", "qat --recipe TYPO", "search -r TYPO"])
+def test_help_and_a_recipe_that_is_not_there_need_no_torch(line):
     """The whole list and those of the groups; a command's own help imports what the command does."""
     lines = (
         "import sys",
         "from compress.cli.app import app",
-        f"try: app({[*name.split(), '--help']!r})",
+        f"try: app({line.split()!r})",
         "except SystemExit as ended: assert not ended.code",
+        "except Exception as error: assert \"no recipe 'TYPO'\" in str(error)",
         "print(*sys.modules)",
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -1,9 +1,11 @@
-"""Forms of commands that earlier versions took: each is refused with the form to type today."""
+"""Arguments refused before a command is imported: earlier forms of commands, and recipes that are not there."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+
+from compress.recipe_files import read_recipe
 
 _HELP = "--help"
 
@@ -38,6 +40,17 @@ def refused_build(arguments: Sequence[str]) -> str | None:
     command = "explore" if "--explore" in words else "recipe"
     recipe, rest = _taken([word for word in words if word != "--explore"], "--recipe", "-r")
     return _moved("build", arguments, [command, recipe or "NAME", *rest])
+
+
+def refuse_recipe(arguments: Sequence[str]) -> None:
+    """Refuse a recipe that no command could read, without waiting seconds for torch.
+
+    Raises:
+        RecipeError: as `read_recipe`.
+    """
+    recipe, rest = _taken(arguments, "--recipe", "-r")
+    if recipe is not None and _HELP not in rest:
+        read_recipe(recipe)
 
 
 def _taken(words: Sequence[str], *options: str) -> tuple[str | None, list[str]]:
