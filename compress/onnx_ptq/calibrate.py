@@ -1,13 +1,13 @@
 """Calibration of an ONNX graph: one pass over the user's batches, with the calibrators that torch models use.
 
-The tensors that are to be quantized are results of the float graph on ONNX Runtime. Those of one batch are in memory at
-a time, of two if they are small; what remains of them are histograms. Ranges of weights follow from the weights.
+The tensors that are to be quantized are results of the float graph on ONNX Runtime. Those of a few pictures are in
+memory at a time (`passes`); what remains of them are histograms. Ranges of weights follow from the weights.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -20,23 +20,29 @@ from compress.engines.base import Arrays
 from compress.errors import CalibrationError
 from compress.onnx_ptq.index import elements
 from compress.onnx_ptq.load import SourceFile
+from compress.onnx_ptq.passes import Piece, in_order, independent, one_image, pieces, plan_for
 from compress.onnx_ptq.read import Reading
-from compress.onnx_ptq.run import FloatSession, in_order, known_results
+from compress.onnx_ptq.run import FloatSession, known_results
 from compress.process import core_count
 from compress.progress import NoProgress, Progress
 from compress.quantization.calibration.averages import raised_ranges
-from compress.quantization.calibration.calibrators import Calibrator, make_calibrator
+from compress.quantization.calibration.calibrator import Calibrator
+from compress.quantization.calibration.calibrators import make_calibrator
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.dead import always_zero
-from compress.quantization.placement.decisions import ActivationSite, Placement
+from compress.quantization.placement.decisions import Placement
 from compress.quantization.report import CalibrationReport
 from compress.quantization.spec import ActivationSpec, WeightSpec
 
 _TASK = "calibrate"
 _THREADS = 8
-"""Tensors of one batch that are counted at a time, so that no processor waits where torch has one thread."""
-_MEMORY = 1 << 30
-"""Bytes of watched tensors up to which two batches are computed at a time."""
+"""Ranges that are chosen at a time, so that no processor waits where torch has one thread."""
+
+_PLAIN = (np.float32, np.float16)
+"""Types that torch reads as they are."""
+
+Parts = dict[tuple[str, str], Any]
+"""Statistics of the tensors of a piece, by quantizer and tensor."""
 
 
 def calibrate_graph(
@@ -46,6 +52,7 @@ def calibrate_graph(
     batches: Iterable[Arrays],
     *,
     total: int = 0,
+    check: Callable[[Arrays], None] | None = None,
     progress: Progress | None = None,
 ) -> CalibrationReport:
     """Measure the range of every quantizer of a placement.
@@ -56,6 +63,8 @@ def calibrate_graph(
         placement: the quantizers.
         batches: inputs by name; all of them are used.
         total: number of batches, for `progress`; 0 = unknown.
+        check: is shown the results of the graph for one picture of the first batch, or for all where their number is
+            fixed, before all others are computed; may refuse them.
         progress: is informed of each batch.
 
     Raises:
@@ -64,19 +73,17 @@ def calibrate_graph(
     """
     progress = progress or NoProgress()
     watching = {site.name: _calibrator(site.format, site.spec) for site in placement.activations}
-    images = 0
     progress.start(_TASK, total)
-    results = known_results(source.proto.graph)  # so that a broken file fails here, before it is written
-    at_once = _batches_at_once(reading, placement)
-    threads = core_count() // at_once if at_once > 1 else 0
-    session = FloatSession(source, dict.fromkeys([*_watched_tensors(placement), *results]), threads=threads)
+    images = 0
     with ThreadPoolExecutor(min(_THREADS, core_count())) as pool:
-        for feed, values in in_order(session, batches, at_once):
-            deque(pool.map(partial(_collect, watching, values), placement.activations), maxlen=0)
-            del values  # so that the next batch gets this memory
-            images += len(next(iter(feed.values())))
+        weights = pool.submit(_weight_ranges, reading, placement)  # while the session is made
+        for whole, found in _batch_statistics(source, reading, placement, watching, batches, check):
+            for name, tensor in found[0]:
+                parts = [part[name, tensor] for part in found if part[name, tensor] is not None]
+                if parts:
+                    watching[name].collect_parts(parts)
+            images += whole
             progress.advance(_TASK, 1, images=images)
-        del session  # it holds the weights of the network
         progress.finish(_TASK)
         if images == 0:
             raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
@@ -84,20 +91,86 @@ def calibrate_graph(
         live = [name for name in watching if name not in dead]
         amax = dict.fromkeys(dead, torch.ones(()))
         amax.update(zip(live, pool.map(lambda name: _chosen(name, watching[name]), live), strict=True))
-    amax.update(raised_ranges(reading.view, placement, amax))
-    parameters = {node.path: node.parameters for node in reading.view.nodes if node.path in reading.weights}
-    for weight in placement.weights:
-        value = parameters[weight.path].weight()  # type: ignore[union-attr]
-        amax[f"{weight.path}.weight_quantizer"] = weight_amax(weight.path, value, weight.format, weight.spec)  # type: ignore[arg-type]
+        amax.update(raised_ranges(reading.view, placement, amax))
+        amax.update(weights.result())
     histograms = {name: h for name, c in watching.items() if (h := c.histogram) is not None}
     return CalibrationReport(images=images, amax=amax, histograms=histograms, dead=dead)
 
 
-def _batches_at_once(reading: Reading, placement: Placement) -> int:
-    """Return two where the watched tensors of two batches fit the memory, so that a core has always one to compute."""
+def _batch_statistics(
+    source: SourceFile,
+    reading: Reading,
+    placement: Placement,
+    watching: Mapping[str, Calibrator],
+    batches: Iterable[Arrays],
+    check: Callable[[Arrays], None] | None,
+) -> Iterator[tuple[int, list[Parts]]]:
+    """Yield the number of pictures of each batch, and the statistics of its pieces."""
+    results = known_results(source.proto.graph)  # so that a broken file fails here, before it is written
+    given = iter(batches)
+    first = next(given, None)
+    if first is None:
+        return
+    watched, alone = _watched_tensors(placement), one_image(source.proto, first)
+    tensors, size = dict.fromkeys([*watched, *results]), _bytes(reading, watched)
+    plan = plan_for(first, size, apart=alone is not None)
+    session = FloatSession(source, tensors, threads=plan.threads)
+    few = next(pieces([first], plan.images))
+    tried = [first if alone is None else alone] if check is not None or plan.images else []
+    values = list(in_order(session.run, [*tried, few.feed] if plan.images else tried, plan.at_once))
+    if check is not None:
+        check(values[0])
+    done: list[tuple[Piece, Parts]] = []
+    if plan.images and independent(values[0], values[1], few.images, watched):
+        done.append((few, _parts(placement, watching, few, values[1])))
+    elif plan.images:
+        plan = plan_for(first, size, apart=False)
+        session = FloatSession(source, tensors, threads=plan.threads)
+    del values
+    work = partial(_computed_parts, session, placement, watching)
+    others = itertools.islice(pieces(itertools.chain([first], given), plan.images), len(done), None)
+    found: list[Parts] = []
+    for piece, parts in itertools.chain(done, in_order(work, others, plan.at_once)):
+        found.append(parts)
+        if piece.ends:
+            yield piece.whole, found
+            found = []
+
+
+def _computed_parts(
+    session: FloatSession, placement: Placement, watching: Mapping[str, Calibrator], piece: Piece
+) -> tuple[Piece, Parts]:
+    return piece, _parts(placement, watching, piece, session.run(piece.feed))
+
+
+def _parts(placement: Placement, watching: Mapping[str, Calibrator], piece: Piece, values: Arrays) -> Parts:
+    """Return the statistics of the tensors of a piece."""
+    found: Parts = {}
+    for site in placement.activations:
+        for tensor in dict.fromkeys(tensor for tensor, _ in site.edges):
+            x = _as_tensor(values[tensor]).reshape(-1)
+            start, total = 0, x.numel()
+            if piece.images < piece.whole:
+                each = total // piece.images
+                start, total = each * piece.start, each * piece.whole
+            found[site.name, tensor] = watching[site.name].part(x, start=start, total=total) if x.numel() else None
+    return found
+
+
+def _bytes(reading: Reading, tensors: Iterable[str]) -> int:
+    """Return the bytes of tensors of the first batch, those of unknown shape left out."""
     sizes = {node.name: elements(node.shape) for node in reading.view.nodes}
-    size = sum(sizes.get(name, 0) for name in _watched_tensors(placement)) * 4
-    return 2 if core_count() > 1 and 2 * size <= _MEMORY else 1
+    return 4 * sum(sizes.get(name, 0) for name in tensors)
+
+
+def _weight_ranges(reading: Reading, placement: Placement) -> dict[str, Tensor]:
+    """Return the range of each weight, by quantizer."""
+    parameters = {node.path: node.parameters for node in reading.view.nodes if node.path in reading.weights}
+    found = {}
+    for weight in placement.weights:
+        value = parameters[weight.path].weight()  # type: ignore[union-attr]
+        found[f"{weight.path}.weight_quantizer"] = weight_amax(weight.path, value, weight.format, weight.spec)  # type: ignore[arg-type]
+    return found
 
 
 def _dead(watching: Mapping[str, Calibrator], reading: Reading, placement: Placement) -> tuple[str, ...]:
@@ -139,12 +212,6 @@ def _calibrator(quant_format: QuantFormat, spec: WeightSpec | ActivationSpec) ->
     )
 
 
-def _collect(watching: Mapping[str, Calibrator], values: Arrays, site: ActivationSite) -> None:
-    """Show a site's calibrator its tensors of one batch."""
-    for tensor in dict.fromkeys(tensor for tensor, _ in site.edges):
-        watching[site.name].collect(_as_tensor(values[tensor]))
-
-
 def _chosen(name: str, calibrator: Calibrator) -> Tensor:
     try:
         return calibrator.compute_amax()
@@ -154,4 +221,4 @@ def _chosen(name: str, calibrator: Calibrator) -> Tensor:
 
 def _as_tensor(value: Any) -> Tensor:
     array = np.asarray(value)
-    return torch.from_numpy(array if array.dtype.name in {"float32", "float16"} else array.astype(np.float32))
+    return torch.from_numpy(array if array.dtype in _PLAIN else array.astype(np.float32))

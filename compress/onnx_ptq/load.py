@@ -39,6 +39,10 @@ _QUANTIZED = frozenset({
 """Operators of files that are quantized already."""
 
 
+_WITH_GRAPHS = frozenset({"If", "Loop", "Scan", "SequenceMap"})
+"""Standard operators that have graphs as attributes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
     """A float ONNX file.
@@ -119,6 +123,8 @@ def tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
 def subgraphs(nodes: Any) -> Iterator[onnx.GraphProto]:
     """Yield the graphs that nodes hold as attributes (branches, loop bodies)."""
     for node in nodes:
+        if not node.domain and node.op_type not in _WITH_GRAPHS:
+            continue  # the checker refuses other attributes
         for attribute in node.attribute:
             if attribute.HasField("g"):
                 yield attribute.g

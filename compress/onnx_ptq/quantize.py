@@ -8,9 +8,10 @@ folding touches stay as they are.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from operator import length_hint
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,11 @@ from compress.onnx_ptq.canonical import canonical, drop_unread
 from compress.onnx_ptq.improve import Improved, improve_file
 from compress.onnx_ptq.index import Index, Types, infer
 from compress.onnx_ptq.load import SourceFile, load_source, tensors_of
+from compress.onnx_ptq.passes import one_image
 from compress.onnx_ptq.read import Reading, read_onnx_graph
 from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file, known_results, unknown_to_runtime
 from compress.onnx_ptq.save import save_model
-from compress.onnx_ptq.shapes import inferred, open_batch
+from compress.onnx_ptq.shapes import inferred
 from compress.onnx_ptq.to_torch.network import OPSET
 from compress.onnx_ptq.trained import write_trained
 from compress.onnx_ptq.write import insert_pairs
@@ -142,8 +144,12 @@ def quantize_onnx_file(
     pieces = feeds(batches, inputs_of_file(original))
     first = _first(pieces)
     source, notes = canonical(original, opset=max(_opset_for(spec, original), OPSET if trained is not None else 0))
-    if notes:
+    calibrated_as_it_is = trained is None and not methods(spec)
+    if notes and not calibrated_as_it_is:
         _compare(original, source, first)
+    check = (
+        partial(_check_same, original, _beside(_results, original, first)) if notes and calibrated_as_it_is else None
+    )
     fine_tuned, improved = None if trained is None else write_trained(source, trained, first), Improved()
     if fine_tuned is None and methods(spec):
         every = [first, *pieces]
@@ -152,7 +158,7 @@ def quantize_onnx_file(
     placement = place(reading.view, spec)
     if fine_tuned is None:
         images, total = itertools.chain([first], pieces), length_hint(batches)
-        calibration = calibrate_graph(source, reading, placement, images, total=total, progress=progress)
+        calibration = calibrate_graph(source, reading, placement, images, total=total, check=check, progress=progress)
     else:
         calibration = fine_tuned.ranges(placement)
     improved.finish(index)
@@ -208,20 +214,39 @@ def _opset_for(spec: QuantSpec, source: SourceFile) -> int:
     return 13 if any(part.axis is not None for part in weights) else 11 if clips else 10
 
 
+def _beside(function: Callable[..., Arrays], *arguments: Any) -> Future[Arrays]:
+    """Return what a function will have returned, which works beside the caller."""
+    with_one = ThreadPoolExecutor(1)
+    future = with_one.submit(function, *arguments)
+    with_one.shutdown(wait=False)
+    return future
+
+
+def _results(source: SourceFile, feed: Arrays) -> Arrays:
+    """Return the outputs of a file for one picture of a batch, which shows a change as well as all of them."""
+    alone = one_image(source.proto, feed)
+    names = known_results(source.proto.graph)
+    return FloatSession(source, names, threads=max(1, core_count() // 2)).run(feed if alone is None else alone)
+
+
 def _compare(original: SourceFile, source: SourceFile, feed: Arrays) -> None:
     """Refuse a rewriting of the float graph that changes its outputs.
 
     Raises:
         QuantizationError: names the output.
     """
-    names = known_results(source.proto.graph)
-    if all(open_batch(value) for value in original.proto.graph.input if value.name in feed):
-        feed = {name: value[:1] for name, value in feed.items()}  # one image shows a change
-    threads = max(1, core_count() // 2)  # of each; waiting for each other costs more than the run
-    with ThreadPoolExecutor(2) as pool:
-        before, after = pool.map(lambda m: FloatSession(m, names, threads=threads).run(feed), (original, source))
-    for name in names:
-        a, b = (np.asarray(values[name]) for values in (before, after))
+    before = _beside(_results, original, feed)
+    _check_same(original, before, _results(source, feed))
+
+
+def _check_same(original: SourceFile, before: Future[Arrays], after: Arrays) -> None:
+    """Refuse results of a rewritten graph that are not those of the user's file.
+
+    Raises:
+        QuantizationError: names the output.
+    """
+    for name, expected in before.result().items():
+        a, b = (np.asarray(value) for value in (expected, after[name]))
         if a.dtype.kind != "f" or a.size == 0:
             continue
         largest = float(np.abs(a.astype(np.float64)).max())

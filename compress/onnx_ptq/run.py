@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -112,26 +109,6 @@ class FloatSession:
             shapes = ", ".join(f"{name} {value.shape} {value.dtype}" for name, value in feeds.items())
             raise CalibrationError(f"the network fails on a calibration batch of {shapes}: {reason(error)}") from error
         return found | dict(zip(self._computed, results, strict=True))
-
-
-def in_order(session: FloatSession, feeds: Iterable[Arrays], at_once: int) -> Iterator[tuple[Arrays, Arrays]]:
-    """Run a session on batches, several at a time, and yield each with its results, in order.
-
-    A run of two threads waits at every layer for the slower one; two runs of one thread do not wait for each other.
-
-    Args:
-        session: with threads for each run.
-        feeds: the batches; the next is read while others run.
-        at_once: batches whose results are in memory at a time, those that are yielded included.
-    """
-    source = iter(feeds)
-    with ThreadPoolExecutor(at_once) as pool:
-        started = deque((feed, pool.submit(session.run, feed)) for feed in itertools.islice(source, at_once))
-        while started:
-            feed, future = started.popleft()
-            yield feed, future.result()
-            del future  # so that the next batch gets this memory
-            started.extend((feed, pool.submit(session.run, feed)) for feed in itertools.islice(source, 1))
 
 
 def _with_results(proto: onnx.ModelProto, names: Sequence[str]) -> tuple[onnx.ModelProto, dict[str, NDArray[Any]]]:

@@ -58,9 +58,3 @@ def _check_sizes(source: SourceFile, shapes: Shapes, feed: Arrays) -> None:
             f"{source.path}: tensor {name!r} has the shape {shapes[name]}, {elements(shapes[name])} elements; at most "
             f"{allowed} are computed for inputs of this size. Give smaller batches, or export the file again"
         )
-
-
-def open_batch(value: onnx.ValueInfoProto) -> bool:
-    """Return True if an input takes any number of images."""
-    dims = value.type.tensor_type.shape.dim
-    return bool(dims) and not dims[0].HasField("dim_value")

@@ -16,7 +16,7 @@ from compress.errors import CalibrationError
 from compress.quantization.numerics import QuantFormat, fake_quantize, scale_from_amax
 
 if TYPE_CHECKING:
-    from compress.quantization.calibration.calibrators import Calibrator
+    from compress.quantization.calibration.calibrator import Calibrator
 
 
 def quantizer_path(name: str) -> str:

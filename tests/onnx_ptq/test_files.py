@@ -14,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import compress
+from compress.onnx_ptq import passes
 from compress.onnx_ptq.quantize import quantize_onnx_file
 from compress.quantization.spec import TARGETS, ActivationSpec, QuantSpec, Rule, WeightSpec
 from tests.networks import TinyResNet, with_statistics
@@ -212,6 +213,26 @@ def test_windows_over_the_edge_are_averaged_as_in_the_file(tmp_path, window):
     data = batches(size=8)
     path = compress.quantize_onnx(tmp_path / "float.onnx", data, spec=QuantSpec(target="onnxruntime"))
     assert sqnr(run(tmp_path / "float.onnx", data[0].numpy()), run(path, data[0].numpy())) > 20
+
+
+@pytest.mark.parametrize("calibrator", ["max", "lsq"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_batch_in_pieces_has_the_ranges_of_the_whole(tmp_path, monkeypatch, calibrator, mixed):
+    monkeypatch.setattr(passes, "_PIECE", 1)
+    before = helper.make_node("CumSum", ["x", "zero"], ["a"]) if mixed else helper.make_node("Abs", ["x"], ["a"])
+    nodes = [before, helper.make_node("Conv", ["a", "w"], ["y"], name="conv")]
+    model = model_of(nodes, {"w": weights(4, 3, 3, 3), "zero": np.int64(0)}, shape=("time", 3, 8, 8))
+    onnx.save(model, tmp_path / "float.onnx")
+    data = batches(size=8)  # in batches of four
+    spec = QuantSpec(activations=ActivationSpec(calibrator=calibrator))
+    (amax,) = (
+        amax
+        for name, amax in quantize_onnx_file(tmp_path / "float.onnx", data, spec=spec).calibration.amax.items()
+        if not name.startswith("conv")
+    )
+    seen = np.stack([x.numpy().cumsum(0) if mixed else np.abs(x.numpy()) for x in data])
+    mean = 2 * np.sqrt(127) * np.abs(seen).mean()
+    np.testing.assert_allclose(amax, np.abs(seen).max() if calibrator == "max" else min(mean, seen.max()), rtol=1e-5)
 
 
 def test_a_branch_stays_float_with_its_reason(tmp_path):

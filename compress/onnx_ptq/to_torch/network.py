@@ -22,8 +22,9 @@ from compress.onnx_ptq.compounds import Compound, find_compounds
 from compress.onnx_ptq.index import Index, Shapes, Types
 from compress.onnx_ptq.load import SourceFile, load_source
 from compress.onnx_ptq.parts import find_parts
+from compress.onnx_ptq.passes import open_batch
 from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file
-from compress.onnx_ptq.shapes import inferred, open_batch
+from compress.onnx_ptq.shapes import inferred
 from compress.onnx_ptq.to_torch.builder import Builder, Place
 from compress.onnx_ptq.to_torch.layers import LAYERS, linear_with_sum, plain_layer_norm, written_layer_norm
 from compress.onnx_ptq.to_torch.operators import OPERATORS, part

@@ -10,8 +10,8 @@ from torch import nn
 from compress.errors import CompressError
 from compress.export.spec import ExportSpec
 from compress.onnx_ptq.load import load_source
+from compress.onnx_ptq.passes import open_batch
 from compress.onnx_ptq.quantize import quantize_onnx_file
-from compress.onnx_ptq.shapes import open_batch
 from compress.pipeline.run import Run
 from compress.quantization.spec import QuantSpec
 

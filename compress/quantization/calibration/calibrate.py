@@ -25,7 +25,8 @@ from compress.graph.report import attach_report
 from compress.graph.sizes import size_remark
 from compress.progress import NoProgress, Progress
 from compress.quantization.calibration.averages import raised_ranges
-from compress.quantization.calibration.calibrators import Calibrator, make_calibrator
+from compress.quantization.calibration.calibrator import Calibrator
+from compress.quantization.calibration.calibrators import make_calibrator
 from compress.quantization.calibration.together import choose_together, on_host
 from compress.quantization.placement.dead import always_zero
 from compress.quantization.placement.read_fx import read_fx

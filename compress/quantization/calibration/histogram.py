@@ -20,11 +20,13 @@ network itself, so that of a large tensor a sample is counted; the largest magni
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from compress.kernels.cuda.histogram import Watch, collect_amax, takes
@@ -81,7 +83,7 @@ class Histogram:
             return
         self._watch = None
         if values.device.type == "cpu" and len(values) == 1:
-            self._add_on_host(drawn_from(values[0]))
+            self.add_sample(drawn_from(values[0]))
             return
         batch_amax = row_amax(values)
         self.amax = torch.maximum(self.amax, batch_amax)
@@ -91,7 +93,7 @@ class Histogram:
         live = (self.amax / width).ceil().clamp(1, self.counts.shape[1])
         self.counts += count_on_device(values, width, live, self.counts.shape[1])
 
-    def _add_on_host(self, sample: Sample) -> None:
+    def add_sample(self, sample: Sample) -> None:
         """Count one row on a CPU, with numbers: operations on tensors take longer than to count small ones."""
         batch_amax = np.float32(sample.amax)
         with np.errstate(all="ignore"):
@@ -187,31 +189,70 @@ class Sample:
     every: int
 
 
-def drawn_from(values: Tensor) -> Sample:
+def drawn_from(values: Tensor, *, start: int = 0, total: int | None = None) -> Sample:
     """Return a sample of (n,) values and the largest magnitude of all, in one pass.
 
     One value is drawn from each stretch of `every` neighbours, by the same random numbers in every call, so that no
     column or channel of a picture is preferred.
+
+    Args:
+        values: (n,), a whole tensor or one stretch of it: together their samples are the tensor's.
+        start: place of the first value in the tensor.
+        total: number of values of the tensor; None = n.
     """
-    every = min(_THINNEST, values.numel() // _SAMPLED)
+    numbers = values.float().numpy()  # whose operations begin sooner than those of torch, and use one thread
+    total = numbers.size if total is None else total
+    every = min(_THINNEST, total // _SAMPLED)
     if every < 2:
-        return Sample(amax=row_amax(values[None]).item(), values=values, rest=values[:0], every=1)
-    period = _STRATA * every
-    whole, place = values.numel() // period * period, _places(every)
-    rows, rest = values[:whole].view(-1, period), values[whole:]
-    drawn = values.new_empty(len(rows), _STRATA)
-    largest = [row_amax(rest[None])] if len(rest) else []
-    for part, result in zip(rows.split(_LOOK // period), drawn.split(_LOOK // period), strict=True):
-        largest.append(row_amax(part.reshape(1, -1)))
-        torch.index_select(part, 1, place, out=result)
-    return Sample(amax=torch.cat(largest).amax().item(), values=drawn.flatten(), rest=rest, every=every)
+        return Sample(amax=float(_largest(numbers)), values=torch.from_numpy(numbers), rest=values[:0], every=1)
+    place, period = _places(every), _STRATA * every
+    end = min(max(total // period * period - start, 0), numbers.size)  # what comes after it counts as it is
+    head = min(-start % period, end)
+    tail = head + (end - head) // period * period
+    before, after = _inside(place, start % period, head), _inside(place, 0, end - tail)
+    drawn = np.empty(before.size + (tail - head) // every + after.size, np.float32)
+    numbers[:head].take(before, out=drawn[: before.size], mode="clip")
+    numbers[tail:end].take(after, out=drawn[drawn.size - after.size :], mode="clip")
+    largest = [_largest(part) for part in (numbers[:head], numbers[tail:]) if part.size]
+    rows, result = numbers[head:tail].reshape(-1, period), drawn[before.size : drawn.size - after.size]
+    for i in range(0, len(rows), step := max(1, _LOOK // period)):
+        part = rows[i : i + step]
+        largest.append(_largest(part))
+        part.take(place, axis=1, out=result[i * _STRATA : (i + step) * _STRATA].reshape(-1, _STRATA), mode="clip")
+    drawn_values, rest = (torch.from_numpy(part) for part in (drawn, numbers[end:]))
+    return Sample(amax=float(np.max(largest)), values=drawn_values, rest=rest, every=every)
+
+
+def _largest(numbers: NDArray[np.float32]) -> np.float32:
+    """Return the largest magnitude; NaN where there is one."""
+    found: np.float32 = np.maximum(numbers.max(), -numbers.min())
+    return found
+
+
+def _inside(place: NDArray[np.intp], start: int, number: int) -> NDArray[np.intp]:
+    """Return the drawn positions of a stretch of one period that begins at `start`, counted from there."""
+    first, last = place.searchsorted((start, start + number))
+    return place[first:last] - start
+
+
+def joined(samples: Sequence[Sample]) -> Sample:
+    """Return the sample of a tensor from those of its stretches."""
+    if len(samples) == 1:
+        return samples[0]
+    return Sample(
+        amax=float(np.max([sample.amax for sample in samples])),  # NaN where one is
+        values=torch.cat([sample.values for sample in samples]),
+        rest=torch.cat([sample.rest for sample in samples]),
+        every=samples[0].every,
+    )
 
 
 @functools.cache
-def _places(every: int) -> Tensor:
-    """Return the positions that are drawn from each `every` * _STRATA values."""
+def _places(every: int) -> NDArray[np.intp]:
+    """Return the positions that are drawn from each `every` * _STRATA values, in order."""
     generator = torch.Generator().manual_seed(0)
-    return torch.arange(0, _STRATA * every, every) + torch.randint(every, (_STRATA,), generator=generator)
+    place = torch.arange(0, _STRATA * every, every) + torch.randint(every, (_STRATA,), generator=generator)
+    return place.numpy().astype(np.intp)
 
 
 def count_sample(sample: Sample, width: float, bins: int) -> Tensor:

@@ -8,7 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from compress.quantization.calibration.calibrators import Calibrator, HistogramCalibrator
+from compress.quantization.calibration.calibrator import Calibrator
+from compress.quantization.calibration.calibrators import HistogramCalibrator
 from compress.quantization.calibration.histogram import Histogram
 
 

@@ -1,5 +1,7 @@
 """Histograms widen, merge and count on any device without losing a value."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from compress.quantization.calibration.histogram import (
     count_on_host,
     count_sample,
     drawn_from,
+    joined,
     merge_neighbours,
     resample,
 )
@@ -133,6 +136,18 @@ def test_a_sample_prefers_no_column():
     counts = count_sample(drawn_from(columns), 1.0, 57)[1:]
     assert counts.sum() == columns.numel()
     torch.testing.assert_close(counts.double(), torch.full((56,), 2.0**15).double(), rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("size", [1000, 400_000, 2_000_003])
+def test_stretches_of_a_tensor_have_its_sample(size):
+    x = randn(size)
+    edges = [0, 1, size // 3, size // 3 + 70, size - size // 5, size]
+    parts = [drawn_from(x[a:b], start=a, total=size) for a, b in pairwise(edges)]
+    whole, found = drawn_from(x), joined(parts)
+    assert found.amax == whole.amax == x.abs().max()
+    for ours, expected in ((found.values, whole.values), (found.rest, whole.rest)):
+        torch.testing.assert_close(ours.sort().values, expected.sort().values, rtol=0, atol=0)
+    assert whole.every * len(whole.values) + len(whole.rest) == size
 
 
 def test_deterministic_mode_counts_alike():

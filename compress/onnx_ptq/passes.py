@@ -1,0 +1,165 @@
+"""Passes over batches in pieces: a few pictures of a batch at a time, several pieces beside each other.
+
+What a session returns of a piece is in memory until its statistics are drawn, so that memory does not grow with the
+batch, and the pages of one piece serve the next: new pages cost as much as a tenth of the network's run. A piece is
+computed by one thread where memory allows one for each core, because threads of one run wait at each layer for the
+slowest.
+
+A batch is taken apart only if that changes no result. Whether a picture's tensors depend on those beside it, as where
+the first dimension is time, is found out by computing the second picture twice: alone, and in the first piece, where
+there is one before it and one after it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from compress.engines.base import Arrays
+from compress.process import core_count
+
+_PIECE, _LEAST = 1 << 26, 3
+"""Bytes of results that a piece has at most, and the pictures that it has in any case."""
+_MEMORY = 1 << 30
+"""Bytes of results up to which several pieces are computed at a time."""
+_AT_ONCE = 8
+"""Pieces that are computed at a time at most: their statistics are drawn by one interpreter."""
+_SAME = 1e-4
+"""Change that other pictures beside it may make in a picture's tensors, relative to their largest value: rounding."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Some pictures of a batch.
+
+    Attributes:
+        feed: their inputs.
+        start: the first of them.
+        images: their number.
+        whole: number of pictures of the batch.
+    """
+
+    feed: Arrays
+    start: int
+    images: int
+    whole: int
+
+    @property
+    def ends(self) -> bool:
+        """True for the last piece of a batch."""
+        return self.start + self.images == self.whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How batches are computed.
+
+    Attributes:
+        images: pictures of a piece; 0 = whole batches.
+        at_once: pieces that are computed at a time.
+        threads: of each; 0 = one for each core.
+    """
+
+    images: int
+    at_once: int
+    threads: int
+
+
+def plan_for(feed: Arrays, size: int, *, apart: bool) -> Plan:
+    """Return how batches like one are computed.
+
+    Args:
+        feed: a batch.
+        size: bytes of the results that are wanted of it.
+        apart: it may be taken apart.
+    """
+    pictures = images_of(feed)
+    images = max(_LEAST, _PIECE * pictures // size) if apart and size else pictures
+    piece = size * min(images, pictures) // max(pictures, 1)
+    at_once = min(core_count(), _AT_ONCE, max(1, _MEMORY // max(piece, 1)))
+    return Plan(
+        images=images if images < pictures else 0,
+        at_once=at_once,
+        threads=core_count() // at_once if at_once > 1 else 0,
+    )
+
+
+def images_of(feed: Arrays) -> int:
+    """Return the number of pictures of a batch."""
+    return next((len(value) for value in feed.values() if value.ndim), 1)
+
+
+def open_batch(value: onnx.ValueInfoProto) -> bool:
+    """Return True if an input takes any number of images."""
+    dims = value.type.tensor_type.shape.dim
+    return bool(dims) and not dims[0].HasField("dim_value")
+
+
+def one_image(proto: onnx.ModelProto, feed: Arrays) -> Arrays | None:
+    """Return one picture of a batch; None if the file has a fixed batch, or its inputs are of several lengths.
+
+    It is the second, if there are two.
+    """
+    given = [value for value in proto.graph.input if value.name in feed]
+    if not all(open_batch(value) for value in given) or len({value.shape[:1] for value in feed.values()}) > 1:
+        return None
+    return {name: value[:2][-1:] for name, value in feed.items()}
+
+
+def pieces(feeds: Iterable[Arrays], images: int) -> Iterator[Piece]:
+    """Yield the pieces of batches, of so many pictures each; 0 = whole batches."""
+    for feed in feeds:
+        whole = images_of(feed)
+        step = images or whole
+        for start in range(0, max(whole, 1), max(step, 1)):
+            part = feed if step >= whole else {name: value[start : start + step] for name, value in feed.items()}
+            yield Piece(feed=part, start=start, images=min(step, whole - start), whole=whole)
+
+
+def independent(alone: Arrays, beside: Arrays, images: int, tensors: Iterable[str]) -> bool:
+    """Return True if tensors of a picture are the same alone and as the second of several pictures.
+
+    Args:
+        alone: results for one picture.
+        beside: results for several, of which it is the second.
+        images: their number.
+        tensors: names of the results that are compared.
+    """
+    return all(_is_second(alone[name], beside[name], images) for name in tensors)
+
+
+def _is_second(alone: NDArray[Any], beside: NDArray[Any], images: int) -> bool:
+    if alone.ndim == 0 or beside.shape != (len(alone) * images, *alone.shape[1:]):
+        return False
+    found = beside[len(alone) : 2 * len(alone)]
+    if alone.dtype.kind != "f" or alone.size == 0:
+        return np.array_equal(alone, found)
+    change, largest = np.abs(alone - found).max(), np.abs(alone).max()
+    return bool(change <= _SAME * largest)
+
+
+def in_order(work: Callable[[Item], Result], items: Iterable[Item], at_once: int) -> Iterator[Result]:
+    """Yield the results of a function for items, in order, several at a time.
+
+    Args:
+        work: is called by `at_once` threads.
+        items: the next ones are read while others are worked on.
+        at_once: number of threads; as many results again may wait until they are asked for.
+    """
+    source = iter(items)
+    with ThreadPoolExecutor(at_once) as pool:
+        started = deque(pool.submit(work, item) for item in itertools.islice(source, 2 * at_once))
+        while started:
+            yield started.popleft().result()
+            started.extend(pool.submit(work, item) for item in itertools.islice(source, 1))
