@@ -19,8 +19,8 @@ from compress.engines.registry import ENGINES, build_engine
 from compress.errors import CompressError
 from compress.measure.parity import sqnr_db
 from compress.onnx_ptq.load import load_source
+from compress.onnx_ptq.passes import open_batch
 from compress.onnx_ptq.run import feeds, inputs_of_file, known_results
-from compress.onnx_ptq.shapes import open_batch
 
 IMAGES = 8
 """Largest number of pictures that are compared."""

@@ -8,15 +8,12 @@ folding touches stay as they are.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from operator import length_hint
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from onnx import TensorProto, helper
 from torch import nn
 
@@ -35,18 +32,17 @@ from compress.export.softmax import bounded_softmaxes
 from compress.export.zero_points import zero_points_into_biases
 from compress.onnx_ptq.calibrate import calibrate_graph
 from compress.onnx_ptq.canonical import canonical, drop_unread
+from compress.onnx_ptq.compare import comparison, results_for_one
 from compress.onnx_ptq.improve import Improved, improve_file
 from compress.onnx_ptq.index import Index, Types, infer
 from compress.onnx_ptq.load import SourceFile, load_source, tensors_of
-from compress.onnx_ptq.passes import one_image
 from compress.onnx_ptq.read import Reading, read_onnx_graph
-from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file, known_results, unknown_to_runtime
+from compress.onnx_ptq.run import feeds, inputs_of_file, unknown_to_runtime
 from compress.onnx_ptq.save import save_model
 from compress.onnx_ptq.shapes import inferred
 from compress.onnx_ptq.to_torch.network import OPSET
 from compress.onnx_ptq.trained import write_trained
 from compress.onnx_ptq.write import insert_pairs
-from compress.process import core_count
 from compress.progress import Progress
 from compress.quantization.calibration.calibrate import check_batches
 from compress.quantization.placement.decisions import Placement
@@ -54,13 +50,6 @@ from compress.quantization.placement.place import place
 from compress.quantization.ptq.guard import methods
 from compress.quantization.report import CalibrationReport
 from compress.quantization.spec import QuantSpec, check_quant_spec
-
-_CHANGED, _CHANGED_IN_HALF = 1e-3, 1e-2
-"""Largest change of an output, relative to its largest value, that a rewriting of the float graph may make."""
-
-
-_ROUNDING = 1e-6
-"""Change that rounding alone may make, of probabilities near zero for example."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,12 +133,9 @@ def quantize_onnx_file(
     pieces = feeds(batches, inputs_of_file(original))
     first = _first(pieces)
     source, notes = canonical(original, opset=max(_opset_for(spec, original), OPSET if trained is not None else 0))
-    calibrated_as_it_is = trained is None and not methods(spec)
-    if notes and not calibrated_as_it_is:
-        _compare(original, source, first)
-    check = (
-        partial(_check_same, original, _beside(_results, original, first)) if notes and calibrated_as_it_is else None
-    )
+    check = comparison(original, first) if notes else None
+    if check is not None and (trained is not None or methods(spec)):
+        check(results_for_one(source, first))
     fine_tuned, improved = None if trained is None else write_trained(source, trained, first), Improved()
     if fine_tuned is None and methods(spec):
         every = [first, *pieces]
@@ -212,52 +198,6 @@ def _opset_for(spec: QuantSpec, source: SourceFile) -> int:
         return 19
     clips = any(part.num_bits < 8 for part in activations)
     return 13 if any(part.axis is not None for part in weights) else 11 if clips else 10
-
-
-def _beside(function: Callable[..., Arrays], *arguments: Any) -> Future[Arrays]:
-    """Return what a function will have returned, which works beside the caller."""
-    with_one = ThreadPoolExecutor(1)
-    future = with_one.submit(function, *arguments)
-    with_one.shutdown(wait=False)
-    return future
-
-
-def _results(source: SourceFile, feed: Arrays) -> Arrays:
-    """Return the outputs of a file for one picture of a batch, which shows a change as well as all of them."""
-    alone = one_image(source.proto, feed)
-    names = known_results(source.proto.graph)
-    return FloatSession(source, names, threads=max(1, core_count() // 2)).run(feed if alone is None else alone)
-
-
-def _compare(original: SourceFile, source: SourceFile, feed: Arrays) -> None:
-    """Refuse a rewriting of the float graph that changes its outputs.
-
-    Raises:
-        QuantizationError: names the output.
-    """
-    before = _beside(_results, original, feed)
-    _check_same(original, before, _results(source, feed))
-
-
-def _check_same(original: SourceFile, before: Future[Arrays], after: Arrays) -> None:
-    """Refuse results of a rewritten graph that are not those of the user's file.
-
-    Raises:
-        QuantizationError: names the output.
-    """
-    for name, expected in before.result().items():
-        a, b = (np.asarray(value) for value in (expected, after[name]))
-        if a.dtype.kind != "f" or a.size == 0:
-            continue
-        largest = float(np.abs(a.astype(np.float64)).max())
-        change = float(np.abs(a.astype(np.float64) - b.astype(np.float64)).max()) if a.shape == b.shape else np.inf
-        limit = _CHANGED if a.dtype.itemsize > 2 else _CHANGED_IN_HALF
-        if not change <= limit * largest + _ROUNDING:
-            raise QuantizationError(
-                f"{original.path}: folding and raising the opset changed the output {name!r} by {change:.3g}, and its "
-                f"largest value is {largest:.3g}; at most {limit:g} of it is allowed. Export the file again with opset "
-                "13 or later and BatchNorm folded"
-            )
 
 
 def _finish(source: SourceFile, types: Types, target: str, metadata: Mapping[str, str]) -> None:
