@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from compress.errors import DataError
+from compress.text import MISSING, scored
 
 Direction = Literal["higher", "lower"]
 
@@ -76,6 +77,11 @@ class TaskMetric:
         worse = reference - value if self.direction == "higher" else value - reference
         return self.shown(worse)
 
+    @property
+    def amount(self) -> str:
+        """What a drop is counted in: points, or the unit."""
+        return amount_of(self.unit)
+
     def figures(self, meter: Meter) -> Figures:
         """Return what a meter has measured, the metric itself first.
 
@@ -88,6 +94,11 @@ class TaskMetric:
             raise DataError(f"the metric returned {', '.join(map(str, values)) or 'nothing'}; it must hold {self.name}")
         ordered = {self.name: values[self.name], **values}
         return {str(name): _number(str(name), value) for name, value in ordered.items()}
+
+
+def amount_of(unit: str) -> str:
+    """Return what a difference of a metric is counted in: points of percent, else its unit."""
+    return "points" if unit == "%" else unit
 
 
 def metric_title(name: str) -> str:
@@ -105,12 +116,12 @@ def shown(value: float, unit: str) -> float:
 
 
 def score_text(value: float | None, unit: str) -> str:
-    """Return a value in the unit of reports with two decimals, or n/a.
+    """Return a value in the unit of reports with its unit, or n/a.
 
     >>> score_text(0.6125, "%"), score_text(12.5, "px"), score_text(None, "%")
     ('61.25 %', '12.50 px', 'n/a')
     """
-    return "n/a" if value is None else f"{shown(value, unit):.2f} {unit}".strip()
+    return MISSING if value is None else f"{scored(shown(value, unit), unit)} {unit}".strip()
 
 
 @dataclass

@@ -42,8 +42,8 @@ class Recipe:
     """From a model to an engine.
 
     Attributes:
-        task: what the network learns: `classification`, `segmentation` (a class for each pixel), or `detection`
-            (boxes).
+        task: what the network learns: `classification`, `segmentation` (a class for each pixel), `detection` (boxes),
+            or `own` (anything else, such as depth, keypoints or several labels, with one's own loss and metric).
         loss: `cross_entropy`; for segmentation also `dice` or `cross_entropy+dice`; for detection `detector`, the
             detector's own; or `package.module:function`, a function of (outputs, targets) that returns the mean loss of
             a batch; null = the first of the task's.
@@ -239,5 +239,5 @@ _MADE_FOR = {"masks": "segmentation", "voc": "detection", "coco": "detection"}
 def _data_of_another_task(recipe: Recipe) -> Iterator[str]:
     """Yield a line if the built-in data set has targets of another task."""
     made_for = _MADE_FOR.get(recipe.data.name, "classification")
-    if recipe.data.name in DATASETS and made_for != recipe.task:
+    if recipe.data.name in DATASETS and recipe.task not in (made_for, "own"):
         yield f"data.name {recipe.data.name} has targets of {made_for}, and task is {recipe.task}: change one"

@@ -12,6 +12,9 @@ from compress.variants import Variant
 MISSING = "n/a"
 """Text of a number that was not measured."""
 
+_DIGITS = 4
+"""Significant digits of a metric whose unit is not percent."""
+
 _ENGINES = {
     "openvino": "OpenVINO",
     "onnxruntime": "ONNX Runtime",
@@ -78,6 +81,26 @@ def fixed(value: float | None, decimals: int, unit: str = "") -> str:
     ('2.04×', 'n/a')
     """
     return MISSING if value is None else f"{value:,.{decimals}f}{unit}"
+
+
+def scored(value: float | None, unit: str) -> str:
+    """A metric in the unit of reports, without it: two decimals of percent, four significant digits of other units.
+
+    >>> scored(61.254, "%"), scored(0.012345, "m"), scored(None, "%")
+    ('61.25', '0.01235', 'n/a')
+    """
+    return fixed(value, 2) if unit == "%" else significant(value, _DIGITS)
+
+
+def signed(value: float, unit: str = "%") -> str:
+    """A change of a metric with its sign, in the digits of `scored`.
+
+    >>> signed(-0.25), signed(0.001), signed(1.5), signed(-0.001, "m"), signed(0.0, "m")
+    ('\u22120.25', '\u00b10.00', '+1.50', '\u22120.001000', '\u00b10')
+    """
+    size = scored(abs(value), unit)
+    sign = "\u2212" if value < 0 else "+"
+    return f"{sign if float(size.replace(',', '')) else '±'}{size}"
 
 
 def in_bytes(value: float | None) -> str:

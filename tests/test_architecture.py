@@ -25,7 +25,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "compress"
 LAYERS = [
     {"errors", "limits", "variants", "version"},
-    {"files", "imports", "meters", "process", "progress", "safe_yaml", "text", "validation"},
+    {"text"},
+    {"files", "imports", "meters", "process", "progress", "safe_yaml", "validation"},
     {"kernels"},
     {"graph", "detector_boxes", "detector_losses"},
     {"quantization", "sparsity", "receptive_field", "roofline", "data", "detectors", "weights"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 import yaml
@@ -16,7 +16,6 @@ from compress.errors import RecipeError
 from compress.files import write_text
 from compress.quantization.spec import TARGETS
 from compress.recipe import parse_recipe
-from compress.tasks.load import TaskName
 
 _MODELS = {
     "classification": "resnet50",
@@ -28,7 +27,7 @@ _DATA = {"classification": "folder", "segmentation": "masks", "detection": "coco
 
 def init(
     path: Annotated[Path, typer.Argument(help="File to write.")] = Path("recipe.yaml"),
-    task: Annotated[str | None, typer.Option(help=", ".join(get_args(TaskName)))] = None,
+    task: Annotated[str | None, typer.Option(help=", ".join(_MODELS))] = None,
     model: Annotated[
         str | None, typer.Option(help="resnet50, timm:NAME, package.module:function, or net.onnx.")
     ] = None,

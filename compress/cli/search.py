@@ -18,6 +18,7 @@ from compress.pipeline.studies.search import search_run, search_worker
 from compress.recipe import load_recipe
 from compress.search.front import Front, pareto
 from compress.search.outcome import Outcome
+from compress.text import scored
 
 
 def search(
@@ -99,14 +100,14 @@ def _show(folder: Path, outcome: Outcome, *, as_json: bool) -> None:
         for point in outcome.front.front
     ]
     print_table("front, before fine-tuning", columns, rows, numbers=columns[1:])
-    columns = ("fine-tuned", "time", "ms", metric.title, "points lost")
+    columns = ("fine-tuned", "time", "ms", metric.title, f"{metric.amount} lost".strip())
     tuned = [
         (
             f"{made.folder} ({made.label}){' chosen' if made is outcome.chosen else ''}",
             f"{made.ratio:.3f}",
             f"{made.ms:.3f}",
             metric.text(made.score),
-            f"{made.drop:.2f}",
+            scored(made.drop, metric.unit),
         )
         for made in outcome.attempts
     ]

@@ -20,6 +20,7 @@ from compress.pipeline.studies.mixed import MixedPoint, check_costs, mixed_front
 from compress.pipeline.studies.sensitivity import Measured, plain, sensitivity_run
 from compress.quantization.sensitivity.sensitivity import Sensitivity
 from compress.recipe import load_recipe
+from compress.text import MISSING, scored
 
 
 def register(app: typer.Typer) -> None:
@@ -152,7 +153,7 @@ def _show_points(points: tuple[MixedPoint, ...], chosen: MixedPoint, report: Sen
 
 
 def _score(value: float | None, unit: str) -> str:
-    return "n/a" if value is None else f"{shown(value, unit):.2f}"
+    return MISSING if value is None else scored(shown(value, unit), unit)
 
 
 def _percent(share: float | None) -> str:

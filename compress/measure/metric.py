@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from compress.errors import RunError, near_misses
 from compress.meters import metric_title
+from compress.text import scored
 
 Status = Literal["complete", "partial", "unavailable"]
 
@@ -112,6 +113,10 @@ class Judged:
     def title(self) -> str:
         """Its name in reports."""
         return metric_title(self.name)
+
+    def text(self, value: float) -> str:
+        """Return a value with its unit."""
+        return f"{scored(value, self.unit)} {self.unit}".rstrip()
 
     @property
     def column(self) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compress.data.decode import open_image, preprocessed, rgb
 from compress.data.preprocessing import Preprocessing
-from compress.errors import DataError
+from compress.errors import DataError, RunError
 from compress.export.names import PREPROCESSING_KEY
 from compress.files import replacing
 from compress.limits import IMAGE_PIXELS
@@ -64,11 +64,16 @@ def predict(
         out: folder of drawn masks and boxes; None = `predictions` in the run folder.
 
     Raises:
-        RunError: the folder holds no such network.
+        RunError: the folder holds no such network, or one of a task of the user's own.
         DataError: a file is no picture.
         EngineError: the engine cannot run the file.
     """
     run = run_without_data(folder)
+    if run.recipe.task == "own":
+        raise RunError(
+            f"{folder} is a run of the task own, and predict shows classes, masks and boxes alone: load its ONNX file "
+            "with compress.build_engine, and show the outputs as they are meant"
+        )
     files = networks_of([folder])[chosen_variant(folder, variant)]
     out = folder / "predictions" if out is None else out
     with files.engine(engine, batch_size=1) as built:

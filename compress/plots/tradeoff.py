@@ -101,8 +101,8 @@ def draw_tradeoff(points: Sequence[Point], form: Format, *, judged: Judged = TOP
 
 
 def _said(point: Point, judged: Judged) -> str:
-    value = f"{point.score:.2f} {judged.unit}".rstrip()
-    return f"{label(point.variant)}, {label(point.engine)}: {judged.title} {value}, p50 {significant(point.p50_ms)} ms"
+    value = f"{judged.title} {judged.text(point.score)}"
+    return f"{label(point.variant)}, {label(point.engine)}: {value}, p50 {significant(point.p50_ms)} ms"
 
 
 def _scale(axes: Axes, points: Sequence[Point], judged: Judged) -> None:

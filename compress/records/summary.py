@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from compress.engines.registry import target_of
 from compress.measure.metric import Metric, judged_by
-from compress.text import display, fixed, in_bytes, significant
+from compress.text import display, fixed, in_bytes, scored, significant
 from compress.variants import Variant
 
 _SCORE_AT = 3
@@ -42,6 +42,7 @@ class SummaryRow:
         batch_size: of the timing; None for a row without timing.
         variant: `float`, `ptq`, ...
         score: the metric that the run is judged by, such as top-1 in percent, on this engine.
+        unit: of the score.
         p50_ms, p99_ms: latency of a batch.
         images_per_s: throughput.
         speedup: p50 of float over p50 of this row, same engine and batch size.
@@ -54,6 +55,7 @@ class SummaryRow:
     batch_size: int | None
     variant: str
     score: float | None = None
+    unit: str = "%"
     p50_ms: float | None = None
     p99_ms: float | None = None
     images_per_s: float | None = None
@@ -72,7 +74,7 @@ class SummaryRow:
             display(self.engine),
             str(self.batch_size) if self.batch_size is not None else "not timed",
             display(self.variant),
-            mark("score", fixed(self.score, 2)),
+            mark("score", scored(self.score, self.unit)),
             mark("p50_ms", significant(self.p50_ms)),
             fixed(self.speedup, 2, "×"),
             mark("p99_ms", significant(self.p99_ms)),
@@ -209,7 +211,7 @@ class _Index:
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._items: dict[tuple[str, str], list[Metric]] = {}
-        self.score = judged_by(metrics).name
+        self.judged = judged_by(metrics)
         for m in metrics:
             self._items.setdefault((m.name, m.variant), []).append(m)
 
@@ -235,12 +237,13 @@ class _Index:
 
 def _row(index: _Index, variant: str, engine: str, batch_size: int | None) -> SummaryRow:
     found = {name: index.find(name, variant, engine, batch_size) for name in _ROW_METRICS}
-    found["score"] = index.find(index.score, variant, engine, batch_size)
+    found["score"] = index.find(index.judged.name, variant, engine, batch_size)
     values = {name: metric.value if metric else None for name, metric in found.items()}
     return SummaryRow(
         engine=engine,
         batch_size=batch_size,
         variant=variant,
+        unit=index.judged.unit,
         speedup=_ratio(index.value("p50_ms", Variant.FLOAT, engine, batch_size), values["p50_ms"]),
         size_ratio=_ratio(values["file_bytes"], index.value("file_bytes", Variant.FLOAT, engine, batch_size)),
         partial=frozenset(name for name, m in found.items() if m and m.status == "partial"),

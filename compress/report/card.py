@@ -19,6 +19,7 @@ _PIPELINES = {
     "classification": "image-classification",
     "segmentation": "image-segmentation",
     "detection": "object-detection",
+    "own": "other",
 }
 
 

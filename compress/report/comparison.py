@@ -12,10 +12,10 @@ from compress.measure.metric import judged_by
 from compress.records.run import RunData, read_run, recipe_tree
 from compress.records.summary import SummaryRow, summary_columns, summary_table
 from compress.report.blocks import Block, Document, Section, Table, Text, Tiles, code, number, table
-from compress.report.headline import headline, signed
+from compress.report.headline import headline
 from compress.report.html import to_html
 from compress.report.markdown import to_markdown
-from compress.text import MISSING, display, fixed, plain, significant
+from compress.text import MISSING, display, fixed, plain, scored, signed, significant
 
 _SAME = 0.02  # latencies within 2 % are called equal, as in headlines
 
@@ -84,9 +84,9 @@ def _row(one: SummaryRow, other: SummaryRow) -> tuple[str, ...]:
         display(one.engine),
         "not timed" if one.batch_size is None else str(one.batch_size),
         display(one.variant),
-        fixed(one.score, 2),
-        fixed(other.score, 2),
-        MISSING if change is None else signed(change),
+        scored(one.score, one.unit),
+        scored(other.score, other.unit),
+        MISSING if change is None else signed(change, one.unit),
         significant(one.p50_ms),
         significant(other.p50_ms),
         fixed(ratio, 2, "×"),

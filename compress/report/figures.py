@@ -24,7 +24,7 @@ from compress.records.run import RunData
 from compress.records.summary import SummaryRow, engines_of, summary_table, variants_of
 from compress.report.blocks import Picture
 from compress.report.engine_blocks import moved
-from compress.text import display, finite, fixed, in_bytes, plain, significant
+from compress.text import display, finite, in_bytes, plain, significant
 from compress.variants import Variant
 
 
@@ -118,8 +118,7 @@ def _accuracy_words(judged: Judged) -> str:
 
 
 def _point(point: Point, judged: Judged) -> str:
-    value = f"{fixed(point.score, 2)} {judged.unit}".rstrip()
-    return f"{_on(point.variant, point.engine)} {value}, {significant(point.p50_ms)} ms"
+    return f"{_on(point.variant, point.engine)} {judged.text(point.score)}, {significant(point.p50_ms)} ms"
 
 
 def _on(variant: str, engine: str) -> str:

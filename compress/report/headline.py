@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from compress.measure.metric import Judged, Metric, judged_by
+from compress.meters import amount_of
 from compress.records.rows import IntervalRow
 from compress.records.summary import SummaryRow, family, summary_columns, summary_table, variants_of
-from compress.text import display, fixed, in_bytes, plain, significant
+from compress.text import display, fixed, in_bytes, plain, scored, signed, significant
 from compress.variants import Variant
 
-_STEADY = 0.005  # points of the metric: below it the two-decimal figures of the table are equal
 _EQUAL = 0.02  # a speed-up within 2 % is no difference
 
 
@@ -125,23 +125,24 @@ def _accuracy(
     if not before or not after or before.score is None or after.score is None:
         return None
     change, title, unit = after.score - before.score, judged.title, judged.unit
-    from_to = _change(fixed(before.score, 2), fixed(after.score, 2), unit)
-    amount = "points" if unit == "%" else unit
+    from_to = _change(scored(before.score, unit), scored(after.score, unit), unit)
+    moved, tile = scored(abs(change), unit), signed(change, unit)
+    amount = amount_of(unit)
     if interval is not None and not interval.measurable and before.engine == after.engine:
         ends = f"{signed(interval.difference_low)} to {signed(interval.difference_high)}"
         label = f"no measurable change of {title} on {interval.images} images ({from_to}; 95 % interval {ends})"
-        return f"shows no measurable change of {title} ({from_to})", KeyFigure(value=signed(change), label=label)
-    if abs(change) < _STEADY:
-        words = f"keeps {title} at {fixed(after.score, 2)} {unit}".rstrip()
+        return f"shows no measurable change of {title} ({from_to})", KeyFigure(value=tile, label=label)
+    if tile.startswith("±"):
+        words = f"keeps {title} at {judged.text(after.score)}"
     else:
         better = (change > 0) == (judged.direction == "higher")
         if judged.direction == "lower":
-            verb, what = ("lowers" if better else "raises"), f"{title} by {abs(change):.2f} {amount}".rstrip()
+            verb, what = ("lowers" if better else "raises"), f"{title} by {moved} {amount}".rstrip()
         else:
             verb = "gains" if better else "loses"
-            what = f"{abs(change):.2f} {f'{amount} of ' if amount else ''}{title}"
+            what = f"{moved} {f'{amount} of ' if amount else ''}{title}"
         words = f"{verb} {what} ({from_to})"
-    return words, KeyFigure(value=signed(change), label=f"{f'{amount} of ' if amount else ''}{title} ({from_to})")
+    return words, KeyFigure(value=tile, label=f"{f'{amount} of ' if amount else ''}{title} ({from_to})")
 
 
 def _size(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, KeyFigure] | None:
@@ -157,15 +158,6 @@ def _size(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, Key
 def _precision(engine: str) -> str:
     """Return the precision in an engine's label, such as `bf16`."""
     return display(engine.partition(" (")[2].rstrip(")")) or display(engine)
-
-
-def signed(value: float) -> str:
-    """Return a number with its sign and two decimals.
-
-    >>> signed(-0.25), signed(0.0), signed(1.5)
-    ('\u22120.25', '\u00b10.00', '+1.50')
-    """
-    return "\u00b10.00" if abs(value) < _STEADY else f"{value:+.2f}".replace("-", "\u2212")
 
 
 def _change(before: str, after: str, unit: str = "") -> str:
@@ -187,7 +179,7 @@ def _nothing_compared(rows: Sequence[SummaryRow], judged: Judged) -> str:
         return "This run has measured nothing yet."
     sign = 1 if judged.direction == "higher" else -1
     best = max(known, key=lambda row: sign * (row.score or 0.0))
-    value = f"{fixed(best.score, 2)} {judged.unit}".rstrip()
+    value = judged.text(best.score or 0.0)
     return f"The float model reaches {value} {judged.title} on {display(best.engine)}; nothing was quantized yet."
 
 

@@ -31,7 +31,7 @@ from compress.search.front import FLOAT_POINT, Point
 from compress.search.latency_model import Check
 from compress.search.outcome import Outcome
 from compress.search.space import BLOCK, FORMAT, WIDTH, formats_of, left_out, widths_of
-from compress.text import MISSING
+from compress.text import MISSING, scored
 
 _X = "time over that of the float network"
 _Y = "error of the outputs before fine-tuning"
@@ -161,12 +161,13 @@ def _attempt_blocks(outcome: Outcome) -> tuple[Block, ...]:
             f"{made.ratio:.3f}",
             f"{made.ms:.3f}",
             metric.text(made.score),
-            f"{made.drop:.2f}",
+            scored(made.drop, metric.unit),
             "yes" if outcome.bound.keeps(made) else "no",
         )
         for made in outcome.attempts
     ]
-    columns = ("network", "variant", _number("time"), _number("ms"), _number(metric.title), _number("points lost"))
+    lost = f"{metric.amount} lost".strip()
+    columns = ("network", "variant", _number("time"), _number("ms"), _number(metric.title), _number(lost))
     return (
         Text("Each was fine-tuned with the float network as its teacher, quantized, exported, and measured on the "
              "engine in turn with the float network. Its folder holds the weights, the files and a report of its own."),

@@ -12,9 +12,8 @@ from compress.records.run import RunData, recipe_value
 from compress.records.summary import engines_of, variants_of
 from compress.report.blocks import Block, Gallery, Section, Shown, Table, Text, number, table
 from compress.report.figures import Absent
-from compress.report.headline import signed
 from compress.tasks.segmentation import figure_name, palette
-from compress.text import MISSING, display, fixed
+from compress.text import MISSING, display, fixed, signed
 from compress.variants import Variant
 
 PER_CLASS = ("iou_", "ap_")
@@ -124,7 +123,7 @@ def class_names(run: RunData) -> tuple[str, ...]:
 def class_colours(run: RunData) -> tuple[tuple[str, str], ...]:
     """The names of the classes with the colours in which pictures of masks and boxes show them, `#rrggbb`."""
     names = class_names(run)
-    if recipe_value(run, "task") == "classification" or not 0 < len(names) <= _MOST_COLOURS:
+    if recipe_value(run, "task") in ("classification", "own") or not 0 < len(names) <= _MOST_COLOURS:
         return ()
     colours = (f"#{bytes(colour).hex()}" for colour in palette(len(names)).tolist())
     return tuple(zip(names, colours, strict=True))

@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compress.meters import TaskMetric
+from compress.meters import TaskMetric, amount_of
 from compress.search.front import Front, Point
+from compress.text import scored, signed
 from compress.variants import Variant
-
-_SAME = 0.005
-"""Points that two digits do not show."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +44,12 @@ class Bound:
     Attributes:
         latency: largest share of the float network's time.
         max_drop: most points of the metric that may be lost.
+        unit: of the metric in reports.
     """
 
     latency: float | None = None
     max_drop: float | None = None
+    unit: str = "%"
 
     def keeps(self, made: Attempt) -> bool:
         """Whether a network keeps the bound on the engine."""
@@ -62,7 +62,7 @@ class Bound:
         """The bound in words."""
         if self.latency is not None:
             return f"at most {self.latency:g} of the float network's latency"
-        return f"at most {self.max_drop:g} points lost"
+        return " ".join(f"at most {self.max_drop:g} {amount_of(self.unit)} lost".split())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +109,10 @@ class Outcome:
                 f"Keep the float network: of those that keep the bound, {self.bound.words}, the fastest is "
                 f"{made.folder} ({_kind(made)}), which takes {made.ratio:.2f} of its latency."
             )
-        side = f"{abs(made.drop):.2f} points {'below' if made.drop >= 0 else 'above'} it"
-        side = side if abs(made.drop) >= _SAME else "as accurate as it"
+        below = (made.drop >= 0) == (metric.direction == "higher")
+        lost = f"{scored(abs(made.drop), metric.unit)} {metric.amount}".rstrip()
+        same = signed(made.drop, metric.unit).startswith("±")
+        side = "as accurate as it" if same else f"{lost} {'below' if below else 'above'} it"
         return (
             f"Take {made.folder} ({_kind(made)}): {metric.text(made.score)} {metric.title} at {made.ratio:.2f} of the "
             f"float network's latency, {side}{self._beside(made)}."

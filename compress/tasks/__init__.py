@@ -1,9 +1,10 @@
-"""Classification, segmentation and detection: loss, metric and pictures of predictions."""
+"""Classification, segmentation, detection and tasks of one's own: loss, metric and pictures of predictions."""
 
 from compress.tasks.base import Loss, Task
 from compress.tasks.classification import classification
 from compress.tasks.detection import detection
 from compress.tasks.load import TASKS, TaskName, make_task
+from compress.tasks.own import own
 from compress.tasks.segmentation import segmentation
 
-__all__ = ["TASKS", "Loss", "Task", "TaskName", "classification", "detection", "make_task", "segmentation"]
+__all__ = ["TASKS", "Loss", "Task", "TaskName", "classification", "detection", "make_task", "own", "segmentation"]

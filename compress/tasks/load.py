@@ -17,16 +17,18 @@ from compress.models import ModelSpec, build_whole
 from compress.tasks.base import Loss, Task
 from compress.tasks.classification import classification
 from compress.tasks.detection import detection
+from compress.tasks.own import one_or_all, own
 from compress.tasks.segmentation import LOSSES, segmentation
 from compress.two_stage import TwoStageHead, is_two_stage
 
-TaskName = Literal["classification", "segmentation", "detection"]
+TaskName = Literal["classification", "segmentation", "detection", "own"]
 TASKS: tuple[TaskName, ...] = get_args(TaskName)
 
 _LOSSES: dict[str, tuple[str, ...]] = {
     "classification": ("cross_entropy",),
     "segmentation": tuple(LOSSES),
     "detection": ("detector",),
+    "own": (),
 }
 """Losses by task; the first is the default."""
 
@@ -59,6 +61,8 @@ def make_task(
     """
     if name not in TASKS:
         raise RecipeError(f"task is {name!r}{near_misses(name, TASKS)} (one of: {', '.join(TASKS)})")
+    if name == "own":
+        return _own(loss, metric)
     known = loss if loss in _LOSSES[name] else _LOSSES[name][0]
     if len(labels) == 1 and name != "detection" and loss in (None, known):
         raise DataError(
@@ -74,9 +78,25 @@ def make_task(
         task = replace(task, loss=own_loss(_resolved(loss, "loss", _LOSSES[name])))
     if metric is not None:
         found = task_metric(_resolved(metric, "metric", (task.metric.name,)), select=task.metric.select)
-        classes = task.metric.classes if found.classes is None else found.classes
+        decided = task.metric.classes if len(labels) > 1 else None  # one channel has one argmax, whatever it holds
+        classes = decided if found.classes is None else found.classes
         task = replace(task, metric=replace(found, classes=classes), evidence=None)
     return task
+
+
+def _own(loss: Any, metric: Any) -> Task:
+    """Return the task of a loss and a metric that are both the user's."""
+    lacking = _lacking(loss, metric)
+    if lacking:
+        raise RecipeError(lacking)
+    judged = task_metric(_resolved(metric, "metric", ()), select=one_or_all)
+    return own(loss=own_loss(_resolved(loss, "loss", ())), metric=judged)
+
+
+def _lacking(loss: Any, metric: Any) -> str:
+    """Return what the task `own` lacks, in words; "" if it has both parts."""
+    names = [name for name, value in (("loss", loss), ("metric", metric)) if value is None]
+    return f"task own has no {' and no '.join(names)}: name yours, package.module:function" if names else ""
 
 
 def _detection(labels: Sequence[str], loss: Any, decode: Any, detector: DetectorHead | None) -> Task:
@@ -116,9 +136,11 @@ def task_contradictions(task: str, loss: str | None, metric: str | None, decode:
     """Yield a line if a recipe's `loss`, `metric` or `decode` is neither a name that its task knows nor a path."""
     if decode is not None and (task != "detection" or not is_import_path(decode)):
         yield f"decode is {decode!r}: it must be null, or package.module:function for the task detection"
+    if task == "own" and (lacking := _lacking(loss, metric)):
+        yield lacking
     known = _LOSSES[task]
     if not (loss is None or loss in known or is_import_path(loss)):
-        yield f"loss is {loss!r}{near_misses(loss, known)} (one of: {', '.join(known)}, or package.module:function)"
+        yield f"loss is {loss!r}{near_misses(loss, known)} ({_allowed(known)})"
     if not (metric is None or is_import_path(metric)):
         yield f"metric is {metric!r}: it must be null or package.module:name"
 
@@ -128,10 +150,12 @@ def _resolved(given: Any, key: str, known: Sequence[str]) -> Any:
     if not isinstance(given, str):
         return given
     if not is_import_path(given):
-        raise RecipeError(
-            f"{key} is {given!r}{near_misses(given, known)} (one of: {', '.join(known)}, or package.module:function)"
-        )
+        raise RecipeError(f"{key} is {given!r}{near_misses(given, known)} ({_allowed(known)})")
     return imported(given, key=key, error=RecipeError)
+
+
+def _allowed(known: Sequence[str]) -> str:
+    return f"one of: {', '.join(known)}, or package.module:function" if known else "package.module:function"
 
 
 def own_loss(function: Callable[[Any, Any], Tensor]) -> Loss:

@@ -14,8 +14,8 @@ from compress.data.loader import loader_data
 from compress.errors import DataError, RecipeError
 from compress.meters import MeanOf, TaskMetric, task_metric
 from compress.tasks import Task, classification
-from compress.tasks.base import squared_distance
 from compress.tasks.load import own_loss
+from compress.tasks.own import own
 from compress.training import loop
 from compress.training.log import TrainReport
 from compress.training.spec import TrainSpec
@@ -89,10 +89,5 @@ def own_task(loss: Callable[[Any, Any], Tensor] | None, metric: Any = None) -> T
         found = task_metric(metric, select=plain.metric.select)
         return Task(name="classification", metric=found, loss=plain.loss, distance=plain.distance, check=plain.check)
     mean = TaskMetric(name="loss", make=lambda: MeanOf(loss), unit="", direction="lower")
-    return Task(
-        name="own",
-        metric=mean if metric is None else task_metric(metric),
-        loss=own_loss(loss),
-        distance=squared_distance,
-        check=lambda outputs, images: None,
-    )
+    judged = mean if metric is None else task_metric(metric)
+    return own(loss=own_loss(loss), metric=judged, check=lambda outputs, images: None)

@@ -114,8 +114,8 @@ def test_a_measurable_change_is_told_in_points():
     )
     row = IntervalRow(**interval(-3.0, -1.0, -2.0))
     assert "loses 2.00 points of mAP" in headline(rows, intervals=[row]).sentence
-    lower = [replace(row, unit="px", direction="lower") for row in rows]
-    assert "lowers mAP by 2.00 px (40.00 \u2192 38.00 px)" in headline(lower).sentence.replace("\u00a0", " ")
+    lower = [replace(row, unit="m", direction="lower", value=row.value / 3000) for row in rows]
+    assert "lowers mAP by 0.0006667 m (0.01333 \u2192 0.01267 m)" in headline(lower).sentence.replace("\u00a0", " ")
     other = IntervalRow(**interval(-3.0, 1.0, -2.0, engine="openvino (f32)"))
     assert "loses 2.00 points of mAP" in headline(rows, intervals=[other]).sentence  # of another engine
 

@@ -94,6 +94,14 @@ def test_by_drop_the_fastest_that_keeps_it_is_looked_for():
     assert len(tried) <= 4
 
 
+def test_a_loss_of_another_unit_is_told_in_it():
+    made = outcome(0.5)
+    metric = replace(made.metric, name="rmse", unit="m", direction="lower")
+    told = replace(made, metric=metric, chosen=replace(made.chosen, score=0.0123, drop=0.0021)).advice
+    assert "0.01230 m rmse at 0.50 of the float network's latency, 0.002100 m above it" in told
+    assert Bound(max_drop=0.005, unit="m").words == "at most 0.005 m lost"
+
+
 def test_the_advice_names_what_else_was_fine_tuned():
     made = outcome(0.5)
     other = replace(made.attempts[0], label="width 0.5", ratio=0.4, score=0.8, drop=0.9)

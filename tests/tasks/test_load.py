@@ -66,9 +66,18 @@ def test_a_loss_that_returns_no_scalar_is_refused(own):
         make_task("classification", LABELS, loss="own_parts:rows").loss(torch.zeros(2, 3), None)
 
 
+def test_one_channel_has_no_class_to_agree_on(own):
+    """Its argmax is 0 whatever it holds, so that any two networks would agree on every pixel."""
+    parts = {"loss": "own_parts:loss", "metric": "own_parts:error"}
+    assert make_task("segmentation", ("depth",), **parts).metric.classes is None
+    assert make_task("segmentation", LABELS, **parts).metric.classes is not None
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"name": "own"}, "task own has no loss and no metric"),
+        ({"name": "own", "loss": "own_parts:loss"}, "task own has no metric: name yours"),
         ({"name": "segmentatoin"}, "did you mean 'segmentation'"),
         ({"loss": "dice"}, "loss is 'dice'.*cross_entropy, or package.module:function"),
         ({"loss": "own_parts:los"}, "has no 'los', did you mean 'loss'"),

@@ -141,7 +141,7 @@ def _keep_pictures(run: Run, seen: Mapping[tuple[Variant, str], Answers]) -> Non
     first = next(iter(chosen.values()))
     if first.count != len(run.data.val):  # pictures that cannot be read shift those after them
         raise DataError(f"{first.count} of {len(run.data.val)} pictures could be read")
-    draw = _classified(run) if run.task.draw is None else run.task.draw
+    draw = _classified(run, first.targets[0]) if run.task.draw is None else run.task.draw
     if draw is None:
         return
     rows: list[PredictionRow] = []
@@ -161,9 +161,9 @@ def _keep_pictures(run: Run, seen: Mapping[tuple[Variant, str], Answers]) -> Non
     PREDICTIONS.write(run.folder.path, rows)
 
 
-def _classified(run: Run) -> Callable[[Tensor, Any, Any], tuple[Tensor, str]] | None:
-    """Return a drawing of classes as text beside the picture; None for tasks other than classification."""
-    if run.task.name != "classification":
+def _classified(run: Run, target: Any) -> Callable[[Tensor, Any, Any], tuple[Tensor, str]] | None:
+    """Return a drawing of classes as text beside the picture; None where a picture has not one class alone."""
+    if run.task.name != "classification" or torch.as_tensor(target).numel() != 1:
         return None
     labels: Sequence[str] = run.data.val.labels
 

@@ -14,6 +14,7 @@ from compress.data.load import load_data
 from compress.errors import RunError, SearchError
 from compress.files import write_json
 from compress.measure import describe_machine
+from compress.meters import amount_of
 from compress.pipeline.folder import RunFolder, open_run, read_state, recipe_of
 from compress.pipeline.run import Run
 from compress.pipeline.steps.float import build_float, float_step
@@ -28,6 +29,7 @@ from compress.search.outcome import Attempt, Bound, Outcome
 from compress.search.search import check_request, search
 from compress.search.space import make_space
 from compress.search.structure import analyse
+from compress.text import scored
 from compress.training import load_model
 from compress.variants import Variant
 
@@ -79,7 +81,8 @@ def search_run(
         write_json(run.path("environment.json"), describe_machine().to_dict())
         front = _search(run, model, engine, storage=storage, latency=latency)
         reference = export_open(run, front.lab.structure.graph, run.path("reference.onnx"))
-        return _finish(run, front, Bound(latency=latency, max_drop=max_drop), reference)
+        bound = Bound(latency=latency, max_drop=max_drop, unit=run.task.metric.unit)
+        return _finish(run, front, bound, reference)
     finally:
         run.folder.release()
 
@@ -203,6 +206,6 @@ def _missed(bound: Bound, attempts: Sequence[Attempt]) -> str:
     best = min(attempts, key=lambda made: made.ratio if bound.latency is not None else made.drop)
     return (
         f"no network keeps the bound, {bound.words}, after fine-tuning; the best of {len(attempts)} is {best.folder} "
-        f"({best.label}) at {best.ratio:.3f} of the float network's latency with {best.drop:.2f} points lost. Raise "
-        "search.attempts, search.trials or finetune.epochs, or ask for less"
+        f"({best.label}) at {best.ratio:.3f} of the float network's latency with {scored(best.drop, bound.unit)} "
+        f"{amount_of(bound.unit)} lost. Raise search.attempts, search.trials or finetune.epochs, or ask for less"
     )
