@@ -148,6 +148,11 @@ class DataSet:
         return {"train": self.train.fingerprint, "val": self.val.fingerprint}
 
 
+def seed_of_changes(seed: int, epoch: int | None, *, augment: bool) -> int | None:
+    """Return the seed of the random changes of a pass's images; None if they are not changed."""
+    return hash_seed(seed, epoch) if epoch is not None and augment else None
+
+
 def hash_seed(*parts: int) -> int:
     """Mix integers into one 63-bit seed (splitmix64), so that neighbouring (seed, epoch) pairs are unrelated."""
     state = 0

@@ -22,13 +22,13 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from compress.data.base import hash_seed
 from compress.data.counter import uniform
 from compress.data.decode import open_image, rgb
 from compress.data.fingerprint import file_parts
 from compress.data.items import Item, ItemSplit
 from compress.data.memory import to_device
 from compress.data.spec import DataSpec
+from compress.data.workers import Place
 from compress.errors import DataError
 
 _SCALES = (0.7, 1.4)
@@ -140,10 +140,9 @@ class BoxSplit(ItemSplit):
             yield from (one.boxes.tobytes(), one.labels.tobytes(), one.ignored.tobytes())
         yield from file_parts(Path(), [str(one.image) for one in self.annotations])
 
-    def reader(self, epoch: int | None) -> Dataset[Item]:
+    def reader(self) -> Dataset[Item]:
         """See `ItemSplit.reader`."""
-        seed = hash_seed(self.seed, epoch) if epoch is not None and self.augment else None
-        return _Reader(self.annotations, self.preprocessing.height_width, seed, self.max_pixels)
+        return _Reader(self.annotations, self.preprocessing.height_width, self.max_pixels)
 
     def targets_of(self, found: list[tuple[Boxes, NDArray[np.int64], NDArray[np.bool_]]], device: torch.device) -> Any:
         """Return a target for each image; see the head of this file."""
@@ -165,17 +164,16 @@ def targets_on(rows: Sequence[tuple[Tensor, ...]], device: torch.device) -> list
 
 
 class _Reader(Dataset[Item]):
-    """The images of a split in an epoch, read one at a time."""
+    """The images of a split, read one at a time."""
 
-    def __init__(
-        self, annotations: Sequence[Annotation], size: tuple[int, int], seed: int | None, max_pixels: int
-    ) -> None:
-        self.annotations, self.size, self.seed, self.max_pixels = annotations, size, seed, max_pixels
+    def __init__(self, annotations: Sequence[Annotation], size: tuple[int, int], max_pixels: int) -> None:
+        self.annotations, self.size, self.max_pixels = annotations, size, max_pixels
 
     def __len__(self) -> int:
         return len(self.annotations)
 
-    def __getitem__(self, index: int) -> Item:
+    def __getitem__(self, place: Place) -> Item:
+        index, seed = place
         one = self.annotations[index]
         try:
             image = _opened(one, self.max_pixels)
@@ -183,9 +181,9 @@ class _Reader(Dataset[Item]):
             return None, None, str(one.image), str(error)
         scale = np.array([self.size[1] / image.width, self.size[0] / image.height] * 2, dtype=np.float32)
         boxes = one.boxes * scale
-        if self.seed is None:
+        if seed is None:
             return _resized(image, self.size), (boxes, one.labels, one.ignored), str(one.image), ""
-        draws = uniform(self.seed, torch.tensor([index]), _DRAWS)[0].tolist()
+        draws = uniform(seed, torch.tensor([index]), _DRAWS)[0].tolist()
         pixels, boxes, kept = moved(image, boxes, self.size, draws)
         return pixels, (boxes[kept], one.labels[kept], one.ignored[kept]), str(one.image), ""
 

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 
 from compress.data.counter import uniform
 from compress.data.preprocessing import Preprocessing
+from compress.data.workers import Place
 from compress.limits import IMAGE_PIXELS
 
 Item = tuple[int, Tensor | None, str, str]
@@ -48,7 +49,6 @@ class Decoder(Dataset[Item]):
         folder: folder of `files`.
         files: (N,) names relative to `folder`, as the file system's bytes.
         preprocessing: size and crop ratio.
-        crop_seed: seed of this epoch's random crops; None = as for evaluation.
         max_pixels: of the largest image that is decoded.
     """
 
@@ -58,19 +58,19 @@ class Decoder(Dataset[Item]):
         files: np.ndarray,
         *,
         preprocessing: Preprocessing,
-        crop_seed: int | None,
         max_pixels: int = IMAGE_PIXELS,
     ) -> None:
-        self.folder, self.files, self.preprocessing, self.crop_seed = folder, files, preprocessing, crop_seed
+        self.folder, self.files, self.preprocessing = folder, files, preprocessing
         self.max_pixels = max_pixels
 
     def __len__(self) -> int:
         """Number of images."""
         return len(self.files)
 
-    def __getitem__(self, index: int) -> Item:
-        """Decode the image at `index`."""
-        path, draws = self.path(index), self.draws(index)
+    def __getitem__(self, place: Place) -> Item:
+        """Decode the image at an index, a random part if there is a seed."""
+        index = place[0]
+        path, draws = self.path(index), self.draws(place)
         size = self.preprocessing.height_width
         try:
             with open_image(path, self.max_pixels) as file:
@@ -87,11 +87,12 @@ class Decoder(Dataset[Item]):
         """Return the file of the image at `index`."""
         return self.folder / os.fsdecode(bytes(self.files[index]))
 
-    def draws(self, index: int) -> list[float] | None:
-        """Return the random numbers of `random_crop` for the image at `index`; None for evaluation."""
-        if self.crop_seed is None:
+    def draws(self, place: Place) -> list[float] | None:
+        """Return the random numbers of `random_crop` for the image at a place; None for evaluation."""
+        index, seed = place
+        if seed is None:
             return None
-        numbers: list[float] = uniform(self.crop_seed, torch.tensor([index]), 4 * _TRIES + 1)[0].tolist()
+        numbers: list[float] = uniform(seed, torch.tensor([index]), 4 * _TRIES + 1)[0].tolist()
         return numbers
 
 
@@ -234,6 +235,11 @@ def random_box(width: int, height: int, draws: list[float]) -> tuple[int, int, i
     limit = math.exp(_LOG_RATIO)
     w, h = min(width, max(1, round(height * limit))), min(height, max(1, round(width * limit)))
     return (height - h) // 2, (width - w) // 2, h, w
+
+
+def prepare() -> None:
+    """Import what decoding needs: worker processes that are forked afterwards need not do it, each by itself."""
+    _transforms()
 
 
 @functools.cache

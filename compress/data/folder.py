@@ -9,31 +9,29 @@ nothing but the speed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from compress.data.ahead import ahead
-from compress.data.base import Batch, BatchPlan, DataSet, Split, hash_seed
+from compress.data.base import Batch, BatchPlan, DataSet, Split, seed_of_changes
 from compress.data.classes import class_folders
-from compress.data.decode import Decoded, Decoder, collate
+from compress.data.decode import Decoded, Decoder, collate, prepare
 from compress.data.fingerprint import file_parts
 from compress.data.jpeg import Reader, check_decoder, decode_packed, pack
 from compress.data.memory import to_device
 from compress.data.preprocessing import Preprocessing
 from compress.data.spec import DataSpec
 from compress.data.subset import bounded
+from compress.data.workers import Workers
 from compress.errors import DataError, first_few
 from compress.files import expand_user
 from compress.limits import IMAGE_PIXELS
 from compress.process import core_count
-
-T = TypeVar("T")
 
 EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -121,10 +119,11 @@ class FolderSplit(Split):
         files, targets = _scan(folder, labels)
         chosen = bounded(targets, limit)
         self.targets = targets[chosen]
-        self.augment, self.workers, self.on_error, self.decode = augment, workers, on_error, decode
-        self.max_pixels = max_pixels
+        self.augment, self.on_error, self.decode = augment, on_error, decode
+        self._workers = Workers(workers)
         self._on_cpu: dict[str, str] = {}
         self._folder, self._files = folder, files[chosen.numpy()]
+        self._decoder = Decoder(folder, self._files, preprocessing=preprocessing, max_pixels=max_pixels)
 
     def __len__(self) -> int:
         """Number of images."""
@@ -146,8 +145,8 @@ class FolderSplit(Split):
         Raises:
             DataError: names the unreadable image, unless `on_error` is skip.
         """
-        decoder = self._decoder(epoch)
-        return self._finish(collate([decoder[index] for index in indices]), device)
+        seed = seed_of_changes(self.seed, epoch, augment=self.augment)
+        return self._finish(collate([self._decoder[index, seed] for index in indices]), device)
 
     def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
         """Yield batches as `Split.batches` does, decoded ahead by worker processes.
@@ -160,20 +159,22 @@ class FolderSplit(Split):
             check_decoder(device)
             yield from self.device_batches(plan, device)
             return
-        decoder = self._decoder(plan.epoch)
-        for decoded in self._work(decoder, collate, self.batch_indices(plan), pin=device.type == "cuda"):
+        prepare()
+        shares, seed = self.batch_indices(plan), seed_of_changes(self.seed, plan.epoch, augment=self.augment)
+        for decoded in self._workers.read(self._decoder, collate, shares, seed, pin=device.type == "cuda"):
             images, targets = self._finish(decoded, device)
             if len(targets):
                 yield images, targets
 
     def device_batches(self, plan: BatchPlan, device: torch.device) -> Iterator[Batch]:
         """Yield batches as `batches` does; workers read the files, and `device` decodes them ahead of their use."""
-        decoder = self._decoder(plan.epoch)
-        files = self._work(Reader(decoder), pack, self.batch_indices(plan), pin=False)
+        seed = seed_of_changes(self.seed, plan.epoch, augment=self.augment)
+        files = self._workers.read(Reader(self._decoder), pack, self.batch_indices(plan), seed)
 
         def made() -> Iterator[Batch]:
             for packed in files:
-                images, targets = self._finish(decode_packed(packed, decoder, device, self._on_cpu), device)
+                decoded = decode_packed(packed, self._decoder, seed, device, self._on_cpu)
+                images, targets = self._finish(decoded, device)
                 if len(targets):
                     yield images, targets
 
@@ -182,46 +183,6 @@ class FolderSplit(Split):
     def notes(self) -> list[str]:
         """Return why images were decoded on the CPU so far, though the GPU was to do it; see `Split.notes`."""
         return [f"{reason}, such as {file}, are decoded on the CPU" for reason, file in self._on_cpu.items()]
-
-    def _work(
-        self, items: Dataset[Any], collate_fn: Callable[[Any], T], shares: list[list[int]], *, pin: bool
-    ) -> Iterator[T]:
-        """Start the workers, if there are any, and return what they make of each share, in order."""
-        shares = [indices for indices in shares if indices]
-        workers = min(self.workers, len(shares))
-        loader = DataLoader(
-            items,
-            batch_sampler=shares,
-            num_workers=workers,
-            collate_fn=collate_fn,
-            pin_memory=pin,
-            generator=torch.Generator(),  # else each pass would take a number from the global random state
-        )
-        return self._taken(iter(loader), workers)
-
-    def _taken(self, passes: Iterator[T], workers: int) -> Iterator[T]:
-        while True:
-            try:
-                found = next(passes)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                if not workers:
-                    raise
-                raise DataError(
-                    f"a worker process that decodes images of {self._folder} died ({error}): out of memory, or of "
-                    f"shared memory? Try fewer data.workers than {workers}; 0 decodes in the main process"
-                ) from error
-            yield found
-
-    def _decoder(self, epoch: int | None) -> Decoder:
-        return Decoder(
-            self._folder,
-            self._files,
-            preprocessing=self.preprocessing,
-            crop_seed=hash_seed(self.seed, epoch) if epoch is not None and self.augment else None,
-            max_pixels=self.max_pixels,
-        )
 
     def _finish(self, decoded: Decoded, device: torch.device) -> Batch:
         """Make a batch of the decoded images; refuse or count the others."""

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from compress.data.base import Batch, BatchPlan, Split
+from compress.data.base import Batch, BatchPlan, Split, seed_of_changes
 from compress.data.folder import MEAN, STD, worker_count
 from compress.data.memory import to_device
 from compress.data.preprocessing import Preprocessing
 from compress.data.spec import DataSpec
+from compress.data.workers import Workers
 from compress.errors import DataError
 
 Item = tuple[Tensor | None, Any, str, str]
@@ -38,11 +39,11 @@ class ItemSplit(Split):
         preprocessing = Preprocessing.of(spec, mean=MEAN, std=STD)
         super().__init__(labels=tuple(labels), preprocessing=preprocessing, seed=spec.seed)
         self.augment, self.on_error, self.max_pixels = augment, spec.on_error, spec.max_pixels
-        self.workers = worker_count() if spec.workers is None else spec.workers
+        self._workers = Workers(worker_count() if spec.workers is None else spec.workers)
 
     @abstractmethod
-    def reader(self, epoch: int | None) -> Dataset[Item]:
-        """Return the items in the stored order, changed as in `epoch` if it is a number."""
+    def reader(self) -> Dataset[Item]:
+        """Return the items in the stored order, by their `Place`."""
 
     @abstractmethod
     def targets_of(self, found: list[Any], device: torch.device) -> Any:
@@ -54,20 +55,13 @@ class ItemSplit(Split):
         Raises:
             DataError: names the file that cannot be read, or is wrong, unless `on_error` is skip.
         """
-        reader = self.reader(epoch)
-        return self._finish([reader[index] for index in indices], device)
+        reader, seed = self.reader(), seed_of_changes(self.seed, epoch, augment=self.augment)
+        return self._finish([reader[index, seed] for index in indices], device)
 
     def batches(self, plan: BatchPlan, *, device: torch.device | str = "cpu") -> Iterator[Batch]:
         """Yield batches as `Split.batches` does, read ahead by worker processes."""
-        shares = [indices for indices in self.batch_indices(plan) if indices]
-        loader = DataLoader(
-            self.reader(plan.epoch),
-            batch_sampler=shares,
-            num_workers=min(self.workers, len(shares)),
-            collate_fn=list,
-            generator=torch.Generator(),  # else each pass would take a number from the global random state
-        )
-        for items in loader:
+        seed = seed_of_changes(self.seed, plan.epoch, augment=self.augment)
+        for items in self._workers.read(self.reader(), list, self.batch_indices(plan), seed):
             images, targets = self._finish(items, torch.device(device))
             if len(targets):
                 yield images, targets

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from compress.data.decode import Decoded, Decoder, Item, collate, covering, longest_side, middle, open_image, random_box
 from compress.data.memory import to_device
+from compress.data.workers import Place
 from compress.errors import DataError
 from compress.kernels.resample import Window, resample
 
@@ -84,22 +85,23 @@ class Reader(Dataset[FileItem]):
         """Number of images."""
         return len(self.decoder)
 
-    def __getitem__(self, index: int) -> FileItem:
-        """Read the file at `index`; decode it if the GPU does not take it."""
+    def __getitem__(self, place: Place) -> FileItem:
+        """Read the file at an index; decode it if the GPU does not take it."""
+        index = place[0]
         path, reason = self.decoder.path(index), ""
         try:
             content = np.fromfile(path, dtype=np.uint8)
             with open_image(io.BytesIO(content.tobytes()), self.decoder.max_pixels) as header:
                 reason = refusal(header, content)
                 if not reason:
-                    window = self._window(index, header.width, header.height)
+                    window = self._window(place, header.width, header.height)
                     return FileItem(index, torch.from_numpy(content), window, None, ("", ""))
         except Exception:  # a damaged file; Pillow names the damage
             reason = ""
-        return FileItem(index, None, None, self.decoder[index], (reason, str(path)))
+        return FileItem(index, None, None, self.decoder[place], (reason, str(path)))
 
-    def _window(self, index: int, width: int, height: int) -> Window:
-        size, draws = self.decoder.preprocessing.height_width, self.decoder.draws(index)
+    def _window(self, place: Place, width: int, height: int) -> Window:
+        size, draws = self.decoder.preprocessing.height_width, self.decoder.draws(place)
         if draws is None:
             return centre_window(width, height, size, self.decoder.preprocessing.crop_ratio)
         return random_window(width, height, size, draws)
@@ -155,12 +157,15 @@ def pack(items: Sequence[FileItem]) -> Packed:
     )
 
 
-def decode_packed(packed: Packed, decoder: Decoder, device: torch.device, reasons: dict[str, str]) -> Decoded:
+def decode_packed(
+    packed: Packed, decoder: Decoder, seed: int | None, device: torch.device, reasons: dict[str, str]
+) -> Decoded:
     """Decode a batch on `device`.
 
     Args:
         packed: the batch.
         decoder: decodes all of it on the CPU if the GPU fails on it: which of the files is at fault is not known.
+        seed: with which the batch was read.
         device: that decodes.
         reasons: takes why images were decoded on the CPU, each with the name of a file.
 
@@ -178,7 +183,7 @@ def decode_packed(packed: Packed, decoder: Decoder, device: torch.device, reason
     except RuntimeError as error:
         first = packed.indices[packed.by_gpu][0].item()
         reasons.setdefault(f"batches that it fails on ({str(error).splitlines()[0]})", str(decoder.path(int(first))))
-        again, indices, more = collate([decoder[int(index)] for index in packed.indices])
+        again, indices, more = collate([decoder[int(index), seed] for index in packed.indices])
         return again, indices, [*failures, *more]
     found = resample(images, packed.windows, size)
     if device.type == "cuda":

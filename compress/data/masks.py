@@ -24,7 +24,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from compress.data.base import DataSet, hash_seed
+from compress.data.base import DataSet
 from compress.data.counter import uniform
 from compress.data.decode import open_image, rgb
 from compress.data.fingerprint import file_parts
@@ -32,6 +32,7 @@ from compress.data.folder import EXTENSIONS
 from compress.data.items import Item, ItemSplit
 from compress.data.memory import to_device
 from compress.data.spec import DataSpec
+from compress.data.workers import Place
 from compress.errors import DataError, first_few
 
 NO_CLASS = 255
@@ -112,9 +113,9 @@ class MaskSplit(ItemSplit):
             files = [getattr(pair, part) for pair in self.pairs]
             yield from file_parts(files[0].parent, [file.name for file in files])
 
-    def reader(self, epoch: int | None) -> Dataset[Item]:
+    def reader(self) -> Dataset[Item]:
         """Return the images and masks, which are read when they are asked for."""
-        return _Reader(self, epoch)
+        return _Reader(self)
 
     def targets_of(self, found: list[Any], device: torch.device) -> Tensor:
         """Return the classes of a batch, (n, H, W) int64."""
@@ -124,23 +125,23 @@ class MaskSplit(ItemSplit):
 
 
 class _Reader(Dataset[Item]):
-    """The items of a split in an epoch, read one at a time: (pixels, classes, file, problem)."""
+    """The items of a split, read one at a time: (pixels, classes, file, problem)."""
 
-    def __init__(self, split: MaskSplit, epoch: int | None) -> None:
+    def __init__(self, split: MaskSplit) -> None:
         self.pairs, self.size, self.labels = split.pairs, split.preprocessing.height_width, split.labels
         self.ignore_index, self.max_pixels = split.ignore_index, split.max_pixels
-        self.seed = hash_seed(split.seed, epoch) if epoch is not None and split.augment else None
 
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def __getitem__(self, index: int) -> Item:
+    def __getitem__(self, place: Place) -> Item:
+        index, seed = place
         pair = self.pairs[index]
         try:
             image, mask = self._read(pair)
         except DataError as error:
             return None, None, str(pair.mask), str(error)
-        draws = None if self.seed is None else uniform(self.seed, torch.tensor([index]), _DRAWS)[0].tolist()
+        draws = None if seed is None else uniform(seed, torch.tensor([index]), _DRAWS)[0].tolist()
         pixels, classes = fitted(image, mask, self.size) if draws is None else cropped(image, mask, self.size, draws)
         return pixels, classes, str(pair.image), ""
 

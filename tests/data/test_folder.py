@@ -1,5 +1,8 @@
+import copy
 import dataclasses
+import gc
 import math
+import multiprocessing
 import os
 import shutil
 
@@ -289,3 +292,26 @@ def test_links_to_folders_above_do_not_multiply_images(root):
     write_image(elsewhere / "x.png", seed=1)
     (root / "train" / "ant" / "more").symlink_to(elsewhere, target_is_directory=True)
     assert len(load_data(spec(root)).train.files) == len(alone) + 1
+
+
+def test_worker_processes_stay_for_the_next_pass(made):
+    gc.collect()
+    others = set(multiprocessing.active_children())
+    split = load_data(spec(made, workers=2)).train
+    pids = []
+    for epoch in (0, 1, None):
+        passes = split.batches(BatchPlan(batch_size=4, epoch=epoch))
+        first = next(passes)[0]
+        pids.append(set(multiprocessing.active_children()) - others)
+        alone = next(load_data(spec(made)).train.batches(BatchPlan(batch_size=4, epoch=epoch)))[0]
+        assert torch.equal(first, alone)
+        assert len(list(passes)) == 3
+    assert len(pids[0]) == 2
+    assert pids[0] == pids[1] == pids[2]
+    left, beside = (split.batches(BatchPlan(batch_size=4, epoch=5)) for _ in range(2))
+    assert torch.equal(next(left)[1], next(beside)[1])  # two passes at once have processes of their own
+    del left, beside  # and those of a pass that is left end with it
+    gc.collect()
+    assert set(multiprocessing.active_children()) <= others
+    again = copy.deepcopy(split)
+    assert len(list(again.batches(BatchPlan(batch_size=4)))) == 4

@@ -1,0 +1,104 @@
+"""Worker processes that read a split's items ahead of their use, and stay for its next pass.
+
+To start them takes up to a second, in which a GPU has nothing to compute; in an epoch of a few seconds that is a large
+share. An item follows from its index and the seed of the epoch's random changes alone, so it does not matter which
+process reads it, nor in which pass the process began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from compress.errors import DataError
+
+T = TypeVar("T")
+
+Place = tuple[int, int | None]
+"""Index of an item, and the seed of its random changes; None = it is not changed."""
+
+
+class Workers:
+    """The processes of a split; copies and pickles of it start their own.
+
+    Args:
+        count: number of processes, at most; 0 = this one reads.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._idle: dict[Any, DataLoader[Any]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave the processes out."""
+        return Workers, (self.count,)
+
+    def read(
+        self,
+        items: Dataset[Any],
+        collate: Callable[[Any], T],
+        shares: Sequence[list[int]],
+        seed: int | None,
+        *,
+        pin: bool = False,
+    ) -> Iterator[T]:
+        """Return what `collate` makes of the items of each share, in order; processes start before it returns.
+
+        They stay for the next pass when all has been taken, and end when a pass is left.
+
+        Args:
+            items: called with a `Place`; the same ones in every call.
+            collate: makes a batch of a list of items, in the process that has read them.
+            shares: indices of each batch; empty ones are left out.
+            seed: of random changes.
+            pin: put batches into memory that a GPU can copy while it computes.
+
+        Raises:
+            DataError: a process died; while batches are taken.
+        """
+        shares = [indices for indices in shares if indices]
+        count, key = min(self.count, len(shares)), (collate, pin)
+        loader = self._idle.pop(key, None)  # it is not there while another pass uses it
+        if loader is None or loader.num_workers < count:
+            loader = DataLoader(
+                items,
+                batch_sampler=_Shares(),
+                num_workers=count,
+                collate_fn=collate,
+                pin_memory=pin,
+                persistent_workers=count > 0,
+                generator=torch.Generator(),  # else each pass would take a number from the global random state
+            )
+        sampler: Any = loader.batch_sampler
+        sampler.shares, sampler.seed = shares, seed
+        return self._taken(loader, iter(loader), key, len(shares))
+
+    def _taken(self, loader: DataLoader[Any], passes: Iterator[T], key: Any, left: int) -> Iterator[T]:
+        try:
+            for found in passes:
+                left -= 1
+                yield found
+        except RuntimeError as error:
+            if not loader.num_workers:
+                raise
+            raise DataError(
+                f"a worker process that reads images died ({error}): out of memory, or of shared memory? Try fewer "
+                f"data.workers than {loader.num_workers}; 0 reads in the main process"
+            ) from error
+        finally:
+            if not left:
+                self._idle[key] = loader
+
+
+class _Shares:
+    """The shares of the pass under way, as a loader's sampler."""
+
+    def __init__(self) -> None:
+        self.shares: Sequence[list[int]] = ()
+        self.seed: int | None = None
+
+    def __iter__(self) -> Iterator[list[Place]]:
+        return ([(index, self.seed) for index in indices] for indices in self.shares)
