@@ -18,6 +18,8 @@ from compress.sparsity.masks import verify_nm
 
 _INTEGERS = frozenset({"int8", "uint8", "int4", "uint4"})
 
+_RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class AuditedNode:
@@ -108,7 +110,11 @@ def _audit(path: Path, proto: onnx.ModelProto) -> OnnxAudit:
     return OnnxAudit(
         path=path,
         opset=opset_of(proto),
-        rows=tuple(_audited(node, view) for node in proto.graph.node if node.op_type in WEIGHTED_OPS),
+        rows=tuple(
+            _recurrent(node, view) if node.op_type in _RECURRENT else _audited(node, view)
+            for node in proto.graph.node
+            if node.op_type in WEIGHTED_OPS | _RECURRENT
+        ),
         activation_pairs=ops["QuantizeLinear"],
         float_type="float16" if half else "float32",
         ops=dict(sorted(ops.items())),
@@ -221,6 +227,21 @@ def _integer_type(node: onnx.NodeProto, view: OnnxGraph) -> str:
     if source is None and len(node.input) > 2:
         source = view.array(node.input[2])  # the zero point has the same type
     return "uint8" if source is None else str(source.dtype)
+
+
+def _recurrent(node: onnx.NodeProto, view: OnnxGraph) -> AuditedNode:
+    """Return a recurrent operation, whose weights count as those of others do: it is not INT8 in any file."""
+    weights = [view.array(name) for name in node.input[1:3]]
+    return AuditedNode(
+        name=node.name or node.output[0],
+        op_type=node.op_type,
+        input_type="float",
+        weight_type="float",
+        per_channel=False,
+        weight_elements=sum(int(w.size) for w in weights if w is not None),
+        int8=False,
+        reason="recurrent operations stay float",
+    )
 
 
 def _audited(node: onnx.NodeProto, view: OnnxGraph) -> AuditedNode:

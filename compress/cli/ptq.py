@@ -32,6 +32,7 @@ from compress.errors import RecipeError
 from compress.files import write_json, write_text
 from compress.measure.file_check import FileCheck, check_onnx
 from compress.onnx_ptq.quantize import QuantizedFile, quantize_onnx_file
+from compress.records.run import FILE_RESULT
 
 
 def ptq(
@@ -96,7 +97,7 @@ def _show(done: QuantizedFile, check: FileCheck, folder: Path, *, as_json: bool)
         "int8_share": audit.int8_share, "opset": audit.opset, "notes": list(done.notes),
         "check": asdict(check),
     }  # fmt: skip
-    write_json(folder / "quantization.json", document)
+    write_json(folder / FILE_RESULT, document)
     if as_json:
         print_json(document)
         return

@@ -84,7 +84,7 @@ def check_onnx(float_path: Path | str, path: Path | str, batch: Any, *, target: 
     try:
         on_engine = _least(expected, _run(path, engine, piece)) if engine else None
     except CompressError as error:
-        return replace(found, warning=f"{engine} fails: {error}")
+        return replace(found, warning=str(error))
     return replace(found, engine_db=on_engine, warning=_warning(found.written_db, on_engine, engine))
 
 

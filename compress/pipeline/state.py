@@ -9,6 +9,7 @@ from typing import Any
 
 from compress.errors import RunError
 from compress.files import read_json, write_json
+from compress.records.run import refuse_file_folder
 from compress.validation import parse
 
 STATE_FILE = "state.json"
@@ -50,6 +51,7 @@ def read_state_file(folder: Path) -> State:
     """
     path = folder / STATE_FILE
     if not path.is_file():
+        refuse_file_folder(folder)
         raise RunError(f"{folder} is no run folder ({STATE_FILE} is missing); give one that compress wrote")
     try:
         tree = read_json(path)

@@ -32,6 +32,9 @@ from compress.records.rows import (
 )
 from compress.training.log import EpochRow
 
+FILE_RESULT = "quantization.json"
+"""What `ptq --onnx` writes beside the file."""
+
 _PARTS: dict[str, files.RecordFile[Any]] = {
     "recipe": files.RECIPE,
     "environment": files.ENVIRONMENT,
@@ -135,6 +138,20 @@ def recipe_value(run: RunData, *path: str) -> Any:
     return value
 
 
+def refuse_file_folder(folder: Path) -> None:
+    """Refuse what `ptq --onnx` wrote: there is no network that was trained or judged, and so no run.
+
+    Raises:
+        RunError: says which commands take its file.
+    """
+    if (folder / FILE_RESULT).is_file() and not (folder / files.METRICS.name).is_file():
+        made = next(iter(sorted(folder.glob("*.int8.onnx"))), folder / "FILE.int8.onnx")
+        raise RunError(
+            f"{folder} holds a file that ptq --onnx made, and is no run: `bench FLOAT.onnx {made}` times it beside its "
+            f"float file, and `inspect onnx {made}` lists its layers"
+        )
+
+
 def read_run(folder: Path | str) -> RunData:
     """Read the files of a run.
 
@@ -144,6 +161,7 @@ def read_run(folder: Path | str) -> RunData:
     folder = Path(folder)
     if not folder.is_dir():
         raise RunError(f"{folder} is not a folder: give the run folder that --out named")
+    refuse_file_folder(folder)
     read = {part: file.read(folder) for part, file in _PARTS.items()}
     parts = {part: content for part, content in read.items() if content is not None}
     if not parts:

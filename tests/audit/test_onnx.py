@@ -3,6 +3,7 @@
 import numpy as np
 import onnx
 import pytest
+from onnx import helper, numpy_helper
 
 from compress.audit.onnx import audit_onnx, audit_sparsity, sparse_nodes
 from compress.errors import AuditError
@@ -213,3 +214,16 @@ def test_types_that_the_checker_lets_pass_are_refused(tmp_path):
     onnx.save(model, tmp_path / "m.onnx")
     with pytest.raises(AuditError, match="is not a valid ONNX file"):
         audit_onnx(tmp_path / "m.onnx")
+
+
+def test_the_weights_of_recurrent_operations_count_as_float(tmp_path):
+    """A GRU of 4 inputs and 8 states: 3 * 8 * (4 + 8) weights."""
+    node = helper.make_node("GRU", ["x", "w", "r"], ["y"], hidden_size=8)
+    weights = [numpy_helper.from_array(np.ones((1, 24, n), np.float32), name) for n, name in ((4, "w"), (8, "r"))]
+    ends = [helper.make_tensor_value_info(name, 1, [3, 1, 1, 8] if name == "y" else [3, 1, 4]) for name in ("x", "y")]
+    graph = helper.make_graph([node], "g", ends[:1], ends[1:], weights)
+    path = tmp_path / "gru.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    audit = audit_onnx(path)
+    assert [(row.op_type, row.weight_elements, row.int8) for row in audit.rows] == [("GRU", 288, False)]
+    assert audit.int8_share == 0

@@ -52,6 +52,10 @@ def test_what_stays_float_is_shown(compress, folder):
     assert "1 of 1 weighted operations are INT8" in told.stdout
     assert "dB as the file says (4 pictures)" in told.stdout
     assert "warning" not in told.stdout
+    for command in ("bench", "report"):
+        told = compress(command, "run", cwd=folder)
+        assert told.returncode == 2
+        assert "is no run: `bench FLOAT.onnx run/net.int8.onnx` times it" in " ".join(told.stderr.split())
 
 
 def test_notes_are_shown(compress, folder):
