@@ -29,6 +29,7 @@ from compress.export.average_pools import float_averages
 from compress.export.bias import integer_biases, room_for_biases
 from compress.export.biases_apart import biases_apart
 from compress.export.channel_scales import scales_on_outputs
+from compress.export.circular import concatenated_pads
 from compress.export.cleanup import clean
 from compress.export.extremes import extremes_apart
 from compress.export.gathers import flat_gathers
@@ -139,6 +140,8 @@ def _apply_passes(proto: onnx.ModelProto, spec: ExportSpec, *, target: str) -> N
         flat_gathers(proto)
         float_averages(proto)
         extremes_apart(proto)
+    if target in {"openvino", ""}:
+        concatenated_pads(proto)
     clean(proto)
     if target == "openvino":
         zero_points_into_biases(proto)

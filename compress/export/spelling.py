@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from compress.errors import ExportError
 from compress.graph.ops import node_kind
 
 _MAX_POOLS: dict[int, tuple[type[nn.Module], Callable[..., Tensor]]] = {
@@ -15,6 +17,7 @@ _MAX_POOLS: dict[int, tuple[type[nn.Module], Callable[..., Tensor]]] = {
     2: (nn.MaxPool2d, F.max_pool2d),
     3: (nn.MaxPool3d, F.max_pool3d),
 }
+_AVERAGES = (F.avg_pool2d, F.avg_pool3d)
 
 
 class _LogSigmoid(nn.Module):
@@ -29,8 +32,57 @@ def log_sigmoid(x: Tensor) -> Tensor:
     return -F.softplus(-x)
 
 
+def avg_pool(
+    x: Tensor,
+    kernel_size: int | tuple[int, ...],
+    stride: int | tuple[int, ...] | None = None,
+    padding: int | tuple[int, ...] = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor:
+    """Return an average with a divisor of its own as a product: torch's exporter leaves `divisor_override` out.
+
+    Args:
+        x: (N, C, H, W) or (N, C, D, H, W).
+        kernel_size: of a window.
+        stride: None = `kernel_size`.
+        padding: zeros on both sides.
+        ceil_mode: windows may begin before the end.
+        count_include_pad: divide by the whole window; without effect where there is a divisor.
+        divisor_override: instead of the number of places of a window.
+
+    Raises:
+        ExportError: `ceil_mode` with a divisor, because windows at the end have another size.
+    """
+    pool = cast(Callable[..., Tensor], F.avg_pool2d if x.dim() == 4 else F.avg_pool3d)
+    stride = kernel_size if stride is None else stride
+    if divisor_override is None:
+        return pool(x, kernel_size, stride, padding, ceil_mode, count_include_pad)
+    if ceil_mode:
+        raise ExportError(
+            "an average pooling has divisor_override and ceil_mode: ONNX has no such form; pad it instead"
+        )
+    window = (kernel_size,) * (x.dim() - 2) if isinstance(kernel_size, int) else kernel_size
+    return pool(x, kernel_size, stride, padding) * (math.prod(window) / divisor_override)
+
+
+class _AvgPool(nn.Module):
+    """See `avg_pool`."""
+
+    def __init__(self, layer: nn.AvgPool2d | nn.AvgPool3d) -> None:
+        super().__init__()
+        self.window, self.stride, self.padding = layer.kernel_size, layer.stride, layer.padding
+        self.ceil_mode, self.divisor = layer.ceil_mode, layer.divisor_override
+
+    def forward(self, x: Tensor) -> Tensor:
+        return avg_pool(x, self.window, self.stride, self.padding, self.ceil_mode, divisor_override=self.divisor)
+
+
 def spell_plainly(model: nn.Module) -> None:
     """Replace RReLU, evaluated as LeakyReLU of the mean slope, LogSigmoid, and adaptive maxima over equal windows.
+
+    Average pooling with a divisor of its own becomes an average and a product.
 
     Args:
         model: changed in place.
@@ -40,12 +92,17 @@ def spell_plainly(model: nn.Module) -> None:
             model.set_submodule(name, _LogSigmoid())
         if isinstance(module, nn.RReLU):
             model.set_submodule(name, nn.LeakyReLU((module.lower + module.upper) / 2))
+        if isinstance(module, (nn.AvgPool2d, nn.AvgPool3d)) and module.divisor_override is not None:
+            model.set_submodule(name, _AvgPool(module))
     if isinstance(model, fx.GraphModule):
         for node in list(model.graph.nodes):
             if node_kind(node) == "adaptive_max_pool":
                 _spell_pool(model, node)
             if node.target is F.logsigmoid:
                 node.target = log_sigmoid
+            if node.target in _AVERAGES and (len(node.args) > 6 or node.kwargs.get("divisor_override") is not None):
+                node.target = avg_pool
+                node.kwargs = {("x" if name == "input" else name): value for name, value in node.kwargs.items()}
         model.recompile()
 
 

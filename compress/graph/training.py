@@ -47,7 +47,8 @@ def training_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
         with torch.no_grad():
             for buffer, value in buffers:
-                buffer.copy_(value)
+                if not torch.equal(buffer, value):  # an expanded constant is not written to
+                    buffer.copy_(value)
 
 
 def same_in_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> bool:

@@ -115,6 +115,12 @@ class Largest(nn.Module):
         pytest.param(lambda: Branches(split=False), "fp32", "openvino", id="concat"),
         pytest.param(lambda: Branches(split=True), "fp32", "openvino", id="concat of parts"),
         pytest.param(Scaled, "fp32", "openvino", id="after a concat"),
+        pytest.param(
+            lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=(1, 2), padding_mode="circular")),
+            "fp32",
+            "openvino",
+            id="circular padding",
+        ),
         pytest.param(Products, "fp32", "openvino", id="matrix product of a concat"),
         pytest.param(Averages, "fp32", "openvino", id="averages"),
         pytest.param(Averages, "fp16", "openvino", id="averages, fp16"),

@@ -11,6 +11,7 @@ from torch import nn
 
 import compress
 from compress.engines import build_engine
+from compress.errors import ExportError
 from compress.export.onnx import export_onnx
 from compress.export.prepare import prepare
 from compress.quantization.ptq.quantize import quantize
@@ -86,3 +87,24 @@ def test_windows_over_the_edge_are_averaged_on_onnx_runtime_as_in_torch(window, 
     with build_engine(path, "onnxruntime", batch_size=4) as engine, torch.no_grad():
         got, wanted = torch.from_numpy(engine.run({"input": images.numpy()})["logits"]), qmodel(images)
     assert (got - wanted).square().mean() < 1e-3 * wanted.square().mean()
+
+
+class Averages(nn.Module):
+    """Averages with a divisor of their own, as a module and as functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.pool = nn.Conv2d(3, 8, 3, padding=1), nn.AvgPool2d(3, 2, 1, divisor_override=5)
+
+    def forward(self, x):
+        x = self.pool(self.conv(x))
+        return F.avg_pool2d(x, 2, 1, 0, False, True, 3) + F.avg_pool2d(x, (2, 2), stride=1, divisor_override=7)
+
+
+def test_averages_keep_their_divisor(tmp_path):
+    model, x = Averages().eval(), torch.randn(2, 3, 8, 8)
+    path = export_onnx(model, x, tmp_path / "averages.onnx")
+    (got,) = ReferenceEvaluator(str(path)).run(None, {"input": x.numpy()})
+    np.testing.assert_allclose(got, model(x).detach(), atol=1e-5)
+    with pytest.raises(ExportError, match="divisor_override and ceil_mode"):
+        export_onnx(nn.AvgPool2d(3, 2, ceil_mode=True, divisor_override=5), x, tmp_path / "ceil.onnx")

@@ -146,7 +146,7 @@ def _origins(tensor: Node, consumer: Node, commutes: frozenset[str], joined: boo
     """
     if tensor.kind == "concat":
         return [pair for source in tensor.tensors for pair in _origins(source, tensor, commutes, joined)]
-    if tensor.kind in commutes and tensor.tensors:
+    if tensor.kind in commutes and tensor.tensors and not tensor.tensors[0].infinite:
         return _origins(tensor.tensors[0], tensor, commutes, joined)
     split = _split_of(tensor) if joined and tensor.kind in commutes else None
     if split is not None and _is_joined(split.tensors[0], commutes):

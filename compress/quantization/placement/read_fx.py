@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -99,6 +100,9 @@ def _read_arguments(source: fx.Node, module: Any, node: Node) -> None:
         dims = _argument(source, 1, "dim")
         shape = source.all_input_nodes[0].meta.get("shape")
         node.axes = frozenset(d % len(shape) for d in dims) if shape and isinstance(dims, (list, tuple)) else None
+    elif node.kind == "pad":
+        filling = getattr(module, "value", None) if module is not None else _argument(source, 3, "value")
+        node.infinite = isinstance(filling, float) and math.isinf(filling)
     elif source.op == "call_method" and source.target == "float":
         node.cast = "float32"
 

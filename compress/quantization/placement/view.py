@@ -55,6 +55,7 @@ class Node:
         low: lower bound of a clamp.
         mode: interpolation of a resize.
         cast: type that the operation casts to explicitly, such as `float32`; "" if it casts to none.
+        infinite: True if it pads with an infinite value, which is in no range.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Node:
     low: float = float("-inf")
     mode: str = ""
     cast: str = ""
+    infinite: bool = False
 
     @property
     def layer(self) -> str:

@@ -214,3 +214,25 @@ def test_a_branch_that_begins_at_zero_is_quantized_and_one_that_no_image_reaches
         model.stem.bias.fill_(-100)  # these images pass no ReLU, others would
     with pytest.raises(CalibrationError, match="zero"):
         quantize(model, x, [x], spec=spec)
+
+
+class Padded(nn.Module):
+    """Largest values of windows that reach into an infinite margin (TensorFlow's SAME), and a filter by expansion."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        x = nn.functional.conv2d(self.conv(x), torch.full((1, 1, 2, 2), 0.25).expand(4, 1, 2, 2), groups=4)
+        return self.fc(nn.functional.max_pool2d(nn.functional.pad(x, (0, 1, 0, 1), value=-float("inf")), 2, 2))
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
+def test_infinite_margins_and_expanded_constants(target):
+    torch.manual_seed(0)
+    model, images = Padded().eval(), torch.randn(4, 3, 16, 16)
+    qmodel = quantize(model, images, [images], spec=QuantSpec(target=target))
+    assert len(qmodel.placement.weights) == 2
+    with torch.no_grad():
+        assert sqnr(model(images), qmodel(images)) > 30
