@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "compress"
 LAYERS = [
@@ -133,50 +131,58 @@ def test_no_circle_between_files():
     graphlib.TopologicalSorter({module: edges(module) for module in FILES}).prepare()
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_imports_point_down(module):
-    assert part(module) in RANK, f"{part(module)} is in no layer"
-    for other in edges(module):
-        lower = RANK[part(other)] < RANK[part(module)] or part(other) in {part(module), "version"}
-        assert lower, f"{module} imports {other}, which is not in a lower layer"
+def test_imports_point_down():
+    assert {part(module) for module in FILES} == set(RANK), "each part is in one layer"
+    upward = [
+        f"{module} imports {other}, which is not in a lower layer"
+        for module in FILES
+        for other in edges(module)
+        if RANK[part(other)] >= RANK[part(module)] and part(other) not in {part(module), "version"}
+    ]
+    assert not upward, "\n".join(upward)
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_imports_inside_functions_have_a_reason(module):
-    for item in imports(module):
-        if not item.inside:
-            continue
-        where = f"{FILES[module].relative_to(ROOT)}:{item.line}"
-        assert item.reason, f"{where}: an import in a function without `# optional: ...` or `# lazy: ...`"
-        own = any(name in FILES for name in item.modules)
-        assert part(module) in LAZY or not own or item.reason.startswith("optional"), f"{where}: lazy, of compress"
+def test_imports_inside_functions_have_a_reason():
+    wrong = []
+    for module in FILES:
+        for item in imports(module):
+            own = any(name in FILES for name in item.modules)
+            where = f"{FILES[module].relative_to(ROOT)}:{item.line}"
+            if item.inside and not item.reason:
+                wrong.append(f"{where}: an import in a function without `# optional: ...` or `# lazy: ...`")
+            elif item.inside and own and part(module) not in LAZY and not item.reason.startswith("optional"):
+                wrong.append(f"{where}: lazy, of compress")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("module", [module for module in FILES if part(module) == "kernels"])
-def test_kernels_compute_on_tensors_alone(module):
-    names = {name for item in imports(module) for name in item.modules}
-    used = {ast.unparse(node) for node in ast.walk(parsed(FILES[module])) if isinstance(node, ast.Attribute)}
-    assert not {name for name in names if name.startswith(("torch.fx", "torch.nn.modules"))}
-    assert not used & {"nn.Module", "torch.nn.Module", "torch.fx", "fx.Node", "fx.Graph", "fx.GraphModule"}
+def test_kernels_compute_on_tensors_alone():
+    for module in [module for module in FILES if part(module) == "kernels"]:
+        names = {name for item in imports(module) for name in item.modules}
+        used = {ast.unparse(node) for node in ast.walk(parsed(FILES[module])) if isinstance(node, ast.Attribute)}
+        assert not {name for name in names if name.startswith(("torch.fx", "torch.nn.modules"))}, module
+        assert not used & {"nn.Module", "torch.nn.Module", "torch.fx", "fx.Node", "fx.Graph", "fx.GraphModule"}, module
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_and_functions_are_small(path):
-    lines = len(path.read_text().splitlines())
-    assert lines <= LONGEST_FILE, f"{lines} lines: split it at about {LONGEST_FILE}"
-    for function in functions(path):
-        length = function.end_lineno - function.lineno + 1
-        assert length <= LONGEST_FUNCTION, f"{function.name} has {length} lines: split it at about {LONGEST_FUNCTION}"
+def test_files_and_functions_are_small():
+    large = []
+    for path in SOURCES:
+        where, lines = path.relative_to(ROOT), len(path.read_text().splitlines())
+        if lines > LONGEST_FILE:
+            large.append(f"{where} has {lines} lines: split it at about {LONGEST_FILE}")
+        for function in functions(path):
+            length = function.end_lineno - function.lineno + 1
+            if length > LONGEST_FUNCTION:
+                large.append(f"{where}: {function.name} has {length} lines: split it at about {LONGEST_FUNCTION}")
+    assert not large, "\n".join(large)
 
 
-PACKAGES = sorted({path.parent for path in PACKAGE.rglob("__init__.py")} - {PACKAGE})
-
-
-@pytest.mark.parametrize("folder", PACKAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_package_says_what_it_is_for(folder):
-    text = (folder / "README.md").read_text()
-    assert text.startswith("# "), "a title"
-    assert 10 <= len(text.splitlines()) <= 30, "ten to thirty lines: purpose, entry point, what may not be put here"
+def test_every_package_says_what_it_is_for():
+    for folder in sorted({path.parent for path in PACKAGE.rglob("__init__.py")} - {PACKAGE}):
+        text = (folder / "README.md").read_text()
+        assert text.startswith("# "), f"{folder}: a title"
+        assert 10 <= len(text.splitlines()) <= 30, (
+            f"{folder}: ten to thirty lines: purpose, entry point, what may not be put here"
+        )
 
 
 def test_packages_ship(tmp_path):
