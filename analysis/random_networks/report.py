@@ -33,9 +33,11 @@ def page(results: dict[str, Any]) -> str:
     runs, findings = results["runs"], results["findings"]
     keys = ("first_seed", "networks", "exported", "operations", "cpu_seconds")
     total, exported = (sum(run[key] for run in runs) for key in ("networks", "exported"))
+    versions = ", ".join(sorted({run["torch"] for run in runs}))
     lines = [
         "# Random networks through quantize, export and ONNX Runtime",
         "",
+        f"`python -m analysis.random_networks.run` on a CPU, torch {versions}: "
         f"{total:,} networks in {len(runs)} runs, the targets in turn; {exported:,} of them were exported and run in "
         "ONNX Runtime, with and without its optimizations.",
         "",

@@ -146,7 +146,7 @@ def main() -> None:
     columns = ("file", "inputs", "read", "refused", "other exceptions")
     lines = [f"| {' | '.join(str(row[column]) for column in columns)} |" for row in rows]
     command = f"`python -m analysis.reliability_fuzz.run --seconds {options.seconds:g} --seed {options.seed}`"
-    head = ["# Mutated files", "", command, "", f"| {' | '.join(columns)} |", "|---|---|---|---|---|"]
+    head = ["# Mutated files", "", f"{command}, on a CPU.", "", f"| {' | '.join(columns)} |", "|---|---|---|---|---|"]
     write_text(options.out / "fuzz.md", "\n".join([*head, *lines, ""]))
 
 
