@@ -175,12 +175,9 @@ def _weight_ranges(reading: Reading, placement: Placement) -> dict[str, Tensor]:
 
 def _dead(watching: Mapping[str, Calibrator], reading: Reading, placement: Placement) -> tuple[str, ...]:
     """Return the quantizers whose tensors were zero and stay zero for any image, because of the weights."""
-    zero = {node.name for node in always_zero(reading.view)}
-    return tuple(
-        site.name
-        for site in placement.activations
-        if watching[site.name].only_zeros and zero.issuperset(tensor for tensor, _ in site.edges)
-    )
+    sites = [site for site in placement.activations if watching[site.name].only_zeros]
+    zero = {node.name for node in always_zero(reading.view)} if sites else set()
+    return tuple(site.name for site in sites if zero.issuperset(tensor for tensor, _ in site.edges))
 
 
 def _watched_tensors(placement: Placement) -> list[str]:

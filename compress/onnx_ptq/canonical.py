@@ -131,6 +131,8 @@ Folded = tuple[NDArray[Any], NDArray[Any], list[onnx.NodeProto]]
 def _folded(layer: onnx.NodeProto, kind: str, after: onnx.NodeProto, index: Index) -> Folded | None:
     """Return (weight, bias, the nodes that they replace) of a layer with what follows it; None if nothing folds."""
     names = [layer.input[1], *([layer.input[2]] if len(layer.input) > 2 else [])]
+    if after.op_type != "BatchNormalization" and index.constants.isdisjoint(after.input):
+        return None
     plain = kind != "linear" or all(attribute(layer, key, 1.0) == 1.0 for key in ("alpha", "beta"))
     if not plain or attribute(layer, "transA", 0) or not index.constants.issuperset(names):
         return None
@@ -296,9 +298,9 @@ def drop_unread(graph: onnx.GraphProto) -> None:
     """Remove constants that nothing reads any more, graphs inside nodes included."""
     used = {name for node in graph.node for name in inputs_of(node)} | {value.name for value in graph.output}
     inputs = {value.name for value in graph.input}
-    kept = [tensor for tensor in graph.initializer if tensor.name in used or tensor.name in inputs]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)
+    for i, tensor in reversed(list(enumerate(graph.initializer))):
+        if tensor.name not in used and tensor.name not in inputs:
+            del graph.initializer[i]  # a new list would copy the weights that stay
 
 
 def replace_nodes(graph: onnx.GraphProto, nodes: list[onnx.NodeProto]) -> None:

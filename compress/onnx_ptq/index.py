@@ -36,7 +36,7 @@ _COMPUTED = 1 << 22
 """Elements of the largest result of such an operator that is computed: its size is known before."""
 
 _SMALL = 1 << 16
-"""Bytes of constants that shape inference may look at; larger ones are weights."""
+"""Bytes of constants, of four each number, that shape inference may look at; larger ones are weights."""
 
 
 class Index:
@@ -225,7 +225,7 @@ def _without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
     model.graph.output.extend(graph.output)
     model.graph.sparse_initializer.extend(graph.sparse_initializer)
     for tensor in graph.initializer:
-        if len(tensor.raw_data) > _SMALL:
+        if tensor.HasField("raw_data") and 4 * math.prod(tensor.dims) > _SMALL:
             model.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
         else:
             model.graph.initializer.append(tensor)

@@ -35,11 +35,13 @@ def save_model(source: SourceFile, path: Path) -> Path:
         QuantizationError: external data cannot be read.
         OSError: writing fails.
     """
-    if not source.external and source.proto.ByteSize() < _LARGEST:
-        _check(source.proto, path)
+    whole = b"" if source.external else source.proto.SerializeToString()
+    if 0 < len(whole) < _LARGEST:
+        _check(whole, path)
         with replacing(path) as temporary:
-            temporary.write_bytes(source.proto.SerializeToString())
+            temporary.write_bytes(whole)
         return path
+    del whole
     places = tuple(path.with_name(f"{path.name}{end}") for end in (".data", ".2.data"))
     older = _weight_files(path)
     data = places[1] if places[0] in older else places[0]
@@ -91,8 +93,8 @@ def _raw(source: SourceFile, tensor: onnx.TensorProto) -> bytes:
     return whole.raw_data
 
 
-def _check(proto: onnx.ModelProto, path: Path) -> None:
+def _check(model: bytes, path: Path) -> None:
     try:
-        onnx.checker.check_model(proto)
+        onnx.checker.check_model(model)
     except Exception as error:
         raise AuditError(f"the quantized form of {path.name} does not pass onnx.checker: {one_line(error)}") from error

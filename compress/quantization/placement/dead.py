@@ -24,9 +24,11 @@ def always_zero(view: GraphView) -> list[Node]:
 def _is_zero(node: Node, dead: set[Node]) -> bool:
     known, parameters = [source in dead for source in node.inputs], node.parameters
     if parameters is not None:
+        if not _zero(parameters.bias()):
+            return False
         weight = parameters.weight()
         multiplies_by_zero = weight is not None and not weight.detach().any()
-        return _zero(parameters.bias()) and (multiplies_by_zero or (all(known) and _zero(parameters.mean())))
+        return multiplies_by_zero or (all(known) and _zero(parameters.mean()))
     if node.kind == "zeros":
         return True
     if node.traits.multiplies:
