@@ -34,17 +34,17 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet of 6 n + 2 layers."""
+    """ResNet of 6 n + 2 layers, whose stages have once, twice and four times `width` channels."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, width: int = 16, stride: int = 1) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(16)
-        sizes = [(16, 16, 1), (16, 32, 2), (32, 64, 2)]
+        self.conv1 = nn.Conv2d(3, width, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        sizes = [(width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2)]
         blocks = [[Block(i, o, s), *(Block(o, o, 1) for _ in range(n - 1))] for i, o, s in sizes]
         self.layers = nn.Sequential(*(nn.Sequential(*stage) for stage in blocks))
         self.pool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(64, 10)
+        self.fc = nn.Linear(4 * width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (N, 10)."""
@@ -92,6 +92,7 @@ def convnext() -> nn.Module:
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "resnet8": partial(ResNet, 1),
+    "resnet14_strided": partial(ResNet, 2, width=32, stride=2),
     "resnet20": partial(ResNet, 3),
     "resnet56": partial(ResNet, 9),
     "mobilenet_v2": mobilenet_v2,

@@ -158,10 +158,11 @@ class Training:
         model: network on the device, in channels_last.
         teacher: float network to learn from, or None.
         images: data.
-        spec: lr, decay, distillation and damping; precision is bfloat16 on GPUs.
+        spec: lr, decay, distillation and damping; precision as `bfloat16` says.
         batch: images of a step.
         mode: `compiled` (torch.compile and a CUDA graph), `graph` (a CUDA graph alone) or `eager`.
         mask_end: share of the steps after which masks that move or are learned stay.
+        bfloat16: forward passes in bfloat16; None = on GPUs.
     """
 
     def __init__(
@@ -174,12 +175,14 @@ class Training:
         mode: str,
         *,
         mask_end: float = 0.8,
+        bfloat16: bool | None = None,
     ) -> None:
         self.model, self.images, self.spec, self.batch, self.mode = model, images, spec, batch, mode
         compiled = mode == "compiled"
         self.forward: Callable[[Tensor], Tensor] = torch.compile(model, dynamic=False) if compiled else model
         self.teach = None if teacher is None else (torch.compile(teacher, dynamic=False) if compiled else teacher)
         device = images.targets.device
+        self.bfloat16 = device.type == "cuda" if bfloat16 is None else bfloat16
         self.lr, self.damping = torch.zeros((), device=device), torch.zeros((), device=device)
         make = Adam if spec.optimizer == "adamw" else Momentum
         self.optimizer: Any = make(model, spec, self.lr)
@@ -194,7 +197,7 @@ class Training:
     def _step(self) -> None:
         x, targets = self.images.batch(self.batch)
         x = x.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bfloat16):
             outputs = self.forward(x)
             with torch.no_grad():
                 taught = None if self.teach is None else self.teach(x)

@@ -12,6 +12,7 @@ import torch
 
 from analysis.low_bits.step import Images, Training
 from analysis.search_study.choice import Choice, Whole
+from analysis.search_study.criteria import paired, within
 from analysis.search_study.files import read_states, write_states
 from analysis.search_study.methods import NoNetworkError, brackets, family_of, ranked
 from analysis.search_study.report import interval, over_uniform
@@ -125,3 +126,29 @@ def test_an_interval_of_three_seeds_is_that_of_student():
     values = [1.0, 2.0, 4.0]
     half = 4.3027 * np.std(values, ddof=1) / math.sqrt(3)
     assert interval(values) == f"{np.mean(values):+.2f} ± {half:.2f}"
+
+
+def test_blocks_of_the_least_score_go_until_the_bound_is_kept_and_none_more():
+    """All blocks cost the same here, so that those that stay are the ones of the highest scores."""
+    generator = torch.Generator().manual_seed(0)
+    scores = {name: torch.rand(size, generator=generator) for name, size in (("a", 32), ("b", 64), ("c", 16))}
+
+    def share(configuration):
+        return sum(map(int, configuration.values())) / 112
+
+    configuration = within(scores, 16, share, 0.6)
+    assert share(configuration) <= 0.6 < share(configuration) + 16 / 112
+    relative = {name: (own / own.mean()).sort().values for name, own in scores.items()}
+    blocks = {name: [float(part.mean()) for part in own.split(16)] for name, own in relative.items()}
+    gone = {name: (len(own) - int(configuration[f"width {name}"])) // 16 for name, own in scores.items()}
+    removed = [score for name, own in blocks.items() for score in own[: gone[name]]]
+    stayed = [score for name, own in blocks.items() for score in own[gone[name] : -1]]  # the last of a group stays
+    assert len(removed) == 3
+    assert max(removed) < min(stayed)
+
+
+def test_a_paired_difference_is_that_of_the_pictures_that_differ():
+    left, right = np.array([1, 1, 1, 0] * 25, bool), np.array([1, 1, 0, 0] * 25, bool)
+    value, half = paired(left, right)
+    assert value == pytest.approx(25)
+    assert half == pytest.approx(1.96 * 100 * math.sqrt(0.25 * 0.75 / 99))
