@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor, fx, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -162,10 +163,15 @@ def wrap(
 def keep_compiled() -> None:
     """Let torch.compile keep its results in $XDG_CACHE_HOME (or ~/.cache) /compress/compiled, if nothing else is set.
 
-    By default they are in the folder for temporary files, and a machine that starts anew compiles again.
+    By default they are in the folder for temporary files, and a machine that starts anew compiles again. Graphs with an
+    autograd.Function, which all fused ones have, are kept as compiled code alone, and the next run traces and
+    partitions them anew; torch keeps them whole by choice, under a key of both passes' code and of the kernels' source.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(base / "compress" / "compiled"))
+    name = "autograd_cache_allow_custom_autograd_functions"
+    if hasattr(functorch_config, name):
+        setattr(functorch_config, name, True)
 
 
 @contextmanager
