@@ -16,11 +16,15 @@ X = np.random.default_rng(0).standard_normal((12, 3, 8, 8)).astype(np.float32)
 @pytest.fixture
 def files(tmp_path):
     nodes = [
-        helper.make_node("Conv", ["x", "w"], ["a"], name="first"),
-        helper.make_node("ReduceMax", ["a"], ["m"], name="largest", axes=[2, 3], keepdims=1),
-        helper.make_node("Conv", ["m", "v"], ["y"], name="second"),
+        helper.make_node("Conv", ["x", "w", "b"], ["a"], name="first"),
+        helper.make_node("Conv", ["a", "v"], ["y"], name="second"),
+        helper.make_node("Shape", ["x"], ["sizes"]),
+        helper.make_node("Gather", ["sizes", "zero"], ["images"]),
+        helper.make_node("ConstantOfShape", ["images"], ["states"]),
     ]
-    proto = model_of(nodes, {"w": weights(8, 3, 3, 3), "v": weights(4, 8, 1, 1)}, shape=("n", 3, 8, 8))
+    constants = {"w": weights(8, 3, 3, 3), "v": weights(4, 8, 1, 1), "b": 3 * weights(8), "zero": np.zeros(1, np.int64)}
+    proto = model_of(nodes, constants, shape=("n", 3, 8, 8))
+    proto.graph.output.append(helper.make_tensor_value_info("states", 1, ["n"]))
     onnx.save(proto, tmp_path / "float.onnx")
     spec = QuantSpec(target="openvino")
     return tmp_path / "float.onnx", quantize_onnx(tmp_path / "float.onnx", [X], spec=spec, out=tmp_path / "q.onnx")
@@ -34,13 +38,15 @@ def test_a_good_file_has_no_warning(files):
 
 
 def test_an_engine_that_computes_something_else_is_said(files):
-    """Without the maximum that keeps them apart, OpenVINO fuses a reduction with the quantizer after it."""
+    """With the bias in the convolution, OpenVINO uses that of one channel for all where the batch is open."""
     float_path, path = files
     proto = onnx.load(path)
-    (apart,) = [node for node in proto.graph.node if node.op_type == "Max"]
-    for node in proto.graph.node:
-        if node.op_type == "ReduceMax":
-            node.output[0] = apart.output[0]
+    conv = next(node for node in proto.graph.node if node.name == "first")
+    apart = next(node for node in proto.graph.node if node.op_type == "Add")
+    bias = next(numpy_helper.to_array(t) for t in proto.graph.initializer if t.name == apart.input[1])
+    proto.graph.initializer.append(numpy_helper.from_array(bias.reshape(-1), "bias"))
+    conv.input.append("bias")
+    conv.output[0] = apart.output[0]
     proto.graph.node.remove(apart)
     onnx.save(proto, path)
     found = check_onnx(float_path, path, X, target="openvino")
