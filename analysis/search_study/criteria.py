@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
@@ -79,7 +80,7 @@ def main() -> None:
     o.cache.mkdir(parents=True, exist_ok=True)
     o.out.mkdir(parents=True, exist_ok=True)
     about = {
-        "command": command_line(),
+        "command": command_line(["DIR" if word == o.data else word for word in sys.argv[1:]]),
         "software": software("torch", o.engine, "optuna"),
         "machine": {"cpu": machine.cpu, "cores": machine.usable_cores},
     }

@@ -36,12 +36,13 @@ def write(out: Path) -> Path:
 
 def _seed(rows: Sequence[Row]) -> Iterator[str]:
     one = rows[0]
+    epochs = "epoch" if one["epochs"] == 1 else "epochs"
     yield f"## {one['network']}, seed {one['seed']}, at most {one['bound']:g} of the float network's predicted latency"
     yield ""
     yield (
         f"Float: {one['float_top1']:.2f} % after {one['float_epochs']} epochs of {one['train_images']:,} pictures; "
-        f"every network was fine-tuned for {one['epochs']} epochs of them with the float network as teacher. Top-1 of "
-        f"{one['pictures']:,} test pictures in float32, with the half width of its 95 % interval; beside the search "
+        f"every network was fine-tuned for {one['epochs']} {epochs} of them with the float network as teacher. Top-1 "
+        f"of {one['pictures']:,} test pictures in float32, with the half width of its 95 % interval; beside the search "
         "the difference on the same pictures, paired."
     )
     yield from _table("removed by", sorted(_criteria(rows), key=lambda row: -row["after"]))
