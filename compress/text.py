@@ -14,6 +14,8 @@ MISSING = "n/a"
 
 _DIGITS = 4
 """Significant digits of a metric whose unit is not percent."""
+_TINY = 1e-4
+"""Size below which such a metric is written with its power of ten."""
 
 _ENGINES = {
     "openvino": "OpenVINO",
@@ -86,10 +88,14 @@ def fixed(value: float | None, decimals: int, unit: str = "") -> str:
 def scored(value: float | None, unit: str) -> str:
     """A metric in the unit of reports, without it: two decimals of percent, four significant digits of other units.
 
-    >>> scored(61.254, "%"), scored(0.012345, "m"), scored(None, "%")
-    ('61.25', '0.01235', 'n/a')
+    >>> scored(61.254, "%"), scored(0.012345, "m"), scored(1.15e-8, "mm"), scored(None, "%")
+    ('61.25', '0.01235', '1.150e-08', 'n/a')
     """
-    return fixed(value, 2) if unit == "%" else significant(value, _DIGITS)
+    if unit == "%":
+        return fixed(value, 2)
+    if value is not None and 0 < abs(value) < _TINY:
+        return f"{value:.{_DIGITS - 1}e}"
+    return significant(value, _DIGITS)
 
 
 def signed(value: float, unit: str = "%") -> str:

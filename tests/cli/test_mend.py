@@ -76,7 +76,7 @@ def test_a_file_is_mended_by_a_metric_of_the_users_own(compress, folder, monkeyp
     assert told.returncode == 0, told.stderr
     words = " ".join(told.stdout.split())
     assert "one scale for channels whose ranges differ" in words
-    assert "distance 0.00 mm in float" in words and "points of float: met" in words
+    assert "e-08 mm in float" in words and "mm of float: met" in words
     spoiled, mended = (
         np.mean([np.abs(run(path, part) - y).mean() for part, y in zip(x, wanted, strict=True)])
         for path in (

@@ -42,6 +42,6 @@ def test_refusals(tmp_path):
         parity_of_recipe(parse_recipe({**TREE, "quantization": None, "qat": None}))
     with pytest.raises(RunError, match="no quantized network"):
         parity_of_run(tmp_path)
-    for arguments in ([], ["--run", "x", "--recipe", "y"]):
+    for arguments in ([], ["--run", "x", "--recipe", "resnet50"]):
         with pytest.raises(RecipeError, match="give --recipe, or --run"):
             app(["inspect", "parity", *arguments])

@@ -72,7 +72,7 @@ def test_boxes_are_drawn_inside_the_picture(tmp_path):
     for name, score, (left, top, right, bottom) in found.boxes:
         assert name in test_boxes.CLASSES and 0.4 <= score <= 1
         assert 0 <= left < right <= 48 and 0 <= top < bottom <= 32
-    assert np.asarray(Image.open(found.drawn)).shape == (32, 48, 3)
+    assert np.asarray(Image.open(found.drawn)).shape == (256, 384, 3)  # enlarged, so that names can be read
     image = np.random.default_rng(0).integers(0, 256, (32, 48, 3)).astype(np.float32)  # without equal scores
     Image.fromarray(image.astype(np.uint8)).save(tmp_path / "noise.png")
     (found,) = predict(tmp_path / "run", [tmp_path / "noise.png"], engine="onnxruntime", variant="float")

@@ -198,7 +198,8 @@ def _random(source: SourceFile, size: tuple[int, int] | None) -> Arrays:
             shape[2:] = [given if side < 0 else side for given, side in zip(size, shape[2:], strict=True)]
         if min(shape, default=1) < 1:
             raise ModelError(
-                f"{source.path}: input {tensor.name!r} has open sides {tensor.shape}; give a batch, or a size"
+                f"{source.path}: input {tensor.name!r} has open sides {tensor.shape}; give a batch, or a height and a "
+                "width for pictures (size=; in a recipe model.options: {size: [224, 224]})"
             )
         found[tensor.name] = generator.standard_normal(shape).astype(tensor.dtype)
     return found

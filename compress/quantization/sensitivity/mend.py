@@ -221,8 +221,9 @@ class _Work:
     def _goal(self) -> str:
         if self.sqnr_db is not None:
             return f"at least {self.sqnr_db:g} dB at the outputs"
-        what = self.judge.title if self.float_score is not None else "agreement with float"
-        return f"{what} within {self.drop:g} points of float"
+        if self.float_score is None:
+            return f"agreement with float within {self.drop:.3g} points of float"
+        return f"{self.judge.title} within {self.drop:.3g} {self.judge.amount} of float"
 
     def _whole(self, spec: QuantSpec, found: Diagnosis) -> list[_Step]:
         """Choose among the changes of the whole network: the best one, then the best one on top of it."""
