@@ -9,9 +9,9 @@ READY  := $(VENV)/.ready
 demo: install   ## from nothing to a quantized engine and a report
 	$(BIN)/python -m compress qat --recipe resnet50.yaml
 
-# worksteal: a process keeps most files whole, so that it makes what their tests share once
+# loadfile: a process runs a file whole, so that what its tests share is made once
 test: install   ## the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 15
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations 15
 
 package: types  ## source distribution, the wheel made of it, and its types as a program that installs it sees them
 	rm -rf build/package && mkdir -p build/package
