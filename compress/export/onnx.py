@@ -25,25 +25,15 @@ from torch.utils._pytree import tree_leaves
 
 from compress.data.preprocessing import Preprocessing
 from compress.errors import ExportError
-from compress.export.average_pools import float_averages
-from compress.export.bias import integer_biases, room_for_biases
-from compress.export.biases_apart import biases_apart
 from compress.export.channel_scales import scales_on_outputs
-from compress.export.circular import concatenated_pads
 from compress.export.cleanup import clean
-from compress.export.extremes import extremes_apart
-from compress.export.gathers import flat_gathers
-from compress.export.int4 import pack_int4
 from compress.export.names import LABELS_KEY, PREPROCESSING_KEY, input_names, output_names
 from compress.export.onnx_graph import drop_unused
 from compress.export.padding import pads_into_convolutions
 from compress.export.prepare import prepare
-from compress.export.repeated_pairs import repeat_pairs
-from compress.export.shared_convolutions import bias_shared_convolutions
-from compress.export.softmax import bounded_softmaxes
 from compress.export.spec import ExportSpec, check_export_spec
+from compress.export.targets import finish_for, shape_for
 from compress.export.torchlib import looked_up_once
-from compress.export.zero_points import zero_points_into_biases
 from compress.files import replacing
 from compress.graph.alone import alone
 from compress.graph.inputs import Inputs, as_inputs, each_input, flat_tensors, named_tensors
@@ -132,24 +122,9 @@ def _check_model(model: nn.Module) -> None:
 def _apply_passes(proto: onnx.ModelProto, spec: ExportSpec, *, target: str) -> None:
     """Rewrite torch's ONNX in place for the target that its quantizers were placed for; "" for a float model."""
     pads_into_convolutions(proto)
-    room_for_biases(proto)
-    pack_int4(proto)
-    if target != "onnxruntime":  # files for TensorRT are measured on OpenVINO too
-        bias_shared_convolutions(proto)
-    if target == "openvino":
-        flat_gathers(proto)
-        float_averages(proto)
-        extremes_apart(proto)
-    if target in {"openvino", ""}:
-        concatenated_pads(proto)
+    shape_for(proto, target)
     clean(proto)
-    if target == "openvino":
-        zero_points_into_biases(proto)
-        biases_apart(proto)
-    if target == "onnxruntime":
-        bounded_softmaxes(proto)
-        repeat_pairs(proto)
-        integer_biases(proto)
+    finish_for(proto, target)
     drop_unused(proto.graph)  # biases that were replaced
     if spec.channel_scales == "output":
         scales_on_outputs(proto)

@@ -19,17 +19,8 @@ from torch import nn
 
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError, QuantizationError
-from compress.export.average_pools import float_averages
-from compress.export.bias import integer_biases, room_for_biases
-from compress.export.biases_apart import biases_apart
 from compress.export.cleanup import averages_without_padding
-from compress.export.extremes import extremes_apart
-from compress.export.gathers import flat_gathers
-from compress.export.int4 import pack_int4
-from compress.export.repeated_pairs import repeat_pairs
-from compress.export.shared_convolutions import bias_shared_convolutions
-from compress.export.softmax import bounded_softmaxes
-from compress.export.zero_points import zero_points_into_biases
+from compress.export.targets import finish_for, shape_for
 from compress.onnx_ptq.calibrate import calibrate_graph
 from compress.onnx_ptq.canonical import canonical, drop_unread
 from compress.onnx_ptq.compare import comparison, results_for_one
@@ -209,21 +200,10 @@ def _finish(source: SourceFile, types: Types, target: str, metadata: Mapping[str
     del proto.graph.value_info[:]
     for name, dtype in types.items():
         proto.graph.value_info.append(helper.make_tensor_value_info(name, dtype, shapes.get(name)))
-    room_for_biases(proto)
-    pack_int4(proto)
-    if target != "onnxruntime":
-        bias_shared_convolutions(proto)
-    if target == "openvino":
-        flat_gathers(proto)
-        float_averages(proto)
-        extremes_apart(proto)
-        zero_points_into_biases(proto)
-        biases_apart(proto)
+    shape_for(proto, target)
     if target == "onnxruntime":
         averages_without_padding(proto.graph)
-        bounded_softmaxes(proto)
-        repeat_pairs(proto)
-        integer_biases(proto)
+    finish_for(proto, target)
     del proto.graph.value_info[:]
     proto.graph.value_info.extend(own)
     drop_unread(proto.graph)

@@ -311,3 +311,17 @@ def test_attention_is_quantized_on_both_sides_of_its_products(tmp_path):
     assert rules.count("matmul input") == 4
     assert rules.count("layer_norm stays float") == 2
     assert sqnr(run(file, PICTURES), run(result.path, PICTURES)) > 25
+
+
+def test_circular_padding_is_read_by_openvino(tmp_path):
+    nodes = [
+        helper.make_node("Pad", ["x", "amounts"], ["p"], mode="wrap"),
+        helper.make_node("Conv", ["p", "w"], ["y"], name="convolution"),
+    ]
+    constants = {"amounts": np.array([0, 0, 1, 2, 0, 0, 1, 2]), "w": weights(8, 3, 3, 5)}
+    onnx.save(model_of(nodes, constants, opset=19), tmp_path / "float.onnx")
+    path = compress.quantize_onnx(tmp_path / "float.onnx", batches(size=8), spec=QuantSpec(target="openvino"))
+    x = PICTURES[:2, :, :8, :8].copy()
+    with compress.build_engine(path, "openvino", precision="f32") as engine:
+        (found,) = engine.run({"x": x}).values()
+    assert sqnr(run(tmp_path / "float.onnx", x), found) > 30

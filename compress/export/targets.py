@@ -1,0 +1,52 @@
+"""The passes over a quantized file that its target needs: one list for torch's exports and for files of their own."""
+
+from __future__ import annotations
+
+import onnx
+
+from compress.export.average_pools import float_averages
+from compress.export.bias import integer_biases, room_for_biases
+from compress.export.biases_apart import biases_apart
+from compress.export.circular import concatenated_pads
+from compress.export.extremes import extremes_apart
+from compress.export.gathers import flat_gathers
+from compress.export.int4 import pack_int4
+from compress.export.repeated_pairs import repeat_pairs
+from compress.export.shared_convolutions import bias_shared_convolutions
+from compress.export.softmax import bounded_softmaxes
+from compress.export.zero_points import zero_points_into_biases
+
+
+def shape_for(proto: onnx.ModelProto, target: str) -> None:
+    """Rewrite operations that a target's engine reads or computes otherwise, in place; before the graph is tidied.
+
+    Args:
+        proto: quantized model.
+        target: that its quantizers were placed for; "" for a float model.
+    """
+    room_for_biases(proto)
+    pack_int4(proto)
+    if target != "onnxruntime":  # files for TensorRT are measured on OpenVINO too
+        bias_shared_convolutions(proto)
+    if target == "openvino":
+        flat_gathers(proto)
+        float_averages(proto)
+        extremes_apart(proto)
+    if target in {"openvino", ""}:
+        concatenated_pads(proto)
+
+
+def finish_for(proto: onnx.ModelProto, target: str) -> None:
+    """Write biases, zero points and pairs as a target's engine computes them, in place; after the graph is tidied.
+
+    Args:
+        proto: as for `shape_for`.
+        target: as for `shape_for`.
+    """
+    if target == "openvino":
+        zero_points_into_biases(proto)
+        biases_apart(proto)
+    if target == "onnxruntime":
+        bounded_softmaxes(proto)
+        repeat_pairs(proto)
+        integer_biases(proto)
