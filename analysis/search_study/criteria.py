@@ -49,7 +49,7 @@ _BATCH, _LOOSE = 128, 1.2
 
 @dataclass(frozen=True)
 class Chosen:
-    """A network to be fine-tuned: what is left of the float network, and by which scores."""
+    """A network to be fine-tuned: the channels and blocks that are kept, and the scores that chose them."""
 
     configuration: Configuration
     scores: Scores
@@ -252,7 +252,7 @@ def _configuration(widths: Mapping[str, int]) -> dict[str, str]:
 
 @torch.no_grad()
 def hits(network: nn.Module, images: Images) -> NDArray[np.bool_]:
-    """Whether each test picture is given its class, (N,), in float32."""
+    """Return True for each test picture that the network classifies rightly in float32, (N,)."""
     network.eval().to(memory_format=torch.channels_last)
     pixels, targets = images.val
     found: list[Tensor] = [

@@ -37,7 +37,7 @@ _MOST_TILES = 11
 _INT8_RIDGE = 295
 """Products for each byte moved from which INT8 products, not memory, are the nearer roof of an H100."""
 _MOST_WEIGHT_BYTES = 16 << 10
-"""Of a weight that a program of 128 threads keeps in registers: 32 of each thread."""
+"""Bytes of a weight that a program of 128 threads keeps in registers at most: 32 registers of each thread."""
 
 
 def product_tiles(rows: int, channels: int, columns: int, taps: int, groups: int = 1) -> list[Tile]:

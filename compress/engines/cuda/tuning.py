@@ -48,7 +48,7 @@ class Measured:
 
 
 class Kernels(NamedTuple):
-    """What a candidate launches.
+    """The Triton kernels of a candidate, or why it has none.
 
     Attributes:
         requests: its Triton kernels.
@@ -60,7 +60,7 @@ class Kernels(NamedTuple):
 
 
 def kernels_of(executor: Executor, ways: Sequence[Sequence[Candidate]]) -> list[dict[str, Kernels]]:
-    """What the candidates of each step launch, by their names; nothing is launched.
+    """Return the kernels of each step's candidates, by the candidates' names; nothing is launched.
 
     Args:
         executor: of the plan.
@@ -76,7 +76,7 @@ def kernels_of(executor: Executor, ways: Sequence[Sequence[Candidate]]) -> list[
 
 
 def _kernels(candidate: Candidate, tensors: dict[str, Tensor], others: bool) -> Kernels:
-    """What a candidate launches; its error is raised where there are no others to compute the step."""
+    """Return the kernels of a candidate; its error is raised where the step has no other candidate."""
     with recorded() as recording:
         try:
             candidate.run(tensors)

@@ -60,7 +60,7 @@ def _plain(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, 
 
 
 def _candidate(step: Convolution, text: str, launch: Callable[[Tensor, Outputs], None]) -> Candidate:
-    """A candidate that launches one kernel, of the input and what is written."""
+    """Return a candidate of one kernel; `launch` is called with the input and the tensors that are written."""
     e = step.epilogue
 
     def run(tensors: Tensors) -> None:
