@@ -3,7 +3,7 @@
 A compiled variant has a process of its own. The eager variants of a network share one, so that cuDNN's benchmark is run
 once for all; their recorded passes are in it too. A process keeps its steps, so nothing is traced a second time, and
 gives the GPU's memory back while it waits. While others compute, cuDNN's benchmark would choose wrong algorithms: it is
-off until the process is asked for its first round.
+off until the process is asked for its first round. Nothing is timed before all have been built.
 """
 
 from __future__ import annotations
@@ -107,36 +107,31 @@ class Ahead:
         self._processes: dict[tuple[str, ...], Any] = {}
         self._begin()
 
-    def step(self, key: Key) -> RemoteStep | None:
-        """Wait for a variant, and for those that share its process; None if it is not ready in time, which is noted."""
-        built, process = _built(key), _process_of(key)
-        while not self._is_built(process) and time.monotonic() < self._ends:
+    def wait(self) -> None:
+        """Wait until all variants are built, so that nothing else uses the machine when they are timed.
+
+        Processes that are not ready when the time is over are ended.
+        """
+        while (self._building or self._left) and time.monotonic() < self._ends:
             self._receive()
-        if built not in self._ready or not self._is_built(process):
-            self._miss("/".join(key), self._failed.get(built, "not built in its time beside the others"))
+        for pipe, keys in self._building.items():
+            self._failed |= dict.fromkeys(keys, "not built in its time beside the others")
+            self._processes.pop(_process_of(keys[0])).kill()
+            pipe.close()
+        self._failed |= dict.fromkeys((key for keys in self._left.values() for key in keys), "no time to begin it")
+        self._building.clear()
+        self._left.clear()
+
+    def step(self, key: Key) -> RemoteStep | None:
+        """Return a variant that is built, after `wait`; None if it is not, which is noted."""
+        built = _built(key)
+        if built not in self._ready or _process_of(key) not in self._processes:
+            self._miss("/".join(key), self._failed.get(built, "its process was ended while it built another variant"))
             return None
         pipe, first_s, own_bytes = self._ready[built]
         step = RemoteStep(key, pipe)
         step.first_s, step.own_bytes = first_s, own_bytes
         return step
-
-    def next(self, cases: Sequence[Case]) -> int:
-        """Wait until all variants of a case are built, and return its index; 0 when the time is over.
-
-        The first case waits until all eager variants are built, so that nobody else uses the GPU.
-        """
-        while time.monotonic() < self._ends:
-            calm = time.monotonic() > self._last_begin or not any(
-                _process_of((*case[:3], variant)) in self._left or not self._is_built(_process_of((*case[:3], variant)))
-                for case in cases
-                for variant in case[3]
-                if case[2] in SHARED
-            )
-            for i, case in enumerate(cases if calm else ()):
-                if all(self._is_built(_process_of((*case[:3], variant))) for variant in case[3]):
-                    return i
-            self._receive()
-        return 0
 
     def close(self, remaining: Sequence[Key]) -> None:
         """End the processes that no remaining variant needs."""
@@ -155,12 +150,6 @@ class Ahead:
             theirs.close()
             self._processes[name] = process
             self._building[ours] = list(keys)
-
-    def _is_built(self, process: tuple[str, ...]) -> bool:
-        """Return whether a process has begun, and each of its variants is built or has failed to build."""
-        return process in self._processes and not any(
-            _process_of(keys[0]) == process for keys in self._building.values()
-        )
 
     def _receive(self) -> None:
         """Take the words of processes that have built a variant, waiting for one until the end of the time at most."""
@@ -195,8 +184,6 @@ def _process_of(key: Key) -> tuple[str, ...]:
 
 def _serve(keys: Sequence[Key], pipe: Connection, last_begin: float) -> None:
     """Build variants and tell of each; then take steps when asked, until the other end closes."""
-    if keys[0][2] not in SHARED:
-        os.nice(10)  # while it compiles, others are timed
     fast_arithmetic()
     torch.backends.cudnn.benchmark = torch.backends.cudnn.allow_tf32 = False  # both belong to the key of cuDNN's cache
     steps: dict[Key, Step] = {}

@@ -234,8 +234,10 @@ def main() -> None:
         with time_limit(arguments.budget_s):
             if arguments.ahead_s:
                 run.ahead = Ahead(keys_of(cases), seconds=arguments.ahead_s, jobs=arguments.jobs, miss=run.miss)
+                run.ahead.wait()
+                print(f"{run.ends - time.monotonic():.0f} s left when nothing was built any more", flush=True)
             while cases:
-                case = cases.pop(0 if run.ahead is None else run.ahead.next(cases))
+                case = cases.pop(0)
                 run.measure(*case)
                 if run.ahead is not None:
                     run.ahead.close(keys_of(cases))
