@@ -16,9 +16,9 @@ from typing import Any
 
 from analysis.common.study import listed
 from compress.files import write_json, write_text
+from compress.roofline.device_table import TABLE, table_device
+from compress.roofline.devices import Device
 
-BANDWIDTH, PEAK = 3.35e12, 1.979e15
-"""Of an H100, by its data sheet: bytes and INT8 operations a second."""
 _LEAST_SHARE = 0.02
 _REACHED = 0.6
 _LAUNCH_MS = 0.01
@@ -64,7 +64,8 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 def page(report: Row, notes: Sequence[str] = ()) -> Iterator[str]:
     """Yield the lines of the page."""
-    yield "# INT8 on our own engine, NVIDIA H100"
+    device = device_of(report["machine"]["gpu"])
+    yield f"# INT8 on our own engine, {device.title}"
     yield ""
     yield (
         f"Networks of random weights, quantized after training, exported, 224 px. {listed(report['machine'])}. "
@@ -85,6 +86,12 @@ def page(report: Row, notes: Sequence[str] = ()) -> Iterator[str]:
         "Times are those of calls queued one after another, which is the GPU's time. Ratios are fp16's time over ours. "
         "Where a star stands, kernels were compiled before building."
     )
+    if cold := report.get("cold_build"):
+        yield ""
+        yield (
+            f"Building {cold['network']} at batch {cold['batch']} with an empty plan and an empty cache of kernels "
+            f"took {cold['build_s']:.1f} s on a machine that did nothing else; {cold['jobs']} processes compiled."
+        )
     yield ""
     for number, command in enumerate(report.get("runs", [report["command"]]), 1):
         yield f"- Run {number}: `{command}`"
@@ -97,10 +104,16 @@ def page(report: Row, notes: Sequence[str] = ()) -> Iterator[str]:
     for word, meaning in REASONS.items():
         yield f"- {word}: {meaning};"
     yield ""
-    yield from _causes([row for row in report["networks"] if row.get("layers")])
+    yield from _causes([row for row in report["networks"] if row.get("layers")], device)
     for row in report["networks"]:
         if row.get("layers"):
-            yield from _layers(row)
+            yield from _layers(row, device)
+
+
+def device_of(gpu: str) -> Device:
+    """The device of the rooflines' table whose name is a word of a GPU's own name, such as NVIDIA H200."""
+    known = {device.name for device in TABLE} | {"h100", "a100"}
+    return table_device(next(word for word in gpu.lower().split() if word in known))
 
 
 def _network(row: Row) -> Sequence[str]:
@@ -134,14 +147,14 @@ def _groups(row: Row) -> list[list[Row]]:
     return [group for group in found if sum(layer["ms"] for layer in group) >= _LEAST_SHARE * row["layers_ms"]]
 
 
-def _causes(rows: Sequence[Row]) -> Iterator[str]:
+def _causes(rows: Sequence[Row], device: Device) -> Iterator[str]:
     """Yield the share of each network's time that layers take which reach a roof, and that each cause takes."""
     lines = []
     for row in rows:
         shares = dict.fromkeys(("", *REASONS), 0.0)
         for group in _groups(row):
             ms, each = sum(layer["ms"] for layer in group), sum(layer["ms"] for layer in group) / len(group)
-            shares[reason(group[0], each, *_roofs(group[0], each / 1e3))] += ms / row["layers_ms"]
+            shares[reason(group[0], each, *roofs(group[0], each / 1e3, device))] += ms / row["layers_ms"]
         small = 1 - sum(shares.values())
         lines.append(
             (f"{row['network']} b{row['batch']}", *(f"{x:.0%}" if x else "" for x in (*shares.values(), small)))
@@ -151,15 +164,16 @@ def _causes(rows: Sequence[Row]) -> Iterator[str]:
     yield from _table(("network", f"reaches {_REACHED}", *REASONS, f"layers below {_LEAST_SHARE:.0%}"), lines)
 
 
-def _roofs(layer: Row, seconds: float) -> tuple[float, float]:
-    """The shares of bandwidth and of INT8 peak of a layer that takes so long."""
-    return layer["bytes"] / seconds / BANDWIDTH, 2 * layer["macs"] / seconds / PEAK
+def roofs(layer: Row, seconds: float, device: Device) -> tuple[float, float]:
+    """The shares of bandwidth and of INT8 peak, by the data sheet, of a layer that takes so long."""
+    peak = device.dense_flops_per_s["int8"]
+    return layer["bytes"] / seconds / device.bandwidth_bytes_per_s, 2 * layer["macs"] / seconds / peak
 
 
-def _layers(row: Row) -> Iterator[str]:
+def _layers(row: Row, device: Device) -> Iterator[str]:
     """Layers above 2 % of the time, those of one kind together, with their shares of the roofs."""
     total, kept = row["layers_ms"], _groups(row)
-    lines = [_layer(group, total) for group in kept]
+    lines = [_layer(group, total, device) for group in kept]
     reached = sum(not line[6] for line in lines)
     slower = [layer for layer in row["layers"] if layer.get("fp16_ms") and layer["fp16_ms"] < layer["ms"]]
     yield ""
@@ -185,11 +199,11 @@ def _layers(row: Row) -> Iterator[str]:
     yield from _table(head, lines)
 
 
-def _layer(group: Sequence[Row], total: float) -> Sequence[str]:
+def _layer(group: Sequence[Row], total: float, device: Device) -> Sequence[str]:
     first, ms = group[0], sum(layer["ms"] for layer in group)
     each = ms / len(group) / 1e3
     shape = "x".join(str(n) for n in (first["shape"] or [[]])[0])
-    shares = _roofs(first, each)
+    shares = roofs(first, each, device)
     return (
         f"{first['kind']} {shape}", str(len(group)), f"{1e3 * each:.4f}", f"{ms / total:.1%}",
         *(f"{share:.2f}" for share in shares), reason(first, 1e3 * each, *shares),

@@ -3,11 +3,13 @@
     python -m analysis.cuda_engine.run --networks resnet50:1 resnet50:128 --baseline
 
 Needs a GPU; `--tiny` runs a small network in exact arithmetic on the CPU. Writes cuda_engine.json (every candidate of
-every layer), the plan file, and prints one table, last.
+every layer) after each network, the plan file and the page, prints each network's layers when they are measured, and a
+line for each network, last.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import time
@@ -16,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import numpy as np
@@ -26,7 +29,8 @@ from analysis.common.study import command_line, gpu_software, study_parser
 from analysis.cuda_engine.baseline import SETTINGS, Baseline
 from analysis.cuda_engine.call_time import call_ms
 from analysis.cuda_engine.networks import image_size, images, qdq_file
-from analysis.cuda_engine.table import head, table
+from analysis.cuda_engine.report import write
+from analysis.cuda_engine.table import heads, layers
 from compress.engines import build_engine
 from compress.engines.cuda.bare_products import bare_ms
 from compress.engines.cuda.costs import cost_of
@@ -36,9 +40,8 @@ from compress.engines.cuda.program import Program
 from compress.files import write_json
 
 Report = dict[str, Any]
-Built = tuple[Program, dict[str, Tensor], Report]
-_MOST_S = 75.0
-"""Seconds of one network's part at most."""
+_MOST_S, _LEAST_S = 75.0, 8.0
+"""Seconds of one network's part at most, and seconds that are left for each network that follows."""
 
 
 class BudgetSpentError(BaseException):
@@ -47,6 +50,56 @@ class BudgetSpentError(BaseException):
 
 def main() -> None:
     """Networks one after another, until all are done or the time has run out."""
+    arguments = _arguments()
+    words = [[*word.split(":"), "128"] for word in arguments.networks]
+    asked = [(word[0], int(word[1])) for word in words]
+    options = [dict(text.partition("=")[::2] for text in word[2:-1]) for word in words]
+    report: Report = {"command": command_line(), "baseline": SETTINGS, "networks": [], "failed": []}
+    file, plan = arguments.out / "cuda_engine.json", arguments.out / "plan.json"
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.plan is not None and arguments.plan.is_file():
+        plan.write_bytes(arguments.plan.read_bytes())
+    end = time.monotonic() + arguments.budget_s
+    report["machine"] = gpu_software("triton")
+    if arguments.cold_build:
+        with _part(report, "cold build", end, 2 * _MOST_S):
+            report["cold_build"] = _cold_build(*asked[0], options[0], arguments)
+            print(report["cold_build"], flush=True)
+    fp16: dict[tuple[str, int], Report] = {}
+    baselines = {pair: Baseline(*pair) for pair in dict.fromkeys(asked)} if arguments.baseline else {}
+    prepared_end = time.monotonic() + arguments.prepare_s
+    if not arguments.tiny:
+        report["prepared"] = _prepared(list(dict.fromkeys(asked)), arguments)
+        print(report["prepared"], flush=True)
+    for baseline in baselines.values():  # what is timed afterwards runs alone
+        baseline.compiled(max(0.0, prepared_end - time.monotonic()))
+    if arguments.prepare_only:
+        os._exit(0)
+    for index, ((name, batch), further) in enumerate(zip(asked, options, strict=True)):
+        row: Report = {"network": name, "batch": batch, "options": further}
+        report["networks"].append(row)
+        last = end - _LEAST_S * (len(asked) - 1 - index)
+        jobs = 0 if "kernels in" in report.get("prepared", {}).get(f"{name}:{batch}", "") else arguments.jobs
+        made: tuple[Program, dict[str, Tensor]] | None = None
+        with _part(report, f"{name} b{batch}", last):
+            made = _network(plan, arguments, row, jobs)
+        if (name, batch) in baselines:
+            seconds = max(0.0, min(_MOST_S, last - time.monotonic()))
+            fp16[name, batch] = baselines.pop((name, batch)).measured(seconds)
+        row |= fp16.get((name, batch), {})
+        for what in (_layers, _check) if made else ():
+            with _part(report, f"{name} b{batch} {what.__name__}", last):
+                what(*made, row)
+        write_json(file, report)
+        print("\n".join(layers(row)), flush=True)
+    write_json(file, report)
+    if not arguments.tiny:
+        write(file)
+    print("\n".join(heads(report)), flush=True)
+    os._exit(0)  # a process that still compiles would keep the terminal's pipe open
+
+
+def _arguments() -> argparse.Namespace:
     parser = study_parser(__doc__, out="results/cuda_engine")
     parser.add_argument("--networks", nargs="+", default=["resnet50:128"], metavar="NAME:BATCH[:KEY=VALUE]")
     parser.add_argument("--baseline", action="store_true", help="torch.compile in fp16 too, with CUDA graphs")
@@ -57,45 +110,36 @@ def main() -> None:
     parser.add_argument("--files", type=Path, default=Path("/tmp/cuda_engine_files"))
     parser.add_argument("--tiny", action="store_true", help="on the CPU, in exact arithmetic")
     parser.add_argument("--prepare-only", action="store_true", help="export and compile, and measure nothing")
-    arguments = parser.parse_args()
-    words = [[*word.split(":"), "128"] for word in arguments.networks]
-    asked = [(word[0], int(word[1])) for word in words]
-    options = [dict(text.partition("=")[::2] for text in word[2:-1]) for word in words]
-    report: Report = {"command": command_line(), "baseline": SETTINGS, "networks": [], "failed": []}
-    plan = arguments.out / "plan.json"
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    if arguments.plan is not None and arguments.plan.is_file():
-        plan.write_bytes(arguments.plan.read_bytes())
-    end, built = time.monotonic() + arguments.budget_s, list[Built]()
-    report["machine"] = gpu_software("triton")
-    fp16: dict[tuple[str, int], Report] = {}
-    baselines = {pair: Baseline(*pair) for pair in dict.fromkeys(asked)} if arguments.baseline else {}
-    if not arguments.tiny:
-        report["prepared"] = _prepared(list(dict.fromkeys(asked)), arguments)
-        print(report["prepared"], flush=True)
-    if arguments.prepare_only:
-        os._exit(0)
-    for (name, batch), further in zip(asked, options, strict=True):
-        row: Report = {"network": name, "batch": batch, "options": further}
-        report["networks"].append(row)
-        jobs = 0 if "kernels in" in report.get("prepared", {}).get(f"{name}:{batch}", "") else arguments.jobs
-        with _part(report, f"{name} b{batch}", end):
-            _network(plan, arguments, row, jobs, built)
-        if (name, batch) in baselines:
-            fp16[name, batch] = baselines.pop((name, batch)).measured(max(0.0, min(_MOST_S, end - time.monotonic())))
-        row |= fp16.get((name, batch), {})
-        write_json(arguments.out / "cuda_engine.json", report)
-        print(head(row), flush=True)
-    for what in (_layers, _check):
-        for program, x, row in built:
-            with _part(report, f"{row['network']} {what.__name__}", end):
-                what(program, x, row)
-            write_json(arguments.out / "cuda_engine.json", report)
-    print(table(report), flush=True)
-    os._exit(0)  # a process that still compiles would keep the terminal's pipe open
+    parser.add_argument(
+        "--cold-build", action="store_true",
+        help="first build the first network with an empty plan and an empty cache of kernels, beside nothing else",
+    )  # fmt: skip
+    return parser.parse_args()
 
 
-def _prepared(asked: Sequence[tuple[str, int]], arguments: Any) -> Report:
+def _cold_build(name: str, batch: int, further: dict[str, str], arguments: argparse.Namespace) -> Report:
+    """Seconds of a build that finds no plan and no compiled kernel, as the first one on a machine does."""
+    path = qdq_file(name, arguments.files)
+    with TemporaryDirectory() as folder:
+        plan = Path(folder) / "plan.json"
+        before = os.environ.get("TRITON_CACHE_DIR")
+        os.environ["TRITON_CACHE_DIR"] = f"{folder}/kernels"
+        try:
+            start = time.monotonic()
+            build_engine(path, "cuda", batch_size=batch, **_engine_options(plan, arguments, further)).close()
+            seconds = _since(start)
+        finally:
+            del os.environ["TRITON_CACHE_DIR"]
+            os.environ |= {} if before is None else {"TRITON_CACHE_DIR": before}
+    return {"network": name, "batch": batch, "build_s": seconds, "jobs": arguments.jobs}
+
+
+def _engine_options(plan: Path, arguments: argparse.Namespace, further: dict[str, str]) -> dict[str, Any]:
+    options = {"device": "cpu"} if arguments.tiny else {"plan": str(plan), "jobs": str(arguments.jobs)}
+    return options | further
+
+
+def _prepared(asked: Sequence[tuple[str, int]], arguments: argparse.Namespace) -> Report:
     from analysis.cuda_engine.ahead import prepared  # lazy: --tiny runs where Triton is not installed
 
     jobs, device = max(1, arguments.jobs - 4), torch.device("cuda")
@@ -103,7 +147,7 @@ def _prepared(asked: Sequence[tuple[str, int]], arguments: Any) -> Report:
 
 
 @contextmanager
-def _part(report: Report, what: str, end: float) -> Iterator[None]:
+def _part(report: Report, what: str, end: float, most: float = _MOST_S) -> Iterator[None]:
     """Limit a part of the study in time; its failure is noted, and the next part follows."""
 
     def stop(*_: object) -> None:
@@ -111,7 +155,7 @@ def _part(report: Report, what: str, end: float) -> Iterator[None]:
 
     try:
         signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, max(0.01, min(_MOST_S, end - time.monotonic())))
+        signal.setitimer(signal.ITIMER_REAL, max(0.01, min(most, end - time.monotonic())))
         yield
     except BudgetSpentError:
         report["failed"].append(f"{what}: no time left")
@@ -126,11 +170,10 @@ def _since(start: float) -> float:
     return round(time.monotonic() - start, 2)
 
 
-def _network(plan: Path, arguments: Any, row: Report, jobs: int, built: list[Built]) -> None:
-    """Build and time one network at one batch size."""
+def _network(plan: Path, arguments: argparse.Namespace, row: Report, jobs: int) -> tuple[Program, dict[str, Tensor]]:
+    """Build and time one network at one batch size; its program and an input."""
     path = qdq_file(row["network"], arguments.files)
-    options: dict[str, Any] = {"device": "cpu"} if arguments.tiny else {"plan": str(plan), "jobs": str(jobs)}
-    options |= row["options"]
+    options = _engine_options(plan, arguments, {} if arguments.tiny else {"jobs": str(jobs)} | row["options"])
     row["compiled_ahead"] = not jobs
     start = time.monotonic()
     engine = cast(CudaEngine, build_engine(path, "cuda", batch_size=row["batch"], **options))
@@ -151,7 +194,7 @@ def _network(plan: Path, arguments: Any, row: Report, jobs: int, built: list[Bui
         times = engine.gpu_times({engine.inputs[0].name: x.numpy()}, warmup=5, runs=20)
         assert times is not None
         row["with_copies_ms"] = float(np.median(times.total_ms))
-    built.append((program, given, row))
+    return program, given
 
 
 def _check(program: Program, x: dict[str, Tensor], row: Report) -> None:

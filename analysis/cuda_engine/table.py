@@ -1,21 +1,21 @@
-"""The short table of the study, for a terminal."""
+"""The short tables of the study, for a terminal."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _LEAST_SHARE = 0.015  # of a network's time; shorter layers are left out
 
 
-def table(report: Mapping[str, Any]) -> str:
-    """Networks, each with its layers, longest first; failures last."""
-    lines = [str(report["command"]), str(report.get("machine"))]
-    for row in report["networks"]:
-        lines += ["", *_network(row)]
-    lines += [f"FAILED {text}" for text in report["failed"]]
-    return "\n".join(lines)
+def heads(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each network, and what failed."""
+    yield str(report["command"])
+    yield str(report.get("machine"))
+    yield str(report.get("cold_build", ""))
+    yield from map(head, report["networks"])
+    yield from (f"FAILED {text}" for text in report["failed"])
 
 
 def head(row: Mapping[str, Any]) -> str:
@@ -27,7 +27,8 @@ def head(row: Mapping[str, Any]) -> str:
     return f"== {json.dumps(numbers)}"
 
 
-def _network(row: Mapping[str, Any]) -> list[str]:
+def layers(row: Mapping[str, Any]) -> list[str]:
+    """A network's figures, its comparison with exact arithmetic, and its layers, the longest first."""
     lines = [head(row)]
     if "check" in row:
         lines.append(f"   check {json.dumps(row['check'])[:600]}")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from analysis.cuda_engine.report import BANDWIDTH, PEAK, REASONS, reason
+from analysis.cuda_engine.report import REASONS, device_of, reason, roofs
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,13 @@ from analysis.cuda_engine.report import BANDWIDTH, PEAK, REASONS, reason
     ],
 )
 def test_a_layer_that_misses_its_roof_has_a_reason(kind, kernel, ms, bandwidth, peak, word):
-    macs = peak * PEAK * ms / 1e3 / 2
-    layer = {"kind": kind, "kernel": kernel, "macs": macs, "bytes": bandwidth * BANDWIDTH * ms / 1e3}
+    macs = peak * 1979e12 * ms / 1e3 / 2
+    layer = {"kind": kind, "kernel": kernel, "macs": macs, "bytes": bandwidth * 4.8e12 * ms / 1e3}
+    assert roofs(layer, ms / 1e3, device_of("NVIDIA H200")) == pytest.approx((bandwidth, peak), abs=1e-3)
     assert reason(layer, ms, bandwidth, peak) == word
     assert not word or word in REASONS
+
+
+def test_the_roofs_are_those_of_the_gpu_that_ran():
+    assert device_of("NVIDIA H100 80GB HBM3").bandwidth_bytes_per_s == 3.35e12
+    assert device_of("NVIDIA H200").bandwidth_bytes_per_s == 4.8e12
