@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Self
 
 from torch import fx, nn
 
@@ -41,6 +42,43 @@ class GraphReport:
     bound: str = ""
 
 
+_PRESERVED = "_user_preserved_attributes"
+"""The key of a graph module's `meta` under which torch looks up attributes that copies keep."""
+
+
+class ReportedModule(fx.GraphModule):
+    """A graph module whose report is kept in any order of pickling and copying.
+
+    torch's own keeps plain attributes and drops `meta` where it is pickled, and where it is copied does the opposite.
+    """
+
+    def __copy__(self) -> Self:
+        """Return a graph module over the same submodules, with the report."""
+        made = self.of(super().__copy__())
+        for name, value in self.meta.get(_PRESERVED, {}).items():
+            setattr(made, name, value)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let pickle make a `ReportedModule` again, with its `meta`."""
+        return _restored, super().__reduce__()
+
+    @classmethod
+    def of(cls, graph_module: fx.GraphModule) -> Self:
+        """Take over graph, submodules and attributes of a graph module that is not used afterwards."""
+        made = cls.__new__(cls)  # torch makes a class for each instance here, which holds the generated `forward`
+        made.__dict__.update(graph_module.__dict__)
+        type(made).__name__ = type(graph_module).__name__
+        made.graph = graph_module.graph
+        return made
+
+
+def _restored(rebuild: Any, state: tuple[dict[str, Any], str]) -> ReportedModule:
+    made = ReportedModule.of(rebuild(*state))
+    made.meta.update(state[0].get("meta", {}))
+    return made
+
+
 ATTRIBUTES = frozenset({"meta", "report", "placement"})
 """Attributes that torch.fx and `attach_report` write on a graph module; no submodule may have such a name."""
 
@@ -65,5 +103,5 @@ def leaves_of(model: nn.Module) -> tuple[Leaf, ...]:
 
 def _attach(graph_module: fx.GraphModule, name: str, value: object) -> None:
     """Set an attribute that survives copies: deepcopy keeps what `meta` names, pickle keeps plain attributes."""
-    graph_module.meta.setdefault("_user_preserved_attributes", {})[name] = value
+    graph_module.meta.setdefault(_PRESERVED, {})[name] = value
     setattr(graph_module, name, value)

@@ -30,7 +30,7 @@ from compress.graph.compare import first_difference, run_model, same_results
 from compress.graph.concrete import Values, answered
 from compress.graph.inputs import Inputs, as_inputs, copies_of, each_input, run_with, shapes_text
 from compress.graph.ops import altered, node_kind
-from compress.graph.report import ATTRIBUTES, GraphReport, Leaf, attach_report, leaves_of, report_of
+from compress.graph.report import ATTRIBUTES, GraphReport, Leaf, ReportedModule, attach_report, leaves_of, report_of
 from compress.graph.tracer import Tracer
 from compress.graph.training import LEFT_OUT, add_training_parts, same_in_training, training_mode
 from compress.graph.traits import SHAPES
@@ -83,7 +83,7 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
         )
     inputs = as_inputs(example_inputs)
     if isinstance(model, fx.GraphModule) and not tuple(leaves):
-        graph_module = copy.deepcopy(model).eval()
+        graph_module = ReportedModule.of(copy.deepcopy(model)).eval()
         propagate_shapes(graph_module, inputs)
         return graph_module
     _check_names(model)
@@ -181,7 +181,7 @@ def _by_position(graph_module: fx.GraphModule) -> None:
 
 
 def _graph_module(model: nn.Module, graph: fx.Graph, leaves: dict[str, str]) -> fx.GraphModule:
-    graph_module = fx.GraphModule(model, graph, class_name=type(model).__name__).eval()
+    graph_module = ReportedModule(model, graph, class_name=type(model).__name__).eval()
     _by_position(graph_module)
     for node in reversed(list(graph_module.graph.nodes)):
         if not node.users and node_kind(node) in SHAPES - {"assert"}:

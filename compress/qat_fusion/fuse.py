@@ -31,7 +31,7 @@ from torch import Tensor, fx, nn
 
 from compress.errors import QuantizationError
 from compress.graph.ops import node_kind, node_module
-from compress.graph.report import GraphReport, attach_report, leaves_of
+from compress.graph.report import GraphReport, ReportedModule, attach_report, leaves_of
 from compress.kernels.activation import SMOOTH_ACTIVATIONS, smooth_quantize
 from compress.kernels.dispatch import Kernels
 from compress.kernels.epilogue import LARGEST_WINDOW, Window, max_pool
@@ -128,7 +128,7 @@ def fuse_for_training(
     graph.eliminate_dead_code()
     graph.lint()
     # A new GraphModule drops modules that are not called; deleting them here would delete them in `qmodel` too
-    fused = fx.GraphModule(fused, graph)
+    fused = ReportedModule(fused, graph)
     attach_report(fused, FusionReport(leaves=leaves_of(qmodel), chains=tuple(chains)))
     return fused
 

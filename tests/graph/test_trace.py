@@ -39,14 +39,42 @@ def test_graph_computes_what_the_model_does_and_carries_shapes():
     assert graph.state_dict().keys() == model.state_dict().keys()
 
 
+def copied(graph, ways):
+    """`graph` after each of `ways` in turn."""
+    for way in ways.split():
+        graph = {"copy": copy.deepcopy, "shallow": copy.copy, "pickle": lambda g: pickle.loads(pickle.dumps(g))}[way](
+            graph
+        )
+    return graph
+
+
 def test_what_fx_cannot_trace_becomes_a_leaf_with_its_reason():
     model = Holder(nn.Sequential(nn.ReLU(), DependsOnValues()))
     graph = trace(model, torch.randn(2, 3, 8, 8))
     (leaf,) = leaves_of(graph)
     assert (leaf.path, leaf.kind) == ("inner.1", "DependsOnValues")
     assert "control flow" in leaf.reason
-    for twin in (copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
-        assert leaves_of(twin) == leaves_of(graph)
+    for ways in ("copy", "pickle", "pickle copy"):
+        assert leaves_of(copied(graph, ways)) == leaves_of(graph)
+
+
+@pytest.mark.parametrize("ways", ["copy", "shallow", "pickle", "pickle copy", "pickle pickle copy", "copy pickle copy"])
+def test_a_quantized_model_keeps_its_placement_in_any_order_of_pickling_and_copying(ways):
+    x = torch.randn(2, 3, 16, 16)
+    qmodel = compress.quantize(TinyResNet().eval(), x, [x], spec=compress.QuantSpec(target="openvino"))
+    for model in (qmodel, compress.fuse_for_training(qmodel)):
+        twin = copied(model, ways)
+        assert twin.report == model.report and torch.equal(twin(x), model(x))
+    twin = copied(qmodel, ways)
+    assert twin.placement.to_csv() == qmodel.placement.to_csv() and twin.placement.target == "openvino"
+    (next(twin.parameters()) if ways != "shallow" else torch.zeros(1)).data.fill_(7)
+    assert not (next(qmodel.parameters()) == 7).any()
+
+
+def test_a_graph_module_of_the_users_own_keeps_its_placement_too():
+    x = torch.randn(2, 3, 16, 16)
+    qmodel = compress.quantize(torch.fx.symbolic_trace(TinyResNet().eval()), x, [x])
+    assert copied(qmodel, "pickle copy").placement == qmodel.placement
 
 
 def test_a_forward_that_cannot_be_traced_at_all_is_refused():
