@@ -27,8 +27,12 @@ from analysis.common.qat_variants import DEVICE, NETWORKS, fast_arithmetic, fini
 from analysis.common.study import Row, command_line, study_parser
 from compress.data import BatchPlan, DataSet, DataSpec, load_data
 from compress.data.base import Batch, Split
+from compress.data.decode import Decoder
+from compress.data.jpeg import Reader, decode_jpegs, pack
 from compress.data.memory import in_memory
+from compress.data.workers import Workers
 from compress.files import write_json
+from compress.kernels.resample import Window, resample
 from compress.training import QATSpec, fit
 from compress.training.callbacks import Callback
 from compress.training.log import EpochRow
@@ -144,6 +148,32 @@ class Study:
                 images_per_s=round(speed), notes=split.notes(),
             )  # fmt: skip
 
+    def parts(self, root: Path, files: str) -> None:
+        """Measure the parts of a batch's way, each alone: read by the workers, decoded, resized, normalized."""
+        split = self.data(root, "gpu", self.arguments.workers).train
+        names = np.array([os.fsencode(file.relative_to(root / "train")) for file in split.files])  # type: ignore[attr-defined]
+        decoder = Decoder(root / "train", names, preprocessing=split.preprocessing)
+        shares = split.batch_indices(BatchPlan(batch_size=BATCH, epoch=1, limit=min(len(split), 64 * BATCH)))
+        pin = DEVICE.type == "cuda"
+        passes = Workers(self.arguments.workers).read(Reader(decoder), pack, shares, 0, pin=pin)
+        kept, ms = [next(passes)], dict.fromkeys(("read", "decode", "resize", "normalize"), 0.0)
+        start = time.perf_counter()
+        for packed in passes:
+            kept = [*kept[-7:], packed]
+        ms["read"] = (time.perf_counter() - start) / max(1, len(shares) - 1)
+        for i, packed in enumerate([*kept, *kept]):
+            images: Any = list(packed.files.split(packed.lengths))
+            for part, make in (
+                ("decode", lambda x: decode_jpegs(x, DEVICE)),
+                ("resize", functools.partial(_resized, packed.windows, split.preprocessing.height_width)),
+                ("normalize", lambda x: split.preprocessing.normalize(x.float().div_(255))),
+            ):
+                start = time.perf_counter()
+                images = make(images)
+                finish()
+                ms[part] += (time.perf_counter() - start) / len(kept) if i >= len(kept) else 0.0
+        self.add(files=files, workers=self.arguments.workers, ms_a_batch={k: round(v * 1e3, 2) for k, v in ms.items()})
+
     def train(self, root: Path, files: str) -> None:
         """Train on images in the GPU's memory, on files decoded by the GPU, and by the CPU, in turn by epoch."""
         by_gpu, by_cpu = (self.data(root, decode, self.arguments.workers) for decode in ("gpu", "cpu"))
@@ -185,6 +215,10 @@ class Study:
         return split.preprocessing.pixels(next(split.batches(plan, device=device))[0]).cpu().int()
 
 
+def _resized(windows: Sequence[Window], size: tuple[int, int], images: Sequence[Tensor]) -> Tensor:
+    return resample(images, windows, size)
+
+
 def main() -> None:
     """Measure all rows."""
     parser = study_parser(__doc__, out="results/h100")
@@ -210,6 +244,7 @@ def main() -> None:
             if not arguments.only_training:
                 study.same(root, files)
                 study.alone(root, files, bytes_each)
+            study.parts(root, files)
         for i, files in enumerate(arguments.sizes):
             study.train(Path(folder) / str(i), files)
 

@@ -169,7 +169,8 @@ class FolderSplit(Split):
     def device_batches(self, plan: BatchPlan, device: torch.device) -> Iterator[Batch]:
         """Yield batches as `batches` does; workers read the files, and `device` decodes them ahead of their use."""
         seed = seed_of_changes(self.seed, plan.epoch, augment=self.augment)
-        files = self._workers.read(Reader(self._decoder), pack, self.batch_indices(plan), seed)
+        pin = device.type == "cuda"
+        files = self._workers.read(Reader(self._decoder), pack, self.batch_indices(plan), seed, pin=pin)
 
         def made() -> Iterator[Batch]:
             for packed in files:

@@ -50,25 +50,29 @@ class FileItem(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A batch of `FileItem`s, as few tensors, for the way from a worker process.
+    """A batch of `FileItem`s for the way from a worker process, with one tensor: each costs a connection.
 
     Attributes:
-        indices: (n,) int64 of the images that could be read, in the batch's order.
-        by_gpu: (n,) bool, those of them that are files for the GPU.
+        indices: of the images that could be read, in the batch's order.
+        by_gpu: for each of them, whether it is a file for the GPU.
         files: (bytes,) uint8, one file after the other.
         lengths: bytes of each file.
         windows: of each file.
-        decoded: the other images, and the failures.
+        decoded: the other images, and the failures; None if there are none.
         reasons: why the GPU does not decode them, each with the name of a file.
     """
 
-    indices: Tensor
-    by_gpu: Tensor
+    indices: list[int]
+    by_gpu: list[bool]
     files: Tensor
     lengths: list[int]
     windows: list[Window]
-    decoded: Decoded
+    decoded: Decoded | None
     reasons: dict[str, str]
+
+    def pin_memory(self) -> Packed:
+        """Return the batch with its files in memory that the GPU can copy by itself; a DataLoader calls it."""
+        return self._replace(files=self.files.pin_memory())
 
 
 class Reader(Dataset[FileItem]):
@@ -146,13 +150,14 @@ def pack(items: Sequence[FileItem]) -> Packed:
     """Make a batch of items."""
     read = [item for item in items if item.decoded is None or item.decoded[1] is not None]
     files = [item.file for item in read if item.file is not None]
+    decoded = [item.decoded for item in items if item.decoded is not None]
     return Packed(
-        torch.tensor([item.number for item in read], dtype=torch.int64),
-        torch.tensor([item.file is not None for item in read], dtype=torch.bool),
+        [item.number for item in read],
+        [item.file is not None for item in read],
         torch.cat(files) if files else torch.empty(0, dtype=torch.uint8),
         [len(file) for file in files],
         [item.window for item in read if item.window is not None],
-        collate([item.decoded for item in items if item.decoded is not None]),
+        collate(decoded) if decoded else None,
         {reason: file for reason, file in (item.reason for item in items) if reason},
     )
 
@@ -174,26 +179,27 @@ def decode_packed(
     """
     for reason, file in packed.reasons.items():
         reasons.setdefault(reason, file)
-    size = decoder.preprocessing.height_width
-    pixels, _, failures = packed.decoded
+    size, indices = decoder.preprocessing.height_width, torch.tensor(packed.indices, dtype=torch.int64)
+    pixels, _, failures = packed.decoded or collate([])
     if not packed.lengths:
-        return to_device(pixels, device), packed.indices, failures
+        return to_device(pixels, device), indices, failures
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # the decoder may write into memory that was given back here
     try:
         images = decode_jpegs(list(packed.files.split(packed.lengths)), device)
     except RuntimeError as error:
-        first = packed.indices[packed.by_gpu][0].item()
-        reasons.setdefault(f"batches that it fails on ({str(error).splitlines()[0]})", str(decoder.path(int(first))))
-        again, indices, more = collate([decoder[int(index), seed] for index in packed.indices])
+        first = packed.indices[packed.by_gpu.index(True)]
+        reasons.setdefault(f"batches that it fails on ({str(error).splitlines()[0]})", str(decoder.path(first)))
+        again, indices, more = collate([decoder[index, seed] for index in packed.indices])
         return again, indices, [*failures, *more]
     found = resample(images, packed.windows, size)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # the decoder may write into the memory of `images` at once
-    if len(found) == len(packed.indices):
-        return found, packed.indices, failures
-    whole = found.new_empty(len(packed.indices), 3, *size)
-    whole[to_device(packed.by_gpu.nonzero()[:, 0], device)] = found
-    whole[to_device((~packed.by_gpu).nonzero()[:, 0], device)] = to_device(pixels, device)
-    return whole, packed.indices, failures
+    if len(found) == len(indices):
+        return found, indices, failures
+    by_gpu = torch.tensor(packed.by_gpu)
+    whole = found.new_empty(len(indices), 3, *size)
+    whole[to_device(by_gpu.nonzero()[:, 0], device)] = found
+    whole[to_device((~by_gpu).nonzero()[:, 0], device)] = to_device(pixels, device)
+    return whole, indices, failures
 
 
 def decode_jpegs(files: list[Tensor], device: torch.device) -> list[Tensor]:
