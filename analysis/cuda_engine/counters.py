@@ -1,0 +1,171 @@
+"""Hardware counters of the longest layers on a GPU: which unit of it is the busiest while a layer is computed.
+
+    python -m analysis.cuda_engine.counters --networks resnet50:128 mobilenet_v2:128
+
+Needs a GPU and Nsight Compute (`ncu`). Each network is built first, with `--plan` if there is one. Then a second
+process runs its steps under ncu, and one of each kind that takes long is profiled. Writes counters.json and prints a
+line for each layer: microseconds, and the shares of the peaks of memory, of the second cache, of the first cache with
+shared memory, of the tensor cores and of the slots in which schedulers issue an instruction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from analysis.common.study import command_line, gpu_software, study_parser
+from analysis.cuda_engine.networks import image_size, images, qdq_file
+from compress.engines import build_engine
+from compress.engines.cuda.costs import cost_of
+from compress.engines.cuda.engine import CudaEngine
+from compress.files import write_json
+
+_SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "SchedulerStats", "WarpStateStats", "Occupancy")
+_LEAST_SHARE = 0.02  # of a network's time; shorter layers are left out
+_KEPT = re.compile(r"pct|per_cycle|per_second|time_duration|issue_stalled.*ratio|registers|waves")
+_SHOWN = {
+    "memory": ("dram__throughput.avg.pct_of_peak_sustained_elapsed", "gpu__dram_throughput.avg.pct_of_peak_sustained"),
+    "second cache": ("lts__throughput.avg.pct",),
+    "first cache": ("l1tex__throughput.avg.pct",),
+    "tensor cores": ("pipe_tensor_op_gmma_cycles_active.avg.pct", "pipe_tensor_cycles_active.avg.pct", "pipe_tensor"),
+    "issue": ("smsp__issue_active.avg.per_cycle_active", "smsp__issue_active.avg.pct", "sm__inst_issued.avg.pct"),
+}
+"""Units, and the beginnings or parts of the names of the counters of which the first that is there is shown."""
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Build and profile one network after another."""
+    parser = study_parser(__doc__, out="results/cuda_engine")
+    parser.add_argument("--networks", nargs="+", default=["resnet50:128"], metavar="NAME:BATCH")
+    parser.add_argument("--plan", type=Path, help="plan file; it is made where it is not there")
+    parser.add_argument("--files", type=Path, default=Path("/tmp/cuda_engine_files"))
+    parser.add_argument(
+        "--steps", type=Path, help=argparse.SUPPRESS
+    )  # of the process that ncu watches: where it writes
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    arguments.plan = arguments.plan or arguments.out / "plan.json"
+    if arguments.steps:
+        _run_steps(arguments)
+        return
+    report: Row = {"command": command_line(), "machine": gpu_software("triton"), "networks": []}
+    for text in arguments.networks:
+        name, batch = text.split(":")
+        path = qdq_file(name, arguments.files)
+        build_engine(path, "cuda", batch_size=int(batch), plan=str(arguments.plan), floats="layers").close()
+        layers = _profiled(text, arguments)
+        report["networks"].append({"network": name, "batch": int(batch), "layers": layers})
+        write_json(arguments.out / "counters.json", report)
+        print("\n".join([f"== {text}", *map(_line, layers)]), flush=True)
+    os._exit(0)
+
+
+def _profiled(text: str, arguments: argparse.Namespace) -> list[Row]:
+    """Run the steps of a network in a process that ncu watches; the steps with their counters."""
+    steps, log = arguments.out / "steps.json", arguments.out / "ncu.csv"
+    sections = [word for section in _SECTIONS for word in ("--section", section)]
+    own = ["--networks", text, "--plan", str(arguments.plan), "--files", str(arguments.files)]
+    command = [
+        "ncu", "--profile-from-start", "off", "--clock-control", "none", "--cache-control", "none", *sections,
+        "--csv", "--page", "raw", "--log-file", str(log),
+        sys.executable, "-m", "analysis.cuda_engine.counters", *own, "--steps", str(steps), "--out", str(arguments.out),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    found = joined(
+        json.loads(steps.read_text(encoding="utf-8")), counters(log.read_text(encoding="utf-8").splitlines())
+    )
+    for file in (steps, log):
+        file.unlink()
+    return found
+
+
+def _run_steps(arguments: argparse.Namespace) -> None:
+    """Run a network step by step, the longest of each kind within the range that is profiled."""
+    name, batch = arguments.networks[0].split(":")
+    path, plan = qdq_file(name, arguments.files), str(arguments.plan)
+    engine = cast(CudaEngine, build_engine(path, "cuda", batch_size=int(batch), plan=plan, floats="layers"))
+    program = engine.program({tensor.name: tensor.shape for tensor in engine.inputs})
+    executor, layout = program.executor, program.layout
+    x = {engine.inputs[0].name: images(int(batch), image_size(name)).to(executor.device)}
+    times = program.step_ms(x)
+    kinds: dict[tuple[str, ...], list[int]] = {}
+    for index, step in enumerate(layout.steps):
+        shape = layout.plan.tensors[step.writes[0]].shape if step.writes[0] in layout.plan.tensors else ()
+        key = (type(step).__name__, program.kernels[index], str(list(shape)), str(cost_of(step, layout).moved_bytes))
+        kinds.setdefault(key, []).append(index)
+    wanted = {
+        indices[0]: {"kind": key[0], "kernel": key[1], "shape": key[2], "count": len(indices), "ms": times[indices[0]]}
+        for key, indices in kinds.items()
+        if sum(times[i] for i in indices) >= _LEAST_SHARE * sum(times) and key[1].startswith("triton")
+    }
+    tensors, runtime = executor.start(x), torch.cuda.cudart()
+    for index in range(len(layout.steps)):
+        if index in wanted:
+            executor.runners[index](tensors)
+            torch.cuda.synchronize()
+            runtime.cudaProfilerStart()
+            executor.runners[index](tensors)
+            torch.cuda.synchronize()
+            runtime.cudaProfilerStop()
+        executor.step(index, tensors)
+    write_json(arguments.steps, [wanted[index] for index in sorted(wanted)])
+
+
+def counters(lines: Iterable[str]) -> list[dict[str, str]]:
+    """The rows of ncu's raw page as CSV, of our own kernels; its other messages and the row of units are left out."""
+    table = [line for line in lines if line.startswith('"')]
+    return [row for row in csv.DictReader(table) if re.fullmatch(r"_\w+_kernel", row.get("Kernel Name") or "")]
+
+
+def joined(steps: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, str]]) -> list[Row]:
+    """Each step with the counters of its kernel.
+
+    Raises:
+        ValueError: there are not as many kernels as steps.
+    """
+    if len(steps) != len(rows):
+        raise ValueError(f"{len(rows)} kernels of {len(steps)} steps were profiled: {[r['Kernel Name'] for r in rows]}")
+    found = []
+    for step, row in zip(steps, rows, strict=True):
+        numbers = {key: _number(text) for key, text in row.items() if _KEPT.search(key)}
+        shares = {unit: _first(numbers, names) for unit, names in _SHOWN.items()}
+        found.append({**step, "shares": shares, "counters": {k: v for k, v in numbers.items() if v is not None}})
+    return found
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return None
+
+
+def _first(numbers: Mapping[str, float | None], names: Sequence[str]) -> float | None:
+    """The share that the first counter of some names gives, from 0 to 1."""
+    for name in names:
+        for key, value in numbers.items():
+            if name in key and value is not None:
+                return value if "per_cycle" in key else value / 100
+    return None
+
+
+def _line(layer: Mapping[str, Any]) -> str:
+    shares = " ".join(f"{unit} {'?' if x is None else format(x, '.2f')}" for unit, x in layer["shares"].items())
+    text = f"{layer['kind']} {layer['shape']} {layer['kernel'].removeprefix('triton ')}"
+    return f"{layer['count']:2d} x {1e3 * layer['ms']:6.1f} us  {shares}  {text}"
+
+
+if __name__ == "__main__":
+    main()
