@@ -7,12 +7,12 @@ after each epoch, at the number of steps of the training.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from compress.errors import RecipeError, near_misses
+from compress.errors import RecipeError
 from compress.training.callbacks import Callback
 from compress.training.log import EpochRow, TrainReport
 from compress.training.spec import TrainSpec
@@ -163,27 +163,6 @@ class TrackioLogger(WandbLogger):
 
     def settings(self, name: str, values: Mapping[str, Any]) -> None:
         """Trackio takes its configuration at the beginning of a run only; the figures name the training."""
-
-
-LOGGERS: dict[str, Callable[..., Logger]] = {
-    "tensorboard": TensorBoardLogger,
-    "mlflow": MLflowLogger,
-    "wandb": WandbLogger,
-    "trackio": TrackioLogger,
-}
-
-
-def make_logger(name: str, folder: Path | None = None) -> Logger:
-    """Return the logger of that name with its defaults; TensorBoard's files go into `tensorboard` in the folder.
-
-    Raises:
-        RecipeError: there is no such logger, or its library is not installed.
-    """
-    if name not in LOGGERS:
-        raise RecipeError(f"there is no logger {name!r}{near_misses(name, LOGGERS)} (one of: {', '.join(LOGGERS)})")
-    if name == "tensorboard" and folder is not None:
-        return TensorBoardLogger(folder / "tensorboard")
-    return LOGGERS[name]()
 
 
 def _missing(library: str, error: ImportError) -> RecipeError:

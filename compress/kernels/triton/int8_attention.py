@@ -18,8 +18,6 @@ from torch import Tensor
 from compress.kernels.triton.int8_epilogue import Finish, Outputs, finished, on_integers, to_codes
 
 _LOG2_E = 1.4426950408889634
-LARGEST_HEAD = 256
-"""Channels of a head that one program holds."""
 
 
 def attention(

@@ -10,9 +10,6 @@ from torch import Tensor
 
 from compress.kernels.triton.int8_epilogue import Finish, Outputs, finished, write_tile
 
-LARGEST_ROW = 16384
-"""Elements of a row that one program holds."""
-
 
 def layer_norm(
     x: Tensor, finish: Finish, epsilon: float, outputs: Outputs, *, scale: float = 1.0, zero: int = 0,

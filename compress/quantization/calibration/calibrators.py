@@ -148,8 +148,8 @@ class PercentileCalibrator(HistogramCalibrator):
         return percentile_amax(counts, width, self.percentile)
 
 
-class EntropyCalibrator(HistogramCalibrator):
-    """Clips where the distribution changes least: the smallest Kullback-Leibler divergence."""
+class _IntegerCalibrator(HistogramCalibrator):
+    """Weighs thresholds by what quantizing to these integers does."""
 
     def __init__(self, *, num_bits: int = 8, signed: bool = True, axis: int | None = None) -> None:
         super().__init__(axis=axis)
@@ -158,21 +158,17 @@ class EntropyCalibrator(HistogramCalibrator):
 
     def _options(self) -> tuple[float, ...]:
         return (self.num_bits, self.signed)
+
+
+class EntropyCalibrator(_IntegerCalibrator):
+    """Clips where the distribution changes least: the smallest Kullback-Leibler divergence."""
 
     def _choose_bin(self, counts: Tensor, width: Tensor) -> Tensor:
         return entropy_amax(counts, width, num_bits=self.num_bits, unsigned=not self.signed)
 
 
-class MSECalibrator(HistogramCalibrator):
+class MSECalibrator(_IntegerCalibrator):
     """Clips where quantizing changes the values least, in mean square."""
-
-    def __init__(self, *, num_bits: int = 8, signed: bool = True, axis: int | None = None) -> None:
-        super().__init__(axis=axis)
-        self.num_bits = num_bits
-        self.signed = signed
-
-    def _options(self) -> tuple[float, ...]:
-        return (self.num_bits, self.signed)
 
     def _choose_bin(self, counts: Tensor, width: Tensor) -> Tensor:
         return mse_amax(counts, width, num_bits=self.num_bits, unsigned=not self.signed, tolerance=NEAR_TIE)
