@@ -9,6 +9,7 @@ from __future__ import annotations
 from compress.kernels.triton.int8_depthwise import MOST_FLOAT_TAPS, DepthwiseTile
 from compress.kernels.triton.int8_depthwise_dot import DotTile
 from compress.kernels.triton.int8_depthwise_rows import RowsTile
+from compress.kernels.triton.int8_held import HeldTile
 from compress.kernels.triton.int8_pointwise import PointwiseTile
 from compress.kernels.triton.int8_product import Tile
 from compress.kernels.triton.int8_wide import WideTile
@@ -25,6 +26,10 @@ _SHALLOW = 256
 """Input channels up to which a persistent program holds all of a tile, or of the weight."""
 _MOST_HELD = 192
 """Columns whose factors and biases a program keeps in registers."""
+_MOST_HELD_CHANNELS = 512
+"""Channels of a tile of pixels that a program keeps in shared memory."""
+_SHARED_BYTES = 220 << 10
+"""Shared memory of a multiprocessor of Hopper, less what is for barriers."""
 _MOST_SIDE = 8
 """Of a box of pixels: images share what is left, so that neighbouring programs read the same pixels."""
 _MOST_UNROLLED = 7
@@ -34,8 +39,8 @@ _LINE_WORDS, _SECTOR_WORDS = 32, 8
 """Words of 4 bytes in a line of the cache, and in a sector, the least that is read of a line."""
 _MOST_TILES = 11
 """Tiles of a product that are measured, those that load far ahead aside; with fewer, layers lost up to 11 %."""
-_INT8_RIDGE = 295
-"""Products for each byte moved from which INT8 products, not memory, are the nearer roof of an H100."""
+_LEAST_INTENSITY = 100
+"""Products for each byte moved from which boxes are tried; from 295 on products are the nearer roof of an H100."""
 _MOST_WEIGHT_BYTES = 16 << 10
 """Bytes of a weight that a program of 128 threads keeps in registers at most: 32 registers of each thread."""
 
@@ -131,6 +136,38 @@ def pointwise_tiles(rows: int, channels: int, columns: int) -> list[PointwiseTil
     return [tile for tile in found if tile.columns <= max(64, columns)]
 
 
+def held_tiles(rows: int, channels: int, columns: int) -> list[HeldTile]:
+    """Tiles of persistent programs that hold pixels for a product of more columns than channels; none for others.
+
+    Args:
+        rows: pixels of the result.
+        channels: of the input.
+        columns: output channels.
+    """
+    if columns < 2 * channels or channels > _MOST_HELD_CHANNELS or rows * columns < 4 * _PROGRAMS * 64 * 128:
+        return []
+    deep = 128 if channels > 64 else 64 if channels > 32 else 32
+    steps = -(-channels // deep)
+    found = []
+    for high, wide, stages, warps in ((128, 64, 3, 4), (128, 128, 2, 8), (64, 128, 2, 4)):
+        ahead = wide * (stages * steps * deep + (stages - 1) * high)
+        programs = max(1, min(3 if warps == 4 else 2, _SHARED_BYTES // (high * (steps * deep + wide) + ahead)))
+        if wide <= columns:
+            tile = HeldTile(high, wide, deep, 1, stages, warps, programs)
+            found.append(tile._replace(strips=_strips(tile, rows, columns)))
+    return found
+
+
+def _strips(tile: HeldTile, rows: int, columns: int) -> int:
+    """Into how many parts to cut the columns: so that the last wave of programs is full, with few first loads."""
+
+    def waves(strips: int) -> int:
+        units = -(-rows // tile.rows) * strips
+        return -(-units // (tile.programs * _PROGRAMS)) * (-(-columns // (tile.columns * strips)) + 1)
+
+    return min((n for n in (1, 2, 4, 8) if n * tile.columns <= columns), key=waves)
+
+
 def deep_tiles(rows: int, channels: int, columns: int) -> list[Tile]:
     """Tiles of products of many channels that load by tensor descriptors; none where tiles would not fill the GPU.
 
@@ -207,7 +244,7 @@ def rows_tiles(
 
 
 def window_tiles(shape: tuple[int, int, int, int], channels: int, taps: int) -> list[WindowTile]:
-    """Tiles of convolutions that load boxes; none where tiles would not fill the GPU, or memory is the nearer roof.
+    """Tiles of convolutions that load boxes; none where tiles would not fill the GPU, or memory is far the nearer roof.
 
     Boxes spare addresses and conditions, not bytes. Their sides divide those of the result, so that no pixel is
     computed in vain; the rest are images.
@@ -218,17 +255,17 @@ def window_tiles(shape: tuple[int, int, int, int], channels: int, taps: int) -> 
         taps: of the filter.
     """
     images, columns, height, width = shape
-    if images * height * width * columns < _PROGRAMS * 64 * 128 or columns < 128:
+    if images * height * width * columns < _PROGRAMS * 64 * 128 or columns < 64:
         return []
-    if taps * channels * columns < _INT8_RIDGE * (channels + columns):
+    if taps * channels * columns < _LEAST_INTENSITY * (channels + columns):
         return []
     deep = 128 if channels > 64 else 64 if channels > 32 else 32
     wide, high = (min(_MOST_SIDE, side & -side) for side in (width, height))
     found = []
-    for rows, stages, warps in ((128, 3, 8), (64, 4, 4), (256, 3, 8)):
+    for rows, stages, warps in ((128, 3, 8), (64, 4, 4), (256, 3, 8)) if columns > 64 else ((256, 3, 8), (128, 4, 4)):
         box = max(1, rows // (wide * high))
         if box <= images:
-            found.append(WindowTile(box, min(high, rows // wide), wide, 128, deep, stages, warps))
+            found.append(WindowTile(box, min(high, rows // wide), wide, min(128, columns), deep, stages, warps))
     return found
 
 

@@ -25,6 +25,7 @@ from compress.kernels.triton.int8_deep import deep
 from compress.kernels.triton.int8_depthwise_dot import DotTile, depthwise_dot, pack_dots
 from compress.kernels.triton.int8_depthwise_rows import RowsTile, depthwise_rows
 from compress.kernels.triton.int8_epilogue import Function, OutputGrid, Outputs, Residual, finish_of
+from compress.kernels.triton.int8_held import HeldTile, held
 from compress.kernels.triton.int8_pointwise import PointwiseTile, pointwise
 from compress.kernels.triton.int8_product import Geometry, Tile, pack_weight
 from compress.kernels.triton.int8_wide import WideTile, wide
@@ -150,6 +151,9 @@ def check_pointwise(device):
         (70, 40, 48, 0, PointwiseTile(32, 32, 32)),
         (33, 64, 32, 5, PointwiseTile(32, 16, 64, programs=1)),
         (5, 16, 112, -128, PointwiseTile(32, 64, 32, stages=3)),
+        (70, 40, 112, 5, HeldTile(32, 32, 32, 2)),
+        (37, 150, 64, 0, HeldTile(16, 16, 64, 2, 2, programs=1)),
+        (5, 16, 48, -128, HeldTile(32, 32, 32, 4)),
         (37, 150, 48, 5, Tile(32, 32, 64, part=16)),
         (20, 272, 37, 0, Tile(16, 64, 128)),
         (37, 40, 75, 5, WideTile(16, (32, 16), 64, programs=1)),
@@ -171,7 +175,7 @@ def check_pointwise(device):
         if isinstance(tile, Tile):
             deep(x.to(device), weight, finish, outputs, columns, tile, zero=zero)
         else:
-            compute = wide if isinstance(tile, WideTile) else pointwise
+            compute = {WideTile: wide, HeldTile: held}.get(type(tile), pointwise)
             compute(x.to(device), weight, finish, outputs, columns, tile, 2, zero=zero)
         sums = (x[:, :channels].double() - zero) @ w.double().t()
         y = (sums * factor + bias + 0.05 * (residual[:, :columns].double() - 3)).clamp(min=0) / 0.3

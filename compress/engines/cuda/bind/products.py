@@ -20,8 +20,16 @@ from compress.engines.cuda.bind.depthwise import bind_depthwise
 from compress.engines.cuda.executor import Candidate, Tensors
 from compress.engines.cuda.plan.layout import Layout
 from compress.engines.cuda.plan.steps import NO_PADDING, Convolution, Linear, Product
-from compress.engines.cuda.tiles import deep_tiles, pointwise_tiles, product_tiles, wide_tiles, window_tiles
+from compress.engines.cuda.tiles import (
+    deep_tiles,
+    held_tiles,
+    pointwise_tiles,
+    product_tiles,
+    wide_tiles,
+    window_tiles,
+)
 from compress.kernels.triton.int8_deep import deep
+from compress.kernels.triton.int8_held import HeldTile, held
 from compress.kernels.triton.int8_pointwise import LEAST_CAPABILITY, PointwiseTile, pointwise
 from compress.kernels.triton.int8_product import (
     ALIGNED,
@@ -114,7 +122,7 @@ def _of_rows(
 def _pointwise(
     step: Product, layout: Layout, bindings: Bindings, weight: Weight, columns: int, axes: tuple[int, int]
 ) -> list[Candidate]:
-    """Candidates of persistent programs, for a product of rows that lie evenly; none for others.
+    """Candidates of persistent programs that load by descriptors, for rows that lie evenly; none for others.
 
     Args:
         step: of the plan; a convolution of one tap that moves by one, or a matrix product.
@@ -138,19 +146,19 @@ def _pointwise(
     if pitch < channels:
         return []
 
-    def candidate(tile: PointwiseTile) -> Candidate:
+    def candidate(tile: PointwiseTile | HeldTile) -> Candidate:
         def run(tensors: Tensors) -> None:
-            x = tensors[step.x.name]
-            results = Results(e.out, e.residual.name, tensors, axes[1])
-            pointwise(
-                x.as_strided((count, channels), (pitch, 1)), weight, finish, results.outputs, columns, tile,
-                bindings.multiprocessors, zero=zero,
-            )  # fmt: skip
+            x = tensors[step.x.name].as_strided((count, channels), (pitch, 1))
+            outputs = Results(e.out, e.residual.name, tensors, axes[1]).outputs
+            compute: Any = held if isinstance(tile, HeldTile) else pointwise
+            compute(x, weight, finish, outputs, columns, tile, bindings.multiprocessors, zero=zero)
 
         text = f"{tile.rows}x{tile.columns}x{tile.depth} s{tile.stages} w{tile.warps} x{tile.programs}"
-        return Candidate(f"triton pointwise {text}", run)
+        text = f"held {text} c{tile.strips}" if isinstance(tile, HeldTile) else f"pointwise {text}"
+        return Candidate(f"triton {text}", run)
 
-    return [candidate(tile) for tile in pointwise_tiles(count, channels, columns)]
+    found = [candidate(tile) for tile in pointwise_tiles(count, channels, columns)]
+    return found + [candidate(tile) for tile in held_tiles(count, channels, columns)]
 
 
 def _deep(
@@ -211,7 +219,8 @@ def _window(
     e, zero, finish = step.epilogue, step.x.grid.zero if step.x.grid else 0, product_finish(step, bindings)
     taps = step.weight.shape[2] * step.weight.shape[3]
     names = [name for name in (e.residual.name, *e.out.names) if name]
-    even = whole_parts(step.x.name, layout) and None not in [_even_rows(name, layout, 1) for name in names]
+    even = whole_parts(step.x.name, layout, weight.codes.shape[-1])
+    even = even and None not in [_even_rows(name, layout, 1) for name in names]
     moves = (geometry.stride_y, geometry.stride_x) != (1, 1)
     if bindings.capability < LEAST_CAPABILITY or weight.groups > 1 or moves or zero or not even or e.out.value:
         return []  # the copy engine fills in zeros, and moves by one
