@@ -2,8 +2,8 @@
 
 - float: the network as it is; folded: BatchNorm folded into the convolutions, a lower bound of the cost of QAT;
 - fused: `compress.quantize`, trained through `compress.fuse_for_training`; fused-int8: the same, with the forward pass
-  of convolutions on INT8 tensor cores; fused-depthwise: the same as fused, with our depthwise convolutions in place of
-  cuDNN's; plain: the quantized network without fusion;
+  of convolutions on INT8 tensor cores; fused-cudnn: the same as fused, with cuDNN's depthwise convolutions in place of
+  ours; plain: the quantized network without fusion;
 - torch-ops: BatchNorm not folded, torch's fake-quantize operations on inputs and weights;
 - modelopt, pytorch-quantization: these tools, where they are installed.
 """
@@ -101,16 +101,16 @@ def trained(variant: str, model: nn.Module, network: Network) -> tuple[nn.Module
         graph = compress.trace(model.eval(), x[:2])
         fold_batchnorm(graph)
         return graph, graph
-    if variant in {"plain", "fused", "fused-depthwise", "fused-int8"}:
+    if variant in {"plain", "fused", "fused-cudnn", "fused-int8"}:
         spec = compress.QuantSpec(activations=compress.ActivationSpec(calibrator="max"))
         qmodel = compress.quantize(model.eval(), x[:2], [x], spec=spec)
         qmodel.to(memory_format=torch.channels_last)
         if variant == "plain":
             return qmodel, qmodel
         fused = compress.fuse_for_training(qmodel, forward="int8" if variant == "fused-int8" else "float")
-        for module in fused.modules() if variant == "fused-depthwise" else ():
+        for module in fused.modules() if variant == "fused-cudnn" else ():
             if isinstance(module, FusedLayerModule):
-                module.kernels = "triton"
+                module.kernels = "torch"
         return fused, qmodel
     made = pytorch_quantization(network) if variant == "pytorch-quantization" else _OTHERS[variant](model, x)
     return made, made

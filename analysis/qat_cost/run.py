@@ -49,12 +49,12 @@ CASES: tuple[Case, ...] = (
 )
 """Network, precision, mode and variants, in the order in which they are measured."""
 PEERS = dict.fromkeys(("resnet50", "regnet_y_3_2gf", "convnext_tiny", "vit_s"), ("torch-ops", "modelopt"))
-LIBRARY = {"convnext_tiny": ("fused-depthwise",)}
+LIBRARY = {"convnext_tiny": ("fused-cudnn",)}
 FAMILY_CASES: tuple[Case, ...] = (
     *((n, "bf16", m, FAMILY_VARIANTS) for m in ("compiled", "regions", "graphs") for n in FAMILIES),
     *((n, "bf16", "eager", (*FAMILY_VARIANTS, *LIBRARY.get(n, ()), *PEERS.get(n, ()))) for n in FAMILIES),
     *((n, "bf16", "recorded", (*FAMILY_VARIANTS, *LIBRARY.get(n, ()))) for n in FAMILIES),
-    ("tiny", "bf16", "eager", (*FAMILY_VARIANTS, "fused-depthwise", "torch-ops", "modelopt")),
+    ("tiny", "bf16", "eager", (*FAMILY_VARIANTS, "fused-cudnn", "torch-ops", "modelopt")),
     ("tiny", "bf16", "recorded", FAMILY_VARIANTS),
     ("tiny", "bf16", "compiled", FAMILY_VARIANTS),
 )

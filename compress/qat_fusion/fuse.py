@@ -8,7 +8,7 @@ parameters and ranges, are those of the first graph, by reference: train by call
 
 All weights are quantized in a few launches (`weights`). Attention whose probabilities are quantized is one operation
 too (`attention`), and so are GELU, SiLU and hard swish with their quantizer, and layer norms with theirs (`norm`).
-With `kernels="triton"` depthwise convolutions with large filters have kernels too in half precision (`product`).
+In half precision depthwise convolutions with large filters have kernels of their own (`product`).
 
 The result is that of the plain path: the same numbers in the same order in float32 and float64, except for exponentials
 and sums over a row that the kernels compute. In half precision the plain path rounds after the bias, the add and the

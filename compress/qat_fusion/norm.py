@@ -6,7 +6,8 @@ norm, added to the gradient that bypasses the norm, and written once more in hal
 kernel (`compress.kernels.triton.layer_norm`) reads its inputs once and writes both gradients: from the sum, its mean
 and its deviation it computes the normalized values and their mask again, and sums the gradients of weight and bias.
 
-The forward pass is torch's: it has the numbers of the plain path, and torch's compiler fuses it well.
+Forward, one kernel adds, normalizes and quantizes: torch's own norm takes several times as long on rows as narrow as
+ConvNeXt's and Swin's 96 channels. In a compiled graph the forward pass is torch's, whose compiler fuses it well.
 """
 
 from __future__ import annotations

@@ -36,13 +36,13 @@ def product(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, k
         x: the layer's input.
         weight: quantized; None = the layer's own quantized weight.
         bias: None = none is added.
-        kernels: `triton` = ours for depthwise convolutions with large filters too, which were not timed beside cuDNN's.
+        kernels: as of `fuse_for_training`: Triton's for depthwise convolutions with large filters.
     """
     if weight is None:
         weight = layer.quantized_weight if hasattr(layer, "weight_quantizer") else layer.weight
     if isinstance(layer, nn.Linear):
         return F.linear(x, weight, bias)
-    if kernels == "triton" and use_triton(x, kernels) and layer.groups > 1 and layer.padding_mode == "zeros":
+    if layer.groups > 1 and layer.padding_mode == "zeros" and use_triton(x, kernels):
         dtype, padding = weight_dtype(x), layer.padding
         if not isinstance(padding, str) and fits(x, weight, dtype, layer.stride, padding, layer.dilation):
             return depthwise(x.to(dtype), weight.to(dtype), bias)

@@ -1,7 +1,8 @@
-"""Layer norm and fake quantization as one operation, whose backward pass is one Triton kernel.
+"""Layer norm and fake quantization as one operation, with one Triton kernel each way.
 
-A program is one warp, so that the two means of a row are sums within the warp. It takes a few rows at a time, goes down
-a part of the matrix, and keeps its sums of the gradients of weight and bias in registers.
+A program is one warp, so that the two means of a row are sums within the warp. It takes a few rows at a time; backward
+it goes down a part of the matrix, and keeps its sums of the gradients of weight and bias in registers. In a compiled
+graph the forward pass is torch's, whose compiler fuses it with its neighbours.
 """
 
 # ruff: noqa: ANN001, ANN201, N803  (kernels: Triton gives their parameters types, and constants stand in capitals)
@@ -15,16 +16,49 @@ from torch import Tensor
 
 from compress.kernels.dispatch import refuse_second_derivative
 from compress.kernels.epilogue import Epilogue, IntegerGrid, forward_torch, rounding_threshold
-from compress.kernels.triton.fake_quantize import plan_of
+from compress.kernels.triton.fake_quantize import bounds_of
 from compress.kernels.triton.language import tl, triton
 from compress.kernels.triton.launch import launch
-from compress.kernels.triton.rounding import step_of
+from compress.kernels.triton.rounding import on_grid, step_of, steps_of
 
 WIDEST = 2048
 """Largest number of elements of a row."""
 _PROGRAMS = 1056  # 8 on each of 132 multiprocessors
-_ELEMENTS = 1024  # that a program takes at a time, two rows at least: narrow rows alone would leave the memory idle
+_ELEMENTS = 1024  # that a program takes at a time; backward two rows at least: narrow ones would leave memory idle
 _WARPS = 1
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr, added_ptr, weight_ptr, bias_ptr, amax_ptr, total_ptr, out_ptr, mean_ptr, deviation_ptr,
+    rows, eps, lower, upper, low, high,
+    WIDE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Compute rows of x + added, their mean, the reciprocal of their standard deviation, and the quantized norm."""
+    scale, reciprocal = step_of(tl.load(amax_ptr), high)
+    column = tl.arange(0, PADDED)
+    inside = column < WIDE
+    row = tl.program_id(0).to(tl.int64) * ROWS
+    local = tl.arange(0, ROWS)
+    known = local < rows - row
+    there = known[:, None] & inside[None, :]
+    at = local[:, None] * WIDE + column[None, :]
+    x = tl.load(x_ptr + row * WIDE + at, mask=there, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(added_ptr + row * WIDE + at, mask=there, other=0.0).to(tl.float32)
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * WIDE + at, total, mask=there)
+        x = total.to(tl.float32)
+    mean = tl.sum(x, axis=1) / WIDE
+    x = tl.where(there, x - mean[:, None], 0.0)
+    deviation = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), tl.sqrt_rn(tl.sum(x * x, axis=1) / WIDE + eps))
+    tl.store(mean_ptr + row + local, mean, mask=known)
+    tl.store(deviation_ptr + row + local, deviation, mask=known)
+    found = x * deviation[:, None] * tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if BIAS:
+        found += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    found = on_grid(steps_of(found, lower, upper, scale, reciprocal), low, high) * scale
+    tl.store(out_ptr + row * WIDE + at, found.to(out_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -130,13 +164,11 @@ class _NormQuantize(torch.autograd.Function):
         dtype: torch.dtype,
         keep_sum: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        total = x if added is None else x + added
-        tensors = (_wide(weight), None if bias is None else _wide(bias))
-        y, mean, deviation = torch.native_layer_norm(_wide(total), weight.shape, *tensors, eps)
+        run = _forward_compiled if torch.compiler.is_compiling() else _forward
+        result, total, mean, deviation = run(x, added, weight, bias, amax, eps, Epilogue(low, high), dtype)
         ctx.save_for_backward(total, mean, deviation, weight, amax, *([] if bias is None else [bias]))
         ctx.dtypes = (x.dtype, None if added is None else added.dtype)
         ctx.high, ctx.threshold = float(high), rounding_threshold(low)
-        result = _quantized(y, amax, Epilogue(low, high), dtype)
         return (result, total) if keep_sum else result
 
     @staticmethod
@@ -179,14 +211,56 @@ class _NormQuantize(torch.autograd.Function):
         )
 
 
+_Forward = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Quantized norm, sum, and the mean and the reciprocal of the standard deviation of each of its rows."""
+
+
+def _forward(
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    amax: Tensor,
+    eps: float,
+    epilogue: Epilogue,
+    dtype: torch.dtype,
+) -> _Forward:
+    """Compute the forward pass by the kernel."""
+    width = weight.numel()
+    rows, padded = x.numel() // width, 1 << (width - 1).bit_length()
+    at_once = max(1, _ELEMENTS // padded)
+    total = x if added is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, added.dtype))
+    result = torch.empty_like(x, dtype=dtype)
+    mean, deviation = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    lower, upper, _, low, high = bounds_of(epilogue)
+    launch(
+        forward_kernel,
+        (-(-rows // at_once),),
+        (x, x if added is None else added, weight, weight if bias is None else bias, amax, total, result, mean,
+         deviation),
+        (rows, eps, lower, upper, low, high, width, added is not None, bias is not None, at_once, padded),
+        num_warps=_WARPS,
+    )  # fmt: skip
+    return result, total, mean, deviation
+
+
+def _forward_compiled(
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    amax: Tensor,
+    eps: float,
+    epilogue: Epilogue,
+    dtype: torch.dtype,
+) -> _Forward:
+    """Compute the forward pass by torch's operations; a mask has no consumer in the graph, and is not computed."""
+    total = x if added is None else x + added
+    tensors = (_wide(weight), None if bias is None else _wide(bias))
+    y, mean, deviation = torch.native_layer_norm(_wide(total), weight.shape, *tensors, eps)
+    return forward_torch(y, None, None, amax, epilogue, dtype)[0], total, mean, deviation
+
+
 def _wide(x: Tensor) -> Tensor:
     """`x` in float32; torch 2.11's compiler loses the gradient of a tensor through a `.float()` of the same type."""
     return x if x.dtype == torch.float32 else x.float()
-
-
-def _quantized(y: Tensor, amax: Tensor, epilogue: Epilogue, dtype: torch.dtype) -> Tensor:
-    """Quantize without keeping a mask: in a compiled graph it has no consumer, and is not computed."""
-    plan = None if torch.compiler.is_compiling() else plan_of(y, None, None, amax, epilogue, dtype)
-    if plan is None:
-        return forward_torch(y, None, None, amax, epilogue, dtype)[0]
-    return plan.forward(y, None, None, amax)[0]
