@@ -84,7 +84,7 @@ def maps_and_outputs(
 
 
 class DetectorHead:
-    """What of a detector stays outside the network: losses, and from outputs to boxes.
+    """The part of a detector outside the network: losses, and decoding of outputs to boxes.
 
     Args:
         detector: one for which `is_detector` is true; it is not changed.

@@ -79,7 +79,7 @@ class TaskMetric:
 
     @property
     def amount(self) -> str:
-        """What a drop is counted in: points, or the unit."""
+        """The unit of a drop: points, or the metric's own unit."""
         return amount_of(self.unit)
 
     def figures(self, meter: Meter) -> Figures:

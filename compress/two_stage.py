@@ -58,7 +58,7 @@ class ProposalNetwork(nn.Module):
 
 
 class TwoStageHead(DetectorHead):
-    """What of Faster R-CNN stays outside the network: losses, proposals, and the box head in float.
+    """The part of Faster R-CNN outside the network: losses, proposals, and the box head in float.
 
     Args:
         detector: one for which `is_two_stage` is true, with the weights of its box head; it is not changed.

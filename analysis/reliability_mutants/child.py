@@ -39,7 +39,7 @@ _OWN = ("compress", "tests", "analysis", "examples", "conftest", "__main__", "to
 
 @dataclass
 class Observed:
-    """What the tests of a part do on the unchanged code.
+    """Results of the tests of a part on the unchanged code.
 
     Attributes:
         failing: tests that fail, and files that cannot be imported.

@@ -1,4 +1,4 @@
-"""What a method leaves of a float network, as text: any machine applies it to the same weights."""
+"""The channels and blocks that a method keeps, as text: any machine applies it to the same weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Removal = tuple[str, bool, Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What is left of a float network; without any field it is whole.
+    """The part of a float network that is kept; without any field the whole.
 
     Attributes:
         configuration: elements of `compress.search` that are not as the float network has them.

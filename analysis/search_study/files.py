@@ -1,4 +1,4 @@
-"""What the stages of the study hand on to each other: rows of JSON, float networks, fine-tuned weights."""
+"""Files that stages of the study exchange: rows of JSON, float networks, fine-tuned weights."""
 
 from __future__ import annotations
 

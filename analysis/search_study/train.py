@@ -80,7 +80,7 @@ class Trainer:
 
 
 class Study:
-    """What the trainings of a stage share.
+    """The state that the trainings of a stage share.
 
     Args:
         options: of the command line.

@@ -1,4 +1,4 @@
-"""What `inspect parity --why`, `--mend` and `--mend-sqnr` print."""
+"""Printing of `inspect parity --mend` and `--mend-sqnr`."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _TOLERANCE = 1.0
 """Pixels by which a box may exceed its image, for coordinates that were rounded; the excess is cut off."""
 
 AS_BACKGROUND = "; data.other_classes: background learns objects of other classes as background"
-"""What can be done about a class that a recipe does not name."""
+"""Advice for a class that a recipe does not name."""
 
 Boxes = NDArray[np.float32]
 

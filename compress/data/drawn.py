@@ -18,7 +18,7 @@ from compress.data.base import Batch, BatchPlan, Split
 CHUNK_IMAGES = 8192
 
 Drawn = tuple[Tensor, ...]
-"""What a picture is made of, by picture: the first dimension of each tensor."""
+"""The inputs that pictures are made from; the first dimension of each tensor counts pictures."""
 
 
 class DrawnSplit(Split):

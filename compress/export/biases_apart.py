@@ -19,7 +19,7 @@ from compress.export.names import added_tensor
 from compress.export.onnx_graph import OnnxGraph
 
 _COMPUTES_WITH_SIZES = frozenset({"Shape", "Size", "LSTM", "GRU", "RNN"})
-"""Operators of which OpenVINO makes a question for a shape; recurrent ones ask for their states of zeros."""
+"""Operators for which OpenVINO asks for a shape; recurrent ones do so for their states of zeros."""
 
 
 def biases_apart(proto: onnx.ModelProto) -> int:

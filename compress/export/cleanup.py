@@ -25,7 +25,7 @@ def clean(proto: onnx.ModelProto) -> None:
     for tensor in graph.initializer:
         tensor.doc_string = ""
     del graph.metadata_props[:]
-    del graph.value_info[:]  # engines infer shapes; stale symbolic ones only get in the way
+    del graph.value_info[:]  # engines infer shapes themselves; stale symbolic ones can contradict them
     drop_unused(graph)
 
 

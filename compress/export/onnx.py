@@ -107,7 +107,7 @@ def export_onnx(
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse what is no module of Python's, and parameters in a type that no file is written in."""
+    """Refuse anything but a Python module, and parameters of a type that files are not written in."""
     check_module(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise ExportError(f"the model is a {type(model).__name__}: give the module that it was scripted or traced from")

@@ -1,4 +1,4 @@
-"""Spells operations as others that compute the same, where an exporter does not know them or an engine errs on them."""
+"""Replaces operations by equivalent ones where an exporter does not know them or an engine computes them wrongly."""
 
 from __future__ import annotations
 

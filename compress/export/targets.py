@@ -1,4 +1,4 @@
-"""The passes over a quantized file that its target needs: one list for torch's exports and for files of their own."""
+"""The passes over a quantized file that its target needs: one list for exported models and for users' files."""
 
 from __future__ import annotations
 

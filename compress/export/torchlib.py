@@ -1,4 +1,4 @@
-"""What torch's exporter looks up again and again, looked up once: most of the time that a small network's export takes.
+"""Caches lookups that torch's exporter repeats: they are most of the time that a small network's export takes.
 
 torch.onnx reads the source of some 500 functions to build its table of ONNX functions, in each export; here it is built
 once for each opset. Exports get copies, so that what one of them registers is not in the next one's. torch.export looks

@@ -295,7 +295,7 @@ def _one_long(starts: NDArray[Any], ends: NDArray[Any]) -> bool:
 
 
 def drop_unread(graph: onnx.GraphProto) -> None:
-    """Remove constants that nothing reads any more, graphs inside nodes included."""
+    """Remove constants that have no consumer left, also in the graphs inside nodes."""
     used = {name for node in graph.node for name in inputs_of(node)} | {value.name for value in graph.output}
     inputs = {value.name for value in graph.input}
     for i, tensor in reversed(list(enumerate(graph.initializer))):

@@ -1,7 +1,7 @@
 """Methods beyond calibration on files: they work on the file as a torch network, and its parameters come back.
 
 Equalization, SmoothQuant, AdaRound and bias correction change weights, biases and factors of norms, and nothing else;
-ReLU in the place of ReLU6 changes a node. So the file keeps its own graph, and each method exists once.
+ReLU instead of ReLU6 changes a node. So the file keeps its own graph, and each method exists once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def improve_file(
 ) -> Improved:
     """Apply the methods of a specification to the parameters of a float file; in place.
 
-    Equalization, smoothing and ReLU in the place of ReLU6 are written at once. AdaRound and bias correction belong to
+    Equalization, smoothing and ReLU instead of ReLU6 are written at once. AdaRound and bias correction belong to
     the quantized network: the caller writes them when the ranges are calibrated.
 
     Args:

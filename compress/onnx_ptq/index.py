@@ -1,4 +1,4 @@
-"""An ONNX graph with what readers and passes ask of it: producers, consumers, values of constants, types, shapes.
+"""An ONNX graph with its producers, consumers, values of constants, types and shapes.
 
 Consumers include the graphs inside nodes (branches of If, bodies of Loop), which may read any tensor around them.
 """

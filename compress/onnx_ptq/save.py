@@ -86,7 +86,7 @@ def _raw(source: SourceFile, tensor: onnx.TensorProto) -> bytes:
     """The bytes of a tensor, also of one whose data are in another file."""
     if not external_data_helper.uses_external_data(tensor):
         return tensor.raw_data
-    source.array(tensor)  # refuses data that are not there
+    source.array(tensor)  # refuses data that are missing
     whole = onnx.TensorProto()
     whole.CopyFrom(tensor)
     external_data_helper.load_external_data_for_tensor(whole, str(source.folder))

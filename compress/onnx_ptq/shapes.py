@@ -12,7 +12,7 @@ from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.run import FloatSession, unknown_to_runtime
 
 _ROUNDS = 4
-"""Times that shapes are inferred again with the values that follow from shapes."""
+"""Rounds of inference, each with the values that follow from the shapes of the round before."""
 
 _LARGE, _GROWTH = 1 << 28, 1 << 10
 """Elements that every tensor may have, and elements for each element of the inputs."""

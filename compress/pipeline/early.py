@@ -1,4 +1,4 @@
-"""What can be refused before a run begins: by the recipe, the network and the machine alone, without any training.
+"""Refusals before a run begins, by the recipe, the network and the machine alone, without any training.
 
 A value that only the last step looks at would otherwise be refused after hours of training.
 """

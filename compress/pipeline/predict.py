@@ -1,4 +1,4 @@
-"""What a run's network says about pictures, on an engine: classes, masks or boxes."""
+"""Predictions of a run's network on an engine: classes, masks or boxes of pictures."""
 
 from __future__ import annotations
 

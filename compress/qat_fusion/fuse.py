@@ -305,7 +305,7 @@ def _fuse(graph_module: fx.GraphModule, node: fx.Node, kernels: Kernels | None) 
     fused.meta.update(last.meta)
     last.replace_all_uses_with(fused)
     names = [old.name for old in chain.nodes[:0:-1]] + ([pool.name] if pool else [])
-    for old in [pool, *chain.nodes] if pool else chain.nodes:  # from the end back: each has lost its only consumer
+    for old in [pool, *chain.nodes] if pool else chain.nodes:  # in reverse: consumers first
         graph_module.graph.erase_node(old)
     return FusedChain(quantizer=path, nodes=tuple(names), reason=chain.reason)
 
@@ -327,7 +327,7 @@ def _pool_after(quantizer: fx.Node) -> tuple[fx.Node, Window] | tuple[None, None
     kernel = _pair(found["kernel_size"])
     if _pair(found["dilation"]) != (1, 1) or found["return_indices"] or math.prod(kernel) > LARGEST_WINDOW:
         return None, None
-    stride = _pair(found["stride"] or kernel)  # F.max_pool2d takes an empty one for none
+    stride = _pair(found["stride"] or kernel)  # F.max_pool2d treats an empty stride as none
     return pool, Window(kernel, stride, _pair(found["padding"]), bool(found["ceil_mode"]))
 
 

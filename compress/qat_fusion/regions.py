@@ -1,4 +1,4 @@
-"""Regional compilation: what a network repeats is compiled once.
+"""Regional compilation: repeated parts of a network are compiled once.
 
 `torch.compile` of a whole network compiles each of its blocks, though most are alike: minutes for a deep one. Here a
 graph is cut wherever a single tensor connects the nodes before with those after it, which is between the blocks of
@@ -134,7 +134,7 @@ class _Part:
 
 
 def _settings(module: nn.Module) -> tuple[Any, ...]:
-    """Return what a compiler would specialize on: classes, attributes but names, and sizes of all tensors."""
+    """Return what a compiler specializes on: classes, attributes except names, and sizes of all tensors."""
     found: list[Any] = []
     for one in module.modules():
         own = {k: _value(v) for k, v in vars(one).items() if k not in _APART}

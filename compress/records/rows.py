@@ -172,7 +172,7 @@ class LayerCost:
 
     @property
     def lost_ms(self) -> float:
-        """What quantization costs."""
+        """Milliseconds that quantization adds."""
         return self.quantized_ms - self.float_ms
 
 

@@ -33,7 +33,7 @@ from compress.records.rows import (
 from compress.training.log import EpochRow
 
 FILE_RESULT = "quantization.json"
-"""What `ptq --onnx` writes beside the file."""
+"""The report that `ptq --onnx` writes beside the file."""
 
 _PARTS: dict[str, files.RecordFile[Any]] = {
     "recipe": files.RECIPE,

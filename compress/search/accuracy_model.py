@@ -1,10 +1,10 @@
-"""What each choice costs in accuracy by itself, from pictures alone; the costs of several choices add up.
+"""The cost in accuracy of each choice by itself, from pictures alone; the costs of several choices add up.
 
 The error that a choice adds to the network's outputs is measured with everything else as it was, after BatchNorm's
 statistics were measured again. Statistics of some hundred pictures differ from those of the training, by an error that
 would be counted once for every choice; so the network that nothing was taken from has them measured again, too. Errors
 of choices are nearly independent, so their powers add up, as in mixed precision. The
-first and second order of the loss, which need no network to be built, stand beside it for comparison.
+first and second order of the loss, which need no network to be built, are computed too, for comparison.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from compress.search.space import FLOAT, FORMAT, WIDTH, Configuration
 from compress.training import recalibrate_batchnorm
 
 TASK = "accuracy model"
-_MOST = 1e6  # of a choice that leaves nothing of the outputs; the integer program needs a finite number
+_MOST = 1e6  # error of a choice whose outputs are not finite: the integer program needs a number
 
 Table = Mapping[str, Mapping[str, float]]
 """A number for each element and choice."""
@@ -54,7 +54,7 @@ class AccuracyModel:
 
 
 def rate_choices(lab: Lab, *, progress: Progress) -> AccuracyModel:
-    """Measure every choice alone, against the float network, on the pictures held back."""
+    """Measure every choice alone, against the float network, on the held-out pictures."""
     elements = {element: choices for element, choices in lab.space.elements.items() if len(choices) > 1}
     again = apply(lab.structure, {})
     recalibrate_batchnorm(again, lab.fit)

@@ -1,4 +1,4 @@
-"""Which points of a front are fine-tuned, one after the other, and which of them is taken in the end.
+"""The points of a front that are fine-tuned, their order, and the choice among them.
 
 Pictures without labels cannot say what fine-tuning gives back. So by latency the best uniform choice is fine-tuned
 beside the best point, and the accuracy on the engine decides: nobody ends with less than a uniform width would give.

@@ -1,4 +1,4 @@
-"""A bound of latency is kept by what was measured: the model is corrected, and networks become smaller, until it is."""
+"""Makes measured networks keep a latency bound: corrects the model, and tries smaller networks, until one does."""
 
 from __future__ import annotations
 

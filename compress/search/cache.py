@@ -1,4 +1,4 @@
-"""Where a search keeps what it measured of an engine: one file for each engine, version and machine."""
+"""The files of a search's measurements: one for each engine, version and machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def cache_path(engine: str, version: str, folder: Path | None, *, what: str = ""
         engine: its name.
         version: of its library.
         folder: None = that of the user.
-        what: it holds, where it holds no times of networks.
+        what: name of what is stored, if it is not times of networks.
     """
     machine = describe_machine()
     gpus = "-".join(gpu.name for gpu in machine.gpus) if engine.startswith(("cuda", "tensorrt")) else ""

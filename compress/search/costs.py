@@ -105,7 +105,7 @@ class Costs:
         )
 
     def _channels(self, axis: tuple[str, str], widths: dict[str, int]) -> _Channels:
-        """What is left of an axis."""
+        """The part of an axis that is left."""
         counts: Counter[str] = self._axes.get(axis, Counter())
         if not any(counts):
             return _Channels(share=1.0, count=0.0)

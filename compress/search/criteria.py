@@ -72,7 +72,7 @@ def _by_gradient(structure: Structure, criterion: str, batches: Sequence[Tensor]
 
 
 def _taps(structure: Structure) -> list[Axis]:
-    """The tensor that stands for each module whose output carries channels of a group: norms, else producers."""
+    """The tensor that represents each module whose output carries channels of a group: norms, else producers."""
     norms = [use for use in _uses(structure, {"vector"}) if _is_scale(structure, use)]
     covered = torch.cat([use.classes for use in norms]) if norms else torch.zeros(0)
     rest = [use for use in _uses(structure, {"out"}) if not bool(torch.isin(use.classes, covered).all())]
@@ -88,7 +88,7 @@ def _factor_gradients(
     def keep(path: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             seen.setdefault(path, []).append(output)
-            return output.clone()  # what follows may compute in place
+            return output.clone()  # later operations may work in place
 
         return hook
 

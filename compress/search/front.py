@@ -1,4 +1,4 @@
-"""Measured candidates, and those of them that no other beats in time and accuracy."""
+"""Measured candidates, and the Pareto front of them in time and accuracy."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Front:
         timed: the latency model and its check.
         accuracy: the accuracy model.
         failed: configurations that could not be built or run, with the reason.
-        notes: what a reader should know.
+        notes: sentences for the user.
 
     Examples:
         >>> front = compress.search(model, images, batches, latency=0.5)  # doctest: +SKIP
@@ -86,7 +86,7 @@ class Front:
         return quantization_of(self.lab, network, point.configuration)
 
     def otherwise(self, point: Point) -> tuple[Otherwise, ...]:
-        """What the neighbouring choices of each element would have changed, by the models."""
+        """Predicted effects of the neighbouring choices of each element."""
         lab = self.lab
         return otherwise(
             lab.space, self.accuracy.distance, lambda c: self.timed.model.predict(lab.costs.of(c)), point.configuration

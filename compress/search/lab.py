@@ -42,7 +42,7 @@ _LOADS, _LOAD_S = 3, 1.0  # times that files are loaded to be timed, while that 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What was measured of a candidate on the engine.
+    """Measurements of a candidate on the engine.
 
     Attributes:
         ms: median time of a run; of a point of a front `ratio` times the float network's, which is timed last.

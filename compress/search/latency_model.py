@@ -214,7 +214,7 @@ def _features(costs: Sequence[LayerCost]) -> dict[Feature, float]:
 
 
 def _beside(costs: Sequence[LayerCost]) -> dict[Feature, float]:
-    """What a network has beside its layers: itself, and elements that are converted between formats."""
+    """Features of a network beside its layers: a constant, and elements that are converted between formats."""
     changed = sum(b.read for a, b in itertools.pairwise(costs) if a.format != b.format)
     found: dict[Feature, float] = {(_NETWORK, "", ""): 1.0}
     if changed:

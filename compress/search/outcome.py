@@ -1,4 +1,4 @@
-"""What a whole search ends with: the bound that was asked for, and networks that were fine-tuned and measured."""
+"""The outcome of a search: the bound that was asked for, and the networks that were fine-tuned and measured."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """What was asked for: one of the two is given.
+    """The bound of a search: one of the two is given.
 
     Attributes:
         latency: largest share of the float network's time.

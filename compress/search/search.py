@@ -38,7 +38,7 @@ from compress.search.timing import Timed, time_more, time_space
 from compress.search.trials import add_starts, failures, open_study, optuna, results, run_trials
 
 TARGETS: dict[str, Target] = {"openvino": "openvino", "onnxruntime": "onnxruntime"}
-"""Whose placement rules fit an engine; TensorRT's fit all others."""
+"""The target whose placement rules an engine follows; TensorRT for all others."""
 
 STUDY = "search"
 Role = Literal["all", "worker"]
@@ -328,7 +328,7 @@ def _points(lab: Lab, timed: Timed, accuracy: AccuracyModel, study: Any, referen
             Point(
                 label=label,
                 configuration=configuration,
-                figures=replace(figures, ms=figures.ratio * whole),  # clocks differ from hour to hour, ratios less
+                figures=replace(figures, ms=figures.ratio * whole),  # ratios drift less than times
                 predicted_ratio=timed.without(costs).predict(costs),
                 predicted_distance=accuracy.predict(configuration),
             )
@@ -337,5 +337,5 @@ def _points(lab: Lab, timed: Timed, accuracy: AccuracyModel, study: Any, referen
 
 
 def _as_is(lab: Lab, configuration: Configuration) -> bool:
-    """Whether a configuration leaves everything as the float network has it."""
+    """Whether a configuration changes nothing of the float network."""
     return lab.costs.of(configuration) == lab.costs.of({})

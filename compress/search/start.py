@@ -20,7 +20,7 @@ _STEPS, _FULL = 8, 0.985
 
 @dataclass(frozen=True, kw_only=True)
 class Otherwise:
-    """What another choice of one element would have done, by the models.
+    """The predicted effect of another choice of one element.
 
     Attributes:
         element: such as `width layer1.0.conv1`.
@@ -104,7 +104,7 @@ def _sum(distances: Mapping[str, Mapping[str, float]], configuration: Configurat
 
 
 def uniform(space: Space, *, width: float = 1.0, format_: str = "", sparse: bool = False) -> Configuration:
-    """One share of the channels everywhere, one format everywhere, 2:4 everywhere: what one tries without a search."""
+    """A uniform configuration, as one would try without a search: one share of the channels, one format, 2:4 or not."""
     chosen: dict[str, str] = {}
     for element, choices in space.elements.items():
         kind = element.partition(" ")[0]

@@ -1,4 +1,4 @@
-"""What can be taken from a network: groups of channels, residual blocks, and blocks of layers that share a format.
+"""Parts of a network that a search may change: groups of channels, residual blocks, blocks of layers of one format.
 
 Channels come from `compress.sparsity.groups`, which follows them through sums, concatenations and depthwise
 convolutions: a group is a set of channels that nothing distinguishes, such as all channels of a residual stage, and
@@ -135,7 +135,7 @@ def _groups(
     groups: dict[str, WidthGroup] = {}
     left: dict[str, str] = {}
     for classes in channels.interchangeable():
-        own = [uses[place] for place in sorted(held.get(classes[0], ()))]  # of all alike: nothing distinguishes them
+        own = [uses[place] for place in sorted(held.get(classes[0], ()))]  # of one class: the others have the same
         producers = tuple(use.path.removesuffix(".weight") for use in own if use.role == "out")
         if not producers:
             continue
@@ -164,7 +164,7 @@ def _failure(structure: Structure, groups: Sequence[WidthGroup]) -> str:
     removed = [number for group in groups for number in group.classes[: len(group.classes) // 2]]
     small = remove_channels(structure.graph, structure.axes, removed)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # fx prints the line of its code that fails
+        with contextlib.redirect_stderr(io.StringIO()):  # fx prints the failing line of its generated code
             after = _output_shapes(small, structure.inputs)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         return f"must stay, because the network does not run without half of them: {str(error).splitlines()[0][:100]}"

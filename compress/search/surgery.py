@@ -1,6 +1,6 @@
 """Removes channels from a traced network: every tensor along them becomes shorter, every layer's numbers follow.
 
-Nothing is decided here: which channels go together is known from `compress.sparsity.groups`.
+Which channels go together is decided by `compress.sparsity.groups`.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ def _layer_shares(lab: Lab, path: Path) -> dict[str, float]:
     """Share of the time of a run that each layer takes, where the engine reports it."""
     spec, paths = lab.spec, [row.path for row in lab.structure.layers]
     if lab.engine == "onnxruntime":
-        return {}  # the model of latency was validated there with times of whole networks
+        return {}  # the model was validated on it with times of whole networks alone
     try:
         times = measure_engine_layers(
             {_ONE: path},

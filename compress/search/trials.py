@@ -26,7 +26,7 @@ TASK = "trials"
 _LABEL, _FIGURES, _ERROR, _WORKER = "label", "figures", "error", "worker"
 _LONG = 20.0  # a trial of another machine that takes so many times the median is taken for lost
 _PATIENCE_S = 0.5
-_LEAST = 3  # trials that are made however late it is: without any, the hours before them were for nothing
+_LEAST = 3  # trials that are made even after the deadline: without one, the earlier work would have no result
 
 
 def optuna() -> Any:

@@ -1,4 +1,4 @@
-"""Listeners of a training: what happened, as it happens. They change nothing, so that a resumed training is the same.
+"""Callbacks that observe a training. They change nothing, so that a resumed training is the same.
 
 A callback has any of four methods; the loggers of `compress.training.loggers` are callbacks.
 """
@@ -12,7 +12,7 @@ from compress.training.spec import TrainSpec
 
 
 class Callback:
-    """A listener; override what is of interest. On several processes only rank 0 calls it.
+    """A callback; override the methods that you need. With several processes only rank 0 calls it.
 
     >>> class Best(Callback):
     ...     def epoch(self, name, row):

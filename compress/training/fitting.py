@@ -1,4 +1,4 @@
-"""`fit` for users: a data set of a recipe, or a DataLoader with a loss and a metric of one's own."""
+"""`fit` for users: a data set of a recipe, or a DataLoader with the user's own loss and metric."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class _Training:
         return self.position.epoch * self.steps_per_epoch + self.position.step
 
     def run(self, resume: bool) -> TrainReport:
-        """Train, and leave no gradients and no memory format behind."""
+        """Train; afterwards there are no gradients, and weights are contiguous."""
         try:
             return self._run(resume)
         finally:

@@ -180,7 +180,7 @@ def surroundings(model: nn.Module, teacher: nn.Module | None, device: torch.devi
     devices = [device] if device.type == "cuda" else []
     benchmark = torch.backends.cudnn.benchmark
     with torch.random.fork_rng(devices=devices), modes_restored(model, teacher):
-        torch.backends.cudnn.benchmark = True  # every batch has the same shape, so the search is paid once
+        torch.backends.cudnn.benchmark = True  # every batch has the same shape, so the search runs once
         try:
             yield
         finally:

@@ -171,7 +171,7 @@ _SECTIONS: dict[type[TrainSpec], str] = {TrainSpec: "train", QATSpec: "qat", Fin
 
 
 _SPEED = {"cuda_graphs", "checkpoint_every"}
-"""Keys that change the speed alone: a training may go on with another value."""
+"""Keys that affect only speed: a resumed training may have other values."""
 _ADDED = {
     "gradients",
     "sync_batchnorm",

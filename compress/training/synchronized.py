@@ -44,7 +44,7 @@ def synchronized(model: nn.Module, spec: TrainSpec, processes: Processes) -> Ite
 
 
 class HostBatchNorm(_BatchNorm):
-    """torch's SyncBatchNorm for CPUs, which that one does not take, by differentiable sums."""
+    """Synchronized BatchNorm by differentiable sums, for CPUs, which torch's SyncBatchNorm does not support."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Take any number of dimensions, as SyncBatchNorm does."""

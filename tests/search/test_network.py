@@ -87,9 +87,13 @@ def test_what_overwrote_the_sum_of_a_block_left_out_leaves_the_identity_alone():
 
 
 def test_a_resnet_without_a_block_is_reconstructed():
-    found = analyse(torchvision.models.resnet18(num_classes=10).eval(), IMAGES)
+    model = torchvision.models.resnet18(num_classes=10).eval()
+    found = analyse(model, IMAGES)
     configuration = {"block layer1.1": "left out"}
-    reconstruct(apply(found, configuration), found, configuration, {}, [IMAGES], steps=1)
+    small = reconstruct(apply(found, configuration), found, configuration, {}, [IMAGES], steps=1)
+    assert not torch.equal(small.conv1.weight, model.conv1.weight)
+    with torch.no_grad():  # statistics are those of the new weights
+        torch.testing.assert_close(small.bn1.running_mean, small.conv1(IMAGES).mean((0, 2, 3)))
 
 
 def test_blocks_and_groups_of_mobilenet_v2():

@@ -1,4 +1,4 @@
-"""The time of a layer's bare product in floating point by torch's own libraries: what our INT8 kernel has to beat."""
+"""Times a layer's bare product in floating point by torch's libraries, which our INT8 kernel has to beat."""
 
 from __future__ import annotations
 

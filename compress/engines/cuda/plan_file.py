@@ -49,7 +49,7 @@ class PlanFile:
         path: of the file.
         machine: that they were measured on.
         choices: name of the fastest candidate, by `key` of a signature.
-        refused: why candidates were left out, by `key` and by their names: for a reader; nothing depends on it.
+        refused: why candidates were left out, by `key` and by their names; for people, nothing depends on it.
         changed: there are choices that the file does not have yet.
     """
 

@@ -45,7 +45,7 @@ _MOST_DIRECT = 3
 _IN_TURN, _OVERLAPPING = "in turn", "overlapping"
 _INTEGERS, _FLOATS = "integers", "floats"
 _MOST_APART = 0.5
-"""Share of the norm of results beyond which those in floating point are refused."""
+"""Largest relative error, in the norm, of results in floating point; beyond it they are refused."""
 _TRIALS = 20
 """Runs whose results must be equal to the bit before launches may overlap."""
 
@@ -282,7 +282,7 @@ def recorded_network(network: Callable[[], FloatNetwork], inputs: Tensors, outpu
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 results = dict(zip(outputs, run(*static.values()), strict=True))
-    except Exception:  # the compiler's own errors are of every kind, and the integers are there
+    except Exception:  # the compiler may raise anything; the integer plan remains
         return None
     return Recorded(graph, results, static, 0)
 

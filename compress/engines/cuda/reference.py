@@ -1,4 +1,4 @@
-"""The steps of a plan in exact integer arithmetic and float64, on any device: the truth that kernels are held against.
+"""The steps of a plan in exact integer arithmetic and float64, on any device: the oracle of the kernels.
 
 Sums of products of codes are exact (float64 holds integers up to 2^53). What follows them is computed in float64, so a
 kernel that computes it in float32 may differ by one code where a value lies within its precision of a tie. Operations

@@ -1,4 +1,4 @@
-"""Which tiles are worth a try for a step: the guess from its shapes first, then those that tuning measures.
+"""Tiles that tuning measures for a step; the first is a guess from the step's shapes.
 
 A tile costs its compilation and its measurement in every first build, so those are left out that were the fastest in
 none of 552 measurements of layers on an H100 (ten networks; their times are described in results/h100/cuda_engine.md).
@@ -19,7 +19,7 @@ _PROGRAMS = 132  # multiprocessors of the GPUs that the guesses were made for
 _MOST_SPLITS = 32
 _MOST_STAGES = 8
 _FILTER_BYTES = 64 << 10
-"""Of a depthwise filter that stay in the first cache while a program reads them."""
+"""Bytes of a depthwise filter that stay in the L1 cache while a program reads them."""
 _FEW = 4 * _PROGRAMS
 """Small tiles up to which a GPU has too few programs to hide the time of a load."""
 _SHALLOW = 256
@@ -31,7 +31,7 @@ _MOST_HELD_CHANNELS = 512
 _SHARED_BYTES = 220 << 10
 """Shared memory of a multiprocessor of Hopper, less what is for barriers."""
 _MOST_SIDE = 8
-"""Of a box of pixels: images share what is left, so that neighbouring programs read the same pixels."""
+"""Largest side of a box of pixels; a tile's rest spans images, so that neighbouring programs share pixels."""
 _MOST_UNROLLED = 7
 """Side of a filter up to which all of its products are written out."""
 _WARP = 32

@@ -80,7 +80,7 @@ def _kernels(candidate: Candidate, tensors: dict[str, Tensor], others: bool) -> 
     with recorded() as recording:
         try:
             candidate.run(tensors)
-        except Exception as error:  # such as a descriptor of a shape that there is none for
+        except Exception as error:  # such as a shape that no descriptor can describe
             if not others:
                 raise
             return Kernels(error=_reason(error))

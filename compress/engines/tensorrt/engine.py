@@ -117,7 +117,7 @@ def checked_metadata(path: Path, engine: str) -> EngineMetadata:
 
 
 COMPATIBLE = "--engine tensorrt --option version_compatible=yes"
-"""What to type to build an engine that the lean runtime runs."""
+"""The command that builds an engine for the lean runtime."""
 
 
 def engine_beside(onnx: Path, engine: str) -> Path:

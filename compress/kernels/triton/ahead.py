@@ -73,7 +73,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of a request.
+    """The outcome of a request.
 
     Attributes:
         error: why it cannot be compiled; "" when it was.

@@ -1,4 +1,4 @@
-"""What inference kernels do with an exact sum before they write it: scale, bias, activations, residual, requantization.
+"""Operations of inference kernels on an exact sum: scale, bias, activations, residual, requantization.
 
     y = first(sum * factor + bias)
     y = y rounded to a grid and back (where a branch is quantized before it is added)
@@ -35,7 +35,7 @@ _FAR = 1e9  # steps: beyond every grid; infinities are no good as arguments of p
 
 
 class Residual(NamedTuple):
-    """What is added to a product's result.
+    """The residual that is added to a product's result.
 
     Attributes:
         scale: real value of one code; 1 for values.
@@ -120,7 +120,7 @@ class Numbers(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What an epilogue consists of: constants, so that a kernel computes only that.
+    """The operations of an epilogue, as constants, so that a kernel contains no others.
 
     Attributes:
         first, second: activations, by number.
@@ -154,7 +154,7 @@ class Finish(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a kernel adds and writes: rows of pixels, channels last; None for what is not there.
+    """The tensors that a kernel adds and writes: rows of pixels, channels last; None for one that is missing.
 
     Attributes:
         residual: codes or values.
@@ -376,7 +376,7 @@ def finish_tile(
 
 @triton.jit
 def residual_of(total, row, column, there, outputs, KIND: tl.constexpr):
-    """What a residual holds for a tile, see `write_tile`; `total` where there is none."""
+    """The residual of a tile, see `write_tile`; `total` without one."""
     added = total
     if KIND.residual > 0:
         added = tl.load(outputs.residual + row[:, None] * outputs.residual_pitch + column, mask=there, other=0)

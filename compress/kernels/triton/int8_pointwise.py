@@ -25,7 +25,7 @@ LEAST_CAPABILITY = (9, 0)
 
 
 class PointwiseTile(NamedTuple):
-    """What one program computes, and how.
+    """The work of one program.
 
     Attributes:
         rows: output pixels.

@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What one program computes, and how.
+    """The work of one program.
 
     Attributes:
         rows: output pixels.

@@ -20,7 +20,7 @@ from compress.kernels.triton.int8_product import Weight
 
 
 class WideTile(NamedTuple):
-    """What one program computes, and how.
+    """The work of one program.
 
     Attributes:
         rows: output pixels of a tile.

@@ -22,7 +22,7 @@ from compress.kernels.triton.int8_product import Geometry, Weight
 
 
 class WindowTile(NamedTuple):
-    """What one program computes, and how.
+    """The work of one program.
 
     Attributes:
         images, high, wide: box of output pixels.

@@ -20,7 +20,7 @@ from compress.kernels.triton.launch import BoundedCache, Launch
 from compress.kernels.triton.rounding import on_grid, step_of, steps_of
 
 LEAST_RANGE = 2.0**-100
-"""What a range that training has driven to zero or below counts as, until it comes back."""
+"""Lower bound of ranges: one that training has driven below it counts as this, until it grows again."""
 _LEAST = tl.constexpr(LEAST_RANGE)
 _MOST_BLOCK = 2048
 _MOST_ROWS = 65535  # programs along the second axis of a grid

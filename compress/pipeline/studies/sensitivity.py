@@ -174,7 +174,7 @@ def _measure(run: Run, model: nn.Module, name: str, spec: QuantSpec, images: int
 
 
 def _stored(path: Path, images: int) -> tuple[dict[str, Any], Sensitivity | None, dict[str, LayerSensitivity]]:
-    """What a stopped run had measured on so many images: the file's content, the whole report, the single layers.
+    """Measurements of a stopped run on so many images: the file's content, the whole report, the single layers.
 
     Raises:
         RunError: the file is damaged.

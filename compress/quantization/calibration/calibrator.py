@@ -1,4 +1,4 @@
-"""What all calibrators have in common: tensors are collected (`collect`), then a range is computed (`compute_amax`).
+"""The base of all calibrators: tensors are collected (`collect`), then a range is computed (`compute_amax`).
 
 Statistics stay on the device of the tensors, and the host reads nothing while they are collected, so that a GPU never
 waits. Values that have no range (NaN, Inf, none at all, only zeros) are therefore found by `compute_amax`, which raises

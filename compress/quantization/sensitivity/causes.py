@@ -51,7 +51,7 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True)
 class Tensors:
-    """What the pass has seen.
+    """Results of the pass.
 
     Attributes:
         sqnr_db: signal to noise of every node's result in the quantized network, in graph order.

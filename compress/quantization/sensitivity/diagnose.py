@@ -48,7 +48,7 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerError:
-    """What the quantizers of one layer add.
+    """The error that the quantizers of one layer add.
 
     Attributes:
         layer: its module path, or the node's name if it has no module.

@@ -1,4 +1,4 @@
-"""What quantization adds to any training loop: calibrate before, freeze and average during, export at the end."""
+"""Quantization-aware training, called from any loop: calibrate before, freeze and average during, export at the end."""
 
 from __future__ import annotations
 

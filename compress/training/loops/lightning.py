@@ -28,7 +28,7 @@ class QuantizationCallback(Callback):
         self._swapped = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put the quantized network in the place of the float one; Lightning calls this before any optimizer."""
+        """Replace the float network by the quantized one; Lightning calls this before it makes optimizers."""
         if stage == "fit" and self.cycle.model is None:
             setattr(pl_module, self.attribute, self.cycle.begin(getattr(pl_module, self.attribute)))
 

@@ -37,7 +37,7 @@ def _variadic(function: Callable[[Tensor, Tensor], Tensor]) -> Operation:
 
 
 def _divide(x: Tensor, y: Tensor) -> Tensor:
-    """A quotient; that of integers is cut towards zero."""
+    """A quotient; integers are divided with truncation towards zero."""
     return x / y if x.is_floating_point() else torch.div(x, y, rounding_mode="trunc")
 
 

@@ -226,7 +226,7 @@ def _resize(attributes: Attributes, inputs: Inputs) -> Tensor:
 
 
 def _is_plain_nearest(attributes: Attributes, places: str, shape: Sequence[int], sizes: Sequence[int]) -> bool:
-    """True if a nearest Resize takes the pixel at the place cut down, as torch does, or repeats every pixel."""
+    """True if a nearest Resize rounds positions down, as torch does, or repeats every pixel."""
     rounding = attributes.get("nearest_mode", "round_prefer_floor")
     factors = {m // n for n, m in zip(shape, sizes, strict=True)}
     repeats = all(m % n == 0 for n, m in zip(shape, sizes, strict=True))

@@ -168,7 +168,7 @@ def _known(graph: Graph, group: list[Node], source: str) -> Activation | None:
 
 
 def _simple(graph: Graph, node: Node) -> Activation | None:
-    """Activations whose parameters stand in the node."""
+    """Activations whose parameters are the node's attributes or constants."""
     a = node.attributes
     if node.op == "Relu":
         return RELU

@@ -28,7 +28,7 @@ def match_attention(view: View, node: Node) -> tuple[Attention, int] | None:
 
 
 class _Scores(NamedTuple):
-    """What is known of the scores after some nodes.
+    """The scores after some nodes.
 
     Attributes:
         nodes: from the product of queries and keys on.

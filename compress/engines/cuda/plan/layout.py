@@ -192,7 +192,7 @@ class _Layouter:
         return Place(name, tensor.shape, tuple(strides), 0, tensor.dtype)
 
     def _pads_rows(self, name: str, order: Sequence[int]) -> bool:
-        """True if rows of channels are padded: of images, and of matrices, but not of what the network returns."""
+        """True if rows of channels are padded: those of images and matrices, except the network's own results."""
         image = len(order) == 4 and tuple(order) == (0, 2, 3, 1)
         rows = len(order) in (2, 3) and list(order) == sorted(order)
         same = len(order) == 4 and list(order) == sorted(order) and name in self._followers

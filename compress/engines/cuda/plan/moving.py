@@ -77,7 +77,7 @@ def _move_down(graph: Graph) -> Graph:
 def _commuting_inputs(
     graph: Graph, node: Node, dequantizers: Mapping[str, Node]
 ) -> tuple[tuple[str, ...], Grid] | None:
-    """(the integers that a node's data inputs stand for, their grid), if it may compute on them; else None."""
+    """(the integers of a node's dequantized data inputs, their grid) if it may compute on them; else None."""
     data = node.inputs if node.op == "Concat" else node.inputs[:1]
     if not data or any(name not in dequantizers for name in data):
         return None
@@ -196,7 +196,7 @@ def _is_product(graph: Graph, node: Node, producers: Mapping[str, Node]) -> bool
 def _leaves(
     graph: Graph, name: str, consumers: Mapping[str, list[Node]], factor: float
 ) -> list[tuple[Node, list[Node], float]] | None:
-    """(Quantize, the nodes before it, factor) of each end of a tree of moves; None if one ends in something else."""
+    """(Quantize, the nodes before it, factor) of each leaf of a tree of moves; None if a leaf is no Quantize."""
     found: list[tuple[Node, list[Node], float]] = []
     for reader in consumers.get(name, []):
         scalar = _scalar_factor(graph, reader)

@@ -110,7 +110,7 @@ def resolve_quantizers(graph: Graph) -> QuantizedGraph:
 
 
 def real_weight(weight: QuantizedConstant) -> Tensor:
-    """The values that integers stand for, float32."""
+    """The dequantized values of an integer weight, float32."""
     return (weight.codes.double() * along(weight.scale, weight.axis, weight.codes.dim())).float()
 
 

@@ -1,4 +1,4 @@
-"""First convolutions of few channels, rearranged so that tensor cores are busy (`kernels.triton.int8_input`)."""
+"""First convolutions of few channels, rearranged to use tensor cores fully (`kernels.triton.int8_input`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The steps of a plan, each one launch or a few, over named tensors.
 
-A step is data only. How it is computed is the matter of a backend (`reference`, `triton`), which has a function for
+A step is data only. A backend (`reference`, `bind`) computes it, and has a function for
 every kind of step here.
 """
 
