@@ -7,7 +7,8 @@ memory at a time (`passes`); what remains of them are histograms. Ranges of weig
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from compress.engines.base import Arrays
 from compress.errors import CalibrationError
+from compress.onnx_ptq.blocked import BLOCKS, Blocked, BlockedSamples, BlockedSession, blocked_session, with_block
 from compress.onnx_ptq.index import elements
 from compress.onnx_ptq.load import SourceFile
-from compress.onnx_ptq.passes import Piece, in_order, independent, one_image, pieces, plan_for
+from compress.onnx_ptq.passes import Piece, Plan, in_order, independent, one_image, pieces, plan_for
 from compress.onnx_ptq.read import Reading
 from compress.onnx_ptq.run import FloatSession, known_results
 from compress.process import core_count
@@ -38,9 +40,13 @@ _TASK = "calibrate"
 _THREADS = 8
 """Ranges that are chosen at a time, so that no processor waits where torch has one thread."""
 
+_MOST_WEIGHTS = 1 << 30
+"""Bytes of weights that are written beside an optimized graph."""
+
 _PLAIN = (np.float32, np.float16)
 """Types that torch reads as they are."""
 
+AnySession = FloatSession | BlockedSession
 Parts = dict[tuple[str, str], Any]
 """Statistics of the tensors of a piece, by quantizer and tensor."""
 
@@ -114,20 +120,29 @@ def _batch_statistics(
     watched, alone = _watched_tensors(placement), one_image(source.proto, first)
     tensors, size = dict.fromkeys([*watched, *results]), _bytes(reading, watched)
     plan = plan_for(first, size, apart=alone is not None)
-    session = FloatSession(source, tensors, threads=plan.threads)
+    session, blocked = _sessions(source, tensors, plan, _sampled_only(placement, watching))
     few = next(pieces([first], plan.images))
-    tried = [first if alone is None else alone] if check is not None or plan.images else []
-    values = list(in_order(session.run, [*tried, few.feed] if plan.images else tried, plan.at_once))
+    tried: list[tuple[AnySession, Arrays]] = []
+    if check is not None or plan.images:
+        tried.append((session, first if alone is None else alone))
+    if plan.images:
+        tried.append((blocked or session, few.feed))
+    values = list(in_order(lambda job: job[0].run(job[1]), tried, plan.at_once))
     if check is not None:
         check(values[0])
     done: list[tuple[Piece, Parts]] = []
-    if plan.images and independent(values[0], values[1], few.images, watched):
-        done.append((few, _parts(placement, watching, few, values[1])))
-    elif plan.images:
-        plan = plan_for(first, size, apart=False)
-        session = FloatSession(source, tensors, threads=plan.threads)
-    del values
-    work = partial(_computed_parts, session, placement, watching)
+    chosen: AnySession = session
+    samples = BlockedSamples()
+    if plan.images:
+        found_alone = _same_alone(values[0], values[1], few.images, watched, blocked)
+        if found_alone is not None:
+            chosen = blocked or session
+            done.append((few, _parts(placement, watching, few, found_alone, samples)))
+        else:
+            plan = plan_for(first, size, apart=False)
+            chosen = FloatSession(source, tensors, threads=plan.threads)
+    del values, tried, session, blocked
+    work = partial(_computed_parts, chosen, placement, watching, samples)
     others = itertools.islice(pieces(itertools.chain([first], given), plan.images), len(done), None)
     found: list[Parts] = []
     for piece, parts in itertools.chain(done, in_order(work, others, plan.at_once)):
@@ -137,23 +152,75 @@ def _batch_statistics(
             found = []
 
 
+def _sessions(
+    source: SourceFile, tensors: Iterable[str], plan: Plan, sampled: Set[str]
+) -> tuple[FloatSession, BlockedSession | None]:
+    """Return a session, and one that is faster where samples are all that is drawn of some of its results."""
+    weights = sum(len(tensor.raw_data) for tensor in source.proto.graph.initializer)
+    if plan.images and sampled and not source.external and weights < _MOST_WEIGHTS:
+        try:
+            return blocked_session(source, tensors, sampled, threads=plan.threads)
+        except Exception:  # ONNX Runtime has no such layout here, or its folder is full: nothing but time is lost
+            pass
+    return FloatSession(source, tensors, threads=plan.threads), None
+
+
+def _sampled_only(placement: Placement, watching: Mapping[str, Calibrator]) -> Set[str]:
+    """Return the tensors of which calibration draws nothing but samples."""
+    sites = [(watching[site.name].statistics == "histogram", site.edges) for site in placement.activations]
+    sampled = {tensor for counted, edges in sites if counted for tensor, _ in edges}
+    return sampled - {tensor for counted, edges in sites if not counted for tensor, _ in edges}
+
+
+def _same_alone(
+    alone: Arrays, beside: Mapping[str, Any], images: int, watched: Iterable[str], blocked: BlockedSession | None
+) -> Mapping[str, Any] | None:
+    """Return the results for a few pictures if those of the second are the ones that it has alone; else None.
+
+    The number of channels in a block is the one with which they are the same.
+    """
+    for block in BLOCKS if blocked is not None else BLOCKS[:1]:
+        read = with_block(beside, block)
+        if independent(alone, read, images, watched):
+            if blocked is not None:
+                blocked.block = block
+            return read
+    return None
+
+
 def _computed_parts(
-    session: FloatSession, placement: Placement, watching: Mapping[str, Calibrator], piece: Piece
+    session: AnySession,
+    placement: Placement,
+    watching: Mapping[str, Calibrator],
+    samples: BlockedSamples,
+    piece: Piece,
 ) -> tuple[Piece, Parts]:
-    return piece, _parts(placement, watching, piece, session.run(piece.feed))
+    return piece, _parts(placement, watching, piece, session.run(piece.feed), samples)
 
 
-def _parts(placement: Placement, watching: Mapping[str, Calibrator], piece: Piece, values: Arrays) -> Parts:
+def _parts(
+    placement: Placement,
+    watching: Mapping[str, Calibrator],
+    piece: Piece,
+    values: Mapping[str, Any],
+    samples: BlockedSamples,
+) -> Parts:
     """Return the statistics of the tensors of a piece."""
     found: Parts = {}
     for site in placement.activations:
         for tensor in dict.fromkeys(tensor for tensor, _ in site.edges):
-            x = _as_tensor(values[tensor]).reshape(-1)
-            start, total = 0, x.numel()
+            value = values[tensor]
+            start, total = 0, math.prod(value.shape)
             if piece.images < piece.whole:
                 each = total // piece.images
                 start, total = each * piece.start, each * piece.whole
-            found[site.name, tensor] = watching[site.name].part(x, start=start, total=total) if x.numel() else None
+            if total == 0:
+                found[site.name, tensor] = None
+            elif isinstance(value, Blocked):
+                found[site.name, tensor] = samples.draw(value, start=start, total=total)
+            else:
+                x = _as_tensor(value).reshape(-1)
+                found[site.name, tensor] = watching[site.name].part(x, start=start, total=total)
     return found
 
 

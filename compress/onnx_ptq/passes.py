@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ import onnx
 from numpy.typing import NDArray
 
 from compress.engines.base import Arrays
+from compress.onnx_ptq.blocked import Blocked
 from compress.process import core_count
 
 _PIECE, _LEAST = 1 << 26, 3
@@ -127,22 +128,23 @@ def pieces(feeds: Iterable[Arrays], images: int) -> Iterator[Piece]:
             yield Piece(feed=part, start=start, images=min(step, whole - start), whole=whole)
 
 
-def independent(alone: Arrays, beside: Arrays, images: int, tensors: Iterable[str]) -> bool:
+def independent(alone: Arrays, beside: Mapping[str, Any], images: int, tensors: Iterable[str]) -> bool:
     """Return True if tensors of a picture are the same alone and as the second of several pictures.
 
     Args:
         alone: results for one picture.
-        beside: results for several, of which it is the second.
+        beside: results for several, of which it is the second; they may be `Blocked`.
         images: their number.
         tensors: names of the results that are compared.
     """
     return all(_is_second(alone[name], beside[name], images) for name in tensors)
 
 
-def _is_second(alone: NDArray[Any], beside: NDArray[Any], images: int) -> bool:
+def _is_second(alone: NDArray[Any], beside: NDArray[Any] | Blocked, images: int) -> bool:
     if alone.ndim == 0 or beside.shape != (len(alone) * images, *alone.shape[1:]):
         return False
-    found = beside[len(alone) : 2 * len(alone)]
+    first, last = len(alone), 2 * len(alone)
+    found = beside.plain(first, last) if isinstance(beside, Blocked) else beside[first:last]
     if alone.dtype.kind != "f" or alone.size == 0:
         return np.array_equal(alone, found)
     change, largest = np.abs(alone - found).max(), np.abs(alone).max()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,17 @@ def _known(node: onnx.NodeProto) -> bool:
     )
 
 
+def session_options(folder: Path, threads: int) -> Any:
+    """Return the options of a session whose large weights are in files of a folder, or given by name."""
+    options = import_library("onnxruntime", "pip install onnxruntime").SessionOptions()
+    options.log_severity_level = _ERRORS_ONLY
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.enable_mem_pattern = False  # the second run would get its memory anew: pages cost as much as a run
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.absolute()))
+    return options
+
+
 class FloatSession:
     """A float graph, ready to run, with some of its tensors as results.
 
@@ -63,30 +75,35 @@ class FloatSession:
         source: the file.
         tensors: names of the results; inputs of the graph among them are returned as they are given.
         threads: of one run; 0 = one for each core.
+        optimized: file that ONNX Runtime writes its optimized graph to, with `<name>.weights` beside it; None = none.
+
+    Attributes:
+        given: the results that are inputs of the graph.
+        computed: the others.
 
     Raises:
         CalibrationError: ONNX Runtime refuses the graph.
         EngineUnavailableError: ONNX Runtime is not installed.
     """
 
-    def __init__(self, source: SourceFile, tensors: Iterable[str], *, threads: int = 0) -> None:
+    def __init__(
+        self, source: SourceFile, tensors: Iterable[str], *, threads: int = 0, optimized: Path | None = None
+    ) -> None:
         ort = import_library("onnxruntime", "pip install onnxruntime")
-        given = {value.name for value in source.proto.graph.input}
-        self._given = [name for name in tensors if name in given]
-        self._computed = [name for name in tensors if name not in given]
-        proto, weights = _with_results(source.proto, self._computed)
+        inputs = {value.name for value in source.proto.graph.input}
+        self.given = [name for name in tensors if name in inputs]
+        self.computed = [name for name in tensors if name not in inputs]
+        proto, weights = _with_results(source.proto, self.computed)
         self._reads = {value.name for value in proto.graph.input}
-        options = ort.SessionOptions()
-        options.log_severity_level = _ERRORS_ONLY
-        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-        options.enable_mem_pattern = False  # the second run would get its memory anew: pages cost as much as a run
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-        options.add_session_config_entry(
-            "session.model_external_initializers_file_folder_path", str(source.folder.absolute())
-        )
         self._session = None
-        if not self._computed:
+        if not self.computed:
             return
+        options = session_options(source.folder, threads)
+        if optimized is not None:
+            options.optimized_model_filepath = str(optimized)
+            apart = "session.optimized_model_external_initializers"
+            options.add_session_config_entry(f"{apart}_file_name", f"{optimized.name}.weights")
+            options.add_session_config_entry(f"{apart}_min_size_in_bytes", str(_SMALL))
         self._weights = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in weights.items()}
         options.add_external_initializers(list(self._weights), list(self._weights.values()))
         try:
@@ -100,15 +117,24 @@ class FloatSession:
         Raises:
             CalibrationError: ONNX Runtime fails.
         """
-        found: Arrays = {name: feeds[name] for name in self._given}
+        found: Arrays = {name: feeds[name] for name in self.given}
         if self._session is None:
             return found
-        try:
-            results = self._session.run(self._computed, {k: v for k, v in feeds.items() if k in self._reads})
-        except Exception as error:
-            shapes = ", ".join(f"{name} {value.shape} {value.dtype}" for name, value in feeds.items())
-            raise CalibrationError(f"the network fails on a calibration batch of {shapes}: {reason(error)}") from error
-        return found | dict(zip(self._computed, results, strict=True))
+        return found | results_of(self._session, self.computed, {k: v for k, v in feeds.items() if k in self._reads})
+
+
+def results_of(session: Any, names: Sequence[str], feeds: Arrays) -> Arrays:
+    """Run an ONNX Runtime session and return its results by name.
+
+    Raises:
+        CalibrationError: it fails.
+    """
+    try:
+        results = session.run(names, feeds)
+    except Exception as error:
+        shapes = ", ".join(f"{name} {value.shape} {value.dtype}" for name, value in feeds.items())
+        raise CalibrationError(f"the network fails on a calibration batch of {shapes}: {reason(error)}") from error
+    return dict(zip(names, results, strict=True))
 
 
 def _with_results(proto: onnx.ModelProto, names: Sequence[str]) -> tuple[onnx.ModelProto, dict[str, NDArray[Any]]]:

@@ -9,6 +9,7 @@ the scale that is written.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,8 @@ from compress.quantization.numerics import QuantFormat, quantize_tensor, scale_f
 from compress.quantization.placement.decisions import ActivationSite, Placement, WeightSite
 
 _FLOAT8 = TensorProto.FLOAT8E4M3FN
+_BLOCK = (1 << 15) - 64
+"""Elements of a weight that are quantized at a time: below torch's grain, one thread computes them."""
 
 
 def insert_pairs(
@@ -81,7 +84,7 @@ class _Writer:
         numbers = np.asarray(value, np.float32)
         real = torch.from_numpy(np.array(numbers.T if weight.transposed else numbers))
         scale = self._scale(scale_from_amax(amax, quant_format), old, site.path, of_weight=True)
-        q = quantize_tensor(real, scale.to(real.dtype), quant_format)
+        q = _quantized(real, scale.to(real.dtype), quant_format)
         q = q.T.contiguous() if weight.transposed else q
         names = renamed([added_tensor(old, part) for part in ("quantized", "scale", "zero_point")], self.taken)
         quantized, scales, points = names.values()
@@ -171,6 +174,18 @@ class _Writer:
 
     def _free(self, *names: str) -> list[str]:
         return list(renamed(names, self.taken).values())
+
+
+def _quantized(real: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
+    """Quantize a weight a few rows at a time: small operations stay in the cache and wait for no other thread."""
+    if real.ndim == 0 or quant_format.axis not in {None, 0}:
+        return quantize_tensor(real, scale, quant_format)
+    rows = max(1, _BLOCK * len(real) // max(real.numel(), 1))
+    scales = scale.split(rows) if quant_format.axis == 0 else itertools.repeat(scale)
+    result = torch.empty(real.shape, dtype=quant_format.dtype)
+    for part, own, q in zip(real.split(rows), scales, result.split(rows), strict=False):
+        q.copy_(quantize_tensor(part, own, quant_format))
+    return result
 
 
 def _file_axis(weight: Weight, quant_format: QuantFormat, rank: int) -> int:

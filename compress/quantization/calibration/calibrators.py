@@ -73,8 +73,8 @@ class HistogramCalibrator(Calibrator):
 
     def _part(self, values: Tensor, start: int, total: int) -> Any:
         sample = drawn_from(values, start=start, total=total)
-        drawn = sample.values.clone() if sample.every == 1 else sample.values
-        return replace(sample, values=drawn, rest=sample.rest.clone())
+        drawn = _copied(sample.values) if sample.every == 1 else sample.values
+        return replace(sample, values=drawn, rest=_copied(sample.rest))
 
     def _add(self, parts: Sequence[Any]) -> None:
         self._chosen = None
@@ -124,6 +124,11 @@ class HistogramCalibrator(Calibrator):
         dist.all_reduce(width, op=dist.ReduceOp.MAX, group=group)
         self._counted = mine.rescaled(width, amax)
         dist.all_reduce(self._counted.counts, group=group)
+
+
+def _copied(values: Tensor) -> Tensor:
+    """Copy values on the CPU with one thread: several threads draw samples, and torch's own would wait for them."""
+    return torch.from_numpy(values.numpy().copy())
 
 
 def _largest_of_all(amax: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -38,8 +38,8 @@ BINS = 2048
 MAX_BINS = 8192
 """Bins of one tensor before neighbours are merged."""
 
-_BLOCK = 1 << 17  # elements that are counted at a time: 512 KiB of float32, and as much for their positions
-_LOOK = 1 << 18  # elements that are searched for the largest, and then sampled while the cache holds them
+_BLOCK = (1 << 15) - 64  # elements counted at a time: below torch's grain, so that no operation waits for its threads
+LOOK = 1 << 18  # elements that are searched for the largest, and then sampled while the cache holds them
 _SHARE = 1 << 18  # elements that are worth a thread
 _SAMPLED, _THINNEST = 1 << 17, 13
 """Values of a whole tensor that are counted at least, and one value in so many that is counted at least, on a CPU."""
@@ -204,7 +204,8 @@ def drawn_from(values: Tensor, *, start: int = 0, total: int | None = None) -> S
     total = numbers.size if total is None else total
     every = min(_THINNEST, total // _SAMPLED)
     if every < 2:
-        return Sample(amax=float(_largest(numbers)), values=torch.from_numpy(numbers), rest=values[:0], every=1)
+        largest_of_all = float(largest_magnitude(numbers))
+        return Sample(amax=largest_of_all, values=torch.from_numpy(numbers), rest=values[:0], every=1)
     place, period = _places(every), _STRATA * every
     end = min(max(total // period * period - start, 0), numbers.size)  # what comes after it counts as it is
     head = min(-start % period, end)
@@ -213,20 +214,43 @@ def drawn_from(values: Tensor, *, start: int = 0, total: int | None = None) -> S
     drawn = np.empty(before.size + (tail - head) // every + after.size, np.float32)
     numbers[:head].take(before, out=drawn[: before.size], mode="clip")
     numbers[tail:end].take(after, out=drawn[drawn.size - after.size :], mode="clip")
-    largest = [_largest(part) for part in (numbers[:head], numbers[tail:]) if part.size]
+    largest = [largest_magnitude(part) for part in (numbers[:head], numbers[tail:]) if part.size]
     rows, result = numbers[head:tail].reshape(-1, period), drawn[before.size : drawn.size - after.size]
-    for i in range(0, len(rows), step := max(1, _LOOK // period)):
+    for i in range(0, len(rows), step := max(1, LOOK // period)):
         part = rows[i : i + step]
-        largest.append(_largest(part))
+        largest.append(largest_magnitude(part))
         part.take(place, axis=1, out=result[i * _STRATA : (i + step) * _STRATA].reshape(-1, _STRATA), mode="clip")
     drawn_values, rest = (torch.from_numpy(part) for part in (drawn, numbers[end:]))
     return Sample(amax=float(np.max(largest)), values=drawn_values, rest=rest, every=every)
 
 
-def _largest(numbers: NDArray[np.float32]) -> np.float32:
+def largest_magnitude(numbers: NDArray[np.float32]) -> np.float32:
     """Return the largest magnitude; NaN where there is one."""
     found: np.float32 = np.maximum(numbers.max(), -numbers.min())
     return found
+
+
+def drawn_places(start: int, size: int, total: int) -> tuple[NDArray[np.intp], int, int]:
+    """Return where `drawn_from` finds the sample of a stretch, for a tensor that is held in another order.
+
+    Args:
+        start: place of the first value in the tensor.
+        size: number of values of the stretch.
+        total: number of values of the tensor.
+
+    Returns:
+        The places in the stretch, those of `Sample.values` and then those of `Sample.rest`, in order; the number of the
+        former; `Sample.every`.
+    """
+    every = min(_THINNEST, total // _SAMPLED)
+    if every < 2:
+        return np.arange(size), size, 1
+    period = _STRATA * every
+    end = min(max(total // period * period - start, 0), size)
+    periods = np.arange(start // period, -(-(start + end) // period))
+    places = (periods[:, None] * period + _places(every)).reshape(-1) - start
+    drawn = places[slice(*places.searchsorted((0, end)))]
+    return np.concatenate([drawn, np.arange(end, size)]), drawn.size, every
 
 
 def _inside(place: NDArray[np.intp], start: int, number: int) -> NDArray[np.intp]:
@@ -241,10 +265,15 @@ def joined(samples: Sequence[Sample]) -> Sample:
         return samples[0]
     return Sample(
         amax=float(np.max([sample.amax for sample in samples])),  # NaN where one is
-        values=torch.cat([sample.values for sample in samples]),
-        rest=torch.cat([sample.rest for sample in samples]),
+        values=_concatenated([sample.values for sample in samples]),
+        rest=_concatenated([sample.rest for sample in samples]),
         every=samples[0].every,
     )
+
+
+def _concatenated(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors on the CPU with one thread: torch's own threads would wait for those that compute."""
+    return torch.from_numpy(np.concatenate([part.numpy() for part in parts]))
 
 
 @functools.cache

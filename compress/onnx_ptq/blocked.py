@@ -1,0 +1,230 @@
+"""Tensors in the layout in which ONNX Runtime computes convolutions, and the samples that calibration draws of them.
+
+On x86 ONNX Runtime holds images in blocks of 8 or 16 channels, (N, C / block, H, W, block), and copies each tensor that
+is a result into the file's order, which takes up to a fourth of a pass. Its optimized graph, which it can write to a
+file, has these copies as nodes; without them the results are the blocked tensors. The sample of a tensor consists of
+the same values, read at other places.
+
+The layout is ONNX Runtime's own affair, so that it is not believed: the caller compares a picture in both orders.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+
+from compress.engines.arrays import import_library
+from compress.engines.base import Arrays
+from compress.export.onnx_graph import attribute
+from compress.onnx_ptq.canonical import replace_nodes
+from compress.onnx_ptq.load import SourceFile
+from compress.onnx_ptq.run import FloatSession, results_of, session_options
+from compress.quantization.calibration.histogram import LOOK, Sample, drawn_places, largest_magnitude
+
+BLOCKS = (16, 8)
+"""Channels of a block, with AVX-512 and without."""
+
+_COPY = "ReorderOutput"
+_REMEMBERED = 1 << 26
+"""Bytes of places that are kept for the next piece of the same size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocked:
+    """Images in blocks of channels.
+
+    Attributes:
+        values: (N, channels filled up to whole blocks, H, W) as ONNX Runtime says; in memory (N, groups, H, W, block).
+        channels: number of channels; what the last group holds beyond them means nothing.
+        block: channels of a group.
+    """
+
+    values: NDArray[np.float32]
+    channels: int
+    block: int
+
+    @property
+    def groups(self) -> NDArray[np.float32]:
+        """(N, groups, H * W, block)."""
+        images, filled, height, width = self.values.shape
+        return self.values.reshape(images, filled // self.block, height * width, self.block)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape in the file, (N, C, H, W)."""
+        return (len(self.values), self.channels, *self.values.shape[2:])
+
+    def plain(self, first: int, last: int) -> NDArray[np.float32]:
+        """Return images in the order of the file, (last - first, C, H, W)."""
+        images = self.groups[first:last].transpose(0, 1, 3, 2).reshape(-1, *self.values.shape[1:])
+        return images[:, : self.channels]
+
+
+def blocked_session(
+    source: SourceFile, tensors: Iterable[str], blocked: Set[str], *, threads: int
+) -> tuple[FloatSession, BlockedSession]:
+    """Return two sessions of a graph: one whose results are in the file's order, and one where some are blocked.
+
+    Args:
+        source: the file.
+        tensors: names of the results.
+        blocked: the results that may be.
+        threads: of one run.
+
+    Raises:
+        Exception: ONNX Runtime's own; it refuses the graph, or to write and read its optimized form.
+    """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        path = Path(name) / "optimized.onnx"
+        plain = FloatSession(source, tensors, threads=threads, optimized=path)
+        return plain, BlockedSession(plain, path, blocked, threads=threads)
+
+
+class BlockedSession:
+    """A session whose optimized graph returns tensors as they are computed.
+
+    Attributes:
+        block: channels of a block, which the caller has to find out.
+    """
+
+    def __init__(self, plain: FloatSession, path: Path, blocked: Set[str], *, threads: int) -> None:
+        """Read the optimized graph of a session from the file that it wrote; see `blocked_session`.
+
+        Raises:
+            Exception: ONNX Runtime's, or onnx's.
+        """
+        ort = import_library("onnxruntime", "pip install onnxruntime")
+        proto = onnx.load(path, load_external_data=False)
+        makers = {name: node for node in proto.graph.node for name in node.output}
+        self._given, self.block = plain.given, BLOCKS[0]
+        self._channels: dict[str, tuple[str, int]] = {}
+        for name in filter(blocked.__contains__, plain.computed):
+            maker = makers.get(name)
+            if maker is not None and maker.op_type == _COPY and not attribute(maker, "channels_last", 0):
+                self._channels[name] = maker.input[0], attribute(maker, "channels", 0)
+        self._names = {name: self._channels[name][0] if name in self._channels else name for name in plain.computed}
+        self._results = list(dict.fromkeys(self._names.values()))
+        used = {name for node in proto.graph.node for name in node.input} | set(self._results)
+        nodes = [node for node in proto.graph.node if node.op_type != _COPY or node.output[0] in used]
+        replace_nodes(proto.graph, nodes)
+        del proto.graph.output[:]
+        proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._results)
+        self._reads = {value.name for value in proto.graph.input}
+        options = session_options(path.parent, threads)
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # it is optimized already
+        self._session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+    def run(self, feeds: Arrays) -> dict[str, Any]:
+        """Return the tensors by name: arrays, and `Blocked` ones.
+
+        Raises:
+            CalibrationError: ONNX Runtime fails.
+        """
+        by_name = results_of(self._session, self._results, {k: v for k, v in feeds.items() if k in self._reads})
+        results: dict[str, Any] = {name: feeds[name] for name in self._given}
+        for name, result in self._names.items():
+            results[name] = by_name[result]
+            if name in self._channels:
+                results[name] = Blocked(values=results[name], channels=self._channels[name][1], block=self.block)
+        return results
+
+
+def with_block(values: Mapping[str, Any], block: int) -> dict[str, Any]:
+    """Return results as they are if a block has so many channels."""
+    return {k: replace(v, block=block) if isinstance(v, Blocked) else v for k, v in values.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Places:
+    """Where the values of a sample are in a blocked tensor.
+
+    Attributes:
+        at: places of the drawn values, then of the rest.
+        drawn: number of the drawn ones.
+        every: values that each of them stands for.
+        bounds: of each group, the first of its places and the last.
+    """
+
+    at: NDArray[np.intp]
+    drawn: int
+    every: int
+    bounds: NDArray[np.intp]
+
+
+class BlockedSamples:
+    """Draws samples of blocked tensors; the places of tensors of one shape are computed once."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[Any, ...], _Places] = {}
+        self._bytes = 0
+
+    def draw(self, tensor: Blocked, *, start: int, total: int) -> Sample:
+        """Return the sample that `drawn_from` draws of the tensor in the file's order.
+
+        Args:
+            tensor: a stretch of one, or a whole one.
+            start: place of its first value in the whole tensor, in the file's order.
+            total: number of values of the whole tensor.
+        """
+        places = self._places_of(tensor, start, total)
+        groups, flat = tensor.groups, tensor.values.reshape(-1)
+        values = np.empty(places.at.size, np.float32)
+        found = []
+        for image, channels, first, last in _stretches(groups.shape, tensor.channels):
+            part = groups[image, first:last]
+            if channels < tensor.block:
+                part = _extremes(part.reshape(tensor.values.shape[2], -1, tensor.block), channels)
+            found.append(largest_magnitude(part))
+            a, b = places.bounds[image * groups.shape[1] + first], places.bounds[image * groups.shape[1] + last]
+            flat.take(places.at[a:b], out=values[a:b], mode="clip")
+        drawn, rest = torch.from_numpy(values).split([places.drawn, values.size - places.drawn])
+        return Sample(amax=float(np.max(found)), values=drawn, rest=rest, every=places.every)
+
+    def _places_of(self, tensor: Blocked, start: int, total: int) -> _Places:
+        key = (tensor.values.shape, tensor.channels, tensor.block, start, total)
+        if key not in self._places:
+            made = _places(tensor, start, total)
+            if self._bytes + made.at.nbytes > _REMEMBERED:
+                return made
+            self._bytes += made.at.nbytes
+            self._places[key] = made
+        return self._places[key]
+
+
+def _places(tensor: Blocked, start: int, total: int) -> _Places:
+    images, groups, pixels, block = tensor.groups.shape
+    channels = tensor.channels
+    plain, drawn, every = drawn_places(start, images * channels * pixels, total)
+    image, channel = np.divmod(np.arange(images * channels), channels)
+    first = (image * groups + channel // block) * pixels * block + channel % block  # of each plane
+    ends = plain.searchsorted(np.arange(images * channels + 1) * pixels)
+    at = plain * block
+    at += np.repeat(first - np.arange(images * channels) * pixels * block, np.diff(ends))
+    planes = np.minimum(np.arange(groups) * block, channels) + np.arange(images)[:, None] * channels
+    return _Places(at=at, drawn=drawn, every=every, bounds=ends[np.append(planes.reshape(-1), images * channels)])
+
+
+def _stretches(shape: tuple[int, ...], channels: int) -> list[tuple[int, int, int, int]]:
+    """Return (image, channels of a group, first group, last group) of stretches that the cache holds."""
+    images, groups, pixels, block = shape
+    full = channels // block
+    step = max(1, LOOK // (pixels * block))
+    edges = [*range(0, full, step), full]
+    inner = [(block, a, b) for a, b in pairwise(edges)] + [(channels - full * block, full, groups)] * (full < groups)
+    return [(image, *part) for image in range(images) for part in inner]
+
+
+def _extremes(group: NDArray[np.float32], channels: int) -> NDArray[np.float32]:
+    """Return the largest and the smallest value of each of the first channels of a group, (H, W, block)."""
+    rows = group.reshape(len(group), -1)  # long rows first, for which numpy is fast
+    found = [f(f(rows, axis=0).reshape(group.shape[1:]), axis=0) for f in (np.max, np.min)]
+    return np.stack(found)[:, :channels]
