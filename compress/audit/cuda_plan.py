@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,22 +12,26 @@ from compress.engines.cuda.plan.layout import Layout, lay_out
 from compress.engines.cuda.plan.lower import make_plan
 from compress.engines.cuda.plan.steps import Convolution, Linear, Operation, Product, Step
 from compress.engines.cuda.runtime_layers import dtype_name
+from compress.engines.onnx_file import read_onnx
 from compress.errors import EngineError
 
 _KINDS = {"Linear": "MatMul", "PackImage": "QuantizeImage", "LayerNorm": "ReduceLayerNorm"}
 """Kinds whose own name does not say what is computed."""
 
 
-def read_cuda_layers(path: Path | str) -> EngineListing:
+def read_cuda_layers(path: Path | str, *, sides: Sequence[int] = ()) -> EngineListing:
     """Plan a file for one image, and list the steps.
 
     Args:
-        path: of an ONNX file; sizes other than the batch must be fixed.
+        path: of an ONNX file.
+        sides: for sizes other than the batch that its inputs leave open, in their order.
 
     Raises:
         EngineError: the engine cannot run the file.
     """
-    layout = lay_out(make_plan(path, batch_size=1))
+    inputs = read_onnx(path).inputs if sides else ()
+    shapes = {tensor.name: tensor.with_batch(1).with_sides(sides).shape for tensor in inputs}
+    layout = lay_out(make_plan(path, shapes, batch_size=1))
     if not layout.steps:
         raise EngineError(f"{path}: the network computes nothing")
     plan = layout.plan

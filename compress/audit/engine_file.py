@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from compress.audit.cuda_plan import read_cuda_layers
 from compress.audit.engine import EngineAudit, audit_listing
 from compress.audit.files import onnx_beside, read_engine_layers
 from compress.audit.onnx import sparse_nodes
+from compress.errors import AuditError
 
 
-def audit_engine(path: Path | str, *, onnx: Path | str | None = None) -> EngineAudit:
+def audit_engine(path: Path | str, *, onnx: Path | str | None = None, sides: Sequence[int] = ()) -> EngineAudit:
     """Audit an engine: the type of every layer, the bytes that it moves, and what is wrong with either.
 
     Args:
@@ -18,9 +20,11 @@ def audit_engine(path: Path | str, *, onnx: Path | str | None = None) -> EngineA
             for the plan that the engine `cuda` makes of it.
         onnx: the file that the engine was built from: its 2:4 weights, and the rows of flattened tensors; None = the
             file beside the engine, if it is there and unchanged.
+        sides: of an ONNX file: sizes that its inputs leave open after the batch, in their order, such as height and
+            width. A built engine has its own.
 
     Raises:
-        AuditError: there is no such file, or nothing lists the engine's layers.
+        AuditError: there is no such file, nothing lists the engine's layers, or a built engine is given sides.
         EngineError: the engine is truncated, or another than was built.
 
     Examples:
@@ -29,6 +33,10 @@ def audit_engine(path: Path | str, *, onnx: Path | str | None = None) -> EngineA
     """
     path = Path(path)
     planned = path.suffix == ".onnx" and path.is_file()  # the engine cuda runs the file itself
-    listing = read_cuda_layers(path) if planned else read_engine_layers(path)
+    if sides and not planned:
+        raise AuditError(
+            f"{path}: sides are for ONNX files with open ones, and a built engine has its own; leave them out"
+        )
+    listing = read_cuda_layers(path, sides=sides) if planned else read_engine_layers(path)
     source = onnx or (path if planned else onnx_beside(path))
     return audit_listing(listing, onnx=source, sparse_nodes=() if source is None else sparse_nodes(source))

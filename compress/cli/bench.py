@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from compress.cli.console import OUT, print_json, print_table, progress
-from compress.cli.options import JsonOption, sides_of
+from compress.cli.options import JsonOption, SizeOption, sides_of
 from compress.cli.run_summary import show_run
 from compress.errors import EngineError, RunError
 from compress.measure import BenchSpec, check_bench_spec
@@ -31,9 +31,7 @@ def bench(
     ] = None,
     batch_size: Annotated[list[int] | None, typer.Option("--batch-size", help="Repeat for several.")] = None,
     seconds: Annotated[float, typer.Option(help="Longest time for each variant and batch size.")] = 3.0,
-    size: Annotated[
-        str | None, typer.Option(help="Sides that a file leaves open: 320, or 480x640 (height first).")
-    ] = None,
+    size: SizeOption = None,
     end_to_end: Annotated[
         bool,
         typer.Option(

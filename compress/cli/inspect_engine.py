@@ -13,7 +13,7 @@ from compress.audit.engine_file import audit_engine
 from compress.audit.findings import megabytes, unknown_part
 from compress.audit.roofline import choices_text, engine_roofline, int8_choices
 from compress.cli.console import OUT, print_json, print_table
-from compress.cli.options import JsonOption
+from compress.cli.options import JsonOption, SizeOption, sides_of
 from compress.limits import COUNT
 
 _COLUMNS = ("layer", "kind", "role", "reads", "writes", "computes in", "MB an image", "macs", "kernel")
@@ -32,10 +32,11 @@ def inspect_engine(
     ] = None,
     device: Annotated[str | None, typer.Option(help="Device whose roofs bound the time, such as rtx4090.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, max=COUNT, help="With --device: images of one run.")] = 32,
+    size: SizeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Audit the engine and print its layers, findings and advice; without `--onnx`, the file beside it is read."""
-    audit = audit_engine(file, onnx=onnx)
+    audit = audit_engine(file, onnx=onnx, sides=() if size is None else sides_of(size))
     if as_json:
         print_json(_document(audit, device, batch_size))
         return

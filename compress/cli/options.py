@@ -25,6 +25,9 @@ SetOption = Annotated[
 OutOption = Annotated[Path | None, typer.Option("--out", "-o", help="Run folder; default runs/<recipe>-<command>.")]
 ResumeOption = Annotated[bool, typer.Option("--resume", metavar="", help="Continue the run that the folder holds.")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu or cuda; default: a GPU where there is one.")]
+SizeOption = Annotated[
+    str | None, typer.Option("--size", help="Sides that a file leaves open: 320, or 480x640 (height first).")
+]
 JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON document on standard output.")]
 
 

@@ -7,7 +7,7 @@ can report for each engine if it works on this machine, and why not.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -54,6 +54,14 @@ class TensorInfo:
     def with_batch(self, batch_size: int) -> TensorInfo:
         """Return the tensor with another first dimension."""
         return replace(self, shape=(batch_size, *self.shape[1:]))
+
+    def with_sides(self, sides: Sequence[int]) -> TensorInfo:
+        """Return the tensor with open dimensions after the batch filled in, in their order, such as height and width.
+
+        Those that `sides` has no number for stay open.
+        """
+        numbers = iter(sides)
+        return replace(self, shape=(*self.shape[:1], *(next(numbers, -1) if n == -1 else n for n in self.shape[1:])))
 
 
 @dataclass(frozen=True, kw_only=True)

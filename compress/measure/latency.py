@@ -187,13 +187,12 @@ def random_inputs(
 
 
 def _random(tensor: TensorInfo, label: str, batch_size: int, sides: Sequence[int]) -> NDArray[np.generic]:
-    if tensor.shape[1:].count(-1) > len(sides):
+    shape = (batch_size, *tensor.with_sides(sides).shape[1:])
+    if -1 in shape:
         raise EngineError(
             f"{label}: input {tensor.name!r} takes {shape_text(tensor.shape)}: say how large its open sides are, with "
             "bench --size 320 or 480x640, or in Python with sides= or arrays as inputs="
         )
-    open_ = iter(sides)
-    shape = (batch_size, *(next(open_) if side == -1 else side for side in tensor.shape[1:]))
     values = np.random.default_rng(_SEED).standard_normal(shape)
     dtype = np.dtype(tensor.dtype)
     array: NDArray[np.generic] = (values if dtype.kind == "f" else values > 0).astype(dtype)

@@ -210,7 +210,7 @@ def _input_shapes(outside: OnnxFile, sizes: Mapping[str, Sequence[int]], batch_s
             raise EngineError(
                 f"{outside.path}: input {info.name!r} has shape {shape_text(info.shape)} and was asked for as "
                 f"{shape_text(shape)}: every dimension must be a number; give the option shapes, such as "
-                f"shapes='{info.name}:1x3x224x224'"
+                f"shapes='{info.name}:1x3x224x224', or `inspect engine` a --size"
             )
         shapes[info.name] = tuple(shape)
     return shapes
