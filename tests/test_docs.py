@@ -13,7 +13,7 @@ from compress.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted(path for path in DOCS.glob("*.md") if "```python" in path.read_text())
+PAGES = sorted(path for path in (ROOT / "README.md", *DOCS.glob("*.md")) if "```python" in path.read_text())
 
 
 def test_the_site_builds_with_every_warning_as_an_error(tmp_path):
