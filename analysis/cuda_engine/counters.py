@@ -2,7 +2,7 @@
 
     python -m analysis.cuda_engine.counters --networks resnet50:128 mobilenet_v2:128
 
-Needs a GPU and Nsight Compute (`ncu`). Each network is built first, with `--plan` if there is one. Then a second
+Needs a GPU and Nsight Compute (`ncu`). Each network is built first, unless `--plan` is there. Then a second
 process runs its steps under ncu, and one of each kind that takes long is profiled. Writes counters.json and prints a
 line for each layer: microseconds, and the shares of the peaks of memory, of the second cache, of the first cache with
 shared memory, of the tensor cores and of the slots in which schedulers issue an instruction.
@@ -64,7 +64,8 @@ def main() -> None:
     for text in arguments.networks:
         name, batch = text.split(":")
         path = qdq_file(name, arguments.files)
-        build_engine(path, "cuda", batch_size=int(batch), plan=str(arguments.plan), floats="layers").close()
+        if not arguments.plan.is_file():
+            build_engine(path, "cuda", batch_size=int(batch), plan=str(arguments.plan), floats="layers").close()
         layers = _profiled(text, arguments)
         report["networks"].append({"network": name, "batch": int(batch), "layers": layers})
         write_json(arguments.out / "counters.json", report)

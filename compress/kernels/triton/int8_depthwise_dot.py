@@ -139,6 +139,10 @@ def transposed(pixels, ON_GPU: tl.constexpr):
     return found
 
 
+_FIRST_KEY = getattr(transposed, "cache_key", "")
+"""See `int8_epilogue`: `transposed` uses a constant, and kernels of two modules call it."""
+
+
 @triton.jit
 def dot(pixels, taps, total, ON_GPU: tl.constexpr):
     """`total` with the products of the four signed bytes of two words."""

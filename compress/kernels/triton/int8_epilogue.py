@@ -395,5 +395,5 @@ def write_tile(y, steps, row, column, there, outputs, numbers, KIND: tl.constexp
 
 
 _FIRST_KEY = getattr(finish_tile, "cache_key", "")
-"""Triton's key of a function that calls itself depends on who asks first; asked here, every process finds the kernels
-that another one compiled ahead."""
+"""The constants of a function count in Triton's key of a kernel that calls it only if its own key was asked for before.
+So it is asked for here, and every process finds the kernels that another one compiled ahead."""

@@ -73,6 +73,7 @@ def groups(b):
     x = b.quantize(b.op("Relu", b.conv(b.quantize("input"), 24, 1, padding=0)))
     y = b.quantize(b.conv(x, 24, 3, 1, 1, groups=3))
     y = b.quantize(b.op("Relu", b.conv(y, 24, 5, 2, 2, groups=24)))
+    y = b.quantize(b.op("Relu", b.conv(y, 24, 5, 1, 4, groups=24, dilation=2)))
     y = b.op("MaxPool", y, kernel_shape=[3, 3], strides=[1, 1], pads=[1] * 4)
     mean = b.quantize(b.op("AveragePool", y, kernel_shape=[3, 3], strides=[1, 1], pads=[1] * 4))
     joined = b.quantize(b.op("Concat", mean, b.op("Relu", b.conv(mean, 16, 1, padding=0)), axis=1))

@@ -1,6 +1,8 @@
 """The Triton kernels compute what exact arithmetic does, step by step; and they compile for GPUs that are not here."""
 
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -65,6 +67,25 @@ def test_on_a_gpu_depthwise_products_of_four_bytes_compute_what_exact_arithmetic
     from tests.engines.cuda.interpreted_plans import check_dots
 
     check_dots(torch.device("cuda"))
+
+
+KEYS = """
+import importlib, sys
+from pathlib import Path
+from compress.kernels import triton
+names = sorted(path.stem for path in Path(triton.__path__[0]).glob("int8_*.py"))[::int(sys.argv[1])]
+modules = [importlib.import_module(f"compress.kernels.triton.{name}") for name in names]
+kernels = {n: f for m in modules for n, f in vars(m).items() if n.startswith("_") and n.endswith("_kernel")}
+print(sorted((name, kernel.cache_key) for name, kernel in kernels.items()))
+"""
+
+
+def test_the_cache_finds_a_kernel_whichever_was_asked_for_before():
+    pytest.importorskip("triton")
+    found = [subprocess.run([sys.executable, "-c", KEYS, order], capture_output=True, text=True, check=True).stdout
+             for order in ("1", "-1")]  # fmt: skip
+    assert found[0] == found[1]
+    assert found[0].count("_kernel") > 10
 
 
 class EndsTheCompiler:

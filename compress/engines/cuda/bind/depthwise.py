@@ -34,10 +34,10 @@ def bind_depthwise(
         geometry: of the filter.
     """
     rest = (step, bindings, shape, finish, geometry)
-    found = _plain(*rest)
     if not whole_parts(step.x.name, layout) or geometry.dilation_x > 1 or finish.vectors.inverse is not None:
-        return found
-    return found + _dots(*rest) + _rows(*rest)
+        return _plain(*rest)
+    rows, dots = _rows(*rest), _dots(*rest)
+    return rows + dots[:1] if rows else dots
 
 
 def _plain(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, geometry: Geometry) -> list[Candidate]:

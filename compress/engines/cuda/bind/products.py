@@ -191,6 +191,8 @@ def _wide(
     finish, zero = product_finish(step, bindings), step.x.grid.zero if step.x.grid else 0
     if weight.groups > 1 or rows is None or rows[1] < channels or finish.vectors.inverse is not None:
         return []
+    if columns % ALIGNED:  # rows of results that begin anywhere are stored in small parts: 3 to 4 times as long
+        return []
     count, pitch = rows
 
     def candidate(tile: WideTile) -> Candidate:
