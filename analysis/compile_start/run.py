@@ -25,6 +25,7 @@ from analysis.common.qat_variants import DEVICE, NETWORKS, fast_arithmetic, fini
 from analysis.common.study import Row, command_line, study_parser
 from compress.files import write_json
 from compress.qat_fusion.regions import Region, compile_regions, few_guards
+from compress.training.prepare import keep_compiled
 
 PARTS = ("whole", "regions", "float")
 
@@ -72,6 +73,7 @@ def in_a_process(network: str, way: str, cache: Path, backend: str) -> Row:
 
 def measured(name: str, way: str, backend: str) -> Row:
     """Time the first step of a network and then ten more; the first is ended by reading its loss."""
+    keep_compiled()  # as a training does: fused graphs are kept whole
     fast_arithmetic()
     network = NETWORKS[name]
     call: Any
