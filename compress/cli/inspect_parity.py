@@ -67,7 +67,7 @@ def inspect_parity(
         if goal is None or run is not None:
             raise RecipeError("--onnx FILE is compared with float: add --mend or --mend-sqnr, and no --run")
         spec = spec_of(recipe, set_, target, images)
-        batches = batches_of(data, form_of(size, mean, std, layout, channels), spec.calibration_images)
+        batches = batches_of(data, form_of(onnx, size, mean, std, layout, channels), spec.calibration_images)
         judge = None if metric is None else imported(metric, key="--metric", error=RecipeError)
         with progress() as bars:
             show = mend_file(onnx, batches, spec, goal, metric=judge, out=write or Path("mended.yaml"), progress=bars)

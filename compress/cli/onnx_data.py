@@ -11,7 +11,10 @@ import typer
 
 from compress.cli.options import sides_of
 from compress.data.files import Layout, PictureInput, unlabelled
+from compress.data.preprocessing import Preprocessing
+from compress.engines.onnx_file import read_onnx
 from compress.errors import RecipeError
+from compress.export.names import PREPROCESSING_KEY
 from compress.quantization.spec import TARGETS, QuantSpec
 from compress.recipe import load_recipe
 
@@ -28,13 +31,20 @@ DataOption = Annotated[
 ]
 TargetOption = Annotated[str | None, typer.Option("--target", help=", ".join(TARGETS), rich_help_panel=_ONNX)]
 SizeOption = Annotated[
-    str | None, typer.Option("--size", help="Pictures: 224, or 480x640 (height first).", rich_help_panel=_ONNX)
+    str | None,
+    typer.Option(
+        "--size", help="Pictures: 224, or 480x640 (height first); default as the file says.", rich_help_panel=_ONNX
+    ),
 ]
 MeanOption = Annotated[
-    str | None, typer.Option("--mean", help="Pictures: such as 0.485,0.456,0.406.", rich_help_panel=_ONNX)
+    str | None,
+    typer.Option(
+        "--mean", help="Pictures: such as 0.485,0.456,0.406; default as the file says.", rich_help_panel=_ONNX
+    ),
 ]
 StdOption = Annotated[
-    str | None, typer.Option("--std", help="Pictures: such as 0.229,0.224,0.225.", rich_help_panel=_ONNX)
+    str | None,
+    typer.Option("--std", help="Pictures: such as 0.229,0.224,0.225; default as the file says.", rich_help_panel=_ONNX),
 ]
 LayoutOption = Annotated[str, typer.Option("--layout", help="Pictures: NCHW or NHWC.", rich_help_panel=_ONNX)]
 ChannelsOption = Annotated[str, typer.Option("--channels", help="Pictures: RGB or BGR.", rich_help_panel=_ONNX)]
@@ -75,14 +85,31 @@ def batches_of(data: str | None, form: PictureInput, images: int) -> Iterable[An
     return unlabelled(data, form, limit=images, batch_size=BATCH)
 
 
-def form_of(size: str | None, mean: str | None, std: str | None, layout: str, channels: str) -> PictureInput:
-    """Return the preprocessing that options name."""
+def form_of(
+    file: Path, size: str | None, mean: str | None, std: str | None, layout: str, channels: str
+) -> PictureInput:
+    """Return the preprocessing that options name; what they leave out is that of the file, as far as it says."""
     if layout not in get_args(Layout) or channels not in {"RGB", "BGR"}:
         raise RecipeError(f"--layout is {layout!r} and --channels {channels!r}: they must be NCHW or NHWC, RGB or BGR")
-    form = PictureInput(layout=cast(Layout, layout), channels=channels)  # type: ignore[arg-type]
+    form = replace(_form_in(file, cast(Layout, layout)), channels=channels)  # type: ignore[arg-type]
     if size is not None:
         form = replace(form, size=sides_of(size))
     return replace(form, mean=_numbers("mean", mean, form.mean), std=_numbers("std", std, form.std))
+
+
+def _form_in(file: Path, layout: Layout) -> PictureInput:
+    """Return the preprocessing in a file's metadata, or else the usual one with the size that the input is fixed to."""
+    found, form = read_onnx(file), PictureInput(layout=layout)
+    text = found.metadata.get(PREPROCESSING_KEY)
+    if text is not None:
+        said = Preprocessing.from_json(text)
+        return replace(
+            form, size=said.height_width, mean=said.mean, std=said.std, interpolation=said.interpolation,
+            crop_ratio=said.crop_ratio,
+        )  # fmt: skip
+    shape = found.inputs[0].shape if found.inputs else ()
+    sides = shape[2:] if layout == "NCHW" else shape[1:3]
+    return replace(form, size=(sides[0], sides[1])) if len(shape) == 4 and min(sides) > 0 else form
 
 
 def _numbers(name: str, text: str | None, default: tuple[float, ...]) -> tuple[float, ...]:

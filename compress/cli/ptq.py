@@ -63,7 +63,7 @@ def ptq(
         ptq_of_recipe(recipe, set_, out, resume, device, as_json)
         return
     spec = spec_of(recipe, set_, target, images)
-    batches = batches_of(data, form_of(size, mean, std, layout, channels), spec.calibration_images)
+    batches = batches_of(data, form_of(onnx, size, mean, std, layout, channels), spec.calibration_images)
     folder = out or Path("runs") / f"{onnx.stem}-ptq"
     first = First(batches)
     with progress() as bars:

@@ -35,6 +35,7 @@ class PictureInput:
         mean, std: of each channel, in units of pixel / 255.
         layout: `NCHW`, or `NHWC` as TensorFlow's networks take it.
         channels: `RGB`, or `BGR` as OpenCV reads pictures.
+        interpolation: method of resizing, `bilinear` or `bicubic`.
         crop_ratio: share of the shorter side that the centre crop keeps; only squares are cropped, others are resized.
     """
 
@@ -43,6 +44,7 @@ class PictureInput:
     std: tuple[float, ...] = STD
     layout: Layout = "NCHW"
     channels: Literal["RGB", "BGR"] = "RGB"
+    interpolation: str = "bilinear"
     crop_ratio: float = 0.875
 
     def read(self, path: Path) -> Tensor:
@@ -58,11 +60,10 @@ class PictureInput:
             raise DataError(f"{path} is not a readable image ({error}); take it out of the folder") from error
         height, width = self.size
         if height == width:
-            pixels = centre_crop(image, self.size, crop_ratio=self.crop_ratio)
+            pixels = centre_crop(image, self.size, crop_ratio=self.crop_ratio, interpolation=self.interpolation)
         else:
-            pixels = torch.from_numpy(np.array(image.resize((width, height), Image.Resampling.BILINEAR))).permute(
-                2, 0, 1
-            )
+            resized = image.resize((width, height), Image.Resampling[self.interpolation.upper()])
+            pixels = torch.from_numpy(np.array(resized)).permute(2, 0, 1)
         if self.channels == "BGR":
             pixels = pixels.flip(0)
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
@@ -88,7 +89,7 @@ class Pictures:
             raise DataError(
                 f"{folder} does not exist; give a folder of pictures, an .npz file or package.module:function"
             )
-        found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS)
+        found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS and path.name[0] != ".")
         if not found:
             raise DataError(f"{folder} holds no pictures ({', '.join(EXTENSIONS)})")
         places = np.linspace(0, len(found) - 1, min(limit, len(found))).round().astype(int)

@@ -33,7 +33,7 @@ from compress.files import expand_user
 from compress.limits import IMAGE_PIXELS
 from compress.process import core_count
 
-EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """ImageNet's, which torchvision's weights expect."""
 

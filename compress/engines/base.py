@@ -59,7 +59,16 @@ class TensorInfo:
         """Return the tensor with open dimensions after the batch filled in, in their order, such as height and width.
 
         Those that `sides` has no number for stay open.
+
+        Raises:
+            EngineError: the tensor holds pictures of another height and width, and has no open dimension.
         """
+        fixed = len(self.shape) == 4 and -1 not in self.shape[1:]
+        if fixed and len(sides) == 2 and tuple(sides) not in (self.shape[2:], self.shape[1:3]):  # NCHW, NHWC
+            raise EngineError(
+                f"{self.name!r} is fixed to {self.shape}, and {sides[0]} x {sides[1]} is asked for: leave --size "
+                "(sides=) out, or export a file for that size"
+            )
         numbers = iter(sides)
         return replace(self, shape=(*self.shape[:1], *(next(numbers, -1) if n == -1 else n for n in self.shape[1:])))
 

@@ -190,7 +190,21 @@ def _export(model: nn.Module, inputs: tuple[Tensor, ...], spec: ExportSpec) -> o
         raise ExportError(f"torch.onnx cannot export the model: {_cause(error)}{_suspects(model)}") from error
     if program is None:
         raise ExportError("torch.onnx returned no model")
+    if spec.dynamic_batch:
+        _check_batch(program.model_proto)
     return program.model_proto
+
+
+def _check_batch(proto: onnx.ModelProto) -> None:
+    """Refuse a file of one batch size where an open one is asked for: torch fixes what Python computed with."""
+    for value in proto.graph.input:
+        first = value.type.tensor_type.shape.dim[:1]
+        if first and first[0].HasField("dim_value"):
+            raise ExportError(
+                f"the batch size of {value.name} cannot be left open: the model's Python uses it as a number, such as "
+                "int(x.shape[0]) or range(len(x)). Write x.shape[0] alone, or fix the size to that of example_inputs "
+                "(dynamic_batch=False; export.dynamic_batch: false in a recipe)"
+            )
 
 
 class _TensorsOf(nn.Module):

@@ -29,8 +29,8 @@ _OTHERS = (
 """Packages whose modules quantize, and whose ranges cannot be taken over."""
 
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-_STUBS = frozenset({"QuantStub", "DeQuantStub", "QuantWrapper"})
-"""Modules of torch.ao.quantization that do nothing in a float model."""
+_STUBS = frozenset({"QuantStub", "DeQuantStub", "QuantWrapper", "FloatFunctional", "FXFloatFunctional"})
+"""Modules of torch.ao that compute in float; what prepares them for quantization adds observers, which are refused."""
 
 
 def check_float_model(model: nn.Module) -> None:
@@ -74,10 +74,10 @@ def _unwrapped(model: nn.Module) -> str:
 def _quantizes(kind: type) -> str:
     """Say what to do with a model that holds a module of this class; "" if the class does not quantize."""
     path = kind.__module__
+    if kind.__name__ in _STUBS and _is_of(path, "torch.ao"):
+        return ""
     if ".quantized" in path:  # torch.ao.nn.quantized and similar
         return _TAKE_FLOAT
-    if kind.__name__ in _STUBS:
-        return ""
     if _is_of(path, "pytorch_quantization"):
         return _TAKES_OVER
     return _TAKE_FLOAT if any(_is_of(path, package) for package in _OTHERS) else ""

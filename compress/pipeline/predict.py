@@ -117,7 +117,9 @@ def read_picture(path: Path, preprocessing: Preprocessing, *, cropped: bool, max
             height, width = preprocessing.height_width
             pixels = whole.resize((width, height), Image.Resampling.BILINEAR)
             return torch.from_numpy(np.array(pixels)).movedim(-1, 0).contiguous()
-    except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+    except UnidentifiedImageError:
+        raise DataError(f"{path} cannot be read as a picture: its bytes are of no format that Pillow knows") from None
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"{path} cannot be read as a picture: {error}") from None
 
 

@@ -76,7 +76,7 @@ def block_graph(qmodel: nn.Module, block: str) -> BlockGraph:
     graph: fx.Graph = qmodel.graph  # type: ignore[assignment]
     inside = {node for node in graph.nodes if _belongs(node, block)}
     if not inside:
-        paths = sorted({path.rpartition(".")[0] for node in graph.nodes for path in _paths(node)} - {""})
+        paths = sorted({path.rpartition(".")[0] for node in graph.nodes for path in _paths(node)} - {"", "quantizers"})
         raise QuantizationError(
             f"the network has no block {block!r}{near_misses(block, paths)} (its blocks: {', '.join(paths) or 'none'})"
         )

@@ -6,10 +6,16 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import torch
 from onnx import helper
 from PIL import Image
+from torch import nn
+from torchvision import transforms
 
-from compress.data.files import PictureInput, unlabelled
+import compress
+from compress.cli.onnx_data import form_of
+from compress.data.files import PictureInput, Pictures, unlabelled
+from compress.data.preprocessing import Preprocessing
 from tests.onnx_ptq.files import model_of, weights
 
 
@@ -33,7 +39,12 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("data", "options", "images"),
-    [("pictures", ("--size", "8"), 3), ("inputs.npz", ("--target", "openvino"), 4), ("mine:data", (), 2)],
+    [
+        ("pictures", ("--size", "8"), 3),
+        ("pictures", (), 3),
+        ("inputs.npz", ("--target", "openvino"), 4),
+        ("mine:data", (), 2),
+    ],
 )
 def test_a_file_is_quantized(compress, folder, monkeypatch, data, options, images):
     monkeypatch.syspath_prepend(str(folder))
@@ -99,3 +110,31 @@ def test_pictures_become_inputs_as_asked(folder):
     pixels = np.asarray(Image.open(folder / "pictures" / "any" / "0.png"), np.float32)
     np.testing.assert_allclose(batch[0].numpy(), (pixels[:, :, ::-1] / 255 - 0.5) / 0.25, atol=1e-6)
     assert batch.shape == (2, 12, 10, 3)
+
+
+def test_a_file_says_itself_how_pictures_become_its_inputs(tmp_path):
+    """Against torchvision's transforms; a file that says nothing has ImageNet's numbers and its own size."""
+    said = Preprocessing(
+        image_size=20, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4), interpolation="bicubic", crop_ratio=0.8
+    )
+    net, x = nn.Sequential(nn.Conv2d(3, 2, 3)), torch.randn(1, 3, 20, 20)
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    file = compress.export_onnx(net, x, tmp_path / "net.onnx", preprocessing=said)
+    steps = [
+        transforms.Resize(25, transforms.InterpolationMode.BICUBIC),
+        transforms.CenterCrop(20),
+        transforms.ToTensor(),
+    ]
+    expected = transforms.Compose([*steps, transforms.Normalize(said.mean, said.std)])(Image.fromarray(pixels))
+    found = form_of(file, None, None, None, "NCHW", "RGB").read(tmp_path / "a.png")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert form_of(file, "12", "0.5", None, "NCHW", "RGB").size == (12, 12)
+    plain = compress.export_onnx(net, x, tmp_path / "plain.onnx")
+    assert form_of(plain, None, None, None, "NCHW", "RGB") == PictureInput(size=(20, 20))
+
+
+def test_hidden_files_are_no_pictures(folder):
+    """macOS writes a file `._NAME` beside each on disks of another kind; it is no picture."""
+    (folder / "pictures" / "._0.png").write_bytes(b"attributes")
+    assert len(Pictures(folder / "pictures", PictureInput(), limit=9, batch_size=1).paths) == 3

@@ -90,6 +90,19 @@ def test_batch_is_dynamic_or_not(tmp_path):
     assert [d.dim_value for d in shape] == [1, 3, 16, 16]
 
 
+class FixesItsBatch(nn.Module):
+    def forward(self, x):
+        return x.flatten(1) * torch.arange(int(x.shape[0]))[:, None]
+
+
+def test_a_batch_that_the_network_fixes_is_not_silently_two(tmp_path):
+    x = torch.randn(1, 3, 4, 4)
+    with pytest.raises(ExportError, match="the batch size of input cannot be left open"):
+        export_onnx(FixesItsBatch(), x, tmp_path / "m.onnx")
+    path = export_onnx(FixesItsBatch(), x, tmp_path / "m.onnx", dynamic_batch=False)
+    assert [d.dim_value for d in onnx.load(path).graph.input[0].type.tensor_type.shape.dim] == [1, 3, 4, 4]
+
+
 def test_half_precision_remainder(tmp_path):
     qmodel = quantized()
     path = export_onnx(qmodel, X[:1], tmp_path / "m.onnx", precision="fp16")

@@ -127,6 +127,11 @@ def test_refusals(tmp_path):
     seen = []
     measure_latency([GivenEngine(lambda x: seen.append(x.shape) or x, shape=(-1, 3, -1, -1))], sides=(4, 6), runs=1)
     assert set(seen) == {(1, 3, 4, 6)}
+    for shape in ((-1, 3, 4, 6), (-1, 4, 6, 3)):
+        fixed = GivenEngine(lambda x: x, shape=shape)
+        assert len(measure_latency([fixed], sides=(4, 6), runs=1)) == 1
+        with pytest.raises(EngineError, match="is fixed to .* and 6 x 4 is asked for"):
+            measure_latency([fixed], sides=(6, 4))
     with pytest.raises(EngineError, match="holds 2 images"):
         measure_latency([one], inputs={"input": np.zeros((2, 4), np.float32)})
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import nn
 from torch.nn.utils import prune
 
@@ -176,6 +177,20 @@ def test_a_weight_of_the_model_itself_stays_float_and_says_why():
 def test_double_precision_says_what_to_do():
     with pytest.raises(QuantizationError, match=r"torch\.float64 .*model\.float\(\)"):
         quantize(Net().double(), X.double(), [X.double()], spec=MAX)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "shufflenet_v2_x0_5"])
+def test_a_float_model_that_is_ready_for_torchs_quantization_is_the_plain_one(name):
+    """torchvision's own pairs: one with FloatFunctional and stubs, one without, equal weights."""
+    plain = torchvision.models.get_model(name, num_classes=5).eval()
+    ready = torchvision.models.get_model(f"quantized_{name}", num_classes=5).eval()
+    ready.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 3, 64, 64)
+    expected, found = (quantize(model, x, [x], spec=MAX) for model in (plain, ready))
+    assert torch.equal(found(x), expected(x)) and not torch.equal(found(x), plain(x))
+    ready.qconfig = torch.ao.quantization.get_default_qconfig("x86")
+    with pytest.raises(QuantizationError, match="quantized already"):  # its ranges would be lost
+        quantize(torch.ao.quantization.prepare(ready), x, [x], spec=MAX)
 
 
 def test_models_with_another_librarys_quantizers():
