@@ -19,7 +19,7 @@ from compress.measure.bootstrap import compare_evidence
 from compress.pipeline.folder import open_run
 from compress.pipeline.network import stem
 from compress.pipeline.run import Run
-from compress.pipeline.steps.compare import answers_of
+from compress.pipeline.steps.answers import answers_of
 from compress.pipeline.steps.export import networks, write_file
 from compress.pipeline.steps.float import build_float, float_step
 from compress.pipeline.steps.judge import evaluation_batch, judge

@@ -10,8 +10,8 @@ from torch import fx, nn
 
 from compress.data.load import load_data
 from compress.files import write_json
-from compress.pipeline.early import check_memory, check_network, check_sections
 from compress.pipeline.folder import RunFolder, free_folder, latest_folder, open_run
+from compress.pipeline.preflight import check_memory, check_network, check_sections
 from compress.pipeline.run import Run, task_of
 from compress.pipeline.steps.audit import audit_step, check_required
 from compress.pipeline.steps.build import build_step

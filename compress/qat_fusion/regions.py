@@ -25,7 +25,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from compress.graph.alive import alive_after
+from compress.graph.lifetimes import alive_after
 from compress.graph.ops import node_kind, node_module
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -27,7 +27,7 @@ from compress.measure.latency import random_inputs
 from compress.measure.metric import Metric
 from compress.pipeline.network import NetworkFiles
 from compress.pipeline.run import Run
-from compress.pipeline.steps.compare import Answers, answers_of, keep_comparisons
+from compress.pipeline.steps.answers import Answers, answers_of, keep_comparisons
 from compress.pipeline.steps.judge import evaluation_batch, judge
 from compress.pipeline.steps.slower import keep_slower, slower
 from compress.progress import Progress

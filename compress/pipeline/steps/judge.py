@@ -15,7 +15,7 @@ from compress.measure import EngineFigures, measure_accuracy, measure_metric
 from compress.measure.figures import kept_images
 from compress.meters import Meter
 from compress.pipeline.run import Run
-from compress.pipeline.steps.compare import Answers
+from compress.pipeline.steps.answers import Answers
 from compress.tasks.classification import TOP1
 
 _CLASSIFICATION_BATCH = 32

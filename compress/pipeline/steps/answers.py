@@ -1,4 +1,4 @@
-"""Beside its figures the evaluation of a run keeps intervals, curves of precision, and pictures of predictions."""
+"""Answers of a network on an engine that a report compares: intervals, precision curves, pictures of predictions."""
 
 from __future__ import annotations
 

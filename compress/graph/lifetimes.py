@@ -1,4 +1,4 @@
-"""Which values of a graph are still to be read: where one alone is, the graph can be cut."""
+"""Lifetimes of the values of a graph: where only one value has consumers left, the graph can be cut."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import fx
 
 
 def alive_after(nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
-    """Yield each node with those of `nodes`, up to it, whose values later ones of them read.
+    """Yield each node with those of `nodes`, up to it, that later ones of them consume.
 
     Args:
         nodes: in the order of their graph; users that are not among them do not count.
