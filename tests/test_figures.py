@@ -74,7 +74,7 @@ def points(name, **choice):
 def engine_rows():
     """(network, batch, times fp16) of the engine `cuda`."""
     return [
-        (row["network"], row["batch"], row["fp16_ms"] / row["ms"]) for row in read("h100/cuda_engine.json")["networks"]
+        (row["network"], row["batch"], row["fp16_ms"] / row["ms"]) for row in read("h200/cuda_engine.json")["networks"]
     ]
 
 

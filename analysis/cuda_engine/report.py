@@ -1,7 +1,7 @@
 """Writes the page of the study from its JSON, without measuring again.
 
-    python -m analysis.cuda_engine.report results/h100/cuda_engine.json
-    python -m analysis.cuda_engine.report results/h100/cuda_engine.json NEW.json    # takes the rows of a new run first
+    python -m analysis.cuda_engine.report results/h200/cuda_engine.json
+    python -m analysis.cuda_engine.report results/h200/cuda_engine.json NEW.json    # takes the rows of a new run first
 
 Findings stand in `cuda_engine.notes.md` beside the data, and become a part of the page.
 """
@@ -44,12 +44,13 @@ def write(file: Path) -> None:
     write_text(file.with_suffix(".md"), "\n".join(page(report, found)) + "\n")
 
 
-def merged(old: Row, new: Row) -> Row:
-    """Return a report with the rows of a new run, and those of the old one that it does not replace.
+def merged(old: Row | None, new: Row) -> Row:
+    """Return a report with the rows of a new run, and those of the old one, if there is one, that it does not replace.
 
     Times of candidates that were not chosen are left out.
     """
-    runs = [*old.get("runs", [old["command"]]), new["command"]]
+    old = old or {"runs": [], "networks": [], "failed": []}
+    runs = [*(old["runs"] if "runs" in old else [old["command"]]), new["command"]]
     rows = [{"run": 1, **row} for row in old["networks"]]
     taken = {_key(row): row | {"run": len(runs)} for row in new["networks"] if row.get("ms")}
     networks = [taken.pop(_key(row), row) for row in rows] + list(taken.values())
@@ -240,8 +241,8 @@ def main() -> None:
     parser.add_argument("new", type=Path, nargs="?", help="of a new run, whose rows take the place of older ones")
     arguments = parser.parse_args()
     if arguments.new:
-        old, new = (json.loads(path.read_text(encoding="utf-8")) for path in (arguments.file, arguments.new))
-        write_json(arguments.file, merged(old, new))
+        old = json.loads(arguments.file.read_text(encoding="utf-8")) if arguments.file.is_file() else None
+        write_json(arguments.file, merged(old, json.loads(arguments.new.read_text(encoding="utf-8"))))
     write(arguments.file)
 
 

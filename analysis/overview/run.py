@@ -96,7 +96,7 @@ def draw(
             figure,
             f"Left: {machine}, digits at 64 px, one run, each engine with the file made for it; one picture of 449 is "
             "0.22 points. "
-            "Middle: one NVIDIA H100, random weights, 224 px, fp16 = torch.compile, cuDNN's search, one CUDA graph. "
+            "Middle: one NVIDIA H200, random weights, 224 px, fp16 = torch.compile, cuDNN's search, one CUDA graph. "
             "Right: one NVIDIA H200, eager, bf16, batch 128.",
         )
     return figure
@@ -196,7 +196,7 @@ def main() -> None:
 
     figure = draw(
         cpu_points(table("demo/metrics.json")),
-        gpu_bars(table("h100/cuda_engine.json")["networks"]),
+        gpu_bars(table("h200/cuda_engine.json")["networks"]),
         step_ratios(table("h200/qat_cost.json")["runs"]),
         machine_of(table("demo/environment.json")),
     )
