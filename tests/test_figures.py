@@ -142,6 +142,19 @@ def of_the_status():
     yield f"batch 1, {resnet50(1)} times"
 
 
+def of_other_pages():
+    """(page, phrase) of pages that quote a figure or two."""
+    yield "docs/tensorrt.md", f"ResNet-50 runs {resnet50(128)} times as fast as"
+    yield "docs/tensorrt.md", f"{all_batches(min)} to {all_batches(max)} times"
+    tensorrt, own = on_cpu("target tensorrt, onnxruntime"), on_cpu("target onnxruntime, onnxruntime")
+    yield "docs/qdq.md", f"takes {tensorrt} of the float network's time, the file for ONNX Runtime {own}"
+    theirs = median_s("pytorch-quantization entropy")
+    yield (
+        "docs/calibration.md",
+        f"takes {median_s('compress entropy'):.2f} s, pytorch-quantization's takes {theirs:.0f} s",
+    )
+
+
 def of_the_results():
     f32, bf16, other = (
         two(demo_ms("ptq", engine) / demo_ms("float", engine))
@@ -173,3 +186,10 @@ def test_a_page_quotes_the_figures_of_the_results(page, phrases):
     text = " ".join((ROOT / page).read_text().split())
     missing = [phrase for phrase in phrases() if phrase not in text]
     assert not missing, f"the results say so, and {page} does not: {missing}"
+
+
+def test_other_pages_quote_the_figures_of_the_results():
+    missing = [
+        (page, phrase) for page, phrase in of_other_pages() if phrase not in " ".join((ROOT / page).read_text().split())
+    ]
+    assert not missing
