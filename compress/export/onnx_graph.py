@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,9 @@ MOVES = onnx_operators(lambda t: t.category == "movement" and t.commutes_with_qu
 
 PASSES = onnx_operators(lambda t: t.commutes_with_quantization) | {"Concat"}
 """Operators whose result is quantized if their first input is; of a Concat, if all are."""
+
+SMALL_CONSTANT = 1 << 16
+"""Bytes of constants, of four each number, that shape inference may look at; larger ones are weights."""
 
 
 class OnnxGraph:
@@ -86,6 +90,23 @@ class OnnxGraph:
         nodes = list(nodes)
         del self.graph.node[:]
         self.graph.node.extend(nodes)
+
+
+def without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of a model in which large constants have types and shapes, but no values."""
+    model, graph = onnx.ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import), proto.graph
+    model.functions.extend(proto.functions)
+    model.graph.name = graph.name
+    model.graph.node.extend(graph.node)
+    model.graph.input.extend(graph.input)
+    model.graph.output.extend(graph.output)
+    model.graph.sparse_initializer.extend(graph.sparse_initializer)
+    for tensor in graph.initializer:
+        if tensor.HasField("raw_data") and 4 * math.prod(tensor.dims) > SMALL_CONSTANT:
+            model.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+        else:
+            model.graph.initializer.append(tensor)
+    return model
 
 
 def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:

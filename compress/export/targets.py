@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx
 
 from compress.export.average_pools import float_averages
+from compress.export.batch_reshapes import batches_kept
 from compress.export.bias import integer_biases, room_for_biases
 from compress.export.biases_apart import biases_apart
 from compress.export.circular import concatenated_pads
@@ -45,6 +46,7 @@ def finish_for(proto: onnx.ModelProto, target: str) -> None:
     """
     if target == "openvino":
         zero_points_into_biases(proto)
+        batches_kept(proto)
         biases_apart(proto)
     if target == "onnxruntime":
         bounded_softmaxes(proto)

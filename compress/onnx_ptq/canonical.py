@@ -56,8 +56,11 @@ def canonical(source: SourceFile, *, opset: int) -> tuple[SourceFile, list[str]]
     _name_nodes(copy.graph)
     source = replace(source, proto=copy)
     _read_small(source)
-    padded = pads_into_convolutions(copy, Index(source).value)
+    index = Index(source)
+    unread, results = unread_nodes(index), index.outputs
+    padded = pads_into_convolutions(copy, index.value)
     if padded:
+        replace_nodes(copy.graph, without_unread(list(copy.graph.node), unread, results))  # what computed the amounts
         notes.append(f"{padded} paddings with zeros are done by the convolutions after them")
     folded = fold_constants_after_layers(source)
     if folded:
@@ -292,6 +295,22 @@ def _is_shape(name: str, index: Index) -> bool:
 def _one_long(starts: NDArray[Any], ends: NDArray[Any]) -> bool:
     start, end = int(starts.reshape(-1)[0]), int(ends.reshape(-1)[0])
     return end - start == 1 or (start == -1 and end > 1 << 30)
+
+
+def unread_nodes(index: Index) -> set[str]:
+    """Return the names of the nodes of which nothing reads a result."""
+    read = index.consumers.keys() | index.outputs
+    return {node.name for node in index.graph.node if read.isdisjoint(node.output)}
+
+
+def without_unread(nodes: list[onnx.NodeProto], unread: set[str], results: set[str]) -> list[onnx.NodeProto]:
+    """Return the nodes whose results are read; those that nobody read in the file as it was given stay."""
+    while True:
+        used = {name for node in nodes for name in inputs_of(node)} | results
+        kept = [node for node in nodes if node.name in unread or not used.isdisjoint(node.output)]
+        if len(kept) == len(nodes):
+            return nodes
+        nodes = kept
 
 
 def drop_unread(graph: onnx.GraphProto) -> None:

@@ -17,7 +17,7 @@ from onnx import TensorProto, external_data_helper, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from compress.errors import QuantizationError
-from compress.export.onnx_graph import attribute
+from compress.export.onnx_graph import SMALL_CONSTANT, attribute, without_weights
 from compress.onnx_ptq.load import SourceFile, subgraphs
 
 FLOATS = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16})
@@ -34,9 +34,6 @@ _GROWING = frozenset({"ConstantOfShape", "Expand", "Tile", "Range", "Resize", "P
 
 _COMPUTED = 1 << 22
 """Elements of the largest result of such an operator that is computed: its size is known before."""
-
-_SMALL = 1 << 16
-"""Bytes of constants, of four each number, that shape inference may look at; larger ones are weights."""
 
 
 class Index:
@@ -107,7 +104,7 @@ class Index:
             for name in node.input[1:]:
                 if name in self.fixed and name in self.producers and self.producers[name].op_type != "Constant":
                     value = self.value(name)
-                    if value is not None and value.dtype.kind == "i" and value.size < _SMALL:
+                    if value is not None and value.dtype.kind == "i" and value.size < SMALL_CONSTANT:
                         found[name] = value
         return found
 
@@ -155,7 +152,7 @@ def _stays_small(node: onnx.NodeProto, feeds: dict[str, NDArray[Any]]) -> bool:
     if node.op_type != "ConstantOfShape":
         return False
     sizes = [int(size) for size in feeds[node.input[0]].reshape(-1)]
-    return min(sizes, default=1) >= 0 and math.prod(sizes) <= _SMALL
+    return min(sizes, default=1) >= 0 and math.prod(sizes) <= SMALL_CONSTANT
 
 
 def _evaluated(
@@ -187,7 +184,7 @@ def infer(
     Raises:
         QuantizationError: shape inference fails: the graph cannot be run on such inputs.
     """
-    model = _without_weights(source.proto)
+    model = without_weights(source.proto)
     for value in model.graph.input:
         if value.name in sizes:
             del value.type.tensor_type.shape.dim[:]
@@ -213,23 +210,6 @@ def infer(
     types = {value.name: value.type.tensor_type.elem_type for value in values}
     types.update({tensor.name: tensor.data_type for tensor in graph.initializer})
     return shapes, types
-
-
-def _without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy of a model in which large constants have types and shapes, but no values."""
-    model, graph = onnx.ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import), proto.graph
-    model.functions.extend(proto.functions)
-    model.graph.name = graph.name
-    model.graph.node.extend(graph.node)
-    model.graph.input.extend(graph.input)
-    model.graph.output.extend(graph.output)
-    model.graph.sparse_initializer.extend(graph.sparse_initializer)
-    for tensor in graph.initializer:
-        if tensor.HasField("raw_data") and 4 * math.prod(tensor.dims) > _SMALL:
-            model.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-        else:
-            model.graph.initializer.append(tensor)
-    return model
 
 
 def renamed(names: Iterable[str], taken: set[str]) -> dict[str, str]:

@@ -23,8 +23,8 @@ from torch import Tensor
 from compress.export.half import half_or_more, half_scale
 from compress.export.names import INT4_KEY, added_tensor
 from compress.export.onnx_graph import consumed_as
-from compress.onnx_ptq.canonical import replace_nodes
-from compress.onnx_ptq.index import Index, Types, constant_tensor, inputs_of, renamed
+from compress.onnx_ptq.canonical import replace_nodes, unread_nodes, without_unread
+from compress.onnx_ptq.index import Index, Types, constant_tensor, renamed
 from compress.onnx_ptq.read import Reading, Weight
 from compress.quantization.numerics import QuantFormat, quantize_tensor, scale_from_amax
 from compress.quantization.placement.decisions import ActivationSite, Placement, WeightSite
@@ -68,7 +68,7 @@ class _Writer:
         self.before: dict[str, list[onnx.NodeProto]] = {}
         self.after: dict[str, list[onnx.NodeProto]] = {}
         self.shared: dict[Any, str] = {}
-        self.unread = {node.name for node in self.graph.node if not _read(node, index)}
+        self.unread = unread_nodes(index)
 
     def weight(self, site: WeightSite, weight: Weight, amax: Tensor) -> None:
         """Put an integer constant and its DequantizeLinear in the place of a weight."""
@@ -140,7 +140,7 @@ class _Writer:
         for node in self.graph.node:
             nodes += [*self.before.get(node.name, ()), node]
             nodes += [made for name in node.output for made in self.after.get(name, ())]
-        replace_nodes(self.graph, _without_unread(nodes, self.unread, {value.name for value in self.graph.output}))
+        replace_nodes(self.graph, without_unread(nodes, self.unread, {value.name for value in self.graph.output}))
 
     def _plain_bias(self, node: onnx.NodeProto) -> None:
         """Give a layer whose bias is computed from constants the value itself, as the passes of `export` expect it."""
@@ -192,17 +192,3 @@ def _file_axis(weight: Weight, quant_format: QuantFormat, rank: int) -> int:
     """Axis of the output channels in the file's own layout of a weight."""
     axis = quant_format.axis or 0
     return rank - 1 - axis if weight.transposed else axis
-
-
-def _read(node: onnx.NodeProto, index: Index) -> bool:
-    return any(name in index.consumers or name in index.outputs for name in node.output)
-
-
-def _without_unread(nodes: list[onnx.NodeProto], unread: set[str], results: set[str]) -> list[onnx.NodeProto]:
-    """Return the nodes whose results are read; those that nobody read in the file as it was given stay."""
-    while True:
-        used = {name for node in nodes for name in inputs_of(node)} | results
-        kept = [node for node in nodes if node.name in unread or not used.isdisjoint(node.output)]
-        if len(kept) == len(nodes):
-            return nodes
-        nodes = kept

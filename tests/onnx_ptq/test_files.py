@@ -325,3 +325,35 @@ def test_circular_padding_is_read_by_openvino(tmp_path):
     with compress.build_engine(path, "openvino", precision="f32") as engine:
         (found,) = engine.run({"x": x}).values()
     assert sqnr(run(tmp_path / "float.onnx", x), found) > 30
+
+
+class Viewed(torch.nn.Module):
+    """Convolutions with biases before quantizers, and a reshape by the size of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Conv2d(3, 8, 3, 2), torch.nn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        images = x.shape[0]
+        x = self.b(self.a(torch.nn.functional.pad(x, (0, 1, 0, 1))))
+        return x.mean((2, 3), keepdim=True).view(images, -1)
+
+
+def test_biases_stay_where_only_the_batch_is_read_for_a_reshape(tmp_path):
+    torch.manual_seed(0)
+    path = export(Viewed(), tmp_path / "float.onnx")
+    assert "Shape" in {node.op_type for node in nodes_of(path).values()}
+    data = batches()
+    made = compress.quantize_onnx(path, data, spec=QuantSpec(target="openvino"), out=tmp_path / "int8.onnx")
+    nodes = nodes_of(made).values()
+    assert [len(node.input) for node in nodes if node.op_type == "Conv"] == [3, 3]
+    kinds = {"QuantizeLinear", "DequantizeLinear", "Conv", "ReduceMean", "Reshape", "Constant"}
+    assert {node.op_type for node in nodes} <= kinds  # nor is anything left that computed the padding
+    x = data[0].numpy()
+    expected = run(made, x)
+    assert sqnr(run(path, x), expected) > 20
+    for size in (None, 2):
+        with compress.build_engine(made, "openvino", batch_size=size, threads=1, precision="f32") as engine:
+            (result,) = engine.run({engine.inputs[0].name: x[:size]}).values()
+        assert sqnr(expected[:size], result) > 40
