@@ -3,9 +3,9 @@
     python -m analysis.cuda_engine.counters --networks resnet50:128 mobilenet_v2:128
 
 Needs a GPU and Nsight Compute (`ncu`). Each network is built first, unless `--plan` is there. Then a second
-process runs its steps under ncu, and one of each kind that takes long is profiled. Writes counters.json and prints a
-line for each layer: microseconds, and the shares of the peaks of memory, of the second cache, of the first cache with
-shared memory, of the tensor cores and of the slots in which schedulers issue an instruction.
+process runs its steps under ncu, and one of each kind that takes long is profiled. Writes engine_counters.json and its
+page, and prints it: microseconds of each layer, and the shares of the peaks of memory, of the second cache, of the
+first cache with shared memory, of the tensor cores and of the slots in which schedulers issue an instruction.
 """
 
 from __future__ import annotations
@@ -13,34 +13,38 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from analysis.common.study import command_line, gpu_software, study_parser
+from analysis.common.study import command_line, gpu_software, listed, study_parser
 from analysis.cuda_engine.networks import image_size, images, qdq_file
 from compress.engines import build_engine
 from compress.engines.cuda.costs import cost_of
 from compress.engines.cuda.engine import CudaEngine
-from compress.files import write_json
+from compress.files import write_json, write_text
 
-_SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "SchedulerStats", "WarpStateStats", "Occupancy")
+_SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "Occupancy")
 _LEAST_SHARE = 0.02  # of a network's time; shorter layers are left out
-_KEPT = re.compile(r"pct|per_cycle|per_second|time_duration|issue_stalled.*ratio|registers|waves")
 _SHOWN = {
-    "memory": ("dram__throughput.avg.pct_of_peak_sustained_elapsed", "gpu__dram_throughput.avg.pct_of_peak_sustained"),
-    "second cache": ("lts__throughput.avg.pct",),
-    "first cache": ("l1tex__throughput.avg.pct",),
-    "tensor cores": ("pipe_tensor_op_gmma_cycles_active.avg.pct", "pipe_tensor_cycles_active.avg.pct", "pipe_tensor"),
-    "issue": ("smsp__issue_active.avg.per_cycle_active", "smsp__issue_active.avg.pct", "sm__inst_issued.avg.pct"),
+    "memory": "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
+    "second cache": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "its busiest part": "lts__throughput.max.pct_of_peak_sustained_elapsed",
+    "first cache": "l1tex__throughput.avg.pct_of_peak_sustained_active",
+    "tensor cores": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "issue": "sm__inst_issued.avg.pct_of_peak_sustained_elapsed",
+    "warps": "sm__warps_active.avg.pct_of_peak_sustained_active",
 }
-"""Units, and the beginnings or parts of the names of the counters of which the first that is there is shown."""
+"""Units, and the counters that give the shares of their peaks, in percent."""
+_TIME = "gpu__time_duration.sum"
+_STALLS = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active.ratio")
+"""For each instruction that is issued: cycles that warps wait, by the reason."""
+_NO_STALLS = frozenset({"selected", "not_selected"})
 
 Row = dict[str, Any]
 
@@ -51,9 +55,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=["resnet50:128"], metavar="NAME:BATCH")
     parser.add_argument("--plan", type=Path, help="plan file; it is made where it is not there")
     parser.add_argument("--files", type=Path, default=Path("/tmp/cuda_engine_files"))
-    parser.add_argument(
-        "--steps", type=Path, help=argparse.SUPPRESS
-    )  # of the process that ncu watches: where it writes
+    parser.add_argument("--steps", type=Path, help=argparse.SUPPRESS)  # where the process that ncu watches writes
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     arguments.plan = arguments.plan or arguments.out / "plan.json"
@@ -68,9 +70,9 @@ def main() -> None:
             build_engine(path, "cuda", batch_size=int(batch), plan=str(arguments.plan), floats="layers").close()
         layers = _profiled(text, arguments)
         report["networks"].append({"network": name, "batch": int(batch), "layers": layers})
-        write_json(arguments.out / "counters.json", report)
-        print("\n".join([f"== {text}", *map(_line, layers)]), flush=True)
-    os._exit(0)
+        write_json(arguments.out / "engine_counters.json", report)
+        write_text(arguments.out / "engine_counters.md", "\n".join(page(report)) + "\n")
+    print("\n".join(page(report)), flush=True)
 
 
 def _profiled(text: str, arguments: argparse.Namespace) -> list[Row]:
@@ -80,7 +82,7 @@ def _profiled(text: str, arguments: argparse.Namespace) -> list[Row]:
     own = ["--networks", text, "--plan", str(arguments.plan), "--files", str(arguments.files)]
     command = [
         "ncu", "--profile-from-start", "off", "--clock-control", "none", "--cache-control", "none", *sections,
-        "--csv", "--page", "raw", "--log-file", str(log),
+        "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log),
         sys.executable, "-m", "analysis.cuda_engine.counters", *own, "--steps", str(steps), "--out", str(arguments.out),
     ]  # fmt: skip
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -107,7 +109,7 @@ def _run_steps(arguments: argparse.Namespace) -> None:
         key = (type(step).__name__, program.kernels[index], str(list(shape)), str(cost_of(step, layout).moved_bytes))
         kinds.setdefault(key, []).append(index)
     wanted = {
-        indices[0]: {"kind": key[0], "kernel": key[1], "shape": key[2], "count": len(indices), "ms": times[indices[0]]}
+        indices[0]: {"kind": key[0], "kernel": key[1], "shape": key[2], "count": len(indices)}
         for key, indices in kinds.items()
         if sum(times[i] for i in indices) >= _LEAST_SHARE * sum(times) and key[1].startswith("triton")
     }
@@ -138,34 +140,47 @@ def joined(steps: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, str]]
     """
     if len(steps) != len(rows):
         raise ValueError(f"{len(rows)} kernels of {len(steps)} steps were profiled: {[r['Kernel Name'] for r in rows]}")
-    found = []
-    for step, row in zip(steps, rows, strict=True):
-        numbers = {key: _number(text) for key, text in row.items() if _KEPT.search(key)}
-        shares = {unit: _first(numbers, names) for unit, names in _SHOWN.items()}
-        found.append({**step, "shares": shares, "counters": {k: v for k, v in numbers.items() if v is not None}})
-    return found
+    return [{**step, **_read(row)} for step, row in zip(steps, rows, strict=True)]
 
 
-def _number(text: str) -> float | None:
-    try:
-        return float(text.replace(",", ""))
-    except ValueError:
-        return None
+def _read(row: Mapping[str, str]) -> Row:
+    """Microseconds, shares of the peaks from 0 to 1, and the reasons of which warps wait the longest."""
+    stalls = {match[1]: _number(row[key]) for key in row if (match := _STALLS.fullmatch(key))}
+    longest = sorted(stalls.keys() - _NO_STALLS, key=lambda reason: -stalls[reason])[:2]
+    shares = {unit: _number(row[name]) / 100 for unit, name in _SHOWN.items() if name in row}
+    return {"us": _number(row[_TIME]) / 1e3, "shares": shares, "waits": {name: stalls[name] for name in longest}}
 
 
-def _first(numbers: Mapping[str, float | None], names: Sequence[str]) -> float | None:
-    """The share that the first counter of some names gives, from 0 to 1."""
-    for name in names:
-        for key, value in numbers.items():
-            if name in key and value is not None:
-                return value if "per_cycle" in key else value / 100
-    return None
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
 
 
-def _line(layer: Mapping[str, Any]) -> str:
-    shares = " ".join(f"{unit} {'?' if x is None else format(x, '.2f')}" for unit, x in layer["shares"].items())
-    text = f"{layer['kind']} {layer['shape']} {layer['kernel'].removeprefix('triton ')}"
-    return f"{layer['count']:2d} x {1e3 * layer['ms']:6.1f} us  {shares}  {text}"
+def page(report: Row) -> Iterator[str]:
+    """Yield the lines of the page."""
+    yield f"# Hardware counters of the engine's layers, {report['machine']['gpu']}"
+    yield ""
+    yield (
+        "Shares of each unit's peak while one layer is computed, by Nsight Compute; of warps, the share of the most "
+        "that a multiprocessor takes. Then why warps wait the longest, in cycles for each instruction."
+    )
+    yield ""
+    yield f"`{report['command']}`, {listed(report['machine'])}"
+    for network in report["networks"]:
+        yield ""
+        yield f"## {network['network']}, batch {network['batch']}"
+        yield ""
+        yield f"| layer, result | count | us | {' | '.join(_SHOWN)} | warps wait | kernel |"
+        yield f"|{'---|' * (len(_SHOWN) + 5)}"
+        yield from map(_line, network["layers"])
+
+
+def _line(layer: Row) -> str:
+    shape = "x".join(str(n) for n in json.loads(layer["shape"]))
+    shares = [f"{layer['shares'][unit]:.2f}" if unit in layer["shares"] else "" for unit in _SHOWN]
+    waits = ", ".join(f"{name.replace('_', ' ')} {cycles:.1f}" for name, cycles in layer["waits"].items())
+    kernel = layer["kernel"].removeprefix("triton ")
+    cells = [f"{layer['kind']} {shape}", str(layer["count"]), f"{layer['us']:.1f}", *shares, waits, kernel]
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

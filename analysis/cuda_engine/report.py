@@ -27,8 +27,8 @@ REASONS = {
     "cores": "a depthwise filter multiplies on ordinary cores, and computes an address and a condition for each pixel",
     "softmax": "exponentials and rounding of the scores",
     "strides": "elements do not lie in one run, or rows are short",
-    "epilogue": "memory is the nearer roof; rounding and storing a tile do not overlap with the next one's products",
-    "products": "INT8 peak is the nearer roof; tiles of few steps are mostly beginning and end; addresses cost time",
+    "loads": "memory is the nearer roof; programs wait for loads at the beginning of tiles, and few fit at a time",
+    "products": "INT8 peak is the nearer roof; tensor cores wait for loads, and for the warps of a program to meet",
 }
 """Why a layer misses its roof, by the word in the table."""
 _CANDIDATES = frozenset({"times_ms", "refused"})
@@ -224,7 +224,7 @@ def reason(layer: Row, ms: float, bandwidth: float, peak: float) -> str:
         return "softmax"
     if not layer["macs"]:
         return "strides"
-    return "epilogue" if bandwidth > peak else "products"
+    return "loads" if bandwidth > peak else "products"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

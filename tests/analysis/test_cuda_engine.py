@@ -1,8 +1,11 @@
 """The page of the engine's layers names what keeps each from its roof."""
 
+import re
+
 import pytest
 
 from analysis.cuda_engine.counters import counters, joined
+from analysis.cuda_engine.counters import page as counters_page
 from analysis.cuda_engine.report import REASONS, device_of, reason, roofs
 
 
@@ -14,7 +17,7 @@ from analysis.cuda_engine.report import REASONS, device_of, reason, roofs
         ("Convolution", "triton product", 0.005, 0.1, 0.1, "launch"),
         ("Convolution", "triton depthwise dot 64x1", 0.1, 0.5, 0.0, "cores"),
         ("Attention", "triton attention 64x64 w4", 0.1, 0.1, 0.2, "softmax"),
-        ("Linear", "triton deep", 0.1, 0.5, 0.3, "epilogue"),
+        ("Linear", "triton deep", 0.1, 0.5, 0.3, "loads"),
         ("Linear", "triton deep", 0.1, 0.2, 0.4, "products"),
         ("Elementwise", "triton elementwise", 0.1, 0.3, 0.0, "strides"),
     ],
@@ -32,20 +35,25 @@ def test_the_roofs_are_those_of_the_gpu_that_ran():
     assert device_of("NVIDIA H200").bandwidth_bytes_per_s == 4.8e12
 
 
-NCU = '''==PROF== Connected to process 12
-"ID","Kernel Name","gpu__time_duration.sum","dram__throughput.avg.pct_of_peak_sustained_elapsed","lts__throughput.avg.pct_of_peak_sustained_elapsed","smsp__issue_active.avg.per_cycle_active"
-"","","us","%","%","inst/cycle"
-"0","_product_kernel","1,034.50","25.0","61.5","0.42"
-"1","vectorized_elementwise_kernel","3.00","10.0","12.0","0.10"
-'''  # fmt: skip  # noqa: E501
+NCU = """==PROF== Connected to process 12
+"ID","Kernel Name","gpu__time_duration.sum","lts__throughput.max.pct_of_peak_sustained_elapsed",@barrier@,@selected@
+"","","ns","%","cycle","cycle"
+"0","_product_kernel","1,034,500","61.5","2.25","1.0"
+"1","vectorized_elementwise_kernel","3000","12.0","0.5","1.0"
+"""
 
 
 def test_counters_belong_to_the_step_whose_kernel_was_profiled():
-    step = {"kind": "Convolution", "kernel": "triton product 128x128x128", "shape": "[1]", "count": 2, "ms": 1.0}
-    (found,) = joined([step], counters(NCU.splitlines()))
-    assert found["counters"]["gpu__time_duration.sum"] == 1034.5
-    assert found["shares"] == {
-        "memory": 0.25, "second cache": 0.615, "first cache": None, "tensor cores": None, "issue": 0.42
-    }  # fmt: skip
+    text = re.sub("@(.*?)@", r'"smsp__average_warps_issue_stalled_\1_per_issue_active.ratio"', NCU)
+    step = {"kind": "Convolution", "kernel": "triton product 128x128x128", "shape": "[1, 2]", "count": 2}
+    (found,) = joined([step], counters(text.splitlines()))
+    assert found["us"] == 1034.5
+    assert found["shares"] == {"its busiest part": 0.615}
+    assert found["waits"] == {"barrier": 2.25}
     with pytest.raises(ValueError, match="1 kernels of 0 steps"):
-        joined([], counters(NCU.splitlines()))
+        joined([], counters(text.splitlines()))
+    report = {"machine": {"gpu": "NVIDIA H200"}, "command": "c", "networks": [
+        {"network": "n", "batch": 1, "layers": [found]}]}  # fmt: skip
+    *_, head, _, row = counters_page(report)
+    assert head.count("|") == row.count("|")
+    assert row.startswith("| Convolution 1x2 | 2 | 1034.5 |")

@@ -26,8 +26,8 @@ _SHALLOW = 256
 """Input channels up to which a persistent program holds all of a tile, or of the weight."""
 _MOST_HELD = 192
 """Columns whose factors and biases a program keeps in registers."""
-_MOST_HELD_CHANNELS = 512
-"""Channels of a tile of pixels that a program keeps in shared memory."""
+_LEAST_HELD = 64
+"""Input channels beyond which a program that holds pixels can be the fastest."""
 _SHARED_BYTES = 220 << 10
 """Shared memory of a multiprocessor of Hopper, less what is for barriers."""
 _MOST_SIDE = 8
@@ -39,8 +39,8 @@ _LINE_WORDS, _SECTOR_WORDS = 32, 8
 """Words of 4 bytes in a line of the cache, and in a sector, the least that is read of a line."""
 _MOST_TILES = 11
 """Tiles of a product that are measured, those that load far ahead aside; with fewer, layers lost up to 11 %."""
-_LEAST_INTENSITY = 100
-"""Products for each byte moved from which boxes are tried; from 295 on products are the nearer roof of an H100."""
+_LEAST_INTENSITY = 280
+"""Products for each byte moved from which INT8 products, not memory, are about the nearer roof of an H100 (295)."""
 _MOST_WEIGHT_BYTES = 16 << 10
 """Bytes of a weight that a program of 128 threads keeps in registers at most: 32 registers of each thread."""
 
@@ -139,23 +139,21 @@ def pointwise_tiles(rows: int, channels: int, columns: int) -> list[PointwiseTil
 def held_tiles(rows: int, channels: int, columns: int) -> list[HeldTile]:
     """Tiles of persistent programs that hold pixels for a product of more columns than channels; none for others.
 
+    For 64 channels `wide` and `pointwise` were faster on an H200, for 384 and 512 `deep`: few such programs fit.
+
     Args:
         rows: pixels of the result.
         channels: of the input.
         columns: output channels.
     """
-    if columns < 2 * channels or channels > _MOST_HELD_CHANNELS or rows * columns < 4 * _PROGRAMS * 64 * 128:
+    few = rows * columns < 4 * _PROGRAMS * 64 * 128
+    if columns < 2 * channels or channels <= _LEAST_HELD or channels > _SHALLOW or few:
         return []
-    deep = 128 if channels > 64 else 64 if channels > 32 else 32
-    steps = -(-channels // deep)
-    found = []
-    for high, wide, stages, warps in ((128, 64, 3, 4), (128, 128, 2, 8), (64, 128, 2, 4)):
-        ahead = wide * (stages * steps * deep + (stages - 1) * high)
-        programs = max(1, min(3 if warps == 4 else 2, _SHARED_BYTES // (high * (steps * deep + wide) + ahead)))
-        if wide <= columns:
-            tile = HeldTile(high, wide, deep, 1, stages, warps, programs)
-            found.append(tile._replace(strips=_strips(tile, rows, columns)))
-    return found
+    tile = HeldTile(128, 64, 128, stages=3)
+    channels = -(-channels // tile.depth) * tile.depth
+    ahead = tile.columns * (tile.stages * channels + (tile.stages - 1) * tile.rows)
+    tile = tile._replace(programs=min(3, _SHARED_BYTES // (tile.rows * (channels + tile.columns) + ahead)))
+    return [tile._replace(strips=_strips(tile, rows, columns))]
 
 
 def _strips(tile: HeldTile, rows: int, columns: int) -> int:
@@ -240,11 +238,12 @@ def rows_tiles(
     images, _, height, width = shape
     found = [RowsTile(high, 2, chunk) for high in ((7, 4) if max(taps) <= 3 else (4, 2))]
     threads = {tile: images * -(-height // tile.high) * -(-width // tile.strip) * words for tile in found}
-    return [tile for tile in found if tile.high < 2 * height and threads[tile] >= _PROGRAMS * _WARP * tile.warps]
+    fitting = [tile for tile in found if tile.high < 2 * height and threads[tile] >= _PROGRAMS * _WARP * tile.warps]
+    return fitting[:1]  # more rows were always faster (24 kinds of layers on an H200)
 
 
 def window_tiles(shape: tuple[int, int, int, int], channels: int, taps: int) -> list[WindowTile]:
-    """Tiles of convolutions that load boxes; none where tiles would not fill the GPU, or memory is far the nearer roof.
+    """Tiles of convolutions that load boxes; none where tiles would not fill the GPU, or memory is the nearer roof.
 
     Boxes spare addresses and conditions, not bytes. Their sides divide those of the result, so that no pixel is
     computed in vain; the rest are images.
@@ -261,12 +260,10 @@ def window_tiles(shape: tuple[int, int, int, int], channels: int, taps: int) -> 
         return []
     deep = 128 if channels > 64 else 64 if channels > 32 else 32
     wide, high = (min(_MOST_SIDE, side & -side) for side in (width, height))
-    found = []
-    for rows, stages, warps in ((128, 3, 8), (64, 4, 4), (256, 3, 8)) if columns > 64 else ((256, 3, 8), (128, 4, 4)):
-        box = max(1, rows // (wide * high))
-        if box <= images:
-            found.append(WindowTile(box, min(high, rows // wide), wide, min(128, columns), deep, stages, warps))
-    return found
+    rows = 128 if columns > 64 else 256
+    box = max(1, rows // (wide * high))
+    tile = WindowTile(box, min(high, rows // wide), wide, min(128, columns), deep)
+    return [tile] if box <= images else []
 
 
 def wide_tiles(rows: int, channels: int, columns: int) -> list[WideTile]:

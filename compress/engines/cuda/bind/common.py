@@ -159,13 +159,10 @@ def product_finish(step: Product, bindings: Bindings) -> Finish:
     )  # fmt: skip
 
 
-def whole_parts(name: str, layout: Layout, channels: int = 0) -> bool:
-    """True for codes whose pixels can be read 16 channels at a time.
-
-    Pixels may overlap where no more than their `channels` are read: those of a packed image (`plan.stem`).
-    """
+def whole_parts(name: str, layout: Layout) -> bool:
+    """True for codes whose pixels can be read 16 channels at a time."""
     place = layout.places.get(name)
     if place is None or place.dtype != torch.int8 or len(place.shape) != 4 or place.strides[1] != 1:
         return False
     aligned = all(n % ALIGNED == 0 for n in (place.offset, place.strides[0], place.strides[2], place.strides[3]))
-    return aligned and (place.strides[3] >= place.shape[1] or place.shape[1] == channels)
+    return aligned and place.strides[3] >= place.shape[1]

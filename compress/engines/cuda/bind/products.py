@@ -221,8 +221,7 @@ def _window(
     e, zero, finish = step.epilogue, step.x.grid.zero if step.x.grid else 0, product_finish(step, bindings)
     taps = step.weight.shape[2] * step.weight.shape[3]
     names = [name for name in (e.residual.name, *e.out.names) if name]
-    even = whole_parts(step.x.name, layout, weight.codes.shape[-1])
-    even = even and None not in [_even_rows(name, layout, 1) for name in names]
+    even = whole_parts(step.x.name, layout) and None not in [_even_rows(name, layout, 1) for name in names]
     moves = (geometry.stride_y, geometry.stride_x) != (1, 1)
     if bindings.capability < LEAST_CAPABILITY or weight.groups > 1 or moves or zero or not even or e.out.value:
         return []  # the copy engine fills in zeros, and moves by one
