@@ -1,5 +1,7 @@
 """Quantization-aware training in one's own loop, Lightning's and Transformers', with the real packages if installed."""
 
+import sys
+
 import onnx
 import pytest
 import torch
@@ -80,8 +82,14 @@ def test_the_cycle_begins_before_it_goes_on(tmp_path):
         cycle(tmp_path).epoch(0)
 
 
-def test_lightning(tmp_path):
-    lightning = pytest.importorskip("lightning", reason="the extra `lightning` is not installed")
+@pytest.mark.parametrize("name", ["lightning", "pytorch_lightning"])
+def test_lightning(tmp_path, monkeypatch, name):
+    """In either package, the older one without the newer."""
+    lightning = pytest.importorskip(name, reason=f"{name} is not installed")
+    if name == "pytorch_lightning":
+        monkeypatch.setitem(sys.modules, "lightning", None)
+        monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    monkeypatch.delitem(sys.modules, "compress.training.loops.lightning", raising=False)
     from compress.training.loops.lightning import QuantizationCallback
 
     class Module(lightning.LightningModule):

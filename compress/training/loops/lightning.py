@@ -1,4 +1,4 @@
-"""A Lightning callback; needs the extra `lightning`."""
+"""A Lightning callback; needs the extra `lightning`, or the package `pytorch_lightning`, its older name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+try:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import Callback
+except ModuleNotFoundError:
+    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning.callbacks import Callback
 
 from compress.training.average import WeightAverage
 from compress.training.loops.cycle import QuantizationCycle
