@@ -196,9 +196,7 @@ class Study:
         )  # fmt: skip
         rows = EpochRows(lambda row: self.add(files=files, training=self.arguments.network, **row), names)
         data = DataSet(order, by_gpu.val)
-        own = torch.cuda.Stream() if self.arguments.own_stream else None
-        with torch.cuda.stream(own):  # None changes nothing
-            fit(qmodel, data, qat, batch_size=BATCH, folder=None, device=DEVICE, callbacks=[rows])
+        fit(qmodel, data, qat, batch_size=BATCH, folder=None, device=DEVICE, callbacks=[rows])
 
     def same(self, root: Path, files: str) -> None:
         """Compare pixels of the two decoders, and of two passes of one."""
@@ -234,7 +232,6 @@ def main() -> None:
     parser.add_argument("--compile", default="regions", type=lambda word: {"no": False, "whole": True}.get(word, word))
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--cuda-graphs", action="store_true", help="record the passes of a step")
-    parser.add_argument("--own-stream", action="store_true", help="train on another stream than CUDA's default one")
     parser.add_argument("--only-training", action="store_true", help="leave out the pipeline alone")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)

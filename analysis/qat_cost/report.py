@@ -113,13 +113,19 @@ def write(file: Path) -> None:
     save_figure(draw(runs), file.with_suffix(".png"))
 
 
+DRAWN = ("fused", "modelopt", "torch-ops", "pytorch-quantization")
+
+
 def draw(runs: Sequence[Row]) -> Figure:
-    """Draw time and memory over those of float training; of several runs of a case, the first one."""
+    """Draw time and memory over those of float training in bf16, of the newest run of each case."""
     best: dict[str, Row] = {}
-    for _, case in cases_of(runs):
-        for row in case["rows"]:
-            if "time_ratio" in row and row["variant"] != "float":
-                best.setdefault(f"{case['network']} {case['precision']} {case['mode']}: {row['variant']}", row)
+    dates = {run["run"]: run["recorded"] for run in runs}
+    for _, case in sorted(cases_of(runs), key=lambda found: (dates[found[0]], found[0])):
+        mode = "CUDA graphs" if case["mode"] in ("graphs", "recorded") else case["mode"]
+        for row in case["rows"] if case["precision"] == "bf16" else ():
+            if "time_ratio" in row and row["variant"] in DRAWN:
+                best[f"{case['network']}, {mode}: {row['variant']}"] = row
+    best = dict(sorted(best.items(), key=lambda item: ORDER.index(item[0].partition(",")[0])))
     with styled():
         figure = Figure(figsize=(9, 0.9 + 0.27 * len(best)), layout="constrained")
         axes = figure.subplots(1, 2, sharey=True)

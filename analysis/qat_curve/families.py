@@ -173,6 +173,7 @@ def write(document: Row, out: Path) -> None:
         f"same seeds; ConvNeXt's layer scales begin with {LAYER_SCALE}. Scales are those in the exported ONNX files."
     )
     page = f"# Fused and plain training, network by network\n\n{text}\n\n{table(document)}\n"
+    page += f"\n{document['note']}\n" if "note" in document else ""
     write_text(out / "qat_families.md", page)
 
 

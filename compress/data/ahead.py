@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -13,10 +12,9 @@ import torch
 
 from compress.data.base import Batch
 
-DEPTH = 4
-"""Finished batches that wait to be used, at most: as many as are decoded together (`jpeg`)."""
+DEPTH = 2
+"""Finished batches that wait to be used, at most."""
 
-_STEPS = 2  # that the GPU has still to compute when the next batch is handed out: decoding waits for all of them
 _POLL_S = 0.1
 
 
@@ -34,7 +32,6 @@ def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     stop = threading.Event()
     thread = threading.Thread(target=_make, args=(batches, device, ready, stop), name="compress-pictures", daemon=True)
     thread.start()
-    steps: deque[torch.cuda.Event] = deque()
     try:
         while (found := ready.get()) is not None:
             if isinstance(found, BaseException):
@@ -42,9 +39,6 @@ def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
             batch, made = found
             if made is not None:
                 current = torch.cuda.current_stream(device)
-                steps.append(current.record_event())
-                if len(steps) > _STEPS:
-                    steps.popleft().synchronize()
                 current.wait_event(made)
                 for tensor in batch:
                     tensor.record_stream(current)

@@ -173,7 +173,8 @@ class FolderSplit(Split):
         files = self._workers.read(Reader(self._decoder), pack, self.batch_indices(plan), seed, pin=pin)
 
         def made() -> Iterator[Batch]:
-            for decoded in decode_packed(files, self._decoder, seed, device, self._on_cpu):
+            for packed in files:
+                decoded = decode_packed(packed, self._decoder, seed, device, self._on_cpu)
                 images, targets = self._finish(decoded, device)
                 if len(targets):
                     yield images, targets

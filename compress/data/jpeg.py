@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,8 +29,6 @@ from compress.kernels.resample import Window, resample
 _UPRIGHT, _ORIENTATION = 1, 274  # EXIF 2.32
 _END = b"\xff\xd9"
 _RGB_IDS = [82, 71, 66]
-_TOGETHER = 4  # batches that one call decodes
-_BYTES_TOGETHER = 48_000_000  # of their files, about: pictures of many pixels would fill the GPU's memory
 
 
 class FileItem(NamedTuple):
@@ -165,72 +163,35 @@ def pack(items: Sequence[FileItem]) -> Packed:
 
 
 def decode_packed(
-    batches: Iterable[Packed], decoder: Decoder, seed: int | None, device: torch.device, reasons: dict[str, str]
-) -> Iterator[Decoded]:
-    """Decode batches on `device`, several by one call after the first.
-
-    Beside a training each call waits for the steps under way, so that a call for each batch would leave the GPU without
-    a step while it decodes.
+    packed: Packed, decoder: Decoder, seed: int | None, device: torch.device, reasons: dict[str, str]
+) -> Decoded:
+    """Decode a batch on `device`.
 
     Args:
-        batches: in their order.
-        decoder: decodes all of a batch on the CPU if the GPU fails on it: which of the files is at fault is not known.
-        seed: with which the batches were read.
+        packed: the batch.
+        decoder: decodes all of it on the CPU if the GPU fails on it: which of the files is at fault is not known.
+        seed: with which the batch was read.
         device: that decodes.
         reasons: takes why images were decoded on the CPU, each with the name of a file.
 
-    Yields:
-        Each batch as `collate` returns it, the images on `device`.
+    Returns:
+        As `collate`, the images on `device`.
     """
-    for group in _groups(batches):
-        for packed in group:
-            for reason, file in packed.reasons.items():
-                reasons.setdefault(reason, file)
-        yield from _decode_group(group, decoder, seed, device, reasons)
-
-
-def _groups(batches: Iterable[Packed]) -> Iterator[list[Packed]]:
-    """Yield the first batch alone, so that training begins, and then `_TOGETHER` at a time, or fewer large ones."""
-    group: list[Packed] = []
-    most = 1
-    for packed in batches:
-        group.append(packed)
-        if len(group) == most or sum(len(one.files) for one in group) > _BYTES_TOGETHER:
-            yield group
-            group, most = [], _TOGETHER
-    if group:
-        yield group
-
-
-def _decode_group(
-    group: list[Packed], decoder: Decoder, seed: int | None, device: torch.device, reasons: dict[str, str]
-) -> Iterator[Decoded]:
-    files = [file for packed in group if packed.lengths for file in packed.files.split(packed.lengths)]
+    for reason, file in packed.reasons.items():
+        reasons.setdefault(reason, file)
+    size, indices = decoder.preprocessing.height_width, torch.tensor(packed.indices, dtype=torch.int64)
+    pixels, _, failures = packed.decoded or collate([])
+    if not packed.lengths:
+        return to_device(pixels, device), indices, failures
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()  # the decoder may write into memory that was given back here
     try:
-        images = decode_jpegs(files, device) if files else []
+        images = decode_jpegs(list(packed.files.split(packed.lengths)), device)
     except RuntimeError as error:
-        if len(group) > 1:
-            for packed in group:
-                yield from _decode_group([packed], decoder, seed, device, reasons)
-            return
-        indices = group[0].indices
-        first = indices[group[0].by_gpu.index(True)]
+        first = packed.indices[packed.by_gpu.index(True)]
         reasons.setdefault(f"batches that it fails on ({str(error).splitlines()[0]})", str(decoder.path(first)))
-        again, found, more = collate([decoder[index, seed] for index in indices])
-        yield again, found, [*(group[0].decoded or collate([]))[2], *more]
-        return
-    for packed in group:
-        yield _resized(packed, [images.pop(0) for _ in packed.lengths], decoder.preprocessing.height_width, device)
-
-
-def _resized(packed: Packed, images: list[Tensor], size: tuple[int, int], device: torch.device) -> Decoded:
-    """Make a batch of its decoded images and of those that the CPU has decoded."""
-    indices = torch.tensor(packed.indices, dtype=torch.int64)
-    pixels, _, failures = packed.decoded or collate([])
-    if not images:
-        return to_device(pixels, device), indices, failures
+        again, indices, more = collate([decoder[index, seed] for index in packed.indices])
+        return again, indices, [*failures, *more]
     found = resample(images, packed.windows, size)
     if len(found) == len(indices):
         return found, indices, failures
