@@ -83,7 +83,7 @@ def write(document: Row, out: Path) -> None:
         f"`{document['command']}`; {listed(document['machine'])}; bf16, channels_last, batch 128, in ms. Bold: what",
         "",
     ]
-    lines[-2] += " `compress.qat_fusion.product` computes."
+    lines[-2] += " `compress.qat_fusion.product` computes. cuDNN tried all of its algorithms."
     lines += [
         "| input | stride | in the network | channels of a group | forward, ms | of the input | of the filter | sum |"
     ]
@@ -106,6 +106,7 @@ def main() -> None:
     """Measure every shape with every number of groups that divides it."""
     arguments = study_parser(__doc__, out="results/h200").parse_args()
     fast_arithmetic()
+    torch.backends.cudnn.benchmark_limit = 0  # all of cuDNN's algorithms; a training tries ten
     document: Row = {"command": command_line(), "machine": machine(), "rows": []}
     for channels, side, stride, count in SHAPES:
         for merged in (number for number in COUNTS if channels // WIDTH % number == 0):
