@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import random
 import subprocess
 import tempfile
 import time
@@ -29,13 +30,13 @@ from torchvision.transforms.v2 import functional
 
 import compress
 from analysis.common.study import Row, command_line, software, study_parser
-from analysis.onnx_in.peers_report import FLOAT, OURS, report
+from analysis.onnx_in.peers_report import FLOAT, OURS, ratio, report
 from compress.files import write_json
-from compress.measure import describe_machine, latency_ratio, measure_latency
+from compress.measure import describe_machine, measure_latency
 from compress.onnx_ptq.load import load_source
 from compress.onnx_ptq.run import FloatSession
 
-BATCH, EVERY = 10, 5
+BATCH, EVERY, ROUNDS = 10, 5, 3
 INPUT = "input"
 Data = list[torch.Tensor]
 
@@ -44,7 +45,8 @@ def main() -> None:
     """Quantize, evaluate and time, and write the table."""
     parser = study_parser(__doc__, out="results")
     parser.add_argument("--pictures", type=Path, required=True)
-    parser.add_argument("--runs", type=int, default=100, help="timed runs of each file, five a turn")
+    parser.add_argument("--builds", type=int, default=10, help="engines built of each file, which are timed in turn")
+    parser.add_argument("--runs", type=int, default=20, help="timed runs of each of them, five a turn")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--limit", type=int, help="number of pictures, for a trial")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
@@ -129,7 +131,7 @@ def float_file(folder: Path, network: str = "EfficientNet-Lite0", data: Data | N
 
 
 def quantized(network: str, folder: Path, data: Data, modelopt: str | None = None) -> tuple[dict[str, Path], list[Row]]:
-    """Return the files by name, and for each the seconds that it took; the methods run twice, in turn."""
+    """Return the files by name, and for each the seconds that it took; the methods run three times, in turn."""
     path = float_file(folder, network, data)
     makers: dict[str, Callable[[], tuple[Path, float]]] = {
         FLOAT: partial(_timed, _plain_pass, path, data),
@@ -140,7 +142,7 @@ def quantized(network: str, folder: Path, data: Data, modelopt: str | None = Non
     }
     if modelopt is not None:
         makers["ModelOpt, ONNX"] = functools.cache(partial(_modelopt, modelopt, path, data))  # once: it takes longest
-    found = [{name: make() for name, make in makers.items()} for _ in range(2)]
+    found = [{name: make() for name, make in makers.items()} for _ in range(ROUNDS)]
     rows = [{"method": name, "seconds": round(min(made[name][1] for made in found), 2)} for name in makers]
     return {name: found[0][name][0] for name in makers}, rows
 
@@ -238,31 +240,47 @@ def measure(
     by_name = {row["method"]: row for row in rows}
     for engine in ("openvino", "onnxruntime"):
         reference: torch.Tensor | None = None
+        options = {"threads": arguments.threads, "precision": "f32" if engine == "openvino" else None}
+        readable = {name: path for name, path in files.items() if engine == "openvino" or path.suffix == ".onnx"}
+        for name, path in readable.items():
+            with compress.build_engine(path, engine, **options) as made:
+                logits = torch.cat([torch.from_numpy(_run(made, batch)) for batch in images.split(BATCH)])
+            reference = logits if reference is None else reference
+            same = logits.argmax(1) == reference.argmax(1)
+            noise = (logits - reference).double().square().mean().clamp_min(1e-30)
+            by_name[name][engine] = {
+                "top1": round(100 * (logits.argmax(1) == targets).double().mean().item(), 2),
+                "right": (logits.argmax(1) == targets).int().tolist(),
+                "agreement": round(100 * same.double().mean().item(), 2),
+                "same": same.int().tolist(),
+                "sqnr_db": round(10 * torch.log10(reference.double().square().mean() / noise).item(), 1),
+            }
+        timed = _turns(readable, engine, options, arguments.builds, arguments.runs)
+        for name, turns in timed.items():
+            by_name[name][engine] |= {
+                "p50_ms": round(float(np.median(turns)), 2), "ratio_to_float": round(ratio(turns, timed[FLOAT]), 3),
+                "turns_ms": turns,
+            }  # fmt: skip
+
+
+def _turns(
+    files: dict[str, Path], engine: str, options: dict[str, Any], builds: int, runs: int
+) -> dict[str, list[list[float]]]:
+    """Return milliseconds of each file by build and turn.
+
+    One build of a file can be a tenth slower than the next one of the same file, whatever is timed with it, so engines
+    are built several times, each time in another order.
+    """
+    order, found = random.Random(0), {name: list[list[float]]() for name in files}
+    for _ in range(builds):
         with ExitStack() as stack:
-            built = {}
-            for name, path in files.items():
-                if engine == "onnxruntime" and path.suffix != ".onnx":
-                    continue
-                options = {"threads": arguments.threads, "precision": "f32" if engine == "openvino" else None}
-                with compress.build_engine(path, engine, **options) as made:
-                    logits = torch.cat([torch.from_numpy(_run(made, batch)) for batch in images.split(BATCH)])
-                reference = logits if reference is None else reference
-                same = logits.argmax(1) == reference.argmax(1)
-                noise = (logits - reference).double().square().mean().clamp_min(1e-30)
-                by_name[name][engine] = {
-                    "top1": round(100 * (logits.argmax(1) == targets).double().mean().item(), 2),
-                    "right": (logits.argmax(1) == targets).int().tolist(),
-                    "agreement": round(100 * same.double().mean().item(), 2),
-                    "same": same.int().tolist(),
-                    "sqnr_db": round(10 * torch.log10(reference.double().square().mean() / noise).item(), 1),
-                }
-                built[name] = stack.enter_context(compress.build_engine(path, engine, batch_size=1, **options))
-            timed = measure_latency(built, batch_size=1, runs=arguments.runs, seconds=60)
-            for latency in timed:
-                by_name[latency.label][engine] |= {
-                    "p50_ms": round(latency.p50_ms, 2), "ratio_to_float": round(latency_ratio(latency, timed[0]), 3),
-                    "turns_ms": [round(ms, 4) for ms in latency.turns_ms],
-                }  # fmt: skip
+            built = {
+                name: stack.enter_context(compress.build_engine(files[name], engine, batch_size=1, **options))
+                for name in order.sample(list(files), len(files))
+            }
+            for latency in measure_latency(built, batch_size=1, runs=runs, seconds=60):
+                found[latency.label].append([round(ms, 4) for ms in latency.turns_ms])
+    return found
 
 
 def _run(engine: Any, batch: torch.Tensor) -> Any:

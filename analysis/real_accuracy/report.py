@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -58,7 +59,7 @@ def mean_table(rows: list[Row], bits: str, engine: str) -> list[str]:
 
 
 def _means(rows: list[Row]) -> list[str]:
-    return [f"{sum(row['figures'][key]['value'] for row in rows) / len(rows):.2f}" for key in KEYS]
+    return [f"{fmean(row['figures'][key]['value'] for row in rows):.2f}" for key in KEYS]
 
 
 def network_table(rows: list[Row]) -> list[str]:
