@@ -71,7 +71,7 @@ def main() -> None:
     if not arguments.tiny:
         report["prepared"] = _prepared(list(dict.fromkeys(asked)), arguments)
         print(report["prepared"], flush=True)
-    for baseline in baselines.values():  # what is timed afterwards runs alone
+    for baseline in baselines.values():  # nothing compiles while something is timed
         baseline.compiled(max(0.0, prepared_end - time.monotonic()))
     if arguments.prepare_only:
         os._exit(0)

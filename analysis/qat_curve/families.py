@@ -38,7 +38,7 @@ FAMILIES = (
     "densenet121", "convnext_tiny", "swin_t", "vit_s",
 )  # fmt: skip
 LAYER_SCALE = 0.1
-"""Of ConvNeXt's blocks, which begin with 1e-6 and so would add nothing that could differ."""
+"""First layer scale of ConvNeXt's blocks. With 1e-6, the default, a block would add too little to differ."""
 
 
 def made(name: str, pixels: int) -> nn.Module:

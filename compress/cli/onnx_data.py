@@ -88,7 +88,7 @@ def batches_of(data: str | None, form: PictureInput, images: int) -> Iterable[An
 def form_of(
     file: Path, size: str | None, mean: str | None, std: str | None, layout: str, channels: str
 ) -> PictureInput:
-    """Return the preprocessing that options name; what they leave out is that of the file, as far as it says."""
+    """Return the preprocessing that the options name; where they name nothing, that of the file."""
     if layout not in get_args(Layout) or channels not in {"RGB", "BGR"}:
         raise RecipeError(f"--layout is {layout!r} and --channels {channels!r}: they must be NCHW or NHWC, RGB or BGR")
     form = replace(_form_in(file, cast(Layout, layout)), channels=channels)  # type: ignore[arg-type]

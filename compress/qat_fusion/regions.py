@@ -134,7 +134,7 @@ class _Part:
 
 
 def _settings(module: nn.Module) -> tuple[Any, ...]:
-    """Return what a compiler specializes on: classes, attributes except names, and sizes of all tensors."""
+    """Return what a compiler tells graphs apart by: classes, attributes except names, and sizes of all tensors."""
     found: list[Any] = []
     for one in module.modules():
         own = {k: _value(v) for k, v in vars(one).items() if k not in _APART}

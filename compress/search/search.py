@@ -337,5 +337,5 @@ def _points(lab: Lab, timed: Timed, accuracy: AccuracyModel, study: Any, referen
 
 
 def _as_is(lab: Lab, configuration: Configuration) -> bool:
-    """Whether a configuration changes nothing of the float network."""
+    """Return True if a configuration leaves the float network as it is."""
     return lab.costs.of(configuration) == lab.costs.of({})

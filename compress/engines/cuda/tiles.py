@@ -29,7 +29,7 @@ _MOST_HELD = 192
 _LEAST_HELD = 64
 """Input channels beyond which a program that holds pixels can be the fastest."""
 _SHARED_BYTES = 220 << 10
-"""Shared memory of a multiprocessor of Hopper, less what is for barriers."""
+"""Bytes of shared memory of a multiprocessor of Hopper that are left beside the barriers."""
 _MOST_SIDE = 8
 """Largest side of a box of pixels; a tile's rest spans images, so that neighbouring programs share pixels."""
 _MOST_UNROLLED = 7

@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from compress.kernels.triton.int8_descriptors import describe_operands
 from compress.kernels.triton.int8_epilogue import Finish, Outputs, finish_tile
 from compress.kernels.triton.int8_product import Tile, Weight, tiles_of
 
@@ -32,10 +32,9 @@ def deep(
         zero: code of 0 of the input.
     """
     rows, channels = x.shape[0], weight.codes.shape[-1]
-    x_described = TensorDescriptor(x, [rows, channels], [x.stride(0), 1], [tile.rows, tile.depth])
-    weight_described = TensorDescriptor(weight.codes, [columns, channels], [channels, 1], [tile.columns, tile.depth])
+    pixels, filters = describe_operands(x, weight, columns, tile)
     _deep_kernel[(tiles_of(rows, columns, tile),)](
-        x_described, weight_described, weight.correction, finish.vectors, outputs, finish.numbers, rows, columns,
+        pixels, filters, weight.correction, finish.vectors, outputs, finish.numbers, rows, columns,
         finish.kind, zero != 0, -(-channels // tile.depth), tile.rows, tile.columns, tile.depth, tile.stages,
         min(tile.part, tile.columns), num_warps=tile.warps, maxnreg=tile.registers,
     )  # fmt: skip

@@ -15,14 +15,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from compress.kernels.triton.int8_descriptors import describe_operands, describe_results
 from compress.kernels.triton.int8_epilogue import Finish, Outputs, finished, to_codes
 from compress.kernels.triton.int8_product import Weight
 
 
 class HeldTile(NamedTuple):
-    """What one program computes, and how.
+    """The tile that one program holds, and the tiles that it passes over.
 
     Attributes:
         rows: output pixels, whose channels are held.
@@ -67,19 +67,12 @@ def held(
         zero: code of 0 of the input.
     """
     rows, channels = x.shape[0], weight.codes.shape[-1]
-    block = [tile.rows, tile.columns]
-
-    def described(tensor: Tensor, pitch: int) -> TensorDescriptor:
-        return TensorDescriptor(tensor, [rows, columns], [pitch, 1], block)
-
-    x_described = TensorDescriptor(x, [rows, channels], [x.stride(0), 1], [tile.rows, tile.depth])
-    weight_described = TensorDescriptor(weight.codes, [columns, channels], [channels, 1], [tile.columns, tile.depth])
-    codes = described(outputs.codes, outputs.codes_pitch)
-    residual = described(outputs.residual, outputs.residual_pitch) if finish.kind.residual else codes
+    pixels, filters = describe_operands(x, weight, columns, tile)
+    residual, codes = describe_results(finish, outputs, rows, columns, tile)
     passes = -(-columns // (tile.columns * tile.strips))
     units = -(-rows // tile.rows) * tile.strips
     _held_kernel[(min(units, tile.programs * multiprocessors),)](
-        x_described, weight_described, residual, codes, weight.correction, finish.vectors, finish.numbers, units,
+        pixels, filters, residual, codes, weight.correction, finish.vectors, finish.numbers, units,
         columns, finish.kind, zero != 0, -(-channels // tile.depth), passes, *tile[:5], num_warps=tile.warps,
     )  # fmt: skip
 

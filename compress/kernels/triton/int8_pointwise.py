@@ -15,8 +15,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from compress.kernels.triton.int8_descriptors import describe_operands, describe_results
 from compress.kernels.triton.int8_epilogue import Finish, Outputs, finished, to_codes
 from compress.kernels.triton.int8_product import Weight
 
@@ -68,19 +68,12 @@ def pointwise(
         zero: code of 0 of the input.
     """
     rows, channels = x.shape[0], weight.codes.shape[-1]
-    block = [tile.rows, tile.columns]
-
-    def described(tensor: Tensor, pitch: int) -> TensorDescriptor:
-        return TensorDescriptor(tensor, [rows, columns], [pitch, 1], block)
-
-    x_described = TensorDescriptor(x, [rows, channels], [x.stride(0), 1], [tile.rows, tile.depth])
-    weight_described = TensorDescriptor(weight.codes, [columns, channels], [channels, 1], [tile.columns, tile.depth])
-    codes = described(outputs.codes, outputs.codes_pitch)
-    residual = described(outputs.residual, outputs.residual_pitch) if finish.kind.residual else codes
+    pixels, filters = describe_operands(x, weight, columns, tile)
+    residual, codes = describe_results(finish, outputs, rows, columns, tile)
     tiles = -(-rows // tile.rows) * -(-columns // tile.columns)
     programs = min(tiles, tile.programs * multiprocessors)
     _pointwise_kernel[(programs,)](
-        x_described, weight_described, residual, codes, weight.correction, finish.vectors, finish.numbers, rows,
+        pixels, filters, residual, codes, weight.correction, finish.vectors, finish.numbers, rows,
         columns, finish.kind, zero != 0, -(-channels // tile.depth), tile.rows, tile.columns, tile.depth, tile.stages,
         num_warps=tile.warps,
     )  # fmt: skip
