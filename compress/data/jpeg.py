@@ -1,7 +1,7 @@
 """JPEG files decoded, cut and resized by the GPU that uses them.
 
 Worker processes read the files, look at their headers and choose the random parts; the GPU decodes a batch at a time
-(nvJPEG, through torchvision) and resizes it in one launch. What nvJPEG does not take, or would read otherwise than
+(nvJPEG) and resizes it in one launch. What nvJPEG does not take, or would read otherwise than
 Pillow, is decoded by the worker as without a GPU: other formats, grey and CMYK, files that their EXIF data turn,
 files that are cut off. Order and parts are those of the CPU path; pixels differ from Pillow's by a few grey levels,
 because decoders round otherwise.
@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from compress.data.decode import Decoded, Decoder, Item, collate, covering, longest_side, middle, open_image, random_box
 from compress.data.memory import to_device
+from compress.data.nvjpeg import nvjpeg
 from compress.data.workers import Place
 from compress.errors import DataError
 from compress.kernels.resample import Window, resample
@@ -183,8 +184,6 @@ def decode_packed(
     pixels, _, failures = packed.decoded or collate([])
     if not packed.lengths:
         return to_device(pixels, device), indices, failures
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # the decoder may write into memory that was given back here
     try:
         images = decode_jpegs(list(packed.files.split(packed.lengths)), device)
     except RuntimeError as error:
@@ -205,13 +204,23 @@ def decode_packed(
 def decode_jpegs(files: list[Tensor], device: torch.device) -> list[Tensor]:
     """Decode JPEG files, (bytes,) uint8 each on the CPU, into images (3, H, W) uint8 on `device`.
 
+    Files that the decoders in a GPU do not take are computed by torchvision.
+
     Raises:
         RuntimeError: the decoder fails on one of them, or there is none for the device.
     """
     from torchvision.io import ImageReadMode, decode_jpeg  # lazy: as in `decode`
 
-    found: list[Tensor] = decode_jpeg(files, mode=ImageReadMode.RGB, device=device)
-    return found
+    decoder = nvjpeg(device)
+    found = [None] * len(files) if decoder is None else decoder.decode(files)
+    if left := [file for file, image in zip(files, found, strict=True) if image is None]:
+        if device.type == "cuda":
+            torch.cuda.current_stream(
+                device
+            ).synchronize()  # torchvision may write into memory that was given back here
+        computed = iter(decode_jpeg(left, mode=ImageReadMode.RGB, device=device))
+        return [next(computed) if image is None else image for image in found]
+    return [image for image in found if image is not None]
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """JPEG files decoded by the device that uses them; here by the CPU's decoder in its place, against the usual path."""
 
+import io
 import shutil
 import threading
 
@@ -7,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.io import ImageReadMode, decode_jpeg
 
 from compress.data import BatchPlan, DataSpec, load_data
 from compress.data.ahead import ahead
-from compress.data.jpeg import check_decoder
+from compress.data.jpeg import check_decoder, decode_jpegs
+from compress.data.nvjpeg import nvjpeg
 from compress.errors import DataError
 from compress.pipeline.folder import open_run
 from compress.pipeline.run import Run
@@ -187,3 +190,24 @@ def test_a_gpu_decodes_what_the_cpu_does(made, epoch):
         assert torch.equal(targets.cpu(), expected_targets)
         apart = (pixels(one, found).cpu() - pixels(one, expected)).abs().float()
         assert apart.mean() < 1.5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_the_decoders_in_a_gpu_give_what_torchvision_gives():
+    device = torch.device("cuda", torch.cuda.current_device())
+    files, taken = [], []
+    for seed in range(12):
+        file = io.BytesIO()
+        smooth(seed, (33 + 57 * seed, 40 + 31 * seed)).save(
+            file, "JPEG", quality=90, subsampling=seed % 3, progressive=seed == 5
+        )
+        files.append(torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))
+        taken.append(seed != 5)
+    expected = decode_jpeg(files, mode=ImageReadMode.RGB, device=device)
+    with torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):
+        found = decode_jpegs(files, device)
+        torch.cuda.synchronize()
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    decoder = nvjpeg(device)
+    if decoder is not None:
+        assert [image is not None for image in decoder.decode(files)] == taken

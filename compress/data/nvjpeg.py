@@ -1,0 +1,145 @@
+"""The JPEG decoders in NVIDIA's GPUs, called so that they work beside other kernels.
+
+torchvision calls the same library, and its call returns only when all earlier work of the GPU has ended, for two
+reasons. Its stream has the priority of a training's kernels, and each image ends with a small kernel that waits behind
+them: here the current stream is used, which is of high priority (`ahead`). And the library spreads a batch over
+streams of its own, one of which shares a queue of the hardware with the training, since a process has eight of these:
+here it is told to use none. Pixels are those of torchvision's decoder. Names are those of nvjpeg.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import math
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_BACKEND_HARDWARE, _HW_DECODE_NO_PIPELINE, _OUTPUT_RGB, _MAX_COMPONENT = 3, 1, 3, 4
+_SUPPORTED = 0
+_ALIGNMENT = 512  # of an image's first byte, as torch aligns its tensors
+
+
+class _Image(ctypes.Structure):
+    """nvjpegImage_t: the planes of a decoded image."""
+
+    _fields_ = (("channel", ctypes.c_void_p * _MAX_COMPONENT), ("pitch", ctypes.c_size_t * _MAX_COMPONENT))
+
+
+class NvJpeg:
+    """The decoders of one GPU.
+
+    Args:
+        library: path of libnvjpeg.
+        device: the GPU.
+
+    Raises:
+        RuntimeError: the GPU has no JPEG decoder, or the library does not load.
+    """
+
+    def __init__(self, library: str, device: torch.device) -> None:
+        try:
+            self._library = ctypes.CDLL(library)
+        except OSError as error:
+            raise RuntimeError(f"nvJPEG does not load: {error}") from error
+        self._device, self._lock = device, threading.Lock()
+        self._handle, self._state, self._header = (ctypes.c_void_p() for _ in range(3))
+        with torch.cuda.device(device):
+            self._call("CreateEx", _BACKEND_HARDWARE, None, None, _HW_DECODE_NO_PIPELINE, ctypes.byref(self._handle))
+            self._call("JpegStateCreate", self._handle, ctypes.byref(self._state))
+            self._call("JpegStreamCreate", self._handle, ctypes.byref(self._header))
+
+    def decode(self, files: Sequence[Tensor]) -> list[Tensor | None]:
+        """Decode JPEG files on the current stream, and wait for it.
+
+        Args:
+            files: (bytes,) uint8 each, contiguous, on the CPU; copies from pinned memory run beside other work.
+
+        Returns:
+            Of each file its image (3, H, W) uint8, red first; None where the GPU's decoder does not take the file
+            (progressive files, and some ways to store colours).
+
+        Raises:
+            RuntimeError: the decoder fails on a file.
+        """
+        with self._lock, torch.cuda.device(self._device):
+            sizes = [self._size(file) for file in files]
+            taken = [i for i, size in enumerate(sizes) if size is not None]
+            shapes = [(3, *size) for size in sizes if size is not None]
+            found: list[Tensor | None] = [None] * len(files)
+            if not taken:
+                return found
+            starts = list(itertools.accumulate((_padded(math.prod(shape)) for shape in shapes), initial=0))
+            pixels = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
+            placed = list(zip(taken, shapes, starts, strict=False))
+            for i, shape, start in placed:
+                found[i] = pixels[start : start + math.prod(shape)].view(shape)
+            images = (_Image * len(placed))(*(_image(pixels.data_ptr() + start, shape) for _, shape, start in placed))
+            data = (ctypes.c_void_p * len(placed))(*(files[i].data_ptr() for i in taken))
+            lengths = (ctypes.c_size_t * len(placed))(*(len(files[i]) for i in taken))
+            stream = torch.cuda.current_stream()
+            self._call("DecodeBatchedInitialize", self._handle, self._state, len(placed), 1, _OUTPUT_RGB)
+            self._call(
+                "DecodeBatched", self._handle, self._state, data, lengths, images, ctypes.c_void_p(stream.cuda_stream)
+            )
+            stream.synchronize()  # `files` are read until then
+            return found
+
+    def _size(self, file: Tensor) -> tuple[int, int] | None:
+        """Return height and width of a file that the GPU's decoder takes."""
+        content, length = ctypes.c_void_p(file.data_ptr()), ctypes.c_size_t(len(file))
+        if self._library.nvjpegJpegStreamParseHeader(self._handle, content, length, self._header):
+            return None
+        refused = ctypes.c_int(-1)
+        self._call("DecodeBatchedSupported", self._handle, self._header, ctypes.byref(refused))
+        if refused.value != _SUPPORTED:
+            return None
+        width, height = ctypes.c_uint(), ctypes.c_uint()
+        self._call("JpegStreamGetFrameDimensions", self._header, ctypes.byref(width), ctypes.byref(height))
+        return height.value, width.value
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Call a function of the library.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        if status := getattr(self._library, f"nvjpeg{name}")(*arguments):
+            raise RuntimeError(f"nvjpeg{name} failed with status {status}")
+
+
+@functools.cache
+def nvjpeg(device: torch.device) -> NvJpeg | None:
+    """Return the decoders of a GPU; None if it has none, or torchvision was built without nvJPEG."""
+    library = _loaded_library() if device.type == "cuda" else None
+    try:
+        return None if library is None else NvJpeg(library, device)
+    except RuntimeError:
+        return None
+
+
+def _loaded_library() -> str | None:
+    """Return the path of the libnvjpeg that torchvision has loaded."""
+    import torchvision.io  # noqa: F401  # loads it; lazy: as in `decode`
+
+    maps = Path("/proc/self/maps")
+    if not maps.exists():  # not Linux
+        return None
+    return next((line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "/libnvjpeg" in line), None)
+
+
+def _image(first: int, shape: tuple[int, int, int]) -> _Image:
+    """Return the planes of an image whose first byte is at an address."""
+    planes, rows, columns = shape
+    channel = [first + plane * rows * columns for plane in range(planes)]
+    return _Image((ctypes.c_void_p * _MAX_COMPONENT)(*channel), (ctypes.c_size_t * _MAX_COMPONENT)(*[columns] * planes))
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
