@@ -126,7 +126,7 @@ def nvjpeg(device: torch.device) -> NvJpeg | None:
 
 def _loaded_library() -> str | None:
     """Return the path of the libnvjpeg that torchvision has loaded."""
-    import torchvision.io  # noqa: F401  # loads it; lazy: as in `decode`
+    import torchvision.io  # noqa: F401  # lazy: as in `decode`; it loads the library
 
     maps = Path("/proc/self/maps")
     if not maps.exists():  # not Linux
