@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import itertools
 import math
 import threading
@@ -126,7 +127,7 @@ def nvjpeg(device: torch.device) -> NvJpeg | None:
 
 def _loaded_library() -> str | None:
     """Return the path of the libnvjpeg that torchvision has loaded."""
-    import torchvision.io  # noqa: F401  # lazy: as in `decode`; it loads the library
+    importlib.import_module("torchvision.io")  # loads it
 
     maps = Path("/proc/self/maps")
     if not maps.exists():  # not Linux
