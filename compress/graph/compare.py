@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from compress.errors import ModelError
 from compress.graph.inputs import Inputs, as_inputs, copies_of, each_input, flat_tensors, run_with, shapes_text
+from compress.graph.restored import restored
 
 TOLERANCE = 1e-3
 """Largest relative error of a rewritten network."""
@@ -134,23 +135,21 @@ def _in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def run_model(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
-    """The results of a model on copies of inputs, in evaluation mode and without gradients; it keeps its own mode.
+    """The results of a model on copies of inputs, in evaluation mode and without gradients.
+
+    The model keeps its own mode, and its buffers where its forward writes them.
 
     Raises:
         ModelError: the model fails on them.
     """
-    modes = [(module, module.training) for module in model.modules()]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), restored(model):
             return run_with(model.eval(), copies_of(inputs))
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} fails on inputs of {shapes_text(inputs)}: {error}; give example_inputs that the "
             "model accepts, on the model's device"
         ) from error
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from compress.errors import ModelError, QuantizationError
-from compress.graph.trace import check_module
+from compress.graph.trace import check_module, unwrapped
 
 _TAKE_FLOAT = "quantize the float model"
 _TAKES_OVER = "compress.from_pytorch_quantization takes it over with its ranges"
@@ -60,15 +60,13 @@ def check_float_model(model: nn.Module) -> None:
 
 def _unwrapped(model: nn.Module) -> str:
     """Say which module to give instead of a wrapper; "" for a plain module."""
-    if isinstance(model, torch.jit.ScriptModule):
-        return "the module that it was scripted or traced from"
     if isinstance(model, _PARALLEL):
         return "its .module, and wrap the quantized model"
     if isinstance(model, fx.GraphModule) and any(
         isinstance(n.target, torch._ops.OpOverload) for n in model.graph.nodes
     ):
         return "the module that torch.export exported: its layers are calls of aten here"
-    return "its ._orig_mod, and compile the quantized model" if hasattr(model, "_orig_mod") else ""
+    return unwrapped(model)
 
 
 def _quantizes(kind: type) -> str:

@@ -52,6 +52,13 @@ def check_module(model: object) -> None:
             )
 
 
+def unwrapped(model: nn.Module) -> str:
+    """Say which module to give instead of one that torch.fx cannot enter; "" for any other."""
+    if isinstance(model, torch.jit.ScriptModule):
+        return "the module that it was scripted or traced from"
+    return "its ._orig_mod, and compile what is made of it" if hasattr(model, "_orig_mod") else ""
+
+
 @alone
 def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = ()) -> fx.GraphModule:
     """Trace `model` in evaluation mode into a graph whose nodes carry `meta["shape"]` and `meta["dtype"]`.
@@ -76,11 +83,9 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
         [(16, 3, 16, 16), (16, 8, 14, 14)]
     """
     check_module(model)
-    if isinstance(model, torch.jit.ScriptModule):
-        raise ModelError(
-            f"the model is a {type(model).__name__}, which cannot be traced: give the module that it was scripted or "
-            "traced from"
-        )
+    inside = unwrapped(model)
+    if inside:
+        raise ModelError(f"the model is a {type(model).__name__}, which cannot be traced: give {inside}")
     inputs = as_inputs(example_inputs)
     if isinstance(model, fx.GraphModule) and not tuple(leaves):
         graph_module = ReportedModule.of(copy.deepcopy(model)).eval()
@@ -272,7 +277,7 @@ def _check_equal(
         + (
             f"the model {own}, which is no part of its class's forward; wrap it in a module that does the same"
             if own
-            else "its forward depends on values or on "
-            "random numbers, or reads a tensor by another name after += changed it; make that part a leaf"
+            else "its forward depends on values, on random numbers or on buffers that it writes, or reads a tensor by "
+            "another name after += changed it; make that part a leaf"
         )
     )

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from compress.graph.concrete import Values, known_proxy, unrolled
 from compress.graph.inputs import KeywordInputs
+from compress.graph.restored import restored
 
 _NETWORKS = (
     *(nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
@@ -45,6 +46,11 @@ class Tracer(fx.Tracer):
         self.values = values
         self.failed = ""
         self.proxy_buffer_attributes = buffers
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """Trace, and take back what the model's code wrote on its modules, such as a counter or a cache."""
+        with restored(root):
+            return super().trace(root, concrete_args)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         """Make an argument for each input of the example; all others keep their defaults.

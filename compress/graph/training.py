@@ -23,45 +23,45 @@ from compress.graph.compare import relative_error
 from compress.graph.inputs import copies_of, run_with
 from compress.graph.modes import ByMode, InTraining
 from compress.graph.ops import node_kind
+from compress.graph.restored import equal, restored
 
 _SAME = 1e-4
 LEFT_OUT = (
-    "in training the model does more than its graph, which was traced in evaluation mode (auxiliary outputs, or a "
-    "branch under `if self.training:`): training the quantized network leaves that out"
+    "in training the model does more than its graph, which was traced in evaluation mode (auxiliary outputs, a "
+    "branch under `if self.training:`, or buffers that it updates): training the quantized network leaves that out"
 )
 
 
 @contextlib.contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in training mode, BatchNorm in evaluation mode; restores modes and buffers afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
+    """Put a model in training mode, BatchNorm in evaluation mode; all that `restored` restores is as before then."""
+    with restored(model):  # modes are attributes
         model.train()
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()
         yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        with torch.no_grad():
-            for buffer, value in buffers:
-                if not torch.equal(buffer, value):  # an expanded constant is not written to
-                    buffer.copy_(value)
 
 
 def same_in_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> bool:
-    """Return True if a graph computes in training mode what the model does, random numbers included."""
+    """Return True if a graph computes in training mode what the model does, random numbers included.
+
+    What the model writes into its buffers, such as the running mean of a layer of its own, counts as a result.
+    """
     device = device_of(model)
+    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     results = []
     for network in (model, graph_module):
         with training_mode(network), torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
             torch.manual_seed(0)
             try:
-                results.append(run_with(network.forward, copies_of(inputs)))
+                result = run_with(network.forward, copies_of(inputs))
             except Exception:
                 return False
+            if network is model:
+                written = [name for name, value in before.items() if not equal(value, model.get_buffer(name))]
+            buffers = dict(network.named_buffers())
+            results.append((result, [buffers[name].clone() for name in written if name in buffers]))
     return relative_error(*results) <= _SAME
 
 

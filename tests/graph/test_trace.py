@@ -282,4 +282,6 @@ def test_weights_that_have_no_values_are_named(model, tmp_path):
         compress.save(nn.Sequential(nn.LazyConv2d(4, 3)), tmp_path / "m.safetensors")
     with pytest.raises(ModelError, match="it was scripted or traced from"):
         compress.receptive_field(torch.jit.freeze(torch.jit.script(nn.Conv2d(3, 4, 3).eval())), x)
+    with pytest.raises(ModelError, match=r"is a OptimizedModule, which cannot be traced: give its \._orig_mod"):
+        compress.receptive_field(torch.compile(nn.Conv2d(3, 4, 3).eval()), x)
     assert not list(tmp_path.iterdir())

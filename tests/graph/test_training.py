@@ -120,3 +120,64 @@ def test_what_cannot_be_kept_is_said():
     qmodel = quantize(model, X, [X])
     assert any("in training the model does more" in note for note in quantization_report_of(qmodel).notes())
     assert not quantization_report_of(quantize(Net(lambda s, x: x).eval(), X, [X])).notes()
+
+
+class Statistics(Net):
+    """A layer of its own with a running mean, which it moves in training by `move`, and a counter."""
+
+    def __init__(self, move):
+        super().__init__(None)
+        self.move = move
+        self.register_buffer("mean", torch.zeros(1, 8, 1, 1))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        y = F.relu(self.a(x))
+        if self.training:
+            self.move(self, y.detach().mean((0, 2, 3), keepdim=True))
+        return self.b(y - self.mean)
+
+
+def in_place(s, mean):
+    s.calls += 1
+    s.mean.mul_(0.9).add_(mean, alpha=0.1)
+
+
+def assigned(s, mean):
+    s.calls = s.calls + 1
+    s.mean = 0.9 * s.mean + 0.1 * mean
+
+
+@pytest.mark.parametrize("move", [in_place, assigned])
+def test_statistics_that_training_moves_are_those_of_the_model_and_their_loss_is_said(move):
+    """Tracing in training mode wrote into the buffers that the graph shares with the model."""
+    model = Statistics(move).eval()
+    model.mean.fill_(0.5)
+    qmodel = quantize(model, X, [X])
+    torch.testing.assert_close(qmodel.mean, torch.full((1, 8, 1, 1), 0.5), rtol=0, atol=0)
+    assert model.mean.unique().tolist() == [0.5] and model.calls == 0
+    assert any("buffers that it updates" in note for note in quantization_report_of(qmodel).notes())
+
+
+def test_buffers_that_only_later_calls_read_count_as_well():
+    """The results of the first call in training are the same, so outputs alone do not show the loss."""
+
+    class Later(Statistics):
+        def forward(self, x):
+            y = super().forward(x)
+            return y + self.b(self.mean.expand(x.shape[0], -1, *x.shape[2:])) if not self.training else y
+
+    found = trace(Statistics(lambda s, mean: in_place(s, 0 * mean)).eval(), X)
+    assert "buffers that it updates" in report_of(found).training
+
+
+def test_a_model_that_counts_its_calls_is_not_changed():
+    class Counting(Net):
+        def forward(self, x):
+            self.calls += 1
+            return self.b(F.relu(self.a(x)))
+
+    model = Counting(None).eval()
+    model.register_buffer("calls", torch.zeros(()))
+    quantize(model, X, [X])
+    assert model.calls == 0

@@ -1,0 +1,56 @@
+"""What a forward leaves on its modules is taken back: buffers that it writes, and symbolic values.
+
+A forward that torch.fx traces writes symbolic values into buffers and caches; one in training mode moves statistics.
+A graph module shares tensors with the model that it was traced from, so both would go on from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+
+@contextlib.contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restore the modes and the buffers of all modules afterwards, and attributes that became symbolic."""
+    states = [
+        (module, module.training, dict(vars(module)), dict(module._parameters), dict(module._buffers))
+        for module in model.modules()
+    ]
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for module, training, attributes, parameters, buffers in states:
+            for table, before in (vars(module), attributes), (module._parameters, parameters):
+                _take_back(table, before)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            module.training = training
+        with torch.no_grad():
+            for buffer, value in values:
+                if not equal(buffer, value):  # an expanded constant is not written to
+                    buffer.copy_(value)
+
+
+def _take_back(table: dict[str, Any], before: dict[str, Any]) -> None:
+    """Restore the entries that are symbolic now; in place."""
+    for name in [name for name, value in table.items() if _is_symbolic(value)]:
+        if name in before:
+            table[name] = before[name]
+        else:
+            del table[name]
+
+
+def _is_symbolic(value: Any) -> bool:
+    return any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves(value))
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Return True if two tensors have the same shape and values; NaN is the same nowhere."""
+    return a.shape == b.shape and torch.equal(a, b)
