@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
+from compress.errors import RecipeError, near_misses
 from compress.recipe import Recipe
 from compress.validation import members, range_words
 
@@ -24,7 +25,8 @@ A recipe is a YAML file with the sections below; every section and every key may
 `--set section.key=value` changes one key (`--set quantization.weights.num_bits=4`, `--set bench.batch_sizes=[1,8]`),
 `base: NAME` at the top of a recipe takes all keys of another one, which those of the file change, and
 `python -m compress recipes NAME` shows a recipe with all of its values. Paths are relative to the folder that the
-command is started in. `python -m compress recipes --keys` prints this page.
+command is started in. `python -m compress recipes --keys` prints this page, and `recipes --keys SECTION` a part
+of it.
 
 """
 
@@ -68,10 +70,37 @@ def recipe_keys() -> tuple[RecipeKey, ...]:
     return tuple(keys)
 
 
-def recipe_keys_markdown() -> str:
-    """Return `recipe_keys` as a Markdown page."""
+def keys_of_section(section: str) -> tuple[RecipeKey, ...]:
+    """Return the keys of a section, such as `quantization`, and of the sections in it.
+
+    Raises:
+        RecipeError: no section has that name.
+    """
     keys = recipe_keys()
-    parts = [_HEAD, _table([key for key in keys if not key.section])]
+    found = tuple(key for key in keys if re.match(rf"{re.escape(section)}(\[\])?(\.|$)", key.section))
+    if not found:
+        names = list(dict.fromkeys(key.section for key in keys if key.section))
+        raise RecipeError(
+            f"{section!r} is no section of a recipe{near_misses(section, names)} (one of: {', '.join(names)}); "
+            "a recipe is shown without --keys"
+        )
+    return found
+
+
+def recipe_keys_markdown(section: str | None = None) -> str:
+    """Return `recipe_keys` as a Markdown page, or the part of it for a section.
+
+    Raises:
+        RecipeError: no section has that name.
+    """
+    if section is not None:
+        return _sections(keys_of_section(section)).removeprefix("\n")
+    keys = recipe_keys()
+    return _HEAD + _table([key for key in keys if not key.section]) + _sections(keys)
+
+
+def _sections(keys: Sequence[RecipeKey]) -> str:
+    parts = []
     for section in dict.fromkeys(key.section for key in keys if key.section):
         note = "\nAll keys of `train`; these have another default, or are there for this section only.\n"
         extends = note if section in {"qat", "finetune"} else ""

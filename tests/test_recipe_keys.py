@@ -1,12 +1,14 @@
 """The reference of recipe keys: complete, in step with recipes/README.md, and true of what the recipe takes."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import yaml
 
+from compress.errors import RecipeError
 from compress.quantization.spec import CalibratorName
 from compress.recipe import Recipe, parse_recipe
 from compress.recipe_keys import recipe_keys, recipe_keys_markdown
@@ -57,3 +59,12 @@ def test_defaults_are_the_recipes_own(key):
 def test_choices_are_named():
     (calibrator,) = [k for k in KEYS if k.section == "quantization.activations" and k.name == "calibrator"]
     assert calibrator.kind == " or ".join(f"`{name}`" for name in get_args(CalibratorName))
+
+
+def test_a_section_alone_is_a_part_of_the_page():
+    page = PAGE.read_text(encoding="utf-8")
+    for section, inner in (("qat", ["qat"]), ("sparsity", ["sparsity", "sparsity.rules[]"])):
+        text = recipe_keys_markdown(section)
+        assert text in page and re.findall(r"^## (.+)", text, flags=re.MULTILINE) == inner
+    with pytest.raises(RecipeError, match="'quantisation' is no section of a recipe, did you mean 'quantization'"):
+        recipe_keys_markdown("quantisation")

@@ -16,7 +16,7 @@ from compress.pipeline.predict import predict as predict_images
 
 def predict(
     folder: FolderArgument,
-    images: Annotated[list[Path], typer.Argument(help="Files of pictures.")],
+    images: Annotated[list[Path], typer.Argument(help="Files or folders of pictures.")],
     engine: Annotated[str, typer.Option(help="Engine that runs the network.")] = "openvino",
     variant: Annotated[str, typer.Option(help="float, ptq, qat, ...; default: the last that the run made.")] = "",
     out: Annotated[

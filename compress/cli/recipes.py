@@ -12,22 +12,22 @@ from compress.cli.console import OUT, print_json, print_table
 from compress.cli.options import JsonOption
 from compress.recipe import load_recipe
 from compress.recipe_files import find_recipe, recipe_names
-from compress.recipe_keys import recipe_keys, recipe_keys_markdown
+from compress.recipe_keys import keys_of_section, recipe_keys, recipe_keys_markdown
 
 
 def recipes(
-    name: Annotated[str | None, typer.Argument(help="Show this recipe, resolved.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Show this recipe, resolved; with --keys, this section.")] = None,
     keys: Annotated[
         bool, typer.Option("--keys", metavar="", help="Every key: its type, its default and its description.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the table of keys, one recipe, or the list of recipes."""
+    """Print the table of keys or those of a section, one recipe, or the list of recipes."""
     if keys:
         if as_json:
-            print_json([asdict(key) for key in recipe_keys()])
+            print_json([asdict(key) for key in (recipe_keys() if name is None else keys_of_section(name))])
         else:
-            OUT.print(recipe_keys_markdown(), end="", highlight=False, soft_wrap=True)
+            OUT.print(recipe_keys_markdown(name), end="", highlight=False, soft_wrap=True)
         return
     if name is not None:
         recipe = load_recipe(name)

@@ -89,9 +89,7 @@ class Pictures:
             raise DataError(
                 f"{folder} does not exist; give a folder of pictures, an .npz file or package.module:function"
             )
-        found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS and path.name[0] != ".")
-        if not found:
-            raise DataError(f"{folder} holds no pictures ({', '.join(EXTENSIONS)})")
+        found = pictures_in(folder)
         places = np.linspace(0, len(found) - 1, min(limit, len(found))).round().astype(int)
         self.paths = [found[i] for i in dict.fromkeys(places.tolist())]
         self.form, self.batch_size = form, batch_size
@@ -104,6 +102,18 @@ class Pictures:
         """Yield (N, ...) float32."""
         for start in range(0, len(self.paths), self.batch_size):
             yield torch.stack([self.form.read(path) for path in self.paths[start : start + self.batch_size]])
+
+
+def pictures_in(folder: Path) -> list[Path]:
+    """Return the files of pictures in a folder and in all folders in it, in the order of their names.
+
+    Raises:
+        DataError: there is none.
+    """
+    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS and path.name[0] != ".")
+    if not found:
+        raise DataError(f"{folder} holds no pictures ({', '.join(EXTENSIONS)})")
+    return found
 
 
 def unlabelled(source: str, form: PictureInput, *, limit: int, batch_size: int) -> Iterable[Any]:

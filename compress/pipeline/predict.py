@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from compress.data.decode import open_image, preprocessed, rgb
+from compress.data.files import pictures_in
 from compress.data.preprocessing import Preprocessing
 from compress.errors import DataError, RunError
 from compress.export.names import PREPROCESSING_KEY
@@ -58,14 +60,15 @@ def predict(
 
     Args:
         folder: of the run; its data need not be on this machine.
-        images: files of pictures.
+        images: files of pictures; of a folder, all in it and in the folders in it.
         engine: that runs the network.
         variant: which network; "" = the last that was made.
-        out: folder of drawn masks and boxes; None = `predictions` in the run folder.
+        out: folder of drawn masks and boxes; None = `predictions` in the run folder. What is drawn for a picture of a
+            folder lies under the same path in it.
 
     Raises:
         RunError: the folder holds no such network, or one of a task of the user's own.
-        DataError: a file is no picture.
+        DataError: a file is no picture, a folder holds none, or a drawn picture would replace one of `images`.
         EngineError: the engine cannot run the file.
     """
     run = run_without_data(folder)
@@ -75,11 +78,13 @@ def predict(
             "with compress.build_engine, and show the outputs as they are meant"
         )
     files = networks_of([folder])[chosen_variant(folder, variant)]
-    out = folder / "predictions" if out is None else out
+    names = _names(images, folder / "predictions" if out is None else out)
+    if run.task.draw is not None:
+        _check_apart(names)
     with files.engine(engine, batch_size=1) as built:
         preprocessing = Preprocessing.from_json(built.metadata[PREPROCESSING_KEY])
         found = []
-        for path in images:
+        for path, drawn in names.items():
             pixels = read_picture(
                 path,
                 preprocessing,
@@ -90,8 +95,32 @@ def predict(
             outputs = built.run({built.inputs[0].name: inputs})
             tensors = {name: torch.from_numpy(array) for name, array in outputs.items()}
             seen = run.task.select(next(iter(tensors.values())) if len(tensors) == 1 else tensors)
-            found.append(_prediction(run.task, run.data.val.labels, path, pixels, seen, out))
+            found.append(_prediction(run.task, run.data.val.labels, path, pixels, seen, drawn))
     return found
+
+
+def _names(images: Sequence[Path], out: Path) -> dict[Path, Path]:
+    """The file that is drawn for each picture; a second one of the same name gets a number."""
+    names: dict[Path, Path] = {}
+    taken: set[Path] = set()
+    for given in images:
+        found = [given]
+        if given.is_dir():  # without what was drawn into a folder in it
+            found = [path for path in pictures_in(given) if given == out or out not in path.parents]
+        for path in found:
+            place = out / (path.relative_to(given).parent if given.is_dir() else "")
+            choices = (place / f"{path.stem}{f'-{i}' if i > 1 else ''}.png" for i in itertools.count(1))
+            if path not in names:
+                names[path] = next(choice for choice in choices if choice not in taken)
+                taken.add(names[path])
+    return names
+
+
+def _check_apart(names: dict[Path, Path]) -> None:
+    pictures = {path.resolve() for path in names}
+    for drawn in names.values():
+        if drawn.resolve() in pictures:
+            raise DataError(f"{drawn} is one of the pictures, and what is drawn would replace it: name another --out")
 
 
 def read_picture(path: Path, preprocessing: Preprocessing, *, cropped: bool, max_pixels: int = IMAGE_PIXELS) -> Tensor:
@@ -123,12 +152,12 @@ def read_picture(path: Path, preprocessing: Preprocessing, *, cropped: bool, max
         raise DataError(f"{path} cannot be read as a picture: {error}") from None
 
 
-def _prediction(task: Task, labels: Sequence[str], path: Path, pixels: Tensor, seen: Any, out: Path) -> Prediction:
+def _prediction(task: Task, labels: Sequence[str], path: Path, pixels: Tensor, seen: Any, name: Path) -> Prediction:
     if task.name == "classification":
         shares, places = seen[0].float().softmax(0).topk(min(TOP, len(seen[0])))
         named = [(labels[place], share) for share, place in zip(shares.tolist(), places.tolist(), strict=True)]
         return Prediction(image=str(path), classes=tuple(named))
-    drawn = _draw(task, path, pixels, seen, out)
+    drawn = _draw(task, pixels, seen, name)
     if task.name == "segmentation":
         counts = seen[0].argmax(0).flatten().bincount(minlength=len(labels)) / seen[0, 0].numel()
         rows = sorted(zip(labels, counts.tolist(), strict=True), key=lambda row: -row[1])
@@ -142,10 +171,10 @@ def _prediction(task: Task, labels: Sequence[str], path: Path, pixels: Tensor, s
     return Prediction(image=str(path), boxes=tuple(boxes), drawn=drawn)
 
 
-def _draw(task: Task, path: Path, pixels: Tensor, seen: Any, out: Path) -> str | None:
+def _draw(task: Task, pixels: Tensor, seen: Any, name: Path) -> str | None:
     if task.draw is None:
         return None
     picture = task.draw(pixels[None], seen, None)[0].movedim(0, -1).contiguous().numpy()
-    with replacing(out / f"{path.stem}.png") as temporary:
+    with replacing(name) as temporary:
         Image.fromarray(picture).save(temporary, format="PNG")
-    return str(out / f"{path.stem}.png")
+    return str(name)

@@ -93,6 +93,10 @@ def test_a_recipe_that_is_good_is_kept(compress, tmp_path):
         "data: {image_size: 16, batch_size: 32, train_images: 64, val_images: 64}\n"
         "quantization: {target: openvino, calibration_images: 32}\n"
     )
+    told = compress("inspect", "parity", "--recipe", "r.yaml", "--mend", "100", cwd=tmp_path)
+    assert told.returncode == 2 and "names no weights and trains its network" in " ".join(told.stderr.split())
+    with (tmp_path / "r.yaml").open("a") as file:
+        file.write("train: {epochs: 0}\n")
     told = compress("inspect", "parity", "--recipe", "r.yaml", "--mend", "100", "--json", cwd=tmp_path)
     assert told.returncode == 0, told.stderr
     document = json.loads(told.stdout)

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from compress.errors import DataError
 from compress.pipeline import run
 from compress.pipeline.predict import predict
 from compress.recipe import parse_recipe
@@ -57,6 +58,28 @@ def test_a_segmentation_is_drawn_and_its_shares_are_those_of_the_file(tmp_path):
     assert shares.get("right", 0.0) == pytest.approx(share) and sum(shares.values()) == pytest.approx(1)
     drawn = np.asarray(Image.open(found.drawn))
     assert drawn.shape[:2] == test_masks.SIZE and not np.array_equal(drawn, np.asarray(Image.open(picture)))
+    folders_are_read_whole_and_no_picture_is_replaced(tmp_path, picture)
+
+
+def folders_are_read_whole_and_no_picture_is_replaced(tmp_path, picture):
+    files = [tmp_path / "shots" / name for name in ("a/1.png", "a/1.bmp", "b/1.png", "b/.hidden.png", "b/notes.txt")]
+    for i, file in enumerate(files):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.open(picture).rotate(90 * i).save(file, format="PNG")
+    read, one = sorted(files[:3]), [tmp_path / "run"]
+    for out in (tmp_path / "drawn", tmp_path / "shots" / "drawn", tmp_path / "shots" / "drawn"):  # drawn into it twice
+        found = predict(*one, [tmp_path / "shots"], out=out)
+        assert [row.image for row in found] == [str(file) for file in read]
+        assert [row.drawn for row in found] == [str(out / name) for name in ("a/1.png", "a/1-2.png", "b/1.png")]
+        assert [row.classes for row in found] == [row.classes for row in predict(*one, read, out=tmp_path / "other")]
+    before = files[0].read_bytes()
+    for given, out in ((files[:1], tmp_path / "shots" / "a"), ([tmp_path / "shots"], tmp_path / "shots")):
+        with pytest.raises(DataError, match=r"1\.png is one of the pictures, and what is drawn would replace it"):
+            predict(*one, given, out=out)
+    assert files[0].read_bytes() == before
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no pictures"):
+        predict(*one, [tmp_path / "empty"])
 
 
 def test_boxes_are_drawn_inside_the_picture(tmp_path):

@@ -77,8 +77,14 @@ def mend_recipe(
         progress: is informed of each network that is tried.
 
     Raises:
-        RecipeError: no `quantization` section.
+        RecipeError: no `quantization` section, or the recipe names no weights and would train the network first.
     """
+    if recipe.model.weights is None and recipe.train.epochs:
+        raise RecipeError(
+            f"the recipe names no weights and trains its network (train.epochs: {recipe.train.epochs}): before that, "
+            "nothing can be said of its accuracy. Give a run in place of the recipe (--run), such as one of `train` or "
+            "`ptq`, or name weights (model.weights); train.epochs: 0 takes the network as it is"
+        )
     data = load_data(recipe.data)
     return _mend(recipe, build_float(recipe).model.eval(), data, goal, images, out, progress)
 
