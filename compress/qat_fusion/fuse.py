@@ -8,7 +8,8 @@ parameters and ranges, are those of the first graph, by reference: train by call
 
 All weights are quantized in a few launches (`weights`). Attention whose probabilities are quantized is one operation
 too (`attention`), and so are GELU, SiLU and hard swish with their quantizer, and layer norms with theirs (`norm`).
-In half precision depthwise convolutions with large filters have kernels of their own (`product`).
+In half precision depthwise convolutions with large filters have kernels of their own (`product`). Layers after a smooth
+activation or a layer norm compute their quantized input again in the backward pass instead of keeping it (`recompute`).
 
 The result is that of the plain path: the same numbers in the same order in float32 and float64, except for exponentials
 and sums over a row that the kernels compute. In half precision the plain path rounds after the bias, the add and the
@@ -41,8 +42,9 @@ from compress.qat_fusion.attention import fuse_attention
 from compress.qat_fusion.chain import LAYERS, Chain
 from compress.qat_fusion.int8 import Forward, carry_codes
 from compress.qat_fusion.learned import FusedLearnedModule, is_learned
-from compress.qat_fusion.norm import fuse_norms
+from compress.qat_fusion.norm import FusedNormModule, fuse_norms
 from compress.qat_fusion.product import ACTIVATIONS, epilogue_of, product
+from compress.qat_fusion.recompute import Recipe, recompute_inputs, recomputed, uses_recipes
 from compress.qat_fusion.weights import group_weights, is_live, is_plain
 from compress.quantization.learned import LearnedQuantizer
 from compress.quantization.quantizer import Quantizer
@@ -125,6 +127,8 @@ def fuse_for_training(
     if forward == "int8":
         coded = carry_codes(fused, _fused_chains(fused))
         chains = [replace(chain, int8=qmodel.get_submodule(chain.quantizer) in coded) for chain in chains]
+    if kernels != "torch":
+        recompute_inputs(fused, (FusedChainModule, FusedNormModule), (FusedChainModule, FusedLayerModule))
     graph.eliminate_dead_code()
     graph.lint()
     # A new GraphModule drops modules that are not called; deleting them here would delete them in `qmodel` too
@@ -153,6 +157,9 @@ class FusedChainModule(nn.Module):
         kernels: as of `fuse_for_training`.
         window: of the pool; None = there is none.
         recompute_mask: the input is kept for backward by its producer anyway (`fused_quantize`).
+
+    Attributes:
+        gives_recipe: whether the recipe of the result is a result too (`recompute`).
     """
 
     is_quantizer = True
@@ -175,33 +182,53 @@ class FusedChainModule(nn.Module):
         self.quantizer = quantizer
         self.kernels: Kernels | None = kernels
         self.epilogue = epilogue_of(layer, activation, quantizer)
+        self.can_recompute, self.gives_recipe = self.smooth, False
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
-        """The quantized result, pooled.
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        weight: Tensor | None = None,
+        recipe: Recipe | None = None,
+    ) -> Tensor | tuple[Tensor, Recipe | None]:
+        """The quantized result, pooled; or (that, its recipe).
 
         Args:
             x: input of the layer; without a layer, the tensor that is activated and quantized.
             residual: shape of the layer's result, added to it.
             weight: quantized weight of the layer; None = the layer computes it.
+            recipe: of `x`; None = the layer keeps `x` for its backward pass.
         """
         quantizer, epilogue = self.quantizer, self.epilogue
         if not is_live(quantizer):
-            return self._plain(x, residual)
+            y = self._plain(x, residual)
+            return (y, None) if self.gives_recipe else y
         layer, bias = cast(Any, self.layer), None
         if layer is not None:
             bias = layer.bias
-            x = product(layer, x, weight, None, self.kernels)
-        kernels = self.kernels
-        if kernels is None and layer is None and torch.compiler.is_compiling():
-            kernels = "torch"  # the compiler fuses the quantizer with the operation before it
+            with recomputed(x, recipe):
+                x = product(layer, x, weight, None, self.kernels)
+        kernels = self._kernels()
         if self.smooth:
-            return smooth_quantize(x, quantizer.amax, epilogue, self.activation, bias=bias, kernels=kernels)
+            y = self._activated(x, quantizer.amax, bias)
+            if not self.gives_recipe:
+                return y
+            again = uses_recipes(x, self.kernels)
+            return y, Recipe.of(y, self._activated, x, quantizer.amax, bias) if again else None
         if self.window is not None:
             return pooled_quantize(x, quantizer.amax, epilogue, self.window, bias=bias, kernels=kernels)
         return fused_quantize(
             x, quantizer.amax, epilogue,
             bias=bias, residual=residual, kernels=kernels, recompute_mask=self.recompute_mask,
         )  # fmt: skip
+
+    def _activated(self, y: Tensor, amax: Tensor, bias: Tensor | None = None) -> Tensor:
+        return smooth_quantize(y, amax, self.epilogue, self.activation, bias=bias, kernels=self._kernels())
+
+    def _kernels(self) -> Kernels | None:
+        """Torch's without a layer in a compiled graph: the compiler fuses the operation before with the quantizer."""
+        alone = self.layer is None and torch.compiler.is_compiling()
+        return "torch" if self.kernels is None and alone else self.kernels
 
     def _plain(self, x: Tensor, residual: Tensor | None) -> Tensor:
         y = x if self.layer is None else self.layer(x)
@@ -224,15 +251,17 @@ class FusedLayerModule(nn.Module):
         self.layer = layer
         self.kernels: Kernels | None = kernels
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, recipe: Recipe | None = None) -> Tensor:
         """The layer's result.
 
         Args:
             x: the layer's input.
             weight: quantized.
+            recipe: of `x`; None = the layer keeps `x` for its backward pass.
         """
         layer = cast(Any, self.layer)
-        return product(layer, x, weight, layer.bias, self.kernels)
+        with recomputed(x, recipe):
+            return product(layer, x, weight, layer.bias, self.kernels)
 
 
 def _fused_chains(graph_module: fx.GraphModule) -> dict[fx.Node, FusedChainModule]:

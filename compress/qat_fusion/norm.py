@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,8 +23,9 @@ from torch import Tensor, fx, nn
 
 from compress.graph.ops import node_kind, node_module
 from compress.kernels.dispatch import Kernels, use_triton
-from compress.kernels.triton.layer_norm import WIDEST, norm_quantize
+from compress.kernels.triton.layer_norm import WIDEST, norm_again, norm_quantize
 from compress.qat_fusion.chain import adds_alike
+from compress.qat_fusion.recompute import Recipe, uses_recipes
 from compress.qat_fusion.weights import grid_of, is_live, weight_dtype
 from compress.quantization.quantizer import Quantizer
 
@@ -37,6 +39,10 @@ class FusedNormModule(nn.Module):
         keep_sum: whether the sum is a result too.
         feeds_only_matmuls: whether every consumer of the result is a matrix product, in autocast's type.
         kernels: as of `fuse_for_training`.
+
+    Attributes:
+        can_recompute: whether the result has the type in which a layer keeps it.
+        gives_recipe: whether the recipe of the quantized norm is the last result (`recompute`).
     """
 
     def __init__(
@@ -48,11 +54,12 @@ class FusedNormModule(nn.Module):
         self.keep_sum = keep_sum
         self.feeds_only_matmuls = feeds_only_matmuls
         self.kernels: Kernels | None = kernels
+        self.can_recompute, self.gives_recipe = feeds_only_matmuls, False
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """The quantized norm of x + added, or (that, x + added).
+    ) -> Tensor | tuple[Tensor | Recipe | None, ...]:
+        """The quantized norm of x + added; with x + added and the recipe, if they are results too.
 
         Args:
             x: (..., C).
@@ -63,10 +70,22 @@ class FusedNormModule(nn.Module):
         quantizer = cast(Quantizer, self.quantize.quantizer)
         if is_live(quantizer) and self._takes(x, added):
             grid, dtype = grid_of(quantizer), self._dtype(x, added)
-            return norm_quantize(x, weight, bias, grid, eps=self.eps, dtype=dtype, added=added, keep_sum=self.keep_sum)
+            again = self.gives_recipe and (added is None or self.keep_sum) and uses_recipes(x, self.kernels)
+            y, *rest = norm_quantize(
+                x, weight, bias, grid,
+                eps=self.eps, dtype=dtype, added=added, keep_sum=self.keep_sum, keep_statistics=again,
+            )  # fmt: skip
+            total = rest.pop(0) if self.keep_sum else x
+            compute = partial(norm_again, low=grid.low, high=grid.high, dtype=dtype)
+            recipe = Recipe.of(y, compute, total, *rest, weight, grid.amax, bias) if again else None
+            return self._results(y, total, recipe)
         x = x if added is None else x + added
         y = cast(Tensor, self.quantize(F.layer_norm(x, weight.shape, weight, bias, self.eps)))
-        return (y, x) if self.keep_sum else y
+        return self._results(y, x, None)
+
+    def _results(self, y: Tensor, total: Tensor, recipe: Recipe | None) -> Tensor | tuple[Tensor | Recipe | None, ...]:
+        results = (y, *([total] if self.keep_sum else []), *([recipe] if self.gives_recipe else []))
+        return results if len(results) > 1 else y
 
     def _dtype(self, x: Tensor, added: Tensor | None) -> torch.dtype:
         """Type of the result: float32 under autocast, as of torch's norm, unless products alone consume it."""

@@ -32,9 +32,13 @@ _WARPS = 1
 def forward_kernel(
     x_ptr, added_ptr, weight_ptr, bias_ptr, amax_ptr, total_ptr, out_ptr, mean_ptr, deviation_ptr,
     rows, eps, lower, upper, low, high,
-    WIDE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
+    WIDE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, AGAIN: tl.constexpr,
+    ROWS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Compute rows of x + added, their mean, the reciprocal of their standard deviation, and the quantized norm."""
+    """Compute rows of x + added, their mean, the reciprocal of their standard deviation, and the quantized norm.
+
+    AGAIN: mean and reciprocal are read, so that the result has the bits of the first time whatever the order of sums.
+    """
     scale, reciprocal = step_of(tl.load(amax_ptr), high)
     column = tl.arange(0, PADDED)
     inside = column < WIDE
@@ -49,11 +53,15 @@ def forward_kernel(
         total = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row * WIDE + at, total, mask=there)
         x = total.to(tl.float32)
-    mean = tl.sum(x, axis=1) / WIDE
-    x = tl.where(there, x - mean[:, None], 0.0)
-    deviation = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), tl.sqrt_rn(tl.sum(x * x, axis=1) / WIDE + eps))
-    tl.store(mean_ptr + row + local, mean, mask=known)
-    tl.store(deviation_ptr + row + local, deviation, mask=known)
+    if AGAIN:
+        x = tl.where(there, x - tl.load(mean_ptr + row + local, mask=known, other=0.0)[:, None], 0.0)
+        deviation = tl.load(deviation_ptr + row + local, mask=known, other=0.0)
+    else:
+        mean = tl.sum(x, axis=1) / WIDE
+        x = tl.where(there, x - mean[:, None], 0.0)
+        deviation = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), tl.sqrt_rn(tl.sum(x * x, axis=1) / WIDE + eps))
+        tl.store(mean_ptr + row + local, mean, mask=known)
+        tl.store(deviation_ptr + row + local, deviation, mask=known)
     found = x * deviation[:, None] * tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     if BIAS:
         found += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -126,8 +134,9 @@ def norm_quantize(
     dtype: torch.dtype,
     added: Tensor | None = None,
     keep_sum: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Fake quantization of the layer norm of x + added over the last axis, in `dtype`; and x + added if `keep_sum`.
+    keep_statistics: bool = False,
+) -> tuple[Tensor, ...]:
+    """Fake quantization of the layer norm of x + added over the last axis, in `dtype`.
 
     Args:
         x: (..., C), contiguous, at most `WIDEST` wide.
@@ -137,14 +146,46 @@ def norm_quantize(
         eps: added to the variance.
         dtype: of the result.
         added: shape of `x`, contiguous; None = nothing is added.
-        keep_sum: the sum is a result too.
+        keep_sum: x + added is a result too.
+        keep_statistics: the mean of each row and the reciprocal of its standard deviation are results too, the last.
 
     Raises:
         QuantizationError: in the backward pass, if a second derivative is asked for.
     """
-    numbers = (eps, grid.low, grid.high, dtype, keep_sum)
-    result = _NormQuantize.apply(x, added, weight, bias, grid.amax, *numbers)
-    return cast("Tensor | tuple[Tensor, Tensor]", result)
+    numbers = (eps, grid.low, grid.high, dtype, keep_sum, keep_statistics)
+    results = _NormQuantize.apply(x, added, weight, bias, grid.amax, *numbers)
+    return results if keep_sum or keep_statistics else (cast(Tensor, results),)
+
+
+def norm_again(
+    total: Tensor,
+    mean: Tensor,
+    deviation: Tensor,
+    weight: Tensor,
+    amax: Tensor,
+    bias: Tensor | None = None,
+    *,
+    low: int,
+    high: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The quantized norm of `norm_quantize` once more, to the last bit, from what it keeps.
+
+    Args:
+        total: x + added, (..., C).
+        mean: of each row, float32.
+        deviation: the reciprocal of each row's standard deviation, float32.
+        weight: (C,).
+        amax: range of the result.
+        bias: (C,); None = there is none.
+        low: smallest integer.
+        high: largest integer.
+        dtype: of the result.
+    """
+    result = torch.empty_like(total, dtype=dtype)
+    tensors = (total, total, weight, weight if bias is None else bias, amax, total, result, mean, deviation)
+    _launch_forward(tensors, 0.0, Epilogue(low, high), (False, bias is not None, True))
+    return result
 
 
 class _NormQuantize(torch.autograd.Function):
@@ -163,17 +204,24 @@ class _NormQuantize(torch.autograd.Function):
         high: int,
         dtype: torch.dtype,
         keep_sum: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        keep_statistics: bool,
+    ) -> Tensor | tuple[Tensor, ...]:
         run = _forward_compiled if torch.compiler.is_compiling() else _forward
         result, total, mean, deviation = run(x, added, weight, bias, amax, eps, Epilogue(low, high), dtype)
         ctx.save_for_backward(total, mean, deviation, weight, amax, *([] if bias is None else [bias]))
         ctx.dtypes = (x.dtype, None if added is None else added.dtype)
-        ctx.high, ctx.threshold = float(high), rounding_threshold(low)
-        return (result, total) if keep_sum else result
+        ctx.high, ctx.threshold, ctx.keep_sum = float(high), rounding_threshold(low), keep_sum
+        results = (result, total) if keep_sum else (result,)
+        if not keep_statistics:
+            return results if keep_sum else result
+        ctx.mark_non_differentiable(mean, deviation)
+        ctx.set_materialize_grads(False)  # nobody reads zeros for these two
+        return (*results, mean, deviation)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, around: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of x, added, weight and bias."""
+        around = others[0] if ctx.keep_sum else None
         refuse_second_derivative(grad, around)
         total, mean, deviation, weight, amax, *rest = ctx.saved_tensors
         bias = rest[0] if len(rest) else None
@@ -189,7 +237,7 @@ class _NormQuantize(torch.autograd.Function):
         out = torch.empty(total.shape, dtype=total.dtype, device=total.device)
         copy = torch.empty(total.shape, dtype=other, device=total.device) if copies else out
         sums = torch.empty((programs, 2, width), dtype=torch.float32, device=total.device)
-        grad = grad.contiguous()
+        grad = torch.zeros_like(total) if grad is None else grad.contiguous()
         around = None if around is None else around.contiguous()
         launch(
             backward_kernel,
@@ -207,7 +255,7 @@ class _NormQuantize(torch.autograd.Function):
             None if of_added is None else out if of_added == total.dtype else copy,
             found[0].to(weight.dtype),
             of_bias,
-            *(None,) * 6,
+            *(None,) * 7,
         )
 
 
@@ -226,22 +274,27 @@ def _forward(
     dtype: torch.dtype,
 ) -> _Forward:
     """Compute the forward pass by the kernel."""
+    total = x if added is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, added.dtype))
+    result = torch.empty_like(x, dtype=dtype)
+    rows = x.numel() // weight.numel()
+    mean, deviation = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    other, shift = x if added is None else added, weight if bias is None else bias
+    tensors = (x, other, weight, shift, amax, total, result, mean, deviation)
+    _launch_forward(tensors, eps, epilogue, (added is not None, bias is not None, False))
+    return result, total, mean, deviation
+
+
+def _launch_forward(
+    tensors: tuple[Tensor, ...], eps: float, epilogue: Epilogue, constants: tuple[bool, bool, bool]
+) -> None:
+    """Launch `forward_kernel` on its tensors; the constants are ADD, BIAS and AGAIN."""
+    x, _, weight, *_ = tensors
     width = weight.numel()
     rows, padded = x.numel() // width, 1 << (width - 1).bit_length()
     at_once = max(1, _ELEMENTS // padded)
-    total = x if added is None else torch.empty_like(x, dtype=torch.promote_types(x.dtype, added.dtype))
-    result = torch.empty_like(x, dtype=dtype)
-    mean, deviation = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
     lower, upper, _, low, high = bounds_of(epilogue)
-    launch(
-        forward_kernel,
-        (-(-rows // at_once),),
-        (x, x if added is None else added, weight, weight if bias is None else bias, amax, total, result, mean,
-         deviation),
-        (rows, eps, lower, upper, low, high, width, added is not None, bias is not None, at_once, padded),
-        num_warps=_WARPS,
-    )  # fmt: skip
-    return result, total, mean, deviation
+    numbers = (rows, eps, lower, upper, low, high, width, *constants, at_once, padded)
+    launch(forward_kernel, (-(-rows // at_once),), tensors, numbers, num_warps=_WARPS)
 
 
 def _forward_compiled(

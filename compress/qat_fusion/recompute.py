@@ -1,0 +1,160 @@
+"""Layers that compute their quantized input again in the backward pass, from what is kept for it anyway.
+
+The gradient of a layer's weight needs the layer's input. After GELU or a layer norm that input is the result of a few
+operations on each element, or on each row, whose own backward pass keeps their input too: the same values twice, in
+transformers most of the memory of a training step. So those operations say how their result is computed (`Recipe`), and
+the layer keeps the recipe in place of the tensor: in the backward pass one kernel, the one of the forward pass, writes
+the same bits again right before the layer's gradient is computed.
+
+It is done where Triton kernels run, if every consumer of the result is a layer. A compiler decides for itself what it
+keeps, so a compiled graph has no recipes. Hooks on saved tensors that surround the network, such as those of gradient
+checkpointing, see what is kept in place of the input.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from compress.graph.ops import node_kind, node_module
+from compress.kernels.dispatch import Kernels, use_triton_eager
+
+
+class Recipe(NamedTuple):
+    """How a tensor is computed again, to the last bit.
+
+    Attributes:
+        result: address and version of the tensor: an active dropout makes another one of it.
+        compute: from `tensors` to the tensor.
+        tensors: that are kept for the backward pass anyway.
+    """
+
+    result: tuple[int, int]
+    compute: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, result: Tensor, compute: Callable[..., Tensor], *tensors: Tensor | None) -> Recipe:
+        """The recipe of a tensor.
+
+        Args:
+            result: the tensor, dense.
+            compute: from those tensors that are not None to the result.
+            tensors: that are kept for the backward pass anyway.
+        """
+        kept = tuple(t if t.is_leaf else t.detach() for t in tensors if t is not None)
+        return cls((result.data_ptr(), result._version), compute, kept)
+
+
+def uses_recipes(x: Tensor, kernels: Kernels | None) -> bool:
+    """Whether recipes are made and kept: with gradients, where Triton kernels run eagerly."""
+    return torch.is_grad_enabled() and use_triton_eager(x, kernels)
+
+
+class _Kept(NamedTuple):
+    """A recipe as an operation keeps it.
+
+    Attributes:
+        compute: as of the recipe.
+        tensors: of the recipe, as surrounding hooks keep them.
+        shape: of the tensor in whose place it is.
+    """
+
+    compute: Callable[..., Tensor]
+    tensors: tuple[Any, ...]
+    shape: torch.Size
+
+
+def recomputed(x: Tensor, recipe: Recipe | None) -> AbstractContextManager[object]:
+    """Within, operations on `x` keep its recipe for the backward pass in place of it.
+
+    Args:
+        x: a tensor.
+        recipe: of it; None, or that of another tensor = operations keep `x`.
+    """
+    if recipe is None or recipe.result != (x.data_ptr(), x._version):
+        return nullcontext()
+    address, count, dtype = x.data_ptr(), x.numel(), x.dtype
+    surrounding = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack, unpack = (_same, _same) if surrounding is None else surrounding
+
+    def keep(tensor: Tensor) -> Any:
+        if tensor.data_ptr() != address or tensor.numel() != count or tensor.dtype != dtype:
+            return pack(tensor)
+        return _Kept(recipe.compute, tuple(pack(each) for each in recipe.tensors), tensor.shape)
+
+    def restore(kept: Any) -> Tensor:
+        if not isinstance(kept, _Kept):
+            return unpack(kept)
+        with torch.no_grad():
+            return kept.compute(*[unpack(each) for each in kept.tensors]).view(kept.shape)
+
+    return torch.autograd.graph.saved_tensors_hooks(keep, restore)
+
+
+def _same(kept: Any) -> Any:
+    return kept
+
+
+def recompute_inputs(graph_module: fx.GraphModule, producers: tuple[type, ...], layers: tuple[type, ...]) -> None:
+    """Give layers the recipes of their inputs, as the keyword argument `recipe`.
+
+    Args:
+        graph_module: changed in place.
+        producers: classes of modules with `can_recompute` and `gives_recipe`; those that get the latter return their
+            recipe as their last result.
+        layers: classes of modules that compute a layer's product of their first argument, if their `layer` is one.
+    """
+    for node in list(graph_module.graph.nodes):
+        module = node_module(node) if node.op == "call_module" else None
+        if not isinstance(module, producers):
+            continue
+        producer = cast(Any, module)
+        if not producer.can_recompute:
+            continue
+        results = [user for user in node.users if user.target is operator.getitem]
+        several = len(results) > 0
+        value = next((user for user in results if user.args[1] == 0), None) if several else node
+        if value is None:
+            continue
+        consumers = _layers_after(value, layers)
+        if not consumers:
+            continue
+        producer.gives_recipe = True
+        with graph_module.graph.inserting_after(value):
+            recipe = graph_module.graph.call_function(operator.getitem, (node, 2 if several else 1))
+        if not several:
+            with graph_module.graph.inserting_after(node):
+                value = graph_module.graph.call_function(operator.getitem, (node, 0))
+            value.meta.update(node.meta)
+            node.replace_all_uses_with(value, delete_user_cb=lambda user: user.target is not operator.getitem)
+        for consumer in consumers:
+            consumer.update_kwarg("recipe", recipe)
+
+
+def _layers_after(value: fx.Node, layers: tuple[type, ...]) -> list[fx.Node]:
+    """The layers that read a value, directly or after a dropout; none if anything else reads it."""
+    found: list[fx.Node] = []
+    for user in value.users:
+        if node_kind(user) in {"dropout", "identity"} and user.all_input_nodes == [value]:
+            after = _layers_after(user, layers)
+        else:
+            after = [user] if _reads_input(user, value, layers) else []
+        if not after:
+            return []
+        found += after
+    return found
+
+
+def _reads_input(node: fx.Node, value: fx.Node, layers: tuple[type, ...]) -> bool:
+    """Whether a node computes a layer's product of a value, and reads it nowhere else."""
+    module: nn.Module | None = node_module(node) if node.op == "call_module" else None
+    if not isinstance(module, layers) or getattr(module, "layer", None) is None:
+        return False
+    read = [arg for arg in (*node.args, *node.kwargs.values()) if arg is value]
+    return len(read) == 1 and node.args[0] is value

@@ -1,0 +1,103 @@
+"""Inputs of layers that are computed again in the backward pass: checks for Triton's interpreter."""
+
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import compress
+from compress.qat_fusion.recompute import Recipe
+from compress.quantization.quantizer import quantizers
+from tests.qat_fusion.common import assert_same, gradients, saved_bytes
+
+
+class Block(nn.Module):
+    """The two halves of a transformer's block, the second one with a dropout, and a SiLU between convolutions."""
+
+    def __init__(self, dropout=0.0, inplace=False):
+        super().__init__()
+        self.stem, self.depthwise = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.silu = nn.SiLU()
+        self.norm, self.wide = nn.LayerNorm(16), nn.Linear(16, 64)
+        self.dropout, self.narrow, self.last = nn.Dropout(dropout, inplace), nn.Linear(64, 16), nn.LayerNorm(16)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x):
+        x = self.depthwise(self.silu(self.stem(x))).flatten(2).transpose(1, 2).contiguous()
+        x = x + self.narrow(self.dropout(F.gelu(self.wide(self.norm(x)))))
+        return self.head(self.last(x)).mean(1)
+
+
+def made(**options):
+    """A calibrated block whose ranges are too small, so that values saturate; and its input."""
+    torch.manual_seed(1)
+    model = Block(**options).to(memory_format=torch.channels_last)
+    x = (2 * torch.randn(3, 3, 6, 6)).contiguous(memory_format=torch.channels_last)
+    qmodel = compress.quantize(model.eval(), x, [x]).to(memory_format=torch.channels_last).train()
+    for _, quantizer in quantizers(qmodel):
+        quantizer.set_amax(quantizer.amax * 0.7)
+    return model, qmodel, x
+
+
+def seeded(run):
+    """`run` with the same random numbers in each call."""
+
+    def call(x):
+        torch.manual_seed(5)
+        return run(x)
+
+    return call
+
+
+def check_gradients(**options):
+    """Those of the plain path; and bit for bit those without recipes."""
+    _, qmodel, x = made(**options)
+    fused = compress.fuse_for_training(qmodel, kernels="triton").train()
+    found = gradients(seeded(fused), qmodel, x)
+    assert_same(found, gradients(seeded(qmodel), qmodel, x), rtol=2e-3, atol=2e-3)
+    for autocast in ({}, {"bf16": True}):
+        with_recipes = gradients(seeded(fused), qmodel, x, **autocast)
+        assert_same(with_recipes, gradients(seeded(keeping(fused)), qmodel, x, **autocast))
+    again = gradients(seeded(lambda x: checkpoint(fused, x, use_reentrant=False)), qmodel, x)
+    assert_same(again, found)
+
+
+def keeping(fused):
+    """The same function, in which every layer keeps its input itself."""
+
+    class Keeping(torch.fx.Interpreter):
+        def call_module(self, target, args, kwargs):
+            kwargs = {key: None if isinstance(value, Recipe) else value for key, value in kwargs.items()}
+            return super().call_module(target, args, kwargs)
+
+    return Keeping(fused).run
+
+
+def check_bytes():
+    """Kept for backward: less than in float training, and as much less as the layers' inputs take."""
+    model, qmodel, x = made()
+    fused = compress.fuse_for_training(qmodel, kernels="triton").train()
+    with torch.autocast("cpu", torch.bfloat16):
+        images = x, x.repeat(3, 1, 1, 1).contiguous(memory_format=torch.channels_last)
+        ours, others, floats = (
+            saved_bytes(run, images[1]) - saved_bytes(run, images[0]) for run in (fused, keeping(fused), model.train())
+        )
+    tokens, images = 36, 6
+    inputs = tokens * images * 2 * (16 + 16 + 64)  # of the depthwise convolution and of two linear layers
+    assert others - ours == inputs, (others, ours, inputs)
+    assert ours < 0.7 * floats, (ours, floats)
+    return ours / floats
+
+
+def main():
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    check_gradients()
+    check_gradients(dropout=0.5)
+    check_gradients(dropout=0.5, inplace=True)
+    print(f"3 blocks, {check_bytes():.2f} of float's bytes")
+
+
+if __name__ == "__main__":
+    main()
