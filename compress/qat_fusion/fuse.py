@@ -39,6 +39,7 @@ from compress.kernels.epilogue import LARGEST_WINDOW, Window, max_pool
 from compress.kernels.fake_quantize import fused_quantize, pooled_quantize
 from compress.kernels.triton.language import HAS_TRITON
 from compress.qat_fusion.attention import fuse_attention
+from compress.qat_fusion.batch_norm import FusedBatchNormModule, fuse_batch_norms
 from compress.qat_fusion.chain import LAYERS, Chain
 from compress.qat_fusion.int8 import Forward, carry_codes
 from compress.qat_fusion.learned import FusedLearnedModule, is_learned
@@ -128,7 +129,10 @@ def fuse_for_training(
         coded = carry_codes(fused, _fused_chains(fused))
         chains = [replace(chain, int8=qmodel.get_submodule(chain.quantizer) in coded) for chain in chains]
     if kernels != "torch":
-        recompute_inputs(fused, (FusedChainModule, FusedNormModule), (FusedChainModule, FusedLayerModule))
+        batch_norms = fuse_batch_norms(fused, _fused_chains(fused), kernels)
+        chains = [replace(c, nodes=(*batch_norms.get(qmodel.get_submodule(c.quantizer), ()), *c.nodes)) for c in chains]
+        producers = (FusedChainModule, FusedNormModule, FusedBatchNormModule)
+        recompute_inputs(fused, producers, (FusedChainModule, FusedLayerModule))
     graph.eliminate_dead_code()
     graph.lint()
     # A new GraphModule drops modules that are not called; deleting them here would delete them in `qmodel` too

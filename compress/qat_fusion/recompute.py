@@ -1,10 +1,10 @@
 """Layers that compute their quantized input again in the backward pass, from what is kept for it anyway.
 
-The gradient of a layer's weight needs the layer's input. After GELU or a layer norm that input is the result of a few
-operations on each element, or on each row, whose own backward pass keeps their input too: the same values twice, in
-transformers most of the memory of a training step. So those operations say how their result is computed (`Recipe`), and
-the layer keeps the recipe in place of the tensor: in the backward pass one kernel, the one of the forward pass, writes
-the same bits again right before the layer's gradient is computed.
+The gradient of a layer's weight needs the layer's input. After GELU, a layer norm or a batch norm that input is the
+result of a few operations on each element, or on each row, whose own backward pass keeps their input too: the same
+values twice, in transformers most of the memory of a training step. So those operations say how their result is
+computed (`Recipe`), and the layer keeps the recipe in place of the tensor: in the backward pass one kernel, the one of
+the forward pass, writes the same bits again right before the layer's gradient is computed.
 
 It is done where Triton kernels run, if every consumer of the result is a layer. A compiler decides for itself what it
 keeps, so a compiled graph has no recipes. Hooks on saved tensors that surround the network, such as those of gradient
