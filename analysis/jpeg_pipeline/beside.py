@@ -3,18 +3,22 @@
     python -m analysis.jpeg_pipeline.beside
 
 The products are a CUDA graph of about 15 ms, of few long kernels or of many short ones, replayed on the default stream.
-The decoders are torchvision's, on its own stream, and ours, which calls the same library on a stream of high priority.
+The decoders are torchvision's, on its own stream, ours, which calls the same library on a stream of high priority, and
+NVIDIA's nvImageCodec where it is installed (nvidia-nvimgcodec-cu13, nvidia-nvjpeg), on the same stream as ours.
 Prints and writes jpeg_beside.json.
 """
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from analysis.common.qat_variants import DEVICE, machine
@@ -60,6 +64,25 @@ def timed(decode: Callable[[], object], graph: torch.cuda.CUDAGraph, replays: in
     return {"ms": round(statistics.median(decoded[1:]), 1), "work_ms": round(statistics.median(worked[1:]), 1)}
 
 
+def image_codec(files: list[Tensor]) -> dict[str, Callable[[], object]]:
+    """Return nvImageCodec's call under its name; nothing where it is not installed."""
+    try:
+        nvimgcodec: Any = importlib.import_module("nvidia.nvimgcodec")
+    except ImportError:
+        return {}
+    decoder = nvimgcodec.Decoder(device_id=torch.cuda.current_device())
+    arrays = [file.numpy() for file in files]
+
+    def decode() -> None:
+        stream = torch.cuda.current_stream()
+        found = decoder.decode([nvimgcodec.CodeStream(array) for array in arrays], cuda_stream=stream.cuda_stream)
+        stream.synchronize()
+        if any(image is None for image in found):
+            raise RuntimeError("nvImageCodec did not decode a file")
+
+    return {"nvImageCodec": decode}
+
+
 def main() -> None:
     """Measure one batch of files, idle and beside one and four graphs."""
     arguments = study_parser(__doc__, out="results/h200").parse_args()
@@ -69,6 +92,7 @@ def main() -> None:
     decoders: dict[str, Callable[[], object]] = {
         "torchvision": lambda: decode_jpeg(files, mode=ImageReadMode.RGB, device=DEVICE),
         "ours": lambda: decode_jpegs(files, torch.device("cuda", torch.cuda.current_device())),
+        **image_codec(files),
     }
     rows = []
     for products, (count, side) in PRODUCTS.items():
