@@ -33,7 +33,7 @@ class Chain:
         self.layer: fx.Node | None = None
         self.activation = ""
         source = quantizer.all_input_nodes[0]
-        found = _activation_of(source)
+        found = activation_of(source)
         if found and has_one_consumer(source) and has_one_consumer(source.all_input_nodes[0]):
             self.activation = found
             self.nodes.append(source)
@@ -65,7 +65,7 @@ class Chain:
         self.nodes.append(layer)
 
 
-def _activation_of(node: fx.Node) -> str:
+def activation_of(node: fx.Node) -> str:
     """The activation that a node computes, if chains may have it; "" = none."""
     kind = node_kind(node)
     if kind in BOUNDS:

@@ -8,6 +8,7 @@ parameters and ranges, are those of the first graph, by reference: train by call
 
 All weights are quantized in a few launches (`weights`). Attention whose probabilities are quantized is one operation
 too (`attention`), and so are GELU, SiLU and hard swish with their quantizer, and layer norms with theirs (`norm`).
+Squeeze and excitation is two operations around its gate (`squeeze`).
 In half precision depthwise convolutions with large filters have kernels of their own (`product`). Layers after a smooth
 activation or a layer norm compute their quantized input again in the backward pass instead of keeping it (`recompute`).
 
@@ -46,6 +47,7 @@ from compress.qat_fusion.learned import FusedLearnedModule, is_learned
 from compress.qat_fusion.norm import FusedNormModule, fuse_norms
 from compress.qat_fusion.product import ACTIVATIONS, epilogue_of, product
 from compress.qat_fusion.recompute import Recipe, recompute_inputs, recomputed, uses_recipes
+from compress.qat_fusion.squeeze import FusedExciteModule, fuse_squeezes
 from compress.qat_fusion.weights import group_weights, is_live, is_plain
 from compress.quantization.learned import LearnedQuantizer
 from compress.quantization.quantizer import Quantizer
@@ -125,13 +127,16 @@ def fuse_for_training(
         _share_weights(fused, kernels)
     norms = fuse_norms(fused, _quantizing(fused), kernels)
     chains = [replace(c, nodes=norms.get(qmodel.get_submodule(c.quantizer), c.nodes)) for c in chains]
+    if forward == "float" and kernels != "torch":
+        blocks = fuse_squeezes(fused, _quantizing(fused), kernels)
+        chains = [replace(c, nodes=blocks.get(qmodel.get_submodule(c.quantizer), c.nodes)) for c in chains]
     if forward == "int8":
         coded = carry_codes(fused, _fused_chains(fused))
         chains = [replace(chain, int8=qmodel.get_submodule(chain.quantizer) in coded) for chain in chains]
     if kernels != "torch":
         batch_norms = fuse_batch_norms(fused, _fused_chains(fused), kernels)
         chains = [replace(c, nodes=(*batch_norms.get(qmodel.get_submodule(c.quantizer), ()), *c.nodes)) for c in chains]
-        producers = (FusedChainModule, FusedNormModule, FusedBatchNormModule)
+        producers = (FusedChainModule, FusedNormModule, FusedBatchNormModule, FusedExciteModule)
         recompute_inputs(fused, producers, (FusedChainModule, FusedLayerModule))
     graph.eliminate_dead_code()
     graph.lint()

@@ -1,8 +1,8 @@
 """Smooth activations x * s(x) and fake quantization in one kernel, by strips of columns.
 
 A strip of columns lets the kernel sum the bias's gradient where it masks it. An element costs some thirty instructions,
-as many as a GPU executes while the memory delivers it; hence the short formulas (`_smooth`) in half precision, and one
-multiplication instead of a correct division there.
+as many as a GPU executes while the memory delivers it; hence the short formulas (`smooth_factor`) in half precision,
+and one multiplication instead of a correct division there.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202, N803  (kernels: Triton gives types, and constants stand in capitals)
@@ -39,7 +39,7 @@ def _reciprocal(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _smooth(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
+def smooth_factor(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
     """(s, its derivative) of an activation x * s(x)."""
     if ACTIVATION == "gelu":
         bell = tl.exp2(x * x * (-0.5 * _LOG2_E))
@@ -71,7 +71,7 @@ def _smooth(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
 @triton.jit
 def _activated(x, scale, reciprocal, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
     """(the activation in steps of the scale, its derivative)."""
-    s, slope = _smooth(x, ACTIVATION, EXACT)
+    s, slope = smooth_factor(x, ACTIVATION, EXACT)
     steps = steps_of(x * s, float("-inf"), float("inf"), scale, reciprocal) if EXACT else x * s * reciprocal
     return steps, s + x * slope
 

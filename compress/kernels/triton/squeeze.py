@@ -1,0 +1,399 @@
+"""Squeeze and excitation with its neighbours: two passes over an image forward, two backward.
+
+The block computes, of the result `y` of a layer, with `act` an activation and `q` quantizers:
+
+    a = act(y + bias);  pooled = mean of q1(a) over the pixels;  gate = what the network makes of pooled;  q2(a * gate)
+
+One by one, its operations read and write the whole tensor some thirty times in a training step, and keep `y`, `a` and
+two masks for the backward pass. Here the first pass (`squeeze`) reads `y` and writes the means alone; the second one
+(`excite`) reads `y` again and writes the quantized product. Everything between is computed again from `y`, which is all
+that is kept.
+
+The gradient of `a` is a sum of the product's and of the mean's, and the latter is known only after the gate's. So the
+two operations share a `Link`: backward, `excite` computes the gate's gradient, hands the gradient of its result on as
+it is, and notes its tensors in the link; `squeeze`, which is next, does the rest. What `squeeze` returns as `kept` is
+therefore for `excite` alone. Sums are computed by one program each, or in parts that are added in a fixed order.
+"""
+
+# ruff: noqa: ANN001, ANN201, ANN202, N803, N806  (kernels: Triton gives types, and constants stand in capitals)
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from compress.kernels.bitmask import BITS_PER_BYTE
+from compress.kernels.dispatch import refuse_second_derivative
+from compress.kernels.epilogue import IntegerGrid, rounding_threshold
+from compress.kernels.memory_format import is_channels_last, like
+from compress.kernels.triton.activation import smooth_factor
+from compress.kernels.triton.language import tl, triton
+from compress.kernels.triton.launch import launch
+from compress.kernels.triton.rounding import on_grid, step_of, steps_of
+
+_FORWARD = (1024, 4, 4224)  # elements of a tile, warps of a program, and programs for parts of images, about:
+_BACKWARD = (1024, 4, 2112)  # the best of four on an H200
+_WIDTHS = (128, 64, 32)  # columns of a tile
+_FEWEST = 528  # programs below which tiles become narrower: 4 on each multiprocessor
+_ANY = (-127, 127)  # integers of a grid that nothing is rounded to
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@triton.jit
+def _activated(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
+    """(an activation, its derivative)."""
+    if ACTIVATION == "":
+        value = x
+        slope = tl.full(x.shape, 1.0, tl.float32)
+    elif ACTIVATION == "relu":
+        value = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        slope = tl.where(x > 0.0, 1.0, 0.0)
+    elif ACTIVATION == "relu6":
+        value = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        value = tl.minimum(value, 6.0, propagate_nan=tl.PropagateNan.ALL)
+        slope = tl.where((x > 0.0) & (x < 6.0), 1.0, 0.0)
+    else:
+        s, steep = smooth_factor(x, ACTIVATION, EXACT)
+        value = x * s
+        slope = s + x * steep
+    return value, slope
+
+
+@triton.jit
+def _steps(value, scale, reciprocal, EXACT: tl.constexpr):
+    """A value in steps of a grid: by a correct division if EXACT."""
+    return steps_of(value, float("-inf"), float("inf"), scale, reciprocal) if EXACT else value * reciprocal
+
+
+@triton.jit
+def _tile(rows, eights, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(columns, rows of a tile, this program's columns, which exist, offsets of elements, the image's first element).
+
+    Columns are given in eights, so that the compiler knows that a row begins at a multiple of 16 bytes.
+    """
+    columns = eights * 8
+    local = tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(1).to(tl.int64) * rows * columns
+    return columns, local, column, column < columns, local[:, None] * columns + column[None, :], first
+
+
+@triton.jit
+def squeeze_kernel(
+    y_ptr, bias_ptr, amax_ptr, out_ptr, rows, eights, low, high,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Average y + bias, activated and quantized if ROUNDS, over an image, for a strip of columns."""
+    EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
+    scale, reciprocal = step_of(tl.load(amax_ptr), high)
+    columns, local, column, inside, at, first = _tile(rows, eights, ROWS, COLUMNS)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for row in range(0, rows, ROWS):
+        there = (local < rows - row)[:, None] & inside[None, :]
+        x = tl.load(y_ptr + first + row * columns + at, mask=there, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            x += bias[None, :]
+        value, _ = _activated(x, ACTIVATION, EXACT)
+        if ROUNDS:
+            value = on_grid(_steps(value, scale, reciprocal, EXACT), low, high)
+        total += tl.where(there, value, 0.0)
+    mean = tl.sum(total, axis=0) / rows
+    if ROUNDS:
+        mean *= scale
+    tl.store(out_ptr + tl.program_id(1) * columns + column, mean.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def excite_kernel(
+    y_ptr, bias_ptr, gate_ptr, amax_ptr, out_ptr, rows, eights, steps, low, high,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Quantize the product of the gate and of y + bias, activated, for a strip of columns of a part of an image."""
+    EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
+    scale, reciprocal = step_of(tl.load(amax_ptr), high)
+    columns, local, column, inside, at, first = _tile(rows, eights, ROWS, COLUMNS)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + tl.program_id(1) * columns + column, mask=inside, other=0.0).to(tl.float32)
+    for step in range(0, steps):
+        row = (tl.program_id(2) * steps + step) * ROWS
+        there = (local < rows - row)[:, None] & inside[None, :]
+        x = tl.load(y_ptr + first + row * columns + at, mask=there, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            x += bias[None, :]
+        value, _ = _activated(x, ACTIVATION, EXACT)
+        found = on_grid(_steps(value * gate[None, :], scale, reciprocal, EXACT), low, high) * scale
+        tl.store(out_ptr + first + row * columns + at, found.to(out_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def gate_gradient_kernel(
+    grad_ptr, y_ptr, bias_ptr, gate_ptr, amax_ptr, out_ptr, rows, eights, least, high,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sum the gradient, masked by the quantizer, times the activation over an image, for a strip of columns."""
+    EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
+    scale, reciprocal = step_of(tl.load(amax_ptr), high)
+    columns, local, column, inside, at, first = _tile(rows, eights, ROWS, COLUMNS)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    gate_at = tl.program_id(1) * columns + column
+    gate = tl.load(gate_ptr + gate_at, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for row in range(0, rows, ROWS):
+        there = (local < rows - row)[:, None] & inside[None, :]
+        grad = tl.load(grad_ptr + first + row * columns + at, mask=there, other=0.0).to(tl.float32)
+        x = tl.load(y_ptr + first + row * columns + at, mask=there, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            x += bias[None, :]
+        value, _ = _activated(x, ACTIVATION, EXACT)
+        found = _steps(value * gate[None, :], scale, reciprocal, EXACT)
+        total += tl.where((found > least) & (found < high + 0.5), grad * value, 0.0)  # `grad` is 0 outside
+    tl.store(out_ptr + gate_at, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gradient_kernel(
+    grad_ptr, y_ptr, bias_ptr, gate_ptr, amax_ptr, mean_grad_ptr, mean_amax_ptr, out_ptr, sums_ptr,
+    rows, eights, steps, least, high, mean_least, mean_high,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDS: tl.constexpr, SUMS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of y from those of the product and of the mean, for a strip of columns of part of an image.
+
+    ROUNDS: the mean is of quantized values. SUMS: sum it over the rows of this part, for the bias.
+    """
+    EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
+    scale, reciprocal = step_of(tl.load(amax_ptr), high)
+    columns, local, column, inside, at, first = _tile(rows, eights, ROWS, COLUMNS)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    gate_at = tl.program_id(1) * columns + column
+    gate = tl.load(gate_ptr + gate_at, mask=inside, other=0.0).to(tl.float32)
+    mean_grad = tl.load(mean_grad_ptr + gate_at, mask=inside, other=0.0).to(tl.float32) / rows
+    if ROUNDS:
+        mean_scale, mean_reciprocal = step_of(tl.load(mean_amax_ptr), mean_high)
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for step in range(0, steps):
+        row = (tl.program_id(2) * steps + step) * ROWS
+        there = (local < rows - row)[:, None] & inside[None, :]
+        grad = tl.load(grad_ptr + first + row * columns + at, mask=there, other=0.0).to(tl.float32)
+        x = tl.load(y_ptr + first + row * columns + at, mask=there, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            x += bias[None, :]
+        value, slope = _activated(x, ACTIVATION, EXACT)
+        found = _steps(value * gate[None, :], scale, reciprocal, EXACT)
+        passed = tl.where((found > least) & (found < high + 0.5), grad * gate[None, :], 0.0)
+        if ROUNDS:
+            found = _steps(value, mean_scale, mean_reciprocal, EXACT)
+            passed += tl.where((found > mean_least) & (found < mean_high + 0.5), mean_grad[None, :], 0.0)
+        else:
+            passed += mean_grad[None, :]
+        passed *= slope
+        tl.store(out_ptr + first + row * columns + at, passed.to(out_ptr.dtype.element_ty), mask=there)
+        if SUMS:
+            total += tl.where(there, passed, 0.0)
+    if SUMS:
+        sums_at = (tl.program_id(1) * tl.num_programs(2) + tl.program_id(2)) * columns + column
+        tl.store(sums_ptr + sums_at, tl.sum(total, axis=0), mask=inside)
+
+
+class Tiles(NamedTuple):
+    """Division of images into the programs of a kernel.
+
+    Attributes:
+        images, pixels, eights: number of images, rows of each, and its columns in eights.
+        rows, columns: of a tile.
+        strips: of columns, of an image.
+        steps: tiles that a program goes through, if several share a strip.
+        parts: number of programs that do.
+        warps: of a program.
+    """
+
+    images: int
+    pixels: int
+    eights: int
+    rows: int
+    columns: int
+    strips: int
+    steps: int
+    parts: int
+    warps: int
+
+    @classmethod
+    def of(cls, y: Tensor, elements: int, warps: int, programs: int) -> Tiles:
+        """For a `y` of (N, C, H, W), with `elements` in a tile, and about `programs` programs, if they share strips."""
+        images, columns, height, width = y.shape
+        padded = {w: -(-columns // w) * w for w in _WIDTHS}
+        best = [w for w in _WIDTHS if padded[w] == min(padded.values())]
+        strip = next((w for w in best if images * padded[w] // w >= _FEWEST), best[-1])
+        strips, rows = padded[strip] // strip, elements // strip
+        tiles = -(-height * width // rows)
+        steps = max(1, min(tiles, tiles * images * strips // programs))
+        parts = -(-tiles // steps)
+        return cls(images, height * width, columns // BITS_PER_BYTE, rows, strip, strips, steps, parts, warps)
+
+    def run(self, kernel: Any, tensors: tuple[Tensor, ...], constants: tuple[Any, ...], split: bool = False) -> None:
+        """Launch a kernel; if `split`, with several programs for a strip."""
+        grid = (self.strips, self.images, *((self.parts,) if split else ()))
+        sizes = (self.pixels, self.eights, *((self.steps,) if split else ()))
+        launch(kernel, grid, tensors, (*sizes, *constants, self.rows, self.columns), num_warps=self.warps)
+
+
+@dataclass(eq=False)
+class Link:
+    """What `squeeze` and `excite` of one block tell each other.
+
+    Attributes:
+        bias, activation: of `squeeze`, which `excite` computes again; the bias without its gradient.
+        found: of `excite`'s backward pass: the gate, and the integers of its quantizer.
+    """
+
+    bias: Tensor | None
+    activation: str
+    found: tuple[Tensor, IntegerGrid] | None = None
+
+
+def fits(y: Tensor) -> bool:
+    """Whether the kernels take type, layout and shape of a layer's result."""
+    return is_channels_last(y) and y.dtype in _FLOATS and y.numel() > 0 and y.shape[1] % BITS_PER_BYTE == 0
+
+
+def squeeze(y: Tensor, bias: Tensor | None, activation: str, grid: IntegerGrid | None) -> tuple[Tensor, Tensor, Link]:
+    """Average activation(y + bias), quantized, over the pixels.
+
+    Args:
+        y: (N, C, H, W), the result of a layer without its bias; `fits`.
+        bias: (C,).
+        activation: `relu`, `relu6`, a key of `SMOOTH_ACTIVATIONS`, or "".
+        grid: integers and range, with one range; None = the mean is of values that are not quantized.
+
+    Returns:
+        (the means, (N, C, 1, 1), in the type of `y`; what `excite` takes for `y`; what it takes besides).
+
+    Raises:
+        QuantizationError: in the backward pass, if a second derivative is asked for.
+    """
+    link = Link(None if bias is None else bias.detach(), activation)
+    pooled, kept = _Squeeze.apply(y, bias, grid, link)
+    return pooled, kept, link
+
+
+def excite(kept: Tensor, gate: Tensor, grid: IntegerGrid, link: Link) -> Tensor:
+    """Fake quantization of activation(y + bias) * gate.
+
+    Args:
+        kept: from `squeeze`.
+        gate: (N, C, 1, 1) or (1, C, 1, 1).
+        grid: integers and range, with one range.
+        link: from `squeeze`.
+
+    Returns:
+        (N, C, H, W), channels_last, in the type of the product.
+
+    Raises:
+        QuantizationError: in the backward pass, if a second derivative is asked for.
+    """
+    return cast(Tensor, _Excite.apply(kept, _rows(gate, kept), grid, link))
+
+
+def excite_again(
+    kept: Tensor, gate: Tensor, amax: Tensor, bias: Tensor | None = None, *, low: int, high: int, activation: str
+) -> Tensor:
+    """The result of `excite`, to the last bit, without gradients.
+
+    Args:
+        kept: from `squeeze`.
+        gate: as of `excite`.
+        amax: range.
+        bias: as of `squeeze`.
+        low: smallest integer.
+        high: largest integer.
+        activation: as of `squeeze`.
+    """
+    out = torch.empty_like(kept, dtype=torch.promote_types(kept.dtype, gate.dtype))
+    tensors = (kept, kept if bias is None else bias, _rows(gate, kept), amax, out)
+    constants = (float(low), float(high), activation, bias is not None)
+    Tiles.of(kept, *_FORWARD).run(excite_kernel, tensors, constants, split=True)
+    return out
+
+
+def _rows(gate: Tensor, y: Tensor) -> Tensor:
+    """The gate of each image and channel, (N, C)."""
+    return gate.reshape(gate.shape[:2]).expand(y.shape[:2]).contiguous()
+
+
+class _Squeeze(torch.autograd.Function):
+    """Keeps `y`; its backward pass computes that of both operations (see the module's first lines)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, bias: Tensor | None, grid: IntegerGrid | None, link: Link
+    ) -> tuple[Tensor, Tensor]:
+        """(the means, `y`)."""
+        out = torch.empty((*y.shape[:2], 1, 1), dtype=y.dtype, device=y.device)
+        low, high = _ANY if grid is None else (grid.low, grid.high)
+        tensors = (y, y if bias is None else bias, y if grid is None else grid.amax, out)
+        constants = (float(low), float(high), link.activation, bias is not None, grid is not None)
+        Tiles.of(y, *_FORWARD).run(squeeze_kernel, tensors, constants)
+        ctx.save_for_backward(y, bias, None if grid is None else grid.amax)
+        ctx.grid, ctx.link = None if grid is None else (grid.low, grid.high), link
+        ctx.set_materialize_grads(False)
+        return out, y
+
+    @staticmethod
+    def backward(ctx: Any, mean_grad: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of y and bias; `grad` is that of the result of `excite`."""
+        refuse_second_derivative(mean_grad, grad)
+        y, bias, mean_amax = ctx.saved_tensors
+        found, ctx.link.found = ctx.link.found, None
+        if mean_grad is None:
+            mean_grad = y.new_zeros(y.shape[:2])
+        if grad is None or found is None:  # the product is not part of the loss
+            found = y.new_zeros(y.shape[:2]), IntegerGrid(y.new_ones((), dtype=torch.float32), *_ANY)
+            grad = torch.zeros_like(y)
+        (gate, grid), (mean_low, mean_high) = found, ctx.grid or _ANY
+        out = torch.empty_like(y)
+        t = Tiles.of(y, *_BACKWARD)
+        wants = bias is not None and ctx.needs_input_grad[1]
+        shape = (t.images * t.parts, y.shape[1]) if wants else (1,)
+        sums = torch.empty(shape, dtype=torch.float32, device=y.device)
+        tensors = (like(grad, y), y, y if bias is None else bias, gate, grid.amax, mean_grad.contiguous())
+        bounds = (rounding_threshold(grid.low), float(grid.high), rounding_threshold(mean_low), float(mean_high))
+        constants = (*bounds, ctx.link.activation, bias is not None, ctx.grid is not None, wants)
+        t.run(
+            gradient_kernel, (*tensors, grid.amax if mean_amax is None else mean_amax, out, sums), constants, split=True
+        )
+        return out, sums.sum(0).to(bias.dtype) if wants else None, None, None
+
+
+class _Excite(torch.autograd.Function):
+    """Keeps `y` and the gate; the gradient that it gives to `kept` is the one that comes in."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, gate: Tensor, grid: IntegerGrid, link: Link) -> Tensor:
+        """The quantized product."""
+        ctx.save_for_backward(y, gate, grid.amax)
+        ctx.grid, ctx.link = (grid.low, grid.high), link
+        low, high = grid.low, grid.high
+        return excite_again(y, gate, grid.amax, link.bias, low=low, high=high, activation=link.activation)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """(`grad`, the gradient of the gate)."""
+        refuse_second_derivative(grad)
+        y, gate, amax = ctx.saved_tensors
+        link, (low, high) = ctx.link, ctx.grid
+        link.found = gate, IntegerGrid(amax, low, high)
+        if not ctx.needs_input_grad[1]:
+            return grad, None, None, None
+        out = torch.empty_like(gate)
+        tensors = (like(grad, y), y, y if link.bias is None else link.bias, gate, amax, out)
+        constants = (rounding_threshold(low), float(high), link.activation, link.bias is not None)
+        Tiles.of(y, *_BACKWARD).run(gate_gradient_kernel, tensors, constants)
+        return grad, out, None, None

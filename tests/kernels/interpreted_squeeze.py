@@ -1,0 +1,154 @@
+"""Kernels of squeeze and excitation against torch in float64: in Triton's interpreter when started.
+
+Where rounding depends on the last bits nothing is compared (`tests.kernels.float64`). The mean and the gate are rounded
+to the type of the network in the reference too, since all that follows depends on them.
+"""
+
+import itertools
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import compress
+from compress.kernels.activation import SMOOTH_ACTIVATIONS
+from compress.kernels.epilogue import IntegerGrid
+from compress.kernels.triton import squeeze as triton_squeeze
+from compress.kernels.triton.squeeze import excite, excite_again, fits, squeeze
+from compress.qat_fusion.squeeze import FusedSqueezeModule
+from compress.quantization.numerics import fake_quantize, scale_from_amax
+from tests.kernels.float64 import assert_close_in_norm, beside_float64
+from tests.kernels.interpreted_rows import FORMATS, sure
+from tests.qat_fusion.common import assert_same, gradients, quantized
+
+ACTIVATIONS = {"": lambda x: x, "relu": F.relu, "relu6": F.relu6, **SMOOTH_ACTIVATIONS}
+SHAPES = ((2, 8, 3, 5), (3, 40, 9, 9), (1, 72, 2, 2))
+GPU_SHAPES = ((128, 72, 28, 28), (16, 1536, 7, 7), (5, 256, 14, 14), (3, 216, 56, 56))
+CORNERS = {"relu": (0.0,), "relu6": (0.0, 6.0), "hardswish": (-3.0, 3.0)}
+
+
+def rounded_to(exact, dtype):
+    """Values rounded to a type, with the gradient of the exact ones."""
+    return exact + (exact.to(dtype).double() - exact).detach()
+
+
+def check_block(activation, shape, quant_format, rounds, has_bias, dtype, device):
+    """Result and gradients of one block; some values saturate, in both quantizers."""
+    generator = torch.Generator().manual_seed(3)
+    y = (2 * torch.randn(shape, generator=generator)).to(device, dtype).contiguous(memory_format=torch.channels_last)
+    weight, offset, bias = (torch.randn(shape[1], generator=generator).to(device) for _ in range(3))
+    made = [y, weight.to(dtype), offset.to(dtype), *([bias] if has_bias else [])]
+    mean_amax, amax = torch.tensor(2.5, device=device), torch.tensor(1.5, device=device)
+    grids = [IntegerGrid(a, quant_format.low, quant_format.high) for a in (mean_amax, amax)]
+    assert fits(y)
+
+    def gate_of(pooled, weight, offset):
+        return torch.sigmoid(pooled * weight.view(1, -1, 1, 1) + offset.view(1, -1, 1, 1))
+
+    def fused(y, weight, offset, bias=None):
+        pooled, kept, link = squeeze(y, bias, activation, grids[0] if rounds else None)
+        gate = gate_of(pooled, weight, offset)
+        result = excite(kept, gate, grids[1], link)
+        numbers = {"low": quant_format.low, "high": quant_format.high, "activation": activation}
+        assert torch.equal(excite_again(kept.detach(), gate.detach(), amax, bias, **numbers), result)
+        return result
+
+    def reference(x, weight, offset, bias=None):
+        x = x if bias is None else x + bias.view(1, -1, 1, 1)
+        apart = torch.ones_like(x, dtype=torch.bool)
+        for corner in CORNERS.get(activation, ()):
+            apart &= (x - corner).abs() > 1e-5
+        a = ACTIVATIONS[activation](x)
+        averaged = fake_quantize(a, scale_from_amax(mean_amax.double(), quant_format), quant_format) if rounds else a
+        pooled = rounded_to(averaged.mean((2, 3), keepdim=True), dtype)
+        gate = gate_of(pooled, weight, offset)
+        with torch.no_grad():
+            found = gate_of(pooled.to(dtype), weight.to(dtype), offset.to(dtype)).double()
+        product = a * (gate + (found - gate).detach())
+        mask = sure(product, amax, quant_format) & apart.detach()
+        return fake_quantize(product, scale_from_amax(amax.double(), quant_format), quant_format), mask
+
+    _, found, wanted, mask = beside_float64(fused, reference, made, generator)
+    assert mask.double().mean() > 0.4
+    precision = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    for one, other in zip(found, wanted, strict=True):
+        assert_close_in_norm(one, other, precision, (activation, shape, dtype, rounds, has_bias))
+    assert found[1].stride() == y.stride()
+
+
+def check_parts():
+    """Gradients where the gate, or the product, is no part of the loss; and of a second backward pass."""
+    y = torch.randn(2, 16, 3, 3).contiguous(memory_format=torch.channels_last).requires_grad_()
+    grid = IntegerGrid(torch.tensor(1.0), -127, 127)
+
+    def gradient(run):
+        pooled, kept, link = squeeze(y, None, "relu", grid)
+        return torch.autograd.grad(run(pooled, lambda gate: excite(kept, gate, grid, link)).sum(), y)[0]
+
+    inside = (y > 0) & (y < 1 + 0.5 / 127)
+    assert torch.equal(
+        gradient(lambda pooled, product: product(0 * pooled.detach() + 0.5)), 0.5 * ((y > 0) & (y < 2 + 1 / 127))
+    )
+    torch.testing.assert_close(gradient(lambda pooled, product: pooled), inside / 9)
+    pooled, kept, link = squeeze(y, None, "relu", grid)
+    result = excite(kept, torch.sigmoid(pooled), grid, link).sum()
+    first, second = (torch.autograd.grad(result, y, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+class SqueezeNet(nn.Module):
+    """A residual block around squeeze and excitation, in channels_last."""
+
+    def __init__(self, activation, gate):
+        super().__init__()
+        self.stem, self.one = nn.Conv2d(3, 16, 3, 2, 1), nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.activation, self.gate = activation(), gate()
+        self.down, self.up, self.project = nn.Conv2d(16, 8, 1), nn.Conv2d(8, 16, 1), nn.Conv2d(16, 16, 1)
+        self.head = nn.Conv2d(16, 5, 1)
+
+    def forward(self, x):
+        x = self.activation(self.stem(x))
+        y = self.activation(self.one(x))
+        gate = self.gate(self.up(F.relu(self.down(F.adaptive_avg_pool2d(y, 1)))))
+        return self.head(self.project(gate * y) + x).mean((2, 3))
+
+
+def squeeze_net(activation=nn.SiLU, gate=nn.Sigmoid):
+    torch.manual_seed(1)
+    return SqueezeNet(activation, gate).to(memory_format=torch.channels_last).eval()
+
+
+def in_channels_last(made):
+    qmodel, x = made
+    return qmodel.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
+
+
+def check_network(activation, gate):
+    """A whole network: the plain path's gradients, in float32 and under autocast."""
+    qmodel, x = in_channels_last(quantized(lambda: squeeze_net(activation, gate)))
+    fused = compress.fuse_for_training(qmodel, kernels="triton")
+    assert sum(isinstance(module, FusedSqueezeModule) for module in fused.modules()) == 1
+    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-3, atol=1e-3)
+    found, wanted = (gradients(run, qmodel, x, autocast=True) for run in (fused, qmodel))
+    exact = gradients(qmodel, qmodel, x)
+    for name, grad in exact[2].items():
+        ours, theirs = (float((made[2][name] - grad).norm() / grad.norm()) for made in (found, wanted))
+        assert ours < max(0.04, 3 * theirs), (name, ours, theirs)
+
+
+def main():
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    triton_squeeze._FORWARD = triton_squeeze._BACKWARD = (256, 4, 3)  # each program goes through several tiles
+    cases = list(itertools.product(ACTIVATIONS, SHAPES, (torch.float32, torch.float16)))
+    for i, (activation, shape, dtype) in enumerate(cases):
+        check_block(activation, shape, FORMATS[i % 2], i % 3 > 0, i % 4 > 0, dtype, "cpu")
+    networks = ((nn.SiLU, nn.Sigmoid), (nn.ReLU, nn.Sigmoid), (nn.Hardswish, nn.Hardsigmoid))
+    for activation, gate in networks:
+        check_network(activation, gate)
+    check_parts()
+    print(f"{len(cases)} blocks, {len(networks)} networks")
+
+
+if __name__ == "__main__":
+    main()
