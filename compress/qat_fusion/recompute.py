@@ -79,6 +79,8 @@ def recomputed(x: Tensor, recipe: Recipe | None) -> AbstractContextManager[objec
     """
     if recipe is None or recipe.result != (x.data_ptr(), x._version):
         return nullcontext()
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return nullcontext()  # as within torch.func
     address, count, dtype = x.data_ptr(), x.numel(), x.dtype
     surrounding = torch._C._autograd._top_saved_tensors_default_hooks(False)
     pack, unpack = (_same, _same) if surrounding is None else surrounding
