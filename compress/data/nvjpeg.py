@@ -132,7 +132,8 @@ def _loaded_library() -> str | None:
     maps = Path("/proc/self/maps")
     if not maps.exists():  # not Linux
         return None
-    return next((line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "/libnvjpeg" in line), None)
+    paths = [line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "/libnvjpeg." in line]
+    return min(paths, key=lambda path: "torchvision" not in path, default=None)  # others may have loaded another one
 
 
 def _image(first: int, shape: tuple[int, int, int]) -> _Image:
