@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 import torchvision
@@ -6,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from compress.graph.layers import layers, total_macs
 from compress.graph.trace import trace
+from compress.roofline.counting import workload
 
 NAMES = ("resnet18", "mobilenet_v2", "shufflenet_v2_x0_5", "squeezenet1_1", "efficientnet_b0", "vit_b_32")
 
@@ -39,3 +42,17 @@ def test_unknown_is_not_zero():
     macs, unknown = total_macs(layers(trace(Odd(), torch.randn(1, 3, 8, 8))))
     assert macs == 0
     assert [name for name in unknown if "fft" in name]
+
+
+def test_numbers_computed_from_sizes_are_no_operations():
+    """timm's MobileViT rounds sizes up with math.ceil, which stays in the graph of a traced network."""
+
+    class Rounded(nn.Module):
+        def forward(self, x):
+            height = math.ceil(x.shape[2] / 2) * 2
+            return nn.functional.interpolate(x, size=(height, height))
+
+    graph = trace(Rounded(), torch.randn(1, 3, 7, 7))
+    assert graph.graph.find_nodes(op="call_function", target=math.ceil)
+    assert [layer.kind for layer in layers(graph)] == ["resize"] and total_macs(layers(graph)) == (0, ())
+    assert workload(Rounded(), torch.randn(1, 3, 7, 7)).operations[-1].activation_elements == 3 * (49 + 64)
