@@ -11,9 +11,9 @@ The layout is ONNX Runtime's own affair, so that it is not believed: the caller 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Mapping, Set
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,13 @@ from compress.export.onnx_graph import attribute
 from compress.onnx_ptq.canonical import replace_nodes
 from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.run import FloatSession, results_of, session_options
-from compress.quantization.calibration.histogram import LOOK, Sample, drawn_places, largest_magnitude
+from compress.quantization.calibration.samples import LOOK, Sample, drawn_places, is_sampled, largest_magnitude
 
 BLOCKS = (16, 8)
 """Channels of a block, with AVX-512 and without."""
 
 _COPY = "ReorderOutput"
-_REMEMBERED = 1 << 26
+_REMEMBERED = 1 << 28
 """Bytes of places that are kept for the next piece of the same size."""
 
 
@@ -166,28 +166,39 @@ class BlockedSamples:
     def __init__(self) -> None:
         self._places: dict[tuple[Any, ...], _Places] = {}
         self._bytes = 0
+        self._own = threading.local()
 
-    def draw(self, tensor: Blocked, *, start: int, total: int) -> Sample:
+    def draw(self, tensor: Blocked, *, start: int, total: int, signed: bool = True) -> Sample:
         """Return the sample that `drawn_from` draws of the tensor in the file's order.
+
+        Its memory is the tensor's, or is used again by the next call of the same thread.
 
         Args:
             tensor: a stretch of one, or a whole one.
             start: place of its first value in the whole tensor, in the file's order.
             total: number of values of the whole tensor.
+            signed: False if it is known that no value is negative.
         """
+        flat = tensor.values.reshape(-1)
+        if not is_sampled(total) and tensor.channels == tensor.values.shape[1]:  # all of them, in any order
+            every_value = torch.from_numpy(flat)
+            amax = float(largest_magnitude(flat, signed=signed))
+            return Sample(amax=amax, values=every_value, rest=every_value[:0], every=1)
         places = self._places_of(tensor, start, total)
-        groups, flat = tensor.groups, tensor.values.reshape(-1)
-        values = np.empty(places.at.size, np.float32)
-        found = []
-        for image, channels, first, last in _stretches(groups.shape, tensor.channels):
-            part = groups[image, first:last]
-            if channels < tensor.block:
-                part = _extremes(part.reshape(tensor.values.shape[2], -1, tensor.block), channels)
-            found.append(largest_magnitude(part))
-            a, b = places.bounds[image * groups.shape[1] + first], places.bounds[image * groups.shape[1] + last]
+        values, found = self._memory(places.at.size), []
+        for part, first, last in _stretches(tensor):
+            found.append(largest_magnitude(part, signed=signed))
+            a, b = places.bounds[first], places.bounds[last]
             flat.take(places.at[a:b], out=values[a:b], mode="clip")
         drawn, rest = torch.from_numpy(values).split([places.drawn, values.size - places.drawn])
         return Sample(amax=float(np.max(found)), values=drawn, rest=rest, every=places.every)
+
+    def _memory(self, size: int) -> NDArray[np.float32]:
+        """Return memory of the thread: new pages for each sample would cost as much as to draw it."""
+        memory: NDArray[np.float32] = getattr(self._own, "memory", np.empty(0, np.float32))
+        if memory.size < size:
+            self._own.memory = memory = np.empty(size, np.float32)
+        return memory[:size]
 
     def _places_of(self, tensor: Blocked, start: int, total: int) -> _Places:
         key = (tensor.values.shape, tensor.channels, tensor.block, start, total)
@@ -213,14 +224,21 @@ def _places(tensor: Blocked, start: int, total: int) -> _Places:
     return _Places(at=at, drawn=drawn, every=every, bounds=ends[np.append(planes.reshape(-1), images * channels)])
 
 
-def _stretches(shape: tuple[int, ...], channels: int) -> list[tuple[int, int, int, int]]:
-    """Return (image, channels of a group, first group, last group) of stretches that the cache holds."""
-    images, groups, pixels, block = shape
-    full = channels // block
-    step = max(1, LOOK // (pixels * block))
-    edges = [*range(0, full, step), full]
-    inner = [(block, a, b) for a, b in pairwise(edges)] + [(channels - full * block, full, groups)] * (full < groups)
-    return [(image, *part) for image in range(images) for part in inner]
+def _stretches(tensor: Blocked) -> Iterator[tuple[NDArray[np.float32], int, int]]:
+    """Yield stretches that the cache holds, as (values, first group, last group); groups of all images are counted on.
+
+    Of a group that is not full the values are the largest and the smallest of each channel.
+    """
+    images, groups, pixels, block = tensor.groups.shape
+    full = tensor.channels // block
+    rows, step = tensor.groups.reshape(images * groups, pixels * block), max(1, LOOK // (pixels * block))
+    runs = [(0, len(rows))] if full == groups else [(i * groups, i * groups + full) for i in range(images)]
+    for begin, end in runs:
+        for first in range(begin, end, step):
+            yield rows[first : min(first + step, end)], first, min(first + step, end)
+        if full < groups:
+            group = rows[end].reshape(tensor.values.shape[2], -1, block)
+            yield _extremes(group, tensor.channels - full * block), end, end + 1
 
 
 def _extremes(group: NDArray[np.float32], channels: int) -> NDArray[np.float32]:

@@ -29,7 +29,7 @@ from compress.process import core_count
 from compress.progress import NoProgress, Progress
 from compress.quantization.calibration.averages import raised_ranges
 from compress.quantization.calibration.calibrator import Calibrator
-from compress.quantization.calibration.calibrators import make_calibrator
+from compress.quantization.calibration.calibrators import HistogramCalibrator, make_calibrator
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.placement.dead import always_zero
 from compress.quantization.placement.decisions import Placement
@@ -130,22 +130,22 @@ def _batch_statistics(
     values = list(in_order(lambda job: job[0].run(job[1]), tried, plan.at_once))
     if check is not None:
         check(values[0])
-    done: list[tuple[Piece, Parts]] = []
     chosen: AnySession = session
-    samples = BlockedSamples()
+    known: list[Mapping[str, Any] | None] = []
     if plan.images:
         found_alone = _same_alone(values[0], values[1], few.images, watched, blocked)
         if found_alone is not None:
             chosen = blocked or session
-            done.append((few, _parts(placement, watching, few, found_alone, samples)))
+            known.append(found_alone)
         else:
             plan = plan_for(first, size, apart=False)
             chosen = FloatSession(source, tensors, threads=plan.threads)
+        del found_alone
     del values, tried, session, blocked
-    work = partial(_computed_parts, chosen, placement, watching, samples)
-    others = itertools.islice(pieces(itertools.chain([first], given), plan.images), len(done), None)
+    work = partial(_computed_parts, chosen, placement, watching, BlockedSamples())
+    jobs = zip(pieces(itertools.chain([first], given), plan.images), _and_none(known), strict=False)
     found: list[Parts] = []
-    for piece, parts in itertools.chain(done, in_order(work, others, plan.at_once)):
+    for piece, parts in in_order(work, jobs, plan.at_once):
         found.append(parts)
         if piece.ends:
             yield piece.whole, found
@@ -167,7 +167,7 @@ def _sessions(
 
 def _sampled_only(placement: Placement, watching: Mapping[str, Calibrator]) -> Set[str]:
     """Return the tensors of which calibration draws nothing but samples."""
-    sites = [(watching[site.name].statistics == "histogram", site.edges) for site in placement.activations]
+    sites = [(isinstance(watching[site.name], HistogramCalibrator), site.edges) for site in placement.activations]
     sampled = {tensor for counted, edges in sites if counted for tensor, _ in edges}
     return sampled - {tensor for counted, edges in sites if not counted for tensor, _ in edges}
 
@@ -188,14 +188,22 @@ def _same_alone(
     return None
 
 
+def _and_none(known: list[Mapping[str, Any] | None]) -> Iterator[Mapping[str, Any] | None]:
+    """Yield what is in a list, which is emptied so that it can be freed, and then None without end."""
+    while True:
+        yield known.pop(0) if known else None
+
+
 def _computed_parts(
     session: AnySession,
     placement: Placement,
     watching: Mapping[str, Calibrator],
     samples: BlockedSamples,
-    piece: Piece,
+    job: tuple[Piece, Mapping[str, Any] | None],
 ) -> tuple[Piece, Parts]:
-    return piece, _parts(placement, watching, piece, session.run(piece.feed), samples)
+    """Return the statistics of a piece, of which the tensors may be known already."""
+    piece, known = job
+    return piece, _parts(placement, watching, piece, session.run(piece.feed) if known is None else known, samples)
 
 
 def _parts(
@@ -208,6 +216,7 @@ def _parts(
     """Return the statistics of the tensors of a piece."""
     found: Parts = {}
     for site in placement.activations:
+        watch = watching[site.name]
         for tensor in dict.fromkeys(tensor for tensor, _ in site.edges):
             value = values[tensor]
             start, total = 0, math.prod(value.shape)
@@ -216,11 +225,12 @@ def _parts(
                 start, total = each * piece.start, each * piece.whole
             if total == 0:
                 found[site.name, tensor] = None
-            elif isinstance(value, Blocked):
-                found[site.name, tensor] = samples.draw(value, start=start, total=total)
+            elif isinstance(value, Blocked) and isinstance(watch, HistogramCalibrator):
+                sample = samples.draw(value, start=start, total=total, signed=site.format.signed)
+                found[site.name, tensor] = watch.part_of(sample)
             else:
                 x = _as_tensor(value).reshape(-1)
-                found[site.name, tensor] = watching[site.name].part(x, start=start, total=total)
+                found[site.name, tensor] = watch.part(x, start=start, total=total)
     return found
 
 

@@ -67,7 +67,7 @@ class Plan:
     """How batches are computed.
 
     Attributes:
-        images: pictures of a piece; 0 = whole batches.
+        images: pictures of a piece at least, as long as a batch has them; 0 = whole batches.
         at_once: pieces that are computed at a time.
         threads: of each; 0 = one for each core.
     """
@@ -119,13 +119,13 @@ def one_image(proto: onnx.ModelProto, feed: Arrays) -> Arrays | None:
 
 
 def pieces(feeds: Iterable[Arrays], images: int) -> Iterator[Piece]:
-    """Yield the pieces of batches, of so many pictures each; 0 = whole batches."""
+    """Yield the pieces of batches, of so many pictures each or a few more, nearly alike; 0 = whole batches."""
     for feed in feeds:
         whole = images_of(feed)
-        step = images or whole
-        for start in range(0, max(whole, 1), max(step, 1)):
-            part = feed if step >= whole else {name: value[start : start + step] for name, value in feed.items()}
-            yield Piece(feed=part, start=start, images=min(step, whole - start), whole=whole)
+        number = max(1, whole // images) if images else 1
+        for start, end in itertools.pairwise(whole * i // number for i in range(number + 1)):
+            part = feed if number == 1 else {name: value[start:end] for name, value in feed.items()}
+            yield Piece(feed=part, start=start, images=end - start, whole=whole)
 
 
 def independent(alone: Arrays, beside: Mapping[str, Any], images: int, tensors: Iterable[str]) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -21,7 +20,8 @@ from compress.errors import CalibrationError, near_misses
 from compress.quantization.calibration.amax import NEAR_TIE, check_percentile, mse_amax, percentile_amax, row_amax
 from compress.quantization.calibration.calibrator import Calibrator
 from compress.quantization.calibration.entropy import entropy_amax
-from compress.quantization.calibration.histogram import BINS, MAX_BINS, Histogram, drawn_from, joined, raise_amax
+from compress.quantization.calibration.histogram import BINS, MAX_BINS, Counted, Histogram, raise_amax
+from compress.quantization.calibration.samples import Sample, drawn_from
 from compress.quantization.spec import LEAST_BITS, MOST_BITS, CalibratorName
 
 
@@ -72,14 +72,17 @@ class HistogramCalibrator(Calibrator):
         self._counted.add(rows)
 
     def _part(self, values: Tensor, start: int, total: int) -> Any:
-        sample = drawn_from(values, start=start, total=total)
-        drawn = _copied(sample.values) if sample.every == 1 else sample.values
-        return replace(sample, values=drawn, rest=_copied(sample.rest))
+        return self.part_of(drawn_from(values, start=start, total=total))
+
+    def part_of(self, sample: Sample) -> Sample | Counted:
+        """Return what `part` does, from a sample of the stretch; the result does not refer to its memory."""
+        counted = self._counted
+        return sample.copied() if counted is None else counted.counted(sample)
 
     def _add(self, parts: Sequence[Any]) -> None:
         self._chosen = None
         self._counted = self._counted or self._empty(1, torch.device("cpu"))
-        self._counted.add_sample(joined(parts))
+        self._counted.add_parts(parts)
 
     def _empty(self, rows: int, device: torch.device) -> Histogram:
         return Histogram.empty(rows, MAX_BINS if self.axis is None else BINS, device)
@@ -124,11 +127,6 @@ class HistogramCalibrator(Calibrator):
         dist.all_reduce(width, op=dist.ReduceOp.MAX, group=group)
         self._counted = mine.rescaled(width, amax)
         dist.all_reduce(self._counted.counts, group=group)
-
-
-def _copied(values: Tensor) -> Tensor:
-    """Copy values on the CPU with one thread: several threads draw samples, and torch's own would wait for them."""
-    return torch.from_numpy(values.numpy().copy())
 
 
 def _largest_of_all(amax: Tensor, group: ProcessGroup | None) -> Tensor:

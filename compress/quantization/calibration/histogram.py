@@ -14,12 +14,13 @@ Widening depends on the values. Reading a value from a GPU would stop the queue 
 stay tensors and every step, merging included, is computed even if it is not needed; a whole tensor by a CUDA kernel
 that reads it once (`compress.kernels.cuda.histogram`). A CPU has nothing to wait for and counts in blocks that fit the
 cache, on all threads (`torch.histc` takes 4 times as long). There, counting every value would take as long as the
-network itself, so that of a large tensor a sample is counted; the largest magnitude is always that of all values.
+network itself, so that of a large tensor a sample is counted (`samples`); the largest magnitude is always that of all
+values.
 """
 
 from __future__ import annotations
 
-import functools
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from compress.kernels.cuda.histogram import Watch, collect_amax, takes
 from compress.quantization.calibration.amax import live_bins, row_amax
+from compress.quantization.calibration.samples import Sample, drawn_from
 
 BINS = 2048
 """Bins that the first batch is spread over."""
@@ -39,13 +41,7 @@ MAX_BINS = 8192
 """Bins of one tensor before neighbours are merged."""
 
 _BLOCK = (1 << 15) - 64  # elements counted at a time: below torch's grain, so that no operation waits for its threads
-LOOK = 1 << 18  # elements that are searched for the largest, and then sampled while the cache holds them
 _SHARE = 1 << 18  # elements that are worth a thread
-_SAMPLED, _THINNEST = 1 << 17, 13
-"""Values of a whole tensor that are counted at least, and one value in so many that is counted at least, on a CPU."""
-_STRATA = 2503
-"""Stretches after which the random numbers of the sample repeat: a prime, which no width of a picture divides."""
-
 _EXACT = 1 << 24  # float32 counts of more elements than this need not be exact
 
 
@@ -83,7 +79,7 @@ class Histogram:
             return
         self._watch = None
         if values.device.type == "cpu" and len(values) == 1:
-            self.add_sample(drawn_from(values[0]))
+            self.add_parts([drawn_from(values[0])])
             return
         batch_amax = row_amax(values)
         self.amax = torch.maximum(self.amax, batch_amax)
@@ -93,9 +89,23 @@ class Histogram:
         live = (self.amax / width).ceil().clamp(1, self.counts.shape[1])
         self.counts += count_on_device(values, width, live, self.counts.shape[1])
 
-    def add_sample(self, sample: Sample) -> None:
-        """Count one row on a CPU, with numbers: operations on tensors take longer than to count small ones."""
-        batch_amax = np.float32(sample.amax)
+    def counted(self, sample: Sample) -> Sample | Counted:
+        """Count the sample of a stretch of a tensor before those of its other stretches are there.
+
+        It is copied instead as long as there is no width, or where its largest magnitude does not fit. Several threads
+        may call this while one calls `add_parts`.
+        """
+        width = self.width.numpy()[0]
+        if width == 0 or not np.float32(sample.amax) <= width * np.float32(self.counts.shape[1]):
+            return sample.copied()
+        return _counted(sample, width, self.counts.shape[1])
+
+    def add_parts(self, parts: Sequence[Sample | Counted]) -> None:
+        """Count one row on a CPU, from the samples of all its stretches.
+
+        It computes with numbers: operations on tensors take longer than to count small ones.
+        """
+        batch_amax = np.max([np.float32(part.amax) for part in parts])  # NaN where one is
         with np.errstate(all="ignore"):
             amax, width = np.maximum(self.amax.numpy()[0], batch_amax), self.width.numpy()[0]
             width = width if width > 0 else batch_amax / np.float32(BINS)
@@ -107,7 +117,14 @@ class Histogram:
                 width = self.width.numpy()[0]
             width = width if width > 0 else np.float32(1)
             bins = min(max(int(np.ceil(amax / width)), 1), self.counts.shape[1])
-        self.counts[0, :bins] += count_sample(sample, float(width), bins)
+        counts = np.zeros(bins, np.int64)
+        for part in parts:
+            whole = part if isinstance(part, Counted) else _counted(part, width, bins)
+            _add_counts(counts, _wider(whole, width))
+        if parts[0].every > 1:
+            _count_largest(counts, min(int(float(batch_amax) / float(width)), bins - 1))
+        held = self.counts.numpy()[0, :bins]
+        held += counts
 
     def rescaled(self, width: Tensor, amax: Tensor) -> Histogram:
         """Return this histogram on bins of `width` (rows,), none narrower than now, up to `amax` (rows,)."""
@@ -173,137 +190,54 @@ def resample(counts: Tensor, width: Tensor, new_width: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
-    """An evenly spread sample of a tensor on the CPU.
+class Counted:
+    """Counts of a stretch of a tensor.
 
     Attributes:
-        amax: largest magnitude of the whole tensor; NaN where it holds one.
-        values: (n,), each of which counts for `every` values of the tensor.
-        rest: (m,), which count once.
-        every: 1 where all values are in the sample.
+        counts: (n,), each value of the sample for all that it stands for. The last bin may hold values that are the
+            upper edge of the one before.
+        width: of a bin.
+        amax, every: as of the sample.
     """
 
+    counts: NDArray[np.int64]
+    width: np.float32
     amax: float
-    values: Tensor
-    rest: Tensor
     every: int
 
 
-def drawn_from(values: Tensor, *, start: int = 0, total: int | None = None) -> Sample:
-    """Return a sample of (n,) values and the largest magnitude of all, in one pass.
+def _counted(sample: Sample, width: np.float32, most: int) -> Counted:
+    """Count the magnitudes of a sample, none of which is larger than most * width."""
+    bins = min(max(int(np.ceil(np.float32(sample.amax) / width)), 1), most)
+    counts = _count(sample.values, float(width), bins).numpy()
+    if sample.every > 1:
+        counts *= sample.every
+        counts += _count(sample.rest, float(width), bins).numpy()
+    return Counted(counts=counts, width=width, amax=sample.amax, every=sample.every)
 
-    One value is drawn from each stretch of `every` neighbours, by the same random numbers in every call, so that no
-    column or channel of a picture is preferred.
 
-    Args:
-        values: (n,), a whole tensor or one stretch of it: together their samples are the tensor's.
-        start: place of the first value in the tensor.
-        total: number of values of the tensor; None = n.
+def _wider(part: Counted, width: np.float32) -> NDArray[np.int64]:
+    """Return counts in bins of `width`, the part's own or a power of two times as wide.
+
+    They are the same as if the values had been counted at that width, because division by a power of two is exact.
     """
-    numbers = values.float().numpy()  # whose operations begin sooner than those of torch, and use one thread
-    total = numbers.size if total is None else total
-    every = min(_THINNEST, total // _SAMPLED)
-    if every < 2:
-        largest_of_all = float(largest_magnitude(numbers))
-        return Sample(amax=largest_of_all, values=torch.from_numpy(numbers), rest=values[:0], every=1)
-    place, period = _places(every), _STRATA * every
-    end = min(max(total // period * period - start, 0), numbers.size)  # what comes after it counts as it is
-    head = min(-start % period, end)
-    tail = head + (end - head) // period * period
-    before, after = _inside(place, start % period, head), _inside(place, 0, end - tail)
-    drawn = np.empty(before.size + (tail - head) // every + after.size, np.float32)
-    numbers[:head].take(before, out=drawn[: before.size], mode="clip")
-    numbers[tail:end].take(after, out=drawn[drawn.size - after.size :], mode="clip")
-    largest = [largest_magnitude(part) for part in (numbers[:head], numbers[tail:]) if part.size]
-    rows, result = numbers[head:tail].reshape(-1, period), drawn[before.size : drawn.size - after.size]
-    for i in range(0, len(rows), step := max(1, LOOK // period)):
-        part = rows[i : i + step]
-        largest.append(largest_magnitude(part))
-        part.take(place, axis=1, out=result[i * _STRATA : (i + step) * _STRATA].reshape(-1, _STRATA), mode="clip")
-    drawn_values, rest = (torch.from_numpy(part) for part in (drawn, numbers[end:]))
-    return Sample(amax=float(np.max(largest)), values=drawn_values, rest=rest, every=every)
+    times = round(float(width / part.width))
+    return part.counts if times == 1 else np.add.reduceat(part.counts, np.arange(0, part.counts.size, times))
 
 
-def largest_magnitude(numbers: NDArray[np.float32]) -> np.float32:
-    """Return the largest magnitude; NaN where there is one."""
-    found: np.float32 = np.maximum(numbers.max(), -numbers.min())
-    return found
+def _add_counts(counts: NDArray[np.int64], found: NDArray[np.int64]) -> None:
+    """Add counts in place; what lies beyond the last bin is counted in it."""
+    inside = found[: counts.size]
+    counts[: inside.size] += inside
+    if found.size > counts.size:
+        counts[-1] += found[counts.size :].sum()
 
 
-def drawn_places(start: int, size: int, total: int) -> tuple[NDArray[np.intp], int, int]:
-    """Return where `drawn_from` finds the sample of a stretch, for a tensor that is held in another order.
-
-    Args:
-        start: place of the first value in the tensor.
-        size: number of values of the stretch.
-        total: number of values of the tensor.
-
-    Returns:
-        The places in the stretch, those of `Sample.values` and then those of `Sample.rest`, in order; the number of the
-        former; `Sample.every`.
-    """
-    every = min(_THINNEST, total // _SAMPLED)
-    if every < 2:
-        return np.arange(size), size, 1
-    period = _STRATA * every
-    end = min(max(total // period * period - start, 0), size)
-    periods = np.arange(start // period, -(-(start + end) // period))
-    places = (periods[:, None] * period + _places(every)).reshape(-1) - start
-    drawn = places[slice(*places.searchsorted((0, end)))]
-    return np.concatenate([drawn, np.arange(end, size)]), drawn.size, every
-
-
-def _inside(place: NDArray[np.intp], start: int, number: int) -> NDArray[np.intp]:
-    """Return the drawn positions of a stretch of one period that begins at `start`, counted from there."""
-    first, last = place.searchsorted((start, start + number))
-    return place[first:last] - start
-
-
-def joined(samples: Sequence[Sample]) -> Sample:
-    """Return the sample of a tensor from those of its stretches."""
-    if len(samples) == 1:
-        return samples[0]
-    return Sample(
-        amax=float(np.max([sample.amax for sample in samples])),  # NaN where one is
-        values=_concatenated([sample.values for sample in samples]),
-        rest=_concatenated([sample.rest for sample in samples]),
-        every=samples[0].every,
-    )
-
-
-def _concatenated(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors on the CPU with one thread: torch's own threads would wait for those that compute."""
-    return torch.from_numpy(np.concatenate([part.numpy() for part in parts]))
-
-
-@functools.cache
-def _places(every: int) -> NDArray[np.intp]:
-    """Return the positions that are drawn from each `every` * _STRATA values, in order."""
-    generator = torch.Generator().manual_seed(0)
-    place = torch.arange(0, _STRATA * every, every) + torch.randint(every, (_STRATA,), generator=generator)
-    return place.numpy().astype(np.intp)
-
-
-def count_sample(sample: Sample, width: float, bins: int) -> Tensor:
-    """Count the magnitudes of a sample, each for all values that it stands for.
-
-    Args:
-        sample: of finite values, its largest magnitude at most bins * width; that is counted in any case.
-        width: width of a bin, > 0.
-        bins: number of bins.
-
-    Returns:
-        (bins,) int64, of which the sum is the number of values of the tensor.
-    """
-    counts = count_on_host(sample.values, width, bins) * sample.every
-    if sample.every == 1:
-        return counts
-    counts += count_on_host(sample.rest, width, bins)
-    last = min(int(sample.amax / width), bins - 1)
+def _count_largest(counts: NDArray[np.int64], last: int) -> None:
+    """Count the largest magnitude, in bin `last`, if no sample held it; the number of values stays."""
     if counts[last] == 0:
         counts[last] += 1
         counts[counts.argmax()] -= 1
-    return counts
 
 
 def count_on_host(values: Tensor, width: float, bins: int) -> Tensor:
@@ -317,26 +251,41 @@ def count_on_host(values: Tensor, width: float, bins: int) -> Tensor:
     Returns:
         (bins,) int64.
     """
-    workers = max(1, min(torch.get_num_threads(), values.numel() // _SHARE))
-    if workers == 1:
-        counts = _count_serially(values, width, bins)
-    else:
-        with ThreadPoolExecutor(workers) as pool:
-            parts = pool.map(lambda part: _count_serially(part, width, bins), values.chunk(workers))
-            counts = torch.stack(list(parts)).sum(0)
+    counts = _count(values, width, bins)
     counts[bins - 1] += counts[bins]
     return counts[:bins]
 
 
+def _count(values: Tensor, width: float, bins: int) -> Tensor:
+    """Count as `count_on_host` does; (bins + 1,), the last one counts values equal to bins * width."""
+    workers = max(1, min(torch.get_num_threads(), values.numel() // _SHARE))
+    if workers == 1:
+        return _count_serially(values, width, bins)
+    with ThreadPoolExecutor(workers) as pool:
+        parts = pool.map(lambda part: _count_serially(part, width, bins), values.chunk(workers))
+        return torch.stack(list(parts)).sum(0)
+
+
+class _Memory(threading.local):
+    """Memory that a thread counts in: new pages for each tensor would cost a third of counting it."""
+
+    def __init__(self) -> None:
+        self.position, self.index = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.int32)
+        self.tensor = torch.from_numpy(self.index)
+
+
+_MEMORY = _Memory()
+
+
 def _count_serially(values: Tensor, width: float, bins: int) -> Tensor:
-    """Count in blocks that fit the cache; (bins + 1,), the last one counts values equal to bins * width."""
-    position = torch.empty(_BLOCK)
-    index = torch.empty(_BLOCK, dtype=torch.int32)
-    counts = torch.zeros(bins + 1, dtype=torch.int64)
-    for block in values.split(_BLOCK):
-        size = block.numel()
-        torch.div(block.float(), width, out=position[:size])
-        counts += torch.bincount(index[:size].copy_(position[:size]).abs_(), minlength=bins + 1)
+    """Count in blocks that fit the cache, with numpy where it can: its operations begin sooner than those of torch."""
+    counts, numbers = torch.zeros(bins + 1, dtype=torch.int64), values.float().numpy()
+    for start in range(0, numbers.size, _BLOCK):
+        block = numbers[start : start + _BLOCK]
+        position, index = _MEMORY.position[: block.size], _MEMORY.index[: block.size]
+        np.divide(block, np.float32(width), out=position)
+        np.copyto(index, np.absolute(position, out=position), casting="unsafe")
+        counts += torch.bincount(_MEMORY.tensor[: block.size], minlength=bins + 1)
     return counts
 
 
