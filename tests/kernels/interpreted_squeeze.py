@@ -137,6 +137,14 @@ def check_network(activation, gate):
         assert ours < max(0.04, 3 * theirs), (name, ours, theirs)
 
 
+def check_other_layouts():
+    """Images with channels first take torch's operations, also where the layer's bias is apart from it."""
+    qmodel, x = quantized(squeeze_net)
+    qmodel, x = qmodel.to(memory_format=torch.contiguous_format), x.contiguous()
+    fused = compress.fuse_for_training(qmodel, kernels="triton")
+    assert_same(gradients(fused, qmodel, x), gradients(qmodel, qmodel, x), rtol=1e-3, atol=1e-3)
+
+
 def main():
     assert os.environ.get("TRITON_INTERPRET") == "1"
     triton_squeeze._FORWARD = triton_squeeze._BACKWARD = (256, 4, 3)  # each program goes through several tiles
@@ -147,6 +155,7 @@ def main():
     for activation, gate in networks:
         check_network(activation, gate)
     check_parts()
+    check_other_layouts()
     print(f"{len(cases)} blocks, {len(networks)} networks")
 
 
