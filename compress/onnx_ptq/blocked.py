@@ -10,6 +10,7 @@ The layout is ONNX Runtime's own affair, so that it is not believed: the caller 
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -191,7 +192,7 @@ class BlockedSamples:
             a, b = places.bounds[first], places.bounds[last]
             flat.take(places.at[a:b], out=values[a:b], mode="clip")
         drawn, rest = torch.from_numpy(values).split([places.drawn, values.size - places.drawn])
-        return Sample(amax=float(np.max(found)), values=drawn, rest=rest, every=places.every)
+        return Sample(amax=float(functools.reduce(np.maximum, found)), values=drawn, rest=rest, every=places.every)
 
     def _memory(self, size: int) -> NDArray[np.float32]:
         """Return memory of the thread: new pages for each sample would cost as much as to draw it."""

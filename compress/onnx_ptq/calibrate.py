@@ -213,9 +213,12 @@ def _parts(
     values: Mapping[str, Any],
     samples: BlockedSamples,
 ) -> Parts:
-    """Return the statistics of the tensors of a piece."""
+    """Return the statistics of the tensors of a piece.
+
+    They are read from the last to the first, because the last ones are still in the cache.
+    """
     found: Parts = {}
-    for site in placement.activations:
+    for site in reversed(placement.activations):
         watch = watching[site.name]
         for tensor in dict.fromkeys(tensor for tensor, _ in site.edges):
             value = values[tensor]

@@ -119,11 +119,14 @@ def one_image(proto: onnx.ModelProto, feed: Arrays) -> Arrays | None:
 
 
 def pieces(feeds: Iterable[Arrays], images: int) -> Iterator[Piece]:
-    """Yield the pieces of batches, of so many pictures each or a few more, nearly alike; 0 = whole batches."""
+    """Yield the pieces of batches, of so many pictures each or a few more; 0 = whole batches.
+
+    They are nearly alike, and the first is the largest: the others fit in its memory.
+    """
     for feed in feeds:
         whole = images_of(feed)
         number = max(1, whole // images) if images else 1
-        for start, end in itertools.pairwise(whole * i // number for i in range(number + 1)):
+        for start, end in itertools.pairwise(whole - whole * i // number for i in range(number, -1, -1)):
             part = feed if number == 1 else {name: value[start:end] for name, value in feed.items()}
             yield Piece(feed=part, start=start, images=end - start, whole=whole)
 
