@@ -31,7 +31,8 @@ from compress.quantization.placement.decisions import ActivationSite, Placement,
 
 _FLOAT8 = TensorProto.FLOAT8E4M3FN
 _BLOCK = (1 << 15) - 64
-"""Elements of a weight that are quantized at a time: below torch's grain, one thread computes them."""
+"""Elements of a weight that are quantized at a time: below the grain of most of torch's operations, which one thread
+then computes; `torch.round` alone has a smaller one."""
 
 
 def insert_pairs(
@@ -177,7 +178,7 @@ class _Writer:
 
 
 def _quantized(real: Tensor, scale: Tensor, quant_format: QuantFormat) -> Tensor:
-    """Quantize a weight a few rows at a time: small operations stay in the cache and wait for no other thread."""
+    """Quantize a weight a few rows at a time: small operations stay in the cache and seldom wait for other threads."""
     if real.ndim == 0 or quant_format.axis not in {None, 0}:
         return quantize_tensor(real, scale, quant_format)
     rows = max(1, _BLOCK * len(real) // max(real.numel(), 1))
