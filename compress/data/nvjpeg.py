@@ -1,10 +1,10 @@
 """The JPEG decoders in NVIDIA's GPUs, called so that they work beside other kernels.
 
-torchvision calls the same library, and its call returns only when all earlier work of the GPU has ended, for two
-reasons. Its stream has the priority of a training's kernels, and each image ends with a small kernel that waits behind
-them: here the current stream is used, which is of high priority (`ahead`). And the library spreads a batch over
-streams of its own, one of which shares a queue of the hardware with the training, since a process has eight of these:
-here it is told to use none. Pixels are those of torchvision's decoder. Names are those of nvjpeg.h.
+torchvision calls the same library, and its call returns only when all earlier work of the GPU has ended: the library
+spreads a batch over streams of its own, one of which shares a queue of the hardware with the training, since a process
+has eight of these. Here it is told to use none. Each image ends with a small kernel, too, which on torchvision's stream
+has the priority of the training's kernels; here it runs on the current stream, which is of high priority (`ahead`).
+Pixels are those of torchvision's decoder. Names are those of nvjpeg.h.
 """
 
 from __future__ import annotations
