@@ -18,7 +18,7 @@ from torch import Tensor
 from compress.kernels.dispatch import refuse_second_derivative
 from compress.kernels.epilogue import Epilogue, rounding_threshold
 from compress.kernels.memory_format import empty_as, like
-from compress.kernels.triton.fake_quantize import Strips
+from compress.kernels.triton.fake_quantize import Strips, strip
 from compress.kernels.triton.language import tl, triton
 from compress.kernels.triton.launch import launch
 from compress.kernels.triton.rounding import on_grid, step_of, steps_of
@@ -77,11 +77,22 @@ def _activated(x, scale, reciprocal, ACTIVATION: tl.constexpr, EXACT: tl.constex
 
 
 @triton.jit
-def _strip(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(rows of a tile, columns of this program's strip, which of them exist, offsets of their elements)."""
-    local = tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    return local, column, column < columns, local[:, None] * columns + column[None, :]
+def bias_of(bias_ptr, column, inside, HAS_BIAS: tl.constexpr):
+    """The bias of columns, as a row; zeros that nothing reads where there is none."""
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    else:
+        bias = tl.zeros(column.shape, dtype=tl.float32)
+    return bias[None, :]
+
+
+@triton.jit
+def with_bias(tile_ptr, at, there, bias, HAS_BIAS: tl.constexpr):
+    """A tile, of elements `at` from a pointer, in float32 and with the bias of its columns."""
+    x = tl.load(tile_ptr + at, mask=there, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        x += bias
+    return x
 
 
 @triton.jit
@@ -93,15 +104,12 @@ def forward_kernel(
     low = tl.cast(low, tl.float32)  # torch.compile passes Python's numbers in float64
     high = tl.cast(high, tl.float32)
     scale, reciprocal = step_of(tl.load(amax_ptr), high)
-    local, column, inside, at = _strip(columns, ROWS, COLUMNS)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    local, column, inside, at = strip(columns, ROWS, COLUMNS)
+    bias = bias_of(bias_ptr, column, inside, HAS_BIAS)
     for step in range(0, steps):
         row = (tl.program_id(1).to(tl.int64) * steps + step) * ROWS
         there = (local < rows - row)[:, None] & inside[None, :]
-        x = tl.load(y_ptr + row * columns + at, mask=there, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            x += bias[None, :]
+        x = with_bias(y_ptr + row * columns, at, there, bias, HAS_BIAS)
         found, _ = _activated(x, scale, reciprocal, ACTIVATION, y_ptr.dtype.element_ty == tl.float32)
         value = on_grid(found, low, high) * scale
         tl.store(out_ptr + row * columns + at, value.to(out_ptr.dtype.element_ty), mask=there)
@@ -116,17 +124,14 @@ def backward_kernel(
     least = tl.cast(least, tl.float32)
     high = tl.cast(high, tl.float32)
     scale, reciprocal = step_of(tl.load(amax_ptr), high)
-    local, column, inside, at = _strip(columns, ROWS, COLUMNS)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    local, column, inside, at = strip(columns, ROWS, COLUMNS)
+    bias = bias_of(bias_ptr, column, inside, HAS_BIAS)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for step in range(0, steps):
         row = (tl.program_id(1).to(tl.int64) * steps + step) * ROWS
         there = (local < rows - row)[:, None] & inside[None, :]
         grad = tl.load(grad_ptr + row * columns + at, mask=there, other=0.0).to(tl.float32)
-        x = tl.load(y_ptr + row * columns + at, mask=there, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            x += bias[None, :]
+        x = with_bias(y_ptr + row * columns, at, there, bias, HAS_BIAS)
         found, slope = _activated(x, scale, reciprocal, ACTIVATION, y_ptr.dtype.element_ty == tl.float32)
         passes = (found > least) & (found < high + 0.5)  # `high` is odd: halves round away from it
         passed = tl.where(passes, grad * slope, 0.0)

@@ -20,7 +20,7 @@ from torch import Tensor
 from compress.kernels.dispatch import refuse_second_derivative
 from compress.kernels.epilogue import Epilogue
 from compress.kernels.memory_format import empty_as, is_channels_last, like
-from compress.kernels.triton.fake_quantize import Strips, bounds_of, decisive
+from compress.kernels.triton.fake_quantize import Strips, bounds_of, decisive, strip
 from compress.kernels.triton.language import tl, triton
 from compress.kernels.triton.launch import launch
 from compress.kernels.triton.rounding import on_grid, step_of, steps_of
@@ -31,14 +31,6 @@ _WARPS = 8
 _FINISHED = (32, 32)  # programs whose sums are added at a time, and channels of a program that adds them
 _LARGEST = 2**31  # elements: indices within a tile have 32 bits
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@triton.jit
-def _strip(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(rows of a tile, columns of this program's strip, which of them exist, offsets of their elements)."""
-    local = tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    return local, column, column < columns, local[:, None] * columns + column[None, :]
 
 
 @triton.jit
@@ -54,7 +46,7 @@ def _of_channels(mean_ptr, deviation_ptr, weight_ptr, bias_ptr, column, inside):
 @triton.jit
 def sums_kernel(x_ptr, sums_ptr, rows, columns, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sum the tiles of a strip and their squares, both of differences from the first row."""
-    local, column, inside, at = _strip(columns, ROWS, COLUMNS)
+    local, column, inside, at = strip(columns, ROWS, COLUMNS)
     first = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     squares = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
@@ -77,7 +69,7 @@ def statistics_kernel(
     RUNNING: tl.constexpr, PROGRAMS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Add the sums of all programs: mean and reciprocal of the standard deviation; RUNNING: update running ones."""
-    local, column, inside, at = _strip(2 * columns, PROGRAMS, COLUMNS)
+    local, column, inside, at = strip(2 * columns, PROGRAMS, COLUMNS)
     inside = column < columns
     total = tl.zeros([PROGRAMS, COLUMNS], dtype=tl.float32)
     squares = tl.zeros([PROGRAMS, COLUMNS], dtype=tl.float32)
@@ -107,7 +99,7 @@ def forward_kernel(
 ):  # fmt: skip
     """Compute the tiles of a strip: normalized, activated and quantized."""
     scale, reciprocal = step_of(tl.load(amax_ptr), high)
-    local, column, inside, at = _strip(columns, ROWS, COLUMNS)
+    local, column, inside, at = strip(columns, ROWS, COLUMNS)
     mean, _, factor, bias = _of_channels(mean_ptr, deviation_ptr, weight_ptr, bias_ptr, column, inside)
     for step in range(0, steps):
         row = (tl.program_id(1).to(tl.int64) * steps + step) * ROWS
@@ -130,7 +122,7 @@ def backward_kernel(
     BATCH: the statistics are those of the batch, and pass a gradient, for which `sums` (2, columns) are read.
     """
     scale, reciprocal = step_of(tl.load(amax_ptr), high)
-    local, column, inside, at = _strip(columns, ROWS, COLUMNS)
+    local, column, inside, at = strip(columns, ROWS, COLUMNS)
     mean, deviation, factor, bias = _of_channels(mean_ptr, deviation_ptr, weight_ptr, bias_ptr, column, inside)
     if SUMS:
         total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)

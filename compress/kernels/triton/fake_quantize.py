@@ -175,6 +175,14 @@ def plan_of(
 _PLANS = BoundedCache()
 
 
+@triton.jit
+def strip(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(rows of a tile, columns of this program's strip, which of them exist, offsets of their elements)."""
+    local = tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    return local, column, column < columns, local[:, None] * columns + column[None, :]
+
+
 class Strips(NamedTuple):
     """Division of a matrix into strips of columns.
 

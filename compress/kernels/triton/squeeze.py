@@ -29,7 +29,7 @@ from compress.kernels.bitmask import BITS_PER_BYTE
 from compress.kernels.dispatch import refuse_second_derivative
 from compress.kernels.epilogue import IntegerGrid, rounding_threshold
 from compress.kernels.memory_format import is_channels_last, like
-from compress.kernels.triton.activation import smooth_factor
+from compress.kernels.triton.activation import bias_of, smooth_factor, with_bias
 from compress.kernels.triton.language import tl, triton
 from compress.kernels.triton.launch import launch
 from compress.kernels.triton.rounding import on_grid, step_of, steps_of
@@ -90,14 +90,11 @@ def squeeze_kernel(
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     scale, reciprocal = step_of(tl.load(amax_ptr), high)
     columns, local, column, inside, at, first = _tile(rows, eights, ROWS, COLUMNS)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    bias = bias_of(bias_ptr, column, inside, HAS_BIAS)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for row in range(0, rows, ROWS):
         there = (local < rows - row)[:, None] & inside[None, :]
-        x = tl.load(y_ptr + first + row * columns + at, mask=there, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            x += bias[None, :]
+        x = with_bias(y_ptr + first + row * columns, at, there, bias, HAS_BIAS)
         value, _ = _activated(x, ACTIVATION, EXACT)
         if ROUNDS:
             value = on_grid(_steps(value, scale, reciprocal, EXACT), low, high)
@@ -117,15 +114,12 @@ def excite_kernel(
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     scale, reciprocal = step_of(tl.load(amax_ptr), high)
     columns, local, column, inside, at, first = _tile(rows, eights, ROWS, COLUMNS)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    bias = bias_of(bias_ptr, column, inside, HAS_BIAS)
     gate = tl.load(gate_ptr + tl.program_id(1) * columns + column, mask=inside, other=0.0).to(tl.float32)
     for step in range(0, steps):
         row = (tl.program_id(2) * steps + step) * ROWS
         there = (local < rows - row)[:, None] & inside[None, :]
-        x = tl.load(y_ptr + first + row * columns + at, mask=there, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            x += bias[None, :]
+        x = with_bias(y_ptr + first + row * columns, at, there, bias, HAS_BIAS)
         value, _ = _activated(x, ACTIVATION, EXACT)
         found = on_grid(_steps(value * gate[None, :], scale, reciprocal, EXACT), low, high) * scale
         tl.store(out_ptr + first + row * columns + at, found.to(out_ptr.dtype.element_ty), mask=there)
@@ -140,17 +134,14 @@ def gate_gradient_kernel(
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     scale, reciprocal = step_of(tl.load(amax_ptr), high)
     columns, local, column, inside, at, first = _tile(rows, eights, ROWS, COLUMNS)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    bias = bias_of(bias_ptr, column, inside, HAS_BIAS)
     gate_at = tl.program_id(1) * columns + column
     gate = tl.load(gate_ptr + gate_at, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for row in range(0, rows, ROWS):
         there = (local < rows - row)[:, None] & inside[None, :]
         grad = tl.load(grad_ptr + first + row * columns + at, mask=there, other=0.0).to(tl.float32)
-        x = tl.load(y_ptr + first + row * columns + at, mask=there, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            x += bias[None, :]
+        x = with_bias(y_ptr + first + row * columns, at, there, bias, HAS_BIAS)
         value, _ = _activated(x, ACTIVATION, EXACT)
         found = _steps(value * gate[None, :], scale, reciprocal, EXACT)
         total += tl.where((found > least) & (found < high + 0.5), grad * value, 0.0)  # `grad` is 0 outside
@@ -171,8 +162,7 @@ def gradient_kernel(
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     scale, reciprocal = step_of(tl.load(amax_ptr), high)
     columns, local, column, inside, at, first = _tile(rows, eights, ROWS, COLUMNS)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    bias = bias_of(bias_ptr, column, inside, HAS_BIAS)
     gate_at = tl.program_id(1) * columns + column
     gate = tl.load(gate_ptr + gate_at, mask=inside, other=0.0).to(tl.float32)
     mean_grad = tl.load(mean_grad_ptr + gate_at, mask=inside, other=0.0).to(tl.float32) / rows
@@ -183,9 +173,7 @@ def gradient_kernel(
         row = (tl.program_id(2) * steps + step) * ROWS
         there = (local < rows - row)[:, None] & inside[None, :]
         grad = tl.load(grad_ptr + first + row * columns + at, mask=there, other=0.0).to(tl.float32)
-        x = tl.load(y_ptr + first + row * columns + at, mask=there, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            x += bias[None, :]
+        x = with_bias(y_ptr + first + row * columns, at, there, bias, HAS_BIAS)
         value, slope = _activated(x, ACTIVATION, EXACT)
         found = _steps(value * gate[None, :], scale, reciprocal, EXACT)
         passed = tl.where((found > least) & (found < high + 0.5), grad * gate[None, :], 0.0)
