@@ -23,7 +23,7 @@ _WIDE = {F.layer_norm, F.softmax, torch.softmax, torch.Tensor.softmax}
 
 
 class Maker(NamedTuple):
-    """What made a tensor.
+    """The operation that allocated a tensor.
 
     Attributes:
         module: class of the module that was called last, or "backward".

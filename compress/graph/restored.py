@@ -1,4 +1,4 @@
-"""What a forward leaves on its modules is taken back: buffers that it writes, and symbolic values.
+"""Restores a model after a forward pass: the buffers that the pass wrote, and attributes that became symbolic.
 
 A forward that torch.fx traces writes symbolic values into buffers and caches; one in training mode moves statistics.
 A graph module shares tensors with the model that it was traced from, so both would go on from there.
@@ -52,5 +52,5 @@ def _is_symbolic(value: Any) -> bool:
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Return True if two tensors have the same shape and values; NaN is the same nowhere."""
+    """Return True if two tensors have the same shape and values; NaN equals nothing."""
     return a.shape == b.shape and torch.equal(a, b)

@@ -48,7 +48,7 @@ class Tracer(fx.Tracer):
         self.proxy_buffer_attributes = buffers
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        """Trace, and take back what the model's code wrote on its modules, such as a counter or a cache."""
+        """Trace the model, and restore what its code wrote on its modules, such as a counter or a cache."""
         with restored(root):
             return super().trace(root, concrete_args)
 
