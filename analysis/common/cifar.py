@@ -90,11 +90,13 @@ def convnext() -> nn.Module:
     return model
 
 
+resnet8 = partial(ResNet, 1)
+resnet20 = partial(ResNet, 3)
+resnet56 = partial(ResNet, 9)
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "resnet8": partial(ResNet, 1),
-    "resnet14_strided": partial(ResNet, 2, width=32, stride=2),
-    "resnet20": partial(ResNet, 3),
-    "resnet56": partial(ResNet, 9),
+    "resnet8": resnet8,
+    "resnet20": resnet20,
+    "resnet56": resnet56,
     "mobilenet_v2": mobilenet_v2,
     "vgg16_bn": vgg16_bn,
     "vit_tiny": vit_tiny,

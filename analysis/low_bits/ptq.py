@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import compress
 from analysis.common.study import Row, command_line, gpu_software, listed, read_rows, study_parser
-from analysis.low_bits.step import DEVICE
 from analysis.real_accuracy.networks import Subject, cifar
 from analysis.real_accuracy.statistics import figures
 from compress.files import write_text
 from compress.quantization.spec import ActivationSpec, QuantSpec, ReconstructSpec, WeightSpec
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BITS = {"W8A8": (8, 8), "W4A8": (4, 8), "W4A4": (4, 4), "W3A3": (3, 3), "W2A4": (2, 4)}
 METHODS = ("calibration", "blocks")
 
@@ -29,7 +29,7 @@ def main() -> None:
     """Measure the rows that are missing, and write the table."""
     parser = study_parser(__doc__, out="results/low_bits")
     parser.add_argument("--data", required=True, help="folder of cifar-10-batches-py")
-    parser.add_argument("--weights", type=Path, required=True, help="file of analysis.low_bits")
+    parser.add_argument("--weights", type=Path, required=True, help="float.safetensors of a run")
     parser.add_argument("--network", default="resnet20")
     parser.add_argument("--bits", nargs="+", choices=BITS, default=["W4A8", "W4A4"])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))

@@ -1,118 +1,65 @@
-"""Trains networks on CIFAR-10 in float and at few bits, all jobs in one budget of seconds on one GPU."""
+"""Trains a network of CIFAR-10 with weights and activations of few bits, each from the same float weights."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-from analysis.common.study import command_line, gpu_software, study_parser
-from analysis.low_bits.beside import BESIDE, Beside
-from analysis.low_bits.jobs import JOBS
-from analysis.low_bits.report import write
-from analysis.low_bits.train import float_file
+from analysis.common.cifar import NETWORKS
+from analysis.common.recipes import RecipeRun, run_all, write_table
+from analysis.common.study import study_parser
 
-MODES = ("compiled", "graph", "eager")
-"""Ways to run a step; a job that fails in one is started again in the next."""
-SPARE_S = 5
-"""Seconds between the last step and the end of the budget."""
+BITS = (8, 4, 3, 2)
 
 
-class Process:
-    """A job's process, which is started again in a simpler mode if it fails."""
-
-    def __init__(self, name: str, arguments: list[str], out: Path, modes: list[str]) -> None:
-        self.name, self.arguments, self.out, self.modes = name, arguments, out, modes
-        first = JOBS[name].recorded
-        if first in modes:
-            self.modes = modes[modes.index(first) :]
-        self.start()
-
-    def start(self) -> None:
-        """Start it in the first mode that is left."""
-        log = (self.out / f"{self.name}.log").open("a")
-        command = [sys.executable, "-m", "analysis.low_bits.train", self.name, "--mode", self.modes.pop(0)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
-        self.process = subprocess.Popen([*command, *self.arguments], stdout=log, stderr=log, env=environment)
-
-    def ended(self) -> bool:
-        """Return True if it has ended for good."""
-        if self.process.poll() is None:
-            return False
-        if self.process.returncode and self.modes:
-            (self.out / f"{self.name}.ready").unlink(missing_ok=True)
-            self.start()
-            return False
-        return True
-
-    def ready(self, floats: Path) -> bool:
-        """Return True if its step is recorded and the float network that it begins from is there."""
-        job = JOBS[self.name]
-        given = job.bits is None or float_file(job.network, self.out, floats).exists()
-        return given and (self.out / f"{self.name}.ready").exists()
+def recipe_of(network: str, data: str, epochs: int, qat_epochs: int, file: Path) -> Path:
+    """Write the recipe: LSQ's learned scales (arXiv 1902.08153), BatchNorm kept, first and last layers at 8 bits."""
+    recipe = {
+        "model": {"name": f"analysis.common.cifar:{network}"},
+        "data": {"name": "cifar10", "root": data, "image_size": 32, "batch_size": 128},
+        "train": {"epochs": epochs, "lr": 0.1, "weight_decay": 0.0005, "warmup_epochs": 1.0},
+        "quantization": {
+            "target": "any",
+            "first_last_bits": 8,
+            "batchnorm": "keep",
+            "activations": {"calibrator": "lsq"},
+        },
+        "qat": {"epochs": qat_epochs, "lr": 0.01, "weight_decay": 0.0001, "distill": True, "scales": "learned"},
+        "bench": {"engines": ["torch"], "batch_sizes": [1]},
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(recipe), encoding="utf-8")  # JSON is YAML
+    return file
 
 
 def main() -> None:
-    """Run all jobs in turn, each compiled beforehand, and write the page."""
-    parser = study_parser(__doc__, out="results/low_bits")
-    parser.add_argument("--data", required=True, help="folder of cifar-10-batches-py")
-    parser.add_argument("--budget-s", type=float, default=400)
-    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
-    parser.add_argument("--beside", nargs="*", choices=BESIDE, default=[], help="measurements of float networks")
-    parser.add_argument("--steps", type=int, default=300, help="of each block in these measurements")
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--floats", type=Path, help="folder of trained float networks; default: OUT")
+    """Run the study from the command line."""
+    parser = study_parser(__doc__, out="runs/low_bits")
+    parser.add_argument("--data", default="cifar10", help="folder of cifar-10-batches-py")
+    parser.add_argument("--network", choices=NETWORKS, default="resnet20")
+    parser.add_argument("--bits", nargs="+", type=int, choices=BITS, default=list(BITS))
+    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--qat-epochs", type=int, default=30)
+    parser.add_argument("--set", action="append", default=[], help="key=value for every run")
     o = parser.parse_args()
-    o.out.mkdir(parents=True, exist_ok=True)
-    begin = time.time()
-    end, floats = begin + o.budget_s, o.floats or o.out
-    (o.out / "about.json").write_text(json.dumps({"command": command_line(), "software": gpu_software()}))
-    values = {"out": o.out, "floats": floats, "data": o.data, "batch": o.batch, "end": end - SPARE_S}
-    arguments = [text for key, value in values.items() for text in (f"--{key}", str(value))]
-    waiting = {name: Process(name, arguments, o.out, list(o.modes)) for name in o.jobs}
-    beside = Beside(list(o.beside), o.out, floats, o.data, o.steps)
-    take_turns(waiting, beside, floats, end)
-    while not beside.poll() and time.time() < end:
-        time.sleep(0.2)
-    beside.kill()
-    beside.gather()
-    for left_over in [*o.out.glob("*.turn"), *o.out.glob("*.ready"), *o.out.glob("*.part")]:
-        left_over.unlink()
-    logs = {log: log.read_text() for log in o.out.glob("*.log")}
-    errors = [f"{log.stem}: {text[-600:]}" for log, text in logs.items() if "Error" in text]
-    for log in logs:
-        log.unlink()
-    print(write(o.out))
-    print(f"{time.time() - begin:.0f} s", *errors, sep="\n")
-
-
-def take_turns(waiting: dict[str, Process], beside: Beside, floats: Path, end: float) -> None:
-    """Let the first job that is ready train for its share of the time that is left, again and again."""
-    started = dict(waiting)
-    while waiting and time.time() < end:
-        beside.poll()
-        for name in [name for name, process in waiting.items() if process.ended()]:
-            del waiting[name]  # it has failed in every mode
-        name = next((name for name, process in waiting.items() if process.ready(floats)), "")
-        if not name:
-            time.sleep(0.1)
-            continue
-        whole = sum(JOBS[other].weight * JOBS[other].seeds for other in waiting)
-        process = waiting.pop(name)
-        seconds = (end - SPARE_S - time.time()) * JOBS[name].weight / whole
-        turn = process.out / f"{name}.turn"
-        turn.with_suffix(".part").write_text(str(seconds))
-        turn.with_suffix(".part").rename(turn)
-        while not process.ended() and time.time() < end:
-            beside.poll()
-            time.sleep(0.1)
-    for process in started.values():
-        if process.process.poll() is None:
-            process.process.kill()
+    recipe = str(recipe_of(o.network, o.data, o.epochs, o.qat_epochs, o.out / "recipe.yaml"))
+    [first, *others] = [RecipeRun(label="float", recipe=recipe, command="train", overrides=o.set)] + [
+        RecipeRun(
+            label=f"w{bits}a{bits}",
+            recipe=recipe,
+            command="qat",
+            overrides=[
+                "train.epochs=0",
+                f"model.weights={(o.out / 'float' / 'float.safetensors').resolve()}",
+                f"quantization.weights.num_bits={bits}",
+                f"quantization.activations.num_bits={bits}",
+                *o.set,
+            ],
+        )
+        for bits in o.bits
+    ]
+    rows = run_all([first], o.out)  # its weights are those that all others begin with
+    print(write_table(f"{o.network} with few bits", rows + run_all(others, o.out), o.out / "low_bits.md"))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 import compress
 from analysis.common.qat_variants import DEVICE, Network, TrainingStep, allocated, finish, images, pretrained
 from analysis.common.study import Row
-from analysis.qat_profile.kernels import kernels_of
+from analysis.qat_cost.kernels import kernels_of
 from compress.graph.fold import fold_batchnorm
 
 

@@ -61,19 +61,23 @@ def imagenet(folder: Path, limit: int | None) -> Subject:
 
 
 def cifar(name: str, data: str, weights: Path, limit: int | None, calibration: int = 500) -> Subject:
-    """Return a network that `analysis.low_bits` trained (its first seed), and pictures of CIFAR-10.
+    """Return a network that `analysis.low_bits` trained, and pictures of CIFAR-10.
 
     Args:
         name: of `analysis.common.cifar.NETWORKS`.
         data: folder of cifar-10-batches-py.
-        weights: safetensors file with keys `<name>/0.<parameter>` or `0.<parameter>`.
+        weights: safetensors file of a run, or of several networks with keys `<name>/0.<parameter>`.
         limit: number of test pictures; None = all.
         calibration: number of training pictures.
     """
     split = compress.load_data(compress.DataSpec(name="cifar10", root=data, image_size=32))
     model = NETWORKS[name]().eval()
-    state = {key.rpartition("/")[2]: value for key, value in load_file(weights).items() if _is_of(key, name)}
-    model.load_state_dict({key.removeprefix("0."): value for key, value in state.items() if key.startswith("0.")})
+    stored = {
+        key.rpartition("/")[2].removeprefix("0."): value
+        for key, value in load_file(weights).items()
+        if _is_of(key, name)
+    }
+    model.load_state_dict(stored)
     train = split.train.load(list(range(calibration)), epoch=None, device=torch.device("cpu"))[0]
     count = len(split.val) if limit is None else min(limit, len(split.val))
     images, targets = split.val.load(list(range(count)), epoch=None, device=torch.device("cpu"))
@@ -81,4 +85,6 @@ def cifar(name: str, data: str, weights: Path, limit: int | None, calibration: i
 
 
 def _is_of(key: str, name: str) -> bool:
-    return "/" not in key or key.partition("/")[0] == name
+    """Whether a weight is of a network: files of several hold `<network>/<seed>.<parameter>`, and the first counts."""
+    network, slash, parameter = key.rpartition("/")
+    return not slash or (network == name and parameter.startswith("0."))

@@ -1,86 +1,66 @@
-"""Makes networks smaller by several methods at equal measured latency, fine-tunes them alike, and compares accuracy.
+"""Searches widths and blocks within a latency, and removes the same share of channels everywhere, from one network.
 
-Each stage can run on a machine of its own: `floats` and `train` want a GPU, `find` and `time` an idle CPU. Every row is
-written as it is made, and a stage that is run again leaves out what has rows.
+All are fine-tuned by the same recipe and measured on the engine in turn with the float network.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
+from analysis.common.recipes import RecipeRun, run_all
+from analysis.common.study import command_line, gpu_software, listed, study_parser
+from compress.files import write_text
+from compress.pipeline.studies.search import search_run
+from compress.recipe import load_recipe
+from compress.records import summary_table
 
-from analysis.common.study import command_line, gpu_software, study_parser
-from analysis.search_study.find import find_all
-from analysis.search_study.judge import export_all, judge_all, time_all
-from analysis.search_study.report import write
-from analysis.search_study.subjects import GROUPS
-from analysis.search_study.train import train_floats, train_found
-from compress.measure import describe_machine
 
-STAGES = {
-    "floats": train_floats,
-    "find": find_all,
-    "train": train_found,
-    "export": export_all,
-    "judge": judge_all,
-    "time": time_all,
-}
-_FOLDERS = {"--data", "--folder", "--floats", "--found", "--weights", "--out"}
+def searched(recipe: str, shares: Sequence[float], overrides: Sequence[str], engine: str, out: Path) -> Iterator[str]:
+    """Yield a row for each network that a search within each share of the latency fine-tuned."""
+    for share in shares:
+        folder = out / f"search-{share}"
+        made = search_run(load_recipe(recipe, overrides), folder, engine=engine, latency=share, resume=folder.is_dir())
+        for attempt in made.attempts:
+            score = made.metric.shown(attempt.score)
+            yield f"search within {share}: {attempt.label} | {1 / attempt.ratio:.2f}x | {score:.2f}"
+
+
+def uniform(recipe: str, shares: Sequence[float], overrides: Sequence[str], engine: str, out: Path) -> Iterator[str]:
+    """Yield a row for each variant on the engine after the same share of every layer's channels was removed."""
+    runs = [
+        RecipeRun(
+            label=f"uniform-{share}",
+            recipe=recipe,
+            command="prune",
+            overrides=[*overrides, f"sparsity.pattern=channel:{share}"],
+        )
+        for share in shares
+    ]
+    for label, run in run_all(runs, out):
+        for row in summary_table(run.metrics):
+            if row.engine.startswith(engine) and row.speedup and row.score is not None:
+                yield f"{label}, {row.variant} | {row.speedup:.2f}x | {row.score:.2f}"
 
 
 def main() -> None:
-    """Run a stage for the groups that the command line names, and write the page after those that measure."""
-    o = _options()
-    o.out.mkdir(parents=True, exist_ok=True)
-    o.found = o.found or o.out
-    torch.backends.cudnn.benchmark = False  # it would search anew for the shapes of every network, 20 s each
-    machine = describe_machine()
-    about = {
-        "command": command_line(_without_folders()),
-        "software": gpu_software("onnxruntime", "openvino", "optuna", "torch-pruning"),
-        "machine": {"cpu": machine.cpu, "cores": machine.usable_cores},
-    }
-    (o.out / f"about-{o.stage}.json").write_text(json.dumps(about) + "\n")
-    STAGES[o.stage](o)
-    if o.stage in {"judge", "time"}:
-        print(write(o.out))
-
-
-def _options() -> argparse.Namespace:
-    parser = study_parser(__doc__, out="results/search/search_study")
-    parser.add_argument("--stage", choices=STAGES, required=True)
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=["mobilenet", "resnet56", "shapes", "criteria"])
-    parser.add_argument("--data", help="folder of cifar-10-batches-py")
-    parser.add_argument("--folder", default="/tmp/search_study", help="of exported networks and of searches")
-    parser.add_argument("--floats", type=Path, default=Path("floats"), help="folder of trained float networks")
-    parser.add_argument("--found", type=Path, help="folder of found.jsonl; default: --out")
-    parser.add_argument("--weights", type=Path, default=Path("weights"), help="folder that `train` wrote weights to")
-    parser.add_argument("--budget-s", type=float, default=600, help="of a training")
-    parser.add_argument("--float-epochs", type=int, default=20)
-    parser.add_argument("--epochs", type=int, default=8, help="of fine-tuning")
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--lanes", type=int, default=8, help="networks that train at a time")
-    parser.add_argument("--networks", type=int, default=9, help="timed for the latency model")
-    parser.add_argument("--trials", type=int, default=8)
-    parser.add_argument("--images", type=int, default=128, help="that a search looks at")
-    parser.add_argument("--search-s", type=float, default=300, help="after which a search begins no further trial")
-    parser.add_argument("--processes", type=int, default=2, help="that find or judge side by side")
-    parser.add_argument("--loads", type=int, default=3, help="of a measurement while finding")
-    parser.add_argument("--timing-s", type=float, default=0.3, help="for each network of a load")
-    parser.add_argument("--repeats", type=int, default=7, help="loads of the timings at the end")
-    parser.add_argument("--train-images", type=int)
-    parser.add_argument("--val-images", type=int)
-    return parser.parse_args()
-
-
-def _without_folders() -> list[str]:
-    """Return this process's arguments without folders of one machine."""
-    words = sys.argv[1:]
-    return ["DIR" if before in _FOLDERS else word for before, word in zip(["", *words], words, strict=False)]
+    """Run the study from the command line."""
+    parser = study_parser(__doc__, out="runs/search_study")
+    parser.add_argument("--recipe", default="resnet18-search", help="with a `search` and a `finetune` section")
+    parser.add_argument("--engine", default="openvino")
+    parser.add_argument("--latencies", nargs="+", type=float, default=[0.6, 0.4], help="shares of float's latency")
+    parser.add_argument("--channels", nargs="+", type=float, default=[0.25, 0.5], help="shares of channels that go")
+    parser.add_argument("--set", action="append", default=[], help="key=value for every run")
+    o = parser.parse_args()
+    run_all([RecipeRun(label="float", recipe=o.recipe, command="train", overrides=o.set)], o.out)
+    same = [*o.set, "train.epochs=0", f"model.weights={(o.out / 'float' / 'float.safetensors').resolve()}"]
+    rows = [
+        *searched(o.recipe, o.latencies, same, o.engine, o.out),
+        *uniform(o.recipe, o.channels, same, o.engine, o.out),
+    ]
+    lines = ["# A search beside uniform widths", "", f"`{command_line()}`; {listed(gpu_software(o.engine))}.", ""]
+    lines += ["| network | faster than float | metric |", "|---|---|---|", *(f"| {row} |" for row in rows)]
+    print(write_text(o.out / "search_study.md", "\n".join(lines) + "\n").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One file operation of a run goes wrong, and the run goes on under a clock that goes back: it ends with the same bits.
 
-A sample of the points; analysis/reliability_faults tries them all.
+A sample of the points; results/reliability/faults.md tried them all.
 """
 
 import itertools
@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from analysis.reliability_faults.inject import DIED, REFUSED, digests, disturbed, happens, operations
 from compress.pipeline import run
 from compress.recipe import parse_recipe
+from tests.pipeline.inject import DIED, REFUSED, digests, disturbed, happens, operations
 
 RECIPE = parse_recipe(
     {

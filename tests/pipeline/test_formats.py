@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from analysis.reliability_faults.inject import digests
 from compress.pipeline import run
 from compress.pipeline.again import export_again, variants_in
 from compress.pipeline.folder import recipe_of
 from compress.records import read_run
 from compress.report.write import write_report
+from tests.pipeline.inject import digests
 
 FOLDERS = sorted(path for path in (Path(__file__).parent / "formats").iterdir() if path.is_dir())
 

@@ -1,1 +1,0 @@
-"""Networks of transformers through quantization, a training step, export and ONNX Runtime."""
