@@ -4,7 +4,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test package notebooks docs lint types install clean
+.PHONY: help demo test check package notebooks docs lint types install clean
+
+help:           ## what this file can do
+	@grep -E '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | awk -F':.*## ' '{printf "%-10s %s\n", $$1, $$2}'
 
 demo: install   ## from nothing to a quantized engine and a report
 	$(BIN)/python -m compress qat --recipe resnet50.yaml
@@ -12,6 +15,11 @@ demo: install   ## from nothing to a quantized engine and a report
 # loadfile: a process runs a file whole, so that what its tests share is made once
 test: install   ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations 15
+
+# Tests of the same name as a changed file, or of its room; SINCE names the branch to compare with.
+SINCE ?= main
+check: lint types  ## style, types, and the tests of what changed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $$($(BIN)/python tests/changed.py $(SINCE))
 
 package: types  ## source distribution, the wheel made of it, and its types as a program that installs it sees them
 	rm -rf build/package && mkdir -p build/package
@@ -36,7 +44,7 @@ lint: install   ## style
 types: install  ## static types
 	$(BIN)/mypy
 
-install: $(READY)
+install: $(READY)  ## the environment, in .venv
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
