@@ -3,7 +3,7 @@
 DISTRIBUTION = "compress-vision"
 """The name to install the package by; `compress` in the registry is another project."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def install_hint(extra: str) -> str:
