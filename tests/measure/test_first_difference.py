@@ -107,6 +107,11 @@ def test_a_layer_at_fault_is_told_from_rounding_that_adds_up(tmp_path, monkeypat
     model = nn.Sequential(nn.Conv2d(3, 8, 3), Sines(), nn.Conv2d(16, 16, 3), nn.Conv2d(16, 8, 1)).eval()
     quantized = compress.quantize(model, x, [x], spec=compress.QuantSpec(target="tensorrt"))
     path = compress.export_onnx(quantized, x, tmp_path / "m.onnx")
+    with build_engine(path, "openvino", precision="f32", batch_size=4) as engine, torch.no_grad():
+        if sqnr_db(quantized(x).numpy(), engine.run({"input": x.numpy()})["logits"]) > 30:
+            pytest.skip(
+                "OpenVINO has no such fault on this processor (with AMX, signed integers are multiplied as they are)"
+            )
     found = first_difference(path, "openvino", x.numpy(), precision="f32")
     assert found is not None and found.node == "/2/Conv" and found.before_db > found.sqnr_db + 20
     assert "look there" in where_it_differs(path, "openvino", x.numpy(), "f32")
