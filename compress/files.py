@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from compress.limits import DEPTH, JSON_BYTES
+from compress.limits import DEPTH, FILE_BYTES, JSON_BYTES
 
 _PART = ".part"
 _DEVICES = Path("/dev")
+_NAMED = 50
+"""Letters of a file's name that its temporary name repeats: file systems take 255 bytes."""
 
 
 def expand_user(path: Path | str) -> Path:
@@ -46,18 +49,19 @@ def replacing(path: Path | str) -> Iterator[Path]:
         yield temporary
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)  # mkstemp makes private files; a result has the usual permissions
         temporary.replace(path)
 
 
 @contextmanager
 def _removed_after(path: Path) -> Iterator[Path]:
     """Make an empty file beside `path`, and remove it afterwards unless it was renamed."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_PART, dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    for _ in range(100):
+        temporary = path.parent / f".{path.name[:_NAMED]}.{secrets.token_hex(8)}{_PART}"
+        try:  # with the usual permissions of this process, which mkstemp does not give
+            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_NOFOLLOW", 0), 0o666))
+            break
+        except FileExistsError:
+            continue
     try:
         yield temporary
     finally:
@@ -85,6 +89,25 @@ def write_text(path: Path | str, text: str) -> Path:
 def write_json(path: Path | str, value: Any) -> Path:
     """Write `value` as indented JSON, whole or not at all, and return the path."""
     return write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_regular(path: Path | str, most: int = FILE_BYTES) -> bytes:
+    """Return the content of a file that may be hostile: a pipe would wait for its writer, and a device never ends.
+
+    Raises:
+        OSError: the file is missing, is no regular file, or has more bytes than `most`.
+    """
+    with os.fdopen(
+        os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb"
+    ) as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(
+                errno.EINVAL, "it is a pipe, a device or a folder, and only regular files are read", str(path)
+            )
+        if about.st_size > most:
+            raise OSError(errno.EFBIG, f"it has {about.st_size:,} bytes, and at most {most:,} are read", str(path))
+        return file.read(most)
 
 
 def read_json(path: Path | str) -> Any:

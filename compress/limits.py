@@ -43,5 +43,11 @@ DEPTH = 64
 DIGITS = 400
 """Most digits of a number in a recipe; more than any float has, and few enough to be converted at once."""
 
+FILE_BYTES = 2**29
+"""Largest image, annotation or CIFAR file that is read whole."""
+
+ARRAYS_BYTES = 2**35
+"""Largest .npz file of calibration data."""
+
 JSON_BYTES = 2**29
 """Largest JSON file. An engine's listing of ten thousand layers takes some ten megabytes."""

@@ -112,9 +112,8 @@ def judge_network(network: nn.Module, x: Tensor, target: Target, folder: Path) -
         return "passed", "no floating output"
     file = compress.export_onnx(qmodel, x, folder / f"{target}.onnx")
     engine = "openvino" if target == "openvino" else "onnxruntime"
-    with compress.build_engine(
-        file, engine, batch_size=len(x), **({"precision": "f32"} if engine == "openvino" else {})
-    ) as built:
+    f32 = "f32" if engine == "openvino" else None
+    with compress.build_engine(file, engine, batch_size=len(x), precision=f32) as built:
         found = built.run({built.inputs[0].name: x.numpy()})[built.outputs[0].name]
     near, same = sqnr(expected.numpy(), fake.numpy()), sqnr(fake.numpy(), found)
     return _verdict(near, same)
@@ -128,7 +127,7 @@ def _verdict(near: float, same: float) -> tuple[str, str]:
 def onnx_cases() -> Iterator[tuple[str, Path, list[np.ndarray]]]:
     """Yield onnx's backend tests with a product or a convolution of one float input and constants as the rest."""
     for case in load_model_tests(kind="node"):
-        file = Path(case.model_dir) / "model.onnx"
+        file = Path(str(case.model_dir)) / "model.onnx"
         model = onnx.load(file)
         kinds = {node.op_type for node in model.graph.node}
         if kinds & {
@@ -144,7 +143,7 @@ def onnx_cases() -> Iterator[tuple[str, Path, list[np.ndarray]]]:
             "LayerNormalization",
         }:
             inputs = []
-            for value in sorted((Path(case.model_dir) / "test_data_set_0").glob("input_*.pb")):
+            for value in sorted((Path(str(case.model_dir)) / "test_data_set_0").glob("input_*.pb")):
                 tensor = onnx.TensorProto()
                 tensor.ParseFromString(value.read_bytes())
                 inputs.append(onnx.numpy_helper.to_array(tensor))

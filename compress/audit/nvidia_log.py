@@ -14,7 +14,7 @@ its tactics of convolutions are stubs.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from compress.audit.layers import EngineLayer, EngineListing
@@ -22,16 +22,9 @@ from compress.audit.nvidia_layer import engine_layer, split_bindings, without_co
 from compress.errors import AuditError
 from compress.files import parse_json
 
-_LAYER = re.compile(
-    r"Name: (?P<Name>.*?), LayerType: (?P<LayerType>\w+), Inputs: \[(?P<Inputs>.*?)\], "
-    r"(?:Constants: \[(?P<Constants>.*?)\], )?Outputs: \[(?P<Outputs>(?:.*? ?\})?)\](?:, (?P<rest>.*?))??"
-    r"(?:, Metadata: ?(?P<Metadata>.*))?$"
-)
-_TENSOR = re.compile(r"\{ (Name: .*?) ?\}(?=, \{|$)")
 _TENSOR_KEY = r"(?:Name|Location|Dimensions|Strides|StrideOrder|Datatype|Format/Datatype|Format)"
 _TENSOR_ITEM = re.compile(rf"({_TENSOR_KEY}): (.*?)(?=, {_TENSOR_KEY}: |$)")
-_ITEM = re.compile(r"(\w+): (\{.*?\}|\[.*?\]|.*?)(?=, \w+: |$)")
-_IO = re.compile(r"Name: (?P<name>.*?), IOMode: (?P<mode>Input|Output), DataType: ")
+# A line may be long and hostile: `str.partition` and one pass take it apart, in time that grows with its length alone.
 
 
 def parse_build_log(text: str) -> EngineListing:
@@ -41,9 +34,9 @@ def parse_build_log(text: str) -> EngineListing:
         AuditError: the log lists no layer; the message says how to build so that it does.
     """
     lines = text.splitlines()
-    starts = [i for i, line in enumerate(lines) if re.search(r"(^|\s)Layers:\s*$", line)]
+    starts = [i for i, line in enumerate(lines) if line.split()[-1:] == ["Layers:"]]
     block = lines[starts[-1] + 1 :] if starts else []
-    layers = [engine_layer(_keys(match)) for match in map(_LAYER.search, block) if match is not None]
+    layers = [engine_layer(keys) for line in block if (keys := _keys(line)) is not None]
     if not layers:
         others = sum("LayerType: " in line for line in lines)
         raise AuditError(
@@ -59,14 +52,52 @@ def parse_build_log(text: str) -> EngineListing:
     )
 
 
-def _keys(match: re.Match[str]) -> dict[str, Any]:
-    """Return the keys of a layer's line in the form of the inspector's JSON."""
-    found = match.groupdict()
-    row: dict[str, Any] = {key: _value(value) for key, value in _ITEM.findall(found.pop("rest") or "")}
-    for key in ("Inputs", "Constants", "Outputs"):
-        blocks = _TENSOR.findall((found.pop(key) or "").strip())
-        row[key] = [{name: _value(value) for name, value in _TENSOR_ITEM.findall(block)} for block in blocks]
-    return row | found
+def _keys(line: str) -> dict[str, Any] | None:
+    """Return the keys of a layer's line in the form of the inspector's JSON; None for any other line."""
+    name, found, rest = line.partition("Name: ")[2].partition(", LayerType: ")
+    kind, begun, rest = rest.partition(", Inputs: [")
+    ends = [at for mark in ("], Constants: [", "], Outputs: [") if (at := rest.find(mark)) >= 0]
+    if not found or not begun or not re.fullmatch(r"\w+", kind) or not ends:
+        return None
+    inputs, rest = rest[: min(ends)], rest[min(ends) + 3 :]
+    constants, inner, after = rest.removeprefix("Constants: [").partition("], Outputs: [")
+    if not rest.startswith("Constants: ["):
+        constants, after = "", rest.removeprefix("Outputs: [")
+    elif not inner:
+        return None
+    outputs, closed, after = ("", "]", after[1:]) if after.startswith("]") else after.partition("}]")
+    if not closed or (after and not after.startswith(", ")):
+        return None
+    others, _, metadata = after.partition(", Metadata:")
+    row: dict[str, Any] = {key: _value(value) for key, value in _items(others.removeprefix(", "))}
+    blocks = {"Inputs": inputs, "Constants": constants, "Outputs": outputs}
+    return (
+        row
+        | {key: [_tensor(text) for text in _blocks(value)] for key, value in blocks.items()}
+        | {"Name": name, "LayerType": kind, "Metadata": metadata.removeprefix(" ") or None}
+    )
+
+
+def _blocks(text: str) -> list[str]:
+    """Return the insides of `{ Name: ...}, { Name: ...}`."""
+    parts = text.strip().removeprefix("{").removesuffix("}").split("}, {")
+    return [part.strip() for part in parts if part.strip().startswith("Name: ")]
+
+
+def _tensor(text: str) -> dict[str, Any]:
+    return {name: _value(value) for name, value in _TENSOR_ITEM.findall(text)}
+
+
+def _items(text: str) -> Iterator[tuple[str, str]]:
+    """Yield key and value of `key: value, key: {...}, key: [...]`; a comma within brackets belongs to the value."""
+    depth = begun = 0
+    for at, letter in enumerate(f"{text}, "):
+        depth += (letter in "{[") - (letter in "}]")
+        if letter == "," and depth <= 0 and text[at + 1 : at + 2] in ("", " "):
+            key, found, value = text[begun:at].strip().partition(": ")
+            if found and key.isidentifier():
+                yield key, value
+            begun = at + 1
 
 
 def _value(text: str) -> Any:
@@ -81,10 +112,13 @@ def _value(text: str) -> Any:
 
 def _io_names(block: Sequence[str], layers: Sequence[EngineLayer]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the network's inputs and outputs: from `I/O Tensors`, or from the names that follow `Bindings:`."""
-    io = [match for match in map(_IO.search, block) if match is not None]
+    io = [line.partition("Name: ")[2].partition(", IOMode: ") for line in block if ", IOMode: " in line]
     if io:
-        inputs, outputs = ([m["name"] for m in io if m["mode"] == mode] for mode in ("Input", "Output"))
-        return tuple(inputs), tuple(outputs)
+        inputs, outputs = (
+            tuple(name for name, _, after in io if after.startswith(f"{mode}, DataType: "))
+            for mode in ("Input", "Output")
+        )
+        return inputs, outputs
     at = next((i for i, line in enumerate(block) if line.rstrip().endswith("Bindings:")), len(block))
     known = {tensor.name for layer in layers for tensor in (*layer.inputs, *layer.outputs)}
     return split_bindings([line.strip() for line in block[at + 1 :] if line.strip() in known], layers)

@@ -24,7 +24,7 @@ from compress.data.preprocessing import Preprocessing
 from compress.data.spec import DataSpec
 from compress.data.subset import bounded
 from compress.errors import DataError
-from compress.files import expand_user
+from compress.files import expand_user, read_regular
 
 MOVEMENT = Movement(shift=1 / 8, flip=True)
 
@@ -137,7 +137,7 @@ def _read_batch(path: Path, files: _Files, *, num_classes: int) -> tuple[Tensor,
 def _read_pickle(path: Path) -> dict[str, Any]:
     """Return the dictionary in a file, read without running code."""
     try:
-        content = _Reader(io.BytesIO(path.read_bytes()), encoding="latin1").load()
+        content = _Reader(io.BytesIO(read_regular(path)), encoding="latin1").load()
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
     except Exception as error:  # a damaged pickle can fail in any way

@@ -108,8 +108,8 @@ def open_image(source: Path | IO[bytes], max_pixels: int = IMAGE_PIXELS) -> Iter
         OSError: the file cannot be read, or is of no format that Pillow knows.
         ValueError: it has more pixels.
     """
-    if isinstance(source, Path) and source.is_fifo():
-        raise OSError("it is a named pipe, and would wait for its writer")
+    if isinstance(source, Path) and source.exists() and not source.is_file():
+        raise OSError("it is a pipe, a device or a folder, and only regular files are read")
     with _PILLOW:  # Pillow's limit is a global variable
         limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:

@@ -7,6 +7,7 @@ inputs, and a function of the user's own (`package.module:function`) that return
 from __future__ import annotations
 
 import importlib
+import io
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from torch import Tensor
 from compress.data.decode import centre_crop, open_image, rgb
 from compress.data.folder import EXTENSIONS, MEAN, STD
 from compress.errors import DataError, near_misses
+from compress.files import read_regular
+from compress.limits import ARRAYS_BYTES
 
 Layout = Literal["NCHW", "NHWC"]
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -138,7 +141,7 @@ def unlabelled(source: str, form: PictureInput, *, limit: int, batch_size: int) 
 
 def _arrays(path: Path, limit: int, batch_size: int) -> list[dict[str, np.ndarray[Any, Any]]]:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with np.load(io.BytesIO(read_regular(path, ARRAYS_BYTES)), allow_pickle=False) as file:
             arrays = {name: file[name][:limit] for name in file.files}
     except Exception as error:
         raise DataError(f"{path} cannot be read as an .npz file of arrays ({error})") from error

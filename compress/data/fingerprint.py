@@ -62,7 +62,7 @@ def file_parts(folder: Path, names: list[str]) -> Iterator[bytes | str]:
         yield name
         try:
             yield str(path.stat().st_size)
-            if number % step == 0:
+            if number % step == 0 and path.is_file():
                 with path.open("rb") as file:
                     yield file.read(_READ_BYTES)
         except OSError:

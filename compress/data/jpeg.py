@@ -25,6 +25,7 @@ from compress.data.memory import to_device
 from compress.data.nvjpeg import nvjpeg
 from compress.data.workers import Place
 from compress.errors import DataError
+from compress.files import read_regular
 from compress.kernels.resample import Window, resample
 
 _UPRIGHT, _ORIENTATION = 1, 274  # EXIF 2.32
@@ -95,7 +96,7 @@ class Reader(Dataset[FileItem]):
         index = place[0]
         path, reason = self.decoder.path(index), ""
         try:
-            content = np.fromfile(path, dtype=np.uint8)
+            content = np.frombuffer(bytearray(read_regular(path)), dtype=np.uint8)
             with open_image(io.BytesIO(content.tobytes()), self.decoder.max_pixels) as header:
                 reason = refusal(header, content)
                 if not reason:

@@ -14,6 +14,7 @@ from compress.data.boxes import AS_BACKGROUND, Annotation, BoxSplit, annotation
 from compress.data.folder import EXTENSIONS
 from compress.data.spec import DataSpec
 from compress.errors import DataError, first_few, near_misses
+from compress.files import read_regular
 
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 
@@ -48,9 +49,7 @@ def _names(root: Path, split: str) -> list[str]:
     file = root / "ImageSets" / "Main" / f"{split}.txt"
     if not file.is_file():
         raise DataError(f"data.root: there is no file {file.absolute()}, which lists the images of {split}")
-    names = [
-        line.split()[0] for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
-    ]
+    names = [line.split()[0] for line in read_regular(file).decode("utf-8", "replace").splitlines() if line.strip()]
     if not names:
         raise DataError(f"{file} names no image")
     return names
@@ -84,7 +83,7 @@ def read_voc(file: Path, image: Path, spec: DataSpec) -> Annotation:
     """
     classes = tuple(spec.classes or ())
     try:
-        tree = ElementTree.parse(file).getroot()
+        tree = ElementTree.fromstring(read_regular(file))
     except FileNotFoundError:
         raise DataError(f"there is no annotation {file}") from None
     except (ElementTree.ParseError, OSError, ValueError) as error:

@@ -1,7 +1,7 @@
 """Rewriting and measuring networks apart from their surroundings: one thread at a time, in their own types.
 
-torch.fx replaces methods of `nn.Module` for the whole process while it traces, so that a network that another thread
-runs in that moment fails. An autocast around a call would give other ranges, and a file that no engine takes; a default
+torch.fx replaces methods of `nn.Module` for the whole process while it traces: two traces at once would take back each
+other's. An autocast around a call would give other ranges, and a file that no engine takes; a default
 device would part new quantizers from the layers that they belong to.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -19,6 +20,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _ONE = threading.RLock()
+
+
+def _renew() -> None:
+    """Give a forked child a lock of its own: the thread that holds its parent's is not there."""
+    global _ONE
+    _ONE = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+    os.register_at_fork(after_in_child=_renew)
 
 
 def alone(function: Callable[P, R]) -> Callable[P, R]:

@@ -165,7 +165,7 @@ def answered(root: nn.Module) -> Iterator[None]:
     modules |= {name for name in sys.modules if name.partition(".")[0] in packages}
     places = [vars(sys.modules[name]) for name in modules if name in sys.modules and name.split(".")[0] != "torch"]
     changed = [(place, name, function) for place in places for name, function in _BUILTINS.items() if name not in place]
-    tensors = {name: _recorded(name) for name in _MAKERS} | {name: _limits(name) for name in ("finfo", "iinfo")}
+    tensors = {name: _recorded(name) for name in _MAKERS} | {name: _Limits(name) for name in ("finfo", "iinfo")}
     tensors |= {name: _unchecked(name) for name in _CHECKS} | {"is_tensor": _is_tensor}
     before = {name: getattr(torch, name) for name in tensors}
     scripted = torch.jit.isinstance
@@ -200,14 +200,17 @@ def _recorded(name: str) -> Callable[..., Any]:
     return recorded
 
 
-def _limits(name: str) -> Callable[..., Any]:
-    """`torch.finfo` or `torch.iinfo`, which also take the type of a symbolic tensor."""
-    function: Callable[..., Any] = getattr(torch, name)
+class _Limits:
+    """`torch.finfo` or `torch.iinfo`, which also take the type of a symbolic tensor; instances are as before."""
 
-    def limits(*dtype: Any) -> Any:
-        return function(*(value.tracer.known(value) if isinstance(value, _Known) else value for value in dtype))
+    def __init__(self, name: str) -> None:
+        self._kind = getattr(torch, name)
 
-    return limits
+    def __call__(self, *dtype: Any) -> Any:
+        return self._kind(*(value.tracer.known(value) if isinstance(value, _Known) else value for value in dtype))
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, self._kind)
 
 
 def _unchecked(name: str) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any
@@ -46,9 +47,14 @@ class Tracer(fx.Tracer):
         self.values = values
         self.failed = ""
         self.proxy_buffer_attributes = buffers
+        self._thread = threading.get_ident()
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        """Trace the model, and restore what its code wrote on its modules, such as a counter or a cache."""
+        """Trace the model, and restore what its code wrote on its modules, such as a counter or a cache.
+
+        fx replaces methods of `nn.Module` for the whole process meanwhile; modules that other threads run compute.
+        """
+        self._thread = threading.get_ident()
         with restored(root):
             return super().trace(root, concrete_args)
 
@@ -89,9 +95,13 @@ class Tracer(fx.Tracer):
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         """Return an attribute of a module: symbolic, but not while values are computed."""
-        if self.values is not None and self.values.busy:
+        if self._elsewhere() or (self.values is not None and self.values.busy):
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def _elsewhere(self) -> bool:
+        """Whether another thread than the one that traces has called a method that fx replaced."""
+        return threading.get_ident() != self._thread
 
     def known(self, proxy: fx.Proxy) -> Any:
         """Return the value of a proxy that depends on sizes alone."""
@@ -129,7 +139,7 @@ class Tracer(fx.Tracer):
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Enter a module or record its call, and note where that fails."""
-        if self.values is not None and self.values.busy:
+        if self._elsewhere() or (self.values is not None and self.values.busy):
             return forward(*args, **kwargs)
         try:
             return super().call_module(m, forward, args, kwargs)

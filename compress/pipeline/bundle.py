@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from compress.engines.base import TensorInfo
 from compress.engines.onnx_file import read_onnx
+from compress.engines.registry import suits
 from compress.errors import RunError, near_misses
 from compress.files import replacing, write_text
 from compress.pipeline.again import chosen_variant, networks_of
+from compress.pipeline.folder import recipe_of
+from compress.variants import Variant
 
-SERVERS = {"triton": "onnxruntime", "openvino": "openvino"}
-"""Server -> the engine whose file it is given."""
+SERVERS = {"triton": ("onnxruntime", "openvino", "tensorrt"), "openvino": ("openvino",)}
+"""Server -> the engines that it runs files in."""
+_TENSORRT = 'optimization { execution_accelerators { gpu_execution_accelerator: [ { name: "tensorrt" } ] } }\n'
+"""Lets the backend of ONNX Runtime give a file to TensorRT, which runs its Q/DQ pairs in INT8."""
 _TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16", "int64": "TYPE_INT64", "int32": "TYPE_INT32"}
 
 
@@ -35,7 +41,9 @@ def write_bundle(
     """
     if server not in SERVERS:
         raise RunError(f"there is no server {server!r}{near_misses(server, SERVERS)} (one of: {', '.join(SERVERS)})")
-    file = networks_of([folder])[chosen_variant(folder, variant)].of(SERVERS[server])
+    chosen = chosen_variant(folder, variant)
+    engine = _engine_of(folder, chosen, server)
+    file = networks_of([folder])[str(chosen)].of(engine)
     model = out / (name or folder.resolve().name)
     if model.exists():
         raise RunError(f"{model} is there already; name another model with --name, or remove it")
@@ -44,12 +52,32 @@ def write_bundle(
     written = [model / "1" / "model.onnx"]
     if server == "triton":
         interface = read_onnx(file)
-        text = config_text(interface.inputs, interface.outputs, max_batch_size=max_batch_size)
+        text = config_text(interface.inputs, interface.outputs, engine, max_batch_size=max_batch_size)
         written.append(write_text(model / "config.pbtxt", text))
     return written
 
 
-def config_text(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], *, max_batch_size: int) -> str:
+def _engine_of(folder: Path, variant: Variant, server: str) -> str:
+    """Return the engine that a server runs a network in: that of the first target of the run that it has one for.
+
+    Raises:
+        RunError: the run made no file for any of the server's engines.
+    """
+    engines, quantization = SERVERS[server], recipe_of(folder).quantization
+    if not variant.is_quantized or quantization is None:
+        return engines[0]
+    found = [engine for target in quantization.targets for engine in engines if suits(engine, [target])]
+    if not found:
+        raise RunError(
+            f"the INT8 files of {folder} are for {', '.join(quantization.targets)}, and {server} runs files in "
+            f"{' or '.join(engines)}: add one to quantization.target and run `export` again, or give --variant float"
+        )
+    return found[0]
+
+
+def config_text(
+    inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], engine: str = "onnxruntime", *, max_batch_size: int
+) -> str:
     """Return Triton's configuration of an ONNX file; batches are put together where the file leaves the size open."""
     batched = all(tensor.shape and tensor.shape[0] == -1 for tensor in (*inputs, *outputs))
 
@@ -58,8 +86,12 @@ def config_text(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], *, 
         for tensor in tensors:
             dims = ", ".join(map(str, tensor.shape[1:] if batched else tensor.shape))
             kind_of = _TYPES.get(tensor.dtype, f"TYPE_{tensor.dtype.upper()}")
-            parts.append(f'  {{ name: "{tensor.name}", data_type: {kind_of}, dims: [{dims}] }}')
+            parts.append(
+                f"  {{ name: {json.dumps(tensor.name, ensure_ascii=False)}, data_type: {kind_of}, dims: [{dims}] }}"
+            )
         return f"{kind} [\n" + ",\n".join(parts) + "\n]\n"
 
-    head = f'backend: "onnxruntime"\nmax_batch_size: {max_batch_size if batched else 0}\n'
+    backend = "openvino" if engine == "openvino" else "onnxruntime"
+    head = f'backend: "{backend}"\nmax_batch_size: {max_batch_size if batched else 0}\n'
+    head += _TENSORRT if engine == "tensorrt" else ""
     return head + rows("input", inputs) + rows("output", outputs) + ("dynamic_batching { }\n" if batched else "")

@@ -19,7 +19,7 @@ from compress.data.files import pictures_in
 from compress.data.preprocessing import Preprocessing
 from compress.errors import DataError, RunError
 from compress.export.names import PREPROCESSING_KEY
-from compress.files import replacing
+from compress.files import read_regular, replacing
 from compress.limits import IMAGE_PIXELS
 from compress.pipeline.again import chosen_variant, networks_of
 from compress.pipeline.saved import run_without_data
@@ -139,7 +139,7 @@ def read_picture(path: Path, preprocessing: Preprocessing, *, cropped: bool, max
         DataError: the file is missing or is no picture.
     """
     try:
-        with open_image(io.BytesIO(path.read_bytes()), max_pixels) as image:
+        with open_image(io.BytesIO(read_regular(path)), max_pixels) as image:
             whole = rgb(image)
             if cropped:
                 return preprocessed(whole, preprocessing)

@@ -196,6 +196,7 @@ def test_bundles_hold_the_file_of_their_engine(finished, tmp_path):
     for tensor in (*session.get_inputs(), *session.get_outputs()):
         dims = ", ".join(map(str, tensor.shape[1:]))
         assert f'name: "{tensor.name}", data_type: TYPE_FP32, dims: [{dims}]' in text
+    assert 'backend: "onnxruntime"' in text and 'name: "tensorrt"' in text  # which runs its Q/DQ pairs in INT8
     assert "max_batch_size: 32" in text and "dynamic_batching" in text and text.count("{") == text.count("}")
     (served,) = write_bundle(finished, "openvino", tmp_path / "ovms", variant="ptq")
     assert served.read_bytes() == (finished / "ptq.openvino.onnx").read_bytes()

@@ -18,6 +18,8 @@ from compress.errors import QuantizationError
 from compress.export.onnx_graph import attribute
 from compress.onnx_ptq.index import Index, Shapes, Types, renamed
 
+_UNSAFE = r"[^A-Za-z0-9_./:+-]"
+"""What a name of a file may not bring into a path of modules, which torch.fx writes into Python as it is."""
 Size = int | fx.Node
 """A size: a number, or the batch times a number."""
 
@@ -65,12 +67,14 @@ class Builder:
         self.places: dict[str, dict[str, Place]] = {}
         self._made: dict[str, Any] = {}
         self._names: set[str] = set(dir(fx.GraphModule)) | {"placement", "report"}
-        self._prefixes = {prefix for node in index.graph.node for prefix in _prefixes(node.name)}
+        self._paths: set[str] = set()
+        self._prefixes = {prefix for node in index.graph.node for prefix in _prefixes(re.sub(_UNSAFE, "_", node.name))}
         self._inputs: list[fx.Node] = []
 
     def input(self, name: str) -> None:
         """Add an input of the graph."""
         node = self.graph.placeholder(_identifier(name))
+        node.target = node.name  # which fx keeps apart from keywords, builtins and the names that its code uses
         self._inputs.append(node)
         self.set(name, node)
 
@@ -126,11 +130,13 @@ class Builder:
 
     def layer(self, node: onnx.NodeProto, module: nn.Module, x: Any, **places: Place) -> fx.Node:
         """Add a module under the name of a node, and a call of it; `places` are those of its parameters."""
-        parts = [part for part in node.name.split(".") if part]
-        nested = ".".join(parts) == node.name and not _prefixes(node.name) & self.path.keys()
-        path = node.name if nested and node.name not in self._prefixes else node.name.replace(".", "_")
+        name = re.sub(_UNSAFE, "_", node.name)
+        parts = [part for part in name.split(".") if part]
+        nested = ".".join(parts) == name and not _prefixes(name) & self._paths
+        path = name if nested and name not in self._prefixes else name.replace(".", "_")
         if path.partition(".")[0] in self._names or not path:
             path = f"layer_{path}"
+        path = renamed([path], self._paths)[path]
         self.path[node.name] = path
         *parents, last = path.split(".")
         holder = self.root
@@ -197,8 +203,8 @@ def axes_of(builder: Builder, node: onnx.NodeProto, place: int = 1) -> list[int]
 
 
 def _identifier(name: str) -> str:
-    found = re.sub(r"\W", "_", name) or "tensor"
-    return f"_{found}" if found[0].isdigit() else found
+    found = re.sub(r"\W", "_", name, flags=re.ASCII) or "tensor"
+    return f"_{found}" if found[0].isdigit() or found in {"self", "forward"} else found
 
 
 def _prefixes(name: str) -> set[str]:

@@ -14,6 +14,7 @@ from compress.data.folder import FolderSplit
 from compress.data.memory import MemorySplit
 from compress.engines import Engine
 from compress.errors import DataError, EngineError, EngineUnavailableError
+from compress.files import read_regular
 from compress.limits import IMAGE_PIXELS
 from compress.measure import BenchSpec
 from compress.measure.end_to_end import EndToEnd, Picture, measure_end_to_end
@@ -115,7 +116,14 @@ def _pictures(images: Path, count: int) -> list[Picture]:
     found = sorted(path for path in images.rglob("*") if path.suffix.lower() in _ENDINGS)[:count]
     if not found:
         raise DataError(f"{images} holds no JPEG or PNG files ({', '.join(sorted(_ENDINGS))})")
-    return [path.read_bytes() for path in found]
+    return _contents(found)
+
+
+def _contents(files: Sequence[Path]) -> list[Picture]:
+    try:
+        return [read_regular(path) for path in files]
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read as an image: {error.strerror}") from None
 
 
 def _evaluation_split(run: Path) -> Split:
@@ -126,7 +134,7 @@ def _evaluation_split(run: Path) -> Split:
 
 def _evaluation_pictures(split: Split, count: int) -> list[Picture]:
     if isinstance(split, FolderSplit):
-        return [path.read_bytes() for path in split.files[:count]]
+        return _contents(split.files[:count])
     if isinstance(split, MemorySplit):
         rows = split.images[:count].permute(0, 2, 3, 1).numpy()
         return [np.repeat(row, 3, axis=2) if row.shape[2] == 1 else row.copy() for row in rows]
