@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; tests/test_pa
     from compress.engines.tensorrt.build import build_tensorrt as build_tensorrt
     from compress.engines.torch import TorchEngine as TorchEngine
     from compress.errors import CompressError as CompressError
+    from compress.errors import CompressWarning as CompressWarning
     from compress.export.onnx import export_onnx as export_onnx
     from compress.export.spec import ExportSpec as ExportSpec
     from compress.graph.trace import trace as trace
@@ -92,6 +93,7 @@ _HOMES = {
     "CalibrationReport": "compress.quantization.report",
     "Callback": "compress.training.callbacks",
     "CompressError": "compress.errors",
+    "CompressWarning": "compress.errors",
     "DataSpec": "compress.data.spec",
     "Engine": "compress.engines.base",
     "EngineAudit": "compress.audit.engine",

@@ -13,7 +13,8 @@ base class; each docstring says what is refused.
         EngineError
             EngineUnavailableError
 
-A message says what was got, what is allowed, and what to do.
+A message says what was got, what is allowed, and what to do. What is not refused and yet worth knowing in a loop of
+one's own is a `CompressWarning`; the reports of runs say the same.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ class CompressError(Exception):
         ...     print(type(error).__name__)
         RecipeError
     """
+
+
+class CompressWarning(UserWarning):
+    """A quantized network leaves something out that its float network does; the text says what, and what to do."""
 
 
 class RecipeError(CompressError):

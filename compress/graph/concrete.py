@@ -33,6 +33,7 @@ class _Known:
 
     node: fx.Node
     tracer: Any
+    __array_priority__ = 1000  # as torch's tensors: a number of numpy leaves `number * x` to the proxy
 
     def __len__(self) -> int:
         return len(self.tracer.sized(self))

@@ -6,10 +6,14 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, Self
 
 from torch import fx, nn
+from torch.utils.hooks import RemovableHandle
+
+from compress.errors import CompressWarning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,45 @@ def _restored(rebuild: Any, state: tuple[dict[str, Any], str]) -> ReportedModule
     made = ReportedModule.of(rebuild(*state))
     made.meta.update(state[0].get("meta", {}))
     return made
+
+
+class Block(nn.Module):
+    """Holds the layers of a block of the model under its name; a graph calls the layers, and never the block.
+
+    A hook on it would wait for ever without a word, so registering one says so.
+    """
+
+    def _warn(self) -> None:
+        warnings.warn(
+            "this hook will never be called: a traced network calls the layers of a block and not the block; register "
+            "it on a layer, such as the last one of the block (print the network's graph), or use qat.distill_features",
+            CompressWarning,
+            stacklevel=3,
+        )
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Warn, and register the hook."""
+        self._warn()
+        return super().register_forward_hook(*args, **kwargs)
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Warn, and register the hook."""
+        self._warn()
+        return super().register_forward_pre_hook(*args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Warn, and register the hook."""
+        self._warn()
+        return super().register_full_backward_hook(*args, **kwargs)
+
+
+def name_blocks(graph_module: nn.Module) -> None:
+    """Put a `Block` in the place of each plain module that only holds others; in place."""
+    for path, module in list(graph_module.named_modules()):
+        if type(module) is nn.Module:
+            block = Block()
+            block.__dict__.update(module.__dict__)
+            graph_module.set_submodule(path, block)
 
 
 ATTRIBUTES = frozenset({"meta", "report", "placement"})

@@ -31,6 +31,9 @@ def restored(model: nn.Module) -> Iterator[None]:
                 _take_back(table, before)
             module._buffers.clear()
             module._buffers.update(buffers)
+            for name, value in attributes.items():
+                if isinstance(value, (int, float)):  # counters of calls
+                    vars(module)[name] = value
             module.training = training
         with torch.no_grad():
             for buffer, value in values:

@@ -16,7 +16,8 @@ import itertools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,28 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from compress.errors import ModelError
+from compress.errors import CompressWarning, ModelError
 from compress.graph.alone import alone
 from compress.graph.compare import first_difference, run_model, same_results
 from compress.graph.concrete import Values, answered
 from compress.graph.inputs import Inputs, as_inputs, copies_of, each_input, run_with, shapes_text
 from compress.graph.ops import altered, node_kind
-from compress.graph.report import ATTRIBUTES, GraphReport, Leaf, ReportedModule, attach_report, leaves_of, report_of
+from compress.graph.report import (
+    ATTRIBUTES,
+    GraphReport,
+    Leaf,
+    ReportedModule,
+    attach_report,
+    leaves_of,
+    name_blocks,
+    report_of,
+)
+from compress.graph.restored import equal, restored
 from compress.graph.tracer import Tracer
 from compress.graph.training import LEFT_OUT, add_training_parts, same_in_training, training_mode
 from compress.graph.traits import SHAPES
+
+_LIBRARIES = frozenset({"torch", "transformers", "timm", "accelerate", "peft"})
 
 
 def check_module(model: object) -> None:
@@ -93,7 +106,8 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
         return graph_module
     _check_names(model)
     model = copy.deepcopy(model).eval()
-    reference = run_model(model, inputs)
+    reference = _results_and_hooks(model, inputs)
+    _check_state(model, inputs, reference)
     asked = dict.fromkeys(leaves, "asked for")
     unknown = [path for path in asked if path not in dict(model.named_modules())]
     if unknown:
@@ -133,6 +147,91 @@ def _check_names(model: nn.Module) -> None:
         raise ModelError(
             f"{type(model).__name__} has a part {taken[0]!r}, a name that graph modules use themselves: rename it"
         )
+
+
+class _Watched:
+    """A hook, and whether it has returned anything, which then is part of what a graph computes."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook, self.returned = hook, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.hook(*args, **kwargs)
+        self.returned |= result is not None
+        return result
+
+
+def _block_hooks(model: nn.Module) -> Iterator[tuple[str, dict[int, Any], int]]:
+    """Yield path, table and key of each hook of a user on a block; a graph calls layers alone, whose hooks stay."""
+    for path, module in model.named_modules():
+        if not (path and Tracer().is_leaf_module(module, path)):
+            for table in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+                yield from ((path or "the model", table, key) for key in list(table) if not _of_library(table[key]))
+
+
+def _results_and_hooks(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+    """Return the results of a model, and take off the hooks on its blocks that only look, with a warning.
+
+    They would be given symbolic values once, while the model is traced, and never be called again.
+    """
+    found = list(_block_hooks(model))
+    for _, table, key in found:
+        table[key] = _Watched(table[key])
+    reference = run_model(model, inputs)
+    lost = []
+    for path, table, key in found:
+        watched = table[key]
+        if watched.returned:
+            table[key] = watched.hook
+        else:
+            del table[key]
+            lost.append(path)
+    if lost:
+        warnings.warn(
+            f"hooks on {', '.join(dict.fromkeys(lost))} are not called in the quantized network: a traced graph calls "
+            "layers and not the blocks around them; register them on layers of the result, such as the last of a block",
+            CompressWarning,
+            stacklevel=2,
+        )
+    return reference
+
+
+def _of_library(hook: object) -> bool:
+    """Whether a hook is of a library, which needs no word to a user: it is traced as it is."""
+    return str(getattr(hook, "__module__", type(hook).__module__)).partition(".")[0] in _LIBRARIES
+
+
+def _check_state(model: nn.Module, inputs: tuple[Tensor, ...], reference: Any) -> None:
+    """Refuse a model whose results depend on what its earlier calls left in buffers or attributes.
+
+    Raises:
+        ModelError: names them; a graph, and a file, would compute with their first values for ever.
+    """
+    with restored(model), torch.no_grad():
+        before = _state(model)
+        run_with(model, copies_of(inputs))
+        after = _state(model)
+        written = sorted(key for key in after if key not in before or not _same_value(before[key], after[key]))
+        if written and not same_results(reference, run_with(model, copies_of(inputs))):
+            raise ModelError(
+                f"the results of {type(model).__name__} change from call to call, because its forward writes "
+                f"{', '.join(written[:4])}: the quantized network and its file would compute with the first values for "
+                "ever. Take what counts or remembers out of the forward, and pass it as an input"
+            )
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """Buffers, and numbers and tensors that modules hold as attributes, by path."""
+    found: dict[str, Any] = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if not name.startswith("_") and isinstance(value, (int, float, Tensor)):
+                found[f"{path}.{name}".lstrip(".")] = value.detach().clone() if isinstance(value, Tensor) else value
+    return found
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    return equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else type(a) is type(b) and bool(a == b)
 
 
 def _graph_of(
@@ -187,6 +286,7 @@ def _by_position(graph_module: fx.GraphModule) -> None:
 
 def _graph_module(model: nn.Module, graph: fx.Graph, leaves: dict[str, str]) -> fx.GraphModule:
     graph_module = ReportedModule(model, graph, class_name=type(model).__name__).eval()
+    name_blocks(graph_module)
     _by_position(graph_module)
     for node in reversed(list(graph_module.graph.nodes)):
         if not node.users and node_kind(node) in SHAPES - {"assert"}:

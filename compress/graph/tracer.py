@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, fx, nn
 
 from compress.graph.concrete import Values, known_proxy, unrolled
@@ -76,7 +78,11 @@ class Tracer(fx.Tracer):
         return called, [self.root, *made]
 
     def create_arg(self, a: Any) -> Any:
-        """Keep the class of a model output: a dataclass that is a mapping too, as in transformers."""
+        """Take numbers of numpy; keep the class of an output that is a dataclass and a mapping, as in transformers."""
+        if isinstance(a, np.generic):
+            a = a.item()  # fx writes numbers into code, in which numpy is not known
+        elif isinstance(a, np.ndarray):
+            a = torch.from_numpy(a)
         if isinstance(a, Mapping) and is_dataclass(a):
             given = {key: self.create_arg(value) for key, value in a.items() if value is not None}
             return self.create_node("call_function", type(a), (), given)

@@ -23,6 +23,8 @@ _MOVED = PASSING | kinds(lambda t: t.category == "movement")
 _DECODING = kinds(lambda t: t.category == "arithmetic") | {"sigmoid", "softmax", "softplus", "tanh"}
 _CONVOLUTIONS = frozenset({"conv", "conv_transpose"})
 
+_MOST_OF_A_HEAD = 0.5
+"""Share of the multiply-accumulates from which on last convolutions at one resolution are no head of the network."""
 _EXPECTATION = (
     "a product with a softmax's result takes the mean of a distribution (DFL of YOLO's boxes): small probabilities "
     "that 8 bits drop move the box"
@@ -59,14 +61,24 @@ def head_parts(view: GraphView, head: Head) -> Mapping[Node, FloatPart]:
     if detects:
         decoding = [node for node in sources if node.kind in _DECODING and node.floating and node not in means]
         found |= {node: FloatPart("box decoding stays float", _BOXES) for node in decoding}
-    if detects or head == "float":
-        price = _share(finals, view)
+    price = _share(finals, view)
+    levels = {(node.shape or ())[2:] for node in finals}
+    small = price < _MOST_OF_A_HEAD or len(levels) > 1
+    if head == "float" or (detects and small and _has_trunk(view, finals)):
         reason = (
             f"a last convolution of a head, whose errors no layer makes up for; all {len({n.path for n in finals})} "
             f"together have {price:.1%} of the network's multiply-accumulates (head: quantize takes them in)"
         )
         found |= {node: FloatPart("last convolution of a head", reason) for node in finals}
     return found
+
+
+def _has_trunk(view: GraphView, finals: list[Node]) -> bool:
+    """Return True if other layers come before the last ones: branches of an input alone are no head."""
+    last, leads = set(finals), dict[Node, bool]()
+    for node in view.nodes:
+        leads[node] = any(leads.get(source, False) or source.kind in _LAYERS for source in node.inputs)
+    return any(leads[node] for node in last)
 
 
 def _is_expectation(node: Node) -> bool:

@@ -169,7 +169,14 @@ def _calibrate(
     yardstick = [] if usual is None else [insert_quantizers(model, example_inputs, usual)]
     sample = FirstBatches(model, batches)
     one, *rest = (*found.values(), *yardstick)
-    calibrate(one, sample if yardstick else batches, also=rest, all_reduce=all_reduce, progress=progress)
+    calibrate(
+        one,
+        sample if yardstick else batches,
+        also=rest,
+        float_model=model,
+        all_reduce=all_reduce,
+        progress=progress,
+    )
     for other in yardstick:
         beside = compare_ranges(model, judged, other, sample.first, spec, all_reduce=all_reduce)
         report = cast(CalibrationReport, quantization_report_of(judged).calibration)
