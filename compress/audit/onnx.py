@@ -6,14 +6,16 @@ Only the file is read, so that files of other tools can be audited too.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.inliner
 
 from compress.errors import AuditError
-from compress.export.onnx_graph import PASSES, WEIGHTED_OPS, OnnxGraph, attribute, opset_of
+from compress.export.onnx_graph import PASSES, WEIGHTED_OPS, OnnxGraph, attribute, inner_graphs, opset_of
 from compress.sparsity.masks import verify_nm
 
 _INTEGERS = frozenset({"int8", "uint8", "int4", "uint4"})
@@ -103,16 +105,17 @@ def audit_onnx(path: Path | str) -> OnnxAudit:
 
 
 def _audit(path: Path, proto: onnx.ModelProto) -> OnnxAudit:
-    view = OnnxGraph(proto.graph)
-    _check_scales(view)
-    ops = Counter(node.op_type for node in proto.graph.node)
+    nodes = list(_nodes(OnnxGraph(proto.graph)))
+    for view in {id(view): view for _, view, _ in nodes}.values():
+        _check_scales(view)
+    ops = Counter(node.op_type for node, _, _ in nodes)
     half = any(t.data_type == onnx.TensorProto.FLOAT16 for t in proto.graph.initializer)
     return OnnxAudit(
         path=path,
         opset=opset_of(proto),
         rows=tuple(
-            _recurrent(node, view) if node.op_type in _RECURRENT else _audited(node, view)
-            for node in proto.graph.node
+            _within(_recurrent(node, view) if node.op_type in _RECURRENT else _audited(node, view), place)
+            for node, view, place in nodes
             if node.op_type in WEIGHTED_OPS | _RECURRENT
         ),
         activation_pairs=ops["QuantizeLinear"],
@@ -120,6 +123,22 @@ def _audit(path: Path, proto: onnx.ModelProto) -> OnnxAudit:
         ops=dict(sorted(ops.items())),
         metadata={prop.key: prop.value for prop in proto.metadata_props},
     )
+
+
+def _nodes(view: OnnxGraph, place: str = "") -> Iterator[tuple[onnx.NodeProto, OnnxGraph, str]]:
+    """Yield each node of a graph and of all graphs in it, with its graph and the path of the nodes that hold it."""
+    for node in view.graph.node:
+        yield node, view, place
+        for inner in inner_graphs(node):
+            yield from _nodes(OnnxGraph(inner, view), f"{place}{node.name or node.op_type}/")
+
+
+def _within(row: AuditedNode, place: str) -> AuditedNode:
+    """Name the nodes that hold an operation, in its name and in the reason why it is float."""
+    if not place:
+        return row
+    reason = row.reason and f"{row.reason}; it is inside {place.rstrip('/')}, which is not quantized"
+    return replace(row, name=f"{place}{row.name}", reason=reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +170,8 @@ def audit_sparsity(path: Path | str, n: int = 2, m: int = 4) -> tuple[NodeSparsi
     Raises:
         AuditError: the file is not ONNX.
     """
-    view = OnnxGraph(_load(Path(path)).graph)
     rows = []
-    for node in view.graph.node:
+    for node, view, place in _nodes(OnnxGraph(_load(Path(path)).graph)):
         if node.op_type not in WEIGHTED_OPS:
             continue
         source = view.dequantizer(node.input[1], PASSES)
@@ -166,7 +184,7 @@ def audit_sparsity(path: Path | str, n: int = 2, m: int = 4) -> tuple[NodeSparsi
         fits = weight.shape[axis] % m == 0
         rows.append(
             NodeSparsity(
-                name=node.name or node.output[0],
+                name=place + (node.name or node.output[0]),
                 dtype=str(weight.dtype),
                 zeros=float((weight == 0).mean()),
                 violations=verify_nm(weight, n, m, axis=axis) if fits else None,
@@ -190,6 +208,8 @@ def _load(path: Path) -> onnx.ModelProto:
     try:
         proto = onnx.load(path)
         onnx.checker.check_model(proto)
+        if proto.functions:
+            proto = onnx.inliner.inline_local_functions(proto)
     except FileNotFoundError:
         raise AuditError(f"{path} does not exist; give an ONNX file") from None
     except Exception as error:
@@ -247,6 +267,9 @@ def _recurrent(node: onnx.NodeProto, view: OnnxGraph) -> AuditedNode:
 def _audited(node: onnx.NodeProto, view: OnnxGraph) -> AuditedNode:
     data, weight = (view.dequantizer(name, PASSES) for name in node.input[:2])
     constant = view.array(node.input[1] if weight is None else weight.input[0])
+    if constant is None and node.op_type == "MatMul":  # the weight may be on the left
+        left = view.array(node.input[0] if data is None else data.input[0])
+        data, weight, constant = (data, weight, None) if left is None else (weight, data, left)
     scale = None if weight is None else view.array(weight.input[1])
     types = ["float" if source is None else _integer_type(source, view) for source in (data, weight)]
     missing = [

@@ -32,7 +32,7 @@ def float_averages(proto: onnx.ModelProto) -> int:
         quantized = all(consumer.op_type == "QuantizeLinear" for consumer in view.consumers.get(output, ()))
         if node.op_type != "AveragePool" or quantized:
             continue
-        nodes.append(unfused(node, "average"))
+        nodes.append(unfused(node, "average", view))
         changed += 1
     view.replace_nodes(nodes)
     return changed

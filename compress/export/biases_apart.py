@@ -43,7 +43,7 @@ def biases_apart(proto: onnx.ModelProto) -> int:
             continue
         output = node.output[0]
         del node.input[2:]
-        node.output[0] = added_tensor(output, "product")
+        node.output[0] = view.free(added_tensor(output, "product"))
         shaped = view.add_constant(added_tensor(output, "bias"), bias.reshape(1, -1, *[1] * (rank - 2)))
         apart = helper.make_node("Add", [node.output[0], shaped], [output], name=added_tensor(node.name, "bias"))
         apart.metadata_props.extend(node.metadata_props)

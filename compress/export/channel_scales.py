@@ -88,8 +88,8 @@ def _factors(
     after = 0 if node.op_type in {"Gemm", "MatMul"} else len(view.constants[weight.input[0]].dims) - 2
     shape = (1, -1, *[1] * after) if after else (-1,)
     factor = (scales.astype(np.float64) / float(scales.max())).astype(scales.dtype).reshape(shape)
-    node.output[0] = added_tensor(output, "unscaled")
-    product = output if bias is None else added_tensor(output, "scaled")
+    node.output[0] = view.free(added_tensor(output, "unscaled"))
+    product = output if bias is None else view.free(added_tensor(output, "scaled"))
     name = view.add_constant(added_tensor(node.name, "channel_scales"), factor)
     added = [helper.make_node("Mul", [node.output[0], name], [product], name=added_tensor(name, "Mul"))]
     if bias is not None:

@@ -41,7 +41,7 @@ def _concatenated(view: OnnxGraph, pad: onnx.NodeProto, amounts: list[list[int]]
     last = max(axis for axis, pair in enumerate(amounts) if any(pair))
 
     def rows(start: int, end: int, axis: int, part: str) -> str:
-        name = added_tensor(output, f"{part}{axis}")
+        name = view.free(added_tensor(output, f"{part}{axis}"))
         bounds = {"start": start, "end": end, "axis": axis}
         constants = [view.add_constant(added_tensor(name, k), np.asarray([v], np.int64)) for k, v in bounds.items()]
         nodes.append(
@@ -53,7 +53,7 @@ def _concatenated(view: OnnxGraph, pad: onnx.NodeProto, amounts: list[list[int]]
         if before or after:
             first = [rows(-before, _TO_THE_END, axis, "last")] if before else []
             end = [rows(0, after, axis, "first")] if after else []
-            whole = output if axis == last else added_tensor(output, f"whole{axis}")
+            whole = output if axis == last else view.free(added_tensor(output, f"whole{axis}"))
             name = added_tensor(pad.name, f"whole{axis}")
             nodes.append(helper.make_node("Concat", [*first, source, *end], [whole], name=name, axis=axis))
             source = whole

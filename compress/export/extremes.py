@@ -21,12 +21,13 @@ def extremes_apart(proto: onnx.ModelProto) -> int:
     """
     bare = {node.output[0] for node in bare_extremes(proto)}
     nodes: list[onnx.NodeProto] = []
+    view = OnnxGraph(proto.graph)
     for node in proto.graph.node:
         nodes.append(node)
         if node.output and node.output[0] in bare:
-            nodes.append(unfused(node, "reduced"))
+            nodes.append(unfused(node, "reduced", view))
     if bare:
-        OnnxGraph(proto.graph).replace_nodes(nodes)
+        view.replace_nodes(nodes)
     return len(bare)
 
 

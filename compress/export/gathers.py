@@ -45,7 +45,7 @@ def flat_gathers(proto: onnx.ModelProto) -> int:
         if target.count(-1) > 1:
             continue
         output = node.output[0]
-        node.output[0] = added_tensor(output, "row")
+        node.output[0] = view.free(added_tensor(output, "row"))
         node.input[1] = view.add_constant(added_tensor(output, "index"), index.reshape(-1).copy())
         shape = view.add_constant(added_tensor(output, "shape"), np.asarray(target, np.int64))
         reshape = helper.make_node("Reshape", [node.output[0], shape], [output])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -34,13 +35,19 @@ class OnnxGraph:
         producers: the node that writes each tensor, by name.
         consumers: the nodes that read each tensor, by name; a node that reads it twice is there twice. Outputs of the
             graph are not nodes and do not count.
+
+    Args:
+        graph: to look at.
+        outer: the graph of the node that holds this one, such as a Loop, whose constants and results it reads.
     """
 
-    def __init__(self, graph: onnx.GraphProto) -> None:
+    def __init__(self, graph: onnx.GraphProto, outer: OnnxGraph | None = None) -> None:
         self.graph = graph
-        self.constants: dict[str, onnx.TensorProto] = {tensor.name: tensor for tensor in graph.initializer}
-        self.producers: dict[str, onnx.NodeProto] = {}
+        self.constants: dict[str, onnx.TensorProto] = {} if outer is None else dict(outer.constants)
+        self.constants |= {tensor.name: tensor for tensor in graph.initializer}
+        self.producers: dict[str, onnx.NodeProto] = {} if outer is None else dict(outer.producers)
         self.consumers: dict[str, list[onnx.NodeProto]] = {}
+        self._taken = tensor_names(graph)
         for node in graph.node:
             for name in node.input:
                 self.consumers.setdefault(name, []).append(node)
@@ -78,8 +85,15 @@ class OnnxGraph:
             seen.update(parts)
         return found[0] if found else None
 
+    def free(self, name: str) -> str:
+        """Return a name that no tensor of the graph has, the one given if it is free; it is taken from now on."""
+        made = next(made for i in itertools.count() if (made := f"{name}_{i}" if i else name) not in self._taken)
+        self._taken.add(made)
+        return made
+
     def add_constant(self, name: str, value: NDArray[Any]) -> str:
-        """Add an initializer, and return its name."""
+        """Add an initializer, and return its name, which another tensor may have made differ from the one given."""
+        name = self.free(name)
         tensor = numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name)
         self.graph.initializer.append(tensor)
         self.constants[name] = tensor
@@ -90,6 +104,24 @@ class OnnxGraph:
         nodes = list(nodes)
         del self.graph.node[:]
         self.graph.node.extend(nodes)
+
+
+def inner_graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """Return the graphs in a node: the body of a Loop or Scan, the branches of an If."""
+    graphs: list[onnx.GraphProto] = []
+    for own in node.attribute:
+        graphs += [own.g] if own.type == own.GRAPH else own.graphs if own.type == own.GRAPHS else []
+    return graphs
+
+
+def tensor_names(graph: onnx.GraphProto) -> set[str]:
+    """Names of the tensors of a graph and of all graphs in it."""
+    found = {value.name for value in (*graph.input, *graph.output, *graph.initializer)}
+    for node in graph.node:
+        found.update(name for name in (*node.input, *node.output) if name)
+        for inner in inner_graphs(node):
+            found |= tensor_names(inner)
+    return found
 
 
 def without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:

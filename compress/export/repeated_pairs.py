@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-from onnx import helper
+from onnx import TensorProto, helper
 
 from compress.export.names import added_tensor
-from compress.export.onnx_graph import PASSES, WEIGHTED_OPS, OnnxGraph, consumed_as
+from compress.export.onnx_graph import PASSES, WEIGHTED_OPS, OnnxGraph, attribute, consumed_as
 
 _MOVED_THROUGH = frozenset({"MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice"})
 """Operations through which ONNX Runtime moves a pair (its QDQPropagationTransformer), to one consumer of the result."""
+_SCALE_TYPES = (TensorProto.FLOAT, TensorProto.FLOAT16)
 _WANTED = WEIGHTED_OPS | {"Add", "AveragePool", "GlobalAveragePool", "QuantizeLinear"}
 """Operations that compute in integers if what they consume is quantized."""
 
@@ -40,6 +41,8 @@ def repeat_pairs(proto: onnx.ModelProto) -> int:
         if _dequantizes_activation(node, view):
             first[node.output[0]] = node
         pair = _common_pair(node, first, view)
+        if pair is not None and node.op_type == "Cast":
+            pair = _cast_pair(node, pair, view)
         if pair is None:
             continue
         for name in node.output:
@@ -47,7 +50,7 @@ def repeat_pairs(proto: onnx.ModelProto) -> int:
             alone = len(view.consumers.get(name, ())) < 2
             if (node.op_type in _MOVED_THROUGH and alone) or name not in wanted:
                 continue
-            again = _pair(name, pair)
+            again = _pair(name, pair, view)
             nodes += again
             first[again[1].output[0]] = pair
             for consumer in view.consumers.get(name, ()):
@@ -90,6 +93,22 @@ def _common_pair(node: onnx.NodeProto, first: dict[str, onnx.NodeProto], view: O
     return pairs[0]
 
 
+def _cast_pair(node: onnx.NodeProto, pair: onnx.NodeProto, view: OnnxGraph) -> onnx.NodeProto | None:
+    """Return a pair like that before a Cast, with a scale of the new type; None if the type has no such scale."""
+    scale, to = view.array(pair.input[1]), attribute(node, "to", 0)
+    if scale is None or to not in _SCALE_TYPES:
+        return None
+    made = scale.astype(helper.tensor_dtype_to_np_dtype(to))
+    if made.dtype == scale.dtype:
+        return pair
+    if not np.isfinite(made).all() or not made.all():
+        return None  # half precision does not hold it
+    like = onnx.NodeProto()
+    like.CopyFrom(pair)
+    like.input[1] = view.add_constant(added_tensor(node.output[0], "scale_again"), made)
+    return like
+
+
 def _alike(a: onnx.NodeProto, b: onnx.NodeProto, view: OnnxGraph) -> bool:
     if list(a.input[1:]) == list(b.input[1:]):
         return True
@@ -99,9 +118,9 @@ def _alike(a: onnx.NodeProto, b: onnx.NodeProto, view: OnnxGraph) -> bool:
     )
 
 
-def _pair(name: str, like: onnx.NodeProto) -> list[onnx.NodeProto]:
+def _pair(name: str, like: onnx.NodeProto, view: OnnxGraph) -> list[onnx.NodeProto]:
     parts = ("quantized_again", "dequantized_again", "QuantizeLinear_again", "DequantizeLinear_again")
-    integers, result, quantize, dequantize = (added_tensor(name, part) for part in parts)
+    integers, result, quantize, dequantize = (view.free(added_tensor(name, part)) for part in parts)
     return [
         helper.make_node("QuantizeLinear", [name, *like.input[1:]], [integers], name=quantize),
         helper.make_node("DequantizeLinear", [integers, *like.input[1:]], [result], name=dequantize),

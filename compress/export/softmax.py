@@ -45,7 +45,7 @@ def bounded_softmaxes(proto: onnx.ModelProto) -> int:
 
 def _bound(view: OnnxGraph, quantizer: onnx.NodeProto, top: NDArray[Any]) -> onnx.NodeProto:
     """Make the Min before a quantizer; a Clip there is removed by ONNX Runtime."""
-    name = added_tensor(quantizer.output[0], "bounded")
+    name = view.free(added_tensor(quantizer.output[0], "bounded"))
     most = view.add_constant(added_tensor(quantizer.output[0], "most"), top)
     node = helper.make_node("Min", [quantizer.input[0], most], [name])
     node.metadata_props.extend(quantizer.metadata_props)

@@ -49,7 +49,7 @@ def zero_points_into_biases(proto: onnx.ModelProto) -> int:
             nodes.append(node)
         if not biases:
             continue
-        shifted = shifted_tensor(node.output[0])
+        shifted = view.free(shifted_tensor(node.output[0]))
         zero = view.add_constant(added_constant(shifted, "zero_point"), _ZERO)
         name = shifted_tensor(node.name)
         nodes.append(helper.make_node("DequantizeLinear", [*node.input[:2], zero], [shifted], name=name))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from compress.engines.base import Arrays
 from compress.export.names import added_tensor
+from compress.export.onnx_graph import tensor_names
 from compress.onnx_ptq.canonical import replace_nodes
 from compress.onnx_ptq.index import Index, constant_tensor, renamed
 from compress.onnx_ptq.load import SourceFile
@@ -152,7 +153,7 @@ def write_parameter(index: Index, place: Place, value: Tensor) -> Place:
 def _added_after(index: Index, node: onnx.NodeProto, bias: str) -> Place:
     """Add a constant to the result of a product that has no bias."""
     result = node.output[0]
-    node.output[0] = added_tensor(result, "product")
+    (node.output[0],) = renamed([added_tensor(result, "product")], tensor_names(index.graph)).values()
     add = helper.make_node("Add", [node.output[0], bias], [result], name=added_tensor(node.name, "bias"))
     replace_nodes(
         index.graph, [part for old in index.graph.node for part in ((old, add) if old.name == node.name else (old,))]

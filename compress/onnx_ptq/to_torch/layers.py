@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -136,7 +136,7 @@ def written_layer_norm(b: Builder, found: Compound) -> Any:
     values = {name: constant(b, after[i].input[place.input]) for i, (name, place) in enumerate(places.items())}
     root = next(part for part in found.nodes if part.op_type == "Add" and part not in after)
     epsilon = next(number for name in root.input if (number := b.index.number(name)) is not None)
-    return _layer_norm(b, found.nodes[0], found.input, 1, values.get("weight"), values.get("bias"), epsilon, **places)
+    return _layer_norm(b, found.nodes[0], found.input, 1, values.get("weight"), values.get("bias"), epsilon, places)
 
 
 def plain_layer_norm(b: Builder, found: Compound) -> bool:
@@ -150,14 +150,20 @@ def plain_layer_norm(b: Builder, found: Compound) -> bool:
 
 
 def _layer_norm(
-    b: Builder, node: onnx.NodeProto, x: str, axes: int, weight: Tensor | None, bias: Tensor | None, epsilon: float,
-    **places: Place,
-) -> Any:  # fmt: skip
+    b: Builder,
+    node: onnx.NodeProto,
+    x: str,
+    axes: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    epsilon: float,
+    places: Mapping[str, Place] | None = None,
+) -> Any:
     shape = b.shapes[x][-axes:]
     module = nn.LayerNorm(shape, eps=epsilon, elementwise_affine=weight is not None, bias=bias is not None)
     if weight is not None:
         _filled(module, weight.reshape(shape), None if bias is None else bias.reshape(shape))
-    return b.layer(node, module, b.tensor(x), **places)
+    return b.layer(node, module, b.tensor(x), **(places or {}))
 
 
 def prelu(b: Builder, node: onnx.NodeProto) -> Any:

@@ -231,7 +231,7 @@ def _check_first(model: nn.Module, inputs: tuple[Tensor, ...], result: Any) -> N
             f"on the first calibration batch ({shapes_text(inputs)}) the traced network differs from "
             f"{type(model).__name__} by {error:.2g} of its largest output, though not on the example inputs: its "
             "forward depends on the batch size, or on values, and a graph keeps the branch of the example. Give "
-            "example_inputs of the size of the batches if the network always runs so, or take the branch out of the forward"
+            "example_inputs of the size of the batches if it always runs so, or take the branch out of the forward"
         )
 
 
