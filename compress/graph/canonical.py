@@ -28,8 +28,8 @@ def canonical_graph(model: nn.Module, example_inputs: Inputs, *, fold: bool = Tr
         A graph module in evaluation mode that computes what `model` does, with shapes on its nodes.
 
     Raises:
-        ModelError: the model cannot be traced, changes tensors in place through views that are read again, or the graph
-            computes something else than the model.
+        ModelError: the model cannot be traced, changes tensors in place through views that are read again, gives other
+            results in its second call, or the graph computes something else than the model.
     """
     check_module(model)
     reference = Reference.of(model, example_inputs)

@@ -10,6 +10,7 @@ is more than that is a defect, and the message names where it begins.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,13 +20,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
-from compress.errors import ModelError
+from compress.errors import CompressWarning, ModelError, first_few
 from compress.graph.inputs import Inputs, as_inputs, copies_of, each_input, flat_tensors, run_with, shapes_text
 from compress.graph.restored import restored
 
 TOLERANCE = 1e-3
 """Largest relative error of a rewritten network."""
 _ROUNDING = 2.0**-23  # relative distance of neighbouring float32 numbers
+_REPEATS = 1e-5  # largest relative error of two calls of one network, whose sums a GPU may add in another order
 _AMPLIFIED = 8  # how far beyond one sample of the network's own rounding errors another may be
 
 
@@ -94,6 +96,11 @@ class Reference:
         inputs = as_inputs(example_inputs)
         return cls(model=model, inputs=inputs, results=run_model(model, inputs), name=type(model).__name__)
 
+    def difference(self, rewritten: nn.Module) -> float:
+        """Return the relative error of a rewritten network; 0 within `TOLERANCE`, or if rounding explains it."""
+        error = relative_error(self.results, run_model(rewritten, self.inputs))
+        return 0.0 if error <= TOLERANCE or self._explained(rewritten) else error
+
     def check(self, rewritten: nn.Module, what: str) -> None:
         """Refuse a rewritten network that computes something else.
 
@@ -105,8 +112,8 @@ class Reference:
             ModelError: the relative error is beyond `TOLERANCE`, and beyond what rounding explains; names the first
                 module that differs.
         """
-        error = relative_error(self.results, run_model(rewritten, self.inputs))
-        if error <= TOLERANCE or self._explained(rewritten):
+        error = self.difference(rewritten)
+        if not error:
             return
         place = first_difference(self.model, rewritten, self.inputs)
         raise ModelError(
@@ -150,6 +157,54 @@ def run_model(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
             f"{type(model).__name__} fails on inputs of {shapes_text(inputs)}: {error}; give example_inputs that the "
             "model accepts, on the model's device"
         ) from error
+
+
+def check_stateless(model: nn.Module, example_inputs: Inputs) -> None:
+    """Refuse a model whose results depend on earlier calls, which no graph and no file computes.
+
+    What its forward writes without an effect on the results of the next calls may be a cache, and passes; a buffer
+    that it writes in evaluation mode is said (`CompressWarning`).
+
+    Raises:
+        ModelError: names the buffers and attributes that its forward writes.
+    """
+    inputs = as_inputs(example_inputs)
+    with torch.no_grad(), restored(model):
+        model.eval()
+        before = _state(model)
+        run_with(model, copies_of(inputs))
+        after = _state(model)
+    written = [name for name, value in after.items() if before.get(name) != value]
+    if not written:
+        return
+    with torch.no_grad():
+        own = copy.deepcopy(model).eval()
+        results = [copy.deepcopy(run_with(own, copies_of(inputs))) for _ in range(3)]
+    if max(relative_error(results[0], result) for result in results[1:]) > _REPEATS:
+        raise ModelError(
+            f"{type(model).__name__} gives other results for the same inputs in its second and third call: its forward "
+            f"writes {first_few(written)}, and a graph or a file keeps nothing from call to call; give it that state "
+            "as an input, or compute without it in evaluation mode"
+        )
+    buffers = [name for name, _ in model.named_buffers() if name in written]
+    if buffers:
+        warnings.warn(
+            f"the forward of {type(model).__name__} writes {first_few(buffers)} in evaluation mode: its quantized "
+            "network and a file of it may not",
+            CompressWarning,
+            stacklevel=2,
+        )
+
+
+def _state(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """What identifies the value of each buffer and attribute of a model."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for path, module in model.named_modules():
+        for name, value in (*module._buffers.items(), *vars(module).items()):
+            changes = value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+            size = len(value) if isinstance(value, (list, dict, set)) else 0
+            found[f"{path}.{name}".lstrip(".")] = (id(value), changes, size)
+    return found
 
 
 @torch.no_grad()

@@ -57,21 +57,22 @@ class _KnownProxy(_Known, fx.Proxy):
         self.node = _call(with_item, (self, key, value), {}).node
 
     def __getattr__(self, k: str) -> _KnownAttribute:
-        _check_attribute(k)
+        _check_attribute(self, k)
         return _KnownAttribute(self, k)
 
 
 class _KnownAttribute(_Known, Attribute):
     def __getattr__(self, k: str) -> Any:
-        _check_attribute(k)
+        _check_attribute(self, k)
         if (self.attr, k) == ("device", "type"):  # an autocast asks for it; devices stay symbolic
             return self.tracer.sized(self.root).device.type
         return _KnownAttribute(self, k)
 
 
-def _check_attribute(name: str) -> None:
+def _check_attribute(proxy: Any, name: str) -> None:
     """Refuse what NumPy looks for before it calls `__array__`; a proxy seems to have every attribute."""
-    if name.startswith("__array_"):
+    value = proxy.tracer.value_of(proxy)
+    if name.startswith("__array_") or (isinstance(value, (tuple, int, float)) and not hasattr(value, name)):
         raise AttributeError(name)
 
 

@@ -67,6 +67,13 @@ class ReportedModule(fx.GraphModule):
         """Let pickle make a `ReportedModule` again, with its `meta`."""
         return _restored, super().__reduce__()
 
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, and warn of what training leaves out of the model's own training."""
+        left_out = report_of(self).training
+        if mode and left_out:
+            warnings.warn(left_out, CompressWarning, stacklevel=2)
+        return super().train(mode)
+
     @classmethod
     def of(cls, graph_module: fx.GraphModule) -> Self:
         """Take over graph, submodules and attributes of a graph module that is not used afterwards."""

@@ -1,7 +1,8 @@
 """Restores a model after a forward pass: the buffers that the pass wrote, and attributes that became symbolic.
 
 A forward that torch.fx traces writes symbolic values into buffers and caches; one in training mode moves statistics.
-A graph module shares tensors with the model that it was traced from, so both would go on from there.
+A graph module shares tensors with the model that it was traced from, so both would go on from there. Only what changed
+is written back, because another thread may run the same model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Restore the modes and the buffers of all modules afterwards, and attributes that became symbolic."""
+    """Restore the modes and the buffers of all modules afterwards, plain attributes, and those that became symbolic."""
     states = [
         (module, module.training, dict(vars(module)), dict(module._parameters), dict(module._buffers))
         for module in model.modules()
@@ -29,12 +30,12 @@ def restored(model: nn.Module) -> Iterator[None]:
         for module, training, attributes, parameters, buffers in states:
             for table, before in (vars(module), attributes), (module._parameters, parameters):
                 _take_back(table, before)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            for name, value in attributes.items():
-                if isinstance(value, (int, float)):  # counters of calls
-                    vars(module)[name] = value
-            module.training = training
+            if any(module._buffers.get(name) is not value for name, value in buffers.items()):
+                module._buffers.update(buffers)
+            for name in [name for name in module._buffers if name not in buffers]:
+                del module._buffers[name]
+            if module.training != training:
+                module.training = training
         with torch.no_grad():
             for buffer, value in values:
                 if not equal(buffer, value):  # an expanded constant is not written to
@@ -42,12 +43,13 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 def _take_back(table: dict[str, Any], before: dict[str, Any]) -> None:
-    """Restore the entries that are symbolic now; in place."""
-    for name in [name for name, value in table.items() if _is_symbolic(value)]:
-        if name in before:
+    """Restore the entries that are symbolic now, and counters and flags; in place."""
+    for name, value in list(table.items()):
+        if name not in before:
+            if _is_symbolic(value):
+                del table[name]
+        elif value is not before[name] and (_is_symbolic(value) or isinstance(value, (int, float, str))):
             table[name] = before[name]
-        else:
-            del table[name]
 
 
 def _is_symbolic(value: Any) -> bool:

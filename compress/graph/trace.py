@@ -27,7 +27,7 @@ from torch import Tensor, fx, nn
 
 from compress.errors import CompressWarning, ModelError
 from compress.graph.alone import alone
-from compress.graph.compare import first_difference, run_model, same_results
+from compress.graph.compare import check_stateless, first_difference, run_model, same_results
 from compress.graph.concrete import Values, answered
 from compress.graph.inputs import Inputs, as_inputs, copies_of, each_input, run_with, shapes_text
 from compress.graph.ops import altered, node_kind
@@ -41,7 +41,6 @@ from compress.graph.report import (
     name_blocks,
     report_of,
 )
-from compress.graph.restored import equal, restored
 from compress.graph.tracer import Tracer
 from compress.graph.training import LEFT_OUT, add_training_parts, same_in_training, training_mode
 from compress.graph.traits import SHAPES
@@ -87,8 +86,8 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
         The graph module, in evaluation mode. `leaves_of` returns its leaves.
 
     Raises:
-        ModelError: the model fails on its inputs, fx cannot trace its own forward, or the graph computes
-            something else.
+        ModelError: the model fails on its inputs, gives other results in its second call, fx cannot trace its own
+            forward, or the graph computes something else.
 
     Examples:
         >>> graph = compress.trace(model, images).graph
@@ -107,7 +106,7 @@ def trace(model: nn.Module, example_inputs: Inputs, *, leaves: Iterable[str] = (
     _check_names(model)
     model = copy.deepcopy(model).eval()
     reference = _results_and_hooks(model, inputs)
-    _check_state(model, inputs, reference)
+    check_stateless(model, inputs)
     asked = dict.fromkeys(leaves, "asked for")
     unknown = [path for path in asked if path not in dict(model.named_modules())]
     if unknown:
@@ -199,39 +198,6 @@ def _results_and_hooks(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
 def _of_library(hook: object) -> bool:
     """Whether a hook is of a library, which needs no word to a user: it is traced as it is."""
     return str(getattr(hook, "__module__", type(hook).__module__)).partition(".")[0] in _LIBRARIES
-
-
-def _check_state(model: nn.Module, inputs: tuple[Tensor, ...], reference: Any) -> None:
-    """Refuse a model whose results depend on what its earlier calls left in buffers or attributes.
-
-    Raises:
-        ModelError: names them; a graph, and a file, would compute with their first values for ever.
-    """
-    with restored(model), torch.no_grad():
-        before = _state(model)
-        run_with(model, copies_of(inputs))
-        after = _state(model)
-        written = sorted(key for key in after if key not in before or not _same_value(before[key], after[key]))
-        if written and not same_results(reference, run_with(model, copies_of(inputs))):
-            raise ModelError(
-                f"the results of {type(model).__name__} change from call to call, because its forward writes "
-                f"{', '.join(written[:4])}: the quantized network and its file would compute with the first values for "
-                "ever. Take what counts or remembers out of the forward, and pass it as an input"
-            )
-
-
-def _state(model: nn.Module) -> dict[str, Any]:
-    """Buffers, and numbers and tensors that modules hold as attributes, by path."""
-    found: dict[str, Any] = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if not name.startswith("_") and isinstance(value, (int, float, Tensor)):
-                found[f"{path}.{name}".lstrip(".")] = value.detach().clone() if isinstance(value, Tensor) else value
-    return found
-
-
-def _same_value(a: Any, b: Any) -> bool:
-    return equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else type(a) is type(b) and bool(a == b)
 
 
 def _graph_of(

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from compress.graph.batches import device_of
 from compress.graph.compare import relative_error
-from compress.graph.inputs import copies_of, run_with
+from compress.graph.inputs import copies_of, named_tensors, run_with
 from compress.graph.modes import ByMode, InTraining
 from compress.graph.ops import node_kind
 from compress.graph.restored import equal, restored
@@ -62,7 +62,8 @@ def same_in_training(model: nn.Module, graph_module: fx.GraphModule, inputs: tup
                 written = [name for name, value in before.items() if not equal(value, model.get_buffer(name))]
             buffers = dict(network.named_buffers())
             results.append((result, [buffers[name].clone() for name in written if name in buffers]))
-    return relative_error(*results) <= _SAME
+    names = [[name for name, _ in named_tensors(result)] for result, _ in results]
+    return names[0] == names[1] and relative_error(*results) <= _SAME
 
 
 def add_training_parts(graph_module: fx.GraphModule, training: fx.Graph, root: nn.Module) -> bool:

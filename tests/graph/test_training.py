@@ -10,6 +10,7 @@ import torchvision
 from torch import nn
 from torchvision.ops import StochasticDepth
 
+from compress.errors import CompressWarning, ModelError
 from compress.graph.report import report_of
 from compress.graph.trace import trace
 from compress.quantization.ptq.quantize import quantize
@@ -181,3 +182,75 @@ def test_a_model_that_counts_its_calls_is_not_changed():
     model.register_buffer("calls", torch.zeros(()))
     quantize(model, X, [X])
     assert model.calls == 0
+
+
+def counts(s, x):
+    s.calls += 1
+    return x * s.calls
+
+
+def averages(s, x):
+    s.mean.lerp_(x.mean((0, 2, 3)), 0.1)
+    return x - s.mean.view(-1, 1, 1)
+
+
+def only_first(s, x):
+    s.seen, seen = True, s.seen
+    return x if seen else 2 * x
+
+
+@pytest.mark.parametrize("run", [counts, averages, only_first])
+def test_results_that_depend_on_earlier_calls_are_refused(run):
+    model = Net(run, calls=0, seen=False).eval()
+    model.register_buffer("mean", torch.zeros(8))
+    with pytest.raises(ModelError, match=r"other results for the same inputs.*writes (calls|mean|seen)"):
+        quantize(model, X, [X])
+    assert (model.calls, model.seen, model.mean.any()) == (0, False, False)
+
+
+def caches(s, x):
+    if s.grid is None:
+        s.grid = torch.arange(8.0)
+    return x + s.grid
+
+
+@pytest.mark.filterwarnings("error::compress.errors.CompressWarning")
+def test_a_cache_passes():
+    model = Net(caches, grid=None).eval()
+    torch.testing.assert_close(trace(model, X)(X), model(X))
+    quantize(model, X, [X]).train()
+
+
+def auxiliary(s, x):
+    return s.c(x) if s.training else x
+
+
+def in_place_in_evaluation(s, x):
+    s.mean.copy_(x.mean((0, 2, 3)))
+    return x
+
+
+def test_what_the_quantized_network_lacks_is_a_warning():
+    with pytest.warns(CompressWarning, match="in training the model does more"):
+        quantize(Net(auxiliary, c=nn.Conv2d(8, 8, 1)).eval(), X, [X]).train()
+    model = Net(in_place_in_evaluation).eval()
+    model.register_buffer("mean", torch.zeros(8))
+    with pytest.warns(CompressWarning, match="writes mean in evaluation mode"):
+        quantize(model, X, [X])
+
+
+def by_batch(s, x):
+    return x * 3 if len(x) > 2 else x
+
+
+def by_width(s, x):
+    return x * 3 if x.shape[3] > 8 else x
+
+
+@pytest.mark.parametrize(("run", "shape"), [(by_batch, (4, 8, 8, 8)), (by_width, (1, 8, 8, 16))])
+def test_a_calibration_batch_that_takes_another_way_than_the_example_is_refused(run, shape):
+    batch, model = torch.randn(shape), Net(run).eval()
+    with pytest.raises(ModelError, match="on a calibration batch of .* decides by the sizes or values"):
+        quantize(model, X[:1], [X[:1], batch])
+    noise = quantize(model, batch, [batch])(batch) - model(batch)
+    assert noise.abs().max() < 0.1 * model(batch).abs().max()

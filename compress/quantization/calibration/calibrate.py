@@ -9,7 +9,7 @@ that names it, because a scale chosen for it would be arbitrary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from operator import length_hint
@@ -18,13 +18,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from compress.errors import CalibrationError, CompressError, ModelError
+from compress.errors import CalibrationError, CompressError
 from compress.graph.alone import alone
 from compress.graph.batches import Batches, device_of, model_inputs
-from compress.graph.compare import relative_error
-from compress.graph.inputs import copies_of, run_with, shapes_text
 from compress.graph.report import attach_report
-from compress.graph.restored import restored
 from compress.graph.sizes import size_remark
 from compress.progress import NoProgress, Progress
 from compress.quantization.calibration.averages import raised_ranges
@@ -34,11 +31,8 @@ from compress.quantization.calibration.together import choose_together, on_host
 from compress.quantization.placement.dead import always_zero
 from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.quantizer import Quantizer, quantizers
-from compress.quantization.report import CalibrationReport, QuantizationReport, placement_of, quantization_report_of
+from compress.quantization.report import CalibrationReport, placement_of, quantization_report_of
 from compress.quantization.spec import ActivationSpec, WeightSpec
-
-_SAME = 0.05
-"""Largest error of a network on the first batch, relative to its largest output; the branch not taken is far beyond."""
 
 
 @alone
@@ -47,7 +41,6 @@ def calibrate(
     batches: Batches,
     *,
     also: Sequence[nn.Module] = (),
-    float_model: nn.Module | None = None,
     all_reduce: bool = False,
     progress: Progress | None = None,
 ) -> CalibrationReport:
@@ -58,8 +51,6 @@ def calibrate(
         batches: calibration data as for `quantize`; all of it is used.
         also: the same float model with quantizers placed for other targets; the ranges of all come from one pass over
             the data, and a tensor that several of them quantize is counted once.
-        float_model: the model that `qmodel` was made of; its results on the first batch are compared with those of the
-            network without its quantizers.
         all_reduce: merge statistics over the processes of torch.distributed's default group.
         progress: is informed of each batch.
 
@@ -68,7 +59,6 @@ def calibrate(
 
     Raises:
         QuantizationError: the model was not made by compress.
-        ModelError: on the first batch the network computes something else than `float_model`.
         CalibrationError: no batches, batches that the model fails on, NaN, a tensor of zeros that the weights do not
             explain, or a quantizer that never ran.
         DataError: a batch does not hold the model's inputs.
@@ -80,7 +70,7 @@ def calibrate(
     """
     check_batches(batches)
     first, *others = (_Network(model) for model in (qmodel, *also))
-    images = _watch(first, others, batches, progress or NoProgress(), float_model, all_reduce=all_reduce)
+    images = _watch(first, others, batches, progress or NoProgress(), all_reduce=all_reduce)
     if images == 0:
         raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
     for network in others:
@@ -184,13 +174,7 @@ def _set(quantizer: Quantizer, calibrator: Calibrator) -> None:
 
 
 def _watch(
-    first: _Network,
-    others: Sequence[_Network],
-    batches: Batches,
-    progress: Progress,
-    float_model: nn.Module | None,
-    *,
-    all_reduce: bool,
+    first: _Network, others: Sequence[_Network], batches: Batches, progress: Progress, *, all_reduce: bool
 ) -> int:
     """Run all batches through the first network, unquantized, with the calibrators of all; return the images."""
     images, task = 0, "calibrate"
@@ -203,9 +187,7 @@ def _watch(
         with torch.no_grad(), calibrating(first.model, first.watching):
             for batch in chain([first_batch], iterator):
                 inputs = model_inputs(first.model, batch)
-                result = _run(network, inputs, remark=size_remark(first.model))
-                if float_model is not None and not images and not _changes_values(first.report):
-                    _check_first(float_model, inputs, result)
+                _run(network, inputs, remark=size_remark(first.model))
                 images += len(inputs[0])
                 progress.advance(task, 1, images=images)
         progress.finish(task)
@@ -214,25 +196,6 @@ def _watch(
     for own, same in shared:
         own.take(same)
     return images
-
-
-def _changes_values(report: QuantizationReport) -> bool:
-    """Whether a network computes something else than its float model on purpose: ReLU6 that became ReLU."""
-    return report.prepared is not None and bool(report.prepared.relu6)
-
-
-def _check_first(model: nn.Module, inputs: tuple[Tensor, ...], result: Any) -> None:
-    """Refuse a network that computes something else than its float model on a batch that it was not traced with."""
-    error = 0.0
-    with suppress(Exception), torch.no_grad(), restored(model):  # one that names its inputs otherwise is not compared
-        error = relative_error(run_with(model.eval(), copies_of(inputs)), result)
-    if error > _SAME:
-        raise ModelError(
-            f"on the first calibration batch ({shapes_text(inputs)}) the traced network differs from "
-            f"{type(model).__name__} by {error:.2g} of its largest output, though not on the example inputs: its "
-            "forward depends on the batch size, or on values, and a graph keeps the branch of the example. Give "
-            "example_inputs of the size of the batches if it always runs so, or take the branch out of the forward"
-        )
 
 
 def _all_reduced(
@@ -304,9 +267,9 @@ def check_batches(batches: Batches) -> None:
         )
 
 
-def _run(network: Callable[..., Any], inputs: tuple[Tensor, ...], *, remark: str) -> Any:
+def _run(network: Callable[..., Any], inputs: tuple[Tensor, ...], *, remark: str) -> None:
     try:
-        return network(*inputs)
+        network(*inputs)
     except CompressError:
         raise
     except Exception as error:

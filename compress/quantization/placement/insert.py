@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 from torch import fx, nn
 
-from compress.errors import CompressWarning
 from compress.graph.alone import alone
 from compress.graph.batches import device_of
 from compress.graph.float_model import check_float_model
@@ -57,8 +55,6 @@ def insert_quantizers(model: nn.Module, example_inputs: Inputs, spec: QuantSpec 
         ensure_biases(graph_module, [site.path for site in placement.weights])
     bound = bound_to_size(graph_module, as_inputs(example_inputs))
     attach_report(graph_module, replace(report_of(graph_module), bound=bound))
-    if report_of(graph_module).training:
-        warnings.warn(report_of(graph_module).training, CompressWarning, stacklevel=2)
     apply_placement(graph_module, placement, prepared)
     return graph_module
 

@@ -15,15 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from compress.errors import QuantizationError
+from compress.errors import ModelError, QuantizationError
 from compress.graph.batches import device_of, model_inputs
-from compress.graph.inputs import first_of, flat_tensors, run_with
+from compress.graph.compare import Reference, first_difference
+from compress.graph.inputs import Inputs, as_inputs, first_of, flat_tensors, run_with, shapes_text
 from compress.graph.report import attach_report
+from compress.quantization.calibration.calibrate import calibrating
 from compress.quantization.report import DEFAULT_CALIBRATOR, Comparison, quantization_report_of
 from compress.quantization.spec import QuantSpec
 
 IMAGES = 64
 """Largest number of pictures that are compared."""
+SHAPES = 4
+"""Largest number of shapes of calibration batches on which the graph is compared with the model."""
 RANGE_IMAGES, RANGE_MARGIN_DB = 16, 3.0
 """The same for ranges, and the loss that a note is for: twice the noise. Clipping by other measures than the error
 costs decibels that a classifier need not miss (EfficientNet-Lite0 by entropy: 5 dB and no top-1)."""
@@ -66,23 +70,59 @@ def default_ranges(spec: QuantSpec) -> QuantSpec | None:
 
 
 class FirstBatches:
-    """Batches that are read once, of which the first `RANGE_IMAGES` images stay at `first`."""
+    """Batches that are read once.
+
+    Attributes:
+        first: batches of the first `RANGE_IMAGES` images.
+        of_shapes: the inputs of the first batch of each of the first `SHAPES` shapes, on the model's device.
+    """
 
     def __init__(self, model: nn.Module, batches: Iterable[Any]) -> None:
         self.model, self.batches = model, batches
         self.first: list[Any] = []
+        self.of_shapes: dict[tuple[torch.Size, ...], tuple[Tensor, ...]] = {}
 
     def __iter__(self) -> Iterator[Any]:
         """Yield every batch."""
         left = RANGE_IMAGES
         for batch in self.batches:
+            inputs = model_inputs(self.model, batch)
             if left > 0:
                 self.first.append(batch)
-                left -= len(model_inputs(self.model, batch)[0])
+                left -= len(inputs[0])
+            if len(self.of_shapes) < SHAPES:
+                self.of_shapes.setdefault(tuple(x.shape for x in inputs), inputs)
             yield batch
 
     def __length_hint__(self) -> int:
         return length_hint(self.batches)
+
+
+def check_shapes(model: nn.Module, graph_module: nn.Module, sample: FirstBatches, example_inputs: Inputs) -> None:
+    """Refuse a graph that is not the model on calibration batches, which may have other shapes than the example.
+
+    Args:
+        model: the float network.
+        graph_module: made of it; quantizers are off while it runs.
+        sample: batches that were read.
+        example_inputs: that the model was traced with, and the graph was compared on.
+
+    Raises:
+        ModelError: names the shapes.
+    """
+    example = as_inputs(example_inputs)
+    for inputs in sample.of_shapes.values():
+        reference = Reference.of(model, inputs)
+        with calibrating(graph_module, {}):
+            error = reference.difference(graph_module)
+            place = first_difference(model, graph_module, inputs) if error else ""
+        if error:
+            raise ModelError(
+                f"on a calibration batch of {shapes_text(inputs)} the graph of {reference.name} differs from the model "
+                f"by {error:.2g} of its largest output{f', first at {place}' if place else ''}: its forward decides by "
+                f"the sizes or values of its inputs, and the graph does as for inputs of {shapes_text(example)}; "
+                "give example_inputs of the shapes that are used, or a forward that does the same for all"
+            )
 
 
 def compare_ranges(

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from compress.graph.alone import alone
 from compress.graph.batches import Batches
+from compress.graph.canonical import canonical_graph
 from compress.graph.float_model import check_float_model
 from compress.graph.inputs import Inputs
 from compress.progress import Progress
@@ -19,6 +20,7 @@ from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.ptq.guard import (
     FirstBatches,
     before_calibration,
+    check_shapes,
     compare_ranges,
     default_ranges,
     guarded,
@@ -64,7 +66,8 @@ def quantize(
         calibration, equalization, smoothing, AdaRound and bias correction.
 
     Raises:
-        ModelError: the model cannot be traced.
+        ModelError: the model cannot be traced, depends on earlier calls, or does something else for the shapes of a
+            calibration batch than for the example's.
         QuantizationError: nothing can be quantized, a rule matches nothing, the model is quantized already or is not
             in float32.
         CalibrationError: no batches, batches that the model fails on, NaN, or a tensor that is constant zero.
@@ -169,14 +172,9 @@ def _calibrate(
     yardstick = [] if usual is None else [insert_quantizers(model, example_inputs, usual)]
     sample = FirstBatches(model, batches)
     one, *rest = (*found.values(), *yardstick)
-    calibrate(
-        one,
-        sample if yardstick else batches,
-        also=rest,
-        float_model=model,
-        all_reduce=all_reduce,
-        progress=progress,
-    )
+    calibrate(one, sample, also=rest, all_reduce=all_reduce, progress=progress)
+    changed = spec.relu6 == "relu"  # a network of its own, which is not the model's on purpose
+    check_shapes(model, canonical_graph(model, example_inputs) if changed else one, sample, example_inputs)
     for other in yardstick:
         beside = compare_ranges(model, judged, other, sample.first, spec, all_reduce=all_reduce)
         report = cast(CalibrationReport, quantization_report_of(judged).calibration)
