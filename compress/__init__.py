@@ -74,6 +74,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; tests/test_pa
     from compress.search.front import Front as Front
     from compress.search.search import search as search
     from compress.search.spec import SearchSpec as SearchSpec
+    from compress.sparsity.channel_pruning import prune_channels as prune_channels
     from compress.sparsity.parametrization import squash_masks as squash_masks
     from compress.sparsity.schedule import MaskSchedule as MaskSchedule
     from compress.sparsity.sparsifier import sparsify as sparsify
@@ -143,6 +144,7 @@ _HOMES = {
     "measure_metric": "compress.measure",
     "mend": "compress.quantization.sensitivity.mend",
     "mend_onnx": "compress.onnx_ptq.mend",
+    "prune_channels": "compress.sparsity.channel_pruning",
     "quantize": "compress.quantization.ptq.quantize",
     "quantize_onnx": "compress.onnx_ptq.quantize",
     "quantize_targets": "compress.quantization.ptq.quantize",

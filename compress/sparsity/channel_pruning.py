@@ -18,14 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import ModelError, SparsityError
+from compress.graph.alone import alone
 from compress.graph.inputs import Inputs, KeywordInputs, as_inputs, flat_tensors, run_with
 from compress.graph.layers import layers as layer_table
 from compress.graph.layers import total_macs
-from compress.graph.trace import trace
+from compress.graph.trace import check_module, trace
 from compress.progress import NoProgress, Progress
 from compress.sparsity.eligibility import check_rules, evaluating, left_dense, run_order, weighted_layers
 from compress.sparsity.parametrization import masked_layers
-from compress.sparsity.spec import SparsitySpec, check_sparsity_spec
+from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
 from compress.version import install_hint
 
 MULTIPLE = 8  # remaining channels are a multiple of it with kernels `tensorrt`, because tensor-core kernels need that
@@ -71,8 +72,9 @@ class ChannelReport:
         return 1 - self.macs_after / self.macs_before
 
 
+@alone
 def prune_channels(
-    model: nn.Module, spec: SparsitySpec, *, example_inputs: Inputs, progress: Progress | None = None
+    model: nn.Module, spec: SparsitySpec | None = None, *, example_inputs: Inputs, progress: Progress | None = None
 ) -> ChannelReport:
     """Remove channels until the share R of `channel:R` of the macs is removed; in place.
 
@@ -81,7 +83,7 @@ def prune_channels(
 
     Args:
         model: a dense float model that runs on `example_inputs` and can be traced.
-        spec: pattern `channel:R`, rules and kernels.
+        spec: pattern `channel:R`, rules and kernels; None = channel:0.5.
         example_inputs: a small batch, on the model's device.
         progress: is advanced at each step of the bisection.
 
@@ -89,15 +91,19 @@ def prune_channels(
         Shapes and costs before and after; `removed` is the share reached, as near as whole channels allow.
 
     Raises:
-        SparsityError: the pattern is another one, the model is masked, torch-pruning is not installed or cannot follow
-            the model, or the macs cannot be reduced so far.
+        ModelError: `model` is no module.
+        SparsityError: the pattern is another one, the model is masked or quantized, torch-pruning is not installed or
+            cannot follow the model, or the macs cannot be reduced so far.
+
+    Examples:
+        >>> network = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.Conv2d(64, 8, 1))
+        >>> spec = compress.SparsitySpec(pattern="channel:0.5", kernels="any")
+        >>> round(compress.prune_channels(network, spec, example_inputs=images[:1]).removed, 1)
+        0.5
     """
-    progress = progress or NoProgress()
-    pattern = check_sparsity_spec(spec)
-    if pattern.kind != "channel":
-        raise SparsityError(f"pattern {spec.pattern!r} masks weights: call sparsify, or use channel:0.5")
-    if masked_layers(model):
-        raise SparsityError("the model is masked already: call squash_masks before removing channels")
+    check_module(model)
+    spec, progress = spec or SparsitySpec(pattern="channel:0.5"), progress or NoProgress()
+    pattern = _check(model, spec)
     inputs = as_inputs(example_inputs)
     before = _shapes(model)
     check_rules(spec, before)
@@ -130,6 +136,18 @@ def prune_channels(
         parameters_before=parameters,
         parameters_after=_parameters(model),
     )
+
+
+def _check(model: nn.Module, spec: SparsitySpec) -> Pattern:
+    """Return the pattern; refuse another kind of pattern, and a model that is masked or quantized."""
+    pattern = check_sparsity_spec(spec)
+    if pattern.kind != "channel":
+        raise SparsityError(f"pattern {spec.pattern!r} masks weights: call sparsify, or use channel:0.5")
+    if any(getattr(module, "is_quantizer", False) for module in model.modules()):
+        raise SparsityError("the model is quantized: remove channels of the float model, and quantize the result")
+    if masked_layers(model):
+        raise SparsityError("the model is masked already: call squash_masks before removing channels")
+    return pattern
 
 
 def _remove(model: nn.Module, inputs: tuple[Tensor, ...], ratio: float, spec: SparsitySpec) -> None:

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
 from compress.errors import SparsityError, near_misses
 from compress.graph.inputs import Inputs, as_inputs, run_with
@@ -31,6 +33,14 @@ TENSORRT_IN, TENSORRT_OUT = 16, 8
 NOTEWORTHY_CHANNELS = 256
 """Below this many input and output channels TensorRT rarely finds a 2:4 kernel faster than its dense one
 (its engineers in TensorRT issues 3849 and 4065); a 3x3 kernel counts as nine times the input channels."""
+
+_TAKES_WEIGHT = frozenset(
+    {
+        *(F.linear, F.conv1d, F.conv2d, F.conv3d, F.bilinear, torch.addmm, torch.baddbmm),
+        *(torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__),
+    }
+)
+"""Functions that multiply with one of their first three arguments, or with `weight`."""
 
 _TRANSPOSED = "a transposed convolution: its input channels are axis 0, and no sparse kernel takes it"
 
@@ -59,6 +69,9 @@ def eligibility(
 ) -> tuple[Eligibility, ...]:
     """Decide for every convolution and linear layer of `model`, in order, if it is masked.
 
+    Weights that are no layer's own follow, each with the reason why it stays dense: projections of attention,
+    weights of recurrent layers, and, with `example_inputs`, parameters that functions take as weights.
+
     Args:
         model: a float model, sparse already or not.
         spec: pattern, kernels and rules.
@@ -70,9 +83,9 @@ def eligibility(
             the pattern does not divide.
     """
     pattern = check_sparsity_spec(spec)
-    layers = weighted_layers(model)
-    check_rules(spec, layers)
-    order = list(layers) if example_inputs is None else run_order(model, layers, example_inputs)
+    layers, others = weighted_layers(model), _other_weights(model)
+    order = list(layers) if example_inputs is None else run_order(model, layers, example_inputs, others)
+    check_rules(spec, [*layers, *others, *(path.rpartition(".")[0] for path in others)])
     ends = {order[0]: "first", order[-1]: "last"} if order else {}
     owners, holders = _attention_parts(model), _holders(model)
     rows = []
@@ -98,7 +111,47 @@ def eligibility(
                 reason=reason or _note(module, pattern),
             )
         )
-    return tuple(rows)
+    return (*rows, *_dense_rows(model, spec, others))
+
+
+def _other_weights(model: nn.Module) -> dict[str, str]:
+    """Class of the module by the path of each weight that it multiplies with, and that is no layer's `weight`."""
+    return {
+        f"{path}.{name}".lstrip("."): type(module).__name__
+        for path, module in model.named_modules()
+        if isinstance(module, (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase, nn.Bilinear))
+        for name, parameter in module._parameters.items()
+        if parameter is not None and "weight" in name and parameter.dim() > 1
+    }
+
+
+def _dense_rows(model: nn.Module, spec: SparsitySpec, others: dict[str, str]) -> list[Eligibility]:
+    """Return the rows of weights that no mask is made for."""
+    rows, parameters = [], dict(model.named_parameters(remove_duplicate=False))
+    for path, kind in others.items():
+        reason = f"a parameter of {kind}, not the `weight` of a layer, which is what masks are made for"
+        if any(rule.enable and rule.match == path for rule in spec.rules):
+            raise SparsityError(f"a rule enables {path}, but it is {reason}: disable it, or compute with a layer there")
+        shape = tuple(parameters[path].shape)
+        rows.append(Eligibility(layer=path, type=kind, shape=shape, eligible=False, reason=reason))
+    return rows
+
+
+class _Weights(TorchFunctionMode):
+    """Notes the parameters that functions take as weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: set[int] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note what a convolution, linear layer or product multiplies with."""
+        kwargs = kwargs or {}
+        if func in _TAKES_WEIGHT:
+            self.taken |= {id(value) for value in (*args[:3], kwargs.get("weight")) if isinstance(value, nn.Parameter)}
+        return func(*args, **kwargs)
 
 
 def chosen_layers(model: nn.Module, spec: SparsitySpec, rows: tuple[Eligibility, ...]) -> dict[str, nn.Module]:
@@ -223,8 +276,12 @@ def _weight(module: nn.Module) -> Tensor:
     return cast(Tensor, module.weight)
 
 
-def run_order(model: nn.Module, layers: dict[str, nn.Module], example_inputs: Inputs) -> list[str]:
+def run_order(
+    model: nn.Module, layers: dict[str, nn.Module], example_inputs: Inputs, others: dict[str, str] | None = None
+) -> list[str]:
     """Paths of `layers` in the order in which they run on the example inputs, in evaluation mode.
+
+    Parameters of two dimensions or more that functions take as weights, and no layer has, are added to `others`.
 
     Raises:
         SparsityError: the model fails on them.
@@ -232,13 +289,19 @@ def run_order(model: nn.Module, layers: dict[str, nn.Module], example_inputs: In
     order: dict[str, None] = {}
     hooks = [m.register_forward_hook(lambda *_, path=path: order.setdefault(path)) for path, m in layers.items()]
     try:
-        with evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):  # compiled calls skip hooks
+        eager = torch.compiler.set_stance("force_eager")  # compiled calls skip hooks
+        with evaluating(model), torch.no_grad(), eager, _Weights() as weights:
             run_with(model, as_inputs(example_inputs))
     except (RuntimeError, ValueError, TypeError) as error:
         raise SparsityError(f"the model fails on the example inputs: {error}") from error
     finally:
         for hook in hooks:
             hook.remove()
+    if others is not None:
+        owned = {id(p) for layer in layers.values() for p in layer.parameters()}
+        for path, parameter in model.named_parameters():
+            if id(parameter) in weights.taken - owned and parameter.dim() > 1 and path not in others:
+                others[path] = type(model.get_submodule(path.rpartition(".")[0])).__name__
     return list(order)
 
 

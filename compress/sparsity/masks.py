@@ -86,7 +86,7 @@ def pattern_mask(weight: Tensor, pattern: Pattern, *, scores: Tensor | None = No
         return nm_mask(weight, pattern.n, pattern.m, scores=scores)
     if pattern.kind == "unstructured":
         return unstructured_mask(weight, pattern.ratio, scores=scores)
-    raise SparsityError(f"pattern {pattern} removes whole channels and has no mask: call prune_channels")
+    raise SparsityError(f"pattern {pattern} removes whole channels and has no mask: call compress.prune_channels")
 
 
 def partial_mask(weight: Tensor, mask: Tensor, level: float) -> Tensor:

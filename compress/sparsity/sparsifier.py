@@ -52,7 +52,7 @@ class SparsityReport:
 
     Attributes:
         pattern: as in the spec.
-        rows: every convolution and linear layer, in order.
+        rows: every convolution and linear layer, in order; then weights of other modules, which stay dense.
         permutation: channel permutation before masking; None if it was not asked for.
     """
 
@@ -67,7 +67,7 @@ class SparsityReport:
 
     @property
     def density(self) -> float:
-        """Share of all weights of convolutions and linear layers that stay."""
+        """Share of the weights of all rows that stays."""
         sizes = [torch.Size(row.shape).numel() for row in self.rows]
         return sum(n * row.density for n, row in zip(sizes, self.rows, strict=True)) / max(1, sum(sizes))
 
@@ -153,7 +153,9 @@ def _check_given(
     model: nn.Module, spec: SparsitySpec, pattern: Pattern, example_inputs: Inputs | None, batches: Iterable[Any] | None
 ) -> None:
     if pattern.kind == "channel":
-        raise SparsityError(f"pattern {spec.pattern!r} removes whole channels and has no mask: call prune_channels")
+        raise SparsityError(
+            f"pattern {spec.pattern!r} removes whole channels and has no mask: call compress.prune_channels"
+        )
     already = list(masked_layers(model))
     if already:
         raise SparsityError(

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision import models
 
+import compress
 from compress.errors import SparsityError
 from compress.sparsity.channel_pruning import prune_channels
 from compress.sparsity.sparsifier import sparsify
@@ -61,6 +62,35 @@ def test_weakest_channels_go_and_counts_fit_tensor_cores():
     assert [row.after[:2] for row in report.rows] == [(16, 3), (16, 16), (5, 256)]
 
 
+class Branches(nn.Module):
+    """Channels that move together through a sum, a concatenation, BatchNorm and a depthwise convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Sequential(nn.Conv2d(i, 32, 3, padding=1), nn.BatchNorm2d(32)) for i in (3, 32))
+        self.dw, self.c, self.fc = nn.Conv2d(32, 32, 3, groups=32), nn.Conv2d(32, 32, 3), nn.Linear(64, 5)
+
+    def forward(self, x):
+        x = self.a(x).relu()
+        x = (x + self.b(x)).relu()
+        return self.fc(torch.cat([self.dw(x), self.c(x)], 1).mean((2, 3)))
+
+
+def test_a_pruned_network_computes_what_one_with_its_channels_zeroed_does():
+    """Channels of zeros are the weakest, so the network before pruning is the oracle."""
+    torch.manual_seed(0)
+    model, x = Branches().eval(), batch()
+    with torch.no_grad():
+        for layer in (model.a[0], model.b[0], model.dw, model.c, model.a[1], model.b[1]):
+            layer.weight[::2], layer.bias[::2] = 0, 0
+        for layer in (model.b[0], model.c, model.fc):
+            layer.weight[:, ::2] = 0
+    expected = model(x)
+    report = compress.prune_channels(model, SparsitySpec(pattern="channel:0.5", kernels="any"), example_inputs=x)
+    assert 0.4 < report.removed < 0.6 and model.a[0].out_channels < 32
+    torch.testing.assert_close(model(x), expected)
+
+
 def test_module_modes_survive():
     model = small().train()
     model[1].eval()
@@ -72,6 +102,8 @@ def test_misuse_is_refused(monkeypatch):
     spec = SparsitySpec(pattern="channel:0.5")
     with pytest.raises(SparsityError, match="call sparsify"):
         prune_channels(small(), SparsitySpec(), example_inputs=batch())
+    with pytest.raises(SparsityError, match="quantized: remove channels of the float model"):
+        prune_channels(compress.quantize(small(), batch(), [batch()]), spec, example_inputs=batch())
     masked = small()
     sparsify(masked, SparsitySpec())
     with pytest.raises(SparsityError, match="masked already"):

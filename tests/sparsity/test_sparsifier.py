@@ -99,7 +99,7 @@ def test_misuse_is_refused():
         sparsify(model, SparsitySpec())
     squash_masks(model)
     sparsify(model, SparsitySpec())  # and again after squashing
-    with pytest.raises(SparsityError, match="call prune_channels"):
+    with pytest.raises(SparsityError, match="call compress.prune_channels"):
         sparsify(small(), SparsitySpec(pattern="channel:0.5"))
     with pytest.raises(SparsityError, match="permute needs example_inputs"):
         sparsify(small(), SparsitySpec(permute=True))
@@ -111,3 +111,33 @@ def test_misuse_is_refused():
     with pytest.raises(SparsityError, match="layer 6: .*NaN"):
         sparsify(broken, SparsitySpec())
     assert not masked_layers(broken)
+
+
+class Products(nn.Module):
+    """Weights that are no layer's `weight`: of attention, of a recurrent layer, and the model's own."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 8)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True, kdim=width, vdim=width)
+        self.recurrent, self.own = nn.GRU(32, 32, batch_first=True), nn.Parameter(torch.randn(32, 32))
+        self.gain = nn.Parameter(torch.ones(1, 32))
+
+    def forward(self, x):
+        query = self.embed(x)
+        keys = x if self.attention.kdim == 16 else query
+        y = self.recurrent(self.inner(self.attention(query, keys, keys)[0]) * self.gain)[0]
+        return self.head(nn.functional.linear(y, self.own))
+
+
+@pytest.mark.parametrize("width", [32, 16])
+def test_weights_that_are_no_layers_have_a_row_each(width):
+    model = Products(width).eval()
+    multiplied = {name for name, p in model.named_parameters() if p.dim() > 1 and name != "gain"}
+    report = sparsify(model, SparsitySpec(), example_inputs=torch.randn(2, 5, 16))
+    assert {row.layer for row in report.rows} == {name.removesuffix(".weight") for name in multiplied}
+    own = {row.layer: row for row in report.rows}["own"]
+    assert not own.eligible and own.shape == (32, 32) and report.masked == ("inner",)
+    rule = SparsityRule(match="own", enable=True)
+    with pytest.raises(SparsityError, match="a rule enables own"):
+        sparsify(Products(width), SparsitySpec(rules=(rule,)), example_inputs=torch.randn(2, 5, 16))
