@@ -71,13 +71,12 @@ class FusedNormModule(nn.Module):
         if is_live(quantizer) and self._takes(x, added):
             grid, dtype = grid_of(quantizer), self._dtype(x, added)
             again = self.gives_recipe and (added is None or self.keep_sum) and uses_recipes(x, self.kernels)
-            y, *rest = norm_quantize(
-                x, weight, bias, grid,
-                eps=self.eps, dtype=dtype, added=added, keep_sum=self.keep_sum, keep_statistics=again,
-            )  # fmt: skip
-            total = rest.pop(0) if self.keep_sum else x
+            options = {"eps": self.eps, "dtype": dtype, "added": added}
+            found = norm_quantize(x, weight, bias, grid, **options, keep_sum=self.keep_sum, keep_statistics=again)
+            y, total = found[0], found[1] if self.keep_sum else x
             compute = partial(norm_again, low=grid.low, high=grid.high, dtype=dtype)
-            recipe = Recipe.of(y, compute, total, *rest, weight, grid.amax, bias) if again else None
+            statistics = found[-2:]  # by index: to the compiler of torch 2.11 `*rest` is a tuple, that has no pop
+            recipe = Recipe.of(y, compute, total, *statistics, weight, grid.amax, bias) if again else None
             return self._results(y, total, recipe)
         x = x if added is None else x + added
         y = cast(Tensor, self.quantize(F.layer_norm(x, weight.shape, weight, bias, self.eps)))

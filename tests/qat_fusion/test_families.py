@@ -1,4 +1,4 @@
-"""Training through the fused graph is training on the plain one, for a small network of every measured family."""
+"""Training through the fused graph, eager or compiled, is training on the plain one, for every measured family."""
 
 import copy
 
@@ -12,6 +12,9 @@ from tests.families import FAMILIES
 
 ALL = {**FAMILIES, "MobileNetV2": lambda: zoo.MobileNetV2(4, 0.25, [[1, 8, 1, 1], [4, 8, 2, 2]], dropout=0.0)}
 """`test_fuse` trains a residual network with BatchNorm and ReLU in the same way, for 200 steps."""
+
+COMPILED = ("ViT", "Swin", "MobileNetV3")
+"""Compiled too: other tests compile convolutions, BatchNorm and ConvNeXt's kernels."""
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -54,3 +57,12 @@ def test_losses_ranges_and_weights_are_those_of_the_plain_path(family):
         torch.testing.assert_close(ours[0][name], value, rtol=0, atol=1e-6)
     for name, value in ranges.items():
         assert torch.equal(ours[1][name], value), name
+    if family not in COMPILED:
+        return
+    torch.compiler.reset()
+    F.cross_entropy(run(x), y).backward()
+    eager = {name: p.grad.clone() for name, p in qmodel.named_parameters()}
+    optimizer.zero_grad()
+    F.cross_entropy(torch.compile(run, backend="aot_eager", fullgraph=True)(x), y).backward()
+    for name, parameter in qmodel.named_parameters():
+        torch.testing.assert_close(parameter.grad, eager[name], msg=f"{name}, in one compiled graph")
