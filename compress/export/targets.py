@@ -12,8 +12,10 @@ from compress.export.circular import concatenated_pads
 from compress.export.extremes import extremes_apart
 from compress.export.gathers import flat_gathers
 from compress.export.int4 import pack_int4
+from compress.export.names import added_tensor
+from compress.export.onnx_graph import OnnxGraph
+from compress.export.openvino_forms import bias_products, bias_shared_convolutions, strides_kept
 from compress.export.repeated_pairs import repeat_pairs
-from compress.export.shared_convolutions import bias_shared_convolutions
 from compress.export.softmax import bounded_softmaxes
 from compress.export.zero_points import zero_points_into_biases
 
@@ -30,9 +32,12 @@ def shape_for(proto: onnx.ModelProto, target: str) -> None:
     if target != "onnxruntime":  # files for TensorRT are measured on OpenVINO too
         bias_shared_convolutions(proto)
     if target == "openvino":
+        bias_products(proto)
         flat_gathers(proto)
         float_averages(proto)
         extremes_apart(proto)
+    if target != "onnxruntime":
+        strides_kept(proto)
     if target in {"openvino", ""}:
         concatenated_pads(proto)
 
@@ -52,3 +57,19 @@ def finish_for(proto: onnx.ModelProto, target: str) -> None:
         bounded_softmaxes(proto)
         repeat_pairs(proto)
         integer_biases(proto)
+    elif target:
+        _own_zero_points(proto)
+
+
+def _own_zero_points(proto: onnx.ModelProto) -> None:
+    """Give each DequantizeLinear of a weight a zero point of its own.
+
+    OpenVINO (2026.4) computes a product in float where its weight shares the zero point of a convolution's weight.
+    """
+    view, seen = OnnxGraph(proto.graph), set[str]()
+    for node in proto.graph.node:
+        if node.op_type == "DequantizeLinear" and len(node.input) > 2 and node.input[0] in view.constants:
+            value = view.array(node.input[2])
+            if node.input[2] in seen and value is not None:
+                node.input[2] = view.add_constant(added_tensor(node.output[0], "zero_point"), value)
+            seen.add(node.input[2])

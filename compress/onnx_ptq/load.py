@@ -21,7 +21,7 @@ from compress.engines.onnx_file import load_onnx
 from compress.errors import AuditError, EngineError, QuantizationError
 from compress.export.onnx_graph import opset_of
 
-OLDEST, NEWEST = 6, 22
+OLDEST, NEWEST = 6, 25
 """Opsets that are read."""
 
 MOST_ELEMENTS = 1 << 31

@@ -96,7 +96,7 @@ def quantize_onnx_file(
     """Insert Q/DQ pairs into the graph of a float ONNX file; the file itself is not changed.
 
     Args:
-        path: file of opset 9 to 22, in float32, float16 or bfloat16; its external data are in its folder.
+        path: file of opset 9 to 25, in float32, float16 or bfloat16; its external data are in its folder.
         batches: calibration data, all of it is used: tensors or arrays, or tuples that begin with all inputs of the
             file in its order, which a target may follow, or mappings by the names of the inputs.
         spec: target and rules, which match the names of nodes; None = `QuantSpec()`, target TensorRT.
@@ -141,7 +141,7 @@ def quantize_onnx_file(
     improved.finish(index)
     insert_pairs(index, types, reading, placement, calibration.amax)
     _finish(source, types, spec.only_target, metadata or {})
-    path, notes = save_model(source, target), [*notes, *improved.notes]
+    path, notes = save_model(source, target, spec.only_target), [*notes, *improved.notes]
     return QuantizedFile(path=path, placement=placement, calibration=calibration, notes=tuple(notes))
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import onnx
+import onnxruntime
 from onnx import TensorProto, external_data_helper
 
 from compress.engines.onnx_file import read_onnx
@@ -21,14 +23,15 @@ _INSIDE = 1024
 _ALIGNED = 4096
 
 
-def save_model(source: SourceFile, path: Path) -> Path:
+def save_model(source: SourceFile, path: Path, target: str = "") -> Path:
     """Write a model; it has external data if it is too large without, or if the file that it comes from had them.
 
     Args:
         source: the model, and the folder that its external data are in. Tensors that are written to another file are
             taken out of it, so that large models are not in memory twice.
-        path: file to write; external data go to `<path>.data`; to `<path>.2.data` if an older model
-            there reads that, so that each model has its own weights beside it at any moment.
+        target: that the model is for; ONNX Runtime loads its files once.
+        path: file to write; external data go to the first of `<path>.data`, `<path>.2.data`, ... that is not there, so
+            that no model loses its weights; those of a model that was at `path` go afterwards.
 
     Raises:
         AuditError: the model is not valid; nothing is written.
@@ -37,19 +40,36 @@ def save_model(source: SourceFile, path: Path) -> Path:
     """
     whole = b"" if source.external else source.proto.SerializeToString()
     if 0 < len(whole) < _LARGEST:
-        _check(whole, path)
+        _check(whole, path, target)
         with replacing(path) as temporary:
             temporary.write_bytes(whole)
         return path
     del whole
-    places = tuple(path.with_name(f"{path.name}{end}") for end in (".data", ".2.data"))
-    older = _weight_files(path)
-    data = places[1] if places[0] in older else places[0]
+    older, data = _weight_files(path), _free_data(path)
     with replacing(path) as temporary, _external(source, data) as proto:
         temporary.write_bytes(proto.SerializeToString())
-    for place in older.intersection(places) - {data}:
+    for place in {place for place in older if _is_data_of(place, path)} - _weights_of_others(path):
         place.unlink(missing_ok=True)
     return path
+
+
+def _free_data(path: Path) -> Path:
+    """Return the first of `<path>.data`, `<path>.2.data`, ... that is not there: any that is may be another model's."""
+    names = (path.with_name(f"{path.name}{f'.{i}' if i > 1 else ''}.data") for i in itertools.count(1))
+    return next(place for place in names if not place.exists() and not place.is_symlink())
+
+
+def _is_data_of(place: Path, path: Path) -> bool:
+    return place.parent == path.parent and place.name.startswith(f"{path.name}.") and place.name.endswith(".data")
+
+
+def _weights_of_others(path: Path) -> set[Path]:
+    """Return the files that the other models of a folder read their weights from."""
+    found: set[Path] = set()
+    for other in path.parent.glob("*.onnx"):
+        if other != path:
+            found |= _weight_files(other)
+    return found
 
 
 def _weight_files(path: Path) -> set[Path]:
@@ -93,8 +113,16 @@ def _raw(source: SourceFile, tensor: onnx.TensorProto) -> bytes:
     return whole.raw_data
 
 
-def _check(model: bytes, path: Path) -> None:
+def _check(model: bytes, path: Path, target: str) -> None:
+    """Refuse a model that onnx's checker or its shape inference refuses, and one that its own engine does not load."""
     try:
-        onnx.checker.check_model(model)
+        onnx.checker.check_model(model, full_check=True)
+        if target == "onnxruntime":
+            options = onnxruntime.SessionOptions()
+            options.log_severity_level = 4
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+            onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise AuditError(f"the quantized form of {path.name} does not pass onnx.checker: {one_line(error)}") from error
+        raise AuditError(
+            f"the quantized form of {path.name} is not valid ({one_line(error)}); report it, please"
+        ) from error

@@ -80,7 +80,7 @@ CASES = {
         "without elements|cannot be inferred|has the shape|no layer",
     ),
     "quantized already": (quantized, "is quantized already"),
-    "opset 5": (lambda: of_opset(5), "opset 5; opsets 6 to 22"),
+    "opset 5": (lambda: of_opset(5), "opset 5; opsets 6 to 25"),
     "not a number": (lambda: conv(w=np.full((4, 3, 3, 3), np.nan, np.float32)), "conv.weight: NaN or Inf"),
     "no layer": (lambda: model_of([helper.make_node("Relu", ["x"], ["y"])], {}), "no layer that can be quantized"),
     "another kernel than its weight": (

@@ -57,7 +57,7 @@ def from_onnx(file: str | Path, batch: Any = None, *, size: tuple[int, int] | No
     """Return an ONNX file as a torch network, compared with the file on ONNX Runtime.
 
     Args:
-        file: float ONNX file of opset 6 to 22.
+        file: float ONNX file of opset 6 to 25.
         batch: one batch of its inputs; None = random numbers of the shapes that the file states.
         size: height and width for open sides, with `batch` None.
 
