@@ -109,6 +109,11 @@ def export_onnx(
 def _check_model(model: nn.Module) -> None:
     """Refuse anything but a Python module, and parameters of a type that files are not written in."""
     check_module(model)
+    if report_of(model).for_training:
+        raise ExportError(
+            "the model is what fuse_for_training returned, a graph for training steps: export the model that it was "
+            "given, whose parameters it shares"
+        )
     if isinstance(model, torch.jit.ScriptModule):
         raise ExportError(f"the model is a {type(model).__name__}: give the module that it was scripted or traced from")
     for name, parameter in model.named_parameters():

@@ -132,11 +132,17 @@ def _open_multihead(node: fx.Node, wrap: Wrap) -> str:
     y = tracer.create_proxy("call_module", f"{path}.out_proj", (y,), {})
     if not module.batch_first:
         y = y.transpose(0, 1)
-    for user in list(node.users):
-        if user.args[1] == 1 and user.users and arguments["average_attn_weights"]:
-            weights = weights.mean(1)
-        user.replace_all_uses_with((y if user.args[1] == 0 else weights).node)
-        node.graph.erase_node(user)
+    users = list(node.users)
+    asked = any(user.users if user.target is operator.getitem else user.op == "output" for user in users)
+    if asked and arguments["need_weights"] and arguments["average_attn_weights"]:
+        weights = weights.mean(1)
+    whole = (y.node, weights.node if arguments["need_weights"] else None)
+    for user in users:
+        if user.op == "output":  # the pair is a result of the network
+            user.args = fx.node.map_arg(user.args, lambda n: whole if n is node else n)
+        else:
+            user.replace_all_uses_with(whole[user.args[1]])  # type: ignore[index, arg-type]
+            node.graph.erase_node(user)
     return ""
 
 
@@ -165,7 +171,7 @@ def _why_whole(node: fx.Node, module: Any, arguments: dict[str, Any]) -> str:
     read = [user for user in node.users if user.users or user.target is not operator.getitem]
     used = {user.args[1] for user in read if user.target is operator.getitem}
     if (
-        any(user.target is not operator.getitem for user in read)
+        any(user.target is not operator.getitem and user.op != "output" for user in read)
         or not used <= {0, 1}
         or (1 in used and not arguments["need_weights"])
     ):

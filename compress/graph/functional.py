@@ -105,11 +105,9 @@ def _owner(graph_module: fx.GraphModule, weight: Any) -> tuple[str, str]:
     if not same:
         return "", "its weight belongs to no module"
     path, _, name = str(same[0].target).rpartition(".")
-    if not path:
-        return "", f"its weight, {name}, belongs to the model itself: move it to a submodule"
     if name != "running_mean" and not isinstance(_attribute(graph_module, same[0]), nn.Parameter):
         return "", "its weight is a fixed filter, a buffer"
-    return path, ""
+    return path or f"{name}_layer", ""  # the model's own parameter, as of a bare nn.Linear: in a layer beside it
 
 
 def _weighted(graph_module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any]) -> nn.Module | str:
@@ -173,6 +171,9 @@ def _norm(graph_module: fx.GraphModule, node: fx.Node, arguments: dict[str, Any]
 
 def _take_place(graph_module: fx.GraphModule, path: str, layer: nn.Module) -> None:
     """Set `layer` at `path`, with the children and further tensors of the module that it replaces."""
+    if path not in dict(graph_module.named_modules()):  # the weight is the model's own
+        graph_module.add_submodule(path, layer.train(graph_module.training))
+        return
     old = graph_module.get_submodule(path)
     layer.train(old.training)
     for name, child in old._modules.items():
@@ -192,6 +193,9 @@ def _drop_unread(graph_module: fx.GraphModule) -> None:
         if not node.users and node.op != "output" and node.op != "placeholder" and _is_constant(node):
             graph_module.graph.erase_node(node)
     read = {str(n.target) for n in graph_module.graph.nodes if n.op == "get_attr"}
+    held = {id(p) for path, module in graph_module.named_modules() if path for p in module._parameters.values()}
+    for name in [n for n, p in graph_module._parameters.items() if id(p) in held and n not in read]:
+        del graph_module._parameters[name]
     for path, module in list(graph_module.named_modules()):
         own = {"weight", "bias", *getattr(module, "names", {}).values()}
         if type(module) in {*_CONVOLUTIONS.values(), NamedLinear}:

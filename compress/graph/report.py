@@ -39,11 +39,13 @@ class GraphReport:
         leaves: the submodules that are opaque, each with its reason.
         training: what training the graph leaves out of the model's own training; "" if nothing.
         bound: why the graph takes images of no other size, and which; "" if it does, or if that is not known.
+        for_training: True for a graph that is for training steps alone, and that no file can hold.
     """
 
     leaves: tuple[Leaf, ...] = ()
     training: str = ""
     bound: str = ""
+    for_training: bool = False
 
 
 _PRESERVED = "_user_preserved_attributes"
@@ -59,6 +61,7 @@ class ReportedModule(fx.GraphModule):
     def __copy__(self) -> Self:
         """Return a graph module over the same submodules, with the report."""
         made = self.of(super().__copy__())
+        name_blocks(made)
         for name, value in self.meta.get(_PRESERVED, {}).items():
             setattr(made, name, value)
         return made

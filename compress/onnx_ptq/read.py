@@ -219,7 +219,10 @@ class _Reader:
         made.path, name = node.name, node.input[1]
         value = self.index.value(name) if name in self.index.constants else None
         if value is None:
-            made.refusal = "has a weight that the file computes when it runs"
+            given = any(value.name == name for value in self.index.graph.input)
+            made.refusal = (
+                f"has a weight that {'is an input of the file' if given else 'the file computes when it runs'}"
+            )
         elif self.types.get(made.name, TensorProto.FLOAT) not in FLOATS or value.dtype.name not in _FLOAT_NAMES:
             made.refusal = f"computes in {value.dtype.name}, for which Q/DQ does not exist"
         elif value.size == 0:

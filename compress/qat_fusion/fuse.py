@@ -142,7 +142,7 @@ def fuse_for_training(
     graph.lint()
     # A new GraphModule drops modules that are not called; deleting them here would delete them in `qmodel` too
     fused = ReportedModule(fused, graph)
-    attach_report(fused, FusionReport(leaves=leaves_of(qmodel), chains=tuple(chains)))
+    attach_report(fused, FusionReport(leaves=leaves_of(qmodel), chains=tuple(chains), for_training=True))
     return fused
 
 

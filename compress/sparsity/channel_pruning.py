@@ -108,7 +108,24 @@ def prune_channels(
     before = _shapes(model)
     check_rules(spec, before)
     macs, parameters = _macs(model, inputs), _parameters(model)
-    target = (1 - pattern.ratio) * macs
+    chosen = _ratio(model, inputs, (1 - pattern.ratio) * macs, spec, progress)
+    _remove(model, inputs, chosen, spec)
+    rows = tuple(ChannelRow(layer=path, before=before[path], after=after) for path, after in _shapes(model).items())
+    return ChannelReport(
+        pattern=spec.pattern,
+        rows=rows,
+        macs_before=macs,
+        macs_after=_macs(model, inputs),
+        parameters_before=parameters,
+        parameters_after=_parameters(model),
+    )
+
+
+def _ratio(
+    model: nn.Module, inputs: tuple[Tensor, ...], target: float, spec: SparsitySpec, progress: Progress
+) -> float:
+    """Return the ratio of channels to remove that leaves the macs nearest to `target`."""
+    macs = _macs(model, inputs)
     low, high, chosen, nearest = 0.0, LARGEST, 0.0, macs
     progress.start("prune channels", TRIALS)
     for _ in range(TRIALS):
@@ -126,16 +143,7 @@ def prune_channels(
             f"pattern {spec.pattern!r}: the nearest that whole channels reach is {1 - nearest / macs:.2f} of the macs; "
             "ask for another share, enable more layers, or set kernels to 'any', which rounds less"
         )
-    _remove(model, inputs, chosen, spec)
-    rows = tuple(ChannelRow(layer=path, before=before[path], after=after) for path, after in _shapes(model).items())
-    return ChannelReport(
-        pattern=spec.pattern,
-        rows=rows,
-        macs_before=macs,
-        macs_after=_macs(model, inputs),
-        parameters_before=parameters,
-        parameters_after=_parameters(model),
-    )
+    return chosen
 
 
 def _check(model: nn.Module, spec: SparsitySpec) -> Pattern:

@@ -59,6 +59,18 @@ def test_multihead_attention_is_opened_and_keeps_its_names(options):
     torch.testing.assert_close(graph(x), other.eval()(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"need_weights": False}, {"average_attn_weights": False}])
+def test_attention_whose_pair_is_a_result_of_the_network_is_opened(options):
+    class Pair(SelfAttention):
+        def forward(self, x):
+            return self.attn(x, x, x, **options)
+
+    model, x = Pair(batch_first=True).eval(), torch.randn(2, 5, 16, generator=G)
+    graph = canonical_graph(model, x)
+    assert "attention" not in kinds(graph)
+    torch.testing.assert_close(graph(x), model(x))
+
+
 def test_attention_that_cannot_be_opened_says_why():
     class Cross(SelfAttention):
         def forward(self, x):

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import compress
-from compress.errors import QuantizationError, RecipeError
+from compress.errors import ExportError, QuantizationError, RecipeError
 from compress.quantization.learned import learn_scales
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.quantizer import Quantizer
@@ -150,6 +150,8 @@ def test_the_model_itself_is_untouched(tmp_path):
     fused = compress.fuse_for_training(qmodel)
     gradients(fused, qmodel, x)
     assert compress.export_onnx(qmodel, x, tmp_path / "after.onnx").read_bytes() == first
+    with pytest.raises(ExportError, match="fuse_for_training returned"):
+        compress.export_onnx(compress.fuse_for_training(qmodel), x, tmp_path / "fused.onnx")
     assert qmodel.code == code
     after = qmodel.state_dict()
     assert list(after) == list(before)

@@ -160,18 +160,26 @@ def test_no_weighted_layer():
         quantize(nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)), X[:2], [X], spec=MAX)
 
 
-def test_a_weight_of_the_model_itself_stays_float_and_says_why():
-    class Root(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.kernel, self.fc = nn.Parameter(torch.randn(8, 3, 3, 3)), nn.Linear(8, 5)
+class Root(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kernel, self.fc = nn.Parameter(torch.randn(8, 3, 3, 3)), nn.Linear(8, 5)
 
-        def forward(self, x):
-            return self.fc(F.conv2d(x, self.kernel).relu().mean((2, 3)))
+    def forward(self, x):
+        return self.fc(F.conv2d(x, self.kernel).relu().mean((2, 3)))
 
-    placement = insert_quantizers(Root(), X[:2], MAX).placement
-    (row,) = [row for row in placement.decisions if row.decision == "float"]
-    assert "kernel, belongs to the model itself" in row.reason
+
+@pytest.mark.parametrize(
+    "layer", [None, lambda: nn.Linear(16, 5), lambda: nn.Conv2d(3, 8, 3), lambda: nn.Conv1d(16, 4, 1)]
+)
+def test_a_weight_of_the_model_itself_is_quantized_in_a_layer_beside_it(layer):
+    torch.manual_seed(0)
+    model = layer() if layer else Root()
+    x = X[:, 0] if isinstance(model, nn.Conv1d) else X
+    qmodel = quantize(model, x[:2], [x], spec=MAX)
+    names = [name for name, p in model.named_parameters() if p.dim() > 1]
+    assert len(qmodel.placement.weights) == len(names) and noise(model, qmodel, x) > 30
+    assert sum(p.numel() for p in qmodel.parameters()) == sum(p.numel() for p in model.parameters())
 
 
 def test_double_precision_says_what_to_do():
