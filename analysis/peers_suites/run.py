@@ -39,6 +39,18 @@ SHAPES = (
     (2, 8, 16),
     (2, 4, 8, 8),
 )
+_WEIGHTED = {
+    "Conv",
+    "ConvTranspose",
+    "Gemm",
+    "MatMul",
+    "Einsum",
+    "LSTM",
+    "GRU",
+    "RNN",
+    "Attention",
+    "LayerNormalization",
+}
 NEAR_DB, SAME_DB = 15.0, 25.0
 """Signal to noise of the quantized network to float, and of the engine to the quantized network."""
 
@@ -125,29 +137,14 @@ def _verdict(near: float, same: float) -> tuple[str, str]:
 
 
 def onnx_cases() -> Iterator[tuple[str, Path, list[np.ndarray]]]:
-    """Yield onnx's backend tests with a product or a convolution of one float input and constants as the rest."""
+    """Yield onnx's backend tests with a product or a convolution, each with its inputs."""
     for case in load_model_tests(kind="node"):
-        file = Path(str(case.model_dir)) / "model.onnx"
-        model = onnx.load(file)
-        kinds = {node.op_type for node in model.graph.node}
-        if kinds & {
-            "Conv",
-            "ConvTranspose",
-            "Gemm",
-            "MatMul",
-            "Einsum",
-            "LSTM",
-            "GRU",
-            "RNN",
-            "Attention",
-            "LayerNormalization",
-        }:
-            inputs = []
-            for value in sorted((Path(str(case.model_dir)) / "test_data_set_0").glob("input_*.pb")):
-                tensor = onnx.TensorProto()
-                tensor.ParseFromString(value.read_bytes())
-                inputs.append(onnx.numpy_helper.to_array(tensor))
-            yield case.name, file, inputs
+        if case.model is None or not case.data_sets:
+            continue
+        if {node.op_type for node in case.model.graph.node} & _WEIGHTED:
+            folder = Path(tempfile.mkdtemp())
+            onnx.save(case.model, folder / "model.onnx")
+            yield case.name, folder / "model.onnx", [np.asarray(array) for array in case.data_sets[0][0]]
 
 
 def judge_file(file: Path, inputs: list[np.ndarray], target: Target, folder: Path) -> tuple[str, str]:

@@ -21,6 +21,7 @@ from compress.engines.base import Arrays
 from compress.errors import CalibrationError, QuantizationError
 from compress.export.cleanup import averages_without_padding
 from compress.export.targets import finish_for, shape_for
+from compress.onnx_ptq.bounded import check_bounds
 from compress.onnx_ptq.calibrate import calibrate_graph
 from compress.onnx_ptq.canonical import canonical, drop_unread
 from compress.onnx_ptq.compare import comparison, results_for_one
@@ -123,6 +124,7 @@ def quantize_onnx_file(
     target = _target(original.path, out)
     pieces = feeds(batches, inputs_of_file(original))
     first = _first(pieces)
+    check_bounds(original, first)
     source, notes = canonical(original, opset=max(_opset_for(spec, original), OPSET if trained is not None else 0))
     check = comparison(original, first) if notes else None
     if check is not None and (trained is not None or methods(spec)):

@@ -4,7 +4,6 @@ The disk is full for real: the system lets no file of this process grow beyond s
 """
 
 import os
-import tempfile
 from pathlib import Path
 
 import onnx
@@ -65,7 +64,7 @@ def test_a_full_disk_leaves_the_older_file(name, tmp_path):
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
         assert sorted(tmp_path.iterdir()) == names and all(older.read_bytes() == b"older" for older in names)
     WRITERS[name](path)
-    assert path.stat().st_size == size
+    assert path.stat().st_size - size in (0, 2)  # weights go to a name that is free, `.2.data`
 
 
 def test_a_rounding_that_finds_no_room_is_learned_again(tmp_path):
@@ -106,13 +105,13 @@ def test_a_model_is_never_beside_the_weights_of_another(tmp_path, monkeypatch):
     for size in (64, 48):
         save_model(SourceFile(path=path, proto=product(size), external=True), path)
         assert weight_of(path).shape == (size, size) and (weight_of(path) == 1).all()
-        assert len(list(tmp_path.iterdir())) == 2
+        assert len(list(tmp_path.iterdir())) == 3  # with the orphan of the death, which may be another model's
 
 
 def test_a_pipe_or_a_device_is_no_file_to_write(tmp_path, monkeypatch):
     """As root, a rename onto /dev/null or /dev/stdout would take it from the whole machine."""
     os.mkfifo(tmp_path / "pipe")
-    monkeypatch.setattr(tempfile, "mkstemp", None)  # so that nothing happens to this machine if it is tried
+    monkeypatch.setattr(os, "open", None)  # so that nothing happens to this machine if it is tried
     for path in (tmp_path / "pipe", "/dev/null", "/dev/stdout", "/dev/./none"):
         with pytest.raises(OSError, match="it is a device or a pipe; name a file"):
             write_text(path, "text")

@@ -17,6 +17,7 @@ from torch import fx
 from compress.engines.base import Arrays
 from compress.errors import ModelError, QuantizationError
 from compress.graph.inputs import flat_tensors
+from compress.onnx_ptq.bounded import check_bounds
 from compress.onnx_ptq.canonical import canonical
 from compress.onnx_ptq.compounds import Compound, find_compounds
 from compress.onnx_ptq.index import Index, Shapes, Types
@@ -77,6 +78,7 @@ def from_onnx(file: str | Path, batch: Any = None, *, size: tuple[int, int] | No
     """
     source = load_source(file)
     given = _random(source, size) if batch is None else next(feeds([batch], inputs_of_file(source)))
+    check_bounds(source, given)
     return converted(canonical(source, opset=OPSET)[0], given).network
 
 
