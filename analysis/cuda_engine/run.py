@@ -180,7 +180,7 @@ def _network(plan: Path, arguments: argparse.Namespace, row: Report, jobs: int) 
     row["build_s"] = _since(start)
     shapes = {tensor.name: tensor.shape for tensor in engine.inputs}
     program = engine.program(shapes)
-    row |= {"steps": len(program.kernels), "arena_mb": program.layout.arena_bytes / 1e6, "overlaps": program.overlaps}
+    row |= {"steps": len(program.kernels), "arena_mb": program.layout.arena_bytes / 1e6}
     row |= {"floats": program.floats, "graphs_ms": program.graphs_ms}
     if plan.is_file():
         start = time.monotonic()

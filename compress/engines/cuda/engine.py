@@ -7,7 +7,7 @@ if the plan file does not know them. `batch_size` makes it at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,6 @@ OPTIONS = {
     "tune": "no: take the guessed kernel of every layer and measure nothing; yes by default",
     "floats": "yes, by default: layers whose results are values are computed in fp16 where that is faster, and the "
     "whole network where its integers are slower (torch compiles it, for a minute); layers: these alone; no: never",
-    "overlap": "yes: small launches begin before their predecessor ends, where that is faster and gives the same "
-    "results to the bit (from Hopper on); no by default: ResNet-50 at batch 1 was slower with it on an H100",
     "plan": "plan file with the measured choices; by default MODEL.GPU.plan.json beside the model, which begins with "
     "those of other models in its folder",
     "profile": "yes or no: layers can be timed either way; taken so that all engines can be called alike",
@@ -55,8 +53,6 @@ OPTIONS = {
 }
 PRECISIONS = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 LEAST_CAPABILITY = (8, 0)
-LEAST_OVERLAP = (9, 0)
-"""GPUs from Hopper on start a launch before its predecessor ends."""
 _MOST_PROGRAMS = 16
 _INSTALL = "use a Linux machine with an NVIDIA GPU of compute capability 8.0 or later, torch for CUDA, and triton"
 
@@ -157,9 +153,8 @@ class CudaEngine(Engine):
         self._path, self._device, self._dtype = path, device, PRECISIONS[precision]
         self._jobs = _number("jobs", build.options.get("jobs", str(os.cpu_count() or 1)))
         floats = _one_of("floats", build.options.get("floats", "yes"), ("yes", "layers", "no"))
-        overlaps = _yes("overlap", build.options.get("overlap", "no"))
         self._float_network = floats == "yes"
-        self._candidates, self._overlap = _candidates(device, floats=floats != "no", overlaps=overlaps)
+        self._candidates = _candidates(device, floats=floats != "no")
         self._programs: dict[tuple[tuple[int, ...], ...], Program] = {}
         self._last: tuple[Program, dict[str, Tensor]] | None = None
         self._closed = False
@@ -260,7 +255,7 @@ class CudaEngine(Engine):
             layout = lay_out(make_plan(self._path, shapes, dtype=self._dtype))
             self._programs[key] = Program(
                 layout, self._device, candidates=self._candidates, plan=self._plan, jobs=self._jobs,
-                overlap=self._overlap, network=partial(self._network, dict(shapes)) if self._float_network else None,
+                network=partial(self._network, dict(shapes)) if self._float_network else None,
             )  # fmt: skip
         return self._programs[key]
 
@@ -269,22 +264,17 @@ class CudaEngine(Engine):
         return float_network(float_graph(read_graph(self._path, shapes)), self._dtype, self._device)
 
 
-def _candidates(
-    device: torch.device, *, floats: bool, overlaps: bool
-) -> tuple[Ways | None, Callable[[bool], None] | None]:
-    """The ways of a device to compute a step, and what lets launches overlap; None on the CPU."""
+def _candidates(device: torch.device, *, floats: bool) -> Ways | None:
+    """The ways of a device to compute a step; None on the CPU."""
     if device.type != "cuda":
-        return None, None
+        return None
     bind = import_library("compress.engines.cuda.bind", "pip install triton")
     bindings = bind.Bindings(device, {}, floats)
 
     def candidates(step: Step, layout: Layout) -> Any:
         return bind.candidates(step, layout, bindings)
 
-    def overlap(on: bool) -> None:
-        bindings.overlaps = on
-
-    return candidates, overlap if overlaps and bindings.capability >= LEAST_OVERLAP else None
+    return candidates
 
 
 def check_tensors(

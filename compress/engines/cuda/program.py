@@ -42,12 +42,9 @@ _COPIED_BYTES = 4 << 20
 _MOST_DIRECT = 3
 """Steps that are launched outside of the graph at most."""
 
-_IN_TURN, _OVERLAPPING = "in turn", "overlapping"
 _INTEGERS, _FLOATS = "integers", "floats"
 _MOST_APART = 0.5
 """Largest relative error, in the norm, of results in floating point; beyond it they are refused."""
-_TRIALS = 20
-"""Runs whose results must be equal to the bit before launches may overlap."""
 
 Ways = Callable[[Step, Layout], list[Candidate]]
 
@@ -77,14 +74,12 @@ class Program:
         candidates: gives all ways to compute a step; None = exact arithmetic (`reference`).
         plan: measured choices, which are used and added to; None = the guess for every step.
         jobs: processes that compile at a time; 0 = each kernel is compiled when it is first launched.
-        overlap: turns launches that begin before their predecessor ends on or off; None = they are never tried.
         network: makes the same network in floating point; None = integers are computed even where that is slower.
         progress: of compiling and measuring.
 
     Attributes:
         kernels: name of the candidate that computes each step.
         measured: times of all candidates of each step, if they were measured now.
-        overlaps: launches overlap, as that is faster and gave the same results.
         floats: the whole network runs in floating point, compiled by torch, as that is faster.
         graphs_ms: milliseconds of each graph that was compared, by name; a graph of other results is not among them.
 
@@ -100,7 +95,6 @@ class Program:
         candidates: Ways | None,
         plan: PlanFile | None,
         jobs: int = 1,
-        overlap: Callable[[bool], None] | None = None,
         network: Callable[[], FloatNetwork] | None = None,
         progress: Progress = _QUIET,
     ) -> None:
@@ -114,11 +108,11 @@ class Program:
             self.measured: list[Measured] = []
             self.kernels = self._choose(ways, plan, jobs, progress)
             self._recorded: Recorded | None = None
-            self.overlaps = self.floats = False
+            self.floats = False
             self.graphs_ms: dict[str, float] = {}
             if device.type == "cuda":
                 with torch.cuda.device(device):
-                    self._recorded = self._capture(overlap, jobs if self.measured else 0)
+                    self._recorded = self._capture()
                     if network is not None and plan is not None and any(map(_multiplies_codes, layout.steps)):
                         self._recorded = self._faster(self._recorded, network, plan)
         except torch.OutOfMemoryError as error:
@@ -184,7 +178,7 @@ class Program:
     def _copied(results: Tensors) -> Tensors:
         return {name: tensor.clone() for name, tensor in results.items()}
 
-    def _capture(self, overlap: Callable[[bool], None] | None, jobs: int) -> Recorded:
+    def _capture(self) -> Recorded:
         """Capture all steps but those that are launched directly."""
         executor = self.executor
         given = executor.empty_inputs()
@@ -193,42 +187,13 @@ class Program:
         tensors = executor.start(given)
         for index in range(direct):
             executor.step(index, tensors)
-        recorded = self._record(tensors, given, direct)
-        if overlap is None or direct:
-            return recorded
-        overlap(True)
-        try:
-            _compile(executor, [[Candidate("", runner)] for runner in executor.runners], jobs, _QUIET)
-            executor.run(given)  # loads them before they are captured
-            other = self._record(tensors, given, direct)
-        finally:
-            overlap(False)
-        self.graphs_ms[_IN_TURN] = repeated_ms(recorded.graph.replay)
-        if self._is_same(recorded, other):
-            self.graphs_ms[_OVERLAPPING] = repeated_ms(other.graph.replay)
-        self.overlaps = self.graphs_ms.get(_OVERLAPPING, math.inf) < self.graphs_ms[_IN_TURN]
-        return other if self.overlaps else recorded
-
-    def _record(self, tensors: Tensors, given: Tensors, direct: int) -> Recorded:
-        """A graph of the steps; `tensors` are those before the first of them."""
-        tensors = dict(tensors)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for index in range(direct, len(self.executor.runners)):
-                self.executor.step(index, tensors)
-            results = self.executor.results(tensors)
+            for index in range(direct, len(executor.runners)):
+                executor.step(index, tensors)
+            results = executor.results(tensors)
         return Recorded(graph, results, {} if direct else given, direct)
-
-    def _is_same(self, recorded: Recorded, other: Recorded) -> bool:
-        """True if the results of another graph equal those of the recorded one bit for bit, in each of many runs."""
-        inputs = self.executor.random_inputs()
-        expected = self._replayed(recorded, inputs)
-        for _ in range(_TRIALS):
-            other.graph.replay()
-            if not all(torch.equal(value, expected[name]) for name, value in other.results.items()):
-                return False
-        return True
 
     def _faster(self, recorded: Recorded, network: Callable[[], FloatNetwork], plan: PlanFile) -> Recorded:
         """The recorded steps, or the whole network in floating point where that is faster.

@@ -7,9 +7,7 @@ none of 552 measurements of layers on an H100 (ten networks; their times are des
 from __future__ import annotations
 
 from compress.kernels.triton.int8_depthwise import MOST_FLOAT_TAPS, DepthwiseTile
-from compress.kernels.triton.int8_depthwise_dot import DotTile
 from compress.kernels.triton.int8_depthwise_rows import RowsTile
-from compress.kernels.triton.int8_held import HeldTile
 from compress.kernels.triton.int8_pointwise import PointwiseTile
 from compress.kernels.triton.int8_product import Tile
 from compress.kernels.triton.int8_wide import WideTile
@@ -18,18 +16,12 @@ from compress.kernels.triton.int8_window import WindowTile
 _PROGRAMS = 132  # multiprocessors of the GPUs that the guesses were made for
 _MOST_SPLITS = 32
 _MOST_STAGES = 8
-_FILTER_BYTES = 64 << 10
-"""Bytes of a depthwise filter that stay in the L1 cache while a program reads them."""
 _FEW = 4 * _PROGRAMS
 """Small tiles up to which a GPU has too few programs to hide the time of a load."""
 _SHALLOW = 256
 """Input channels up to which a persistent program holds all of a tile, or of the weight."""
 _MOST_HELD = 192
 """Columns whose factors and biases a program keeps in registers."""
-_LEAST_HELD = 64
-"""Input channels beyond which a program that holds pixels can be the fastest."""
-_SHARED_BYTES = 220 << 10
-"""Bytes of shared memory of a multiprocessor of Hopper that are left beside the barriers."""
 _MOST_SIDE = 8
 """Largest side of a box of pixels; a tile's rest spans images, so that neighbouring programs share pixels."""
 _MOST_UNROLLED = 7
@@ -136,36 +128,6 @@ def pointwise_tiles(rows: int, channels: int, columns: int) -> list[PointwiseTil
     return [tile for tile in found if tile.columns <= max(64, columns)]
 
 
-def held_tiles(rows: int, channels: int, columns: int) -> list[HeldTile]:
-    """Tiles of persistent programs that hold pixels for a product of more columns than channels; none for others.
-
-    For 64 channels `wide` and `pointwise` were faster on an H200, for 384 and 512 `deep`: few such programs fit.
-
-    Args:
-        rows: pixels of the result.
-        channels: of the input.
-        columns: output channels.
-    """
-    few = rows * columns < 4 * _PROGRAMS * 64 * 128
-    if columns < 2 * channels or channels <= _LEAST_HELD or channels > _SHALLOW or few:
-        return []
-    tile = HeldTile(128, 64, 128, stages=3)
-    channels = -(-channels // tile.depth) * tile.depth
-    ahead = tile.columns * (tile.stages * channels + (tile.stages - 1) * tile.rows)
-    tile = tile._replace(programs=min(3, _SHARED_BYTES // (tile.rows * (channels + tile.columns) + ahead)))
-    return [tile._replace(strips=_strips(tile, rows, columns))]
-
-
-def _strips(tile: HeldTile, rows: int, columns: int) -> int:
-    """Into how many parts to cut the columns: so that the last wave of programs is full, with few first loads."""
-
-    def waves(strips: int) -> int:
-        units = -(-rows // tile.rows) * strips
-        return -(-units // (tile.programs * _PROGRAMS)) * (-(-columns // (tile.columns * strips)) + 1)
-
-    return min((n for n in (1, 2, 4, 8) if n * tile.columns <= columns), key=waves)
-
-
 def deep_tiles(rows: int, channels: int, columns: int) -> list[Tile]:
     """Tiles of products of many channels that load by tensor descriptors; none where tiles would not fill the GPU.
 
@@ -202,28 +164,10 @@ def depthwise_tiles(
     ]  # fmt: skip
 
 
-def dot_tiles(shape: tuple[int, int, int, int], taps: tuple[int, int], stride: tuple[int, int]) -> list[DotTile]:
-    """Tiles of a depthwise convolution by products of four bytes.
-
-    Args:
-        shape: (N, C, OH, OW) of the result.
-        taps: of the filter.
-        stride: of the filter.
-    """
-    whole = -(-shape[1] // 16)
-    each = 64 * taps[0] * (taps[1] + 3)  # bytes of the filter's words, for 16 channels
-    parts = max(n for n in range(1, whole + 1) if whole % n == 0 and (n == 1 or n * each <= _FILTER_BYTES))
-    strips = [strip for strip in ((2,) if stride[1] == 1 else (2, 1)) if strip <= max(1, shape[3])] or [1]
-    return [DotTile(units, strip, parts) for strip in strips for units in (128, 64)]
-
-
 def rows_tiles(
     shape: tuple[int, int, int, int], taps: tuple[int, int], stride: tuple[int, int], words: int
 ) -> list[RowsTile]:
-    """Tiles of a depthwise convolution by products of four bytes that computes several rows at a time.
-
-    None where a row of pixels is part of fewer than three rows of results, as with filters of 3 x 3 that move by two
-    (0.58 to 0.75 of the bandwidth as it is), nor where so few programs would not fill the GPU.
+    """Tiles of a depthwise convolution by products of four bytes, of several rows at a time; none for large filters.
 
     Args:
         shape: (N, C, OH, OW) of the result.
@@ -231,15 +175,18 @@ def rows_tiles(
         stride: of the filter.
         words: of four channels.
     """
-    if max(taps) > _MOST_UNROLLED or taps[0] < 3 * stride[0]:
+    if max(taps) > _MOST_UNROLLED:
         return []
     divisors = [n for n in range(1, min(words, 2 * _LINE_WORDS) + 1) if words % n == 0]
     chunk = min(divisors, key=lambda n: (n % _SECTOR_WORDS > 0, abs(n - _LINE_WORDS)))
     images, _, height, width = shape
-    found = [RowsTile(high, 2, chunk) for high in ((7, 4) if max(taps) <= 3 else (4, 2))]
+    shared = taps[0] >= 3 * stride[0]  # a row of pixels is part of three rows of results
+    most = (7 if shared else 4) if max(taps) <= 3 else 4 if max(taps) <= 5 or shared else 2
+    found = [RowsTile(high, strip, chunk) for high in (most, 4, 2) for strip in ((2,) if shared else (1, 2))]
     threads = {tile: images * -(-height // tile.high) * -(-width // tile.strip) * words for tile in found}
     fitting = [tile for tile in found if tile.high < 2 * height and threads[tile] >= _PROGRAMS * _WARP * tile.warps]
-    return fitting[:1]  # more rows were always faster (24 kinds of layers on an H200)
+    # more rows were always faster (24 kinds of layers on an H200), where enough programs are left
+    return fitting[: 1 if shared else 2] or [RowsTile(2, 1, chunk), RowsTile(1, 1, chunk)]
 
 
 def window_tiles(shape: tuple[int, int, int, int], channels: int, taps: int) -> list[WindowTile]:

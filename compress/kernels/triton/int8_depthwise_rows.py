@@ -1,9 +1,10 @@
-"""Depthwise convolutions of codes by products of four bytes, several rows of results at a time, for inference.
+"""Depthwise convolutions of codes by products of four bytes (dp4a), several rows of results at a time, for inference.
 
-As in `int8_depthwise_dot`, a word that is multiplied holds four neighbouring pixels of one channel. There a thread
-computes one row of results for 16 channels, and most of what it reads are words of the filter and rows of pixels that
-it reads again for the next row. Here a thread keeps to four channels and computes HIGH rows: each row of pixels is read
-and transposed once for all of them, and so is each word of the filter.
+Ordinary cores multiply four pairs of bytes and add the products in one instruction, but the four must be neighbours in
+a register, and neighbours in memory are channels, not pixels. So a thread reads the same four channels of four pixels
+of a row and transposes these 16 bytes by eight instructions; a word then holds four pixels of one channel, and meets a
+word of the filter that the host has packed for each shift of the filter against the word. A thread computes HIGH rows
+of four channels: each row of pixels, and each word of the filter, is read once for all of them.
 
 A program computes UNITS words of channels, CHUNK neighbouring ones of a position before those of the next position.
 """
@@ -14,15 +15,28 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from compress.kernels.triton.int8_depthwise import place_of
-from compress.kernels.triton.int8_depthwise_dot import WORD, dot, transposed, word_of, words_of
 from compress.kernels.triton.int8_epilogue import Finish, Outputs, finished, write_tile
-from compress.kernels.triton.int8_product import Geometry, Sizes, Steps, Weight
+from compress.kernels.triton.int8_product import ALIGNED, Geometry, Sizes, Steps, Weight, zero_correction
 
+WORD = 4
+"""Bytes that one instruction multiplies."""
+_TRANSPOSE = tl.constexpr("""{
+    .reg .b32 a, b, c, d;
+    prmt.b32 a, $4, $5, 0x5140;
+    prmt.b32 b, $4, $5, 0x7362;
+    prmt.b32 c, $6, $7, 0x5140;
+    prmt.b32 d, $6, $7, 0x7362;
+    prmt.b32 $0, a, c, 0x5410;
+    prmt.b32 $1, a, c, 0x7632;
+    prmt.b32 $2, b, d, 0x5410;
+    prmt.b32 $3, b, d, 0x7632;
+}""")
 _WARP = 32
 
 
@@ -40,6 +54,32 @@ class RowsTile(NamedTuple):
     strip: int
     chunk: int
     warps: int = 4
+
+
+def pack_dots(weight: Tensor, zero: int = 0, *, device: torch.device | str = "cpu") -> Weight:
+    """A weight (C, 1, R, S) as the kernel reads it: int32 (R, S + 3, 4, C / 4), C filled up with zeros.
+
+    The word of row r, shift d + 3, and place j holds for the channels 4 w + j the taps d to d + 3 of that row.
+
+    Args:
+        weight: int8.
+        zero: code of 0 of the input.
+        device: where it is put.
+    """
+    codes = torch.nn.functional.pad(weight[:, 0].permute(1, 2, 0), (0, -weight.shape[0] % ALIGNED, 3, 3))
+    shifted = codes.unfold(1, WORD, 1)  # (R, S + 3, C, 4 taps)
+    words = shifted.contiguous().view(torch.int32)[..., 0].unflatten(-1, (-1, WORD)).transpose(-1, -2)
+    return Weight(words.contiguous().to(device), zero_correction(weight, zero, device))
+
+
+def _words_of(x: Tensor) -> Tensor:
+    """The memory of codes (N, C, H, W) as int32, from their first word on; strides are the kernel's."""
+    return x.as_strided((1, WORD), (WORD, 1)).view(torch.int32)
+
+
+def _word_of(code: int) -> int:
+    """A word of four times the same code, as int32."""
+    return int.from_bytes(bytes([code & 255]) * WORD, "little", signed=True)
 
 
 def depthwise_rows(
@@ -74,13 +114,41 @@ def depthwise_rows(
     groups, blocks = -(-out_size[1] // tile.strip), -(-out_size[0] // tile.high)
     positions, units, chunks = images * blocks * groups, _WARP * tile.warps, words // tile.chunk
     _rows_kernel[(-(-positions * tile.chunk // units) * chunks,)](
-        words_of(x), weight.codes, weight.correction, finish.vectors, outputs,
+        _words_of(x), weight.codes, weight.correction, finish.vectors, outputs,
         finish.numbers, positions, groups, blocks, tile.chunk, chunks, words, columns,
         Steps(image_step, row_step, pixel_step), Sizes(height, width, *out_size), geometry.pad_y, geometry.pad_x,
-        word_of(zero),
+        _word_of(zero),
         finish.kind, taps_y, shifts - 3, geometry.stride_y, geometry.stride_x, zero != 0, tile.high, tile.strip, units,
         x.is_cuda, num_warps=tile.warps,
     )  # fmt: skip
+
+
+@triton.jit
+def _transposed(pixels, ON_GPU: tl.constexpr):
+    """Four words of four pixels' bytes as four words of one channel's bytes each."""
+    a, b, c, d = pixels
+    if ON_GPU:
+        return tl.inline_asm_elementwise(
+            _TRANSPOSE, "=r,=r,=r,=r,r,r,r,r", [a, b, c, d], (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
+        )
+    found = ()
+    for j in tl.static_range(4):
+        low = ((a >> (8 * j)) & 255) | (((b >> (8 * j)) & 255) << 8)
+        found = found + (low | (((c >> (8 * j)) & 255) << 16) | (((d >> (8 * j)) & 255) << 24),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _dot(pixels, taps, total, ON_GPU: tl.constexpr):
+    """`total` with the products of the four signed bytes of two words."""
+    if ON_GPU:
+        total = tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [pixels, taps, total], tl.int32, True, 1
+        )
+    else:
+        for i in tl.static_range(4):
+            total += ((pixels << (24 - 8 * i)) >> 24) * ((taps << (24 - 8 * i)) >> 24)
+    return total
 
 
 @triton.jit(do_not_specialize=["positions", "groups", "blocks", "chunk", "chunks", "sizes", "filler"])
@@ -143,7 +211,7 @@ def _row(at, there, across, pixel_step, filler, PIXELS: tl.constexpr, UNITS: tl.
             else:  # the filter's word is 0 there
                 pixel = tl.zeros([UNITS], dtype=tl.int32)
             pixels = pixels + (pixel,)  # noqa: RUF005
-        turned = turned + transposed(pixels, ON_GPU)
+        turned = turned + _transposed(pixels, ON_GPU)
     return turned
 
 
@@ -170,6 +238,6 @@ def _with_row(
                 for k in tl.static_range(QUADS):
                     if 4 * k - i * STRIDE_X > -4 and 4 * k - i * STRIDE_X < TAPS:
                         pixels = turned[4 * ((row * STRIDE_Y + TAP_Y) * QUADS + k) + j]
-                        total = dot(pixels, taps[4 * (i * QUADS + k) + j], total, ON_GPU)
+                        total = _dot(pixels, taps[4 * (i * QUADS + k) + j], total, ON_GPU)
                 found = found + (total,)  # noqa: RUF005
     return found

@@ -179,7 +179,6 @@ def product(
     *,
     zero: int = 0,
     space: Workspace | None = None,
-    programmatic: bool = False,
 ) -> None:
     """Launch the convolution of `x`.
 
@@ -194,7 +193,6 @@ def product(
         tile: of a program.
         zero: code of 0 of the input, which pads.
         space: for a tile with splits.
-        programmatic: the launch may begin before its predecessor ends (Hopper and later).
     """
     images, _, height, width = x.shape
     image_step, _, row_step, pixel_step = x.stride()
@@ -206,14 +204,12 @@ def product(
     columns //= weight.groups
     grid = (tiles_of(rows, columns, tile), tile.splits, weight.groups)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
-    if programmatic:
-        options["launch_pdl"] = True
     _product_kernel[grid](
         x, weight.codes, weight.correction, finish.vectors, outputs, finish.numbers,
         None if space is None else space.sums, None if space is None else space.counts,
         rows, channels, columns, Steps(image_step, row_step, pixel_step), Sizes(height, width, *out_size), geometry,
         zero, weight.step,
-        finish.kind, taps_y, taps_x, flat, padded, channels % tile.depth == 0, zero != 0, tile.splits, programmatic,
+        finish.kind, taps_y, taps_x, flat, padded, channels % tile.depth == 0, zero != 0, tile.splits,
         tile.rows, tile.columns, tile.depth, min(tile.part, tile.columns), **options,
     )  # fmt: skip
 
@@ -232,7 +228,7 @@ def _product_kernel(
     x_ptr, weight_ptr, correction_ptr, vectors, outputs, numbers, sums_ptr, counts_ptr,
     rows, channels, columns, step, sizes, geometry, x_zero, group_step,
     KIND: tl.constexpr, TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, FLAT: tl.constexpr, PADDED: tl.constexpr,
-    EVEN: tl.constexpr, X_ZERO: tl.constexpr, SPLITS: tl.constexpr, PROGRAMMATIC: tl.constexpr,
+    EVEN: tl.constexpr, X_ZERO: tl.constexpr, SPLITS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     strips = tl.cdiv(columns, COLUMNS)  # neighbours in time share pixels: those come out of the cache
@@ -245,9 +241,6 @@ def _product_kernel(
     x_ptr, at, y, x = _first_taps(x_ptr + group * group_step, row, first_row, rows, step, sizes, geometry, FLAT)
     weight_ptr += group * columns * (TAPS_Y * TAPS_X * channels)
     filter_at = tl.where(column < columns, column, 0) * (TAPS_Y * TAPS_X * channels)
-    if PROGRAMMATIC:  # the next launch may take its place on the GPU now; it waits in turn until this one has ended
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     total = _sums(
         x_ptr, weight_ptr, at, filter_at, y, x, channels, step, sizes, geometry, x_zero,
         TAPS_Y, TAPS_X, PADDED, EVEN, X_ZERO, SPLITS, ROWS, COLUMNS, DEPTH,

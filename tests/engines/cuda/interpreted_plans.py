@@ -22,10 +22,8 @@ from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
 from compress.kernels.triton import int8_epilogue as epilogue
 from compress.kernels.triton.int8_deep import deep
-from compress.kernels.triton.int8_depthwise_dot import DotTile, depthwise_dot, pack_dots
-from compress.kernels.triton.int8_depthwise_rows import RowsTile, depthwise_rows
+from compress.kernels.triton.int8_depthwise_rows import RowsTile, depthwise_rows, pack_dots
 from compress.kernels.triton.int8_epilogue import Function, OutputGrid, Outputs, Residual, finish_of
-from compress.kernels.triton.int8_held import HeldTile, held
 from compress.kernels.triton.int8_pointwise import PointwiseTile, pointwise
 from compress.kernels.triton.int8_product import Geometry, Tile, pack_weight
 from compress.kernels.triton.int8_wide import WideTile, wide
@@ -152,9 +150,6 @@ def check_pointwise(device):
         (70, 40, 48, 0, PointwiseTile(32, 32, 32)),
         (33, 64, 32, 5, PointwiseTile(32, 16, 64, programs=1)),
         (5, 16, 112, -128, PointwiseTile(32, 64, 32, stages=3)),
-        (70, 40, 112, 5, HeldTile(32, 32, 32, 2)),
-        (37, 150, 64, 0, HeldTile(16, 16, 64, 2, 2, programs=1)),
-        (5, 16, 48, -128, HeldTile(32, 32, 32, 4)),
         (37, 150, 48, 5, Tile(32, 32, 64, part=16)),
         (20, 272, 37, 0, Tile(16, 64, 128)),
         (37, 40, 75, 5, WideTile(16, (32, 16), 64, programs=1)),
@@ -176,7 +171,7 @@ def check_pointwise(device):
         if isinstance(tile, Tile):
             deep(x.to(device), weight, finish, outputs, columns, tile, zero=zero)
         else:
-            compute = {WideTile: wide, HeldTile: held}.get(type(tile), pointwise)
+            compute = wide if isinstance(tile, WideTile) else pointwise
             compute(x.to(device), weight, finish, outputs, columns, tile, 2, zero=zero)
         sums = (x[:, :channels].double() - zero) @ w.double().t()
         y = (sums * factor + bias + 0.05 * (residual[:, :columns].double() - 3)).clamp(min=0) / 0.3
@@ -188,19 +183,12 @@ def check_pointwise(device):
 
 
 def check_dots(device):
-    """Depthwise filters by products of four bytes: strides over padding, one pixel, channels that fill no unit.
-
-    One row of results at a time, and several.
-    """
+    """Depthwise filters by products of four bytes: strides over padding, one pixel, channels that fill no unit."""
     for shape, taps, stride, padding, zero, tile in (
-        ((2, 20, 5, 6), 3, 1, 1, 0, DotTile(16, 2, 2)),
-        ((1, 37, 7, 5), 5, 1, 2, 5, DotTile(16, 4, 1)),
-        ((2, 16, 9, 7), 3, 2, 1, -128, DotTile(16, 2, 1)),
-        ((1, 40, 2, 5), 7, 1, 3, 3, DotTile(16, 4, 3)),
-        ((1, 16, 1, 1), 3, 1, 1, 0, DotTile(16, 1, 1)),
         ((2, 20, 5, 6), 3, 1, 1, 0, RowsTile(2, 2, 8, 1)),
         ((1, 20, 3, 4), 5, 1, 2, 5, RowsTile(2, 2, 8, 1)),
         ((1, 16, 5, 7), 3, 2, 1, -128, RowsTile(2, 1, 4, 1)),
+        ((1, 20, 6, 9), 5, 2, 2, 5, RowsTile(4, 2, 8, 1)),
         ((1, 16, 1, 1), 3, 1, 1, 0, RowsTile(1, 1, 4, 1)),
     ):
         torch.manual_seed(0)
@@ -214,8 +202,7 @@ def check_dots(device):
         sums = F.conv2d(real, w.double(), None, stride, groups=channels).permute(0, 2, 3, 1)
         size = (sums.shape[1], sums.shape[2])
         codes = torch.zeros(images * size[0] * size[1], channels + 16, dtype=torch.int8, device=device)
-        compute = depthwise_dot if isinstance(tile, DotTile) else depthwise_rows
-        compute(
+        depthwise_rows(
             x.to(device).permute(0, 3, 1, 2)[:, :channels], pack_dots(w, zero, device=device), finish,
             Outputs(None, codes, None, 0, channels + 16), channels, Geometry(stride, stride, padding, padding), size,
             tile, zero=zero,

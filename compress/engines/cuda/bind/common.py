@@ -28,13 +28,11 @@ class Bindings:
         device: of the launches.
         kept: by key.
         floats: products of codes may be computed in floating point where their results are values.
-        overlaps: a small launch begins before the one before it ends; may be turned on and off.
     """
 
     device: torch.device
     kept: dict[tuple[Any, ...], Any]
     floats: bool = True
-    overlaps: bool = False
 
     @property
     def capability(self) -> tuple[int, int]:

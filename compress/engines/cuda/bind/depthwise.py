@@ -10,10 +10,9 @@ from compress.engines.cuda.bind.common import Bindings, Results, channels_last, 
 from compress.engines.cuda.executor import Candidate, Tensors
 from compress.engines.cuda.plan.layout import Layout
 from compress.engines.cuda.plan.steps import Convolution
-from compress.engines.cuda.tiles import depthwise_tiles, dot_tiles, rows_tiles
+from compress.engines.cuda.tiles import depthwise_tiles, rows_tiles
 from compress.kernels.triton.int8_depthwise import DepthwiseTile, depthwise, pack_depthwise
-from compress.kernels.triton.int8_depthwise_dot import WORD, DotTile, depthwise_dot, pack_dots
-from compress.kernels.triton.int8_depthwise_rows import RowsTile, depthwise_rows
+from compress.kernels.triton.int8_depthwise_rows import WORD, RowsTile, depthwise_rows, pack_dots
 from compress.kernels.triton.int8_epilogue import Finish, Outputs
 from compress.kernels.triton.int8_product import Geometry, Weight
 
@@ -34,10 +33,9 @@ def bind_depthwise(
         geometry: of the filter.
     """
     rest = (step, bindings, shape, finish, geometry)
-    if not whole_parts(step.x.name, layout) or geometry.dilation_x > 1 or finish.vectors.inverse is not None:
-        return _plain(*rest)
-    rows, dots = _rows(*rest), _dots(*rest)
-    return rows + dots[:1] if rows else dots
+    dilated = geometry.dilation_x > 1 or geometry.dilation_y > 1
+    plain = dilated or finish.vectors.inverse is not None or finish.kind.residual or shape[1] % WORD
+    return (_rows(*rest) if whole_parts(step.x.name, layout) and not plain else []) or _plain(*rest)
 
 
 def _plain(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, geometry: Geometry) -> list[Candidate]:
@@ -79,31 +77,10 @@ def _taps(step: Convolution) -> tuple[int, int]:
     return step.weight.shape[2], step.weight.shape[3]
 
 
-def _words(step: Convolution, bindings: Bindings) -> Weight:
-    """The filters as both kernels of four-byte products read them."""
-    return bindings.keep((step.name, "words"), lambda: pack_dots(step.weight, _zero(step), device=bindings.device))
-
-
-def _dots(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, geometry: Geometry) -> list[Candidate]:
-    """Candidates by products of four bytes, for filters without horizontal dilation."""
-    weight, zero = _words(step, bindings), _zero(step)
-
-    def candidate(tile: DotTile) -> Candidate:
-        def launch(x: Tensor, outputs: Outputs) -> None:
-            size = (shape[2], shape[3])
-            depthwise_dot(x, weight, finish, outputs, shape[1], geometry, size, tile, zero=zero)
-
-        text = f"triton depthwise dot {tile.units}x{tile.parts} strip {tile.strip} w{tile.warps}"
-        return _candidate(step, text, launch)
-
-    return [candidate(tile) for tile in dot_tiles(shape, _taps(step), step.stride)]
-
-
 def _rows(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, geometry: Geometry) -> list[Candidate]:
-    """Candidates by products of four bytes that compute several rows at a time, for filters without dilation."""
-    if geometry.dilation_y > 1 or finish.kind.residual or shape[1] % WORD:
-        return []
-    weight, zero = _words(step, bindings), _zero(step)
+    """Candidates by products of four bytes that compute several rows at a time."""
+    zero = _zero(step)
+    weight: Weight = bindings.keep((step.name, "words"), lambda: pack_dots(step.weight, zero, device=bindings.device))
 
     def candidate(tile: RowsTile) -> Candidate:
         def launch(x: Tensor, outputs: Outputs) -> None:

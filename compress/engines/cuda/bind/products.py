@@ -22,14 +22,12 @@ from compress.engines.cuda.plan.layout import Layout
 from compress.engines.cuda.plan.steps import NO_PADDING, Convolution, Linear, Product
 from compress.engines.cuda.tiles import (
     deep_tiles,
-    held_tiles,
     pointwise_tiles,
     product_tiles,
     wide_tiles,
     window_tiles,
 )
 from compress.kernels.triton.int8_deep import deep
-from compress.kernels.triton.int8_held import HeldTile, held
 from compress.kernels.triton.int8_pointwise import LEAST_CAPABILITY, PointwiseTile, pointwise
 from compress.kernels.triton.int8_product import (
     ALIGNED,
@@ -44,9 +42,6 @@ from compress.kernels.triton.int8_product import (
 from compress.kernels.triton.int8_wide import WideTile, wide
 from compress.kernels.triton.int8_window import WindowTile, window
 
-_OVERLAPPED = 2
-"""Programs for each multiprocessor up to which a launch begins before its predecessor ends: large ones have no gap."""
-
 
 def _product(
     step: Product,
@@ -57,7 +52,6 @@ def _product(
     taps: int,
     read: Callable[[Tensors], Tensor],
     axis: int,
-    follows: bool,
 ) -> list[Candidate]:
     """Candidates of the implicit matrix product.
 
@@ -70,7 +64,6 @@ def _product(
         taps: of the filter.
         read: gives the input as (N, C, H, W).
         axis: of the channels in the plan's tensors.
-        follows: a product runs right before this one, so that a small launch may begin before that one ends.
     """
     finish = product_finish(step, bindings)
     zero = step.x.grid.zero if step.x.grid else 0
@@ -79,9 +72,6 @@ def _product(
     e = step.epilogue
 
     def candidate(tile: Tile) -> Candidate:
-        programs = weight.groups * tiles_of(rows, columns // weight.groups, tile) * tile.splits
-        small = follows and programs <= _OVERLAPPED * bindings.multiprocessors
-
         def run(tensors: Tensors) -> None:
             results = Results(e.out, e.residual.name, tensors, axis)
             space = None
@@ -91,7 +81,7 @@ def _product(
                 space = bindings.keep(key, lambda: workspace(bindings.device, count, tile.rows * tile.columns))
             product(
                 read(tensors), weight, finish, results.outputs, columns, geometry, (size[0], size[1]), tile, zero=zero,
-                space=space, programmatic=small and bindings.overlaps,
+                space=space,
             )  # fmt: skip
             results.finish()
 
@@ -100,15 +90,6 @@ def _product(
     channels = weight.codes.shape[-1]
     tiles = product_tiles(rows, channels, columns // weight.groups, taps, weight.groups)
     return [candidate(tile) for tile in tiles]
-
-
-def _follows(step: Product, layout: Layout, bindings: Bindings) -> bool:
-    """True where a launch may begin before the one before it ends: that one is a product, too."""
-    if bindings.device.type != "cuda":
-        return False
-    index = layout.steps.index(step)
-    before = layout.steps[index - 1] if index else None
-    return isinstance(before, Product)
 
 
 def _of_rows(
@@ -146,19 +127,16 @@ def _pointwise(
     if pitch < channels:
         return []
 
-    def candidate(tile: PointwiseTile | HeldTile) -> Candidate:
+    def candidate(tile: PointwiseTile) -> Candidate:
         def run(tensors: Tensors) -> None:
             x = tensors[step.x.name].as_strided((count, channels), (pitch, 1))
             outputs = Results(e.out, e.residual.name, tensors, axes[1]).outputs
-            compute: Any = held if isinstance(tile, HeldTile) else pointwise
-            compute(x, weight, finish, outputs, columns, tile, bindings.multiprocessors, zero=zero)
+            pointwise(x, weight, finish, outputs, columns, tile, bindings.multiprocessors, zero=zero)
 
         text = f"{tile.rows}x{tile.columns}x{tile.depth} s{tile.stages} w{tile.warps} x{tile.programs}"
-        text = f"held {text} c{tile.strips}" if isinstance(tile, HeldTile) else f"pointwise {text}"
-        return Candidate(f"triton {text}", run)
+        return Candidate(f"triton pointwise {text}", run)
 
-    found = [candidate(tile) for tile in pointwise_tiles(count, channels, columns)]
-    return found + [candidate(tile) for tile in held_tiles(count, channels, columns)]
+    return [candidate(tile) for tile in pointwise_tiles(count, channels, columns)]
 
 
 def _deep(
@@ -272,9 +250,7 @@ def bind_convolution(step: Convolution, layout: Layout, bindings: Bindings) -> l
     def read(tensors: Tensors) -> Tensor:
         return _readable(tensors[step.x.name], room)
 
-    found = _product(
-        step, bindings, weight, cast(Any, shape), geometry, taps, read, 1, _follows(step, layout, bindings)
-    )
+    found = _product(step, bindings, weight, cast(Any, shape), geometry, taps, read, 1)
     flat = taps == 1 and step.stride == (1, 1) and step.padding == NO_PADDING
     if flat:
         return found + _of_rows(step, layout, bindings, weight, shape[1], (1, 1))
@@ -309,6 +285,5 @@ def bind_linear(step: Linear, layout: Layout, bindings: Bindings) -> list[Candid
 
     columns = shape[step.axis]
     rows = torch.Size(shape).numel() // columns
-    follows = _follows(step, layout, bindings)
-    found = _product(step, bindings, weight, (rows, columns, 1, 1), Geometry(), 1, read, step.axis, follows)
+    found = _product(step, bindings, weight, (rows, columns, 1, 1), Geometry(), 1, read, step.axis)
     return found + _of_rows(step, layout, bindings, weight, columns, (-1, step.axis))
