@@ -10,8 +10,8 @@ import typer
 from torch import Tensor
 
 from compress.cli.console import OUT, print_json, print_table, progress
-from compress.cli.networks import chosen_recipe, network_of
-from compress.cli.options import ImageSizeOption, JsonOption, ModelChoice, RecipeChoice, SetOption
+from compress.cli.networks import chosen_recipe, network_of, weights_text
+from compress.cli.options import ImageSizeOption, JsonOption, ModelChoice, RecipeChoice, SetOption, WeightsChoice
 from compress.data import BatchPlan, load_data
 from compress.errors import RecipeError
 from compress.limits import COUNT
@@ -24,6 +24,7 @@ from compress.report.receptive_field import drift_report, erf_report
 def erf(
     recipe: RecipeChoice = None,
     model: ModelChoice = None,
+    weights: WeightsChoice = None,
     run: Annotated[
         Path | None, typer.Option("--run", help="A run folder: compare its float network with each compressed one.")
     ] = None,
@@ -44,21 +45,23 @@ def erf(
         CompressError: as `erf_report` and `drift_report`.
     """
     if run is not None:
-        if recipe is not None or model is not None:
-            raise RecipeError("--run has a model of its own; leave out --recipe and --model")
+        if recipe is not None or model is not None or weights is not None:
+            raise RecipeError("--run has a model of its own; leave out --recipe, --model and --weights")
         _drift(run, layer or [], images, out, as_json)
         return
     noise = recipe is None and data == "noise"
     overrides = [*(set_ or []), f"data.name={data}"] if recipe is None and not noise else set_
-    parsed = chosen_recipe(recipe, model, overrides, image_size=image_size)
+    parsed = chosen_recipe(recipe, model, overrides, image_size=image_size, weights=weights)
     built, batch = network_of(parsed), _images(parsed, images, noise=noise)
     with progress() as bars:
         written = erf_report(
             built, batch, out=out, name=parsed.model.name, layers=layer, options=ErfOptions(), progress=bars
         )
     if as_json:
-        print_json({"picture": str(written.picture), "page": str(written.page), "numbers": str(written.numbers)})
+        files = {"picture": str(written.picture), "page": str(written.page), "numbers": str(written.numbers)}
+        print_json({**files, "weights": weights_text(parsed)})
         return
+    OUT.print(f"network: {parsed.model.name}, {weights_text(parsed)}", highlight=False, soft_wrap=True)
     OUT.print(f"picture: {written.picture}\npage:    {written.page}\nnumbers: {written.numbers}", highlight=False)
 
 

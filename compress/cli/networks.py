@@ -17,19 +17,26 @@ IMAGENET_CLASSES = 1000
 
 
 def chosen_recipe(
-    recipe: str | None, model: str | None, overrides: Sequence[str] | None, *, image_size: int = 224
+    recipe: str | None,
+    model: str | None,
+    overrides: Sequence[str] | None,
+    *,
+    image_size: int = 224,
+    weights: str | None = None,
 ) -> Recipe:
     """Return the recipe of that name, or one of defaults around a model with 1,000 classes.
 
     Raises:
-        RecipeError: both or neither are given, or the recipe is refused.
+        RecipeError: both or neither are given, weights are given beside a recipe, or the recipe is refused.
     """
     if (recipe is None) == (model is None):
         raise RecipeError("give one of --recipe and --model")
     if recipe is not None:
+        if weights is not None:
+            raise RecipeError("--weights goes with --model; for a recipe use --set model.weights=...")
         return load_recipe(recipe, overrides or ())
     data = {"name": "shapes", "image_size": image_size}
-    tree = {"model": {"name": model, "num_classes": IMAGENET_CLASSES}, "data": data}
+    tree = {"model": {"name": model, "weights": weights, "num_classes": IMAGENET_CLASSES}, "data": data}
     return parse_recipe(tree, overrides or (), source="--model")
 
 
@@ -47,6 +54,13 @@ def network_of(recipe: Recipe, *, weights: bool = True) -> nn.Module:
     spec = recipe.model if weights else dataclasses.replace(recipe.model, weights=None)
     torch.manual_seed(recipe.train.seed)
     return build_model(spec, num_classes=spec.num_classes or class_count(recipe.data), task=recipe.task).eval()
+
+
+def weights_text(recipe: Recipe) -> str:
+    """Say which weights `network_of` gives the network."""
+    if recipe.model.weights is not None:
+        return f"weights of {recipe.model.weights}"
+    return f"random weights (seed {recipe.train.seed})"
 
 
 def blank_images(recipe: Recipe, count: int = 2) -> Tensor:

@@ -16,6 +16,10 @@ RecipeChoice = Annotated[str | None, typer.Option("--recipe", "-r", help="A reci
 ModelChoice = Annotated[
     str | None, typer.Option("--model", "-m", help="A model of torchvision, or timm:NAME, without a recipe.")
 ]
+WeightsChoice = Annotated[
+    str | None,
+    typer.Option("--weights", help="With --model: a file, or a name such as IMAGENET1K_V2; default: random weights."),
+]
 ImageSizeOption = Annotated[
     int, typer.Option("--image-size", min=8, max=IMAGE_SIDE, help="Side of the input in pixels, without a recipe.")
 ]

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from compress.cli.console import OUT, print_json
-from compress.cli.networks import blank_images, chosen_recipe, network_of
-from compress.cli.options import ImageSizeOption, JsonOption, ModelChoice, RecipeChoice, SetOption
+from compress.cli.networks import blank_images, chosen_recipe, network_of, weights_text
+from compress.cli.options import ImageSizeOption, JsonOption, ModelChoice, RecipeChoice, SetOption, WeightsChoice
 from compress.errors import RecipeError
 from compress.limits import COUNT
 from compress.plots.roofline import draw_ceilings, draw_roofline
@@ -21,6 +21,7 @@ from compress.roofline import roofline as roofline_of
 def roofline(
     recipe: RecipeChoice = None,
     model: ModelChoice = None,
+    weights: WeightsChoice = None,
     image_size: ImageSizeOption = 224,
     set_: SetOption = None,
     device: Annotated[
@@ -39,15 +40,16 @@ def roofline(
     if measure is not None:
         _measure(measure, out, as_json)
         return
-    parsed = chosen_recipe(recipe, model, set_, image_size=image_size)
+    parsed = chosen_recipe(recipe, model, set_, image_size=image_size, weights=weights)
     built, name = network_of(parsed), parsed.model.name
     images = blank_images(parsed, batch_size)
     bound = roofline_of(built, images, device=device, precision=precision, name=name, fused=not unfused)
     scenarios = what_if(built, images, device=device)
     figure = save_figure(draw_roofline(bound), out / f"{name.replace(':', '-')}-{device}-{precision}.png")
     if as_json:
-        print_json({"figure": str(figure), "roofline": bound.as_dict()})
+        print_json({"figure": str(figure), "roofline": bound.as_dict(), "weights": weights_text(parsed)})
         return
+    OUT.print(f"network: {name}, {weights_text(parsed)}", highlight=False, soft_wrap=True)
     OUT.print("\n\n".join((summary_text(bound), rows_text(bound), what_if_text(scenarios))))
     OUT.print(f"figure: {figure}", highlight=False)
 

@@ -22,6 +22,7 @@ def test_erf_of_a_recipe_at_two_layers(compress, tmp_path):
     document = json.loads(done.stdout)
     fields = json.loads((tmp_path / document["numbers"]).read_text())["fields"]
     assert [field["layer"] for field in fields] == ["layer1.0", "layer2.0"]
+    assert "random weights" in document["weights"]
     assert 0 < fields[0]["radius_50_px"] < fields[1]["radius_50_px"]
     page = (tmp_path / document["page"]).read_text()
     assert "layer1.0" in page and 'src="http' not in page
@@ -42,7 +43,9 @@ def test_roofline_bounds_a_network(compress, tmp_path):
         (("erf",), "give one of --recipe and --model"),
         (("erf", "--model", "resnet18", "--layer", "layer1.O"), "layer1.0"),
         (("erf", "--run", "nowhere"), "nowhere"),
-        (("erf", "--run", "nowhere", "--model", "resnet18"), "leave out --recipe and --model"),
+        (("erf", "--run", "nowhere", "--model", "resnet18"), "leave out --recipe, --model and --weights"),
+        (("erf", "--recipe", "resnet18", "--weights", "a.pt"), "--weights goes with --model"),
+        (("erf", "--model", "resnet18", "--weights", "nowhere.pt"), "nowhere.pt"),
         (("receptive-field", "--model", "resnet5O"), "did you mean"),
         (("roofline", "--model", "resnet18", "--image-size", "32", "--device", "h20"), "did you mean"),
         (("roofline", "--model", "resnet18", "--image-size", "32", "--device", "t4", "--precision", "fp8"), "fp8"),
