@@ -86,6 +86,7 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; tests/test_pa
     from compress.training import recalibrate_batchnorm as recalibrate_batchnorm
     from compress.training.callbacks import Callback as Callback
     from compress.training.loops.cycle import QuantizationCycle as QuantizationCycle
+    from compress.training.passes import record_step as record_step
 
 _HOMES = {
     "ActivationSpec": "compress.quantization.spec",
@@ -150,6 +151,7 @@ _HOMES = {
     "quantize_targets": "compress.quantization.ptq.quantize",
     "recalibrate_batchnorm": "compress.training",
     "receptive_field": "compress.receptive_field",
+    "record_step": "compress.training.passes",
     "roofline": "compress.roofline.model",
     "run": "compress.pipeline",
     "save": "compress.pipeline.saved",

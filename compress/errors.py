@@ -20,7 +20,7 @@ one's own is a `CompressWarning`; the reports of runs say the same.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class CompressError(Exception):
@@ -65,6 +65,21 @@ class QuantizationError(CompressError):
 
 class CalibrationError(QuantizationError):
     """Ranges are missing, NaN or zero."""
+
+
+class DeadTensorError(CalibrationError):
+    """Tensors were zero on every calibration image, though the weights allow other values.
+
+    Attributes:
+        quantizers: of these tensors.
+    """
+
+    def __init__(self, quantizers: Sequence[str]) -> None:
+        super().__init__(
+            f"{', '.join(quantizers)}: all collected values are zero, and a scale of zero cannot be: calibrate with "
+            "images that reach this tensor, or leave the layers that consume it float (rules with enable: false)"
+        )
+        self.quantizers = tuple(quantizers)
 
 
 class SparsityError(CompressError):

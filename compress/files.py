@@ -107,7 +107,7 @@ def read_regular(path: Path | str, most: int = FILE_BYTES) -> bytes:
             )
         if about.st_size > most:
             raise OSError(errno.EFBIG, f"it has {about.st_size:,} bytes, and at most {most:,} are read", str(path))
-        return file.read(most)
+        return file.read(about.st_size)  # no more: a read allocates what it is asked for
 
 
 def read_json(path: Path | str) -> Any:

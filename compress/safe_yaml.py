@@ -30,7 +30,7 @@ _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _Loader.add_implicit_resolver(_INT, re.compile(r"^[-+]?(0|[1-9]\d*)$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     _FLOAT,
-    re.compile(r"^[-+]?(\d+\.\d*|\.\d+|(\d+\.?\d*|\.\d+)[eE][-+]?\d+|\.(inf|Inf|INF))$|^\.(nan|NaN|NAN)$"),
+    re.compile(r"^[-+]?(\d+\.\d*|\.\d+|(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+|\.(inf|Inf|INF))$|^\.(nan|NaN|NAN)$"),
     list("-+0123456789."),
 )
 

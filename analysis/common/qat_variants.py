@@ -27,6 +27,7 @@ from compress.graph.fold import fold_batchnorm
 from compress.qat_fusion.fuse import FusedLayerModule
 from compress.qat_fusion.regions import compile_regions
 from compress.tasks.classification import classification
+from compress.training.distributed import SINGLE
 from compress.training.passes import Passes, RecordedPasses
 from compress.training.spec import TrainSpec
 
@@ -246,7 +247,7 @@ class TrainingStep:
         passes = Passes(
             self._run, None, model=self.owner, task=classification(10), spec=spec, scaler=scaler, device=DEVICE
         )
-        recorded = RecordedPasses(passes) if DEVICE.type == "cuda" else passes
+        recorded = RecordedPasses(passes, spec, SINGLE) if DEVICE.type == "cuda" else passes
 
         def step() -> None:
             recorded(self._x, self._y, factor=1.0, done=0.0)

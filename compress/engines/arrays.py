@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -73,17 +75,24 @@ def with_batch(inputs: Sequence[TensorInfo], batch_size: int | None, *, where: s
 
 
 def import_library(module: str, install: str) -> Any:
-    """Import an engine's library on first use.
+    """Import an engine's library on first use, which sends nothing home.
 
     Raises:
         EngineUnavailableError: it is not installed, or cannot be imported.
     """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    silenced = module == "openvino" and "openvino" not in sys.modules and "openvino_telemetry" not in sys.modules
+    if silenced:  # OpenVINO reports each import, without asking, where this package is there
+        sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]  # Python's own sign for "not installed"
     try:
         return importlib.import_module(module)
     except Exception as error:
         raise EngineUnavailableError(
             f"{module} cannot be imported ({type(error).__name__}: {error}); {install}"
         ) from error
+    finally:
+        if silenced:
+            sys.modules.pop("openvino_telemetry", None)
 
 
 def reason(error: BaseException, *, limit: int = 500) -> str:

@@ -11,10 +11,11 @@ turn by turn (`latency_ratio`) than as the quotient of two medians.
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -24,6 +25,8 @@ from numpy.typing import NDArray
 from compress.engines.arrays import shape_text
 from compress.engines.base import Engine, TensorInfo
 from compress.errors import EngineError
+from compress.measure.quiet import cpu_time, disturbance, judge
+from compress.process import core_count
 from compress.progress import NoProgress, Progress
 
 T = TypeVar("T")
@@ -47,6 +50,7 @@ class Latency:
         runs: number of timed runs; the same for all variants of one measurement.
         float_precision: type in which the part that is not quantized ran.
         turns_ms: median of each turn, in the order of the rounds.
+        unquiet: why the times are not to be compared, such as "the machine was busy (...)"; "" = they are.
     """
 
     label: str
@@ -59,6 +63,7 @@ class Latency:
     runs: int
     float_precision: str
     turns_ms: tuple[float, ...]
+    unquiet: str = ""
 
 
 def measure_latency(
@@ -104,8 +109,12 @@ def measure_latency(
         for _ in range(warmup):
             engine.run(arrays[label])
     timed = {label: partial(_timed_run, engine, arrays[label]) for label, engine in named.items()}
+    before = cpu_time()
     turns = take_turns(timed, runs=runs, seconds=seconds * len(named), progress=progress)
-    return tuple(_latency(label, engine, turns[label], batch_size) for label, engine in named.items())
+    disturbed = disturbance(before, cpu_time(), cores=os.cpu_count() or 1, usable=core_count())
+    found = [_latency(label, engine, turns[label], batch_size) for label, engine in named.items()]
+    why = judge({row.label: row.turns_ms for row in found}, {row.label: row.mean_ms for row in found}, disturbed)
+    return tuple(replace(row, unquiet=why[row.label]) for row in found)
 
 
 def latency_ratio(value: Latency, reference: Latency) -> float:

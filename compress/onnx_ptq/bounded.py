@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -73,7 +74,7 @@ def check_bounds(source: SourceFile, feed: Arrays) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         arrays = Path(folder) / "feed.npz"
-        np.savez(arrays, **feed)
+        np.savez(arrays, **dict[str, Any](feed))
         command = [sys.executable, "-c", _CODE, str(source.path), str(arrays), str(BYTES)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)

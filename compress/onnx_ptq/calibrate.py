@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.engines.base import Arrays
-from compress.errors import CalibrationError
+from compress.errors import CalibrationError, DeadTensorError
 from compress.onnx_ptq.blocked import BLOCKS, Blocked, BlockedSamples, BlockedSession, blocked_session, with_block
 from compress.onnx_ptq.index import elements
 from compress.onnx_ptq.load import SourceFile
@@ -94,6 +94,9 @@ def calibrate_graph(
         if images == 0:
             raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
         dead = _dead(watching, reading, placement)
+        closed = [name for name, calibrator in watching.items() if calibrator.only_zeros and name not in dead]
+        if closed and all(watching[name].seen for name in closed):
+            raise DeadTensorError(closed)
         live = [name for name in watching if name not in dead]
         amax = dict.fromkeys(dead, torch.ones(()))
         amax.update(zip(live, pool.map(lambda name: _chosen(name, watching[name]), live), strict=True))

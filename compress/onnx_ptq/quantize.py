@@ -37,6 +37,7 @@ from compress.onnx_ptq.trained import write_trained
 from compress.onnx_ptq.write import insert_pairs
 from compress.progress import Progress
 from compress.quantization.calibration.calibrate import check_batches
+from compress.quantization.placement.closed import around_closed, closed_branches
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.place import place
 from compress.quantization.ptq.guard import methods
@@ -116,6 +117,25 @@ def quantize_onnx_file(
         DataError: a batch does not hold the file's inputs.
     """
     spec = spec or QuantSpec()
+    options: dict[str, Any] = {"out": out, "trained": trained, "metadata": metadata, "progress": progress}
+    return around_closed(lambda chosen: _quantized(path, batches, chosen, **options), spec, batches)
+
+
+def _quantized(
+    path: Path | str,
+    batches: Iterable[Any],
+    spec: QuantSpec,
+    *,
+    out: Path | str | None,
+    trained: nn.Module | None,
+    metadata: Mapping[str, str] | None,
+    progress: Progress | None,
+) -> QuantizedFile:
+    """Quantize a file as a specification says; see `quantize_onnx_file`.
+
+    Raises:
+        ClosedError: a branch is closed on every image; it has the rules that leave it float.
+    """
     check_quant_spec(spec)
     if trained is None:
         _check_methods(spec)
@@ -137,7 +157,10 @@ def quantize_onnx_file(
     placement = place(reading.view, spec)
     if fine_tuned is None:
         images, total = itertools.chain([first], pieces), length_hint(batches)
-        calibration = calibrate_graph(source, reading, placement, images, total=total, check=check, progress=progress)
+        with closed_branches(placement):
+            calibration = calibrate_graph(
+                source, reading, placement, images, total=total, check=check, progress=progress
+            )
     else:
         calibration = fine_tuned.ranges(placement)
     improved.finish(index)

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import onnx
-import onnxruntime
 from onnx import TensorProto, external_data_helper
 
+from compress.engines.arrays import import_library
 from compress.engines.onnx_file import read_onnx
 from compress.errors import AuditError, EngineError
 from compress.files import replacing
@@ -118,6 +118,7 @@ def _check(model: bytes, path: Path, target: str) -> None:
     try:
         onnx.checker.check_model(model, full_check=True)
         if target == "onnxruntime":
+            onnxruntime = import_library("onnxruntime", "pip install onnxruntime")
             options = onnxruntime.SessionOptions()
             options.log_severity_level = 4
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -71,7 +71,7 @@ class FusedNormModule(nn.Module):
         if is_live(quantizer) and self._takes(x, added):
             grid, dtype = grid_of(quantizer), self._dtype(x, added)
             again = self.gives_recipe and (added is None or self.keep_sum) and uses_recipes(x, self.kernels)
-            options = {"eps": self.eps, "dtype": dtype, "added": added}
+            options: dict[str, Any] = {"eps": self.eps, "dtype": dtype, "added": added}
             found = norm_quantize(x, weight, bias, grid, **options, keep_sum=self.keep_sum, keep_statistics=again)
             y, total = found[0], found[1] if self.keep_sum else x
             compute = partial(norm_again, low=grid.low, high=grid.high, dtype=dtype)

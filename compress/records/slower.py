@@ -17,6 +17,10 @@ from compress.text import display, significant
 from compress.variants import QUANTIZED, Variant
 
 _NAMED = 4
+_MARGIN = 0.05
+"""Share of its time by which a network or a layer must be slower than float to be called slower."""
+_MARGIN_MS = 0.005
+"""Least loss of a layer that clocks around single kernels resolve."""
 _LEAST = 0.02
 """Share of what all layers lose that one must lose to be left in float."""
 
@@ -24,14 +28,14 @@ RULES_TITLE = "In a recipe these lines leave the layers in float which the engin
 
 
 def not_faster(metrics: Iterable[Metric]) -> Iterator[SlowRow]:
-    """Yield the quantized networks that take at least float's time, each engine at its fastest, without their layers.
+    """Yield the quantized networks slower than float by more than the margin, each engine at its fastest, no layers.
 
     Args:
         metrics: of a run; what counts is p50 at each batch size.
     """
     best: dict[tuple[str, int | None], dict[str, Metric]] = {}
     for metric in metrics:
-        if metric.name == "p50_ms" and metric.value is not None:
+        if metric.name == "p50_ms" and metric.value is not None and metric.status == "complete":
             group = best.setdefault((family(metric.engine), metric.batch_size), {})
             known = group.get(metric.variant)
             if known is None or known.value is None or metric.value < known.value:
@@ -39,7 +43,11 @@ def not_faster(metrics: Iterable[Metric]) -> Iterator[SlowRow]:
     for group in best.values():
         reference = group.get(Variant.FLOAT)
         for variant, metric in group.items():
-            if reference is None or variant not in QUANTIZED or (metric.value or 0.0) < (reference.value or 0.0):
+            if (
+                reference is None
+                or variant not in QUANTIZED
+                or (metric.value or 0.0) < (1 + _MARGIN) * (reference.value or 0.0)
+            ):
                 continue
             yield SlowRow(
                 variant=variant,
@@ -53,8 +61,8 @@ def not_faster(metrics: Iterable[Metric]) -> Iterator[SlowRow]:
 
 def costly(row: SlowRow) -> tuple[str, ...]:
     """Return the layers whose loss is worth a rule, the costliest first."""
-    least = _LEAST * sum(cost.lost_ms for cost in row.layers)
-    return tuple(cost.layer for cost in row.layers if cost.lost_ms >= least)
+    least = max(_MARGIN_MS, _LEAST * sum(cost.lost_ms for cost in row.layers))
+    return tuple(cost.layer for cost in row.layers if cost.lost_ms >= least and cost.lost_ms > _MARGIN * cost.float_ms)
 
 
 def slower_sentences(rows: Sequence[SlowRow]) -> tuple[str, ...]:

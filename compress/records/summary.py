@@ -45,7 +45,7 @@ class SummaryRow:
         unit: of the score.
         p50_ms, p99_ms: latency of a batch.
         images_per_s: throughput.
-        speedup: p50 of float over p50 of this row, same engine and batch size.
+        speedup: p50 of float over p50 of this row, same engine and batch size; None if either is partial.
         file_bytes: of the model file.
         size_ratio: file_bytes over those of float.
         partial: names of the metrics that are not complete.
@@ -156,7 +156,11 @@ def _gaps(row: SummaryRow, metrics: Sequence[Metric]) -> Iterator[str]:
             yield "not timed in this run"
         return
     if row.p50_ms is not None and row.speedup is None:
-        yield "no speed-up, as float was not timed there"
+        partial = any(
+            m.name == "p50_ms" and m.status == "partial" and (m.engine, m.batch_size) == (row.engine, row.batch_size)
+            for m in metrics
+        )
+        yield "speed-up not measured: see p50_ms" if partial else "no speed-up, as float was not timed there"
     score = judged_by(metrics).name
     values = {score: row.score, **{name: getattr(row, name) for name in _ROW_METRICS}}
     yield from (f"{name} not measured" for name, value in values.items() if value is None and name not in stated)
@@ -234,17 +238,23 @@ class _Index:
         metric = self.find(name, variant, engine, batch_size)
         return metric.value if metric else None
 
+    def comparable_ms(self, variant: str, engine: str, batch_size: int | None) -> float | None:
+        """The median time, unless it was measured on a busy machine."""
+        metric = self.find("p50_ms", variant, engine, batch_size)
+        return metric.value if metric and metric.status == "complete" else None
+
 
 def _row(index: _Index, variant: str, engine: str, batch_size: int | None) -> SummaryRow:
     found = {name: index.find(name, variant, engine, batch_size) for name in _ROW_METRICS}
     found["score"] = index.find(index.judged.name, variant, engine, batch_size)
     values = {name: metric.value if metric else None for name, metric in found.items()}
+    place = (variant, engine, batch_size)
     return SummaryRow(
         engine=engine,
         batch_size=batch_size,
         variant=variant,
         unit=index.judged.unit,
-        speedup=_ratio(index.value("p50_ms", Variant.FLOAT, engine, batch_size), values["p50_ms"]),
+        speedup=_ratio(index.comparable_ms(Variant.FLOAT, engine, batch_size), index.comparable_ms(*place)),
         size_ratio=_ratio(values["file_bytes"], index.value("file_bytes", Variant.FLOAT, engine, batch_size)),
         partial=frozenset(name for name, m in found.items() if m and m.status == "partial"),
         **values,

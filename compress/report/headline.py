@@ -102,6 +102,9 @@ def _by_accuracy(rows: Sequence[SummaryRow], variant: str) -> tuple[SummaryRow |
 def _speed(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, KeyFigure] | None:
     if not before or not after or before.p50_ms is None or not after.p50_ms:
         return None
+    if "p50_ms" in before.partial | after.partial:
+        words = "has no measured speed (the machine was busy)"
+        return words, KeyFigure(value="not measured", label="speed: the machine was busy; measure again with `bench`")
     ratio = before.p50_ms / after.p50_ms
     if abs(ratio - 1) < _EQUAL:
         words = "is as fast as float"

@@ -180,7 +180,7 @@ class _Training:
         passes = Passes(
             forward, teach, self.features, model=model, task=task, spec=spec, scaler=self.scaler, device=device
         )
-        self.passes = RecordedPasses(passes) if recordable(spec, processes, device) else passes
+        self.passes = RecordedPasses(passes, spec, processes) if recordable(spec, processes, device) else passes
         self.average = None if spec.ema_decay is None else WeightAverage(model, spec.ema_decay)
         self.best = BestWeights(model) if spec.keep_best else None
 

@@ -1,18 +1,20 @@
 """The forward and the backward pass of a batch, as launches or as one CUDA graph.
 
-A step of a small network takes the GPU less time than its launches take the host. `RecordedPasses` records the two
-passes once and replays them: one launch, whatever the network. Gradients then lie where they lay when they were
+A step of a small network takes the GPU less time than its launches take the host. `Recorder` records the two passes
+once and replays them: one launch, whatever the network. Gradients then lie where they lay when they were
 recorded; the optimizer, clipping, schedules and everything else around the passes stay as they are. The numbers are
 those of the passes one by one, random ones too: torch's generator counts on in a replay as it would without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from compress.errors import CompressError, RecipeError
 from compress.tasks import Task
@@ -88,34 +90,29 @@ def recordable(spec: TrainSpec, processes: Processes, device: torch.device) -> b
     """Whether the passes of a training are recorded.
 
     Raises:
-        RecipeError: they are asked for, and there are several processes.
+        RecipeError: they are asked for, and processes exchange statistics within them.
     """
-    if spec.cuda_graphs and processes.world_size > 1:
+    if spec.cuda_graphs and spec.sync_batchnorm and processes.world_size > 1:
         raise RecipeError(
-            f"cuda_graphs records the passes of one process, and there are {processes.world_size}: leave it out"
+            "cuda_graphs does not record the exchange of sync_batchnorm between processes: leave one of them out"
         )
     return spec.cuda_graphs and device.type == "cuda"
 
 
 class RecordedPasses:
-    """`Passes` that are recorded as a CUDA graph after a few steps, and again if what they compute changes.
-
-    They may not depend on anything but the batch, the model's state and torch's random numbers: a graph repeats what
-    the host decided when it was recorded. A batch of another shape is computed one by one.
+    """`Passes` that are recorded (`Recorder`), with the mean gradients of all processes.
 
     Args:
-        passes: on a GPU, of one process, whose gradients are None before each call.
+        passes: on a GPU, whose gradients are None before each call.
+        spec: of the training; in which type gradients are exchanged.
+        processes: all of them.
     """
 
-    def __init__(self, passes: Passes) -> None:
-        self._passes = passes
-        self._side = torch.cuda.Stream(passes.device)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._key: Any = None
-        self._eager = 0
-        self._batch: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
-        self._sums = torch.empty(0)
-        self._gradients: list[tuple[nn.Parameter, Tensor | None]] = []
+    def __init__(self, passes: Passes, spec: TrainSpec, processes: Processes) -> None:
+        self._recorder = Recorder(passes, passes.model, passes.device)
+        self._parameters = list(passes.model.parameters())
+        self._dtype = torch.bfloat16 if spec.gradients == "bf16" else None
+        self._several = processes.world_size > 1
 
     def __call__(self, images: Any, targets: Any, *, factor: float, done: float) -> Tensor:
         """See `Passes.__call__`.
@@ -126,45 +123,169 @@ class RecordedPasses:
         """
         if not isinstance(images, Tensor) or not isinstance(targets, Tensor):
             raise RecipeError("cuda_graphs records batches of two tensors, and this task's are none; leave it out")
-        modes = tuple(module.training for module in self._passes.model.modules())
-        key = (images.shape, images.stride(), targets.shape, factor, modes)
+        sums = self._recorder((images, targets), factor=factor, done=done)
+        if self._several:
+            average_gradients(self._parameters, self._dtype)
+        return sums
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None) -> None:
+    """Replace gradients by their mean over all processes of torch.distributed, exchanged at once.
+
+    Args:
+        parameters: the same in every process; those without a gradient are left out.
+        dtype: in which they are exchanged; None = their own.
+    """
+    found = [p.grad for p in parameters if p.grad is not None]
+    for kind in dict.fromkeys(grad.dtype for grad in found):
+        grads = [grad for grad in found if grad.dtype == kind]
+        flat = torch.cat([grad.reshape(-1) for grad in grads]).to(dtype or kind)
+        flat /= torch.distributed.get_world_size()
+        torch.distributed.all_reduce(flat)
+        parts = flat.to(kind).split([grad.numel() for grad in grads])
+        for grad, part in zip(grads, parts, strict=True):
+            grad.copy_(part.view(grad.shape))
+
+
+class Recorder:
+    """A computation of gradients that becomes a CUDA graph after a few calls, and again if what it computes changes.
+
+    It may not depend on anything but the batch, the model's state and torch's random numbers: a graph repeats what
+    the host decided when it was recorded. A batch of another shape is computed as it is.
+
+    Args:
+        compute: from tensors of a batch to a tensor; it leaves gradients, which are None before each call.
+        model: whose parameters get them.
+        device: a GPU.
+    """
+
+    def __init__(self, compute: Callable[..., Tensor], model: nn.Module, device: torch.device) -> None:
+        self._compute, self._model, self._device = compute, model, device
+        self._side = torch.cuda.Stream(device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._key: Any = None
+        self._eager = 0
+        self._batch: tuple[Tensor, ...] = ()
+        self._result = torch.empty(0)
+        self._gradients: list[tuple[nn.Parameter, Tensor | None]] = []
+
+    def __call__(self, batch: tuple[Tensor, ...], **options: float) -> Tensor:
+        """Compute, or replay.
+
+        Args:
+            batch: tensors on the device.
+            options: of `compute`; only `done` may change from call to call.
+
+        Raises:
+            CompressError: it cannot be recorded.
+        """
+        fixed = tuple(value for name, value in options.items() if name != "done")
+        modes = tuple(module.training for module in self._model.modules())
+        key = (*((x.shape, x.stride(), x.dtype) for x in batch), fixed, modes)
         if key != self._key and (self._key is None or modes != self._key[-1]):
             self._key, self._eager, self._graph = key, 0, None
         if key != self._key:
-            return self._passes(images, targets, factor=factor, done=done)
+            return self._compute(*batch, **options)
         if self._graph is None and self._eager < _EAGER_STEPS:
             self._eager += 1
-            return self._beside(images, targets, factor=factor, done=done)
+            return self._beside(batch, **options)
         if self._graph is None:
-            self._record(images, targets, factor=factor, done=done)
-        self._batch[0].copy_(images)
-        self._batch[1].copy_(targets)
-        assert self._graph is not None
+            self._graph = self._record(batch, **options)
+        for kept, x in zip(self._batch, batch, strict=True):
+            kept.copy_(x)
         self._graph.replay()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        return self._sums.clone()
+        return self._result.clone()
 
-    def _beside(self, images: Tensor, targets: Tensor, **options: float) -> Tensor:
+    def _beside(self, batch: tuple[Tensor, ...], **options: float) -> Tensor:
         """Compute on a stream of its own, so that autograd keeps nothing of the stream that waits for the graph."""
-        current = torch.cuda.current_stream(self._passes.device)
+        current = torch.cuda.current_stream(self._device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
-            sums = self._passes(images, targets, **options)
+            result = self._compute(*batch, **options)
         current.wait_stream(self._side)
-        return sums
+        return result
 
-    def _record(self, images: Tensor, targets: Tensor, **options: float) -> None:
-        self._batch = images.clone(), targets.clone()
+    def _record(self, batch: tuple[Tensor, ...], **options: float) -> torch.cuda.CUDAGraph:
+        self._batch = tuple(x.clone() for x in batch)
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self._passes.device)
+        torch.cuda.synchronize(self._device)
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # another thread may make pictures
-                self._sums = self._passes(*self._batch, **options)
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # another thread may make images
+                self._result = self._compute(*self._batch, **options)
         except RuntimeError as error:
             raise CompressError(
                 f"the passes of a step cannot be recorded as a CUDA graph ({str(error).splitlines()[0]}): the network "
-                "or its loss makes the host wait for the GPU; leave cuda_graphs out"
+                "or its loss makes the host wait for the GPU; leave cuda_graphs (record_step) out"
             ) from error
-        self._gradients = [(parameter, parameter.grad) for parameter in self._passes.model.parameters()]
-        self._graph = graph
+        self._gradients = [(parameter, parameter.grad) for parameter in self._model.parameters()]
+        return graph
+
+
+def _start_alike(model: nn.Module) -> bool:
+    """Give every process the state of rank 0, and return True if there are several."""
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    several = several and torch.distributed.get_world_size() > 1
+    for tensor in [*model.parameters(), *model.buffers()] if several else []:
+        torch.distributed.broadcast(tensor.detach(), src=0)
+    return several
+
+
+def record_step(model: nn.Module, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that computes a loss and its gradients, as one CUDA graph on a GPU, for a loop of your own.
+
+    Gradients are added to those that parameters have. With several processes (`torch.distributed` is initialized) they
+    are the mean over all, and the network's state becomes that of rank 0 now: `DistributedDataParallel` is not needed.
+    The first calls of a shape compute launch by launch; so does a last, smaller batch. On a CPU nothing is recorded.
+
+    Args:
+        model: float or quantized, moved to its device and in the mode of training.
+        loss: from the tensors of a batch to the mean loss, such as
+            `lambda x, y: cross_entropy(model(x), y)`; it may call what `fuse_for_training(model)` returned, under
+            autocast, and may not read a value of a tensor.
+
+    Returns:
+        A function from the tensors of a batch to the loss, detached, on the device: of this process's batch.
+
+    Raises:
+        CompressError: the model has no parameters or is wrapped for several processes already; when called: arguments
+            that are no tensors, or a loss that cannot be recorded.
+
+    Example:
+        >>> step = compress.record_step(qmodel, lambda x, y: cross_entropy(qmodel(x), y))
+        >>> for x, y in loader:
+        ...     value = step(x, y)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+    """
+    parameters = list(model.parameters())
+    if not parameters:
+        raise CompressError("record_step got a model without parameters: give it the one that the optimizer trains")
+    if isinstance(model, DistributedDataParallel):
+        raise CompressError("record_step averages gradients itself: give it the network, not DistributedDataParallel's")
+    several = _start_alike(model)
+
+    def compute(*batch: Tensor) -> Tensor:
+        value = loss(*batch)
+        value.backward()
+        return value.detach()
+
+    device = parameters[0].device
+    recorder = Recorder(compute, model, device) if device.type == "cuda" else None
+
+    def step(*batch: Tensor) -> Tensor:
+        if not all(isinstance(x, Tensor) for x in batch):
+            raise CompressError(f"a recorded step takes tensors, and got {[type(x).__name__ for x in batch]}")
+        batch = tuple(x.to(device, non_blocking=True) for x in batch)
+        before = [(p, p.grad.clone()) for p in parameters if p.grad is not None]  # a replay writes into its gradients
+        for parameter in parameters:
+            parameter.grad = None
+        value = compute(*batch) if recorder is None else recorder(batch)
+        if several:
+            average_gradients(parameters)
+        for parameter, old in before:
+            parameter.grad = old if parameter.grad is None else parameter.grad.add_(old)
+        return value
+
+    return step

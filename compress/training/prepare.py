@@ -146,7 +146,7 @@ def wrap(
         graph = compile_regions(cast(fx.GraphModule, graph))
     module: nn.Module = OutputsOf(graph, task.select)
     no_sync: NoSync = nullcontext
-    if processes.world_size > 1:
+    if processes.world_size > 1 and not (spec.cuda_graphs and device.type == "cuda"):  # recorded: averaged after it
         module = DistributedDataParallel(
             module,
             device_ids=[device.index] if device.type == "cuda" else None,

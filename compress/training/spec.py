@@ -52,7 +52,7 @@ class TrainSpec:
             so begins sooner (a quantized network; a float one is compiled whole). What was compiled is kept for the
             next run, in TORCHINDUCTOR_CACHE_DIR or else in ~/.cache/compress.
         cuda_graphs: record the forward and the backward pass of a step once and replay them, so that small networks do
-            not wait for the host; on one GPU, without effect on the CPU.
+            not wait for the host; without effect on the CPU.
         gradients: type in which several processes exchange their gradients; `bf16` sends half of the bytes of `fp32`
             and rounds each gradient to eight bits.
         sync_batchnorm: normalize by the statistics of the whole batch where several processes share it, in place of

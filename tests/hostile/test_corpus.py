@@ -12,8 +12,11 @@ import zlib
 
 import numpy as np
 import onnx
+import onnx.reference
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 from safetensors.torch import save_file
@@ -25,6 +28,7 @@ from compress.data.spec import DataSpec
 from compress.engines.onnx_file import read_onnx
 from compress.engines.tensorrt.metadata import read_metadata
 from compress.errors import AuditError, CheckpointError, CompressError, DataError, EngineError, RecipeError, RunError
+from compress.onnx_ptq.to_torch.network import from_onnx
 from compress.pipeline.folder import open_run, recipe_of
 from compress.recipe import load_recipe, parse_recipe
 from compress.records import read_run
@@ -77,6 +81,7 @@ RECIPES = {
     "batch size": "data: {batch_size: 1000000000000}\n",
     "classes": "model: {num_classes: 1000000000000}\n",
     "infinite": "train: {lr: .inf}\n",
+    "digits that are no number": "train: {lr: " + "1" * 500_000 + "x}\n",
 }
 
 
@@ -122,9 +127,9 @@ def test_a_pipe_among_the_images_is_not_waited_for(tmp_path):
 
 def test_a_recipe_that_is_a_device_or_of_nobody(tmp_path):
     os.mkfifo(tmp_path / "r.yaml")  # opening it would wait for a writer
-    for given in ("/dev/zero", "~nobody-of-that-name/r.yaml", tmp_path / "r.yaml", tmp_path):
+    for path in ("/dev/zero", "~nobody-of-that-name/r.yaml", tmp_path / "r.yaml", tmp_path):
         with pytest.raises(RecipeError, match="no recipe"):
-            load_recipe(given)
+            load_recipe(path)
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu", "meta", "gpu", ""])
@@ -225,6 +230,54 @@ def test_onnx(name, tmp_path):
         audit_onnx(path)
     with contextlib.suppress(EngineError):  # the interface alone may be whole
         read_onnx(path)
+
+
+CODE = 'open("canary", "w")'
+NAMES = (
+    f'x") if {CODE} else ("',
+    f"x' + str({CODE}) + '",
+    f"a\n{CODE}\n#",
+    "$(touch canary)",
+    "../canary",
+    "{0.__class__}",
+    *(
+        "in",
+        "class",
+        "None",
+        "a.in.b",
+        "a.training",
+        "x²",
+        "self",
+        "_self",
+        "forward",
+        "__class__",
+        "a.b",
+        ".",
+        "1x",
+        "torch",
+    ),
+)
+
+
+@given(st.lists(st.sampled_from(NAMES), min_size=6, max_size=6, unique=True))
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_names_of_a_file_are_never_code(tmp_path, monkeypatch, names):
+    monkeypatch.chdir(tmp_path)
+    x, w, k, conv, c, y = names
+    nodes = [
+        helper.make_node("Conv", [x, w], [c], name=conv, pads=[1] * 4),
+        helper.make_node("Add", [c, k], [y], name=k),
+    ]
+    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N", 3, 8, 8]) for n in (x, y)]
+    held = {w: np.random.default_rng(0).normal(size=(3, 3, 3, 3)), k: np.full((1, 3, 1, 1), 0.5)}
+    tensors = [numpy_helper.from_array(value.astype(np.float32), name) for name, value in held.items()]
+    graph = helper.make_graph(nodes, conv, values[:1], values[1:], tensors)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9), "m.onnx")
+    images = np.random.default_rng(1).normal(size=(2, 3, 8, 8)).astype(np.float32)
+    expected = onnx.reference.ReferenceEvaluator("m.onnx").run(None, {x: images})[0]
+    np.testing.assert_allclose(from_onnx("m.onnx")(torch.from_numpy(images)).detach(), expected, atol=1e-4)
+    assert [layer.name for layer in audit_onnx("m.onnx").layers] == [conv]
+    assert not list(tmp_path.parent.glob("**/canary"))
 
 
 def test_onnx_that_never_ends_or_points_elsewhere(tmp_path):

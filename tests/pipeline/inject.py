@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import resource
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,7 +90,7 @@ def faults(
         return replaced
 
     with (
-        mock.patch.object(tempfile, "mkstemp", operation("create", tempfile.mkstemp, _created)),
+        mock.patch.object(os, "open", operation("create", os.open, _created)),
         mock.patch.object(os, "fsync", operation("fsync", os.fsync, _synchronized)),
         mock.patch.object(Path, "replace", operation("rename", Path.replace, lambda source, target: Path(target))),
     ):
@@ -101,12 +100,16 @@ def faults(
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
 
 
-def _created(suffix: str = "", prefix: str = "", dir: Path | None = None, text: bool = False) -> Path | None:
-    return None if dir is None else Path(dir) / prefix.strip(".")
+def _created(path: Any, flags: int, mode: int = 0o777, **options: Any) -> Path | None:
+    named = str(path).endswith(".part") and flags & os.O_CREAT
+    return _final(Path(path)) if named else None
 
 
 def _synchronized(descriptor: int) -> Path:
-    path = Path(f"/proc/self/fd/{descriptor}").resolve()
+    return _final(Path(f"/proc/self/fd/{descriptor}").resolve())
+
+
+def _final(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".part").rpartition(".")[0].removeprefix("."))
 
 

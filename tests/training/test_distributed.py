@@ -43,6 +43,12 @@ def test_two_processes_train_what_one_does(pair, name):
         assert torch.equal(first[key], second[key])
 
 
+def test_recorded_steps_average_the_gradients_of_two_processes(facts):
+    alone, first, second = (torch.tensor(facts[who]["recorded"]) for who in RUNS)
+    torch.testing.assert_close(first, alone, rtol=0, atol=1e-6)
+    assert torch.equal(first, second)
+
+
 def test_resumed_is_the_undisturbed_one(pair, facts):
     for who in RUNS:
         whole, resumed = load_file(pair / f"smooth-{who}.safetensors"), load_file(pair / f"resumed-{who}.safetensors")

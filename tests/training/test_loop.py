@@ -290,8 +290,8 @@ def test_refusals(tmp_path):
         train(broken)
     with pytest.raises(DataError, match="1 images for 2 processes"):
         fit(linear(), toy_data(train=1), TrainSpec(), batch_size=8, folder=None, processes=Processes(world_size=2))
-    with pytest.raises(RecipeError, match="cuda_graphs records the passes of one process, and there are 2"):
-        recordable(TrainSpec(cuda_graphs=True), Processes(world_size=2), torch.device("cpu"))
+    with pytest.raises(RecipeError, match="cuda_graphs does not record the exchange of sync_batchnorm"):
+        recordable(TrainSpec(cuda_graphs=True, sync_batchnorm=True), Processes(world_size=2), torch.device("cpu"))
     assert not list(tmp_path.iterdir())
 
 

@@ -137,3 +137,40 @@ def test_transformers(tmp_path):
     trainer.train()
     assert trainer.state.global_step == 4
     check_end(made, tmp_path / "out.onnx")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("to_none", [False, True])
+def test_a_recorded_step_gives_the_gradients_of_the_loop(fused, to_none):
+    """Two batches to a step, a smaller one at the end; with gradients kept as zeros, too."""
+    images, labels = pictures()
+    weights = []
+    for recorded in (False, True):
+        qmodel = compress.quantize(network().eval(), images[:2], [images]).train()
+        run = compress.fuse_for_training(qmodel) if fused else qmodel
+
+        def loss(x, y, run=run):
+            return nn.functional.cross_entropy(run(x), y)
+
+        step = compress.record_step(qmodel, loss) if recorded else None
+        optimizer = torch.optim.SGD(qmodel.parameters(), lr=0.1, momentum=0.9)
+        for size in (4, 4, 3):
+            for part in (slice(0, size), slice(4, 4 + size)):
+                value = loss(images[part], labels[part])
+                if step is None:
+                    value.backward()
+                else:
+                    assert torch.equal(step(images[part], labels[part]), value)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        weights.append(qmodel.state_dict())
+    for name, value in weights[0].items():
+        assert torch.equal(weights[1][name], value), name
+
+
+def test_what_cannot_be_a_recorded_step_is_refused():
+    with pytest.raises(compress.CompressError, match="without parameters"):
+        compress.record_step(nn.ReLU(), lambda x: x.sum())
+    model = network()
+    with pytest.raises(compress.CompressError, match="takes tensors, and got"):
+        compress.record_step(model, lambda x: model(x).sum())([pictures()[0]])

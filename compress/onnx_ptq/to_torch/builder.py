@@ -6,6 +6,7 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from keyword import iskeyword
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from compress.onnx_ptq.index import Index, Shapes, Types, renamed
 
 _UNSAFE = r"[^A-Za-z0-9_./:+-]"
 """What a name of a file may not bring into a path of modules, which torch.fx writes into Python as it is."""
+_TAKEN = frozenset(dir(nn.Module()))
 Size = int | fx.Node
 """A size: a number, or the batch times a number."""
 
@@ -68,7 +70,7 @@ class Builder:
         self._made: dict[str, Any] = {}
         self._names: set[str] = set(dir(fx.GraphModule)) | {"placement", "report"}
         self._paths: set[str] = set()
-        self._prefixes = {prefix for node in index.graph.node for prefix in _prefixes(re.sub(_UNSAFE, "_", node.name))}
+        self._prefixes = {prefix for node in index.graph.node for prefix in _prefixes(_safe(node.name))}
         self._inputs: list[fx.Node] = []
 
     def input(self, name: str) -> None:
@@ -130,7 +132,7 @@ class Builder:
 
     def layer(self, node: onnx.NodeProto, module: nn.Module, x: Any, **places: Place) -> fx.Node:
         """Add a module under the name of a node, and a call of it; `places` are those of its parameters."""
-        name = re.sub(_UNSAFE, "_", node.name)
+        name = _safe(node.name)
         parts = [part for part in name.split(".") if part]
         nested = ".".join(parts) == name and not _prefixes(name) & self._paths
         path = name if nested and name not in self._prefixes else name.replace(".", "_")
@@ -203,8 +205,14 @@ def axes_of(builder: Builder, node: onnx.NodeProto, place: int = 1) -> list[int]
 
 
 def _identifier(name: str) -> str:
-    found = re.sub(r"\W", "_", name, flags=re.ASCII) or "tensor"
-    return f"_{found}" if found[0].isdigit() or found in {"self", "forward"} else found
+    found = re.sub(r"\W", "_", name, flags=re.ASCII).strip("_") or "tensor"  # fx drops the leading ones itself
+    return f"x_{found}" if found[0].isdigit() or found in {"self", "forward"} or iskeyword(found) else found
+
+
+def _safe(name: str) -> str:
+    """Return the name of a node with none but characters, and parts, that a module may have."""
+    parts = re.sub(_UNSAFE, "_", name).split(".")
+    return ".".join(f"layer_{part}" if iskeyword(part) or part in _TAKEN else part for part in parts)
 
 
 def _prefixes(name: str) -> set[str]:

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from compress.errors import CalibrationError, CompressError
+from compress.errors import CalibrationError, CompressError, DeadTensorError
 from compress.graph.alone import alone
 from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.report import attach_report
@@ -94,6 +94,9 @@ class _Network:
         """Choose the ranges from what was collected, set them, and attach the report."""
         choose_together(self.watching.values())
         dead = _dead(self.model, self.watching)
+        closed = [name for name, calibrator in self.watching.items() if calibrator.only_zeros and name not in dead]
+        if closed and all(self.watching[name].seen for name in closed):
+            raise DeadTensorError(closed)
         for name, calibrator in self.watching.items():
             quantizer = self.activations[name]
             if name in dead:

@@ -97,6 +97,11 @@ class Calibrator(ABC):
         return chosen.reshape(()) if self.axis is None else chosen
 
     @property
+    def seen(self) -> bool:
+        """True if anything was collected."""
+        return self._seen() is not None
+
+    @property
     def only_zeros(self) -> bool:
         """True if no value but zero was collected."""
         amax = self._seen()

@@ -16,6 +16,7 @@ from compress.graph.float_model import check_float_model
 from compress.graph.inputs import Inputs
 from compress.progress import Progress
 from compress.quantization.calibration.calibrate import calibrate, check_batches, take_ranges
+from compress.quantization.placement.closed import around_closed, closed_branches
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.ptq.guard import (
     FirstBatches,
@@ -134,10 +135,14 @@ def quantize_targets(
     known: dict[Any, dict[Target, CalibrationReport]] = {}
 
     def make(chosen: QuantSpec, targets: Sequence[Target]) -> dict[Target, fx.GraphModule]:
+        return around_closed(lambda spec: attempt(spec, targets), chosen, batches)
+
+    def attempt(chosen: QuantSpec, targets: Sequence[Target]) -> dict[Target, fx.GraphModule]:
         ready, smoothing = smoothed(model, example_inputs, batches, chosen, all_reduce=all_reduce, progress=progress)
         found = {target: insert_quantizers(ready, example_inputs, chosen.for_target(target)) for target in targets}
         seen = known.setdefault(before_calibration(chosen), {})
-        _calibrate(found, batches, seen, (ready, example_inputs, chosen), all_reduce=all_reduce, progress=progress)
+        with closed_branches(*(quantization_report_of(made).placement for made in found.values())):
+            _calibrate(found, batches, seen, (ready, example_inputs, chosen), all_reduce=all_reduce, progress=progress)
         for target, made in found.items():
             place = folder if folder is None or target == spec.targets[0] else folder / target
             improve(made, batches, chosen, smoothing=smoothing, folder=place, all_reduce=all_reduce, progress=progress)

@@ -1,0 +1,62 @@
+"""Branches that no calibration image opens: their tensors are zero on all of them, and the layers behind stay float."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from compress.errors import CompressWarning, DeadTensorError
+from compress.quantization.placement.decisions import Placement
+from compress.quantization.spec import QuantSpec, Rule
+
+T = TypeVar("T")
+
+
+class ClosedError(DeadTensorError):
+    """As its base class, with what to do about it.
+
+    Attributes:
+        rules: leave the consumers of these tensors float.
+        warning: says so.
+    """
+
+    def __init__(self, error: DeadTensorError, consumers: list[str]) -> None:
+        super().__init__(error.quantizers)
+        self.rules = tuple(Rule(match=name, enable=False) for name in consumers)
+        self.warning = (
+            f"{', '.join(error.quantizers)} are zero on every calibration image, and {', '.join(consumers)}, which "
+            "consume them, stay float: calibrate with images that reach them, if there are any"
+        )
+
+
+@contextmanager
+def closed_branches(*placements: Placement) -> Iterator[None]:
+    """Raise a `ClosedError` in the place of a `DeadTensorError`, with rules for the consumers in these placements."""
+    try:
+        yield
+    except DeadTensorError as error:
+        if isinstance(error, ClosedError):
+            raise
+        sites = [site for placement in placements for site in placement.activations if site.name in error.quantizers]
+        names = dict.fromkeys(consumer for site in sites for _, consumer in site.edges)
+        paths = {weight.path.replace(".", "_"): weight.path for p in placements for weight in p.weights}
+        raise ClosedError(error, [paths.get(name, name) for name in names]) from None
+
+
+def around_closed(quantize: Callable[[QuantSpec], T], spec: QuantSpec, batches: Iterable[Any]) -> T:
+    """Quantize, and where branches are closed again with their consumers float; each time it is warned of.
+
+    Raises:
+        DeadTensorError: the batches can be read once only, or a tensor that is always zero is quantized for others.
+    """
+    while True:
+        try:
+            return quantize(spec)
+        except ClosedError as error:
+            if iter(batches) is batches or set(error.rules) <= set(spec.rules):
+                raise DeadTensorError(error.quantizers) from None
+            warnings.warn(error.warning, CompressWarning, stacklevel=2)
+            spec = replace(spec, rules=(*spec.rules, *error.rules))
