@@ -7,6 +7,7 @@ base class; each docstring says what is refused.
         RecipeError, ModelError, DataError, CheckpointError, RunError
         QuantizationError
             CalibrationError
+                DeadTensorError
         SparsityError, SearchError, ReceptiveFieldError, RooflineError
         ExportError
             AuditError
@@ -36,7 +37,12 @@ class CompressError(Exception):
 
 
 class CompressWarning(UserWarning):
-    """A quantized network leaves something out that its float network does; the text says what, and what to do."""
+    """A quantized network leaves something out that its float network does; the text says what, and what to do.
+
+    Examples:
+        >>> import warnings
+        >>> warnings.simplefilter("ignore", compress.CompressWarning)
+    """
 
 
 class RecipeError(CompressError):
