@@ -38,8 +38,8 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; tests/test_pa
     from compress.measure import measure_latency as measure_latency
     from compress.measure import measure_metric as measure_metric
     from compress.measure.file_check import check_onnx as check_onnx
-    from compress.models import ModelSpec as ModelSpec
-    from compress.models import build_model as build_model
+    from compress.models.by_name import ModelSpec as ModelSpec
+    from compress.models.by_name import build_model as build_model
     from compress.onnx_ptq.mend import mend_onnx as mend_onnx
     from compress.onnx_ptq.quantize import quantize_onnx as quantize_onnx
     from compress.onnx_ptq.to_torch.network import from_onnx as from_onnx
@@ -68,8 +68,8 @@ if TYPE_CHECKING:  # the same names for type checkers and editors; tests/test_pa
     from compress.quantization.spec import WeightSpec as WeightSpec
     from compress.receptive_field import effective_receptive_field as effective_receptive_field
     from compress.receptive_field import receptive_field as receptive_field
-    from compress.recipe import Recipe as Recipe
-    from compress.recipe import load_recipe as load_recipe
+    from compress.recipe.tree import Recipe as Recipe
+    from compress.recipe.tree import load_recipe as load_recipe
     from compress.roofline.model import roofline as roofline
     from compress.search.front import Front as Front
     from compress.search.search import search as search
@@ -102,14 +102,14 @@ _HOMES = {
     "ExportSpec": "compress.export.spec",
     "Front": "compress.search.front",
     "MaskSchedule": "compress.sparsity.schedule",
-    "ModelSpec": "compress.models",
+    "ModelSpec": "compress.models.by_name",
     "OnnxAudit": "compress.audit.onnx",
     "Placement": "compress.quantization.placement.decisions",
     "QATSpec": "compress.training",
     "QuantSpec": "compress.quantization.spec",
     "QuantizationCycle": "compress.training.loops.cycle",
     "Quantizer": "compress.quantization.quantizer",
-    "Recipe": "compress.recipe",
+    "Recipe": "compress.recipe.tree",
     "ReconstructSpec": "compress.quantization.spec",
     "Rule": "compress.quantization.spec",
     "SearchSpec": "compress.search.spec",
@@ -121,7 +121,7 @@ _HOMES = {
     "audit_engine": "compress.audit.engine_file",
     "audit_onnx": "compress.audit.onnx",
     "build_engine": "compress.engines.registry",
-    "build_model": "compress.models",
+    "build_model": "compress.models.by_name",
     "build_tensorrt": "compress.engines.tensorrt.build",
     "calibrate": "compress.quantization.calibration.calibrate",
     "check_onnx": "compress.measure.file_check",
@@ -139,7 +139,7 @@ _HOMES = {
     "learn_scales": "compress.quantization.learned",
     "load": "compress.pipeline.saved",
     "load_data": "compress.data.load",
-    "load_recipe": "compress.recipe",
+    "load_recipe": "compress.recipe.tree",
     "measure_accuracy": "compress.measure",
     "measure_latency": "compress.measure",
     "measure_metric": "compress.measure",

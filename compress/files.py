@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from compress.limits import DEPTH, FILE_BYTES, JSON_BYTES
+from compress.support.limits import DEPTH, FILE_BYTES, JSON_BYTES
 
 _PART = ".part"
 _DEVICES = Path("/dev")

@@ -3,11 +3,11 @@ import copy
 import pytest
 import torch
 
-from compress.detectors import DetectorHead, DetectorNetwork, is_detector
+from compress.detection.detectors import DetectorHead, DetectorNetwork, is_detector
 from compress.engines import build_engine
 from compress.errors import ModelError
 from compress.export.onnx import export_onnx
-from compress.models import ModelSpec, build_model
+from compress.models.by_name import ModelSpec, build_model
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import QuantSpec
 from compress.tasks.detection import output_tuple

@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 
 from compress.errors import RecipeError
-from compress.recipe import Recipe, load_recipe, parse_recipe
-from compress.recipe_files import find_recipe, recipe_names
+from compress.recipe.files import find_recipe, recipe_names
+from compress.recipe.tree import Recipe, load_recipe, parse_recipe
 
 SHIPPED = ("mobilenet_v2", "resnet18", "resnet50", "resnet50-cpu", "resnet50-imagenet", "vgg16")
 

@@ -10,8 +10,8 @@ import yaml
 
 from compress.errors import RecipeError
 from compress.quantization.spec import CalibratorName
-from compress.recipe import Recipe, parse_recipe
-from compress.recipe_keys import recipe_keys, recipe_keys_markdown
+from compress.recipe.keys import recipe_keys, recipe_keys_markdown
+from compress.recipe.tree import Recipe, parse_recipe
 
 KEYS = recipe_keys()
 PAGE = Path(__file__).parent.parent / "recipes" / "README.md"

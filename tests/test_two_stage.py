@@ -9,11 +9,11 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.ops import MultiScaleRoIAlign
 
 import compress
+from compress.detection.two_stage import ProposalNetwork, TwoStageHead, is_two_stage
 from compress.errors import ModelError
-from compress.models import ModelSpec, build_model
+from compress.models.by_name import ModelSpec, build_model
 from compress.tasks.detection import output_tuple
 from compress.tasks.load import detector_head
-from compress.two_stage import ProposalNetwork, TwoStageHead, is_two_stage
 from tests.test_detectors import images, targets
 from tests.tiny_detectors import SIZE, UNCHANGED, Backbone
 

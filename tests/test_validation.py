@@ -14,9 +14,9 @@ from compress.data import DataSpec, check_data_spec
 from compress.errors import DataError, QuantizationError, RecipeError
 from compress.measure import BenchSpec, check_bench_spec
 from compress.quantization.spec import AdaRoundSpec, QuantSpec, Rule, WeightSpec, check_quant_spec
-from compress.recipe import Recipe, parse_recipe
+from compress.recipe.tree import Recipe, parse_recipe
+from compress.support.validation import parse
 from compress.training import TrainSpec, check_train_spec
-from compress.validation import parse
 
 HALF_OPEN = st.floats(allow_nan=True, allow_infinity=True) | st.sampled_from([0.0, 1.0, -0.0, 0.5])
 

@@ -8,7 +8,7 @@ import torchvision
 from torch import nn
 
 from compress.errors import CheckpointError
-from compress.weights import load_weights, read_state_dict
+from compress.models.weights import load_weights, read_state_dict
 
 
 def network(classes=3, width=4, seed=0):

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from analysis.common.study import Row, study_parser
 from compress.plots.style import LIGHT, MARKERS, bare, caption, save_figure, styled, variant_colours
-from compress.text import display
+from compress.support.text import display
 
 NETWORKS = {
     "resnet50": "ResNet-50",

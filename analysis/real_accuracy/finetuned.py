@@ -20,7 +20,7 @@ from compress.data.base import Split
 from compress.files import write_text
 from compress.measure import describe_machine, latency_ratio, measure_latency
 from compress.quantization.spec import QuantSpec
-from compress.text import display
+from compress.support.text import display
 
 NAME, CALIBRATION = "finetuned", 512
 FILES = {"float": "float.onnx", "PTQ": "ptq.onnx", "QAT": "qat.onnx"}

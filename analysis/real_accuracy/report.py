@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from analysis.common.study import Row, listed, read_rows, report_from_file
 from compress.files import write_text
 from compress.plots.style import LIGHT, caption, name_rows, save_figure, styled
-from compress.text import display
+from compress.support.text import display
 
 KEYS = ("points", "agreement", "sqnr_db")
 FIRST = {"W8A8": "compress: default (mse)", "W4A8": "compress: nearest"}

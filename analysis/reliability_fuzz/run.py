@@ -24,11 +24,11 @@ from compress.audit.files import read_engine_layers
 from compress.audit.onnx import audit_onnx
 from compress.errors import CompressError
 from compress.files import write_json, write_text
+from compress.models.weights import read_state_dict
 from compress.pipeline.state import read_state_file
-from compress.recipe import load_recipe, parse_recipe
+from compress.recipe.tree import load_recipe, parse_recipe
 from compress.records.files import METRICS
 from compress.training import load_model, save_model
-from compress.weights import read_state_dict
 
 BATCH = 200
 """Inputs between two looks at the clock."""

@@ -12,7 +12,7 @@ from analysis.common.recipes import RecipeRun, run_all
 from analysis.common.study import command_line, gpu_software, listed, study_parser
 from compress.files import write_text
 from compress.pipeline.studies.search import search_run
-from compress.recipe import load_recipe
+from compress.recipe.tree import load_recipe
 from compress.records import summary_table
 
 

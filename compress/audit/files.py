@@ -17,7 +17,7 @@ from compress.engines.tensorrt.metadata import (
     read_metadata,
 )
 from compress.errors import AuditError, EngineError
-from compress.limits import JSON_BYTES
+from compress.support.limits import JSON_BYTES
 
 
 def read_engine_layers(path: Path | str) -> EngineListing:

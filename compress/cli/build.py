@@ -19,7 +19,7 @@ from compress.errors import EngineError, RecipeError, near_misses
 from compress.pipeline import default_folder, run
 from compress.pipeline.again import networks_of, variants_in
 from compress.pipeline.folder import read_state
-from compress.recipe import Recipe, load_recipe
+from compress.recipe.tree import Recipe, load_recipe
 
 RecipeArgument = Annotated[str, typer.Argument(help="A recipe: a path, or a name such as resnet50.yaml.")]
 EngineOption = Annotated[str, typer.Option("--engine", help="tensorrt-rtx (any machine) or tensorrt.")]

@@ -9,8 +9,8 @@ import typer
 
 from compress.cli.console import OUT, print_json
 from compress.cli.options import FolderArgument, JsonOption
-from compress.limits import BATCH
 from compress.pipeline.bundle import SERVERS, write_bundle
+from compress.support.limits import BATCH
 
 
 def bundle(

@@ -27,7 +27,7 @@ from rich.progress import Progress as Bars
 from rich.table import Column, Table
 
 from compress.cli.lines import QUIET_S, LineProgress
-from compress.progress import NoProgress, Progress
+from compress.support.progress import NoProgress, Progress
 
 _WIDE = 140
 """Columns of what is not a terminal: a file or a pipe does not wrap."""

@@ -14,11 +14,11 @@ from compress.cli.networks import chosen_recipe, network_of, weights_text
 from compress.cli.options import ImageSizeOption, JsonOption, ModelChoice, RecipeChoice, SetOption, WeightsChoice
 from compress.data import BatchPlan, load_data
 from compress.errors import RecipeError
-from compress.limits import COUNT
 from compress.pipeline.again import finished_run, network, variants_in
 from compress.receptive_field import ErfOptions
-from compress.recipe import Recipe
+from compress.recipe.tree import Recipe
 from compress.report.receptive_field import drift_report, erf_report
+from compress.support.limits import COUNT
 
 
 def erf(

@@ -15,7 +15,7 @@ from compress.engines.registry import ENGINES
 from compress.errors import RecipeError
 from compress.files import write_text
 from compress.quantization.spec import TARGETS
-from compress.recipe import parse_recipe
+from compress.recipe.tree import parse_recipe
 
 _MODELS = {
     "classification": "resnet50",

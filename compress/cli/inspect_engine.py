@@ -14,7 +14,7 @@ from compress.audit.findings import megabytes, unknown_part
 from compress.audit.roofline import choices_text, engine_roofline, int8_choices
 from compress.cli.console import OUT, print_json, print_table
 from compress.cli.options import JsonOption, SizeOption, sides_of
-from compress.limits import COUNT
+from compress.support.limits import COUNT
 
 _COLUMNS = ("layer", "kind", "role", "reads", "writes", "computes in", "MB an image", "macs", "kernel")
 

@@ -17,7 +17,6 @@ from compress.graph.canonical import canonical_graph
 from compress.graph.float_model import check_float_model
 from compress.graph.layers import layers, total_macs
 from compress.graph.report import leaves_of
-from compress.limits import COUNT
 from compress.plots.graph import draw_block
 from compress.plots.style import save_figure
 from compress.quantization.block_graph import block_graph
@@ -26,11 +25,12 @@ from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.placement.place import place
 from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.spec import QuantSpec
-from compress.recipe import Recipe
+from compress.recipe.tree import Recipe
 from compress.roofline import SparseLayer, sparse_bound
 from compress.sparsity.eligibility import NOTEWORTHY_CHANNELS, Eligibility, eligibility, large_enough
 from compress.sparsity.spec import SparsitySpec
-from compress.text import image_size_text
+from compress.support.limits import COUNT
+from compress.support.text import image_size_text
 
 
 def inspect_model(

@@ -28,12 +28,12 @@ from compress.cli.onnx_data import (
 )
 from compress.cli.options import JsonOption, RecipeChoice, SetOption
 from compress.errors import RecipeError
-from compress.imports import imported
 from compress.measure.layer_parity import LayerParity
 from compress.pipeline.studies.mend import Goal, mend_file, mend_recipe, mend_run
 from compress.pipeline.studies.parity import Results, parity_of_recipe, parity_of_run
 from compress.pipeline.studies.sensitivity import plain
-from compress.recipe import load_recipe
+from compress.recipe.tree import load_recipe
+from compress.support.imports import imported
 
 
 def inspect_parity(

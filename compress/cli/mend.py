@@ -8,10 +8,10 @@ from typing import Any
 from rich.markup import escape
 
 from compress.cli.console import OUT, print_json, print_table
-from compress.meters import metric_title, score_text
 from compress.pipeline.studies.mend import MendReport
 from compress.pipeline.studies.sensitivity import plain
 from compress.quantization.sensitivity.probe import Effect
+from compress.support.meters import metric_title, score_text
 
 _ROWS = 12
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from compress.data.classes import class_count
 from compress.errors import RecipeError
-from compress.models import build_model
-from compress.recipe import Recipe, load_recipe, parse_recipe
+from compress.models.by_name import build_model
+from compress.recipe.tree import Recipe, load_recipe, parse_recipe
 
 IMAGENET_CLASSES = 1000
 

@@ -16,7 +16,7 @@ from compress.engines.onnx_file import read_onnx
 from compress.errors import RecipeError
 from compress.export.names import PREPROCESSING_KEY
 from compress.quantization.spec import TARGETS, QuantSpec
-from compress.recipe import load_recipe
+from compress.recipe.tree import load_recipe
 
 _ONNX = "ONNX files"
 BATCH = 8

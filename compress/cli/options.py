@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from compress.errors import RecipeError
-from compress.limits import IMAGE_SIDE
+from compress.support.limits import IMAGE_SIDE
 
 FolderArgument = Annotated[Path, typer.Argument(help="A run folder.")]
 RecipeOption = Annotated[str, typer.Option("--recipe", "-r", help="A path, or a name such as resnet50.yaml.")]

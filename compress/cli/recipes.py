@@ -10,9 +10,9 @@ import typer
 
 from compress.cli.console import OUT, print_json, print_table
 from compress.cli.options import JsonOption
-from compress.recipe import load_recipe
-from compress.recipe_files import find_recipe, recipe_names
-from compress.recipe_keys import keys_of_section, recipe_keys, recipe_keys_markdown
+from compress.recipe.files import find_recipe, recipe_names
+from compress.recipe.keys import keys_of_section, recipe_keys, recipe_keys_markdown
+from compress.recipe.tree import load_recipe
 
 
 def recipes(

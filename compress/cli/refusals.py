@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 
-from compress.recipe_files import read_recipe
+from compress.recipe.files import read_recipe
 
 _HELP = "--help"
 

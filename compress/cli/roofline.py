@@ -11,11 +11,11 @@ from compress.cli.console import OUT, print_json
 from compress.cli.networks import blank_images, chosen_recipe, network_of, weights_text
 from compress.cli.options import ImageSizeOption, JsonOption, ModelChoice, RecipeChoice, SetOption, WeightsChoice
 from compress.errors import RecipeError
-from compress.limits import COUNT
 from compress.plots.roofline import draw_ceilings, draw_roofline
 from compress.plots.style import save_figure
 from compress.roofline import ceilings_text, measure_ceilings, rows_text, summary_text, what_if, what_if_text
 from compress.roofline import roofline as roofline_of
+from compress.support.limits import COUNT
 
 
 def roofline(

@@ -9,7 +9,7 @@ from compress.cli.options import DeviceOption, JsonOption, OutOption, RecipeOpti
 from compress.cli.run_summary import show_finished_steps, show_run
 from compress.pipeline import COMMANDS, default_folder
 from compress.pipeline import run as run_recipe
-from compress.recipe import load_recipe
+from compress.recipe.tree import load_recipe
 from compress.training import init_processes
 
 

@@ -11,7 +11,7 @@ from compress.pipeline.folder import read_state
 from compress.records import read_run, summary_columns, summary_notes, summary_table, unavailable_engines
 from compress.records.foreign import foreign_files
 from compress.records.slower import RULES_TITLE, rules_text, slower_sentences
-from compress.text import MISSING
+from compress.support.text import MISSING
 
 
 def show_finished_steps(folder: Path) -> None:

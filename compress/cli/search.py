@@ -12,13 +12,13 @@ from compress.cli.console import OUT, print_json, print_table, progress
 from compress.cli.options import DeviceOption, JsonOption, OutOption, RecipeOption, ResumeOption, SetOption
 from compress.cli.run_summary import show_finished_steps
 from compress.errors import SearchError
-from compress.limits import COUNT
 from compress.pipeline import default_folder
 from compress.pipeline.studies.search import search_run, search_worker
-from compress.recipe import load_recipe
+from compress.recipe.tree import load_recipe
 from compress.search.front import Front, pareto
 from compress.search.outcome import Outcome
-from compress.text import scored
+from compress.support.limits import COUNT
+from compress.support.text import scored
 
 
 def search(

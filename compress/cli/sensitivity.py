@@ -13,14 +13,14 @@ from compress.cli.console import OUT, print_json, print_table, progress
 from compress.cli.options import DeviceOption, JsonOption, RecipeOption, ResumeOption, SetOption
 from compress.cli.run_summary import show_finished_steps
 from compress.errors import RecipeError
-from compress.limits import COUNT
-from compress.meters import metric_title, score_text, shown
 from compress.pipeline import default_folder
 from compress.pipeline.studies.mixed import MixedPoint, check_costs, mixed_front, pick, write_recipe
 from compress.pipeline.studies.sensitivity import Measured, plain, sensitivity_run
 from compress.quantization.sensitivity.sensitivity import Sensitivity
-from compress.recipe import load_recipe
-from compress.text import MISSING, scored
+from compress.recipe.tree import load_recipe
+from compress.support.limits import COUNT
+from compress.support.meters import metric_title, score_text, shown
+from compress.support.text import MISSING, scored
 
 
 def register(app: typer.Typer) -> None:

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 from compress.data.counter import uniform
 from compress.data.preprocessing import Preprocessing
 from compress.data.workers import Place
-from compress.limits import IMAGE_PIXELS
+from compress.support.limits import IMAGE_PIXELS
 
 Item = tuple[int, Tensor | None, str, str]
 """Index, image (3, S, S) uint8 or None, the file's name, and the reason why it could not be read."""

@@ -23,7 +23,7 @@ from compress.data.decode import centre_crop, open_image, rgb
 from compress.data.folder import EXTENSIONS, MEAN, STD
 from compress.errors import DataError, near_misses
 from compress.files import read_regular
-from compress.limits import ARRAYS_BYTES
+from compress.support.limits import ARRAYS_BYTES
 
 Layout = Literal["NCHW", "NHWC"]
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

@@ -30,8 +30,8 @@ from compress.data.subset import bounded
 from compress.data.workers import Workers
 from compress.errors import DataError, first_few
 from compress.files import expand_user
-from compress.limits import IMAGE_PIXELS
-from compress.process import core_count
+from compress.support.limits import IMAGE_PIXELS
+from compress.support.process import core_count
 
 EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

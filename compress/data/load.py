@@ -15,7 +15,7 @@ from compress.data.own import own_data
 from compress.data.shapes import shapes_data
 from compress.data.spec import DataSpec, check_data_spec
 from compress.data.voc import voc_data
-from compress.imports import is_import_path
+from compress.support.imports import is_import_path
 
 _MAKERS: dict[str, Callable[[DataSpec], DataSet]] = {
     "digits": digits_data,

@@ -22,7 +22,7 @@ from compress.data.memory import to_device
 from compress.data.preprocessing import Preprocessing
 from compress.data.spec import DataSpec
 from compress.errors import DataError
-from compress.imports import imported
+from compress.support.imports import imported
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """ImageNet's, for functions that return pixels of three channels and recipes without a mean."""

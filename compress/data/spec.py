@@ -9,9 +9,9 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field
 
 from compress.errors import DataError, near_misses
-from compress.imports import is_import_path
-from compress.limits import IMAGE_PIXELS, IMAGE_SIDE
-from compress.validation import AtLeastOne, BatchSize, Classes, Pixels, Positive, Seed, Share, Workers, validate
+from compress.support.imports import is_import_path
+from compress.support.limits import IMAGE_PIXELS, IMAGE_SIDE
+from compress.support.validation import AtLeastOne, BatchSize, Classes, Pixels, Positive, Seed, Share, Workers, validate
 
 DataName = Literal["digits", "shapes", "folder", "cifar10", "cifar100", "masks", "voc", "coco"]
 

@@ -17,7 +17,7 @@ from compress.variants import Variant
 
 PREPROCESSING_KEY = "compress.preprocessing"
 LABELS_KEY = "compress.labels"
-RECIPE_KEY = "compress.recipe"
+RECIPE_KEY = "compress.recipe.tree"
 VARIANT_KEY = "compress.variant"
 """Metadata entries: preprocessing and labels as JSON, digest of the recipe, and a `Variant`."""
 

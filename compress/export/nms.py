@@ -16,7 +16,7 @@ import onnx
 import torch
 from onnx import TensorProto, compose, helper
 
-from compress.detector_boxes import BoxesAndScores
+from compress.detection.boxes import BoxesAndScores
 from compress.errors import ExportError
 from compress.export.onnx import export_onnx
 from compress.export.onnx_graph import OnnxGraph

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from compress.errors import ExportError
-from compress.validation import validate
+from compress.support.validation import validate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from compress.engines.base import Engine, TensorInfo
 from compress.errors import DataError, EngineError
 from compress.export.names import logits_output
 from compress.measure.batches import as_array, chunks, preprocessing_notes
-from compress.progress import NoProgress, Progress
+from compress.support.progress import NoProgress, Progress
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]

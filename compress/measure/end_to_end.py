@@ -35,9 +35,9 @@ from compress.engines.base import Engine, TensorInfo
 from compress.errors import DataError, EngineError
 from compress.export.names import PREPROCESSING_KEY
 from compress.kernels.resample import resample
-from compress.limits import IMAGE_PIXELS
 from compress.measure.latency import check_numbers, take_turns
-from compress.progress import NoProgress, Progress
+from compress.support.limits import IMAGE_PIXELS
+from compress.support.progress import NoProgress, Progress
 
 Stage = Literal["decode", "preprocess", "engine", "postprocess"]
 STAGES: tuple[Stage, ...] = ("decode", "preprocess", "engine", "postprocess")

@@ -19,8 +19,8 @@ from compress.graph.batches import split_batch
 from compress.graph.inputs import flat_tensors
 from compress.measure.batches import as_array, chunks, preprocessing_notes
 from compress.measure.parity import Parity, compare_batches
-from compress.meters import Figures, TaskMetric, task_metric
-from compress.progress import NoProgress, Progress
+from compress.support.meters import Figures, TaskMetric, task_metric
+from compress.support.progress import NoProgress, Progress
 
 _QUIET = NoProgress()
 
@@ -61,7 +61,7 @@ def measure_metric(
         batches: a DataLoader or any iterable of (images, targets), of (first, second, ..., targets), or of mappings
             with targets under `labels`; tensors or arrays. For an engine of a fixed batch size they are cut to it, and
             the remainder is padded with zeros whose results are dropped.
-        metric: a `TaskMetric`, or what `compress.meters.task_metric` takes: a function of (outputs, targets), a meter
+        metric: a `TaskMetric`, or what `meters.task_metric` takes: a function of (outputs, targets), a meter
             of torchmetrics, ... It is given the engine's only output, or a mapping of its outputs by name.
         preprocessing: of these images; compared with the one in the model's metadata.
         limit: number of images to evaluate at most, from the first on; None = all.

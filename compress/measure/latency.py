@@ -26,8 +26,8 @@ from compress.engines.arrays import shape_text
 from compress.engines.base import Engine, TensorInfo
 from compress.errors import EngineError
 from compress.measure.quiet import cpu_time, disturbance, judge
-from compress.process import core_count
-from compress.progress import NoProgress, Progress
+from compress.support.process import core_count
+from compress.support.progress import NoProgress, Progress
 
 T = TypeVar("T")
 

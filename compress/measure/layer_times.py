@@ -21,7 +21,7 @@ from compress.engines.onnx_file import load_onnx
 from compress.errors import EngineError
 from compress.export.names import find_module
 from compress.measure.latency import random_inputs
-from compress.progress import NoProgress, Progress
+from compress.support.progress import NoProgress, Progress
 
 _QUIET = NoProgress()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from compress.process import core_count
+from compress.support.process import core_count
 
 LIBRARIES = (
     "torch", "torchvision", "numpy", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt",

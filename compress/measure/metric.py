@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from compress.errors import RunError, near_misses
-from compress.meters import metric_title
-from compress.text import scored
+from compress.support.meters import metric_title
+from compress.support.text import scored
 
 Status = Literal["complete", "partial", "unavailable"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from compress.engines import build_engine
 from compress.measure.latency import Latency, latency_ratio, measure_latency
-from compress.progress import NoProgress, Progress
+from compress.support.progress import NoProgress, Progress
 
 MENDED = "mended"
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from compress.engines.registry import ENGINES
 from compress.errors import RecipeError, near_misses
-from compress.validation import AtLeastOne, BatchSize, NotNegativeInt, Positive, Threads, validate
+from compress.support.validation import AtLeastOne, BatchSize, NotNegativeInt, Positive, Threads, validate
 
 
 @dataclass(frozen=True, kw_only=True)

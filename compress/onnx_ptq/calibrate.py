@@ -25,8 +25,6 @@ from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.passes import Piece, Plan, in_order, independent, one_image, pieces, plan_for
 from compress.onnx_ptq.read import Reading
 from compress.onnx_ptq.run import FloatSession, known_results
-from compress.process import core_count
-from compress.progress import NoProgress, Progress
 from compress.quantization.calibration.averages import raised_ranges
 from compress.quantization.calibration.calibrator import Calibrator
 from compress.quantization.calibration.calibrators import HistogramCalibrator, make_calibrator
@@ -35,6 +33,8 @@ from compress.quantization.placement.dead import always_zero
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.report import CalibrationReport
 from compress.quantization.spec import ActivationSpec, WeightSpec
+from compress.support.process import core_count
+from compress.support.progress import NoProgress, Progress
 
 _TASK = "calibrate"
 _THREADS = 8

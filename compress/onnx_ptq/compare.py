@@ -13,7 +13,7 @@ from compress.errors import QuantizationError
 from compress.onnx_ptq.load import SourceFile
 from compress.onnx_ptq.passes import one_image
 from compress.onnx_ptq.run import FloatSession, known_results
-from compress.process import core_count
+from compress.support.process import core_count
 
 _CHANGED, _CHANGED_IN_HALF = 1e-3, 1e-2
 """Largest change of an output, relative to its largest value, that a rewriting of the float graph may make."""

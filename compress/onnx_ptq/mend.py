@@ -21,10 +21,10 @@ from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import load_source
 from compress.onnx_ptq.run import feeds, inputs_of_file
 from compress.onnx_ptq.to_torch.network import OPSET, converted
-from compress.progress import Progress
 from compress.quantization.sensitivity.diagnose import Diagnosis
 from compress.quantization.sensitivity.mend import Change, Mended, mend
 from compress.quantization.spec import QuantSpec
+from compress.support.progress import Progress
 
 
 def mend_onnx(

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from compress.engines.base import Arrays
 from compress.onnx_ptq.blocked import Blocked
-from compress.process import core_count
+from compress.support.process import core_count
 
 _PIECE, _LEAST = 1 << 26, 3
 """Bytes of results that a piece has at most, and the pictures that it has in any case."""

@@ -35,7 +35,6 @@ from compress.onnx_ptq.shapes import inferred
 from compress.onnx_ptq.to_torch.network import OPSET
 from compress.onnx_ptq.trained import write_trained
 from compress.onnx_ptq.write import insert_pairs
-from compress.progress import Progress
 from compress.quantization.calibration.calibrate import check_batches
 from compress.quantization.placement.closed import around_closed, closed_branches
 from compress.quantization.placement.decisions import Placement
@@ -43,6 +42,7 @@ from compress.quantization.placement.place import place
 from compress.quantization.ptq.guard import methods
 from compress.quantization.report import CalibrationReport
 from compress.quantization.spec import QuantSpec, check_quant_spec
+from compress.support.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,9 @@ from compress.pipeline.steps.ptq import ptq_step
 from compress.pipeline.steps.qat import qat_step
 from compress.pipeline.steps.slower import keep_slower, slower
 from compress.pipeline.steps.sparse import sparse_step
-from compress.progress import NoProgress, Progress
 from compress.quantization.spec import TARGETS, Target
 from compress.records.summary import family
+from compress.support.progress import NoProgress, Progress
 from compress.variants import Variant
 
 

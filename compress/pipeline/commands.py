@@ -22,10 +22,10 @@ from compress.pipeline.steps.float import build_float, float_step
 from compress.pipeline.steps.ptq import ptq_step
 from compress.pipeline.steps.qat import qat_step
 from compress.pipeline.steps.sparse import check_pattern, sparse_step, zeros_of
-from compress.progress import NoProgress, Progress
-from compress.recipe import Recipe
+from compress.recipe.tree import Recipe
 from compress.report import write_report
 from compress.report.card import write_card
+from compress.support.progress import NoProgress, Progress
 from compress.training import SINGLE, Processes
 from compress.variants import Variant
 

@@ -20,7 +20,7 @@ from compress.measure.metric import Metric
 from compress.pipeline.lock import LOCK_FILE, OWNER_FILE, FolderLock, lock_folder
 from compress.pipeline.resumable import Difference, differences, taken_steps
 from compress.pipeline.state import COMMANDS, FORMAT, STATE_FILE, State, read_state_file
-from compress.recipe import Recipe, load_recipe
+from compress.recipe.tree import Recipe, load_recipe
 from compress.records.files import METRICS
 
 RECIPE_FILE = "recipe.yaml"

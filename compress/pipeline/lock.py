@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from compress.errors import RunError
-from compress.process import is_alive
+from compress.support.process import is_alive
 
 LOCK_FILE = ".lock"
 OWNER_FILE = ".owner"

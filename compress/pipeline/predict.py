@@ -20,9 +20,9 @@ from compress.data.preprocessing import Preprocessing
 from compress.errors import DataError, RunError
 from compress.export.names import PREPROCESSING_KEY
 from compress.files import read_regular, replacing
-from compress.limits import IMAGE_PIXELS
 from compress.pipeline.again import chosen_variant, networks_of
 from compress.pipeline.saved import run_without_data
+from compress.support.limits import IMAGE_PIXELS
 from compress.tasks import Task
 
 TOP = 5

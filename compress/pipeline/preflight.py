@@ -17,14 +17,14 @@ from compress.data.base import BatchPlan, DataSet
 from compress.errors import CalibrationError, DataError, RecipeError
 from compress.export.onnx import check_export, export_onnx
 from compress.export.prepare import prepare
-from compress.imports import imported, is_import_path
 from compress.pipeline.run import boxes_and_scores
 from compress.pipeline.state import COMMANDS
 from compress.quantization.ptq.quantize import quantize_targets
 from compress.quantization.spec import QuantSpec
-from compress.recipe import Recipe
+from compress.recipe.tree import Recipe
 from compress.sparsity.eligibility import eligibility
 from compress.sparsity.spec import parse_pattern
+from compress.support.imports import imported, is_import_path
 from compress.training.evaluate import modes_restored
 from compress.training.features import FeaturePairs
 from compress.training.optim import check_optimizer, check_schedule

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from compress.data.base import BatchPlan, DataSet, Split
-from compress.detector_boxes import BoxesAndScores
+from compress.detection.boxes import BoxesAndScores
 from compress.engines import Engine, TorchEngine
 from compress.engines.registry import target_of
 from compress.errors import RecipeError
 from compress.pipeline.folder import RunFolder
 from compress.pipeline.network import NetworkFiles, stem, torch_label
-from compress.progress import NoProgress, Progress
 from compress.quantization.spec import Target
-from compress.recipe import Recipe
+from compress.recipe.tree import Recipe
+from compress.support.progress import NoProgress, Progress
 from compress.tasks import Task, make_task
 from compress.tasks.load import detector_head
 from compress.training import SINGLE, Processes

@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from compress.measure.end_to_end import STAGES, EndToEnd, Stage
 from compress.plots.style import LIGHT, Format, label, name_rows, new_figure, tip
-from compress.text import display
+from compress.support.text import display
 
 _SHOWN: dict[Stage, tuple[str, str]] = {
     "decode": ("decoding", "purple"),

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from compress.plots.style import LIGHT, Format, byte_ticks, label, name_rows, new_figure, tip
 from compress.records.rows import EngineRow
-from compress.text import in_bytes
+from compress.support.text import in_bytes
 
 _ROLES = {
     "weighted": ("convolutions and products", "blue"),

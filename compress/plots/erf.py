@@ -18,7 +18,7 @@ from torch import Tensor
 from compress.plots.style import LIGHT, caption, plain_ticks, styled
 from compress.receptive_field import EffectiveReceptiveField, ErfDrift, ReceptiveFieldTable, unproductive_layers
 from compress.receptive_field.metrics import radial_profile
-from compress.text import shorten
+from compress.support.text import shorten
 
 HEAT = "magma"
 DECADES = 5

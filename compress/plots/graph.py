@@ -16,7 +16,7 @@ from matplotlib.path import Path as Line
 from compress.plots.graph_layout import Layout, lay_out
 from compress.plots.style import LIGHT, Format, styled, tip
 from compress.quantization.block_graph import BlockGraph, Box
-from compress.text import plain
+from compress.support.text import plain
 
 _WIDTH, _HEIGHT = 1.9, 0.78  # inches of a column and of a layer
 _FILL = {"int8": "sky", "float": "grid", "quantizer": "amber", "outside": "paper"}

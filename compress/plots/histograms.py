@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from compress.plots.style import LIGHT, Format, bare, compact, distinct, new_figure, tip
 from compress.records.rows import Histogram
-from compress.text import finite, shorten, significant
+from compress.support.text import finite, shorten, significant
 
 SHOWN = 6
 _BINS = 160  # bins drawn; calibration's thousands would only make the file large

@@ -21,7 +21,7 @@ from compress.plots.style import (
     variant_colours,
 )
 from compress.records.rows import LayerRow
-from compress.text import finite, in_bytes, shorten
+from compress.support.text import finite, in_bytes, shorten
 
 WORST = 5
 _GROUPS = 12

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from compress.plots.style import Format, bare, label, new_figure, tip, variant_colours
 from compress.records.rows import PrecisionRow
-from compress.text import plain
+from compress.support.text import plain
 
 MOST_CLASSES = 6
 """Panels of a figure."""

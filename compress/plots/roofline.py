@@ -23,7 +23,7 @@ from compress.roofline.ceilings import CONV, Ceilings
 from compress.roofline.devices import SPARSE, Device, parse_precision
 from compress.roofline.model import Roofline, Row
 from compress.roofline.tables import quantity
-from compress.text import shorten
+from compress.support.text import shorten
 
 KIND_COLOURS = {
     "1x1 convolution": "blue",

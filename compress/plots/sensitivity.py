@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from compress.plots.style import LIGHT, Format, bare, distinct, new_figure
 from compress.quantization.sensitivity.sensitivity import Sensitivity
-from compress.text import shorten
+from compress.support.text import shorten
 
 _COLOURS = ("blue", "amber", "green", "purple", "sky", "alarm")
 

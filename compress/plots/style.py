@@ -29,7 +29,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from compress.files import replacing
-from compress.text import display, in_bytes, plain, shorten
+from compress.support.text import display, in_bytes, plain, shorten
 from compress.variants import Variant
 
 LIGHT: Mapping[str, str] = {

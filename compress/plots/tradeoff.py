@@ -26,7 +26,7 @@ from compress.plots.style import (
     variant_colours,
 )
 from compress.records.summary import SummaryRow
-from compress.text import significant
+from compress.support.text import significant
 from compress.variants import Variant
 
 TOP1 = Judged()

@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from compress.measure.metric import Judged
-from compress.meters import shown
 from compress.plots.style import LIGHT, Format, bare, new_figure, nice_limits, tip
-from compress.text import finite
+from compress.support.meters import shown
+from compress.support.text import finite
 from compress.training.log import EpochRow
 
 TOP1 = Judged()

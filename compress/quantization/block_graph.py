@@ -17,7 +17,7 @@ from compress.graph.ops import layer_name, node_kind, node_module
 from compress.graph.traits import WEIGHTED, kinds
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import placement_of
-from compress.text import shorten
+from compress.support.text import shorten
 
 _MOVES = kinds(lambda t: t.category in {"movement", "passing", "shape"}) | {"constant"}
 _FUSED = kinds(lambda t: t.clips) | {"batch_norm", "add"}

@@ -9,7 +9,16 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field
 
 from compress.errors import QuantizationError
-from compress.validation import AtLeastOne, BatchSize, NotNegative, Positive, Seed, Share, ShareBelowOne, validate
+from compress.support.validation import (
+    AtLeastOne,
+    BatchSize,
+    NotNegative,
+    Positive,
+    Seed,
+    Share,
+    ShareBelowOne,
+    validate,
+)
 
 Target = Literal["tensorrt", "openvino", "onnxruntime", "any"]
 Residual = Literal["identity", "both", "none"]

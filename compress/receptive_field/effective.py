@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from compress.errors import ReceptiveFieldError
 from compress.graph.batches import batch_inputs
-from compress.progress import NoProgress, Progress
 from compress.receptive_field.metrics import ErfMetrics, erf_metrics
 from compress.receptive_field.probe import Point, Probe, make_probe
 from compress.receptive_field.table import ReceptiveField
+from compress.support.progress import NoProgress, Progress
 
 Upstream = Literal["ones", "random"]
 Average = Literal["absolute", "positive", "rms", "signed"]

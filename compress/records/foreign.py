@@ -8,7 +8,7 @@ from typing import Any
 from compress.engines.registry import suits, target_of
 from compress.records.run import RunData, recipe_tree
 from compress.records.summary import family
-from compress.text import display
+from compress.support.text import display
 from compress.variants import QUANTIZED
 
 

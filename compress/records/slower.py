@@ -13,7 +13,7 @@ import yaml
 from compress.measure.metric import Metric
 from compress.records.rows import SlowRow
 from compress.records.summary import family
-from compress.text import display, significant
+from compress.support.text import display, significant
 from compress.variants import QUANTIZED, Variant
 
 _NAMED = 4

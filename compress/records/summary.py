@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from compress.engines.registry import target_of
 from compress.measure.metric import Metric, judged_by
-from compress.text import display, fixed, in_bytes, scored, significant
+from compress.support.text import display, fixed, in_bytes, scored, significant
 from compress.variants import Variant
 
 _SCORE_AT = 3

@@ -11,7 +11,7 @@ from compress.files import write_text
 from compress.measure.metric import judged_by
 from compress.records.run import RunData, read_run
 from compress.records.summary import SummaryRow, summary_columns, summary_table
-from compress.text import display
+from compress.support.text import display
 from compress.version import DISTRIBUTION
 
 CARD_FILE = "model_card.md"

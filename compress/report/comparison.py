@@ -15,7 +15,7 @@ from compress.report.blocks import Block, Document, Section, Table, Text, Tiles,
 from compress.report.headline import headline
 from compress.report.html import to_html
 from compress.report.markdown import to_markdown
-from compress.text import MISSING, display, fixed, plain, scored, signed, significant
+from compress.support.text import MISSING, display, fixed, plain, scored, signed, significant
 
 _SAME = 0.02  # latencies within 2 % are called equal, as in headlines
 

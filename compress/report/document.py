@@ -36,7 +36,7 @@ from compress.report.engine_blocks import engine_blocks
 from compress.report.figures import Absent
 from compress.report.headline import headline, summary_text
 from compress.report.task_blocks import interval_blocks, predictions_section
-from compress.text import MISSING, display, finite, fixed, image_size_text, in_bytes, plain, significant
+from compress.support.text import MISSING, display, finite, fixed, image_size_text, in_bytes, plain, significant
 from compress.variants import Variant
 
 

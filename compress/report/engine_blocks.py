@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from compress.audit.findings import unknown_part
 from compress.records.rows import EngineRow
 from compress.report.blocks import Block, Bullets, Details, Table, Text, code, number, table
-from compress.text import display, in_bytes
+from compress.support.text import display, in_bytes
 
 
 def engine_blocks(engines: Sequence[EngineRow]) -> Iterator[Block]:

@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 
 from compress.measure.end_to_end import EndToEnd
 from compress.measure.metric import Judged, judged_by
-from compress.meters import score_text
 from compress.plots.end_to_end import draw_end_to_end
 from compress.plots.engines import draw_engines
 from compress.plots.graph import draw_block
@@ -24,7 +23,8 @@ from compress.records.run import RunData
 from compress.records.summary import SummaryRow, engines_of, summary_table, variants_of
 from compress.report.blocks import Picture
 from compress.report.engine_blocks import moved
-from compress.text import display, finite, in_bytes, plain, significant
+from compress.support.meters import score_text
+from compress.support.text import display, finite, in_bytes, plain, significant
 from compress.variants import Variant
 
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from compress.measure.metric import Judged, Metric, judged_by
-from compress.meters import amount_of
 from compress.records.rows import IntervalRow
 from compress.records.summary import SummaryRow, family, summary_columns, summary_table, variants_of
-from compress.text import display, fixed, in_bytes, plain, scored, signed, significant
+from compress.support.meters import amount_of
+from compress.support.text import display, fixed, in_bytes, plain, scored, signed, significant
 from compress.variants import Variant
 
 _EQUAL = 0.02  # a speed-up within 2 % is no difference

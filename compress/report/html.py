@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from compress.plots.style import DARK, LIGHT
 from compress.report.blocks import Document
-from compress.text import MISSING, plain
+from compress.support.text import MISSING, plain
 
 
 def to_html(document: Document) -> str:

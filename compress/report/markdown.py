@@ -20,7 +20,7 @@ from compress.report.blocks import (
     Text,
     Tiles,
 )
-from compress.text import plain
+from compress.support.text import plain
 
 FIGURES = "figures"
 """Folder of the figures, beside the report."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from compress.files import replacing, write_json, write_text
 from compress.plots.front import Mark, draw_front, front_svg
 from compress.plots.style import WIDE, styled, to_png
-from compress.recipe import Recipe
+from compress.recipe.tree import Recipe
 from compress.report.blocks import (
     Block,
     Bullets,
@@ -31,7 +31,7 @@ from compress.search.front import FLOAT_POINT, Point
 from compress.search.latency_model import Check
 from compress.search.outcome import Outcome
 from compress.search.space import BLOCK, FORMAT, WIDTH, formats_of, left_out, widths_of
-from compress.text import MISSING, scored
+from compress.support.text import MISSING, scored
 
 _X = "time over that of the float network"
 _Y = "error of the outputs before fine-tuning"

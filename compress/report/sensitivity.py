@@ -7,8 +7,8 @@ import io
 import math
 from collections.abc import Mapping
 
-from compress.meters import metric_title, score_text
 from compress.quantization.sensitivity.sensitivity import LayerSensitivity, Sensitivity
+from compress.support.meters import metric_title, score_text
 
 _COLUMNS = ("format", "layer", "kind", "weights", "macs")
 _EFFECT = ("sqnr_db", "agreement")

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from compress.errors import RunError
 from compress.measure.metric import Metric
-from compress.meters import metric_title
 from compress.records.rows import IntervalRow
 from compress.records.run import RunData, recipe_value
 from compress.records.summary import engines_of, variants_of
 from compress.report.blocks import Block, Gallery, Section, Shown, Table, Text, number, table
 from compress.report.figures import Absent
+from compress.support.meters import metric_title
+from compress.support.text import MISSING, display, fixed, signed
 from compress.tasks.segmentation import figure_name, palette
-from compress.text import MISSING, display, fixed, signed
 from compress.variants import Variant
 
 PER_CLASS = ("iou_", "ap_")

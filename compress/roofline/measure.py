@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from compress.errors import RooflineError
-from compress.progress import NoProgress, Progress
 from compress.roofline.ceilings import CONV, Backend, Ceiling, Ceilings, Sample
 from compress.roofline.devices import PRECISIONS, SPARSE, parse_precision
+from compress.support.progress import NoProgress, Progress
 
 Work = Callable[[], object]
 

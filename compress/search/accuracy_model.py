@@ -16,7 +16,6 @@ import torch
 from torch import fx
 
 from compress.graph.inputs import flat_tensors
-from compress.progress import Progress
 from compress.quantization.placement.place import place
 from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.ptq.prepare import float_graph
@@ -25,6 +24,7 @@ from compress.search.criteria import channel_scores
 from compress.search.lab import Lab, build, quantization_of, with_formats
 from compress.search.network import Scores, apply, distance
 from compress.search.space import FLOAT, FORMAT, WIDTH, Configuration
+from compress.support.progress import Progress
 from compress.training import recalibrate_batchnorm
 
 TASK = "accuracy model"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from compress.progress import Progress
 from compress.search.front import START
 from compress.search.lab import Figures
 from compress.search.space import Configuration, Space, key_of
 from compress.search.timing import Timed
 from compress.search.trials import add_starts, ended, results, run_trials
+from compress.support.progress import Progress
 
 NEAR = (1.0, 0.97, 0.92)
 """Shares of a bound that the best networks by the models are looked for at."""

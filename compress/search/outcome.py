@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compress.meters import TaskMetric, amount_of
 from compress.search.front import Front, Point
-from compress.text import scored, signed
+from compress.support.meters import TaskMetric, amount_of
+from compress.support.text import scored, signed
 from compress.variants import Variant
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compress.models import ModelSpec, build_model
+from compress.models.by_name import ModelSpec, build_model
 from compress.search.network import apply
 from compress.search.structure import analyse
 

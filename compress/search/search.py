@@ -20,7 +20,6 @@ from compress.errors import EngineError, EngineUnavailableError, SearchError, ne
 from compress.files import write_json
 from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.inputs import Inputs
-from compress.progress import NoProgress, Progress
 from compress.quantization.spec import QuantSpec, Target
 from compress.search.accuracy_model import AccuracyModel, rate_choices
 from compress.search.bound import NEAR, corrected, go_on
@@ -36,6 +35,7 @@ from compress.search.start import best_within, uniform
 from compress.search.structure import analyse
 from compress.search.timing import Timed, time_more, time_space
 from compress.search.trials import add_starts, failures, open_study, optuna, results, run_trials
+from compress.support.progress import NoProgress, Progress
 
 TARGETS: dict[str, Target] = {"openvino": "openvino", "onnxruntime": "onnxruntime"}
 """The target whose placement rules an engine follows; TensorRT for all others."""

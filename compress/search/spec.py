@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compress.errors import SearchError
-from compress.validation import AtLeastOne, BatchSize, NotNegativeInt, Positive, Seed, Share, Threads, validate
+from compress.support.validation import AtLeastOne, BatchSize, NotNegativeInt, Positive, Seed, Share, Threads, validate
 
 Format = Literal["float", "int8", "int4"]
 Criterion = Literal["magnitude", "batchnorm", "taylor", "fisher", "reconstruction"]

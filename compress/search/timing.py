@@ -18,13 +18,13 @@ from typing import Any
 from compress.errors import CompressError, EngineError
 from compress.files import read_json, write_json
 from compress.measure.layer_times import measure_engine_layers
-from compress.progress import Progress
 from compress.search.cache import cache_path
 from compress.search.costs import LayerCost
 from compress.search.lab import REFERENCE, Lab, export, fresh_engines, median_ratio, time_engines, with_formats
 from compress.search.latency_model import Check, LatencyModel, Sample, check, fit
 from compress.search.network import apply
 from compress.search.space import BLOCK, FORMAT, SPARSE, Configuration, key_of
+from compress.support.progress import Progress
 
 TASK = "latency model"
 MEDIAN_ERROR, SPEARMAN = 0.10, 0.95

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from compress.errors import CompressError, SearchError
-from compress.process import is_alive
-from compress.progress import Progress
 from compress.search.lab import Figures
 from compress.search.space import Configuration, Space, key_of
+from compress.support.process import is_alive
+from compress.support.progress import Progress
 from compress.version import install_hint
 
 TASK = "trials"

@@ -26,12 +26,12 @@ from torch.nn.utils import parametrize
 from compress.errors import ModelError, SparsityError
 from compress.graph.inputs import Inputs, as_inputs, flat_tensors, run_with
 from compress.graph.trace import trace
-from compress.progress import NoProgress, Progress
 from compress.sparsity.channel_classes import Channels, Use, permute_index
 from compress.sparsity.eligibility import chosen_layers, eligibility
 from compress.sparsity.groups import channels_of
 from compress.sparsity.permutation_search import Permutation, kept_by_order, search_permutation
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
+from compress.support.progress import NoProgress, Progress
 
 ROUND_COST = 200_000  # fixed cost of a group, in elements, so that small groups get time too
 TOLERANCE = 1e-4  # share of the largest output: float32 sums in another order differ by far less, a wrong order by more

@@ -23,10 +23,10 @@ from compress.graph.inputs import Inputs, KeywordInputs, as_inputs, flat_tensors
 from compress.graph.layers import layers as layer_table
 from compress.graph.layers import total_macs
 from compress.graph.trace import check_module, trace
-from compress.progress import NoProgress, Progress
 from compress.sparsity.eligibility import check_rules, evaluating, left_dense, run_order, weighted_layers
 from compress.sparsity.parametrization import masked_layers
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
+from compress.support.progress import NoProgress, Progress
 from compress.version import install_hint
 
 MULTIPLE = 8  # remaining channels are a multiple of it with kernels `tensorrt`, because tensor-core kernels need that

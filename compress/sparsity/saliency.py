@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from compress.errors import SparsityError
 from compress.graph.batches import model_inputs
 from compress.graph.inputs import first_of, run_with
-from compress.progress import NoProgress, Progress
 from compress.sparsity.masks import nm_mask, unstructured_mask
 from compress.sparsity.spec import Pattern
+from compress.support.progress import NoProgress, Progress
 
 BLOCK = 128  # columns whose corrections to the right are applied together
 MEMORY_BYTES = 2 * 2**30  # memory for the Hessians that are measured in one pass

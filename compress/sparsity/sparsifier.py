@@ -13,13 +13,13 @@ from compress.errors import SparsityError
 from compress.graph.alone import alone
 from compress.graph.inputs import Inputs
 from compress.graph.trace import check_module
-from compress.progress import NoProgress, Progress
 from compress.sparsity.channel_permutation import PermutationReport, permute_channels
 from compress.sparsity.eligibility import Eligibility, chosen_layers, eligibility
 from compress.sparsity.masks import kept_magnitude, pattern_mask
 from compress.sparsity.parametrization import apply_masks, masked_layers
 from compress.sparsity.saliency import prune_layers
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
+from compress.support.progress import NoProgress, Progress
 
 
 @dataclass(frozen=True, kw_only=True)

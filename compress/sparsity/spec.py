@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compress.errors import SparsityError, near_misses
-from compress.validation import AtLeastOne, NotNegative, Positive, Seed, Share, ShareBelowOne, validate
+from compress.support.validation import AtLeastOne, NotNegative, Positive, Seed, Share, ShareBelowOne, validate
 
 Saliency = Literal["magnitude", "hessian"]
 Schedule = Literal["one-shot", "gradual", "sr-ste", "gumbel"]

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from compress.errors import ModelError
 from compress.graph.inputs import flat_tensors
-from compress.meters import TaskMetric
+from compress.support.meters import TaskMetric
 from compress.tasks.evidence import Evidence
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compress.errors import DataError, ModelError
 from compress.graph.inputs import flat_tensors
-from compress.meters import Figures, TaskMetric
+from compress.support.meters import Figures, TaskMetric
 from compress.tasks.average_precision import Detections
 from compress.tasks.base import Loss, Task, squared_distance
 from compress.tasks.segmentation import figure_name, palette

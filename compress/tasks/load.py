@@ -9,17 +9,17 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from compress.detectors import DetectorHead, is_detector
+from compress.detection.detectors import DetectorHead, is_detector
+from compress.detection.two_stage import TwoStageHead, is_two_stage
 from compress.errors import DataError, RecipeError, near_misses
-from compress.imports import imported, is_import_path
-from compress.meters import task_metric
-from compress.models import ModelSpec, build_whole
+from compress.models.by_name import ModelSpec, build_whole
+from compress.support.imports import imported, is_import_path
+from compress.support.meters import task_metric
 from compress.tasks.base import Loss, Task
 from compress.tasks.classification import classification
 from compress.tasks.detection import detection
 from compress.tasks.own import one_or_all, own
 from compress.tasks.segmentation import LOSSES, segmentation
-from compress.two_stage import TwoStageHead, is_two_stage
 
 TaskName = Literal["classification", "segmentation", "detection", "own"]
 TASKS: tuple[TaskName, ...] = get_args(TaskName)

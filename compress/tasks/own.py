@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from compress.meters import TaskMetric
+from compress.support.meters import TaskMetric
 from compress.tasks.base import Loss, Task, squared_distance
 from compress.tasks.detection import check_rows, output_tuple
 

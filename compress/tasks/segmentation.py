@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from compress.errors import ModelError
-from compress.meters import Figures, TaskMetric
+from compress.support.meters import Figures, TaskMetric
 from compress.tasks.base import Loss, Task, first_tensor, soft_distance
 from compress.tasks.evidence import Confusions
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compress.data.preprocessing import Preprocessing
 from compress.errors import RecipeError
-from compress.imports import imported, is_import_path
+from compress.support.imports import imported, is_import_path
 from compress.training.spec import MIXES, TrainSpec
 
 Augment = Callable[[Any, Any], tuple[Any, Any]]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import CheckpointError, RecipeError
-from compress.meters import TaskMetric
+from compress.support.meters import TaskMetric
 from compress.training.log import EpochRow, best_row
 from compress.training.spec import TrainSpec
 

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import CheckpointError, first_few
+from compress.models.weights import mask_hint
 from compress.training.average import WeightAverage
 from compress.training.best import BestWeights, best_state
 from compress.training.tensor_file import Contents, read_tensors, write_tensors
-from compress.weights import mask_hint
 
 _SINCE = {"data_digest": 2}
 """Keys of an identity, by the format of the first files that have them; older files say nothing of them."""

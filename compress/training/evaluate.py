@@ -11,8 +11,8 @@ from torch import nn
 
 from compress.data.base import BatchPlan, Split
 from compress.errors import DataError, RecipeError
-from compress.meters import Meter
-from compress.progress import NoProgress, Progress
+from compress.support.meters import Meter
+from compress.support.progress import NoProgress, Progress
 from compress.tasks import Task, classification
 from compress.training.distributed import SINGLE, Processes
 from compress.training.outputs import OutputsOf, outputs_of

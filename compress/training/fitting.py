@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from compress.data.base import DataSet
 from compress.data.loader import loader_data
 from compress.errors import DataError, RecipeError
-from compress.meters import MeanOf, TaskMetric, task_metric
+from compress.support.meters import MeanOf, TaskMetric, task_metric
 from compress.tasks import Task, classification
 from compress.tasks.load import own_loss
 from compress.tasks.own import own
@@ -44,7 +44,7 @@ def fit(
         val: a loader to evaluate on, for a DataLoader; None = the training images.
         loss: (outputs, targets) -> the mean loss of a batch, given the model's outputs as they are; None = the task's,
             cross entropy of the logits without a task.
-        metric: what `compress.meters.task_metric` takes; None = top-1 without a loss of one's own, else the loss.
+        metric: what `meters.task_metric` takes; None = top-1 without a loss of one's own, else the loss.
         batch_size: images of a step; None = the loader's.
         folder: takes checkpoints and the log; None = no files.
         task: loss and metric of a recipe; not with `loss` or `metric`.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from compress.meters import TaskMetric
+from compress.support.meters import TaskMetric
 from compress.training.evaluate import Evaluation
 from compress.training.tensor_file import writing
 

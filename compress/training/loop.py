@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from compress.data.base import Batch, BatchPlan, DataSet, hash_seed
 from compress.errors import CheckpointError, CompressError, DataError
-from compress.progress import Progress
+from compress.support.progress import Progress
 from compress.tasks import Task, classification
 from compress.training.augment import make_augment
 from compress.training.average import WeightAverage

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from compress.errors import RecipeError, near_misses
-from compress.imports import imported, is_import_path
+from compress.support.imports import imported, is_import_path
 from compress.training.spec import TrainSpec
 
 WARMUP_START = 0.01  # of the peak

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from compress.errors import CheckpointError, CompressError
+from compress.support.validation import parse
 from compress.training.evaluate import Evaluation
 from compress.training.log import EpochRow
 from compress.training.tensor_file import Contents
-from compress.validation import parse
 
 
 @dataclass

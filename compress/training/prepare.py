@@ -23,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from compress.data.base import Batch, Split
 from compress.errors import DataError, ModelError, RecipeError
 from compress.graph.inputs import flat_tensors
-from compress.meters import whole
 from compress.qat_fusion.fuse import fuse_for_training, is_fusible, pays_off
 from compress.qat_fusion.int8 import Forward
 from compress.qat_fusion.regions import compile_regions
+from compress.support.meters import whole
 from compress.tasks import Task
 from compress.training.distributed import Processes
 from compress.training.evaluate import modes_restored

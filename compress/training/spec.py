@@ -7,8 +7,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from compress.errors import RecipeError, near_misses
-from compress.imports import is_import_path
-from compress.validation import AtLeastOne, NotNegative, NotNegativeInt, Positive, Seed, Share, ShareBelowOne, validate
+from compress.support.imports import is_import_path
+from compress.support.validation import (
+    AtLeastOne,
+    NotNegative,
+    NotNegativeInt,
+    Positive,
+    Seed,
+    Share,
+    ShareBelowOne,
+    validate,
+)
 
 OPTIMIZERS = ("sgd", "adamw")
 SCHEDULES = ("cosine", "constant", "step", "one_cycle")

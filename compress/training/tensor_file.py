@@ -23,7 +23,7 @@ from torch import Tensor
 
 from compress.errors import CheckpointError
 from compress.files import parse_json, replacing
-from compress.validation import parse
+from compress.support.validation import parse
 
 VERSION = 2
 HEADER, CHECKSUM = "compress", "sha256"

@@ -13,7 +13,7 @@ from compress.cli.app import app
 from compress.errors import EngineError
 from compress.pipeline import run
 from compress.pipeline.folder import open_run
-from compress.recipe import load_recipe, parse_recipe
+from compress.recipe.tree import load_recipe, parse_recipe
 from tests.engines.models import classifier
 
 TREE = {
@@ -32,7 +32,7 @@ def compress(*arguments):
 
 
 def test_an_onnx_file_becomes_an_engine_and_commands(tmp_path):
-    path = classifier(tmp_path / "m.onnx", metadata={"compress.recipe": "0123"})
+    path = classifier(tmp_path / "m.onnx", metadata={"compress.recipe.tree": "0123"})
     done = compress("build", "onnx", path, "--engine", "tensorrt-rtx", "--sm", "89,120", "--json")
     assert done.exit_code == 0, done.exception
     printed = json.loads(done.stdout)

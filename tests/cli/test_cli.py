@@ -18,7 +18,7 @@ from typer.main import get_command
 from compress.cli.app import app
 from compress.cli.console import VERBOSITY, progress
 from compress.pipeline.folder import open_run
-from compress.recipe import load_recipe
+from compress.recipe.tree import load_recipe
 from compress.version import DISTRIBUTION, __version__
 
 ROOT = Path(__file__).parents[2]

@@ -7,10 +7,10 @@ import torch
 import torchvision
 
 from compress.errors import ModelError, RecipeError
-from compress.models import ModelSpec, build_model
+from compress.models.by_name import ModelSpec, build_model
 from compress.plots.style import WIDE, settle, styled
 from compress.plots.tradeoff import Point, draw_tradeoff
-from compress.recipe import load_recipe
+from compress.recipe.tree import load_recipe
 from compress.roofline import DEVICE_NAMES
 
 

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from compress.cli.app import app
 from compress.errors import RecipeError
-from compress.recipe import load_recipe
+from compress.recipe.tree import load_recipe
 
 
 def invoke(*words):

@@ -7,7 +7,7 @@ import onnx
 import pytest
 
 from compress.onnx_ptq.quantize import quantize_onnx
-from compress.recipe import load_recipe
+from compress.recipe.tree import load_recipe
 from tests.onnx_ptq.files import batches, export, run, sqnr
 from tests.onnx_ptq.test_improve import unequal
 

@@ -17,7 +17,7 @@ from compress.data.nvjpeg import nvjpeg
 from compress.errors import DataError
 from compress.pipeline.folder import open_run
 from compress.pipeline.run import Run
-from compress.recipe import load_recipe
+from compress.recipe.tree import load_recipe
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from compress.errors import EngineError, EngineUnavailableError
 from compress.measure import BenchSpec, check_bench_spec
 from compress.pipeline.network import NetworkFiles
 from compress.pipeline.steps.evaluate import bench
-from compress.progress import NoProgress
+from compress.support.progress import NoProgress
 from tests.engines.models import classifier
 from tests.measure.fakes import GivenEngine
 

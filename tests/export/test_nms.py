@@ -9,7 +9,7 @@ import torch
 from torchvision.models.detection import RetinaNet
 
 import compress
-from compress.detectors import DetectorHead, DetectorNetwork
+from compress.detection.detectors import DetectorHead, DetectorNetwork
 from compress.errors import ExportError, ModelError
 from compress.export.nms import NMS_OUTPUTS, export_with_nms
 from compress.export.onnx import export_onnx

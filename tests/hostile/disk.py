@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from compress.pipeline.folder import open_run
-from compress.recipe import parse_recipe
+from compress.recipe.tree import parse_recipe
 
 NOBODY = 65534
 

@@ -28,13 +28,13 @@ from compress.data.spec import DataSpec
 from compress.engines.onnx_file import read_onnx
 from compress.engines.tensorrt.metadata import read_metadata
 from compress.errors import AuditError, CheckpointError, CompressError, DataError, EngineError, RecipeError, RunError
+from compress.models.weights import read_state_dict
 from compress.onnx_ptq.to_torch.network import from_onnx
 from compress.pipeline.folder import open_run, recipe_of
-from compress.recipe import load_recipe, parse_recipe
+from compress.recipe.tree import load_recipe, parse_recipe
 from compress.records import read_run
 from compress.training import init_processes
 from compress.training.distributed import SINGLE
-from compress.weights import read_state_dict
 
 DEEP = "[" * 100_000
 LAUGHS = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(

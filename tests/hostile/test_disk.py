@@ -22,7 +22,7 @@ from compress.pipeline.folder import open_run
 from compress.plots.style import save_figure
 from compress.quantization.ptq.adaround import adaround
 from compress.quantization.spec import AdaRoundSpec
-from compress.recipe import parse_recipe
+from compress.recipe.tree import parse_recipe
 from compress.training.log import write_log
 from tests.hostile.disk import read_only, room_for
 

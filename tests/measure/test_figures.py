@@ -8,7 +8,7 @@ from compress.engines import TorchEngine, build_engine
 from compress.errors import DataError, EngineError
 from compress.export.onnx import export_onnx
 from compress.measure import compare_figures, measure_metric
-from compress.meters import task_metric
+from compress.support.meters import task_metric
 from compress.tasks import segmentation
 
 IMAGES = torch.randn(7, 2, 8, 12, generator=torch.Generator().manual_seed(1))

@@ -10,7 +10,7 @@ from onnx import helper
 
 import compress
 from compress.errors import ModelError, QuantizationError
-from compress.models import ModelSpec, build_model
+from compress.models.by_name import ModelSpec, build_model
 from compress.quantization.report import placement_of
 from compress.quantization.spec import TARGETS, QuantSpec
 from tests.networks import TinyResNet, with_statistics

@@ -22,7 +22,7 @@ import torch
 
 from compress.errors import CompressError
 from compress.pipeline import run
-from compress.recipe import Recipe
+from compress.recipe.tree import Recipe
 
 Kind = Literal["fails", "cut", "dies", "full"]
 KINDS: tuple[Kind, ...] = ("fails", "cut", "dies", "full")

@@ -11,7 +11,7 @@ from compress.pipeline.folder import read_state
 from compress.pipeline.run import Run
 from compress.pipeline.steps.audit import check_required
 from compress.pipeline.studies.explore import FORMS, Form, FormResult, best, with_overrides
-from compress.recipe import parse_recipe
+from compress.recipe.tree import parse_recipe
 
 TREE = {
     "model": {"name": "tests.networks:tiny"},

@@ -13,7 +13,7 @@ from compress.pipeline.folder import open_run
 from compress.pipeline.run import Run
 from compress.pipeline.steps.float import build_float
 from compress.pipeline.steps.ptq import ptq_step
-from compress.recipe import load_recipe, parse_recipe
+from compress.recipe.tree import load_recipe, parse_recipe
 
 TREE = {
     "model": {"name": "tests.networks:tiny"},

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from compress.pipeline import run
-from compress.recipe import parse_recipe
+from compress.recipe.tree import parse_recipe
 from tests.pipeline.inject import DIED, REFUSED, digests, disturbed, happens, operations
 
 RECIPE = parse_recipe(

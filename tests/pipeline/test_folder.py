@@ -15,7 +15,7 @@ from compress.data.spec import DataSpec
 from compress.errors import CompressError, ExportError, RunError
 from compress.pipeline import run
 from compress.pipeline.folder import open_run, read_state, recipe_of
-from compress.recipe import parse_recipe
+from compress.recipe.tree import parse_recipe
 
 RECIPE = parse_recipe({"train": {"epochs": 1}})
 

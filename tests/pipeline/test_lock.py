@@ -10,7 +10,7 @@ import pytest
 from compress.errors import RunError
 from compress.pipeline.folder import open_run
 from compress.pipeline.lock import lock_folder
-from compress.recipe import parse_recipe
+from compress.recipe.tree import parse_recipe
 
 RECIPE = parse_recipe({})
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import compress
 from compress.pipeline import run
-from compress.recipe import parse_recipe
+from compress.recipe.tree import parse_recipe
 from compress.records import read_run
 from tests.networks import TinyResNet, with_statistics
 from tests.onnx_ptq.files import export

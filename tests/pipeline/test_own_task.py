@@ -11,7 +11,7 @@ from torch import nn
 from compress.errors import RunError
 from compress.pipeline import run
 from compress.pipeline.predict import predict
-from compress.recipe import parse_recipe
+from compress.recipe.tree import parse_recipe
 
 IMAGES = torch.rand(8, 4, 8, 12, generator=torch.Generator().manual_seed(0))
 DEPTH = IMAGES.mean(1, keepdim=True)

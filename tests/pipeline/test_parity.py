@@ -12,7 +12,7 @@ from compress.errors import RecipeError, RunError
 from compress.pipeline.studies.parity import parity_of_recipe, parity_of_run
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.report import placement_of
-from compress.recipe import parse_recipe
+from compress.recipe.tree import parse_recipe
 from tests.networks import tiny
 
 TREE = {

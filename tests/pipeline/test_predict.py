@@ -12,7 +12,7 @@ from torch import nn
 from compress.errors import DataError
 from compress.pipeline import run
 from compress.pipeline.predict import predict
-from compress.recipe import parse_recipe
+from compress.recipe.tree import parse_recipe
 from tests.data import test_boxes, test_masks
 from tests.tiny_detectors import retinanet
 

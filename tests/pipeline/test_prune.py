@@ -17,7 +17,7 @@ from compress.data.memory import MemorySplit
 from compress.errors import AuditError, RecipeError
 from compress.pipeline import run
 from compress.pipeline.again import export_again
-from compress.recipe import parse_recipe
+from compress.recipe.tree import parse_recipe
 
 TREE = {
     "model": {"name": "tests.networks:tiny", "options": {"width": 16}},

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from compress.pipeline import run
-from compress.progress import NoProgress
-from compress.recipe import parse_recipe
+from compress.recipe.tree import parse_recipe
+from compress.support.progress import NoProgress
 
 MOMENTS = [("calibrate", 1), ("qat", 3), ("qat: evaluate", 1), ("accuracy: torch", 1)]
 """Task, and how far it comes before Ctrl-C is pressed."""

@@ -19,7 +19,7 @@ from compress.measure.metric import Metric
 from compress.pipeline import default_folder, run
 from compress.pipeline.again import bench_again, export_again, networks_of, variants_in
 from compress.pipeline.folder import open_run, recipe_of
-from compress.recipe import parse_recipe
+from compress.recipe.tree import parse_recipe
 
 ROOT = Path(__file__).parents[2]
 TREE = {

@@ -7,7 +7,7 @@ import pytest
 
 from compress.errors import RunError, SearchError
 from compress.pipeline.studies.search import search_run, search_worker
-from compress.recipe import load_recipe, parse_recipe
+from compress.recipe.tree import load_recipe, parse_recipe
 
 TREE = {
     "model": {"name": "tests.search.nets:narrow"},

@@ -15,7 +15,7 @@ from compress.pipeline.studies.sensitivity import sensitivity_run
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.report import placement_of
 from compress.quantization.sensitivity.mixed import mixed_spec
-from compress.recipe import load_recipe, parse_recipe
+from compress.recipe.tree import load_recipe, parse_recipe
 
 TREE = {
     "model": {"name": "tests.networks:tiny"},

@@ -17,7 +17,7 @@ from compress.pipeline.steps.slower import keep_slower, layers_of, slower
 from compress.pipeline.studies.faster import faster
 from compress.quantization.ptq.quantize import quantize_targets
 from compress.quantization.spec import QuantSpec, Rule
-from compress.recipe import load_recipe
+from compress.recipe.tree import load_recipe
 from compress.records.files import SLOWER
 from compress.records.rows import LayerCost, SlowRow
 from compress.report import write_report

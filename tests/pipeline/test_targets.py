@@ -17,11 +17,11 @@ from compress.pipeline import run
 from compress.pipeline.again import bench_again, export_again, networks_of
 from compress.pipeline.bundle import write_bundle
 from compress.pipeline.predict import predict
-from compress.progress import NoProgress
 from compress.quantization.ptq.quantize import quantize, quantize_targets
 from compress.quantization.quantizer import quantizers
-from compress.recipe import parse_recipe
+from compress.recipe.tree import parse_recipe
 from compress.records import read_run, summary_table
+from compress.support.progress import NoProgress
 from tests.networks import tiny
 
 TREE = {

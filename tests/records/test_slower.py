@@ -8,7 +8,7 @@ import yaml
 
 from compress.measure.metric import Metric
 from compress.quantization.spec import Rule
-from compress.recipe import parse_recipe
+from compress.recipe.tree import parse_recipe
 from compress.records.files import SLOWER
 from compress.records.rows import LayerCost, MixedRow, SlowRow
 from compress.records.slower import costly, not_faster, rules_text, slower_sentences

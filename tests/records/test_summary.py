@@ -10,7 +10,7 @@ from compress.records.foreign import foreign_files
 from compress.records.run import RunData
 from compress.records.summary import SUMMARY_COLUMNS, summary_notes, summary_table, unavailable_engines
 from compress.report.headline import headline
-from compress.text import in_bytes, significant
+from compress.support.text import in_bytes, significant
 from tests.report.sample import metric, sample_metrics
 
 

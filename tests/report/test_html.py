@@ -4,7 +4,7 @@ from importlib.resources import files
 import pytest
 
 from compress.records import read_run, summary_table
-from compress.text import plain
+from compress.support.text import plain
 from tests.report.conftest import HOSTILE
 from tests.report.page import Page
 from tests.report.sample import resnet50_layers, sample_placement

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from compress.progress import NoProgress
 from compress.search.bound import NEAR, corrected, go_on
 from compress.search.latency_model import Sample, check, fit
 from compress.search.space import key_of
 from compress.search.start import best_within
 from compress.search.timing import Timed
 from compress.search.trials import open_study, results
+from compress.support.progress import NoProgress
 from tests.search.test_models import COSTS, known_time, networks
 from tests.search.test_models import SPACE as NETWORKS
 from tests.search.worker import SPACE, figures

@@ -11,7 +11,7 @@ from torch import nn
 
 import compress
 from compress.errors import EngineError, SearchError
-from compress.recipe import parse_recipe
+from compress.recipe.tree import parse_recipe
 from compress.search.front import Point, choose, pareto
 from compress.search.lab import Figures
 from compress.search.search import check_request

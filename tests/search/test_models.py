@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.errors import SearchError
-from compress.progress import NoProgress
 from compress.search import multiple
 from compress.search.accuracy_model import rate_choices
 from compress.search.costs import Costs
@@ -23,6 +22,7 @@ from compress.search.spec import SearchSpec
 from compress.search.start import best_within, otherwise, uniform
 from compress.search.structure import analyse
 from compress.search.timing import Timed
+from compress.support.progress import NoProgress
 from tests.networks import network
 
 STRUCTURE = analyse(network(), torch.randn(2, 3, 16, 16))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from compress.errors import SearchError
-from compress.models import ModelSpec, build_model
+from compress.models.by_name import ModelSpec, build_model
 from compress.search.criteria import channel_scores
 from compress.search.network import apply, distance, reconstruct, removed_classes
 from compress.search.space import make_space

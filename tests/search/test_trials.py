@@ -9,8 +9,8 @@ import optuna
 import pytest
 
 from compress.errors import EngineError, SearchError
-from compress.progress import NoProgress
 from compress.search.trials import add_starts, failures, open_study, reclaim, results, run_trials
+from compress.support.progress import NoProgress
 from tests.search.worker import SPACE, STARTS, figures, work
 
 

@@ -3,10 +3,10 @@
 import sys
 import time
 
-from compress.progress import NoProgress
 from compress.search.lab import Figures
 from compress.search.space import Space
 from compress.search.trials import add_starts, open_study, run_trials
+from compress.support.progress import NoProgress
 
 SPACE = Space(elements={f"width {i}": ("4", "3", "2", "1") for i in range(3)})
 STARTS = {f"start {width}": dict.fromkeys(SPACE.elements, str(width)) for width in range(1, 5)}

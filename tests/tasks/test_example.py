@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from compress.data import load_data
-from compress.models import build_model
-from compress.progress import NoProgress
-from compress.recipe import load_recipe
+from compress.models.by_name import build_model
+from compress.recipe.tree import load_recipe
+from compress.support.progress import NoProgress
 from compress.tasks import make_task
 from compress.training import TrainSpec, fit
 

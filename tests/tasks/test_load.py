@@ -5,7 +5,7 @@ import torch
 from torchmetrics.regression import MeanSquaredError
 
 from compress.errors import DataError, RecipeError
-from compress.meters import TaskMetric, task_metric
+from compress.support.meters import TaskMetric, task_metric
 from compress.tasks import make_task
 
 LABELS = ("a", "b", "c")

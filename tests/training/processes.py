@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 import compress
 from compress.data.base import BatchPlan
 from compress.errors import CheckpointError, CompressError
-from compress.progress import NoProgress
+from compress.support.progress import NoProgress
 from compress.training import TrainSpec, evaluate, fit, init_processes, save_model
 from tests.training.toy import CLASSES, WithAuxiliary, convnet, smooth, toy_data
 

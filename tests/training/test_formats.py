@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from compress.errors import CheckpointError
-from compress.progress import NoProgress
+from compress.support.progress import NoProgress
 from compress.training import TrainSpec, fit, load_model
 from tests.training.toy import linear, toy_data
 

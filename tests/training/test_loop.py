@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from compress.data.base import BatchPlan, DataSet
 from compress.errors import CheckpointError, CompressError, DataError, ModelError, RecipeError
-from compress.progress import NoProgress
+from compress.support.progress import NoProgress
 from compress.tasks import classification
 from compress.training import Processes, QATSpec, TrainSpec, evaluate, fit
 from compress.training.passes import recordable

@@ -14,7 +14,7 @@ from compress.quantization.learned import learn_scales
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.quantizer import quantizers
 from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
-from compress.recipe import parse_recipe
+from compress.recipe.tree import parse_recipe
 from compress.training import QATSpec, TrainSpec, evaluate, fit
 from compress.training.average import WeightAverage
 from tests.training.toy import convnet, linear, toy_data

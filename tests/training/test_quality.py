@@ -12,8 +12,8 @@ from torchvision.transforms import v2
 from compress.data.base import DataSet
 from compress.data.preprocessing import Preprocessing
 from compress.errors import RecipeError
-from compress.progress import NoProgress
-from compress.recipe import parse_recipe
+from compress.recipe.tree import parse_recipe
+from compress.support.progress import NoProgress
 from compress.tasks import segmentation
 from compress.training import TrainSpec, check_train_spec, evaluate, fit
 from compress.training.augment import make_augment

@@ -34,7 +34,7 @@ from compress.engines.cuda.tuning import (
 )
 from compress.errors import EngineError
 from compress.kernels.triton.ahead import compile_requests
-from compress.progress import NoProgress, Progress
+from compress.support.progress import NoProgress, Progress
 
 _QUIET = NoProgress()
 _COPIED_BYTES = 4 << 20

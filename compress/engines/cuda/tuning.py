@@ -22,7 +22,7 @@ from compress.engines.cuda.plan.steps import Step
 from compress.engines.cuda.timing import launch_ms
 from compress.errors import EngineError
 from compress.kernels.triton.ahead import Request, recorded
-from compress.progress import NoProgress, Progress
+from compress.support.progress import NoProgress, Progress
 
 _QUIET = NoProgress()
 

@@ -32,7 +32,7 @@ from compress.engines.tensorrt.progress import BuildProgress
 from compress.errors import EngineError, EngineUnavailableError
 from compress.export.names import RECIPE_KEY, VARIANT_KEY, is_sparse
 from compress.files import replacing, write_json, write_text
-from compress.progress import NoProgress, Progress
+from compress.support.progress import NoProgress, Progress
 
 _QUIET = NoProgress()
 _DEFAULTS = TensorRTOptions()

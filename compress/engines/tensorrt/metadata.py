@@ -21,7 +21,7 @@ from compress.engines.tensorrt.library import BUILDERS, FLAVOURS
 from compress.engines.tensorrt.options import Profile
 from compress.errors import EngineError
 from compress.files import read_json
-from compress.validation import parse
+from compress.support.validation import parse
 
 _FORMAT = 1
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from compress.progress import Progress
+from compress.support.progress import Progress
 
 UNITS = 100
 """Steps of the bar."""

@@ -14,9 +14,9 @@ from compress.errors import EngineError, EngineUnavailableError
 from compress.files import write_text
 from compress.measure import BenchSpec
 from compress.pipeline.run import Run
-from compress.progress import Progress
 from compress.records.files import BUILT_ENGINES
 from compress.records.rows import BuiltRow
+from compress.support.progress import Progress
 from compress.variants import Variant
 
 

@@ -15,14 +15,14 @@ from compress.data.memory import MemorySplit
 from compress.engines import Engine
 from compress.errors import DataError, EngineError, EngineUnavailableError
 from compress.files import read_regular
-from compress.limits import IMAGE_PIXELS
 from compress.measure import BenchSpec
 from compress.measure.end_to_end import EndToEnd, Picture, measure_end_to_end
 from compress.pipeline.again import finished_run, networks_of
 from compress.pipeline.run import Run
-from compress.progress import NoProgress, Progress
 from compress.records.files import END_TO_END
 from compress.records.rows import Breakdown
+from compress.support.limits import IMAGE_PIXELS
+from compress.support.progress import NoProgress, Progress
 
 _QUIET = NoProgress()
 _ENDINGS = frozenset({".jpg", ".jpeg", ".png"})

@@ -30,8 +30,8 @@ from compress.pipeline.run import Run
 from compress.pipeline.steps.answers import Answers, answers_of, keep_comparisons
 from compress.pipeline.steps.judge import evaluation_batch, judge
 from compress.pipeline.steps.slower import keep_slower, slower
-from compress.progress import Progress
 from compress.quantization.spec import QuantSpec, Target
+from compress.support.progress import Progress
 from compress.training import QATSpec
 from compress.variants import Variant
 

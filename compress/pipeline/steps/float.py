@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from compress.data.classes import class_count
-from compress.models import BuiltModel, build_model_with_notes
+from compress.models.by_name import BuiltModel, build_model_with_notes
 from compress.pipeline.run import Run
 from compress.pipeline.steps.training import facts_of, save_variant, train
-from compress.recipe import Recipe
+from compress.recipe.tree import Recipe
 from compress.training import load_model
 from compress.variants import Variant
 

@@ -13,9 +13,9 @@ from compress.data.preprocessing import Preprocessing
 from compress.engines import Engine
 from compress.measure import EngineFigures, measure_accuracy, measure_metric
 from compress.measure.figures import kept_images
-from compress.meters import Meter
 from compress.pipeline.run import Run
 from compress.pipeline.steps.answers import Answers
+from compress.support.meters import Meter
 from compress.tasks.classification import TOP1
 
 _CLASSIFICATION_BATCH = 32

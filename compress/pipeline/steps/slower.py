@@ -15,12 +15,12 @@ from compress.measure import BenchSpec
 from compress.measure.layer_times import LayerTimes, measure_engine_layers
 from compress.measure.metric import Metric
 from compress.pipeline.network import NetworkFiles
-from compress.progress import NoProgress, Progress
 from compress.quantization.spec import Target
 from compress.records.files import SLOWER
 from compress.records.rows import LayerCost, SlowRow
 from compress.records.slower import not_faster
 from compress.records.summary import family
+from compress.support.progress import NoProgress, Progress
 from compress.variants import Variant
 
 _ENGINES = ("openvino", "onnxruntime")

@@ -14,6 +14,7 @@ from compress.data.base import BatchPlan
 from compress.errors import AuditError, ModelError, RooflineError, RunError
 from compress.export.names import module_prefix
 from compress.files import read_json, write_json
+from compress.models.weights import read_state_dict
 from compress.pipeline.network import stem
 from compress.pipeline.run import Run
 from compress.pipeline.steps.training import facts_of, save_variant, train
@@ -26,7 +27,6 @@ from compress.sparsity.sparsifier import mask_options, sparsify
 from compress.sparsity.spec import Pattern, SparsitySpec, check_sparsity_spec
 from compress.training import load_model, recalibrate_batchnorm, save_model
 from compress.variants import Variant
-from compress.weights import read_state_dict
 
 GPU = "a100"
 """The device that a run's report names a bound for: the first kind that has 2:4 tensor cores."""

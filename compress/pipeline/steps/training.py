@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from compress.data.classes import class_count
-from compress.meters import TaskMetric
-from compress.models import build_model
+from compress.models.by_name import build_model
 from compress.pipeline.run import Run
+from compress.support.meters import TaskMetric
 from compress.training import TrainReport, TrainSpec, fit, save_model
 from compress.training.loop import AfterStep
 from compress.variants import Variant

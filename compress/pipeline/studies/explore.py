@@ -29,10 +29,10 @@ from compress.errors import AuditError, CompressError, RecipeError
 from compress.export.names import module_of
 from compress.export.onnx import export_onnx
 from compress.measure.parity import compare_logits
-from compress.progress import NoProgress, Progress
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import QuantSpec, Rule
-from compress.recipe import Recipe, parse_recipe
+from compress.recipe.tree import Recipe, parse_recipe
+from compress.support.progress import NoProgress, Progress
 
 LEAST_AGREEMENT = 0.98
 """Share of images whose class must be the float network's, for a form to be chosen."""

@@ -25,13 +25,13 @@ from compress.pipeline.run import Run
 from compress.pipeline.steps.judge import evaluation_batch, judge
 from compress.pipeline.steps.ptq import calibration_images
 from compress.pipeline.steps.slower import precision_of
-from compress.progress import NoProgress, Progress
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import QuantSpec, Rule, Target
 from compress.records.files import SLOWER
 from compress.records.rows import MixedRow, SlowRow
 from compress.records.slower import costly
 from compress.records.summary import family
+from compress.support.progress import NoProgress, Progress
 from compress.variants import Variant
 
 _SHARES = (0.25, 0.5, 1.0)

@@ -16,17 +16,17 @@ from compress.errors import EngineError, RecipeError
 from compress.export.onnx import export_onnx
 from compress.files import write_text
 from compress.measure.prices import MENDED, Price, measure_prices
-from compress.meters import TaskMetric
 from compress.onnx_ptq.mend import mend_onnx
 from compress.onnx_ptq.quantize import quantize_onnx
 from compress.pipeline.again import finished_run, network
 from compress.pipeline.run import task_of
 from compress.pipeline.steps.float import build_float
-from compress.progress import Progress
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.mend import Mended, mend
 from compress.quantization.spec import QuantSpec
-from compress.recipe import Recipe
+from compress.recipe.tree import Recipe
+from compress.support.meters import TaskMetric
+from compress.support.progress import Progress
 from compress.tasks.classification import TOP1
 from compress.variants import Variant
 

@@ -19,7 +19,6 @@ from compress.export.onnx import export_onnx
 from compress.files import write_text
 from compress.measure import EngineFigures, compare_figures, measure_latency
 from compress.measure.layer_times import measure_engine_layers
-from compress.meters import TaskMetric
 from compress.pipeline.run import Run
 from compress.pipeline.steps.judge import judge
 from compress.pipeline.studies.sensitivity import Measured, calibration_batches
@@ -27,6 +26,7 @@ from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.mixed import FLOAT, front, mixed_spec
 from compress.quantization.spec import QuantSpec
 from compress.roofline.model import find_device, roofline
+from compress.support.meters import TaskMetric
 from compress.tasks.classification import TOP1
 
 ENGINE = "openvino"

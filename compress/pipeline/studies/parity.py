@@ -18,7 +18,7 @@ from compress.measure.layer_parity import TOLERANCE, LayerParity, layer_parity
 from compress.pipeline.again import finished_run, network, variants_in
 from compress.pipeline.steps.float import build_float
 from compress.quantization.ptq.quantize import quantize_targets
-from compress.recipe import Recipe
+from compress.recipe.tree import Recipe
 from compress.variants import Variant
 
 ENGINES = ("onnxruntime", "openvino")

@@ -14,13 +14,11 @@ from compress.data.load import load_data
 from compress.errors import RunError, SearchError
 from compress.files import write_json
 from compress.measure import describe_machine
-from compress.meters import amount_of
 from compress.pipeline.folder import RunFolder, open_run, read_state, recipe_of
 from compress.pipeline.run import Run
 from compress.pipeline.steps.float import build_float, float_step
 from compress.pipeline.studies.search_attempt import attempt, export_open, measure_files
-from compress.progress import NoProgress, Progress
-from compress.recipe import Recipe
+from compress.recipe.tree import Recipe
 from compress.report.search_page import write_search_report
 from compress.search.attempts import after, best, order
 from compress.search.front import Front
@@ -29,7 +27,9 @@ from compress.search.outcome import Attempt, Bound, Outcome
 from compress.search.search import check_request, search
 from compress.search.space import make_space
 from compress.search.structure import analyse
-from compress.text import scored
+from compress.support.meters import amount_of
+from compress.support.progress import NoProgress, Progress
+from compress.support.text import scored
 from compress.training import load_model
 from compress.variants import Variant
 

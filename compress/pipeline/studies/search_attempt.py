@@ -13,11 +13,11 @@ from compress.engines import build_engine
 from compress.export.onnx import export_onnx
 from compress.files import write_text
 from compress.measure import measure_latency
-from compress.models import ModelSpec
+from compress.models.by_name import ModelSpec
 from compress.pipeline.commands import run as run_recipe
 from compress.pipeline.run import Run
 from compress.pipeline.steps.judge import judge
-from compress.recipe import Recipe
+from compress.recipe.tree import Recipe
 from compress.search.front import Front, Point
 from compress.search.lab import quantization_of, sparsity_spec, time_ratio
 from compress.search.outcome import Attempt

@@ -21,7 +21,6 @@ from compress.pipeline.run import Run
 from compress.pipeline.steps.float import build_float, float_step
 from compress.plots.sensitivity import draw_sensitivity
 from compress.plots.style import WIDE, save_figure, styled
-from compress.progress import NoProgress, Progress
 from compress.quantization.placement.rules import LayerSettings
 from compress.quantization.ptq.prepare import float_graph
 from compress.quantization.sensitivity.mixed import with_weight_bits
@@ -33,8 +32,9 @@ from compress.quantization.sensitivity.sensitivity import (
     sensitivity,
 )
 from compress.quantization.spec import QuantSpec, check_quant_spec
-from compress.recipe import Recipe
+from compress.recipe.tree import Recipe
 from compress.report.sensitivity import sensitivity_csv, sensitivity_markdown
+from compress.support.progress import NoProgress, Progress
 from compress.tasks.classification import TOP1
 
 STEP = SENSITIVITY

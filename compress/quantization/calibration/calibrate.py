@@ -23,7 +23,6 @@ from compress.graph.alone import alone
 from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.report import attach_report
 from compress.graph.sizes import size_remark
-from compress.progress import NoProgress, Progress
 from compress.quantization.calibration.averages import raised_ranges
 from compress.quantization.calibration.calibrator import Calibrator
 from compress.quantization.calibration.calibrators import make_calibrator
@@ -33,6 +32,7 @@ from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.quantizer import Quantizer, quantizers
 from compress.quantization.report import CalibrationReport, placement_of, quantization_report_of
 from compress.quantization.spec import ActivationSpec, WeightSpec
+from compress.support.progress import NoProgress, Progress
 
 
 @alone

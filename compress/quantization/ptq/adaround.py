@@ -30,14 +30,14 @@ from compress.files import replacing
 from compress.graph.named import stored_name
 from compress.graph.ops import node_kind
 from compress.kernels.memory_format import along_axis
-from compress.progress import NoProgress, Progress
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.ptq.rows import sampled_rows
 from compress.quantization.ptq.walk import Visit, walk
 from compress.quantization.quantizer import Quantizer
 from compress.quantization.report import Rounding, placement_of
 from compress.quantization.spec import AdaRoundSpec
-from compress.validation import validate
+from compress.support.progress import NoProgress, Progress
+from compress.support.validation import validate
 
 CHECK_EVERY = 50
 """Steps between looks at whether all roundings are decided."""

@@ -24,7 +24,6 @@ from compress.graph.canonical import canonical_graph
 from compress.graph.compare import Reference
 from compress.graph.inputs import Inputs
 from compress.graph.report import attach_report
-from compress.progress import Progress
 from compress.quantization.ptq.adaround import Rounder
 from compress.quantization.ptq.bias_correction import IMAGES, correct_bias_analytic, correct_to_targets
 from compress.quantization.ptq.reconstruct import reconstruct
@@ -32,6 +31,7 @@ from compress.quantization.ptq.smoothquant import smooth
 from compress.quantization.ptq.walk import Visit, walk
 from compress.quantization.report import Correction, QuantizationReport, Smoothing, quantization_report_of
 from compress.quantization.spec import QuantSpec
+from compress.support.progress import Progress
 
 
 def needs_data_twice(spec: QuantSpec) -> bool:

@@ -14,7 +14,6 @@ from compress.graph.batches import Batches
 from compress.graph.canonical import canonical_graph
 from compress.graph.float_model import check_float_model
 from compress.graph.inputs import Inputs
-from compress.progress import Progress
 from compress.quantization.calibration.calibrate import calibrate, check_batches, take_ranges
 from compress.quantization.placement.closed import around_closed, closed_branches
 from compress.quantization.placement.insert import insert_quantizers
@@ -31,6 +30,7 @@ from compress.quantization.ptq.guard import (
 from compress.quantization.ptq.improve import improve, needs_data_twice, smoothed
 from compress.quantization.report import CalibrationReport, quantization_report_of
 from compress.quantization.spec import QuantSpec, Target, check_quant_spec
+from compress.support.progress import Progress
 
 
 @alone

@@ -24,7 +24,6 @@ from torch.nn.utils import parametrize
 
 from compress.graph.named import stored_name
 from compress.kernels.memory_format import along_axis
-from compress.progress import NoProgress, Progress
 from compress.quantization.learned import learned_fake_quantize
 from compress.quantization.numerics import scale_from_amax
 from compress.quantization.ptq.adaround import CHECK_EVERY, beta_at, inverse_rounding, soft_rounding
@@ -33,6 +32,7 @@ from compress.quantization.ptq.walk import calibration_inputs
 from compress.quantization.quantizer import Quantizer, quantizers
 from compress.quantization.report import Reconstruction
 from compress.quantization.spec import AdaRoundSpec, ReconstructSpec
+from compress.support.progress import NoProgress, Progress
 
 LEAST_IMAGES = 4
 """Images of a step, however many positions each has."""

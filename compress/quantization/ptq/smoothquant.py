@@ -24,9 +24,9 @@ from compress.errors import CalibrationError, QuantizationError
 from compress.graph.batches import model_inputs
 from compress.graph.ops import layer_name, node_kind, node_module
 from compress.graph.traits import PASSING
-from compress.progress import NoProgress, Progress
 from compress.quantization.ptq.ranges import input_ranges, scale_inputs, shared_parameters
 from compress.quantization.report import Norm, Smoothing
+from compress.support.progress import NoProgress, Progress
 
 _POSITIONS = ((2, "weight"), (3, "bias"))  # of layer_norm and rms_norm as functions
 

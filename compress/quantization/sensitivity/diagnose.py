@@ -11,8 +11,6 @@ from torch import fx, nn
 from compress.graph.batches import Batches
 from compress.graph.inputs import Inputs
 from compress.graph.ops import node_kind
-from compress.meters import task_metric
-from compress.progress import NoProgress, Progress
 from compress.quantization.ptq.guard import kept
 from compress.quantization.ptq.prepare import float_graph
 from compress.quantization.ptq.quantize import quantize
@@ -22,6 +20,8 @@ from compress.quantization.sensitivity.probe import Effect, Probe, outputs_alone
 from compress.quantization.sensitivity.sensitivity import variants_by_layer
 from compress.quantization.sensitivity.subset import subset_of
 from compress.quantization.spec import QuantSpec
+from compress.support.meters import task_metric
+from compress.support.progress import NoProgress, Progress
 
 LEAST_DB = 20.0
 """Signal to noise below which a tensor of the quantized network diverges from the float network's."""
@@ -104,7 +104,7 @@ def diagnose(
         batches: calibration data, as for `quantize`, which can be read repeatedly.
         images: batches that effects are measured on; without targets by signal to noise and agreement alone.
         spec: target, rules and methods.
-        metric: a `TaskMetric`, or what `compress.meters.task_metric` takes; None = top-1 of a classifier.
+        metric: a `TaskMetric`, or what `compress.support.meters.task_metric` takes; None = top-1 of a classifier.
         progress: is informed of each layer.
 
     Raises:

@@ -23,8 +23,6 @@ from compress.errors import QuantizationError
 from compress.graph.batches import Batches
 from compress.graph.inputs import Inputs
 from compress.graph.layers import layers
-from compress.meters import task_metric
-from compress.progress import NoProgress, Progress
 from compress.quantization.placement.rules import LayerSettings
 from compress.quantization.ptq.guard import kept
 from compress.quantization.ptq.prepare import float_graph
@@ -34,6 +32,8 @@ from compress.quantization.sensitivity.mixed import FLOAT, choose_formats
 from compress.quantization.sensitivity.probe import Effect, Probe, outputs_alone
 from compress.quantization.sensitivity.sensitivity import layer_settings
 from compress.quantization.spec import ActivationSpec, CalibratorName, QuantSpec, Rule, WeightSpec
+from compress.support.meters import task_metric
+from compress.support.progress import NoProgress, Progress
 
 TASK = "mend"
 _NOISIEST = 16
@@ -122,7 +122,7 @@ def mend(
         spec: target, rules and methods to begin with.
         drop: largest loss of the metric against float, in its unit (percent points).
         sqnr_db: least signal to noise of the outputs; exactly one of the two is given.
-        metric: a `TaskMetric`, or what `compress.meters.task_metric` takes; None = top-1 of a classifier.
+        metric: a `TaskMetric`, or what `compress.support.meters.task_metric` takes; None = top-1 of a classifier.
         progress: is informed of each network that is tried.
 
     Raises:

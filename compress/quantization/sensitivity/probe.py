@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 from compress.errors import QuantizationError
 from compress.graph.batches import model_inputs
 from compress.graph.inputs import TARGET_KEYS, flat_tensors, run_with
-from compress.meters import TaskMetric
 from compress.quantization.sensitivity.compare import decibel
 from compress.quantization.sensitivity.subset import Subset, run_subset
+from compress.support.meters import TaskMetric
 
 
 @dataclass(frozen=True, kw_only=True)

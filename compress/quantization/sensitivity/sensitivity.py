@@ -20,8 +20,6 @@ from compress.errors import QuantizationError
 from compress.graph.batches import Batches
 from compress.graph.inputs import Inputs, flat_tensors
 from compress.graph.layers import Layer, layers
-from compress.meters import task_metric
-from compress.progress import NoProgress, Progress
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.place import place
 from compress.quantization.placement.read_fx import read_fx
@@ -34,6 +32,8 @@ from compress.quantization.sensitivity.probe import Effect as Effect
 from compress.quantization.sensitivity.probe import Probe
 from compress.quantization.sensitivity.subset import Subset, subset_of
 from compress.quantization.spec import QuantSpec, Rule
+from compress.support.meters import task_metric
+from compress.support.progress import NoProgress, Progress
 
 TASK = "sensitivity"
 
@@ -108,7 +108,7 @@ def sensitivity(
             once and stay in memory, and so do the float network's outputs; two forward passes are made for each layer.
         spec: target and rules; layers that its rules leave float are no rows. AdaRound and bias correction are not
             applied, because they change the weights that a layer would have in float.
-        metric: a `TaskMetric`, or what `compress.meters.task_metric` takes; None = top-1 of a classifier.
+        metric: a `TaskMetric`, or what `compress.support.meters.task_metric` takes; None = top-1 of a classifier.
         known: rows of an earlier call that was stopped; they are not measured a second time.
         keep: called with each row as soon as it is measured.
         progress: is informed of each layer.

@@ -27,7 +27,7 @@ from compress.engines.tensorrt.metadata import (
 from compress.engines.tensorrt.options import TensorRTOptions, parse_options
 from compress.engines.tensorrt.timing_cache import keep_timing_cache, use_timing_cache
 from compress.errors import EngineError, EngineUnavailableError
-from compress.progress import NoProgress
+from compress.support.progress import NoProgress
 from tests.engines.tensorrt.files import KINDS, network, unsupported, write_all
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU cannot do")
@@ -151,7 +151,7 @@ def test_progress_goes_to_the_end(files, tmp_path):
 STOPPED = """
 import os, signal, sys, time
 from compress.engines.tensorrt.build import build_tensorrt
-from compress.progress import NoProgress
+from compress.support.progress import NoProgress
 
 class Interrupts(NoProgress):
     sent = False

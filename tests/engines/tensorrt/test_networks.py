@@ -24,8 +24,8 @@ from compress.audit.requirement import unmet_by_audit
 from compress.engines.tensorrt.build import build_tensorrt
 from compress.engines.tensorrt.options import TensorRTOptions
 from compress.errors import EngineError
-from compress.recipe import load_recipe
-from compress.recipe_files import recipe_names
+from compress.recipe.files import recipe_names
+from compress.recipe.tree import load_recipe
 from compress.sparsity.masks import nm_mask
 from tests.networks import TinyResNet
 

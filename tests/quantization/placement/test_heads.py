@@ -5,7 +5,7 @@ import torch
 import torchvision
 from torch import nn
 
-from compress.detectors import DetectorNetwork
+from compress.detection.detectors import DetectorNetwork
 from compress.errors import QuantizationError
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.spec import TARGETS, QuantSpec, Rule

@@ -8,7 +8,7 @@ from torch import nn
 
 import compress
 from compress.errors import QuantizationError, RecipeError
-from compress.recipe import parse_recipe
+from compress.recipe.tree import parse_recipe
 
 
 class Block(nn.Module):

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from compress.errors import QuantizationError
-from compress.progress import NoProgress
 from compress.quantization.modules import quantized_layer
 from compress.quantization.numerics import QuantFormat, quantize_tensor
 from compress.quantization.ptq.adaround import (
@@ -22,6 +21,7 @@ from compress.quantization.ptq.adaround import (
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.compare import sqnr
 from compress.quantization.spec import ActivationSpec, AdaRoundSpec, QuantSpec, WeightSpec
+from compress.support.progress import NoProgress
 from tests.networks import network
 
 SHORT = AdaRoundSpec(steps=200, images=128)

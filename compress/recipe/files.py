@@ -10,8 +10,8 @@ from typing import Any
 
 from compress.errors import RecipeError, near_misses
 from compress.files import expand_user
-from compress.limits import RECIPE_BYTES
-from compress.safe_yaml import load_yaml
+from compress.support.limits import RECIPE_BYTES
+from compress.support.safe_yaml import load_yaml
 
 
 def read_recipe(recipe: Path | str) -> tuple[Path, Any]:
@@ -54,7 +54,7 @@ def find_recipe(recipe: Path | str) -> Path:
 
 def recipe_folders() -> list[Path]:
     """Return the folders in which names are looked up: ./recipes, then that of the recipes shipped with compress."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     return [f for f in (Path("recipes"), package / "recipes", package.parent / "recipes") if f.is_dir()]
 
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
 from compress.errors import CompressError, near_misses
-from compress.limits import BATCH, CLASSES, COUNT, MOST_IMAGE_PIXELS, SEED, WORKERS
+from compress.support.limits import BATCH, CLASSES, COUNT, MOST_IMAGE_PIXELS, SEED, WORKERS
 
 T = TypeVar("T")
 

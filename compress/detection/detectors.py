@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.detector_boxes import BoxesAndScores, has_plain_boxes
-from compress.detector_losses import batch_loss, padded
+from compress.detection.boxes import BoxesAndScores, has_plain_boxes
+from compress.detection.losses import batch_loss, padded
 from compress.errors import ModelError
 
 Target = Mapping[str, Tensor]

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from compress.errors import RecipeError, near_misses
-from compress.recipe import Recipe
-from compress.validation import members, range_words
+from compress.recipe.tree import Recipe
+from compress.support.validation import members, range_words
 
 _HEAD = """# The keys of a recipe
 

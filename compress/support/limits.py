@@ -2,7 +2,7 @@
 
 They are far above what any real use needs. What they keep out is a slip of the keyboard or a hostile file that would
 take all memory, or never end, before anything else could refuse it. A message names the key or the file, what was got
-and the limit. Keys of recipes take theirs through `compress.validation`; readers of files through `compress.files`.
+and the limit. Keys of recipes take theirs through `validation`; readers of files through `compress.files`.
 """
 
 from __future__ import annotations

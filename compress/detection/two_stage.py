@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.detector_boxes import BoxesAndScores
-from compress.detectors import DetectorHead, Unchanged, maps_and_outputs
+from compress.detection.boxes import BoxesAndScores
+from compress.detection.detectors import DetectorHead, Unchanged, maps_and_outputs
 from compress.errors import ModelError
 
 TWO_STAGE = ("fasterrcnn",)

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from compress.detectors import FAMILIES, DetectorNetwork, has_background, is_detector
+from compress.detection.detectors import FAMILIES, DetectorNetwork, has_background, is_detector
+from compress.detection.two_stage import TWO_STAGE, ProposalNetwork, is_two_stage
 from compress.errors import ModelError, near_misses
-from compress.imports import imported, is_import_path
-from compress.two_stage import TWO_STAGE, ProposalNetwork, is_two_stage
-from compress.validation import Classes
+from compress.models.weights import SUFFIXES, load_state, load_weights, read_state_dict
+from compress.support.imports import imported, is_import_path
+from compress.support.validation import Classes
 from compress.version import install_hint
-from compress.weights import SUFFIXES, load_state, load_weights, read_state_dict
 
 
 @dataclass(frozen=True, kw_only=True)

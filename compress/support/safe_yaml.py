@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from compress.limits import DEPTH, DIGITS, RECIPE_BYTES, RECIPE_VALUES
+from compress.support.limits import DEPTH, DIGITS, RECIPE_BYTES, RECIPE_VALUES
 
 
 class _Loader(yaml.SafeLoader):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from compress.errors import DataError
-from compress.text import MISSING, scored
+from compress.support.text import MISSING, scored
 
 Direction = Literal["higher", "lower"]
 

@@ -1,0 +1,1 @@
+"""Detectors as a network and a float head."""

@@ -1,0 +1,1 @@
+"""Networks by name, and files of weights."""

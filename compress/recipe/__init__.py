@@ -1,0 +1,1 @@
+"""A recipe as one typed tree, its files and the reference of its keys."""
