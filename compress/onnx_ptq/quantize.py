@@ -8,8 +8,8 @@ folding touches stay as they are.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import length_hint
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from compress.onnx_ptq.read import Reading, read_onnx_graph
 from compress.onnx_ptq.run import feeds, inputs_of_file, unknown_to_runtime
 from compress.onnx_ptq.save import save_model
 from compress.onnx_ptq.shapes import inferred
+from compress.onnx_ptq.smooth import images_of, smooth_file
 from compress.onnx_ptq.to_torch.network import OPSET
 from compress.onnx_ptq.trained import write_trained
 from compress.onnx_ptq.write import insert_pairs
@@ -39,6 +40,7 @@ from compress.quantization.calibration.calibrate import check_batches
 from compress.quantization.placement.closed import around_closed, closed_branches
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.place import place
+from compress.quantization.ptq.channel_scales import IMAGES
 from compress.quantization.ptq.guard import methods
 from compress.quantization.report import CalibrationReport
 from compress.quantization.spec import QuantSpec, check_quant_spec
@@ -146,6 +148,11 @@ def _quantized(
     first = _first(pieces)
     check_bounds(original, first)
     source, notes = canonical(original, opset=max(_opset_for(spec, original), OPSET if trained is not None else 0))
+    if trained is None and _looks_at_layers(spec):
+        seen, pieces = _some_of(batches, first, pieces, original)
+        _, _, reading = _read(source, first)
+        rules, smoothing = smooth_file(source, reading, place(reading.view, spec), images_of(source, seen), spec)
+        spec, notes = replace(spec, rules=(*rules, *spec.rules)), [*notes, *smoothing]
     check = comparison(original, first) if notes else None
     if check is not None and (trained is not None or methods(spec)):
         check(results_for_one(source, first))
@@ -157,7 +164,7 @@ def _quantized(
     placement = place(reading.view, spec)
     if fine_tuned is None:
         images, total = itertools.chain([first], pieces), length_hint(batches)
-        with closed_branches(placement):
+        with closed_branches({node.name for node in reading.view.nodes if node.kind == "input"}, placement):
             calibration = calibrate_graph(
                 source, reading, placement, images, total=total, check=check, progress=progress
             )
@@ -174,6 +181,28 @@ def _read(source: SourceFile, feed: Arrays) -> tuple[Index, Types, Reading]:
     """Return the index, the types and the view of a graph, whose shapes are those for one batch."""
     index, shapes, types = inferred(source, feed)
     return index, types, read_onnx_graph(index, shapes, types, unknown_to_runtime(index.graph))
+
+
+def _looks_at_layers(spec: QuantSpec) -> bool:
+    """Return True if channels are scaled and products chosen by what they cost: of integers of 8 bits."""
+    both = (spec.weights, spec.activations)
+    return spec.smooth == "auto" and all(part.kind == "int" and part.num_bits == 8 for part in both)
+
+
+def _some_of(
+    batches: Iterable[Any], first: Arrays, pieces: Iterator[Arrays], source: SourceFile
+) -> tuple[list[Arrays], Iterator[Arrays]]:
+    """Return batches from all over the data, or the first ones of what can be read once, and what is left to read."""
+    if isinstance(batches, Sequence):
+        step = -(-len(batches) // IMAGES)
+        return list(feeds(batches[::step], inputs_of_file(source))), pieces
+    images, seen = len(next(iter(first.values()))), [first]
+    for feed in pieces:
+        seen.append(feed)
+        images += len(next(iter(feed.values())))
+        if images >= IMAGES:
+            break
+    return seen, itertools.chain(seen[1:], pieces)
 
 
 def _first(pieces: Iterator[Arrays]) -> Arrays:

@@ -100,6 +100,7 @@ class Rule:
         weights, activations: replacement of the section's own values; None = the section's own.
         target: the rule counts in networks for this target alone, such as layers that one engine runs faster in float;
             None = in all.
+        reason: why the layer stays float, for the table of decisions; "" = the recipe says so.
 
     Examples:
         >>> spec = compress.QuantSpec(rules=(compress.Rule(match="5", enable=False),))  # the classifier stays float
@@ -112,6 +113,7 @@ class Rule:
     weights: WeightSpec | None = None
     activations: ActivationSpec | None = None
     target: Target | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +217,9 @@ class QuantSpec:
         relu6: `relu` replaces every ReLU6 by ReLU, without which `equalize` cannot pass it (arXiv 1906.04721 does
             so); it changes the network wherever an activation exceeds 6.
         smooth: SmoothQuant: share of the ranges' difficulty that moves from the output of a LayerNorm into the weights
-            that consume it; 0.5 is usual.
+            that consume it; 0.5 is usual. `auto` looks at each layer of an ONNX file on calibration images: inputs with
+            outlier channels are scaled where the layer's result in 8 bits has less than 30 dB and gains 3, and a
+            product of two activations with less than 27 dB stays float. Torch models take it as null.
         adaround: learn how to round weights, layer by layer, instead of rounding to nearest.
         reconstruct: learn roundings and ranges block by block, for few bits; instead of `adaround`.
         bias_correction: restore the mean of each layer's output, which quantized weights shift: `analytic`, from the
@@ -240,7 +244,7 @@ class QuantSpec:
     batchnorm: Literal["fold", "keep"] = "fold"
     equalize: bool = False
     relu6: Literal["keep", "relu"] = "keep"
-    smooth: Share | None = None
+    smooth: Share | Literal["auto"] | None = "auto"
     adaround: AdaRoundSpec | None = None
     reconstruct: ReconstructSpec | None = None
     bias_correction: BiasCorrection | None = None

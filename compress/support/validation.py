@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -38,6 +39,8 @@ _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 """No unknown keys, no guessed types, no NaN; values travel as JSON, where a list may become a tuple."""
 
 _BOUNDS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"}
+_SHOWN = 120
+"""Characters of a value that a message shows."""
 _TYPES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
 _CONTAINERS = {tuple: "a list", list: "a list", dict: "a mapping", Mapping: "a mapping"}
 
@@ -159,6 +162,12 @@ def _plain(value: Any) -> Any:
     return value.tolist() if callable(getattr(value, "tolist", None)) else repr(value)
 
 
+def _shown(got: Any) -> str:
+    """Return a value as a message shows it; the middle of a long one is left out."""
+    text = repr(got)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}...{text[-_SHOWN // 4 :]}"
+
+
 def _explain(cls: type, error: Mapping[str, Any], where: str) -> str:
     """One line for one of pydantic's errors."""
     location = _without_alternatives(cls, error["loc"][1:])
@@ -172,18 +181,20 @@ def _explain(cls: type, error: Mapping[str, Any], where: str) -> str:
     if kind in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return f"{path} is missing"
     if kind == "dataclass_type":
-        return f"{path}: got {got!r}; expected a section with keys {keys_of(next(_sections(hint)))}"
+        return f"{path}: got {_shown(got)}; expected a section with keys {keys_of(next(_sections(hint)))}"
     allowed = [str(value) for member in members(hint) if get_origin(member) is Literal for value in get_args(member)]
-    if allowed:
+    ranged = isinstance(got, (int, float)) and any(range_words(member) for member in members(hint))
+    if allowed and not ranged:
         several = ", or a list of them" if any(get_origin(member) is tuple for member in members(hint)) else ""
-        return f"{path} is {got!r}{near_misses(str(got), allowed)} (one of: {', '.join(allowed)}{null}{several})"
-    if kind in _BOUNDS:
+        return f"{path} is {_shown(got)}{near_misses(str(got), allowed)} (one of: {', '.join(allowed)}{null}{several})"
+    if kind in _BOUNDS or (allowed and ranged):
         words = ", ".join(filter(None, (range_words(member) for member in members(hint))))
-        finite = "a finite number" if kind == "finite_number" else ""
-        return f"{path} is {got!r}: it must be {', '.join(filter(None, (finite, words)))}{null}"
+        finite = "" if math.isfinite(got) else "a finite number"
+        null = f", or {', '.join(allowed)}{null}" if allowed else null
+        return f"{path} is {_shown(got)}: it must be {', '.join(filter(None, (finite, words)))}{null}"
     if kind.endswith("_type") and (words := type_words(hint)):
-        return f"{path} is {got!r}: it must be {words}"
-    return f"{path}: got {got!r}; {error['msg'][0].lower()}{error['msg'][1:]}"
+        return f"{path} is {_shown(got)}: it must be {words}"
+    return f"{path}: got {_shown(got)}; {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
 def type_words(hint: Any) -> str:

@@ -252,12 +252,14 @@ def record_step(model: nn.Module, loss: Callable[..., Tensor]) -> Callable[..., 
         CompressError: the model has no parameters or is wrapped for several processes already; when called: arguments
             that are no tensors, or a loss that cannot be recorded.
 
-    Example:
-        >>> step = compress.record_step(qmodel, lambda x, y: cross_entropy(qmodel(x), y))
-        >>> for x, y in loader:
-        ...     value = step(x, y)
-        ...     optimizer.step()
-        ...     optimizer.zero_grad()
+    Examples:
+        >>> qmodel = compress.quantize(model, images[:1], batches).train()
+        >>> optimizer = torch.optim.SGD(qmodel.parameters(), lr=0.01)
+        >>> step = compress.record_step(qmodel, lambda x, y: torch.nn.functional.cross_entropy(qmodel(x), y))
+        >>> value = step(*batches[0])
+        >>> optimizer.step()
+        >>> value.requires_grad
+        False
     """
     parameters = list(model.parameters())
     if not parameters:

@@ -96,7 +96,7 @@ def test_a_row_is_all_that_a_new_engine_needs(tmp_path, monkeypatch):
     spec = BenchSpec(engines=("mine",), batch_sizes=(2,), runs=1, warmup=0)
     check_bench_spec(spec)
     metrics = bench({"float": NetworkFiles(file=tmp_path / "m.onnx")}, spec, progress=NoProgress())
-    assert {(m.engine, m.status) for m in metrics} == {("given", "complete")}
+    assert {m.engine for m in metrics} == {"given"} and all(m.value for m in metrics)
     assert build_engine(tmp_path / "m.onnx", "mine", batch_size=1, speed="high").inputs[0].shape == (1, 3, 8, 8)
     with pytest.raises(EngineError, match="unknown option 'sped', did you mean 'speed'"):
         build_engine(tmp_path / "m.onnx", "mine", sped="high")

@@ -276,7 +276,7 @@ def test_names_of_a_file_are_never_code(tmp_path, monkeypatch, names):
     images = np.random.default_rng(1).normal(size=(2, 3, 8, 8)).astype(np.float32)
     expected = onnx.reference.ReferenceEvaluator("m.onnx").run(None, {x: images})[0]
     np.testing.assert_allclose(from_onnx("m.onnx")(torch.from_numpy(images)).detach(), expected, atol=1e-4)
-    assert [layer.name for layer in audit_onnx("m.onnx").layers] == [conv]
+    assert [row.name for row in audit_onnx("m.onnx").rows] == [conv]
     assert not list(tmp_path.parent.glob("**/canary"))
 
 

@@ -56,7 +56,7 @@ CASES = {
         plain, QuantSpec(adaround=AdaRoundSpec(steps=100, images=8), weights=WeightSpec(num_bits=3), activations=MAX)
     ),
     "bias": (plain, QuantSpec(bias_correction="empirical", weights=WeightSpec(num_bits=3), activations=MAX)),
-    "relu6": (unequal, QuantSpec(relu6="relu", insist=True, activations=MAX)),
+    "relu6": (unequal, QuantSpec(relu6="relu", insist=True, smooth=None, activations=MAX)),
 }  # fmt: skip
 
 

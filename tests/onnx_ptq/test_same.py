@@ -77,7 +77,7 @@ def assert_same(qmodel, result):
 @pytest.mark.parametrize(("name", "target"), CASES)
 def test_quantizers_of_a_file_are_those_of_its_model(exported, tmp_path, name, target):
     (model, file), data = exported(name), data_of(name)
-    spec = QuantSpec(target=target, activations=ActivationSpec(calibrator="max"))
+    spec = QuantSpec(target=target, activations=ActivationSpec(calibrator="max"), smooth=None)
     result = quantize_onnx_file(file, data, spec=spec, out=tmp_path / "int8.onnx")
     assert_same(compress.quantize(model, data[0], data, spec=spec), result)
 
@@ -86,13 +86,13 @@ def test_quantizers_of_a_file_are_those_of_its_model(exported, tmp_path, name, t
 def test_ranges_of_the_default_calibrator_are_the_same(exported, tmp_path, monkeypatch, name):
     monkeypatch.setattr(passes, "_PIECE", 1)  # batches in pieces, as those of larger networks are
     (model, file), data = exported(name), data_of(name)
-    result = quantize_onnx_file(file, data, out=tmp_path / "int8.onnx")
+    result = quantize_onnx_file(file, data, spec=QuantSpec(smooth=None), out=tmp_path / "int8.onnx")
     assert_same(compress.quantize(model, data[0], data), result)
 
 
 def test_quantizers_of_our_own_float_export(exported, tmp_path):
     (model, _), data = exported("resnet"), data_of("resnet")
     compress.export_onnx(model, data[0], tmp_path / "float.onnx")
-    spec = QuantSpec(activations=ActivationSpec(calibrator="percentile"))
+    spec = QuantSpec(activations=ActivationSpec(calibrator="percentile"), smooth=None)
     result = quantize_onnx_file(tmp_path / "float.onnx", data, spec=spec)
     assert_same(compress.quantize(model, data[0], data, spec=spec), result)

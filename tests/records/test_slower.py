@@ -41,7 +41,6 @@ def test_each_engine_at_its_fastest_is_compared_with_float_at_its_fastest():
     }
     assert found == {
         ("ptq", "openvino (bf16)", "openvino (bf16)", 1): (6.5, 6.0),
-        ("ptq", "onnxruntime", "onnxruntime", 1): (4.0, 4.0),
         ("qat", "onnxruntime", "onnxruntime", 8): (12.0, 9.0),
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -25,7 +25,9 @@ class ClosedError(DeadTensorError):
 
     def __init__(self, error: DeadTensorError, consumers: list[str]) -> None:
         super().__init__(error.quantizers)
-        self.rules = tuple(Rule(match=name, enable=False) for name in consumers)
+        self.rules = tuple(
+            Rule(match=name, enable=False, reason="its branch is zero on every calibration image") for name in consumers
+        )
         self.warning = (
             f"{', '.join(error.quantizers)} are zero on every calibration image, and {', '.join(consumers)}, which "
             "consume them, stay float: calibrate with images that reach them, if there are any"
@@ -33,14 +35,19 @@ class ClosedError(DeadTensorError):
 
 
 @contextmanager
-def closed_branches(*placements: Placement) -> Iterator[None]:
-    """Raise a `ClosedError` in the place of a `DeadTensorError`, with rules for the consumers in these placements."""
+def closed_branches(inputs: Collection[str], *placements: Placement) -> Iterator[None]:
+    """Raise a `ClosedError` in the place of a `DeadTensorError`, with rules for the consumers in these placements.
+
+    An input of the network that is always zero stays an error: its images are black.
+    """
     try:
         yield
     except DeadTensorError as error:
         if isinstance(error, ClosedError):
             raise
         sites = [site for placement in placements for site in placement.activations if site.name in error.quantizers]
+        if any(tensor in inputs for site in sites for tensor, _ in site.edges):
+            raise
         names = dict.fromkeys(consumer for site in sites for _, consumer in site.edges)
         rows = [row for placement in placements for row in placement.decisions if row.quantizer in error.quantizers]
         paths = {weight.path.replace(".", "_"): weight.path for p in placements for weight in p.weights}

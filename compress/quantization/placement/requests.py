@@ -75,7 +75,7 @@ def requests_of(
     if node.kind == "mean" and not _is_spatial_mean(node):
         return found
     if not own.enable:
-        found.refuse(node, f"rule: {own.rule}", "left float by the recipe")
+        found.refuse(node, f"rule: {own.rule}", own.reason or "left float by the recipe")
         return found
     if node.kind == "matmul" and not own.rule and any(_cast_to_float32(a, table) for a in node.tensors):
         found.refuse(node, "float32 product", _FLOAT32_PRODUCT)

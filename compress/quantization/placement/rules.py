@@ -19,12 +19,14 @@ class LayerSettings:
         enable: True if it is quantized.
         weights, activations: formats and calibrators.
         rule: `match` of the rule that decided; "" = the section's defaults.
+        reason: of that rule.
     """
 
     enable: bool
     weights: WeightSpec
     activations: ActivationSpec
     rule: str = ""
+    reason: str = ""
 
 
 def resolve_rules(view: GraphView, spec: QuantSpec) -> dict[Node, LayerSettings]:
@@ -70,6 +72,7 @@ def _settings(names: set[str], spec: QuantSpec, *, end: bool) -> LayerSettings:
         weights=last.weights or spec.weights,
         activations=last.activations or spec.activations,
         rule=last.match,
+        reason=last.reason,
     )
 
 

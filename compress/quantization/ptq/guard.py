@@ -37,9 +37,14 @@ _OFF: dict[str, Any] = {
 }  # fmt: skip
 
 
+_DEFAULTS = {"smooth": "auto"}
+"""Values that a network is not compared with and without: the choice is made layer by layer."""
+
+
 def methods(spec: QuantSpec) -> tuple[str, ...]:
     """Return the methods beyond calibration that a specification asks for, by the names of their keys."""
-    return tuple(name for name, off in _OFF.items() if getattr(spec, name) != off)
+    asked = {name: getattr(spec, name) for name in _OFF}
+    return tuple(name for name, off in _OFF.items() if asked[name] not in (off, _DEFAULTS.get(name, off)))
 
 
 def plain(spec: QuantSpec) -> QuantSpec:

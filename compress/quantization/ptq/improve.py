@@ -37,7 +37,7 @@ from compress.support.progress import Progress
 def needs_data_twice(spec: QuantSpec) -> bool:
     """Return True if calibration data are read more than once."""
     learned = spec.adaround is not None or spec.reconstruct is not None
-    return spec.smooth is not None or learned or spec.bias_correction == "empirical"
+    return isinstance(spec.smooth, float) or learned or spec.bias_correction == "empirical"
 
 
 def smoothed(
@@ -58,7 +58,7 @@ def smoothed(
         ModelError: the model cannot be traced.
         QuantizationError: no norm can be smoothed.
     """
-    if spec.smooth is None:
+    if not isinstance(spec.smooth, (int, float)):
         return model, None
     reference = Reference.of(model, example_inputs)
     graph_module = canonical_graph(model, example_inputs, fold=False)

@@ -141,7 +141,8 @@ def quantize_targets(
         ready, smoothing = smoothed(model, example_inputs, batches, chosen, all_reduce=all_reduce, progress=progress)
         found = {target: insert_quantizers(ready, example_inputs, chosen.for_target(target)) for target in targets}
         seen = known.setdefault(before_calibration(chosen), {})
-        with closed_branches(*(quantization_report_of(made).placement for made in found.values())):
+        inputs = {node.name for made in found.values() for node in made.graph.nodes if node.op == "placeholder"}
+        with closed_branches(inputs, *(quantization_report_of(made).placement for made in found.values())):
             _calibrate(found, batches, seen, (ready, example_inputs, chosen), all_reduce=all_reduce, progress=progress)
         for target, made in found.items():
             place = folder if folder is None or target == spec.targets[0] else folder / target

@@ -7,7 +7,7 @@ import torchvision
 from torch import nn
 from torch.nn.utils import prune
 
-from compress.errors import CalibrationError, ModelError, QuantizationError
+from compress.errors import CalibrationError, CompressWarning, ModelError, QuantizationError
 from compress.quantization.calibration.calibrate import calibrate
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.ptq.quantize import quantize
@@ -120,8 +120,10 @@ def test_a_tensor_that_was_constant_zero_is_named():
         def forward(self, x):
             return self.fc(self.b(self.a(x).relu() * 0).mean((2, 3)))
 
-    with pytest.raises(CalibrationError, match=r"quantizers\.mul"):
+    with pytest.warns(CompressWarning, match=r"quantizers\.mul.*b, which consume"):
         quantize(Dead(), X[:2], [X], spec=MAX)
+    with pytest.raises(CalibrationError, match="all collected values are zero"):
+        quantize(Net(), X[:2], [torch.zeros_like(X)], spec=MAX)
 
 
 def test_a_quantizer_that_nothing_reached_is_named():

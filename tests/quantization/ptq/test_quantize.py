@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from compress.errors import CalibrationError, QuantizationError
+from compress.errors import CalibrationError, CompressWarning, QuantizationError
 from compress.quantization.calibration.calibrate import calibrate, calibrate_weights
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.ptq.quantize import quantize
@@ -201,7 +201,7 @@ class ZeroInit(nn.Module):
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "openvino", "onnxruntime"])
-def test_a_branch_that_begins_at_zero_is_quantized_and_one_that_no_image_reaches_is_refused(target):
+def test_a_branch_that_begins_at_zero_is_quantized_and_one_that_no_image_reaches_stays_float(target):
     torch.manual_seed(0)
     model, x = ZeroInit().eval(), torch.randn(4, 3, 8, 8)
     spec = QuantSpec(target=target)
@@ -212,8 +212,9 @@ def test_a_branch_that_begins_at_zero_is_quantized_and_one_that_no_image_reaches
     assert all(report.amax[name] == 1 for name in report.dead)
     with torch.no_grad():
         model.stem.bias.fill_(-100)  # these images pass no ReLU, others would
-    with pytest.raises(CalibrationError, match="zero"):
-        quantize(model, x, [x], spec=spec)
+    with pytest.warns(CompressWarning, match="stay float"):
+        closed = quantize(model, x, [x], spec=spec)
+    torch.testing.assert_close(closed(x), model(x), rtol=0.1, atol=0.1)
 
 
 class Padded(nn.Module):
