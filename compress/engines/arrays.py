@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -95,9 +96,14 @@ def import_library(module: str, install: str) -> Any:
             sys.modules.pop("openvino_telemetry", None)
 
 
+_TELLING = re.compile(r"no conversion rule|not supported|unsupported|not implemented|no op registered|unknown op", re.I)
+
+
 def reason(error: BaseException, *, limit: int = 500) -> str:
     """Return a library's message on one line, without the places in its own source that it adds."""
     lines = [line.strip() for line in str(error).splitlines()]
-    text = " ".join(line for line in lines if line and not line.startswith(("Exception from src", "Traceback")))
+    kept = [line for line in lines if line and not line.startswith(("Exception from src", "Traceback"))]
+    telling = [line for line in kept if _TELLING.search(line)]  # these name the operator, and may stand last
+    text = " ".join(dict.fromkeys([*telling, *kept]))
     text = text or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from compress.errors import ExportError
 
+HALF_MAX = 65504.0
+"""Largest float16."""
+
 
 def half_or_more(scale: Tensor) -> Tensor:
     """Round scales up where float16 is coarse, so that the scale of a nearly zero channel stays above zero."""

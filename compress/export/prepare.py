@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from compress.errors import ExportError, ModelError
-from compress.export.half import half_or_more, half_scale
+from compress.export.half import HALF_MAX, half_or_more, half_scale
 from compress.export.names import INT4_KEY
 from compress.export.spelling import spell_plainly
 from compress.graph.attention import open_attention
@@ -80,13 +80,31 @@ class _ByPosition(nn.Module):
 
 
 def _halved(model: nn.Module) -> nn.Module:
-    """Convert all float tensors to float16, except FP8, which torch counts among the floats."""
+    """Convert all float tensors to float16, except FP8, which torch counts among the floats.
+
+    Raises:
+        ExportError: a parameter is beyond its range. Constants are clipped: they are masks of -1e9 and the like.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == torch.float32 and bool((parameter.abs() > HALF_MAX)[parameter.isfinite()].any()):
+            raise ExportError(
+                f"{name} holds {parameter.abs().max().item():.3g}, and float16 ends at {HALF_MAX:,.0f}: export with "
+                "precision fp32"
+            )
+    for buffer in model.buffers():
+        if buffer.dtype == torch.float32:
+            buffer.copy_(torch.where(buffer.isfinite(), buffer.clamp(-HALF_MAX, HALF_MAX), buffer))
     return model._apply(lambda t: t.half() if t.is_floating_point() and t.element_size() > 1 else t)
 
 
 def _written(parent: nn.Module, name: str, quantizer: Quantizer, half: bool) -> nn.Module:
     """Return the module that writes a quantizer into the file."""
     scale, of_weight = quantizer.scale.detach(), name.endswith(".weight_quantizer")
+    if half and not of_weight and float(quantizer.amax.max()) > HALF_MAX:
+        raise ExportError(
+            f"{name}: its range of {quantizer.amax.max().item():.3g} is beyond float16 ({HALF_MAX:,.0f}), and "
+            "what computes with the tensor in half precision would be infinite; export with precision fp32"
+        )
     if half:
         scale = half_scale(half_or_more(scale) if of_weight else scale, name)
     if of_weight:

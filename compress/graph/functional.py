@@ -22,7 +22,9 @@ _CONVOLUTIONS: dict[Any, type[nn.Module]] = {
     F.conv1d: nn.Conv1d,
     F.conv2d: nn.Conv2d,
     F.conv3d: nn.Conv3d,
+    F.conv_transpose1d: nn.ConvTranspose1d,
     F.conv_transpose2d: nn.ConvTranspose2d,
+    F.conv_transpose3d: nn.ConvTranspose3d,
 }
 _NORMS: dict[int, type[nn.Module]] = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 _ORDER = {

@@ -66,6 +66,8 @@ SPELLINGS: dict[str, tuple[Spelling, ...]] = {
     "rsqrt": (torch.rsqrt, "rsqrt"),
     "exp": (torch.exp, "exp"),
     "log": (torch.log, "log"),
+    "sin": (torch.sin, "sin"),
+    "cos": (torch.cos, "cos"),
     "mean": (torch.mean, "mean"),
     "sum": (torch.sum, "sum"),
     "max": (torch.max, torch.amax, "max", "amax"),

@@ -146,6 +146,8 @@ TRAITS: Mapping[str, Traits] = MappingProxyType(
         "rsqrt": replace(_FUNCTION, non_negative="always"),
         "exp": replace(_FUNCTION, non_negative="always"),
         "log": _FUNCTION,
+        "sin": replace(_FUNCTION, keeps_zero=True),
+        "cos": _FUNCTION,
         "mean": replace(_REDUCTION, idempotent=True),
         "max": replace(_REDUCTION, idempotent=True),
         "min": replace(_REDUCTION, idempotent=True),

@@ -25,7 +25,7 @@ from compress.onnx_ptq.compounds import Compound, find_compounds
 from compress.onnx_ptq.index import FLOATS, Index, Shapes, Types, elements, inputs_of
 from compress.onnx_ptq.load import subgraphs
 from compress.onnx_ptq.parts import find_parts
-from compress.quantization.placement.view import GraphView, Node, Parameters
+from compress.quantization.placement.view import GraphView, Node, Parameters, mask_in
 
 OUTPUT = "the outputs of the graph"
 _MORE_KINDS = {"Upsample": "resize", "Sum": "add"}
@@ -227,6 +227,7 @@ class _Reader:
             made.refusal = f"computes in {value.dtype.name}, for which Q/DQ does not exist"
         elif value.size == 0:
             made.refusal = "has a weight without elements"
+        made.refusal = made.refusal or mask_in(_tensor(self.index, bias))
         if made.refusal:
             return
         self.weights[node.name] = Weight(node=node, place=1, transposed=transposed and made.kind == "linear")

@@ -8,7 +8,7 @@ of one folder; it is taken before the folder is looked at.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from compress.pipeline.resumable import Difference, differences, taken_steps
 from compress.pipeline.state import COMMANDS, FORMAT, STATE_FILE, State, read_state_file
 from compress.recipe.tree import Recipe, load_recipe
 from compress.records.files import METRICS
+from compress.support.imports import own_sources
 
 RECIPE_FILE = "recipe.yaml"
 Data = Mapping[str, Fingerprint]
@@ -147,14 +148,15 @@ def open_run(path: Path, recipe: Recipe, command: str, *, resume: bool, data: Da
         raise RunError(f"{path} is a file; --out names a folder")
     _refuse_foreign(path)
     path.mkdir(parents=True, exist_ok=True)
-    lock = lock_folder(path)
+    lock, sources = lock_folder(path), own_sources(_texts(asdict(recipe)))
     try:
         _refuse_foreign(path)
         if (path / STATE_FILE).is_file():
-            folder = RunFolder(path, _reopened(path, recipe, command, resume=resume), lock=lock)
+            folder = RunFolder(path, _reopened(path, recipe, command, sources, resume=resume), lock=lock)
             folder.check_data(data or {})
         else:
-            state = State(format=FORMAT, command=command, recipe=recipe.digest(), steps={}, data=_plain(data))
+            known: dict[str, Any] = {"recipe": recipe.digest(), "data": _plain(data), "sources": sources}
+            state = State(format=FORMAT, command=command, steps={}, **known)
             folder = RunFolder(path, state, lock=lock)
         _write(folder, recipe)
     except BaseException:
@@ -208,7 +210,31 @@ def recipe_of(path: Path) -> Recipe:
     return load_recipe(path / RECIPE_FILE)
 
 
-def _reopened(path: Path, recipe: Recipe, command: str, *, resume: bool) -> State:
+def _texts(tree: Any) -> Iterator[str]:
+    """Yield the texts of a tree of mappings and lists."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _texts(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _texts(value)
+
+
+def _check_sources(path: Path, state: State, sources: dict[str, str]) -> None:
+    """Refuse code of the recipe's own parts that was changed since a step was taken with it."""
+    before = state.sources or sources
+    changed = [name for name in before if before[name] != sources.get(name)]
+    if changed and state.steps:
+        raise RunError(
+            f"the code of {', '.join(changed)} was changed since the run in {path} took the steps "
+            f"{', '.join(state.steps)}: its model, data or losses differ from what was trained. Restore it, or begin a "
+            "new run in another folder (--out)"
+        )
+
+
+def _reopened(path: Path, recipe: Recipe, command: str, sources: dict[str, str], *, resume: bool) -> State:
     """The state of a run that is to go on with `recipe`."""
     state = read_state_file(path)
     may_change = {command, state.command} <= set(COMMANDS)
@@ -228,9 +254,10 @@ def _reopened(path: Path, recipe: Recipe, command: str, *, resume: bool) -> Stat
         )
     if not resume:
         raise RunError(f"{path} holds a run of this recipe already; --resume goes on with it, --out names a new folder")
+    _check_sources(path, state, sources)
     after = f"after the steps {', '.join(taken)}" if taken else "before any step"
     lines = (f"the recipe was changed {after}: {change.words}" for change in found)
-    return replace(state, format=FORMAT, recipe=recipe.digest(), changes=(*state.changes, *lines))
+    return replace(state, format=FORMAT, recipe=recipe.digest(), changes=(*state.changes, *lines), sources=sources)
 
 
 def _changed(path: Path, recipe: Recipe) -> list[Difference]:

@@ -28,6 +28,7 @@ class State:
         recipe: digest of the recipe.
         steps: facts that each finished step wrote down, in the order in which they ended.
         data: fingerprint of each split; None if the run was begun before they were kept.
+        sources: SHA-256 of the recipe's own modules by name; None if the run was begun before they were kept.
         changes: a line for each recipe key that was changed on a resume.
     """
 
@@ -37,6 +38,7 @@ class State:
     steps: dict[str, dict[str, Any]]
     data: dict[str, dict[str, Any]] | None = None
     changes: tuple[str, ...] = ()
+    sources: dict[str, str] | None = None
 
     def write(self, folder: Path) -> None:
         """Write the file, whole or not at all."""

@@ -55,15 +55,29 @@ class QuantConv3d(nn.Conv3d, _QuantWeight):
         return self._conv_forward(input, self.quantized_weight, self.bias)
 
 
-class QuantConvTranspose2d(nn.ConvTranspose2d, _QuantWeight):
-    """`nn.ConvTranspose2d` with a quantized weight; input (N, C, H, W)."""
+class _QuantTransposed(_QuantWeight):
+    """The forward of all transposed convolutions."""
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Transposed convolution with the quantized weight."""
-        stride, padding, dilation = list(self.stride), cast("list[int]", list(self.padding)), list(self.dilation)
-        extra = self._output_padding(input, output_size, stride, padding, list(self.kernel_size), 2, dilation)
-        weight = self.quantized_weight
-        return F.conv_transpose2d(input, weight, self.bias, stride, padding, extra, self.groups, dilation)
+        own: Any = self
+        rank = len(own.kernel_size)
+        stride, padding, dilation = list(own.stride), list(own.padding), list(own.dilation)
+        extra = own._output_padding(input, output_size, stride, padding, list(own.kernel_size), rank, dilation)
+        run = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[rank - 1]
+        return run(input, self.quantized_weight, own.bias, stride, padding, extra, own.groups, dilation)
+
+
+class QuantConvTranspose1d(_QuantTransposed, nn.ConvTranspose1d):
+    """`nn.ConvTranspose1d` with a quantized weight; input (N, C, L)."""
+
+
+class QuantConvTranspose2d(_QuantTransposed, nn.ConvTranspose2d):
+    """`nn.ConvTranspose2d` with a quantized weight; input (N, C, H, W)."""
+
+
+class QuantConvTranspose3d(_QuantTransposed, nn.ConvTranspose3d):
+    """`nn.ConvTranspose3d` with a quantized weight; input (N, C, D, H, W)."""
 
 
 class QuantLinear(nn.Linear, _QuantWeight):
@@ -82,7 +96,9 @@ _QUANTIZED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv1d: QuantConv1d,
     nn.Conv2d: QuantConv2d,
     nn.Conv3d: QuantConv3d,
+    nn.ConvTranspose1d: QuantConvTranspose1d,
     nn.ConvTranspose2d: QuantConvTranspose2d,
+    nn.ConvTranspose3d: QuantConvTranspose3d,
     nn.Linear: QuantLinear,
 }
 _NAMED: dict[type[nn.Module], type[nn.Module]] = {QuantLinear: QuantNamedLinear}
@@ -106,7 +122,7 @@ def can_quantize(module: nn.Module) -> str:
 
 def weight_axis(module: nn.Module) -> int:
     """Axis of a weight that holds its output channels: 1 for transposed convolutions (in, out / groups, ..), else 0."""
-    return 1 if isinstance(module, nn.ConvTranspose2d) else 0
+    return 1 if isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)) else 0
 
 
 def quantized_layer(module: nn.Module, quant_format: QuantFormat, *, name: str) -> nn.Module:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import hashlib
 import importlib
+import importlib.util
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from compress.errors import CompressError, near_misses
+
+_INSTALLED = tuple({Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")})
+_MOST_SOURCES = 1000
 
 
 def is_import_path(name: str) -> bool:
@@ -38,3 +49,46 @@ def imported(path: str, *, key: str, error: type[CompressError], what: str = "a 
     if not callable(found):
         raise error(f"{key} {path} is a {type(found).__name__}, not {what}")
     return found
+
+
+def own_sources(paths: Iterable[str]) -> dict[str, str]:
+    """Return the SHA-256 of the source of each module that objects `package.module:name` are in, or that it imports.
+
+    Modules of installed packages and of Python itself are left out: their version is what identifies them.
+    """
+    found: dict[str, str] = {}
+    waiting = [path.partition(":")[0] for path in paths if is_import_path(path)]
+    while waiting and len(found) < _MOST_SOURCES:
+        name = waiting.pop()
+        source = None if name in found else _own_source(name)
+        if source is None:
+            continue
+        found[name] = hashlib.sha256(source).hexdigest()
+        with contextlib.suppress(SyntaxError):
+            for node in ast.walk(ast.parse(source)):
+                waiting += _imported_by(node, name)
+    return dict(sorted(found.items()))
+
+
+def _imported_by(node: ast.AST, name: str) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    package = name.rsplit(".", node.level)[0] if node.level and "." in name else ""
+    module = ".".join(filter(None, (package, node.module)))
+    return [module, *(f"{module}.{alias.name}" for alias in node.names)] if module else []
+
+
+def _own_source(name: str) -> bytes | None:
+    """Return the source of a module of the user's; None if it has none, or belongs to Python or a package."""
+    if name.partition(".")[0] in {"compress", *sys.stdlib_module_names}:
+        return None
+    try:
+        spec = importlib.util.find_spec(name)
+        path = Path(spec.origin) if spec is not None and spec.origin else None
+        if path is None or path.suffix != ".py" or any(path.is_relative_to(folder) for folder in _INSTALLED):
+            return None
+        return path.read_bytes()
+    except Exception:  # a module that cannot be imported is refused where it is used
+        return None

@@ -12,7 +12,7 @@ from compress.graph.ops import altered, node_kind, node_module
 from compress.graph.report import Leaf, leaves_of
 from compress.graph.traits import WEIGHTED
 from compress.quantization.modules import can_quantize, weight_axis
-from compress.quantization.placement.view import GraphView, Node, Parameters
+from compress.quantization.placement.view import GraphView, Node, Parameters, mask_in
 
 
 def read_fx(graph_module: fx.GraphModule) -> GraphView:
@@ -44,7 +44,7 @@ def _node(source: fx.Node, leaves: dict[str, Leaf]) -> Node:
     )
     if kind in WEIGHTED:
         function = f"is a function that cannot become a layer: {note or 'its weight is of no module'}"
-        node.refusal = can_quantize(module) if module is not None else function
+        node.refusal = (can_quantize(module) or mask_in(module.bias)) if module is not None else function
     if module is not None and kind in WEIGHTED | {"batch_norm"}:
         node.parameters = Parameters(
             weight=partial(getattr, module, "weight"),

@@ -18,6 +18,13 @@ _FLOAT32_PRODUCT = (
     "the model casts what it multiplies to float32 (`.float()`), as linear attention does where values and their "
     "normalizers are in one tensor; a rule that enables it quantizes it"
 )
+_PRODUCTS = WEIGHTED | {"matmul", "addmm"}
+_ON_THE_WAY = frozenset({"mul", "div", "add", "sub", "neg", "concat", "stack", "identity"})
+_PHASE = "sines and cosines alone consume it, and a step of 8 bits is a large part of their period"
+_CONSTANT_FACTOR = (
+    "a factor is a parameter or constant that is no layer's weight, and an engine computes in 8 bits only where both "
+    "have them; write it as a linear layer"
+)
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,12 @@ def requests_of(
     if node.kind == "matmul" and not own.rule and any(_cast_to_float32(a, table) for a in node.tensors):
         found.refuse(node, "float32 product", _FLOAT32_PRODUCT)
         return found
+    if not own.rule and node.kind in _PRODUCTS and _is_phase(node):
+        found.refuse(node, "phase", _PHASE)
+        return found
+    if node.kind in _PRODUCTS - WEIGHTED and any(_is_constant(factor) for factor in _factors(node)):
+        found.refuse(node, "constant factor", _CONSTANT_FACTOR)
+        return found
     if node.refusal:
         found.refuse(node, "cannot quantize", f"{node.layer} {node.refusal}")
         return found
@@ -98,6 +111,22 @@ def requests_of(
 def _factors(node: Node) -> list[Node]:
     """The tensors that an operation multiplies: without the weight of a layer, or the matrix that `addmm` adds."""
     return node.tensors[:1] if node.kind in WEIGHTED else node.tensors[1:] if node.kind == "addmm" else node.tensors
+
+
+def _is_constant(node: Node) -> bool:
+    """Return True for a constant, also one that was moved about."""
+    moved = node.traits.category == "movement" and bool(node.inputs)
+    return node.kind == "constant" or (moved and all(map(_is_constant, node.inputs)))
+
+
+def _is_phase(node: Node) -> bool:
+    """Return True if nothing but sines and cosines consumes a tensor, times a constant or moved about."""
+    found = [user for user in node.consumers if user.traits.category != "shape"]
+    return bool(found) and all(
+        user.kind in ("sin", "cos")
+        or ((user.kind in _ON_THE_WAY or user.traits.category == "movement") and _is_phase(user))
+        for user in found
+    )
 
 
 def _why_float(node: Node, reason: str) -> str:

@@ -13,6 +13,9 @@ from torch import Tensor
 from compress.graph.report import Leaf
 from compress.graph.traits import TRAITS, Traits
 
+_MASK = 1e4
+"""Biases of no smaller magnitude are masks, if they are far from the others."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parameters:
@@ -32,6 +35,17 @@ class Parameters:
     mean: Callable[[], Tensor | None] = lambda: None
     axis: int = 0
     groups: int = 1
+
+
+def mask_in(bias: Tensor | None) -> str:
+    """Why a layer with this bias stays float: some of its results are switched off, which no 8-bit scale holds."""
+    if bias is None or not bias.numel():
+        return ""
+    bias = bias.detach().float()
+    finite = bias[bias.isfinite()].abs()
+    usual = float(finite.median()) if finite.numel() else 0.0
+    masked = bias.isfinite().logical_not() | (bias.abs() > max(_MASK, 1e4 * usual))
+    return f"has a bias of {bias[masked][0]:g}, a mask that no 8-bit scale holds" if bool(masked.any()) else ""
 
 
 @dataclass(kw_only=True, eq=False)
