@@ -18,6 +18,7 @@ from compress.export.onnx_graph import PASSES, WEIGHTED_OPS, OnnxGraph, attribut
 
 _MOVED_THROUGH = frozenset({"MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice"})
 """Operations through which ONNX Runtime moves a pair (its QDQPropagationTransformer), to one consumer of the result."""
+_PASSES = PASSES | {"Pad"}
 _SCALE_TYPES = (TensorProto.FLOAT, TensorProto.FLOAT16)
 _WANTED = WEIGHTED_OPS | {"Add", "AveragePool", "GlobalAveragePool", "QuantizeLinear"}
 """Operations that compute in integers if what they consume is quantized."""
@@ -73,7 +74,7 @@ def _wanted(view: OnnxGraph) -> set[str]:
     """Return the tensors that reach an operation in integers through operations that pass pairs."""
     found: set[str] = set()
     for node in reversed(view.graph.node):
-        if node.op_type in _WANTED or (node.op_type in PASSES and found.intersection(node.output)):
+        if node.op_type in _WANTED or (node.op_type in _PASSES and found.intersection(node.output)):
             found.update(node.input)
     return found
 
@@ -85,12 +86,20 @@ def _dequantizes_activation(node: onnx.NodeProto, view: OnnxGraph) -> bool:
 
 def _common_pair(node: onnx.NodeProto, first: dict[str, onnx.NodeProto], view: OnnxGraph) -> onnx.NodeProto | None:
     """Return the pair whose scale and zero point all tensors that a node moves have; None if they have no such."""
-    if node.op_type not in PASSES:
+    if node.op_type not in _PASSES or (node.op_type == "Pad" and not _pads_within_range(node, view)):
         return None
     pairs = [first.get(name) for name in (node.input if node.op_type == "Concat" else node.input[:1])]
     if not pairs or pairs[0] is None or not all(p is not None and _alike(p, pairs[0], view) for p in pairs):
         return None
     return pairs[0]
+
+
+def _pads_within_range(node: onnx.NodeProto, view: OnnxGraph) -> bool:
+    """Return True for a Pad with zeros, or with values of the tensor itself."""
+    if attribute(node, "mode", b"constant") != b"constant":
+        return True
+    value = view.array(node.input[2]) if len(node.input) > 2 and node.input[2] else np.zeros(1)
+    return value is not None and not value.any()
 
 
 def _cast_pair(node: onnx.NodeProto, pair: onnx.NodeProto, view: OnnxGraph) -> onnx.NodeProto | None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 import onnx
 from numpy.typing import NDArray
-from onnx import external_data_helper, helper, numpy_helper
+from onnx import external_data_helper, helper, numpy_helper, version_converter
 
 from compress.engines.onnx_file import load_onnx
 from compress.errors import AuditError, EngineError, QuantizationError
@@ -39,6 +39,9 @@ _QUANTIZED = frozenset({
 """Operators of files that are quantized already."""
 
 
+_ASIDE = "compress.aside"
+"""Domain of operators that a raise of the opset leaves as they are."""
+
 _WITH_GRAPHS = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 """Standard operators that have graphs as attributes."""
 
@@ -51,11 +54,13 @@ class SourceFile:
         path: the file.
         proto: the model; weights in other files are not in it.
         external: True if the file had weights in other files.
+        notes: what was mended on reading, a sentence each.
     """
 
     path: Path
     proto: onnx.ModelProto
     external: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -96,6 +101,7 @@ def load_source(path: Path | str) -> SourceFile:
         raise AuditError(str(error)) from error
     if not (proto.ir_version and proto.opset_import and proto.graph.node and proto.graph.output):
         raise AuditError(f"{path}: not an ONNX model, or a truncated or empty one; export it again")
+    notes = _mend(path, proto)
     opset = opset_of(proto)
     if not OLDEST <= opset <= NEWEST:
         raise QuantizationError(f"{path} has opset {opset}; opsets {OLDEST} to {NEWEST} are read: export it in another")
@@ -103,9 +109,102 @@ def load_source(path: Path | str) -> SourceFile:
     for tensor in tensors_of(proto.graph):
         _check_tensor(path, tensor)
     external = any(external_data_helper.uses_external_data(tensor) for tensor in tensors_of(proto.graph))
-    _check_valid(path, proto, external)
+    _check_valid(path, proto, external, mended=bool(notes))
     _check_functions(path, proto)
-    return SourceFile(path=path, proto=proto, external=external)
+    return SourceFile(path=path, proto=proto, external=external, notes=notes)
+
+
+def _mend(path: Path, proto: onnx.ModelProto) -> tuple[str, ...]:
+    """Mend what ONNX Runtime loads and the standard forbids, in place; return a sentence for each kind.
+
+    ONNX Runtime's own optimizer writes LayerNormalization into files of any opset, exporters leave out the shapes of
+    outputs, and scripts append nodes in any order.
+    """
+    notes = []
+    if _sort(proto.graph):
+        notes.append("the nodes of the file are put in order")
+    newer = _newer_operators(proto)
+    if newer and not proto.functions:
+        notes.append(
+            f"the opset is raised from {opset_of(proto)} to {max(newer.values())}, which {', '.join(newer)} need"
+        )
+        _raise_around(path, proto, newer)
+    bare = [value for value in proto.graph.output if value.type.HasField("tensor_type")]
+    bare = [value for value in bare if not value.type.tensor_type.HasField("shape")]
+    for value in bare:
+        value.type.tensor_type.shape.SetInParent()  # no dimensions, until a run shows how many there are
+    if bare:
+        notes.append("the file's outputs get their number of dimensions")
+    return tuple(notes)
+
+
+def _sort(graph: onnx.GraphProto) -> bool:
+    """Put nodes after those that they read; False if they are already, or read each other in a circle."""
+    made = {name: place for place, node in enumerate(graph.node) for name in node.output if name}
+    before = [
+        {made[name] for name in _reads(node) if name in made and made[name] != place}
+        for place, node in enumerate(graph.node)
+    ]
+    if all(max(places, default=-1) < place for place, places in enumerate(before)):
+        return False
+    try:
+        order = list(TopologicalSorter(dict(enumerate(before))).static_order())
+    except CycleError:
+        return False
+    nodes = [graph.node[place] for place in order]
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del graph.node[:]
+    graph.node.extend(copies)
+    return True
+
+
+def _reads(node: onnx.NodeProto) -> Iterator[str]:
+    yield from node.input
+    for graph in subgraphs([node]):
+        for inner in graph.node:
+            yield from _reads(inner)
+
+
+def _newer_operators(proto: onnx.ModelProto) -> dict[str, int]:
+    """Return the standard operators that the opset of a file does not have yet, with the first that does."""
+    opset, found = opset_of(proto), {}
+    for name in {node.op_type for node in proto.graph.node if node.domain in ("", "ai.onnx")}:
+        try:
+            if opset and onnx.defs.get_schema(name, opset):
+                continue
+        except onnx.defs.SchemaError:
+            pass
+        versions = [
+            s.since_version for s in onnx.defs.get_all_schemas_with_history() if (s.domain, s.name) == ("", name)
+        ]
+        if versions and opset < min(versions) <= NEWEST:
+            found[name] = min(versions)
+    return found
+
+
+def _raise_around(path: Path, proto: onnx.ModelProto, newer: dict[str, int]) -> None:
+    """Raise the opset of a file whose newer operators already are in the form of the new one; in place."""
+    moved = [node for node in proto.graph.node if node.op_type in newer and node.domain in ("", "ai.onnx")]
+    for node in moved:
+        node.domain = _ASIDE
+    proto.opset_import.add(domain=_ASIDE, version=1)
+    try:
+        raised = version_converter.convert_version(proto, max(newer.values()))
+    except Exception as error:
+        raise QuantizationError(
+            f"{path} has opset {opset_of(proto)}, and {', '.join(newer)} need {max(newer.values())}, to which it "
+            f"cannot be raised: {one_line(error)}. Export it again with that opset, or optimize it after quantization"
+        ) from error
+    for node in raised.graph.node:
+        if node.domain == _ASIDE:
+            node.domain = ""
+    imports = [entry for entry in raised.opset_import if entry.domain != _ASIDE]
+    known = {entry.domain for entry in imports}
+    imports += [entry for entry in proto.opset_import if entry.domain not in known | {_ASIDE}]
+    raised.ir_version = max(raised.ir_version, helper.find_min_ir_version_for(imports, True))
+    del raised.opset_import[:]
+    raised.opset_import.extend(imports)
+    proto.CopyFrom(raised)
 
 
 def tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
@@ -172,11 +271,12 @@ def _check_tensor(path: Path, tensor: onnx.TensorProto) -> None:
         )
 
 
-def _check_valid(path: Path, proto: onnx.ModelProto, external: bool) -> None:
+def _check_valid(path: Path, proto: onnx.ModelProto, external: bool, *, mended: bool) -> None:
     """Refuse what onnx's checker refuses; a model with weights beside it is checked with them."""
     try:
         binary = path.suffix == ".onnx"  # its bytes are the model, which need not be made once more
-        onnx.checker.check_model(str(path) if external else path.read_bytes() if binary else proto)
+        whole = proto if mended or not binary else path.read_bytes()
+        onnx.checker.check_model(str(path) if external and not mended else whole)
     except Exception as error:
         raise AuditError(f"{path} is not a valid ONNX file: {one_line(error)}") from error
 

@@ -108,12 +108,15 @@ def open_batch(value: onnx.ValueInfoProto) -> bool:
 
 
 def one_image(proto: onnx.ModelProto, feed: Arrays) -> Arrays | None:
-    """Return one picture of a batch; None if the file has a fixed batch, or its inputs are of several lengths.
+    """Return one image of a batch; None if the file has a fixed batch, or inputs whose first dimensions differ.
 
     It is the second, if there are two.
     """
     given = [value for value in proto.graph.input if value.name in feed]
+    names = {value.type.tensor_type.shape.dim[0].dim_param for value in given if value.type.tensor_type.shape.dim}
     if not all(open_batch(value) for value in given) or len({value.shape[:1] for value in feed.values()}) > 1:
+        return None
+    if len(names) > 1:
         return None
     return {name: value[:2][-1:] for name, value in feed.items()}
 

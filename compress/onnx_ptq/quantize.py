@@ -14,6 +14,7 @@ from operator import length_hint
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from onnx import TensorProto, helper
 from torch import nn
 
@@ -32,7 +33,7 @@ from compress.onnx_ptq.read import Reading, read_onnx_graph
 from compress.onnx_ptq.run import feeds, inputs_of_file, unknown_to_runtime
 from compress.onnx_ptq.save import save_model
 from compress.onnx_ptq.shapes import inferred
-from compress.onnx_ptq.smooth import images_of, smooth_file
+from compress.onnx_ptq.smooth import smooth_file
 from compress.onnx_ptq.to_torch.network import OPSET
 from compress.onnx_ptq.trained import write_trained
 from compress.onnx_ptq.write import insert_pairs
@@ -148,10 +149,12 @@ def _quantized(
     first = _first(pieces)
     check_bounds(original, first)
     source, notes = canonical(original, opset=max(_opset_for(spec, original), OPSET if trained is not None else 0))
+    notes = [*original.notes, *notes]
+    _shape_outputs(source, first)
     if trained is None and _looks_at_layers(spec):
         seen, pieces = _some_of(batches, first, pieces, original)
         _, _, reading = _read(source, first)
-        rules, smoothing = smooth_file(source, reading, place(reading.view, spec), images_of(source, seen), spec)
+        rules, smoothing = smooth_file(source, reading, place(reading.view, spec), seen, spec)
         spec, notes = replace(spec, rules=(*rules, *spec.rules)), [*notes, *smoothing]
     check = comparison(original, first) if notes else None
     if check is not None and (trained is not None or methods(spec)):
@@ -203,6 +206,16 @@ def _some_of(
         if images >= IMAGES:
             break
     return seen, itertools.chain(seen[1:], pieces)
+
+
+def _shape_outputs(source: SourceFile, feed: Arrays) -> None:
+    """Give the outputs of a file that state no dimensions those which they have, of any size; in place."""
+    bare = [value for value in source.proto.graph.output if value.type.HasField("tensor_type")]
+    bare = [value for value in bare if not value.type.tensor_type.shape.dim]
+    found = results_for_one(source, feed) if bare else {}
+    for value in bare:
+        for axis in range(np.ndim(found.get(value.name, 0))):
+            value.type.tensor_type.shape.dim.add().dim_param = f"{value.name}_{axis}"
 
 
 def _first(pieces: Iterator[Arrays]) -> Arrays:

@@ -196,6 +196,11 @@ def feeds(batches: Iterable[Any], inputs: Sequence[TensorInfo]) -> Iterator[Arra
     """
     for batch in batches:
         arrays = _arrays(batch, inputs)
+        lengths = {len(value) for value in arrays.values() if value.ndim}
+        fixed = [t for t in inputs if t.shape and t.shape[0] != -1]
+        if len(lengths) > 1 and all(len(arrays[t.name]) == t.shape[0] for t in fixed):
+            yield arrays  # the first dimension of some input is no batch
+            continue
         sizes = {tensor.shape[0] for tensor in inputs if tensor.shape and tensor.shape[0] != -1}
         images = min((len(value) for value in arrays.values() if value.ndim), default=1)
         step = sizes.pop() if len(sizes) == 1 else images

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from compress.engines.base import Arrays
+from compress.errors import CalibrationError
 from compress.export.onnx_graph import attribute, tensor_names
 from compress.onnx_ptq.index import Index, constant_tensor, elements, renamed
 from compress.onnx_ptq.load import SourceFile
@@ -72,7 +73,7 @@ def images_of(source: SourceFile, batches: Sequence[Arrays]) -> list[Arrays]:
 
 
 def smooth_file(
-    source: SourceFile, reading: Reading, placement: Placement, images: Sequence[Arrays], spec: QuantSpec
+    source: SourceFile, reading: Reading, placement: Placement, batches: Sequence[Arrays], spec: QuantSpec
 ) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
     """Scale channels of a float file, in place, and choose products that stay float.
 
@@ -80,7 +81,7 @@ def smooth_file(
         source: in canonical form.
         reading: its graph.
         placement: what would be quantized.
-        images: from `images_of`.
+        batches: some of the calibration data.
         spec: how ranges are chosen.
 
     Returns:
@@ -90,8 +91,10 @@ def smooth_file(
         CalibrationError: the network fails on an image.
     """
     groups, products = _groups(source, reading, placement), _products(reading, placement)
-    scales = {group.tensor: scale for group, scale in _scales(source, reading, groups, images, spec)}
-    poor = dict(_poor(source, products, images[1::2][:_PRODUCT_IMAGES] or images, spec))
+    try:
+        scales, poor = _chosen(source, reading, (groups, products), images_of(source, batches), spec)
+    except (CalibrationError, RuntimeError):  # the open first dimension of its inputs is no batch
+        scales, poor = _chosen(source, reading, (groups, products), batches[:_PRODUCT_IMAGES], spec)
     index, taken = Index(source), set(tensor_names(source.proto.graph))
     used = []
     for group in groups:
@@ -115,6 +118,18 @@ def smooth_file(
     return rules, tuple(notes)
 
 
+def _chosen(
+    source: SourceFile,
+    reading: Reading,
+    what: tuple[Sequence[_Group], Sequence[Node]],
+    images: Sequence[Arrays],
+    spec: QuantSpec,
+) -> tuple[dict[str, ChannelScale], dict[str, float]]:
+    """Return the scales by tensor, and the poor products with their signal to noise."""
+    scales = {group.tensor: scale for group, scale in _scales(source, reading, what[0], images, spec)}
+    return scales, dict(_poor(source, what[1], images[1::2][:_PRODUCT_IMAGES] or images, spec))
+
+
 def _groups(source: SourceFile, reading: Reading, placement: Placement) -> list[_Group]:
     index, paths = Index(source), {site.path for site in placement.weights}
 
@@ -136,7 +151,10 @@ def _groups(source: SourceFile, reading: Reading, placement: Placement) -> list[
 def _products(reading: Reading, placement: Placement) -> list[Node]:
     stays = {row.layer for row in placement.decisions if row.decision == "float"}
     nodes = [node for node in reading.view.nodes if node.kind == "matmul" and node.path and node.layer not in stays]
-    return [node for node in nodes if len(node.inputs) == 2 and all(each.shape for each in node.inputs)]
+    found = [node for node in nodes if len(node.inputs) == 2 and all(each.shape for each in node.inputs)]
+    made = {node.name: reading.nodes[node.name][0] for node in found}
+    plain = {name for name, node in made.items() if node.op_type == "MatMul"}
+    return [n for n in found if n.name in plain and [each.name for each in n.inputs] == list(made[n.name].input)]
 
 
 def _scales(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -18,11 +19,12 @@ from compress.pipeline.network import stem
 from compress.pipeline.run import Run
 from compress.pipeline.steps.training import save_variant
 from compress.quantization.block_graph import typical_block
+from compress.quantization.placement.decisions import CLOSED
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.ptq.guard import methods, without
 from compress.quantization.ptq.quantize import quantize_targets
 from compress.quantization.report import CalibrationReport, QuantizationReport, quantization_report_of
-from compress.quantization.spec import QuantSpec, Target
+from compress.quantization.spec import QuantSpec, Rule, Target
 from compress.records.files import BLOCK
 from compress.training import load_model, save_model
 from compress.variants import Variant
@@ -41,6 +43,7 @@ def ptq_step(run: Run, float_model: nn.Module, variant: Variant = Variant.PTQ) -
     first, *others = spec.targets
     if run.folder.done(variant.step):
         kept = without(spec, _taken_back(run, variant))
+        kept = replace(kept, rules=(*kept.rules, *_closed_rules(run, variant)))
         found = {target: insert_quantizers(float_model, example, kept.for_target(target)) for target in spec.targets}
         for target, model in found.items():
             load_model(model, _weights(run, variant, target))
@@ -93,6 +96,9 @@ def _report(run: Run, variant: Variant, target: Target, model: fx.GraphModule) -
         run.processes.on_main(lambda: write_text(run.path(f"placement.{target}.csv"), report.placement.to_csv()))
         return
     run.processes.on_main(lambda: _write_report(run, model, report, calibration))
+    closed = list(dict.fromkeys(row.layer for row in report.placement.decisions if row.reason == CLOSED))
+    if closed:
+        run.processes.on_main(lambda: write_json(run.path(_closed_file(variant)), closed))
     if report.comparison is not None:
         back = list(report.comparison.taken_back)
         run.processes.on_main(lambda: write_json(run.path(_back_file(variant)), back))
@@ -101,6 +107,27 @@ def _report(run: Run, variant: Variant, target: Target, model: fx.GraphModule) -
 def _back_file(variant: Variant) -> str:
     """Return the name of the file that names the methods which the network was made without, though asked for."""
     return f"{variant}.taken_back.json"
+
+
+def _closed_file(variant: Variant) -> str:
+    """Return the name of the file that names the layers of branches which no calibration image opened."""
+    return f"{variant}.closed.json"
+
+
+def _closed_rules(run: Run, variant: Variant) -> list[Rule]:
+    """Return the rules that a finished step added for these layers.
+
+    Raises:
+        RunError: the file is damaged.
+    """
+    path = run.path(_closed_file(variant))
+    try:
+        found = read_json(path) if path.is_file() else []
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read ({error}); restore it, or begin the run anew (--out)") from error
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise RunError(f"{path} holds {found!r:.80}: it must be a list of layers; begin the run anew (--out)")
+    return [Rule(match=glob.escape(name), enable=False, reason=CLOSED) for name in found]
 
 
 def _taken_back(run: Run, variant: Variant) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from compress.errors import CompressWarning, DeadTensorError
-from compress.quantization.placement.decisions import Placement
+from compress.quantization.placement.decisions import CLOSED, Placement
 from compress.quantization.spec import QuantSpec, Rule
 
 T = TypeVar("T")
@@ -25,9 +25,7 @@ class ClosedError(DeadTensorError):
 
     def __init__(self, error: DeadTensorError, consumers: list[str]) -> None:
         super().__init__(error.quantizers)
-        self.rules = tuple(
-            Rule(match=name, enable=False, reason="its branch is zero on every calibration image") for name in consumers
-        )
+        self.rules = tuple(Rule(match=name, enable=False, reason=CLOSED) for name in consumers)
         self.warning = (
             f"{', '.join(error.quantizers)} are zero on every calibration image, and {', '.join(consumers)}, which "
             "consume them, stay float: calibrate with images that reach them, if there are any"

@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.spec import ActivationSpec, Target, WeightSpec
 
+CLOSED = "its branch is zero on every calibration image"
+"""Reason of a layer that stays float for that."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
