@@ -118,7 +118,11 @@ def _trace_back(
 ) -> tuple[list[tuple[Node, Node]], list[Decision]]:
     """((origin, its consumer on the way) pairs to quantize, rows for constants, which are not)."""
     origins = _origins(request.tensor, request.consumer, _commuting(request, table), table.joined_parts)
-    if table.joined_parts and len({origin in positive for origin, _ in origins}) > 1:  # some could hold no sign
+    if not table.concat_shares and len(origins) > 1:
+        origins = _origins(
+            request.tensor, request.consumer, _commuting(request, table), table.joined_parts, through=False
+        )
+    elif table.joined_parts and len({origin in positive for origin, _ in origins}) > 1:  # some could hold no sign
         origins = _origins(request.tensor, request.consumer, _commuting(request, table), False)
     constants = [
         Decision(
@@ -139,18 +143,21 @@ def _commuting(request: Request, table: TargetTable) -> frozenset[str]:
     return table.commutes - TAKES_APART if request.layer.kind in table.apart else table.commutes
 
 
-def _origins(tensor: Node, consumer: Node, commutes: frozenset[str], joined: bool) -> list[tuple[Node, Node]]:
+def _origins(
+    tensor: Node, consumer: Node, commutes: frozenset[str], joined: bool, through: bool = True
+) -> list[tuple[Node, Node]]:
     """(origin, its consumer on the way) pairs of a tensor, back through commuting operations and concats.
 
-    With `joined`, a part that `chunk` or `split` took of a concat's result goes back to the concat, too.
+    With `joined`, a part that `chunk` or `split` took of a concat's result goes back to the concat, too; without
+    `through` the concat is the origin.
     """
-    if tensor.kind == "concat":
+    if tensor.kind == "concat" and through:
         return [pair for source in tensor.tensors for pair in _origins(source, tensor, commutes, joined)]
     if tensor.kind in commutes and tensor.tensors and not tensor.tensors[0].infinite:
-        return _origins(tensor.tensors[0], tensor, commutes, joined)
+        return _origins(tensor.tensors[0], tensor, commutes, joined, through)
     split = _split_of(tensor) if joined and tensor.kind in commutes else None
     if split is not None and _is_joined(split.tensors[0], commutes):
-        return _origins(split.tensors[0], split, commutes, joined)
+        return _origins(split.tensors[0], split, commutes, joined, through)
     return [(tensor, consumer)]
 
 

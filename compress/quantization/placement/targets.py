@@ -35,6 +35,9 @@ class TargetTable:
             result: a range for each part leaves 13 of its 16 concats, and the shuffles between them, in float. One
             range took 0.84 of the time on ONNX Runtime (x1.0 at 128 pixels, random weights, one core of an AMD EPYC, in
             turn) and had 0.3 dB more; 1.00 of the time on OpenVINO, which moves quantizers by itself.
+        concat_shares: True gives the inputs of a concat one scale, which is that of its result. False gives the result
+            a scale of its own: ONNX Runtime's QLinearConcat takes one for each input, and a shared one of tensors with
+            and without a sign keeps the activation out of the convolution before it.
         fuses: activations that an engine computes in the epilogue of the layer before.
         unsigned: True quantizes tensors that are never negative unsigned: that doubles the resolution, and the x86
             kernels absorb a ReLU only into a quantizer that cannot hold negative values.
@@ -57,6 +60,7 @@ class TargetTable:
     commutes: frozenset[str] = kinds(lambda t: t.commutes_with_quantization)
     apart: frozenset[str] = frozenset({"matmul"})
     joined_parts: bool = False
+    concat_shares: bool = True
     fuses: frozenset[str] = kinds(lambda t: t.clips)
     unsigned: bool = False
     offset: frozenset[str] = frozenset()
@@ -118,6 +122,7 @@ TABLES: dict[Target, TargetTable] = {
         unsigned=True,
         offset=frozenset({*_WEIGHTED, *_POOLS, "add"}),
         joined_parts=True,
+        concat_shares=False,
         stays_float=_CPU_FLOAT,
     ),
     "any": TargetTable(inputs=_WEIGHTED, residual="none", unsigned=True, all_integers=True, stays_float=_FLOAT),

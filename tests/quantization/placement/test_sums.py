@@ -45,6 +45,7 @@ def test_a_sum_whose_layer_is_float_stays_float():
     result = placed(
         lambda m, x: F.relu(m.up(m.first(x)) + x),
         shape=(2, 4, 6),
+        spec=QuantSpec(rules=(Rule(match="up", enable=False),)),
         first=nn.Conv1d(4, 4, 1),
         up=nn.ConvTranspose1d(4, 4, 1),
     )
