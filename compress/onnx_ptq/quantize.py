@@ -30,7 +30,7 @@ from compress.onnx_ptq.improve import Improved, improve_file
 from compress.onnx_ptq.index import Index, Types, infer
 from compress.onnx_ptq.load import SourceFile, load_source, tensors_of
 from compress.onnx_ptq.read import Reading, read_onnx_graph
-from compress.onnx_ptq.run import feeds, inputs_of_file, unknown_to_runtime
+from compress.onnx_ptq.run import FloatSession, feeds, inputs_of_file, unknown_to_runtime
 from compress.onnx_ptq.save import save_model
 from compress.onnx_ptq.shapes import inferred
 from compress.onnx_ptq.smooth import smooth_file
@@ -38,7 +38,7 @@ from compress.onnx_ptq.to_torch.network import OPSET
 from compress.onnx_ptq.trained import write_trained
 from compress.onnx_ptq.write import insert_pairs
 from compress.quantization.calibration.calibrate import check_batches
-from compress.quantization.placement.closed import around_closed, closed_branches
+from compress.quantization.placement.closed import around_closed, closed_branches, concats_apart, shared_tensors
 from compress.quantization.placement.decisions import Placement
 from compress.quantization.placement.place import place
 from compress.quantization.ptq.channel_scales import IMAGES
@@ -166,6 +166,13 @@ def _quantized(
     index, types, reading = _read(source, first)
     placement = place(reading.view, spec)
     if fine_tuned is None:
+        shared = shared_tensors(placement)
+        found = FloatSession(source, dict.fromkeys(shared)).run(first) if shared else {}
+        ranges = {name: float(np.abs(value).max(initial=0)) for name, value in found.items()}
+        apart = concats_apart(reading.view, placement, ranges)
+        if apart:
+            spec = replace(spec, rules=(*apart, *spec.rules))
+            placement = place(reading.view, spec)
         images, total = itertools.chain([first], pieces), length_hint(batches)
         with closed_branches({node.name for node in reading.view.nodes if node.kind == "input"}, placement):
             calibration = calibrate_graph(

@@ -19,7 +19,7 @@ from compress.pipeline.network import stem
 from compress.pipeline.run import Run
 from compress.pipeline.steps.training import save_variant
 from compress.quantization.block_graph import typical_block
-from compress.quantization.placement.decisions import CLOSED
+from compress.quantization.placement.decisions import MEASURED
 from compress.quantization.placement.insert import insert_quantizers
 from compress.quantization.ptq.guard import methods, without
 from compress.quantization.ptq.quantize import quantize_targets
@@ -43,8 +43,10 @@ def ptq_step(run: Run, float_model: nn.Module, variant: Variant = Variant.PTQ) -
     first, *others = spec.targets
     if run.folder.done(variant.step):
         kept = without(spec, _taken_back(run, variant))
-        kept = replace(kept, rules=(*kept.rules, *_closed_rules(run, variant)))
-        found = {target: insert_quantizers(float_model, example, kept.for_target(target)) for target in spec.targets}
+        found = {}
+        for target in spec.targets:
+            own = replace(kept, rules=(*kept.rules, *_measured_rules(run, variant, target))).for_target(target)
+            found[target] = insert_quantizers(float_model, example, own)
         for target, model in found.items():
             load_model(model, _weights(run, variant, target))
         run.further |= {(variant, target): found[target].eval() for target in others}
@@ -91,14 +93,14 @@ def _report(run: Run, variant: Variant, target: Target, model: fx.GraphModule) -
     calibration = cast(CalibrationReport, report.calibration)
     notes = (*_clipping_note(calibration), *_dead_note(calibration), *report.notes())
     further = target in run.further_targets
+    measured = {row.layer: row.reason for row in report.placement.decisions if row.reason.startswith(MEASURED)}
+    if measured:
+        run.processes.on_main(lambda: write_json(run.path(_measured_file(run, variant, target)), measured))
     run.notes += [f"{stem(variant, target) if further else variant}: {note}" for note in notes]
     if further:
         run.processes.on_main(lambda: write_text(run.path(f"placement.{target}.csv"), report.placement.to_csv()))
         return
     run.processes.on_main(lambda: _write_report(run, model, report, calibration))
-    closed = list(dict.fromkeys(row.layer for row in report.placement.decisions if row.reason == CLOSED))
-    if closed:
-        run.processes.on_main(lambda: write_json(run.path(_closed_file(variant)), closed))
     if report.comparison is not None:
         back = list(report.comparison.taken_back)
         run.processes.on_main(lambda: write_json(run.path(_back_file(variant)), back))
@@ -109,25 +111,25 @@ def _back_file(variant: Variant) -> str:
     return f"{variant}.taken_back.json"
 
 
-def _closed_file(variant: Variant) -> str:
-    """Return the name of the file that names the layers of branches which no calibration image opened."""
-    return f"{variant}.closed.json"
+def _measured_file(run: Run, variant: Variant, target: Target) -> str:
+    """Return the name of the file that names the layers about which the calibration images decided."""
+    return f"{stem(variant, target if target in run.further_targets else None)}.measured.json"
 
 
-def _closed_rules(run: Run, variant: Variant) -> list[Rule]:
+def _measured_rules(run: Run, variant: Variant, target: Target) -> list[Rule]:
     """Return the rules that a finished step added for these layers.
 
     Raises:
         RunError: the file is damaged.
     """
-    path = run.path(_closed_file(variant))
+    path = run.path(_measured_file(run, variant, target))
     try:
-        found = read_json(path) if path.is_file() else []
+        found = read_json(path) if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read ({error}); restore it, or begin the run anew (--out)") from error
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise RunError(f"{path} holds {found!r:.80}: it must be a list of layers; begin the run anew (--out)")
-    return [Rule(match=glob.escape(name), enable=False, reason=CLOSED) for name in found]
+    if not isinstance(found, dict) or not all(isinstance(reason, str) for reason in found.values()):
+        raise RunError(f"{path} holds {found!r:.80}: it must name layers and reasons; begin the run anew (--out)")
+    return [Rule(match=glob.escape(name), enable=False, reason=reason) for name, reason in found.items()]
 
 
 def _taken_back(run: Run, variant: Variant) -> list[str]:

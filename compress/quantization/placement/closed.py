@@ -1,18 +1,22 @@
-"""Branches that no calibration image opens: their tensors are zero on all of them, and the layers behind stay float."""
+"""What calibration images say about a placement: branches that none opens, and concats of ranges that lie far apart."""
 
 from __future__ import annotations
 
+import glob
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from compress.errors import CompressWarning, DeadTensorError
-from compress.quantization.placement.decisions import CLOSED, Placement
+from compress.quantization.placement.decisions import CLOSED, FAR_APART, Placement
+from compress.quantization.placement.view import GraphView, Node
 from compress.quantization.spec import QuantSpec, Rule
 
 T = TypeVar("T")
+_APART = 3.0
+"""Largest over smallest range of tensors with one scale, of which the smallest has another consumer."""
 
 
 class ClosedError(DeadTensorError):
@@ -69,3 +73,43 @@ def around_closed(quantize: Callable[[QuantSpec], T], spec: QuantSpec, batches: 
                 raise DeadTensorError(error.quantizers) from None
             warnings.warn(error.warning, CompressWarning, stacklevel=2)
             spec = replace(spec, rules=(*spec.rules, *error.rules))
+
+
+def concats_apart(view: GraphView, placement: Placement, ranges: Mapping[str, float]) -> tuple[Rule, ...]:
+    """Return rules for concats whose one scale would cost another consumer of an input most of its resolution.
+
+    Args:
+        view: the graph.
+        placement: for it.
+        ranges: largest magnitude of the tensors that `shared_tensors` names, on some images.
+    """
+    nodes, found = {node.name: node for node in view.nodes}, dict[str, float]()
+    for site in placement.activations:
+        most = max((ranges.get(tensor, 0.0) for tensor, _ in site.edges), default=0.0)
+        tensors = {tensor: [nodes[c] for t, c in site.edges if t == tensor] for tensor, _ in site.edges}
+        others = [t for t, users in tensors.items() if any(not _leads_to_concat(user) for user in users)]
+        least = min((ranges[tensor] for tensor in others if ranges.get(tensor)), default=most)
+        if least and most > _APART * least:
+            for user in (user for users in tensors.values() for user in users if _leads_to_concat(user)):
+                found[_concat_after(user).layer] = most / least
+    return tuple(
+        Rule(match=glob.escape(name), enable=False, reason=f"{FAR_APART}: {times:.0f} times")
+        for name, times in found.items()
+    )
+
+
+def shared_tensors(placement: Placement) -> list[str]:
+    """Return the tensors of quantizers that several tensors share."""
+    sites = [dict.fromkeys(tensor for tensor, _ in site.edges) for site in placement.activations]
+    return [tensor for site in sites if len(site) > 1 for tensor in site]
+
+
+def _concat_after(node: Node) -> Node:
+    """Return the concat that a tensor goes to through operations with one consumer, or the last operation."""
+    while node.kind != "concat" and node.traits.commutes_with_quantization and len(node.consumers) == 1:
+        node = node.consumers[0]
+    return node
+
+
+def _leads_to_concat(node: Node) -> bool:
+    return _concat_after(node).kind == "concat"

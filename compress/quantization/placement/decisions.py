@@ -9,8 +9,12 @@ from dataclasses import asdict, dataclass
 from compress.quantization.numerics import QuantFormat
 from compress.quantization.spec import ActivationSpec, Target, WeightSpec
 
+FAR_APART = "its inputs have scales of their own: on calibration images their ranges are far apart"
+"""Beginning of the reason of a concat whose inputs do not share a scale."""
 CLOSED = "its branch is zero on every calibration image"
 """Reason of a layer that stays float for that."""
+MEASURED = (CLOSED, FAR_APART)
+"""Beginnings of the reasons of what calibration images decided, beyond the rules of a specification."""
 
 
 @dataclass(frozen=True, kw_only=True)

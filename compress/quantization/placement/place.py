@@ -13,6 +13,7 @@ Every request, granted or refused, is a row of the result. Nothing here changes 
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 
 from scipy.cluster.hierarchy import DisjointSet
@@ -33,6 +34,7 @@ from compress.quantization.spec import ActivationSpec, QuantSpec
 
 _PRODUCTS = kinds(lambda t: t.category in {"weighted", "product"})
 _REFUSALS = {"cannot quantize", "unknown stays float", "last convolution of a head"}
+_APART = "the recipe gives its inputs scales of their own"
 _OWN_SCALE = "; a scale of its own, apart from the other parts of the tensor (such as query, key and value)"
 
 
@@ -82,6 +84,8 @@ def place(view: GraphView, spec: QuantSpec) -> Placement:
     weights: dict[str, WeightSite] = {}  # a layer may be called twice
     traced: list[_Traced] = []
     floats: list[tuple[int, Decision]] = []
+    apart = {node for node in view.nodes if node.kind == "concat" and not settings[node].enable}
+    floats += [(order[node], float_row(node, "concat", settings[node].reason or _APART)) for node in apart]
     for node in view.nodes:
         if node in heads and not settings[node].rule:
             floats.append((order[node], float_row(node, heads[node].rule, heads[node].reason)))
@@ -91,7 +95,7 @@ def place(view: GraphView, spec: QuantSpec) -> Placement:
         if found.weight is not None:
             weights.setdefault(found.weight.path, found.weight)
         for request in found.tensors:
-            origins, constants = _trace_back(request, table, positive)
+            origins, constants = _trace_back(request, table, positive, apart)
             floats += [(order[request.layer], row) for row in constants]
             traced += _share_scale(request, origins, settings[request.layer].activations, scales, table)
     _check_anything(view, table, bool(weights or traced), [row for _, row in floats])
@@ -114,16 +118,17 @@ def _check_anything(view: GraphView, table: TargetTable, anything: bool, rows: l
 
 
 def _trace_back(
-    request: Request, table: TargetTable, positive: set[Node]
+    request: Request, table: TargetTable, positive: set[Node], apart: Set[Node]
 ) -> tuple[list[tuple[Node, Node]], list[Decision]]:
     """((origin, its consumer on the way) pairs to quantize, rows for constants, which are not)."""
-    origins = _origins(request.tensor, request.consumer, _commuting(request, table), table.joined_parts)
-    if not table.concat_shares and len(origins) > 1:
-        origins = _origins(
-            request.tensor, request.consumer, _commuting(request, table), table.joined_parts, through=False
-        )
-    elif table.joined_parts and len({origin in positive for origin, _ in origins}) > 1:  # some could hold no sign
-        origins = _origins(request.tensor, request.consumer, _commuting(request, table), False)
+    commutes, joined = _commuting(request, table), table.joined_parts
+    origins = _origins(request.tensor, request.consumer, commutes, joined, apart)
+    if len({origin in positive for origin, _ in origins}) > 1:
+        if not table.concat_shares:
+            every = apart | _concats(request.tensor)
+            origins = _origins(request.tensor, request.consumer, commutes, joined, every)
+        elif joined:  # some could hold no sign
+            origins = _origins(request.tensor, request.consumer, commutes, False, apart)
     constants = [
         Decision(
             tensor=origin.name,
@@ -144,21 +149,29 @@ def _commuting(request: Request, table: TargetTable) -> frozenset[str]:
 
 
 def _origins(
-    tensor: Node, consumer: Node, commutes: frozenset[str], joined: bool, through: bool = True
+    tensor: Node, consumer: Node, commutes: frozenset[str], joined: bool, apart: Set[Node]
 ) -> list[tuple[Node, Node]]:
     """(origin, its consumer on the way) pairs of a tensor, back through commuting operations and concats.
 
-    With `joined`, a part that `chunk` or `split` took of a concat's result goes back to the concat, too; without
-    `through` the concat is the origin.
+    With `joined`, a part that `chunk` or `split` took of a concat's result goes back to the concat, too. Concats that
+    are `apart` are origins themselves.
     """
-    if tensor.kind == "concat" and through:
-        return [pair for source in tensor.tensors for pair in _origins(source, tensor, commutes, joined)]
-    if tensor.kind in commutes and tensor.tensors and not tensor.tensors[0].infinite:
-        return _origins(tensor.tensors[0], tensor, commutes, joined, through)
+    if tensor.kind == "concat" and tensor not in apart:
+        return [pair for source in tensor.tensors for pair in _origins(source, tensor, commutes, joined, apart)]
+    if tensor.kind in commutes and tensor.kind != "concat" and tensor.tensors and not tensor.tensors[0].infinite:
+        return _origins(tensor.tensors[0], tensor, commutes, joined, apart)
     split = _split_of(tensor) if joined and tensor.kind in commutes else None
     if split is not None and _is_joined(split.tensors[0], commutes):
-        return _origins(split.tensors[0], split, commutes, joined, through)
+        return _origins(split.tensors[0], split, commutes, joined, apart)
     return [(tensor, consumer)]
+
+
+def _concats(tensor: Node) -> set[Node]:
+    """Return the concats that a tensor comes from through operations that move values."""
+    if tensor.kind == "concat":
+        return {tensor}
+    moves = tensor.traits.commutes_with_quantization or tensor.kind in TAKES_APART
+    return {found for source in tensor.inputs for found in _concats(source)} if moves else set()
 
 
 def _split_of(part: Node) -> Node | None:

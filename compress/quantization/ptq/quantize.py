@@ -7,16 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import fx, nn
 
 from compress.graph.alone import alone
-from compress.graph.batches import Batches
+from compress.graph.batches import Batches, device_of, model_inputs
 from compress.graph.canonical import canonical_graph
 from compress.graph.float_model import check_float_model
-from compress.graph.inputs import Inputs
-from compress.quantization.calibration.calibrate import calibrate, check_batches, take_ranges
-from compress.quantization.placement.closed import around_closed, closed_branches
+from compress.graph.inputs import Inputs, as_inputs
+from compress.quantization.calibration.calibrate import calibrate, calibrating, check_batches, take_ranges
+from compress.quantization.placement.closed import around_closed, closed_branches, concats_apart, shared_tensors
 from compress.quantization.placement.insert import insert_quantizers
+from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.ptq.guard import (
     FirstBatches,
     before_calibration,
@@ -29,7 +31,7 @@ from compress.quantization.ptq.guard import (
 )
 from compress.quantization.ptq.improve import improve, needs_data_twice, smoothed
 from compress.quantization.report import CalibrationReport, quantization_report_of
-from compress.quantization.spec import QuantSpec, Target, check_quant_spec
+from compress.quantization.spec import QuantSpec, Rule, Target, check_quant_spec
 from compress.support.progress import Progress
 
 
@@ -140,6 +142,10 @@ def quantize_targets(
     def attempt(chosen: QuantSpec, targets: Sequence[Target]) -> dict[Target, fx.GraphModule]:
         ready, smoothing = smoothed(model, example_inputs, batches, chosen, all_reduce=all_reduce, progress=progress)
         found = {target: insert_quantizers(ready, example_inputs, chosen.for_target(target)) for target in targets}
+        apart = {target: _apart(made, example_inputs, batches, all_reduce=all_reduce) for target, made in found.items()}
+        for target in (target for target in targets if apart[target]):
+            own = replace(chosen, rules=(*apart[target], *chosen.rules)).for_target(target)
+            found[target] = insert_quantizers(ready, example_inputs, own)
         seen = known.setdefault(before_calibration(chosen), {})
         inputs = {node.name for made in found.values() for node in made.graph.nodes if node.op == "placeholder"}
         with closed_branches(inputs, *(quantization_report_of(made).placement for made in found.values())):
@@ -154,6 +160,36 @@ def quantize_targets(
     first, *others = spec.targets  # methods beyond calibration are judged on the first
     judged = guarded(model, lambda chosen: make(chosen, [first])[first], batches, spec, all_reduce=all_reduce)
     return {first: judged, **(make(kept(judged, spec), others) if others else {})}
+
+
+def _apart(qmodel: fx.GraphModule, example_inputs: Inputs, batches: Batches, *, all_reduce: bool) -> tuple[Rule, ...]:
+    """Return rules for concats whose inputs' ranges are far apart on the first batch, or on the example."""
+    placement = quantization_report_of(qmodel).placement
+    shared = shared_tensors(placement)
+    if not shared:
+        return ()
+    inputs = as_inputs(example_inputs) if iter(batches) is batches else model_inputs(qmodel, next(iter(batches)))
+    with torch.no_grad(), calibrating(qmodel, {}):
+        watch = _Ranges(qmodel, shared)
+        watch.run(*inputs)
+    ranges = torch.tensor([watch.found.get(name, 0.0) for name in shared], device=device_of(qmodel))
+    if all_reduce:  # every process decides alike
+        torch.distributed.all_reduce(ranges, op=torch.distributed.ReduceOp.MAX)
+    return concats_apart(read_fx(qmodel), placement, dict(zip(shared, ranges.tolist(), strict=True)))
+
+
+class _Ranges(fx.Interpreter):
+    """Runs a graph and notes the largest magnitude of some tensors."""
+
+    def __init__(self, module: fx.GraphModule, names: Sequence[str]) -> None:
+        super().__init__(module)
+        self.names, self.found = frozenset(names), dict[str, float]()
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.name in self.names:
+            self.found[n.name] = float(result.abs().max()) if result.numel() else 0.0
+        return result
 
 
 def _calibrate(

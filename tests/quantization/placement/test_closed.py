@@ -53,3 +53,120 @@ def test_a_closed_branch_stays_float_with_a_warning(target, source, tmp_path):
 def test_a_generator_is_refused_since_it_can_be_read_once():
     with pytest.raises(compress.CompressError, match="all collected values are zero"):
         compress.quantize(Gated().eval(), X[:1], iter([X]), spec=compress.QuantSpec(target="openvino"))
+
+
+class Dense(nn.Module):
+    """Each result is ten times the one before, and all are joined."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 3, padding=1), *(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+        self.d = nn.Conv2d(24, 4, 1)
+        with torch.no_grad():
+            for layer in (self.a, self.b, self.c):
+                layer.weight.mul_(15)
+
+    def forward(self, x):
+        a = self.a(x).relu()
+        b = self.b(a).relu()
+        return self.d(torch.cat([a, b, self.c(b).relu()], 1))
+
+
+@pytest.mark.parametrize("target", ["openvino", "onnxruntime", "tensorrt"])
+@pytest.mark.parametrize("source", ["torch", "file"])
+def test_ranges_far_apart_share_no_scale_where_another_layer_consumes_them(target, source, tmp_path):
+    torch.manual_seed(0)
+    model, spec, out = Dense().eval(), compress.QuantSpec(target=target), tmp_path / "int8.onnx"
+    if source == "torch":
+        qmodel = compress.quantize(model, X[:1], [X], spec=spec)
+        assert any("far apart" in row.reason for row in qmodel.placement.decisions)
+        compress.export_onnx(qmodel, X[:1], out)
+    else:
+        path = compress.export_onnx(model, X[:1], tmp_path / "float.onnx", dynamic_batch=True)
+        compress.quantize_onnx(path, [X], spec=spec, out=out)
+    session = onnxruntime.InferenceSession(out)
+    found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: X.numpy()})[0])
+    with torch.no_grad():
+        wanted = model(X)
+    assert (found - wanted).pow(2).mean() < 2e-3 * wanted.pow(2).mean()  # one scale for all: 0.05 to 0.15
+
+
+class Skip(nn.Module):
+    """A skip of a U-Net beside an up-convolution, whose result has a sign."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.middle = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, 2, 1)
+        self.up, self.last = nn.ConvTranspose2d(8, 8, 2, 2), nn.Conv2d(16, 4, 1)
+
+    def forward(self, x):
+        a = self.down(x).relu()
+        return self.last(torch.cat([self.up(self.middle(a).relu()), a], 1)).relu()
+
+
+def test_onnx_runtime_computes_the_convolution_before_a_skip_in_integers(tmp_path):
+    torch.manual_seed(0)
+    qmodel = compress.quantize(Skip().eval(), X[:1], [X], spec=compress.QuantSpec(target="onnxruntime"))
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath, options.log_severity_level = str(tmp_path / "o.onnx"), 4
+    onnxruntime.InferenceSession(compress.export_onnx(qmodel, X[:1], tmp_path / "q.onnx"), options)
+    kinds = [node.op_type for node in onnx.load(tmp_path / "o.onnx").graph.node]
+    assert kinds.count("QLinearConv") == 2 and kinds.count("FusedConv") == 1  # the last one returns floats
+
+
+@pytest.mark.parametrize("bias", [-float("inf"), -1e9])
+@pytest.mark.parametrize("source", ["torch", "file"])
+def test_a_bias_that_switches_a_class_off_leaves_the_others_as_they_are(bias, source, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    model = nn.Sequential(*model, nn.Softmax(-1)).eval()
+    with torch.no_grad():
+        model[4].bias[2] = bias
+        wanted = model(X)
+    for target in ("openvino", "onnxruntime", "tensorrt"):
+        spec, out = compress.QuantSpec(target=target), tmp_path / "int8.onnx"
+        if source == "torch":
+            compress.export_onnx(compress.quantize(model, X[:1], [X], spec=spec), X[:1], out)
+        else:
+            path = compress.export_onnx(model, X[:1], tmp_path / "float.onnx", dynamic_batch=True)
+            compress.quantize_onnx(path, [X], spec=spec, out=out)
+        session = onnxruntime.InferenceSession(out)
+        found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: X.numpy()})[0])
+        torch.testing.assert_close(found, wanted, atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_transposed_convolutions_of_any_rank_are_quantized(rank):
+    torch.manual_seed(0)
+    layer = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[rank - 1]
+    model, x = layer(4, 6, 3, 2, output_padding=1, groups=2).eval(), torch.randn(2, 4, *(5,) * rank)
+    qmodel = compress.quantize(model, x, [x], spec=compress.QuantSpec(target="openvino"))
+    assert len(qmodel.placement.weights) == 1
+    with torch.no_grad():
+        wanted = model(x)
+        assert (qmodel(x) - wanted).pow(2).mean() < 1e-3 * wanted.pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: (x @ m.table).sin(),
+        lambda m, x: torch.cat([(m.fc(x) * 2).reshape(4, -1).cos(), (m.fc(x) + 1).sin().flatten(1)], 1),
+        lambda m, x: m.table @ x.transpose(1, 2),
+        lambda m, x: torch.bmm(x, m.table.expand(4, 8, 8)),
+    ],
+)
+def test_phases_and_products_with_a_parameter_stay_float_on_both_sides(forward):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.fc, self.last = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 8), nn.LazyLinear(4)
+
+        def forward(self, x):
+            return self.last(forward(self, x))
+
+    torch.manual_seed(0)
+    model, x = Net().eval(), torch.randn(4, 6, 8)
+    model(x)
+    placement = compress.quantize(model, x, [x], spec=compress.QuantSpec(target="openvino")).placement
+    assert [site.path for site in placement.weights] == ["last"] and len(placement.activations) == 1
