@@ -27,7 +27,7 @@ LAYERS = [
     {"files"},
     {"kernels"},
     {"graph"},
-    {"quantization", "sparsity", "receptive_field", "roofline", "data", "detection"},
+    {"quantization", "sparsity", "receptive", "roofline_model", "data", "detection"},
     {"models", "qat_fusion", "interop"},
     {"tasks"},
     {"export"},

@@ -38,6 +38,13 @@ def test_the_page_of_the_library_lists_every_public_name():
     assert len(listed) == len(compress._HOMES)
 
 
+def test_the_page_of_the_library_says_which_names_are_experimental():
+    sections = re.split(r"^## ", (DOCS / "api.md").read_text(), flags=re.MULTILINE)
+    marked = "".join(text for text in sections if "(experimental)" in text.splitlines()[0])
+    named = set(re.findall(r"^::: \S+\.(\w+)$", marked, flags=re.MULTILINE))
+    assert named and named == compress._EXPERIMENTAL
+
+
 ELSEWHERE = {
     "build_tensorrt": "tests/engines/tensorrt",
     "from_pytorch_quantization": "tests/interop/test_pytorch_quantization.py",

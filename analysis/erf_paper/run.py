@@ -19,8 +19,8 @@ from compress.files import write_json
 from compress.plots.erf import draw_gallery
 from compress.plots.erf_study import draw_depth, draw_training, power_law, ring_share
 from compress.plots.style import save_figure
-from compress.receptive_field import EffectiveReceptiveField, ErfOptions, effective_receptive_field, mean_field
-from compress.receptive_field.metrics import (
+from compress.receptive import EffectiveReceptiveField, ErfOptions, effective_receptive_field, mean_field
+from compress.receptive.metrics import (
     above_threshold,
     gaussian_size,
     second_moment,

@@ -13,8 +13,8 @@ from torch import nn
 
 from analysis.common.study import command_line, study_parser
 from compress.files import write_text
-from compress.receptive_field import ReceptiveField, ReceptiveFieldTable, receptive_field, unproductive_layers
-from tests.receptive_field.support import supports, torchvision_model, without_chance
+from compress.receptive import ReceptiveField, ReceptiveFieldTable, receptive_field, unproductive_layers
+from tests.receptive.support import supports, torchvision_model, without_chance
 
 ENDS = {
     "alexnet": "features",

@@ -14,9 +14,9 @@ from compress.files import write_text
 from compress.graph.trace import trace
 from compress.plots.roofline import draw_roofline, draw_rooflines
 from compress.plots.style import save_figure
-from compress.roofline import Workload, devices_text, find_device, roofline_of, what_if, what_if_text
-from compress.roofline.counting import count
-from compress.roofline.tables import quantity, table
+from compress.roofline_model import Workload, devices_text, find_device, roofline_of, what_if, what_if_text
+from compress.roofline_model.counting import count
+from compress.roofline_model.tables import quantity, table
 
 NETWORKS = ("resnet50", "vgg16", "mobilenet_v2", "vit_b_16")
 DEVICES = ("t4", "a100", "h200", "orin")

@@ -19,12 +19,12 @@ from compress.plots.roofline_teaching import (
     network_blocks,
 )
 from compress.plots.style import save_figure
-from compress.receptive_field import receptive_field
-from compress.receptive_field.effective import effective_receptive_fields
-from compress.receptive_field.images import photograph_crops
-from compress.receptive_field.probe import grids
-from compress.roofline import find_device, roofline_of
-from compress.roofline.counting import count
+from compress.receptive import receptive_field
+from compress.receptive.effective import effective_receptive_fields
+from compress.receptive.images import photograph_crops
+from compress.receptive.probe import grids
+from compress.roofline_model import find_device, roofline_of
+from compress.roofline_model.counting import count
 
 NETWORKS = {"resnet50": 2, "vgg16": 2, "mobilenet_v2": 2, "convnext_tiny": 3, "vit_b_16": 3}
 """torchvision name -> number of parts of a module's path that name a block."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from compress.audit.engine import EngineAudit
 from compress.audit.layer import AuditedLayer
 from compress.audit.layers import EIGHT_BITS
-from compress.roofline import Device, Roofline, Row, find_device
-from compress.roofline.model import row_under_roof
+from compress.roofline_model import Device, Roofline, Row, find_device
+from compress.roofline_model.model import row_under_roof
 
 _SHOWN = 6
 

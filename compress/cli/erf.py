@@ -15,7 +15,7 @@ from compress.cli.options import ImageSizeOption, JsonOption, ModelChoice, Recip
 from compress.data import BatchPlan, load_data
 from compress.errors import RecipeError
 from compress.pipeline.again import finished_run, network, variants_in
-from compress.receptive_field import ErfOptions
+from compress.receptive import ErfOptions
 from compress.recipe.tree import Recipe
 from compress.report.receptive_field import drift_report, erf_report
 from compress.support.limits import COUNT

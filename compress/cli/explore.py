@@ -28,7 +28,7 @@ from compress.engines.tensorrt.options import PORTABLE_SMS
 from compress.pipeline.again import finished_run, network
 from compress.pipeline.studies.explore import LEAST_AGREEMENT, Explorer, FormResult, best
 from compress.recipe.tree import load_recipe
-from compress.roofline.model import find_device
+from compress.roofline_model.model import find_device
 from compress.variants import Variant
 
 _IMAGES = 64

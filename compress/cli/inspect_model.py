@@ -26,7 +26,7 @@ from compress.quantization.placement.place import place
 from compress.quantization.placement.read_fx import read_fx
 from compress.quantization.spec import QuantSpec
 from compress.recipe.tree import Recipe
-from compress.roofline import SparseLayer, sparse_bound
+from compress.roofline_model import SparseLayer, sparse_bound
 from compress.sparsity.eligibility import NOTEWORTHY_CHANNELS, Eligibility, eligibility, large_enough
 from compress.sparsity.spec import SparsitySpec
 from compress.support.limits import COUNT

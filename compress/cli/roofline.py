@@ -13,8 +13,8 @@ from compress.cli.options import ImageSizeOption, JsonOption, ModelChoice, Recip
 from compress.errors import RecipeError
 from compress.plots.roofline import draw_ceilings, draw_roofline
 from compress.plots.style import save_figure
-from compress.roofline import ceilings_text, measure_ceilings, rows_text, summary_text, what_if, what_if_text
-from compress.roofline import roofline as roofline_of
+from compress.roofline_model import ceilings_text, measure_ceilings, rows_text, summary_text, what_if, what_if_text
+from compress.roofline_model import roofline as roofline_of
 from compress.support.limits import COUNT
 
 

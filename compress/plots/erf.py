@@ -16,8 +16,8 @@ from matplotlib.patches import Ellipse, Rectangle
 from torch import Tensor
 
 from compress.plots.style import LIGHT, caption, plain_ticks, styled
-from compress.receptive_field import EffectiveReceptiveField, ErfDrift, ReceptiveFieldTable, unproductive_layers
-from compress.receptive_field.metrics import radial_profile
+from compress.receptive import EffectiveReceptiveField, ErfDrift, ReceptiveFieldTable, unproductive_layers
+from compress.receptive.metrics import radial_profile
 from compress.support.text import shorten
 
 HEAT = "magma"

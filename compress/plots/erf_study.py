@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from compress.plots.erf import DECADES, HEAT, draw_box
 from compress.plots.style import LIGHT, caption, plain_ticks, styled
-from compress.receptive_field import EffectiveReceptiveField
-from compress.receptive_field.metrics import distances
+from compress.receptive import EffectiveReceptiveField
+from compress.receptive.metrics import distances
 
 _COLOURS = ("blue", "alarm", "green", "amber", "purple")
 

@@ -19,10 +19,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from compress.plots.style import LIGHT, caption, distinct, plain_ticks, styled
-from compress.roofline.ceilings import CONV, Ceilings
-from compress.roofline.devices import SPARSE, Device, parse_precision
-from compress.roofline.model import Roofline, Row
-from compress.roofline.tables import quantity
+from compress.roofline_model.ceilings import CONV, Ceilings
+from compress.roofline_model.devices import SPARSE, Device, parse_precision
+from compress.roofline_model.model import Roofline, Row
+from compress.roofline_model.tables import quantity
 from compress.support.text import shorten
 
 KIND_COLOURS = {

@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 
 from compress.plots.roofline import rate_ticks
 from compress.plots.style import LIGHT, caption, plain_ticks, styled
-from compress.roofline.counting import Operation, Workload, convolution
-from compress.roofline.devices import Device, parse_precision
-from compress.roofline.model import Roofline, Row, roofline_of
-from compress.roofline.tables import quantity
+from compress.roofline_model.counting import Operation, Workload, convolution
+from compress.roofline_model.devices import Device, parse_precision
+from compress.roofline_model.model import Roofline, Row, roofline_of
+from compress.roofline_model.tables import quantity
 
 CHANNELS = (8, 16, 32, 64, 128, 256, 512, 1024)
 SIZES = (7, 14, 28, 56, 112)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 
-from compress.receptive_field import EffectiveReceptiveField
+from compress.receptive import EffectiveReceptiveField
 from compress.report.html import render
 
 _COLUMNS = ("layer", "units", "side, px", "σ, px", "half within, px", "theoretical, px", "share")

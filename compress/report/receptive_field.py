@@ -17,7 +17,7 @@ from compress.files import replacing, write_json, write_text
 from compress.graph.inputs import Inputs
 from compress.plots.erf import draw_drift, draw_field, draw_table
 from compress.plots.style import save_figure, styled, to_png
-from compress.receptive_field import (
+from compress.receptive import (
     EffectiveReceptiveField,
     ErfDrift,
     ErfOptions,
@@ -28,8 +28,8 @@ from compress.receptive_field import (
     erf_drift,
     receptive_field,
 )
-from compress.receptive_field.layers import layers_to_show
-from compress.receptive_field.metrics import SHARES
+from compress.receptive.layers import layers_to_show
+from compress.receptive.metrics import SHARES
 from compress.report.erf_page import erf_page
 from compress.support.progress import Progress
 

@@ -10,7 +10,7 @@ from compress.audit.files import read_engine_layers
 from compress.audit.layers import EngineLayer, EngineListing, EngineTensor
 from compress.audit.roofline import choices_text, engine_roofline, int8_choices
 from compress.errors import RooflineError
-from compress.roofline import Device
+from compress.roofline_model import Device
 
 RECORDED = Path(__file__).parent / "nvidia"
 BIG, SMALL = (-1, 64, 8, 8), (-1, 16, 8, 8)

@@ -11,7 +11,7 @@ from compress.models.by_name import ModelSpec, build_model
 from compress.plots.style import WIDE, settle, styled
 from compress.plots.tradeoff import Point, draw_tradeoff
 from compress.recipe.tree import load_recipe
-from compress.roofline import DEVICE_NAMES
+from compress.roofline_model import DEVICE_NAMES
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from compress.plots.roofline_teaching import (
     network_blocks,
 )
 from compress.plots.style import save_figure, styled
-from compress.roofline import Ceiling, Ceilings, Sample, find_device, roofline_of, workload
+from compress.roofline_model import Ceiling, Ceilings, Sample, find_device, roofline_of, workload
 
 
 class Network(nn.Module):

@@ -18,7 +18,7 @@ from compress.models.weights import read_state_dict
 from compress.pipeline.network import stem
 from compress.pipeline.run import Run
 from compress.pipeline.steps.training import facts_of, save_variant, train
-from compress.roofline import sparse_bound
+from compress.roofline_model import sparse_bound
 from compress.sparsity.channel_pruning import prune_channels
 from compress.sparsity.eligibility import NOTEWORTHY_CHANNELS, large_enough
 from compress.sparsity.parametrization import apply_masks, masked_layers, squash_masks

@@ -25,7 +25,7 @@ from compress.pipeline.studies.sensitivity import Measured, calibration_batches
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.mixed import FLOAT, front, mixed_spec
 from compress.quantization.spec import QuantSpec
-from compress.roofline.model import find_device, roofline
+from compress.roofline_model.model import find_device, roofline
 from compress.support.meters import TaskMetric
 from compress.tasks.classification import TOP1
 

@@ -1,0 +1,341 @@
+"""Effective receptive fields: the influence of each pixel on a unit, measured on images.
+
+A gradient of one is set at the central unit of a layer and propagated to the image; its magnitude, averaged over
+images, is the field (Luo et al., "Understanding the Effective Receptive Field in Deep Convolutional Neural Networks",
+arXiv 1701.04128). All channels of the unit are measured at once, weighted by `upstream`. Only a running sum is stored,
+so memory does not grow with the number of images, and several layers share one forward pass.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import ReceptiveFieldError
+from compress.graph.batches import batch_inputs
+from compress.receptive.metrics import ErfMetrics, erf_metrics
+from compress.receptive.probe import Point, Probe, make_probe
+from compress.receptive.table import ReceptiveField
+from compress.support.progress import NoProgress, Progress
+
+Upstream = Literal["ones", "random"]
+Average = Literal["absolute", "positive", "rms", "signed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErfOptions:
+    """Options of the measurement of an effective receptive field.
+
+    Attributes:
+        unit: (row, column) of the unit; None = the central one (rows // 2, columns // 2).
+        upstream: gradient at the unit's channels: `random` (the default) uses new normal weights for each image, so
+            that the mean magnitude measures the norm of all channels' gradients; `ones` uses their sum, in which
+            channels of opposite sign cancel (after a LayerNorm nearly all of them).
+        average: mean over images of each gradient's `absolute` value (the default), of its `positive` part (RepLKNet),
+            of its square (`rms`, with the root at the end), or of the gradient itself (`signed`, with the magnitude at
+            the end, so that influence of changing sign cancels; needs `ones`).
+        batch_size: images of one pass.
+        double: compute in float64.
+        device: device of the computation; None = the model's own.
+        seed: seed of the random upstream weights.
+    """
+
+    unit: tuple[int, int] | None = None
+    upstream: Upstream = "random"
+    average: Average = "absolute"
+    batch_size: int = 8
+    double: bool = False
+    device: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        allowed = {"upstream": ("ones", "random"), "average": ("absolute", "positive", "rms", "signed")}
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ReceptiveFieldError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(values)}")
+        if self.average == "signed" and self.upstream == "random":
+            raise ReceptiveFieldError("average 'signed' needs upstream 'ones': random weights average to zero")
+        if self.batch_size < 1:
+            raise ReceptiveFieldError(f"batch_size is {self.batch_size}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EffectiveReceptiveField:
+    """The effective receptive field of one unit of one layer.
+
+    Attributes:
+        model: class name of the model.
+        layer: name of the layer, as given or as found.
+        heat: (height, width) float64 on the CPU: mean influence of each pixel, summed over the image's channels.
+        unit: (row, column) in the layer's grid.
+        grid: (rows, columns) of the layer.
+        centre: (row, column) of the unit's centre in the image, pixels.
+        images: number of images in the mean.
+        dead_images: number of images in which the unit's gradient was zero everywhere.
+        upstream, average: see `ErfOptions`.
+        method: `graph`, or `hooks` with the reason.
+        theoretical: theoretical field of the layer; None with hooks.
+        metrics: sizes of the field.
+    """
+
+    model: str
+    layer: str
+    heat: Tensor
+    unit: tuple[int, int]
+    grid: tuple[int, int]
+    centre: tuple[float, float]
+    images: int
+    dead_images: int
+    upstream: Upstream
+    average: Average
+    method: str
+    theoretical: ReceptiveField | None
+    metrics: ErfMetrics
+
+    @property
+    def normalized(self) -> Tensor:
+        """The map, scaled to a largest value of 1."""
+        return self.heat / self.heat.amax()
+
+
+def effective_receptive_field(
+    model: nn.Module,
+    images: Tensor | Iterable[Any],
+    *,
+    layer: str | None = None,
+    options: ErfOptions | None = None,
+    progress: Progress | None = None,
+) -> EffectiveReceptiveField:
+    """Return the effective receptive field of the central unit of one layer (arXiv 1701.04128).
+
+    Args:
+        model: any module whose first input is an image; it is not changed.
+        images: (N, C, height, width), or an iterable of such batches or of (batch, target) pairs, of one size.
+        layer: path of a module or block, or name of an fx node; None = the last layer whose units lie on a grid.
+        options: options of the measurement; None = `ErfOptions()`.
+        progress: listener that counts images.
+
+    Returns:
+        The map (height, width) of influence, and its sizes in pixels (`.metrics`).
+
+    Raises:
+        ReceptiveFieldError: see `effective_receptive_fields`, which measures several layers in one pass.
+        ModelError: the model fails on the images.
+        DataError: a batch holds no tensor.
+
+    Examples:
+        >>> field = compress.effective_receptive_field(model, images, layer="0")
+        >>> field.metrics.size <= 3.0
+        True
+    """
+    return effective_receptive_fields(model, images, layers=[layer], options=options, progress=progress)[0]
+
+
+def effective_receptive_fields(
+    model: nn.Module,
+    images: Tensor | Iterable[Any],
+    *,
+    layers: Sequence[str | None],
+    options: ErfOptions | None = None,
+    progress: Progress | None = None,
+) -> tuple[EffectiveReceptiveField, ...]:
+    """Return the effective receptive fields of several layers, from one forward pass for each batch.
+
+    Args:
+        model: any module whose first input is an image; it is not changed, and its weights get no gradients.
+        images: (N, C, height, width), or an iterable of such batches or of (batch, target) pairs, of one size.
+        layers: paths of modules or of blocks (`layer4` is its result), or names of fx nodes; None = the last layer
+            whose units lie on a grid, which in a vision transformer are its tokens.
+        options: options of the measurement; None = `ErfOptions()`.
+        progress: listener that counts images.
+
+    Raises:
+        ReceptiveFieldError: there are no images; a layer does not exist, or its units have no position in the image; no
+            gradient leads from it to the image, or it is zero for every image or not finite.
+        ModelError: the model fails on the images.
+        DataError: a batch holds no tensor.
+    """
+    options, progress = options or ErfOptions(), progress or NoProgress()
+    batches = _batches(images, options.batch_size)
+    first = next(batches, None)
+    if first is None:
+        raise ReceptiveFieldError("no images were given")
+    probe, form = _prepare(model, first, layers, options)
+    sums = [_Sum(point, options) for point in probe.points]
+    generator = torch.Generator().manual_seed(options.seed)
+    total = sum(len(batch_inputs(one)[0]) for one in images) if isinstance(images, (list, tuple)) else 0
+    total = len(images) if isinstance(images, Tensor) else total
+    progress.start("receptive field", total)
+    for batch in _chain(first, batches):
+        if batch.shape[1:] != first.shape[1:]:
+            raise ReceptiveFieldError(f"images differ in size: {tuple(first.shape[1:])}, then {tuple(batch.shape[1:])}")
+        _accumulate(probe, batch.to(**form), sums, generator, options)
+        progress.advance("receptive field", len(batch))
+    progress.finish("receptive field")
+    return tuple(s.result(type(model).__name__, probe.method) for s in sums)
+
+
+def _prepare(
+    model: nn.Module, first: Tensor, layers: Sequence[str | None], options: ErfOptions
+) -> tuple[Probe, dict[str, Any]]:
+    """Return the probe, and the device and type that images must have."""
+    if first.ndim != 4 or 0 in first.shape:
+        raise ReceptiveFieldError(f"images must be (N, C, height, width), got a tensor of shape {tuple(first.shape)}")
+    own = next((t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point()), first)
+    form: dict[str, Any] = {"device": own.device, "dtype": own.dtype}
+    if options.double or options.device is not None:
+        form["device"] = torch.device(options.device or own.device)
+        form["dtype"] = torch.float64 if options.double else own.dtype
+        model = copy.deepcopy(model).to(**form)
+    return make_probe(model, first[:1].to(**form), layers), form
+
+
+def _batches(images: Tensor | Iterable[Any], size: int) -> Iterator[Tensor]:
+    """Yield batches of at most `size` images, without targets."""
+    for item in [images] if isinstance(images, Tensor) else images:
+        yield from (part for part in batch_inputs(item)[0].split(size) if len(part))
+
+
+def _chain(first: Tensor, rest: Iterator[Tensor]) -> Iterator[Tensor]:
+    yield first
+    yield from rest
+
+
+class _Sum:
+    """The running sum over images for one layer."""
+
+    def __init__(self, point: Point, options: ErfOptions) -> None:
+        rows, columns = point.grid.units
+        self.point, self.options = point, options
+        self.unit = options.unit if options.unit is not None else (rows // 2, columns // 2)
+        if not (0 <= self.unit[0] < rows and 0 <= self.unit[1] < columns):
+            raise ReceptiveFieldError(f"unit {self.unit} is not in {point.name}, which has {rows} x {columns} units")
+        self.total: Tensor | None = None
+        self.images = self.dead = 0
+
+    def add(self, gradient: Tensor) -> None:
+        """Add the gradients (N, C, height, width) of a batch."""
+        if not bool(gradient.isfinite().all()):
+            raise ReceptiveFieldError(
+                f"the gradient of {self.point.name} is not finite (images {self.images} to "
+                f"{self.images + len(gradient) - 1}): the model overflows on them"
+            )
+        self.dead += int((gradient == 0).flatten(1).all(1).sum())
+        self.images += len(gradient)
+        change = {"absolute": Tensor.abs, "positive": Tensor.relu, "rms": Tensor.square}.get(self.options.average)
+        part = gradient.sum(0) if change is None else change(gradient).sum((0, 1))
+        self.total = part.double().cpu() if self.total is None else self.total + part.double().cpu()
+
+    def heat(self) -> Tensor:
+        """Return the mean map.
+
+        Raises:
+            ReceptiveFieldError: the map is zero everywhere.
+        """
+        mean = torch.zeros(1) if self.total is None else self.total / self.images
+        if self.options.average == "rms":
+            mean = mean.sqrt()
+        elif self.options.average == "signed":
+            mean = mean.abs().sum(0)
+        if not bool(mean.amax() > 0):
+            raise ReceptiveFieldError(
+                f"the gradient of unit {self.unit} of {self.point.name} is zero for all {self.images} images: its "
+                "activations are dead there (an inactive ReLU, a saturated or rounded value), or its channels cancel "
+                "(try upstream='random'), or its field lies outside of the image; choose another unit or layer, or "
+                "other images"
+            )
+        return mean
+
+    def result(self, model: str, method: str) -> EffectiveReceptiveField:
+        """Return the field with its sizes."""
+        heat, row, grid = self.heat(), self.point.row, self.point.grid.units
+        centre = unit_centre(row, self.unit, grid, tuple(heat.shape))
+        return EffectiveReceptiveField(
+            model=model,
+            layer=self.point.name,
+            heat=heat,
+            unit=self.unit,
+            grid=grid,
+            centre=centre,
+            images=self.images,
+            dead_images=self.dead,
+            upstream=self.options.upstream,
+            average=self.options.average,
+            method=method,
+            theoretical=row,
+            metrics=erf_metrics(heat, centre, theoretical=_local_size(row)),
+        )
+
+
+def mean_field(fields: Sequence[EffectiveReceptiveField]) -> EffectiveReceptiveField:
+    """Return the mean of several networks' fields of one unit, with maps scaled to a sum of 1.
+
+    Raises:
+        ReceptiveFieldError: there are no fields, or their maps differ in size.
+    """
+    if not fields or any(f.heat.shape != fields[0].heat.shape for f in fields):
+        raise ReceptiveFieldError("mean_field needs one or more fields whose maps have one size")
+    heat = torch.stack([f.heat / f.heat.sum() for f in fields]).mean(0)
+    return replace(
+        fields[0],
+        heat=heat,
+        images=sum(f.images for f in fields),
+        dead_images=sum(f.dead_images for f in fields),
+        metrics=erf_metrics(heat, fields[0].centre, theoretical=_local_size(fields[0].theoretical)),
+    )
+
+
+def _local_size(row: ReceptiveField | None) -> tuple[int | None, ...] | None:
+    """Return the size of a theoretical field that is a window; None if it is global, unknown or no window."""
+    return row.local_size if row is not None and row.status == "exact" and not row.reason else None
+
+
+def unit_centre(
+    row: ReceptiveField | None, unit: Sequence[int], grid: Sequence[int], image: Sequence[int]
+) -> tuple[float, float]:
+    """Return (row, column) of the centre of a unit's window, or without one of its cell in a grid over the image."""
+    found = []
+    for axis in range(2):
+        centre = row.centre(unit, axis) if row is not None and row.located else None
+        found.append((unit[axis] + 0.5) * image[axis] / grid[axis] - 0.5 if centre is None else centre)
+    return found[0], found[1]
+
+
+def _accumulate(
+    probe: Probe, batch: Tensor, sums: Sequence[_Sum], generator: torch.Generator, options: ErfOptions
+) -> None:
+    """Run one forward pass, and for each layer one backward pass to the image."""
+    images = batch.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        outputs = probe.run(images)
+        for position, (total, output) in enumerate(zip(sums, outputs, strict=True)):
+            value = total.point.grid.take(output, total.unit)
+            if options.upstream == "random":
+                weights = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+                value = value * weights.to(value)
+            elif value.shape[1] > 1 and bool((value.sum(1).abs() < 1e-5 * value.abs().sum(1)).all()):
+                raise ReceptiveFieldError(
+                    f"the channels of {total.point.name} sum to zero, as after a LayerNorm: the gradient of their sum "
+                    "is rounding noise; use upstream='random' or an earlier layer"
+                )
+            total.add(_gradient(value, images, total.point.name, keep=position + 1 < len(sums)))
+
+
+def _gradient(value: Tensor, images: Tensor, name: str, *, keep: bool) -> Tensor:
+    found = None
+    if value.requires_grad:
+        try:
+            (found,) = torch.autograd.grad(value.sum(), images, retain_graph=keep, allow_unused=True)
+        except RuntimeError as error:
+            raise ReceptiveFieldError(f"the gradient from {name} to the image fails: {error}") from error
+    if found is None:
+        raise ReceptiveFieldError(
+            f"no gradient leads from {name} to the image: it does not depend on the image, or through an operation "
+            "without a derivative (detach, a comparison, integers)"
+        )
+    return found

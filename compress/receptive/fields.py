@@ -1,0 +1,324 @@
+"""The receptive fields of the units of one tensor: symbolic windows where they exist, and exact spans of every element.
+
+Two descriptions are computed side by side, because each covers cases that the other cannot:
+
+* `View`, one for each axis of the image: a `Window` without borders. It gives size, stride and padding for images of
+  any size, and ends where positions no longer follow an affine pattern (tokens, a roll, branches of unequal stride).
+* `bounds`: for every element of the tensor the first and last pixel on which it depends at this image size, found by
+  interval arithmetic. A shape operation is run unchanged on the bounds, a convolution is a minimum over its window and
+  channels. They survive a reshape, and borders are exact.
+
+Each bound is stored so that joining fields is a minimum and that zero means "depends on no pixel": first - 2^22 and
+-last - 2^22. So zero padding needs no rule of its own. Dimensions along which all elements are equal are expanded
+(stride 0) and take no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.receptive.windows import IDENTITY, Window, centre_distance, fit, through, unite
+
+ORIGIN = 2.0**22
+"""Offset of positions, so that 0 can mean "no pixel"; float32 represents the sums exactly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """The fields of units along one axis of the image, for paths without a global operation.
+
+    Attributes:
+        wide: union of all such paths; None if there is no such path, or if it has no window (`lost`).
+        narrow: the path with the smallest field.
+        whole: operation that made units depend on the whole axis; "" without one.
+        lost: reason why there is no window although units depend on a part of the axis.
+    """
+
+    wide: Window | None = None
+    narrow: Window | None = None
+    whole: str = ""
+    lost: str = ""
+
+    def through(self, reads: Window, reason: str) -> View:
+        """Return the view of units that depend on these units; lost for `reason` if the result has no window."""
+        if self.wide is None or self.narrow is None:
+            return self
+        wide, narrow = through(self.wide, reads), through(self.narrow, reads)
+        return replace(self, wide=wide, narrow=narrow) if wide and narrow else self.forget(reason)
+
+    def forget(self, reason: str) -> View:
+        """Return the view without its windows."""
+        return replace(self, wide=None, narrow=None, lost=self.lost or reason) if self.wide or self.lost else self
+
+    def everything(self, reason: str) -> View:
+        """Return the view of a unit that depends on the whole axis; a constant remains one."""
+        seen = self.wide or self.whole or self.lost
+        return View(whole=self.whole or reason) if seen else self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """The receptive fields of the elements of one tensor.
+
+    Attributes:
+        bounds: for each axis of the image two tensors of the tensor's shape (see the module).
+        views: for each axis of the image its view.
+        dims: for each axis of the image the tensor's dimension that runs along it, or None.
+        notes: a note for each pair of branches that are not aligned.
+    """
+
+    bounds: tuple[Tensor, ...]
+    views: tuple[View, ...]
+    dims: tuple[int | None, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return tuple(self.bounds[0].shape)
+
+
+def image_field(shape: Sequence[int]) -> Field:
+    """Return the field of an image (N, C, spatial...): every pixel depends on itself."""
+    axes = range(len(shape) - 2)
+    bounds = []
+    for axis in axes:
+        pixels = carriers(shape, axis + 2)
+        bounds += [*pixels]
+    view = View(wide=IDENTITY, narrow=IDENTITY)
+    return Field(bounds=tuple(bounds), views=(view,) * len(axes), dims=tuple(axis + 2 for axis in axes))
+
+
+def constant_field(shape: Sequence[int], like: Field) -> Field:
+    """Return the field of a tensor that does not depend on the image."""
+    nothing = torch.zeros(()).expand(tuple(shape))
+    return Field(bounds=(nothing,) * len(like.bounds), views=(View(),) * len(like.views), dims=(None,) * len(like.dims))
+
+
+def carriers(shape: Sequence[int], dim: int) -> tuple[Tensor, Tensor]:
+    """Return the bounds of a tensor whose elements depend on their own index along `dim`."""
+    index = torch.arange(shape[dim], dtype=torch.float32).view([-1 if d == dim else 1 for d in range(len(shape))])
+    return (index - ORIGIN).expand(tuple(shape)), (-index - ORIGIN).expand(tuple(shape))
+
+
+def compact(bound: Tensor, *, keep: int | None = None) -> Tensor:
+    """Return the tensor with expanded dimensions cut to size 1, except dimension `keep`."""
+    for dim, (size, stride) in enumerate(zip(bound.shape, bound.stride(), strict=True)):
+        if stride == 0 and size > 1 and dim != keep:
+            bound = bound.narrow(dim, 0, 1)
+    return bound
+
+
+def least(bounds: Iterable[Tensor], shape: Sequence[int]) -> Tensor:
+    """Return the elementwise minimum of broadcast tensors, as a tensor of `shape`."""
+    parts = [compact(bound) for bound in bounds]
+    result = parts[0]
+    for part in parts[1:]:
+        result = torch.minimum(result, part)
+    return result.expand(tuple(shape))
+
+
+def join(fields: Sequence[Field], shape: Sequence[int], name: str) -> Field:
+    """Return the field of an elementwise operation with broadcasting: the union of its operands' fields."""
+    bounds = tuple(least(parts, shape) for parts in zip(*(f.bounds for f in fields), strict=True))
+    views, dims, notes = [], [], dict.fromkeys(note for f in fields for note in f.notes)
+    for axis in range(len(fields[0].views)):
+        placed = {f.dims[axis] + len(shape) - len(f.shape) for f in fields if f.dims[axis] is not None}  # type: ignore[operator]
+        dim = placed.pop() if len(placed) == 1 else None
+        reason = f"{name} joins tensors whose axes lie in different dimensions"
+        branches = [f.views[axis].forget(reason) if placed else _spread(f, axis, dim, shape, name) for f in fields]
+        view, found = meet(branches, name)
+        views.append(view)
+        dims.append(dim)
+        notes.update(dict.fromkeys(found))
+    return Field(bounds=bounds, views=tuple(views), dims=tuple(dims), notes=tuple(notes))
+
+
+def _spread(field: Field, axis: int, dim: int | None, shape: Sequence[int], name: str) -> View:
+    """Return the view of an operand; if one unit is broadcast along the axis, its window is lost."""
+    own = field.dims[axis]
+    units = 1 if own is None else field.shape[own]
+    if dim is not None and units == 1 and shape[dim] > 1:
+        return field.views[axis].forget(f"{name} broadcasts one unit along the axis")
+    return field.views[axis]
+
+
+def meet(branches: Sequence[View], name: str) -> tuple[View, list[str]]:
+    """Return the union of branches on one axis, and notes on their alignment."""
+    view, notes = View(), []
+    for branch in branches:
+        view, note = _meet(view, branch, name)
+        notes += [note] if note else []
+    return view, notes
+
+
+def _meet(left: View, right: View, name: str) -> tuple[View, str]:
+    whole, lost = left.whole or right.whole, left.lost or right.lost
+    if lost:
+        return View(whole=whole, lost=lost), ""
+    if left.wide is None or right.wide is None:
+        one = left if right.wide is None else right
+        return replace(one, whole=whole), ""
+    wide = unite(left.wide, right.wide)
+    if wide is None:
+        note = f"{name} joins branches of effective strides {left.wide.stride} and {right.wide.stride}: misaligned"
+        return View(whole=whole, lost=note), note
+    branches = [v.narrow for v in (left, right) if v.narrow]
+    gap = centre_distance(*branches)  # of the narrow paths, so that windows of attention do not add up
+    note = f"{name} joins branches whose centres lie {float(gap):g} px apart: misaligned" if gap else ""
+    narrow = min(branches, key=lambda window: window.size)
+    return View(wide=wide, narrow=narrow, whole=whole), note
+
+
+def mix(field: Field, dims: Iterable[int], name: str, *, keep: bool = True) -> Field:
+    """Return the field after an operation in which every element depends on all elements along `dims`.
+
+    Args:
+        field: field of the operand.
+        dims: dimensions over which the operation mixes (a sum, a norm, a softmax, a matrix product).
+        name: name of the operation, the reason if units come to depend on the whole image.
+        keep: the result has the operand's shape; otherwise `dims` have size 1.
+    """
+    rank = len(field.shape)
+    mixed = {dim % rank for dim in dims}
+    shape = [size if keep or d not in mixed else 1 for d, size in enumerate(field.shape)]
+    bounds = tuple(_amin(bound, mixed).expand(shape) for bound in field.bounds)
+    wide = [d for d in mixed if field.shape[d] > 1]
+    views = tuple(
+        view.everything(name) if dim in wide else view for view, dim in zip(field.views, field.dims, strict=True)
+    )
+    return settled(replace(field, bounds=bounds, views=views), name)
+
+
+def settled(field: Field, name: str) -> Field:
+    """Mark an axis without a window as whole if all elements depend on the same part of it."""
+    views = tuple(
+        view.everything(name) if view.lost and all(_uniform(b) for b in field.bounds[2 * axis : 2 * axis + 2]) else view
+        for axis, view in enumerate(field.views)
+    )
+    return replace(field, views=views)
+
+
+def _amin(bound: Tensor, dims: Iterable[int]) -> Tensor:
+    bound = compact(bound)
+    real = [d for d in dims if bound.shape[d] > 1]
+    return bound.amin(dim=real, keepdim=True) if real else bound
+
+
+def _uniform(bound: Tensor) -> bool:
+    small = compact(bound)
+    return bool(small.amin() == small.amax())
+
+
+def read(bound: Tensor, dim: int, window: Window, count: int) -> Tensor:
+    """Return the bound of `count` units along `dim` that depend on `window`, without positions beyond the borders."""
+    dim %= bound.ndim
+    size, small = bound.shape[dim], compact(bound, keep=dim)
+    phases, units = torch.arange(count) % window.period, torch.arange(count) // window.period
+    first = torch.tensor(window.first)[phases] + units * window.advance
+    last = torch.tensor(window.last)[phases] + units * window.advance
+    result = torch.zeros([count if d == dim else s for d, s in enumerate(small.shape)])
+    for tap in range(int((last - first).max()) // window.step + 1):
+        index = first + tap * window.step
+        inside = ((index >= 0) & (index < size) & (index <= last)).view(
+            [-1 if d == dim else 1 for d in range(bound.ndim)]
+        )
+        result = torch.minimum(result, small.index_select(dim, index.clamp(0, size - 1)) * inside)
+    return result.expand([count if d == dim else s for d, s in enumerate(bound.shape)])
+
+
+def move(field: Field, operation: Callable[[Tensor], Any], name: str, *, folds: bool = False) -> Any:
+    """Return the field, or fields, after an operation that only moves elements: a view, slice, permutation or roll.
+
+    The operation is run on the bounds, and on the indices along each axis, whose order shows where the axis went.
+
+    Args:
+        field: field of the operand.
+        operation: function that returns a tensor or a sequence of tensors.
+        name: name of the operation.
+        folds: neighbouring positions become channels (space to depth); a unit then has the union over channels.
+    """
+    moved = [operation(bound) for bound in field.bounds]
+    places = [_places(field, axis, operation) for axis in range(len(field.views))]
+    if isinstance(moved[0], Tensor):
+        return _moved(field, moved, places, name, folds)
+    parts = range(len(moved[0]))
+    return tuple(_moved(field, [m[i] for m in moved], [p and _part(p, i) for p in places], name, folds) for i in parts)
+
+
+def _part(places: tuple[Any, Any], index: int) -> tuple[Any, Any]:
+    return places[0][index], places[1][index]
+
+
+def _places(field: Field, axis: int, operation: Callable[[Tensor], Any]) -> tuple[Any, Any] | None:
+    """Return the result of the operation on the indices along an axis; an axis of size 1 counts as one of size 2."""
+    dim = field.dims[axis]
+    if dim is None:
+        return None
+    shape = list(field.shape)
+    if shape[dim] > 1:
+        first, last = carriers(shape, dim)
+        return operation(first), operation(last)
+    shape[dim] = 2
+    first, last = carriers(shape, dim)
+    try:
+        return operation(first), operation(last)
+    except (RuntimeError, IndexError):  # the operation holds sizes as constants
+        return None
+
+
+def _moved(field: Field, bounds: list[Tensor], places: list[Any], name: str, folds: bool) -> Field:
+    views: list[View] = []
+    dims: list[int | None] = []
+    for axis, view in enumerate(field.views):
+        dim = field.dims[axis]
+        if places[axis] is None or dim is None:
+            views.append(view)
+            dims.append(None)
+            continue
+        size = max(2, field.shape[dim])
+        first, last = places[axis]
+        found, window = _locate(first, last, size, folds)
+        if field.shape[dim] == 1:  # a single unit has no order that could be lost
+            single = found is not None and bounds[0].shape[found] == 1
+            views.append(view)
+            dims.append(found if single else None)
+            continue
+        views.append(
+            view.through(window, name) if window else view.forget(f"{name} moves positions out of their order")
+        )
+        dims.append(found)
+    return replace(field, bounds=tuple(bounds), views=tuple(views), dims=tuple(dims))
+
+
+def _locate(first: Tensor, last: Tensor, size: int, folds: bool) -> tuple[int | None, Window | None]:
+    """Return the dimension along which an axis runs after an operation, and the window onto the axis before it."""
+    low, high = compact(first), compact(last)
+    if bool(low.amin() == -high.amin() - 2 * ORIGIN):  # a single position is left
+        position = int(low.amin() + ORIGIN)
+        return None, Window((position,), (position,), 1)
+    for dim, units in enumerate(low.shape):
+        others = [d for d in range(low.ndim) if d != dim]
+        firsts, lasts = _positions(low, high, others)
+        spread = max(b - a for a, b in zip(firsts, lasts, strict=True))
+        if units > 1 and (spread <= 0 or folds):
+            window = fit(firsts, lasts, size)
+            if window is not None:
+                return dim, window
+    return None, None
+
+
+def _positions(low: Tensor, high: Tensor, others: list[int]) -> tuple[list[int], list[int]]:
+    first = low.amin(dim=others) if others else low
+    last = high.amin(dim=others) if others else high
+    seen = first < 0
+    empty_first, empty_last = torch.zeros_like(first), torch.full_like(last, -1)
+    return (
+        torch.where(seen, first + ORIGIN, empty_first).int().tolist(),
+        torch.where(seen, -last - ORIGIN, empty_last).int().tolist(),
+    )

@@ -1,0 +1,235 @@
+"""Access to tensors inside a model, with their gradients, without a change of the model.
+
+A copy of the model is traced, and the graph ends after the last tensor that is needed. Operations that overwrite their
+input are replaced by ones that return a new tensor, so that several layers can be measured in one pass. If torch.fx
+cannot trace the model, or if a layer lies inside a leaf module, forward hooks on a copy give the tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from compress.errors import ModelError, ReceptiveFieldError, near_misses
+from compress.graph.inplace import preserve_input
+from compress.graph.inputs import flat_tensors
+from compress.graph.trace import trace
+from compress.receptive.table import ReceptiveField, ReceptiveFieldTable
+from compress.receptive.theoretical import graph_receptive_field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The positions of a tensor's units.
+
+    Attributes:
+        units: number of (rows, columns).
+        dims: dimensions of rows and columns; both are the same if they are merged into tokens.
+        prefix: number of tokens before the first one with a position (class token, registers).
+    """
+
+    units: tuple[int, int]
+    dims: tuple[int, int]
+    prefix: int = 0
+
+    def take(self, tensor: Tensor, unit: tuple[int, int]) -> Tensor:
+        """Return the channels of one unit, (N, C)."""
+        if self.dims[0] == self.dims[1]:
+            return tensor.select(self.dims[0], self.prefix + unit[0] * self.units[1] + unit[1])
+        first, second = sorted(zip(self.dims, unit, strict=True), reverse=True)
+        return tensor.select(*first).select(*second)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A tensor to measure: its name, the positions of its units, and its theoretical field (None = unknown)."""
+
+    name: str
+    grid: Grid
+    row: ReceptiveField | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """A model that returns the tensors of some points.
+
+    Attributes:
+        points: the tensors that `run` returns, in order.
+        run: images -> one tensor for each point.
+        method: `graph`, or `hooks` with the reason.
+        table: theoretical fields; None with hooks.
+    """
+
+    points: tuple[Point, ...]
+    run: Callable[[Tensor], tuple[Tensor, ...]]
+    method: str
+    table: ReceptiveFieldTable | None
+
+
+def make_probe(model: nn.Module, image: Tensor, layers: Sequence[str | None]) -> Probe:
+    """Return a probe for layers by name; None is the last layer whose units lie on a grid.
+
+    Args:
+        model: any module; it is not changed.
+        image: (1, C, height, width) on the model's device, in its type.
+        layers: paths of modules or blocks, or names of fx nodes.
+
+    Raises:
+        ReceptiveFieldError: a layer does not exist (the message names similar ones), or its units have no position.
+        ModelError: the model fails on the image.
+    """
+    try:
+        graph_module = trace(model, image)
+        table = graph_receptive_field(graph_module, [image], name=type(model).__name__)
+        rows = [_last(table, image) if name is None else table.row(name) for name in layers]
+    except (ModelError, ReceptiveFieldError) as error:
+        if not _reachable(model, image, layers, error):
+            raise
+        return _hooked(model, image, layers, str(error))
+    points = tuple(
+        Point(name=name or row.path or row.name, grid=_grid(row.shape, image, row), row=row)
+        for name, row in zip(layers, rows, strict=True)
+    )
+    cut = _cut(graph_module, [row.name for row in rows])
+    return Probe(points=points, run=cut, method="graph", table=table)
+
+
+def grids(table: ReceptiveFieldTable, image: Tensor) -> list[ReceptiveField]:
+    """Return the rows whose units lie on a grid of at least 2 x 2, in order."""
+    found = []
+    for row in table:
+        grid = find_grid(row.shape, image, row)
+        if grid is not None and min(grid.units) > 1 and row.kind != "input":
+            found.append(row)
+    return found
+
+
+def _last(table: ReceptiveFieldTable, image: Tensor) -> ReceptiveField:
+    rows = grids(table, image)
+    if not rows:
+        raise ReceptiveFieldError(
+            f"no layer of {table.model} has units on a grid at image size {tuple(image.shape[2:])}; name a layer, or "
+            "use a larger image"
+        )
+    return rows[-1]
+
+
+def find_grid(shape: Sequence[int] | None, image: Tensor, row: ReceptiveField | None = None) -> Grid | None:
+    """Return the positions of the units of a tensor of `shape`, or None if they are unknown.
+
+    They are known if the axes of the image were followed through the graph (`row`). Otherwise the image's proportions
+    distinguish (N, C, h, w), (N, h, w, C) and (N, tokens, C).
+    """
+    if shape is None or len(shape) not in (3, 4) or shape[0] != 1:
+        return None
+    if row is not None and row.located:
+        first, second = row.dims
+        return Grid(units=(shape[first], shape[second]), dims=(first, second))  # type: ignore[index, arg-type]
+    height, width = image.shape[2:]
+    if len(shape) == 4:
+        for dims in ((2, 3), (1, 2)):
+            if shape[dims[0]] * width == shape[dims[1]] * height:
+                return Grid(units=(shape[dims[0]], shape[dims[1]]), dims=dims)
+        return None
+    for prefix in range(9):
+        rows = round(((shape[1] - prefix) * height / width) ** 0.5) if shape[1] > prefix else 0
+        columns = (shape[1] - prefix) // rows if rows else 0
+        if rows and rows * columns == shape[1] - prefix and rows * width == columns * height:
+            return Grid(units=(rows, columns), dims=(1, 1), prefix=prefix)
+    return None
+
+
+def _grid(shape: Sequence[int] | None, image: Tensor, row: ReceptiveField | None = None, name: str = "") -> Grid:
+    grid = find_grid(shape, image, row)
+    if grid is None:
+        raise ReceptiveFieldError(
+            f"the units of {row.name if row else name} have no position in the image: its shape is "
+            f"{tuple(shape) if shape is not None else 'none'}, without recognizable rows and columns; name a layer "
+            "that returns (N, C, h, w), (N, h, w, C) or (N, tokens, C)"
+        )
+    return grid
+
+
+def _cut(graph_module: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
+    """Return the graph up to the last of some nodes, with all of them as its outputs."""
+    graph, wanted = fx.Graph(), set(names)
+    copied: dict[fx.Node, fx.Node] = {}
+    for node in graph_module.graph.nodes:
+        copied[node] = graph.node_copy(node, lambda n: copied[n])
+        if node.users:  # else its only effect is to overwrite the input
+            preserve_input(graph_module, copied[node])
+        wanted.discard(node.name)
+        if not wanted:
+            break
+    by_name = {node.name: twin for node, twin in copied.items()}
+    graph.output(tuple(by_name[name] for name in names))
+    cut = fx.GraphModule(graph_module, graph).eval()
+    return cut.requires_grad_(False)
+
+
+def _reachable(model: nn.Module, image: Tensor, layers: Sequence[str | None], error: Exception) -> bool:
+    """Return True if hooks can be used instead: the model runs, and every layer is one of its modules."""
+    if isinstance(error, ReceptiveFieldError):
+        modules = dict(model.named_modules())
+        return any(layers) and all(name in modules for name in layers if name)
+    try:
+        with torch.no_grad():
+            copy.deepcopy(model).eval()(image)
+    except Exception:  # the model itself fails, and the first error has the better message
+        return False
+    return True
+
+
+def _hooked(model: nn.Module, image: Tensor, layers: Sequence[str | None], reason: str) -> Probe:
+    twin = copy.deepcopy(model).eval().requires_grad_(False)
+    modules = dict(twin.named_modules())
+    for name in layers:
+        if name and name not in modules:
+            raise ReceptiveFieldError(
+                f"the model has no module {name!r}{near_misses(name, modules)}; torch.fx cannot trace it, so only "
+                "modules can be measured"
+            )
+    with torch.no_grad(), _hooks(twin, list(modules)) as seen:
+        twin(image)
+    shapes = {name: tuple(value.shape) for name, value in seen.items()}
+    on_grid = [name for name, shape in shapes.items() if (g := find_grid(shape, image)) and min(g.units) > 1]
+    if None in layers and not on_grid:
+        raise ReceptiveFieldError(f"no module of {type(model).__name__} has units on a grid; name one")
+    names = [name or on_grid[-1] for name in layers]
+    points = tuple(Point(name=n, grid=_grid(shapes.get(n), image, name=n), row=None) for n in names)
+
+    def run(images: Tensor) -> tuple[Tensor, ...]:
+        with _hooks(twin, names) as found:
+            twin(images)
+        return tuple(found[n] for n in names)
+
+    return Probe(points=points, run=run, method=f"hooks ({reason})", table=None)
+
+
+@contextmanager
+def _hooks(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    """Collect the results of modules (the first tensor of the last call), in the order in which they finish."""
+    seen: dict[str, Tensor] = {}
+
+    def collect(name: str) -> Callable[..., Any]:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+            tensors = flat_tensors(output)
+            if tensors:
+                seen.pop(name, None)
+                seen[name] = tensors[0]
+            return output.clone() if isinstance(output, Tensor) else None  # later operations may overwrite it
+
+        return hook
+
+    handles = [module.register_forward_hook(collect(n)) for n, module in model.named_modules() if n in set(names) and n]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()

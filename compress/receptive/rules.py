@@ -1,0 +1,50 @@
+"""One rule for each kind of operation: from the fields of its operands to the field of its result.
+
+The rules are grouped by idea: windows (convolutions, pools, resizes: `rules_windows`), mixing (matrix products,
+attention, sums, norms: `rules_mixing`), moving (views, slices, concatenation: `rules_moving`); elementwise operations
+are those of the traits table. `RULES` holds them by kind. An operation without a rule, or with arguments that its rule
+does not cover (`NoRuleError`), makes all fields after it unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from compress.graph.traits import kinds
+from compress.receptive import rules_mixing, rules_moving, rules_windows
+from compress.receptive.call import Call, NoRuleError
+from compress.receptive.fields import Field, join
+
+Rule = Callable[[Call], Any]
+
+
+def _elementwise(call: Call) -> Field:
+    """Each element depends on the same element of the operand."""
+    return call.field(0)
+
+
+def _broadcasting(call: Call) -> Field:
+    """Each element depends on the same element of all operands, with broadcasting."""
+    return join(call.operands(), call.result_shape(), call.name)
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(kinds(lambda t: t.elementwise and t.data_inputs == 1), _elementwise),
+    **dict.fromkeys(kinds(lambda t: t.elementwise and t.data_inputs > 1), _broadcasting),
+    **rules_windows.RULES,
+    **rules_mixing.RULES,
+    **rules_moving.RULES,
+}
+
+
+def apply_rule(call: Call) -> Any:
+    """Apply the rule of an operation, and return a Field, a tuple of them, or a plain value (a shape).
+
+    Raises:
+        NoRuleError: there is no rule, or it does not cover these arguments.
+    """
+    rule = RULES.get(call.kind)
+    if rule is None:
+        raise NoRuleError("there is no rule for this kind of operation")
+    return rule(call)

@@ -1,0 +1,311 @@
+"""Measurement of the roofs of this machine: the rate of copies, and of products at each precision.
+
+A data sheet gives the limit of the hardware; power limits, clocks, virtual machines and libraries lower it. The roofs
+here are those that torch reaches: the largest median rate over square matrix products of growing size (on a CPU also
+over 3x3 convolutions, whose oneDNN kernels can beat the product), and over copies of buffers far larger than the
+caches. Sizes are timed in turn, round by round (A B C A B C ...), so that a disturbance affects all of them; the best
+round counts, because noise only slows.
+
+On a CPU int8 is `torch._int_mm`, oneDNN's kernel with 32-bit sums; a precision for which torch has no fast kernel
+(fp16 on most x86) is left out with the reason. On a GPU fp8 is `torch._scaled_mm`, and 2:4 is cuSPARSELt through
+torch's semi-structured tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from compress.errors import RooflineError
+from compress.roofline_model.ceilings import CONV, Backend, Ceiling, Ceilings, Sample
+from compress.roofline_model.devices import PRECISIONS, SPARSE, parse_precision
+from compress.support.progress import NoProgress, Progress
+
+Work = Callable[[], object]
+
+CPU_SIZES = (256, 512, 1024, 2048, 3072)
+CONV_CHANNELS = (64, 128, 256, 512)
+CUDA_SIZES = (1024, 2048, 4096, 8192, 16384)
+CPU_COPY_BYTES = (64 * 2**20, 256 * 2**20)
+CUDA_COPY_BYTES = (256 * 2**20, 2**30)
+_MAP = 28  # height and width of the convolutions' maps
+
+
+def measure_ceilings(
+    device: Backend = "cpu",
+    *,
+    sizes: Sequence[int] | None = None,
+    copy_bytes: Sequence[int] | None = None,
+    rounds: int = 3,
+    budget_s: float = 1.0,
+    progress: Progress | None = None,
+) -> Ceilings:
+    """Time copies and matrix products on this machine, in a minute or two; nothing else should run.
+
+    Args:
+        device: `cpu` (with torch's number of threads) or `cuda` (the current GPU).
+        sizes: sides of the square matrices, ascending; by default from small to larger than the caches.
+        copy_bytes: bytes of the buffers that are copied, larger than the caches.
+        rounds: number of times that every size is timed; the best counts.
+        budget_s: seconds for one size in one round; a size whose single run takes longer is left out.
+        progress: listener that counts a unit for each roof and round.
+
+    Raises:
+        RooflineError: the backend is not available here, or a size is not positive.
+    """
+    if device not in {"cpu", "cuda"}:
+        raise RooflineError(f"ceilings are measured on 'cpu' or 'cuda', got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RooflineError("torch sees no CUDA GPU here; measure device='cpu', or install torch's CUDA build")
+    sizes = tuple(sizes or (CPU_SIZES if device == "cpu" else CUDA_SIZES))
+    copy_bytes = tuple(copy_bytes or (CPU_COPY_BYTES if device == "cpu" else CUDA_COPY_BYTES))
+    if rounds < 1 or min(*sizes, *copy_bytes, 1) < 1:
+        raise RooflineError(f"sizes and rounds must be positive, got {sizes}, {copy_bytes}, {rounds} rounds")
+    progress = progress or NoProgress()
+    before = _load_average()
+    roofs = [_copy_roof(device), *_product_roofs(device)]
+    best: dict[str, Ceiling] = {}
+    progress.start("ceilings", rounds * len(roofs))
+    for _ in range(rounds):
+        for roof in roofs:
+            measured = _measure(roof, copy_bytes if roof.name == "copy" else roof.sizes or sizes, device, budget_s)
+            best[roof.name] = _better(best.get(roof.name), measured)
+            progress.advance("ceilings")
+    progress.finish("ceilings")
+    return Ceilings(
+        backend=device,
+        title=torch.cuda.get_device_name() if device == "cuda" else _processor(),
+        threads=0 if device == "cuda" else torch.get_num_threads(),
+        rounds=rounds,
+        torch_version=torch.__version__,
+        load_average=(*before, *_load_average()),
+        ceilings=_without_emulated(tuple(best.values())),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Roof:
+    """A roof that is timed: `make(size)` prepares the work, `amount(size)` and `moved(size)` are its flops and bytes.
+
+    For a copy, both are its bytes.
+    """
+
+    name: str
+    unit: str
+    method: str
+    make: Callable[[int], Work]
+    amount: Callable[[int], float]
+    moved: Callable[[int], float]
+    sizes: tuple[int, ...] = ()
+
+
+def _copy_roof(device: Backend) -> _Roof:
+    def make(size: int) -> Work:
+        source = torch.ones(size // 4, device=device)
+        target = torch.zeros_like(source)
+        return lambda: target.copy_(source)
+
+    def amount(size: int) -> float:
+        return 2.0 * size
+
+    method = "Tensor.copy_, bytes read + bytes written"
+    return _Roof(name="copy", unit="bytes/s", method=method, make=make, amount=amount, moved=amount)
+
+
+def _product_roofs(device: Backend) -> list[_Roof]:
+    def floats(dtype: torch.dtype, tf32: bool = False) -> Callable[[int], Work]:
+        def make(size: int) -> Work:
+            a, b = (_random(size, device).to(dtype) for _ in range(2))
+            return lambda: _matmul(a, b, tf32=tf32)
+
+        return make
+
+    def int8(size: int) -> Work:
+        a, b = (torch.randint(-127, 128, (size, size), dtype=torch.int8, device=device) for _ in range(2))
+        return lambda: torch._int_mm(a, b.t())
+
+    def fp8(size: int) -> Work:
+        a, b = (_random(size, device).to(torch.float8_e4m3fn) for _ in range(2))
+        one = torch.ones((), device=device)
+        return lambda: torch._scaled_mm(
+            a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    def sparse(dtype: torch.dtype) -> Callable[[int], Work]:
+        def make(size: int) -> Work:
+            mask = torch.tensor([1, 1, 0, 0], device=device).repeat(size, size // 4)
+            a = (_random(size, device) * 30 * mask).clamp(-127, 127).to(dtype)
+            b = (_random(size, device) * 30).clamp(-127, 127).to(dtype)
+            packed = torch.sparse.to_sparse_semi_structured(a)
+            return lambda: torch.mm(packed, b.t())
+
+        return make
+
+    def roof(name: str, method: str, make: Callable[[int], Work]) -> _Roof:
+        return _Roof(
+            name=name,
+            unit="flops/s",
+            method=method,
+            make=make,
+            amount=lambda n: 2.0 * n**3,
+            moved=lambda n: n * n * product_bytes(name),
+        )
+
+    common = [
+        roof("fp32", "torch.mm, float32", floats(torch.float32)),
+        roof("bf16", "torch.mm, bfloat16", floats(torch.bfloat16)),
+        roof("fp16", "torch.mm, float16", floats(torch.float16)),
+        roof("int8", "torch._int_mm, int8 with int32 sums, second matrix transposed", int8),
+    ]
+    if device == "cpu":
+        return [*common, _conv_roof("fp32", torch.float32), _conv_roof("bf16", torch.bfloat16)]
+    semi = "torch semi-structured 2:4 @ dense"
+    return [
+        *common,
+        roof("tf32", "torch.mm, float32 multiplied as TF32", floats(torch.float32, tf32=True)),
+        roof("fp8", "torch._scaled_mm, float8_e4m3fn, bfloat16 result, fast accumulation", fp8),
+        roof(f"fp16{SPARSE}", f"{semi}, float16", sparse(torch.float16)),
+        roof(f"bf16{SPARSE}", f"{semi}, bfloat16", sparse(torch.bfloat16)),
+        roof(f"int8{SPARSE}", f"{semi}, int8", sparse(torch.int8)),
+    ]
+
+
+def product_bytes(precision: str) -> int:
+    """Return the bytes of two operands and a result for each element of a square product.
+
+    The result of int8 has 4 bytes (int32), that of fp8 has 2 (bf16).
+    """
+    base = parse_precision(precision).base
+    return 2 * PRECISIONS[base] + {"int8": 4, "fp8": 2}.get(base, PRECISIONS[base])
+
+
+def _conv_roof(name: str, dtype: torch.dtype) -> _Roof:
+    """Return the roof of 3x3 convolutions on a CPU, in the layout in which oneDNN is fastest."""
+    size_of = PRECISIONS[name]
+
+    def make(channels: int) -> Work:
+        x = torch.randn(1, channels, _MAP, _MAP, dtype=dtype).to(memory_format=torch.channels_last)
+        weight = torch.randn(channels, channels, 3, 3, dtype=dtype).to(memory_format=torch.channels_last)
+        return lambda: torch.conv2d(x, weight, padding=1)
+
+    return _Roof(
+        name=name + CONV,
+        unit="flops/s",
+        method=f"torch.conv2d, 3x3, maps of {_MAP}x{_MAP}, channels last",
+        make=make,
+        amount=lambda c: 2.0 * 9 * c * c * _MAP**2,
+        moved=lambda c: size_of * (9.0 * c * c + 2 * c * _MAP**2),
+        sizes=CONV_CHANNELS,
+    )
+
+
+def _random(size: int, device: Backend) -> Tensor:
+    return torch.randn(size, size, device=device)
+
+
+def _matmul(a: Tensor, b: Tensor, *, tf32: bool) -> Tensor:
+    with _float32_precision("high" if tf32 else "highest"):
+        return torch.mm(a, b)
+
+
+@contextmanager
+def _float32_precision(name: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _measure(roof: _Roof, sizes: Sequence[int], device: Backend, budget_s: float) -> Ceiling:
+    """Time one round: sizes in ascending order, until one would take longer than the budget."""
+    samples: list[Sample] = []
+    reason, expected_s = "", 0.0
+    for size in sizes:
+        if samples and expected_s * roof.amount(size) / roof.amount(samples[-1].size) > budget_s:
+            break
+        try:
+            with torch.no_grad():
+                expected_s = _seconds(roof.make(size), device, budget_s)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as error:
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            break
+        finally:
+            if device == "cuda":
+                torch.cuda.empty_cache()
+        intensity = 0.0 if roof.name == "copy" else roof.amount(size) / roof.moved(size)
+        samples.append(Sample(size=size, rate=roof.amount(size) / expected_s, arithmetic_intensity=intensity))
+    return Ceiling(
+        name=roof.name,
+        rate=max((s.rate for s in samples), default=None),
+        unit=roof.unit,
+        method=roof.method,
+        samples=tuple(samples),
+        reason="" if samples else reason,
+    )
+
+
+def _seconds(work: Work, device: Backend, budget_s: float) -> float:
+    """Return the median seconds of a run after a warm-up, over as many runs as the budget allows (3 to 50)."""
+    _clock(work, device)
+    first = _clock(work, device)
+    runs = min(max(int(budget_s / max(first, 1e-9)), 3), 50)
+    return statistics.median(_clock(work, device) for _ in range(runs))
+
+
+def _clock(work: Work, device: Backend) -> float:
+    if device == "cpu":
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def _better(old: Ceiling | None, new: Ceiling) -> Ceiling:
+    """Return the best rate of each size over two rounds."""
+    if old is None or old.rate is None:
+        return new
+    best: dict[int, Sample] = {}
+    for sample in (*old.samples, *new.samples):
+        best[sample.size] = max(sample, best.get(sample.size, sample), key=lambda s: s.rate)
+    return replace(old, samples=tuple(best.values()), rate=max(s.rate for s in best.values()))
+
+
+def _without_emulated(ceilings: tuple[Ceiling, ...]) -> tuple[Ceiling, ...]:
+    """Remove precisions that are slower than float32: torch has no kernel for them and converts each element."""
+    fp32 = next((c.rate for c in ceilings if c.name == "fp32"), None) or 0.0
+    return tuple(
+        replace(c, rate=None, reason=f"no fast kernel here: {c.rate / 1e9:.3g} GFLOP/s, slower than fp32")
+        if c.unit == "flops/s" and c.rate is not None and c.rate < fp32 / 2
+        else c
+        for c in ceilings
+    )
+
+
+def _load_average() -> tuple[float, ...]:
+    return (round(os.getloadavg()[0], 2),) if hasattr(os, "getloadavg") else ()
+
+
+def _processor() -> str:
+    """Return the processor's name as the system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

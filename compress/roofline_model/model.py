@@ -1,0 +1,335 @@
+"""The roofline of a network: for each layer, a lower bound of its time on a device, and the roof that limits it.
+
+A layer does `flops` and moves `bytes`; their quotient is its arithmetic intensity. A device that computes at most
+`peak` flops a second and moves at most `bandwidth` bytes a second attains
+
+    attainable = min(peak, arithmetic_intensity * bandwidth)        (Williams et al., CACM 52(4), 2009)
+
+so that the least time of the layer is max(flops / peak, bytes / bandwidth): bound by compute right of the ridge point
+peak / bandwidth, by memory left of it. Both peaks are the maker's, so no engine is faster from main memory. A small
+tensor that stays in a cache can beat the memory roof, and kernel launches (some microseconds each, which dominate small
+batches on a large GPU) are not included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from torch import nn
+
+from compress.errors import RooflineError, near_misses
+from compress.graph.inputs import Inputs
+from compress.roofline_model.ceilings import machine_device
+from compress.roofline_model.counting import Operation, Workload, workload
+from compress.roofline_model.device_table import table_device
+from compress.roofline_model.devices import Device, Precision, parse_precision
+
+Bound = Literal["memory", "compute", "unknown"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One layer, or several fused into one kernel, under the roof.
+
+    Attributes:
+        name, kind, type, detail, members, paths: see `Operation`.
+        macs, flops: of the batch; flops = 2 * macs; None = unknown.
+        weight_bytes: weights and biases, at the precision.
+        activation_bytes: tensors read and written, at the precision.
+        arithmetic_intensity: flops per byte; None if the macs are unknown.
+        peak_flops_per_s: peak for this layer; with 2:4 between the dense and the sparse peak, by the share of its
+            macs that a 2:4 weight can halve.
+        ridge_point: arithmetic intensity at which that peak is reached.
+        attainable_flops_per_s: min(peak, intensity * bandwidth); None if the macs are unknown.
+        bound: the roof that limits it.
+        least_time_ms: lower bound for the batch; None if the macs are unknown.
+        measured_ms: measured time for the batch; None without a measurement.
+    """
+
+    name: str
+    kind: str
+    type: str
+    detail: str
+    members: tuple[str, ...]
+    paths: tuple[str, ...]
+    macs: int | None
+    flops: int | None
+    weight_bytes: float
+    activation_bytes: float
+    arithmetic_intensity: float | None
+    peak_flops_per_s: float
+    ridge_point: float
+    attainable_flops_per_s: float | None
+    bound: Bound
+    least_time_ms: float | None
+    measured_ms: float | None = None
+
+    @property
+    def achieved_flops_per_s(self) -> float | None:
+        """Flops a second over the measured time; None without a measurement."""
+        return self.flops / self.measured_ms * 1e3 if self.flops is not None and self.measured_ms else None
+
+    @property
+    def efficiency(self) -> float | None:
+        """Least time over measured time: 1 is the roof; None without a measurement."""
+        return self.least_time_ms / self.measured_ms if self.least_time_ms is not None and self.measured_ms else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """The rows of a network on a device at a precision, in the order of its graph, with totals.
+
+    Attributes:
+        model: name of the network.
+        device: the device.
+        precision: precision of the products, such as `int8` or `int8-2:4`.
+        batch_size: images at once.
+        fused: True if operations are fused as in an engine.
+        input_shapes: shapes of the network's inputs.
+        rows: the layers that compute or move something.
+        ridge_point: arithmetic intensity at which the precision's peak is reached, in flops per byte.
+    """
+
+    model: str
+    device: Device
+    precision: str
+    batch_size: int
+    fused: bool
+    input_shapes: tuple[tuple[int, ...], ...]
+    rows: tuple[Row, ...]
+    ridge_point: float
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Names of layers whose macs are unknown; the totals do not include them."""
+        return tuple(row.name for row in self.rows if row.macs is None)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of all known layers, for the batch."""
+        return sum(row.macs or 0 for row in self.rows)
+
+    @property
+    def flops(self) -> int:
+        """Flops of all known layers, 2 * macs."""
+        return 2 * self.macs
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of the weights and biases of all layers."""
+        return sum(row.weight_bytes for row in self.rows)
+
+    @property
+    def activation_bytes(self) -> float:
+        """Bytes of activations that all layers move, for the batch."""
+        return sum(row.activation_bytes for row in self.rows)
+
+    @property
+    def arithmetic_intensity(self) -> float:
+        """Flops of the network over the bytes that it moves."""
+        moved = self.weight_bytes + self.activation_bytes
+        return self.flops / moved if moved else 0.0
+
+    @property
+    def least_time_ms(self) -> float:
+        """Sum of the bounds of the known layers, for the batch."""
+        return sum(row.least_time_ms or 0.0 for row in self.rows)
+
+    @property
+    def images_per_s(self) -> float:
+        """Upper bound of the images a second."""
+        return self.batch_size / self.least_time_ms * 1e3 if self.least_time_ms else float("inf")
+
+    @property
+    def memory_bound_share(self) -> float:
+        """Share of the least time that layers bound by memory take."""
+        total = self.least_time_ms
+        return sum(row.least_time_ms or 0.0 for row in self.rows if row.bound == "memory") / total if total else 0.0
+
+    @property
+    def measured_ms(self) -> float | None:
+        """Sum of the measured times; None if no row has one."""
+        times = [row.measured_ms for row in self.rows if row.measured_ms is not None]
+        return sum(times) if times else None
+
+    def with_times(self, times_ms: Mapping[str, float]) -> Roofline:
+        """Return the roofline with measured times.
+
+        Args:
+            times_ms: milliseconds for the batch by node name or module path, from `measure_torch_times` or an
+                engine's profile. A fused row takes the sum over its members.
+
+        Raises:
+            RooflineError: a name is in no row, or a time is not positive.
+        """
+        owner = {name: index for index, row in enumerate(self.rows) for name in (*row.members, *row.paths, row.name)}
+        sums: dict[int, float] = {}
+        for name, time_ms in times_ms.items():
+            if name not in owner:
+                near = near_misses(name, owner) or "."
+                raise RooflineError(f"a time was given for {name!r}, which is not a layer of this roofline{near}")
+            if not time_ms > 0:
+                raise RooflineError(f"the time of {name!r} must be more than 0 ms, got {time_ms}")
+            sums[owner[name]] = sums.get(owner[name], 0.0) + time_ms
+        return replace(
+            self, rows=tuple(replace(row, measured_ms=sums.get(index)) for index, row in enumerate(self.rows))
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all rows and totals as plain values for JSON."""
+        totals = {
+            "macs": self.macs,
+            "flops": self.flops,
+            "weight_bytes": self.weight_bytes,
+            "activation_bytes": self.activation_bytes,
+            "arithmetic_intensity": self.arithmetic_intensity,
+            "least_time_ms": self.least_time_ms,
+            "images_per_s": self.images_per_s,
+            "memory_bound_share": self.memory_bound_share,
+            "measured_ms": self.measured_ms,
+            "unknown": list(self.unknown),
+        }
+        head = {key: value for key, value in asdict(self).items() if key != "rows"}
+        return {**head, "totals": totals, "rows": [asdict(row) for row in self.rows]}
+
+
+def roofline(
+    model: nn.Module,
+    example_inputs: Inputs,
+    *,
+    device: str | Device = "h200",
+    precision: str = "int8",
+    fused: bool = False,
+    name: str = "",
+) -> Roofline:
+    """Return lower bounds of the time that a device needs for each layer of a network.
+
+    Args:
+        model: any module that fx can trace.
+        example_inputs: its inputs; dimension 0 of the first is the batch.
+        device: a name of `DEVICE_NAMES`, `machine` (the roofs that `measure_ceilings` saved here), or a `Device`.
+        precision: `fp32`, `tf32`, `fp16`, `bf16`, `fp8`, `int8`, or one of them with `-2:4`.
+        fused: include BatchNorm, activation and residual addition in the convolution before them.
+        name: name of the network for titles; its class by default.
+
+    Raises:
+        RooflineError: the device or precision is unknown, or the device lacks the precision.
+        ModelError: the model fails on its inputs or cannot be traced.
+
+    Examples:
+        >>> bound = compress.roofline(model, images, device="h200", precision="int8", fused=True)
+        >>> bound.macs, bound.memory_bound_share
+        (677888, 1.0)
+    """
+    found = find_device(device)
+    found.peak_flops_per_s(precision)  # refuse an unknown precision before the model runs
+    work = workload(model, example_inputs, fused=fused)
+    return roofline_of(replace(work, model=name or work.model), device=found, precision=precision)
+
+
+def find_device(device: str | Device) -> Device:
+    """Return a device by name; a `Device` is returned as it is.
+
+    Raises:
+        RooflineError: the name is unknown, or it is `machine` and this machine was not measured.
+    """
+    if isinstance(device, Device):
+        return device
+    return machine_device() if device.strip().lower() == "machine" else table_device(device)
+
+
+def roofline_of(work: Workload, *, device: str | Device, precision: str) -> Roofline:
+    """Return the roofline of a network whose operations are counted already.
+
+    Raises:
+        RooflineError: the device or precision is unknown, or the device lacks the precision.
+    """
+    found, wanted = find_device(device), parse_precision(precision)
+    return Roofline(
+        model=work.model,
+        device=found,
+        precision=wanted.name,
+        batch_size=work.batch_size,
+        fused=work.fused,
+        input_shapes=work.input_shapes,
+        rows=tuple(_row(op, found, wanted) for op in work.operations),
+        ridge_point=found.ridge_point(wanted.name),
+    )
+
+
+def _row(op: Operation, device: Device, precision: Precision) -> Row:
+    weights, activations = operation_bytes(op, precision)
+    return row_under_roof(
+        name=op.name,
+        kind=op.kind,
+        type=op.type,
+        detail=op.detail,
+        members=op.members,
+        paths=op.paths,
+        macs=op.macs,
+        weight_bytes=weights,
+        activation_bytes=activations,
+        peak=_peak(op, device, precision),
+        bandwidth=device.bandwidth_bytes_per_s,
+    )
+
+
+def row_under_roof(
+    *,
+    name: str,
+    kind: str,
+    type: str,
+    detail: str,
+    members: tuple[str, ...],
+    paths: tuple[str, ...],
+    macs: int | None,
+    weight_bytes: float,
+    activation_bytes: float,
+    peak: float,
+    bandwidth: float,
+) -> Row:
+    """Return the bounds of a layer (formulas at the top) from its macs, its bytes, and both roofs in flop/s and B/s."""
+    moved = weight_bytes + activation_bytes
+    flops = None if macs is None else 2 * macs
+    intensity = None if flops is None else flops / moved if moved else 0.0
+    bound: Bound = "unknown" if intensity is None else "compute" if intensity >= peak / bandwidth else "memory"
+    return Row(
+        name=name,
+        kind=kind,
+        type=type,
+        detail=detail,
+        members=members,
+        paths=paths,
+        macs=macs,
+        flops=flops,
+        weight_bytes=weight_bytes,
+        activation_bytes=activation_bytes,
+        arithmetic_intensity=intensity,
+        peak_flops_per_s=peak,
+        ridge_point=peak / bandwidth,
+        attainable_flops_per_s=None if intensity is None else min(peak, intensity * bandwidth),
+        bound=bound,
+        least_time_ms=None if flops is None else max(flops / peak, moved / bandwidth) * 1e3,
+    )
+
+
+def operation_bytes(op: Operation, precision: Precision) -> tuple[float, float]:
+    """Return the bytes of weights and biases, and of activations, of an operation at a precision."""
+    size = precision.bytes_per_element
+    compressed = op.sparse_weight_elements if precision.sparse else 0
+    bias_size = 4 if size == 1 else size  # the bias of an 8-bit product is added to its 32-bit sum
+    weights = (op.weight_elements - compressed) * size + compressed * precision.sparse_weight_bytes
+    activations = (op.activation_elements - op.float_elements) * size + op.float_elements * precision.float_bytes
+    return weights + op.bias_elements * bias_size, float(activations)
+
+
+def _peak(op: Operation, device: Device, precision: Precision) -> float:
+    """Return the peak of an operation: with 2:4 only some of its macs may run at the sparse peak."""
+    peak = device.peak_flops_per_s(precision.name)
+    if not precision.sparse:
+        return peak
+    dense = device.peak_flops_per_s(precision.base)
+    share = op.sparse_macs / op.macs if op.macs else 0.0
+    return 1 / (share / peak + (1 - share) / dense)

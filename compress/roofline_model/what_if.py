@@ -1,0 +1,117 @@
+"""Upper bounds of the gain from compression on a device: precision, 2:4, fusion and batch size in one table.
+
+Each scenario is a roofline of its own, so the bound includes the memory: int8 on a layer bound by memory is at most
+twice as fast as fp16, because its tensors are half as large, even where its peak is four times as high.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from compress.errors import RooflineError
+from compress.graph.inputs import Inputs
+from compress.graph.trace import trace
+from compress.roofline_model.counting import Workload, count
+from compress.roofline_model.devices import SPARSE, Device
+from compress.roofline_model.model import Roofline, find_device, roofline_of
+
+_AS_IT_IS = ("fp16", "bf16", "fp32")
+"""Precisions in which networks run that nobody has compressed, the fastest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """One scenario.
+
+    Attributes:
+        name: name such as `int8 + fusion`.
+        precision, fused, batch_size: its settings.
+        least_time_ms: lower bound for one image; None if the device lacks the precision.
+        images_per_s: upper bound; None if the device lacks the precision.
+        speedup: speed-up over the first scenario, image for image; None if the device lacks the precision.
+        memory_bound_share: share of the time in layers bound by memory; None if the device lacks the precision.
+        reason: why the device cannot run it; "" if it can.
+    """
+
+    name: str
+    precision: str
+    fused: bool
+    batch_size: int
+    least_time_ms: float | None
+    images_per_s: float | None
+    speedup: float | None
+    memory_bound_share: float | None
+    reason: str = ""
+
+
+def what_if(
+    model: nn.Module,
+    example_inputs: Inputs,
+    *,
+    device: str | Device = "h200",
+    precision: str | None = None,
+    batch_sizes: Iterable[int] = (1, 8, 32, 128),
+) -> tuple[WhatIf, ...]:
+    """Return bounds for each step of compression, from the model as it is to int8 2:4 at large batches.
+
+    Args:
+        model: any module that fx can trace.
+        example_inputs: its inputs; all scenarios but the last have their batch size.
+        device: see `roofline`.
+        precision: precision of the model as it is; None = the first of fp16, bf16 and fp32 that the device has.
+        batch_sizes: batch sizes of the last scenarios, fused, in the best precision of the device.
+
+    Returns:
+        The model as it is (speedup 1), then fusion, int8, both, int8 2:4 with fusion, and the batch sizes.
+
+    Raises:
+        RooflineError: the device is unknown, it lacks `precision`, or a batch size is below 1.
+        ModelError: the model fails on its inputs or cannot be traced.
+    """
+    found = find_device(device)
+    precision = precision or next((p for p in _AS_IT_IS if p in found.precisions), "fp32")
+    found.peak_flops_per_s(precision)
+    graph_module = trace(model, example_inputs)
+    plain, fused = (count(graph_module, example_inputs, fused=fuse) for fuse in (False, True))
+    sparse = f"int8{SPARSE}"
+    best = next((p for p in (sparse, "int8") if p in found.precisions), precision)
+    steps: list[tuple[str, Workload, str]] = [
+        (f"{precision}, as it is", plain, precision),
+        (f"{precision} + fusion", fused, precision),
+        ("int8", plain, "int8"),
+        ("int8 + fusion", fused, "int8"),
+        (f"{sparse} + fusion", fused, sparse),
+    ]
+    steps += [(f"{best} + fusion, batch {size}", fused.with_batch(size), best) for size in batch_sizes]
+    base = roofline_of(plain, device=found, precision=precision)
+    return tuple(_scenario(name, work, wanted, found, base) for name, work, wanted in steps)
+
+
+def _scenario(name: str, work: Workload, precision: str, device: Device, base: Roofline) -> WhatIf:
+    try:
+        result = roofline_of(work, device=device, precision=precision)
+    except RooflineError as error:
+        return WhatIf(
+            name=name,
+            precision=precision,
+            fused=work.fused,
+            batch_size=work.batch_size,
+            least_time_ms=None,
+            images_per_s=None,
+            speedup=None,
+            memory_bound_share=None,
+            reason=str(error),
+        )
+    return WhatIf(
+        name=name,
+        precision=result.precision,
+        fused=work.fused,
+        batch_size=work.batch_size,
+        least_time_ms=result.least_time_ms / work.batch_size,
+        images_per_s=result.images_per_s,
+        speedup=result.images_per_s / base.images_per_s,
+        memory_bound_share=result.memory_bound_share,
+    )

@@ -1,0 +1,400 @@
+"""Effective fields against closed forms, plain autograd and hooks; bad input."""
+
+import copy
+import math
+import statistics
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from compress.errors import DataError, ModelError, ReceptiveFieldError
+from compress.receptive import (
+    ErfOptions,
+    effective_receptive_field,
+    effective_receptive_fields,
+    erf_drift,
+)
+from compress.receptive.images import probe_images
+from compress.receptive.layers import layers_to_show
+from compress.receptive.metrics import second_moment, uniform_profile, uniform_sigma
+
+ONES = ErfOptions(upstream="ones")
+
+
+def uniform_network(layers, kernel, *, relu=False):
+    parts = []
+    for _ in range(layers):
+        conv = nn.Conv2d(1, 1, kernel, padding=kernel // 2, bias=False)
+        conv.weight.data.fill_(1 / kernel**2)
+        parts += [conv, nn.ReLU()] if relu else [conv]
+    return nn.Sequential(*parts)
+
+
+@pytest.mark.parametrize(("kernel", "layers"), [(3, 5), (3, 10), (3, 20), (3, 40), (5, 5), (5, 20), (7, 5), (7, 10)])
+def test_uniform_networks_have_the_closed_form(kernel, layers):
+    """Luo et al., section 2.2: the map is the box convolved with itself, its variance n (k^2 - 1) / 12."""
+    side = layers * (kernel - 1) + 1
+    field = effective_receptive_field(uniform_network(layers, kernel), torch.rand(1, 1, side, side))
+    profile = uniform_profile(layers, kernel)
+    torch.testing.assert_close(
+        field.normalized, profile[:, None] * profile[None] / profile.max() ** 2, rtol=1e-3, atol=1e-6
+    )
+    assert second_moment(field.heat) == pytest.approx((uniform_sigma(layers, kernel),) * 2, rel=0.01)
+    published = {5: 8.31, 10: 11.70, 20: 16.16, 40: 22.74}
+    if kernel == 3:
+        assert field.metrics.size == pytest.approx(published[layers], rel=0.001)
+    assert field.metrics.theoretical_share == pytest.approx(field.metrics.size / side)
+
+
+def test_size_grows_with_the_root_of_the_depth():
+    sizes = []
+    depths = [5, 10, 20, 40]
+    for layers in depths:
+        field = effective_receptive_field(uniform_network(layers, 3, relu=True), torch.rand(1, 1, 91, 91))
+        sizes.append(field.metrics.size)
+    slope = statistics.linear_regression([math.log(d) for d in depths], [math.log(s) for s in sizes]).slope
+    assert slope == pytest.approx(0.5, abs=0.03)
+
+
+class Small(nn.Module):
+    """Branches, in-place operations of every kind, a strided part."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(3, 8, 3, padding=1)
+        self.b = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.act = nn.ReLU(inplace=True)
+        self.block = nn.Sequential(nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.Hardswish(inplace=True))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = self.a(x)
+        z = self.act(self.norm(self.b(y))) * 1.0
+        z += y
+        z = torch.relu_(z) + 1.0
+        z.mul_(2.0)
+        return self.head(self.block(z).mean((2, 3)))
+
+
+@pytest.fixture
+def small():
+    torch.manual_seed(0)
+    return Small().double().eval()
+
+
+def plain_autograd(model, images, path, unit):
+    """Mean magnitude of the gradient of the sum of a unit's channels, one image at a time."""
+    total = torch.zeros(images.shape[2:], dtype=torch.float64)
+    for image in images:
+        x = image[None].clone().requires_grad_()
+        seen = {}
+        handle = model.get_submodule(path).register_forward_hook(lambda m, i, o: seen.update(out=o.clone()))  # noqa: B023
+        model(x)
+        handle.remove()
+        (gradient,) = torch.autograd.grad(seen["out"][0, :, unit[0], unit[1]].sum(), x)
+        total += gradient.abs().sum((0, 1))
+    return total / len(images)
+
+
+@pytest.mark.parametrize("path", ["a", "norm", "block", "block.0"])
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
+def test_graph_and_batches_equal_plain_autograd(small, path, batch_size):
+    images = torch.rand(5, 3, 12, 14, dtype=torch.float64)
+    options = ErfOptions(upstream="ones", batch_size=batch_size)
+    field = effective_receptive_field(small, images, layer=path, options=options)
+    torch.testing.assert_close(field.heat, plain_autograd(small, images, path, field.unit))
+    assert field.method == "graph"
+    assert field.images == 5
+
+
+def test_several_layers_at_once_equal_one_at_a_time(small):
+    """Operations that overwrite their input must not change the result of an earlier layer."""
+    images = torch.rand(3, 3, 12, 12, dtype=torch.float64)
+    names = ["a", "b", "norm", "act", "block.0", "block"]
+    together = effective_receptive_fields(small, images, layers=names, options=ONES)
+    for name, field in zip(names, together, strict=True):
+        torch.testing.assert_close(field.heat, effective_receptive_field(small, images, layer=name, options=ONES).heat)
+        torch.testing.assert_close(field.heat, plain_autograd(small, images, name, field.unit))
+
+
+def test_batches_and_pairs_and_generators_give_the_same(small):
+    images = torch.rand(4, 3, 12, 12, dtype=torch.float64)
+    whole = effective_receptive_field(small, images, options=ONES)
+    pairs = effective_receptive_field(small, ((part, 0) for part in images.split(3)), options=ONES)
+    torch.testing.assert_close(whole.heat, pairs.heat)
+
+
+@pytest.mark.parametrize("average", ["absolute", "positive", "rms", "signed"])
+def test_averages(small, average):
+    images = torch.rand(3, 3, 8, 8, dtype=torch.float64)
+    field = effective_receptive_field(
+        small, images, layer="b", options=ErfOptions(upstream="ones", average=average, batch_size=2)
+    )
+    x = images.clone().requires_grad_()
+    value = small.b(small.a(x))[:, :, 4, 4].sum()
+    (gradient,) = torch.autograd.grad(value, x)
+    expected = {
+        "absolute": gradient.abs().mean(0).sum(0),
+        "positive": gradient.relu().mean(0).sum(0),
+        "rms": gradient.square().mean(0).sum(0).sqrt(),
+        "signed": gradient.mean(0).abs().sum(0),
+    }[average]
+    torch.testing.assert_close(field.heat, expected)
+
+
+def test_random_upstream_is_repeatable_and_measures_the_norm(small):
+    """With many draws the mean magnitude tends to sqrt(2 / pi) of the root of the summed squares over channels."""
+    image = torch.rand(1, 3, 8, 8, dtype=torch.float64)
+    options = ErfOptions(batch_size=50)
+    field = effective_receptive_field(small, image.expand(3000, -1, -1, -1), layer="a", options=options)
+    second = effective_receptive_field(small, image.expand(3000, -1, -1, -1), layer="a", options=options)
+    assert torch.equal(field.heat, second.heat)
+    jacobian = small.a.weight.detach()  # a convolution's gradient is its kernel
+    expected = jacobian.square().sum(0).sqrt().sum(0) * math.sqrt(2 / math.pi)
+    torch.testing.assert_close(field.heat[3:6, 3:6], expected, rtol=0.06, atol=0)
+
+
+def test_influence_lies_within_the_theoretical_field():
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18(weights=None)
+    field = effective_receptive_field(model, torch.rand(2, 3, 80, 80), layer="layer2")
+    (top, bottom), (left, right) = field.theoretical.interval(field.unit)
+    outside = field.heat.clone()
+    outside[top : bottom + 1, left : right + 1] = 0
+    assert field.theoretical.size == (99, 99)
+    assert outside.amax() == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "layer", "grid"),
+    [
+        (torchvision.models.VisionTransformer(32, 8, 2, 2, 16, 16, num_classes=3), "encoder.ln", (4, 4)),
+        (torchvision.models.SwinTransformer([4, 4], 8, [2, 2], [2, 2], [4, 4], num_classes=3), None, (4, 4)),
+        (torchvision.models.convnext.ConvNeXt([torchvision.models.convnext.CNBlockConfig(8, None, 2)]), None, (8, 8)),
+    ],
+    ids=["vit", "swin", "convnext"],
+)
+def test_transformers_and_convnext_without_editing(model, layer, grid):
+    field = effective_receptive_field(model.eval(), torch.rand(2, 3, 32, 32))
+    assert layer is None or field.layer == layer
+    assert field.grid == grid
+    assert field.centre == pytest.approx((19.5, 19.5) if grid == (4, 4) else (17.5, 17.5))
+    row, column = divmod(int(field.heat.argmax()), 32)
+    assert math.dist((row, column), field.centre) < 12
+
+
+def test_tokens_are_found_behind_the_class_token():
+    """The gradient of a token of a patch embedding covers its own patch."""
+    torch.manual_seed(0)
+    model = torchvision.models.VisionTransformer(32, 8, 1, 2, 16, 16, num_classes=3).eval()
+    field = effective_receptive_field(
+        model, torch.rand(1, 3, 32, 32), layer="encoder.dropout", options=ErfOptions(unit=(1, 3))
+    )
+    places = field.heat.nonzero()
+    assert places.amin(0).tolist() == [8, 24]
+    assert places.amax(0).tolist() == [15, 31]
+
+
+class Loops(nn.Module):
+    """A model that torch.fx cannot trace, and that returns a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = nn.ModuleList([nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)])
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        for step in self.steps:
+            x = step(x)
+            if x.sum() > -1e9:
+                x = self.act(x + 1)
+        return {"map": x, "mean": x.mean()}
+
+
+def test_a_model_that_cannot_be_traced_is_reached_with_hooks_that_are_removed():
+    torch.manual_seed(0)
+    model = Loops().double()
+    images = torch.rand(2, 3, 9, 9, dtype=torch.float64)
+    field = effective_receptive_field(model, images, layer="steps.1", options=ONES)
+    assert field.method.startswith("hooks (")
+    assert field.theoretical is None
+    torch.testing.assert_close(field.heat, plain_autograd(model, images, "steps.1", (4, 4)))
+    assert effective_receptive_field(model, images).layer == "act"
+    assert all(not module._forward_hooks for module in model.modules())
+    with pytest.raises(ReceptiveFieldError, match=r"did you mean 'steps\.1'"):
+        effective_receptive_field(model, images, layer="steps.11")
+
+
+def test_a_layer_inside_a_part_that_was_kept_whole():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), Loops())
+    images = torch.rand(1, 3, 9, 9)
+    field = effective_receptive_field(model, images, layer="1.steps.0")
+    assert field.method.startswith("hooks (")
+    assert field.heat.ne(0).sum() == 25
+
+
+def test_the_model_is_left_as_it_was(small):
+    before = copy.deepcopy(small.state_dict())
+    small.train()
+    effective_receptive_field(small, torch.rand(1, 3, 8, 8, dtype=torch.float64))
+    assert small.training
+    assert small.act.inplace
+    assert all(p.requires_grad and p.grad is None for p in small.parameters())
+    assert all(torch.equal(before[name], value) for name, value in small.state_dict().items())
+
+
+def test_float64_of_a_float32_model_is_more_exact():
+    network = uniform_network(12, 3)
+    field = effective_receptive_field(network, torch.rand(1, 1, 25, 25), options=ErfOptions(double=True))
+    profile = uniform_profile(12, 3)
+    expected = profile[:, None] * profile[None]
+    assert next(network.parameters()).dtype == torch.float32
+    torch.testing.assert_close(field.heat / field.heat.sum(), expected, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 5), (33, 32)])
+def test_odd_and_tiny_images(size):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.Conv2d(4, 4, 3, padding=1))
+    field = effective_receptive_field(model, torch.rand(2, 3, *size), layer="1")
+    assert field.heat.shape == size
+    assert 0 < field.metrics.count <= size[0] * size[1]
+
+
+def test_a_dead_unit_is_said():
+    model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU())
+    nn.init.constant_(model[0].bias, -100.0)
+    with pytest.raises(ReceptiveFieldError, match=r"zero for all 3 images.*dead"):
+        effective_receptive_field(model, torch.rand(3, 3, 8, 8), layer="1")
+
+
+def test_images_in_which_a_unit_is_dead_are_counted():
+    model = nn.Sequential(nn.Conv2d(1, 1, 1), nn.ReLU())
+    nn.init.constant_(model[0].weight, 1.0)
+    nn.init.constant_(model[0].bias, 0.0)
+    images = torch.tensor([1.0, -1.0, -2.0]).view(3, 1, 1, 1).expand(3, 1, 4, 4)
+    field = effective_receptive_field(model, images, layer="1")
+    assert (field.images, field.dead_images) == (3, 2)
+
+
+def test_channels_that_sum_to_zero_are_said_not_measured_as_noise():
+    torch.manual_seed(0)
+    model = torchvision.models.VisionTransformer(32, 8, 1, 2, 16, 16, num_classes=3)
+    with pytest.raises(ReceptiveFieldError, match="sum to zero"):
+        effective_receptive_field(model, torch.rand(2, 3, 32, 32), layer="encoder.ln", options=ONES)
+
+
+def test_a_model_that_breaks_its_own_gradient_is_said():
+    class Overwrites(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Conv2d(3, 3, 3)
+
+        def forward(self, x):
+            y = self.a(x).exp()
+            y.mul_(2.0)  # the gradient of exp needs its result
+            return y * 1.0
+
+    with pytest.raises(ReceptiveFieldError, match="inplace operation"):
+        effective_receptive_field(Overwrites(), torch.rand(1, 3, 8, 8))
+
+
+class Detached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)
+
+    def forward(self, x):
+        return self.b(self.a(x).detach()), (x > 0).sum((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("layer", "image", "message"),
+    [
+        ("b", torch.rand(1, 3, 8, 8), "no gradient leads"),
+        ("bb", torch.rand(1, 3, 8, 8), "no layer 'bb'"),
+        ("a", torch.full((1, 3, 8, 8), float("nan")), "not finite|computes something else"),
+        ("sum_1", torch.rand(1, 3, 8, 8), "no position"),
+        ("a", torch.rand(3, 8, 8), r"\(N, C, height, width\)"),
+        ("a", torch.rand(0, 3, 8, 8), "no images"),
+    ],
+)
+def test_bad_input_is_refused(layer, image, message):
+    model = Detached()
+    if image.isnan().any():
+        model.a = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Hardswish())
+    with pytest.raises((ReceptiveFieldError, ModelError), match=message):
+        effective_receptive_field(model, image, layer=layer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"upstream": "one"}, "ones, random"),
+        ({"average": "mean"}, "absolute"),
+        ({"average": "signed"}, "needs upstream"),
+        ({"batch_size": 0}, "batch_size"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ReceptiveFieldError, match=message):
+        ErfOptions(**options)
+
+
+def test_a_unit_outside_and_images_of_two_sizes_are_refused():
+    model = nn.Conv2d(3, 3, 3)
+    with pytest.raises(ReceptiveFieldError, match="6 x 6 units"):
+        effective_receptive_field(model, torch.rand(1, 3, 8, 8), options=ErfOptions(unit=(6, 0)))
+    with pytest.raises(ReceptiveFieldError, match="differ in size"):
+        effective_receptive_field(model, [torch.rand(1, 3, 8, 8), torch.rand(1, 3, 9, 8)])
+    with pytest.raises(DataError, match="holds str"):
+        effective_receptive_field(model, [["no tensor", 0]])
+
+
+def test_drift_is_zero_for_the_same_network_and_grows_with_the_change():
+    torch.manual_seed(0)
+    model = uniform_network(6, 3)
+    images = torch.rand(2, 1, 21, 21)
+    same = erf_drift(model, copy.deepcopy(model), images)
+    assert (same.total_variation, same.moved_px, same.radius_change_px, same.size_ratio) == (0, 0, 0, 1)
+    drifts = []
+    for scale in (0.5, 0.1):
+        narrow = copy.deepcopy(model)
+        for conv in narrow:
+            centre = conv.weight.data[..., 1, 1].clone()
+            conv.weight.data *= scale
+            conv.weight.data[..., 1, 1] = centre
+        drifts.append(erf_drift(model, narrow, images))
+    assert 0 < drifts[0].total_variation < drifts[1].total_variation <= 1
+    assert drifts[1].radius_change_px < drifts[0].radius_change_px < 0
+    assert drifts[1].moved_px == pytest.approx(-drifts[1].radius_change_px)  # all influence moved inwards
+    assert drifts[1].size_ratio < drifts[0].size_ratio < 1
+
+
+def test_drift_of_measured_fields_and_its_refusals():
+    first = effective_receptive_field(uniform_network(2, 3), torch.rand(1, 1, 9, 9))
+    other = effective_receptive_field(uniform_network(2, 3), torch.rand(1, 1, 11, 11))
+    assert erf_drift(first, first).total_variation == 0
+    with pytest.raises(ReceptiveFieldError, match="differ in size"):
+        erf_drift(first, other)
+    with pytest.raises(ReceptiveFieldError, match="needs images"):
+        erf_drift(first, uniform_network(2, 3))
+
+
+def test_probe_images():
+    crops = probe_images("photographs", 3, (20, 30))
+    assert crops.shape == (3, 3, 20, 30)
+    assert torch.equal(crops, probe_images("photographs", 3, (20, 30)))
+    assert 0.3 < float(crops.std()) < 3
+    assert probe_images("noise", 2, (5, 5), seed=1).shape == (2, 3, 5, 5)
+    with pytest.raises(ReceptiveFieldError, match="did you mean 'noise'"):
+        probe_images("noize", 1, (5, 5))
+
+
+def test_layers_to_show_end_blocks_in_order():
+    names = layers_to_show(torchvision.models.resnet18(weights=None), torch.zeros(1, 3, 64, 64), count=8)
+    assert names == [f"layer{i}.{j}" for i in (1, 2, 3, 4) for j in (0, 1)]
+    assert layers_to_show(Loops(), torch.zeros(1, 3, 9, 9)) in ([None], ["act"])

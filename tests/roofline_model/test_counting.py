@@ -1,0 +1,273 @@
+"""macs and bytes against closed forms and against torch's own flop counter, which observes execution."""
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from compress.errors import ModelError, RooflineError
+from compress.graph.layers import layers
+from compress.graph.trace import trace
+from compress.quantization.ptq.quantize import quantize
+from compress.quantization.spec import QuantSpec
+from compress.roofline_model import convolution, workload
+from compress.roofline_model.counting import count
+from tests.roofline_model.networks import Block, PreActivation, Residual, SqueezeExcite, WithOpaque
+
+
+def counted_by_torch(model, x):
+    """Return the macs of all operations that torch dispatches, with attention as separate products."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            model(x)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+    return counter.get_total_flops() // 2
+
+
+def test_residual_block_by_hand():
+    work = workload(Residual(), torch.randn(2, 4, 5, 6))
+    n, hw, c = 2, 30, 4
+    by_name = {op.name: op for op in work.operations}
+    assert list(by_name) == ["conv1", "bn1", "relu", "conv2", "bn2", "add", "relu_1"]
+    assert by_name["conv1"].macs == n * hw * c * c * 9
+    assert by_name["conv2"].macs == n * hw * c * c
+    assert by_name["conv1"].weight_elements == c * c * 9
+    assert by_name["conv1"].activation_elements == 2 * n * c * hw  # read once, written once
+    assert by_name["add"].activation_elements == 3 * n * c * hw
+    assert by_name["relu"].activation_elements == 2 * n * c * hw
+    assert (by_name["bn1"].macs, by_name["bn1"].weight_elements, by_name["bn1"].bias_elements) == (0, 0, 2 * c)
+
+
+def test_residual_block_fused_by_hand():
+    work = workload(Residual(), torch.randn(2, 4, 5, 6), fused=True)
+    first, second = work.operations
+    n, hw, c = 2, 30, 4
+    assert first.members == ("conv1", "bn1", "relu")
+    assert second.members == ("conv2", "bn2", "add", "relu_1")
+    assert first.activation_elements == 2 * n * c * hw
+    assert second.activation_elements == 3 * n * c * hw  # its input, the residual, its output
+    assert (first.bias_elements, second.bias_elements) == (c, c)  # the folded BatchNorm's shift
+    assert (first.weight_elements, second.weight_elements) == (c * c * 9, c * c)
+
+
+def test_gate_is_not_fused_into_the_map():
+    work = workload(SqueezeExcite(), torch.randn(1, 3, 8, 8), fused=True)
+    assert [op.members for op in work.operations] == [("conv",), ("pool",), ("fc", "sigmoid"), ("mul",)]
+    assert work.operations[-1].activation_elements == 2 * 4 * 64 + 4
+
+
+def test_pre_activation_is_one_pointwise_kernel():
+    work = workload(PreActivation(), torch.randn(1, 4, 8, 8), fused=True)
+    assert [op.kind for op in work.operations] == ["pointwise", "conv", "concat"]
+    assert work.operations[0].members == ("norm", "relu")
+    assert work.operations[0].bias_elements == 8
+
+
+def test_add_of_two_convolutions_goes_with_the_later_one():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
+
+        def forward(self, x):
+            return self.a(x) + self.b(x)
+
+    work = workload(Two(), torch.randn(1, 3, 4, 4), fused=True)
+    assert [op.members for op in work.operations] == [("a",), ("b", "add")]
+    assert work.operations[1].activation_elements == 3 * 16 + 2 * 4 * 16
+
+
+def test_transformer_block_by_hand():
+    tokens, width = 7, 16
+    work = workload(Block(width), torch.randn(2, tokens, width))
+    attention = next(op for op in work.operations if op.kind == "attention")
+    n = 2 * tokens
+    assert attention.macs == n * 4 * width**2 + 2 * 2 * tokens**2 * width
+    assert attention.sparse_macs == n * 4 * width**2  # projections may be 2:4, the products of activations may not
+    assert attention.weight_elements == 4 * width**2
+    # One input, one output, and between its three kernels query, key, value and context, written and read.
+    assert attention.activation_elements == n * width * (2 + 8)
+    norm = next(op for op in work.operations if op.kind == "layer_norm")
+    assert norm.float_elements == n * width  # its input is floating point, its result is consumed by products alone
+
+
+def test_views_cost_nothing_and_are_looked_through():
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.fc(torch.flatten(x.transpose(1, 2), 1)[:, :8])
+
+    (only,) = workload(Views(), torch.randn(2, 4, 4)).operations
+    assert only.name == "fc"
+    assert only.activation_elements == 2 * 8 + 2 * 4  # the slice, not the tensor from which it was cut
+
+
+def zeroed(name):
+    """Return a torchvision network without random weights, which take seconds and do not affect costs."""
+    with torch.device("meta"):
+        model = getattr(torchvision.models, name)()
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    return model.eval()
+
+
+def resnet50_by_hand():
+    """Compare with the sum over the paper's table (He et al., arXiv 1512.03385), with the stride in the 3x3."""
+    total = 112**2 * 64 * 3 * 49
+    width_in, size = 64, 56
+    for planes, blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+        for block in range(blocks):
+            before, size = size, size // (stride if block == 0 else 1)
+            total += before**2 * width_in * planes + size**2 * planes * planes * 9 + size**2 * planes * 4 * planes
+            total += size**2 * width_in * 4 * planes if block == 0 else 0
+            width_in = 4 * planes
+    return total + 2048 * 1000
+
+
+def vgg16_by_hand():
+    """Compare with the sum over table 1, column D, of arXiv 1409.1556."""
+    total, channels, size = 0, 3, 224
+    for width, layers_ in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        for _ in range(layers_):
+            total, channels = total + size**2 * channels * width * 9, width
+        size //= 2
+    return total + 512 * 49 * 4096 + 4096 * 4096 + 4096 * 1000
+
+
+@pytest.mark.parametrize(("name", "by_hand"), [("resnet50", resnet50_by_hand), ("vgg16", vgg16_by_hand)])
+def test_networks_by_hand(name, by_hand):
+    model, x = zeroed(name), torch.randn(1, 3, 224, 224)
+    graph_module = trace(model, x)
+    plain, fused = count(graph_module, x), count(graph_module, x, fused=True)
+    assert sum(op.macs for op in plain.operations) == sum(op.macs for op in fused.operations) == by_hand()
+    assert sum(op.activation_elements for op in fused.operations) < sum(
+        op.activation_elements for op in plain.operations
+    )
+    weights = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    assert sum(op.weight_elements for op in plain.operations) == weights
+
+
+NETWORKS = {
+    "mobilenet_v2": 64,
+    "efficientnet_b0": 64,
+    "regnet_y_400mf": 64,
+    "shufflenet_v2_x0_5": 64,
+    "densenet121": 64,
+    "googlenet": 64,
+    "convnext_tiny": 64,
+    "swin_t": 70,
+    "alexnet": 64,
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_agree_with_torchs_counter(name):
+    options = {"aux_logits": False, "init_weights": False} if name == "googlenet" else {}
+    model = getattr(torchvision.models, name)(**options).eval()
+    x = torch.randn(1, 3, NETWORKS[name], NETWORKS[name])
+    operations = workload(model, x).operations
+    assert all(op.macs is not None for op in operations)
+    assert sum(op.macs for op in operations) == counted_by_torch(model, x)
+
+
+def test_vision_transformer_agrees_with_torchs_counter():
+    options = {"num_layers": 2, "num_heads": 4, "hidden_dim": 32, "mlp_dim": 64}
+    model = torchvision.models.VisionTransformer(32, 8, **options, num_classes=10).eval()
+    x = torch.randn(2, 3, 32, 32)
+    assert sum(op.macs for op in workload(model, x).operations) == counted_by_torch(model, x)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("model", [Residual(), SqueezeExcite(), Block()], ids=lambda m: type(m).__name__)
+def test_another_batch_is_what_tracing_it_gives(model, fused):
+    shape = {"Residual": (4, 6, 6), "SqueezeExcite": (3, 6, 6), "Block": (5, 16)}[type(model).__name__]
+    scaled = workload(model, torch.randn(2, *shape), fused=fused).with_batch(6)
+    assert scaled == workload(model, torch.randn(6, *shape), fused=fused)
+
+
+def test_unknown_is_not_zero():
+    (conv, odd) = workload(WithOpaque(), torch.randn(1, 3, 8, 8)).operations
+    assert conv.macs == 36 * 4 * 27
+    assert odd.name == "odd"
+    assert odd.macs is None
+
+
+@pytest.mark.parametrize("kernel,groups", [(1, 1), (3, 1), (5, 1), (3, 8)])
+def test_convolution_from_numbers_is_the_traced_one(kernel, groups):
+    model = nn.Conv2d(8, 8, kernel, padding=kernel // 2, groups=groups, bias=False)
+    (traced,) = workload(nn.Sequential(model), torch.randn(3, 8, 10, 10)).operations
+    made = convolution(channels=8, size=10, kernel=kernel, groups=groups, batch_size=3)
+    for attribute in (
+        "macs",
+        "sparse_macs",
+        "weight_elements",
+        "sparse_weight_elements",
+        "activation_elements",
+        "detail",
+    ):
+        assert getattr(made, attribute) == getattr(traced, attribute), attribute
+
+
+def test_layers_tell_weight_macs_of_functions():
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 4))
+
+        def forward(self, x):
+            y = nn.functional.linear(x, self.weight)
+            return y @ y.transpose(1, 2)
+
+    linear, matmul = (row for row in layers(trace(Functional(), torch.randn(2, 3, 4))) if row.macs)
+    assert (linear.macs, linear.weight_macs) == (2 * 3 * 4 * 6, 2 * 3 * 4 * 6)
+    assert (matmul.macs, matmul.weight_macs) == (2 * 3 * 3 * 6, 0)
+    operations = workload(Functional(), torch.randn(2, 3, 4)).operations
+    assert operations[0].weight_elements == operations[0].sparse_weight_elements == 24
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 1, 1), (1, 3, 7, 3), (5, 3, 2, 9)])
+def test_odd_and_tiny_inputs(shape):
+    work = workload(nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.ReLU()), torch.randn(shape), fused=True)
+    (only,) = work.operations
+    pixels = shape[0] * shape[2] * shape[3]
+    assert (only.macs, only.activation_elements) == (pixels * 15 * 9, pixels * 8)
+
+
+def test_bad_inputs_are_refused():
+    with pytest.raises(ModelError):
+        workload(nn.Linear(3, 3), torch.randn(2, 4))
+    with pytest.raises(RooflineError, match="batch dimension"):
+        workload(nn.Sequential(nn.ReLU()), torch.tensor(1.0))
+    with pytest.raises(RooflineError, match="batch_size must be 1 or more, got 0"):
+        workload(Residual(), torch.randn(1, 4, 3, 3)).with_batch(0)
+
+
+def test_quantized_network_costs_what_the_float_one_does():
+    model, x = Residual(), torch.randn(2, 4, 6, 6)
+    quantized = quantize(model, x, [x], spec=QuantSpec(target="tensorrt"))
+    float_work, quantized_work = (workload(m, x, fused=True) for m in (model, quantized))
+    for a, b in zip(float_work.operations, quantized_work.operations, strict=True):
+        assert (a.macs, a.activation_elements, a.weight_elements) == (b.macs, b.activation_elements, b.weight_elements)
+
+
+def test_a_channel_shuffle_costs_the_same_in_every_spelling():
+    """In torchvision it is a view, a transpose and a view, which cost nothing."""
+
+    class Spelled(nn.Module):
+        def forward(self, x):
+            return x.view(2, 2, 4, 5, 5).transpose(1, 2).reshape(2, 8, 5, 5)
+
+    x = torch.randn(2, 8, 5, 5)
+    assert torch.equal(Spelled()(x), nn.ChannelShuffle(2)(x))
+    spelled, module = (workload(nn.Sequential(nn.ReLU(), shuffle), x) for shuffle in (Spelled(), nn.ChannelShuffle(2)))
+    assert [op.activation_elements for op in spelled.operations] == [op.activation_elements for op in module.operations]
