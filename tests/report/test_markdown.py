@@ -39,8 +39,10 @@ def test_every_table_is_one_for_a_markdown_reader(text):
     page = rendered(text)
     lines = [line for line in text.split("\n") if line.startswith("| ")]
     assert len(page.tags("tr")) == len(lines) - len(page.tags("table"))  # less the rules under the heads
-    widths = {len(re.findall(r"(?<!\\)\|", line)) for line in lines if line.startswith("| ---")}
-    assert widths <= {len(re.findall(r"(?<!\\)\|", line)) for line in lines}
+    tables = re.findall(r"(?:^\| .*\n?)+", text, flags=re.MULTILINE)
+    assert len(tables) == len(page.tags("table"))
+    for rows in tables:
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows.splitlines()}) == 1, rows
     assert "| ---" not in page.text
 
 
