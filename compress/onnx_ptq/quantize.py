@@ -44,7 +44,7 @@ from compress.quantization.placement.place import place
 from compress.quantization.ptq.channel_scales import IMAGES
 from compress.quantization.ptq.guard import methods
 from compress.quantization.report import CalibrationReport
-from compress.quantization.spec import QuantSpec, check_quant_spec
+from compress.quantization.spec import QuantSpec, Rule, check_quant_spec
 from compress.support.progress import Progress
 
 
@@ -166,13 +166,8 @@ def _quantized(
     index, types, reading = _read(source, first)
     placement = place(reading.view, spec)
     if fine_tuned is None:
-        shared = shared_tensors(placement)
-        found = FloatSession(source, dict.fromkeys(shared)).run(first) if shared else {}
-        ranges = {name: float(np.abs(value).max(initial=0)) for name, value in found.items()}
-        apart = concats_apart(reading.view, placement, ranges)
-        if apart:
-            spec = replace(spec, rules=(*apart, *spec.rules))
-            placement = place(reading.view, spec)
+        spec = replace(spec, rules=(*_apart(source, reading, placement, first), *spec.rules))
+        placement = place(reading.view, spec)
         images, total = itertools.chain([first], pieces), length_hint(batches)
         with closed_branches({node.name for node in reading.view.nodes if node.kind == "input"}, placement):
             calibration = calibrate_graph(
@@ -213,6 +208,14 @@ def _some_of(
         if images >= IMAGES:
             break
     return seen, itertools.chain(seen[1:], pieces)
+
+
+def _apart(source: SourceFile, reading: Reading, placement: Placement, feed: Arrays) -> tuple[Rule, ...]:
+    """Return rules for concats whose inputs' ranges are far apart on a batch."""
+    shared = shared_tensors(placement)
+    found = FloatSession(source, dict.fromkeys(shared)).run(feed) if shared else {}
+    ranges = {name: float(np.abs(value).max(initial=0)) for name, value in found.items()}
+    return concats_apart(reading.view, placement, ranges)
 
 
 def _shape_outputs(source: SourceFile, feed: Arrays) -> None:

@@ -141,14 +141,10 @@ def quantize_targets(
 
     def attempt(chosen: QuantSpec, targets: Sequence[Target]) -> dict[Target, fx.GraphModule]:
         ready, smoothing = smoothed(model, example_inputs, batches, chosen, all_reduce=all_reduce, progress=progress)
-        found = {target: insert_quantizers(ready, example_inputs, chosen.for_target(target)) for target in targets}
-        apart = {target: _apart(made, example_inputs, batches, all_reduce=all_reduce) for target, made in found.items()}
-        for target in (target for target in targets if apart[target]):
-            own = replace(chosen, rules=(*apart[target], *chosen.rules)).for_target(target)
-            found[target] = insert_quantizers(ready, example_inputs, own)
+        specs = {target: chosen.for_target(target) for target in targets}
+        found = {t: _inserted(ready, example_inputs, own, batches, all_reduce=all_reduce) for t, own in specs.items()}
         seen = known.setdefault(before_calibration(chosen), {})
-        inputs = {node.name for made in found.values() for node in made.graph.nodes if node.op == "placeholder"}
-        with closed_branches(inputs, *(quantization_report_of(made).placement for made in found.values())):
+        with closed_branches(_inputs(found), *(quantization_report_of(made).placement for made in found.values())):
             _calibrate(found, batches, seen, (ready, example_inputs, chosen), all_reduce=all_reduce, progress=progress)
         for target, made in found.items():
             place = folder if folder is None or target == spec.targets[0] else folder / target
@@ -160,6 +156,19 @@ def quantize_targets(
     first, *others = spec.targets  # methods beyond calibration are judged on the first
     judged = guarded(model, lambda chosen: make(chosen, [first])[first], batches, spec, all_reduce=all_reduce)
     return {first: judged, **(make(kept(judged, spec), others) if others else {})}
+
+
+def _inserted(
+    model: nn.Module, example_inputs: Inputs, spec: QuantSpec, batches: Batches, *, all_reduce: bool
+) -> fx.GraphModule:
+    """Insert quantizers, with scales of their own for inputs of a concat whose ranges are far apart."""
+    made = insert_quantizers(model, example_inputs, spec)
+    apart = _apart(made, example_inputs, batches, all_reduce=all_reduce)
+    return insert_quantizers(model, example_inputs, replace(spec, rules=(*apart, *spec.rules))) if apart else made
+
+
+def _inputs(made: dict[Target, fx.GraphModule]) -> set[str]:
+    return {node.name for network in made.values() for node in network.graph.nodes if node.op == "placeholder"}
 
 
 def _apart(qmodel: fx.GraphModule, example_inputs: Inputs, batches: Batches, *, all_reduce: bool) -> tuple[Rule, ...]:
