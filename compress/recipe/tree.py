@@ -95,6 +95,12 @@ class Recipe:
         for section, key in _ADDED:
             if tree[section][key] == default[section][key]:
                 del tree[section][key]
+        if (quantization := tree["quantization"]) is not None:
+            if quantization["smooth"] == "auto":  # the default was null, which a torch model takes "auto" as
+                quantization["smooth"] = None
+            for rule in quantization["rules"]:
+                if not rule["reason"]:
+                    del rule["reason"]
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
 
 
