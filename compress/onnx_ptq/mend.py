@@ -19,11 +19,13 @@ from compress.onnx_ptq.canonical import canonical
 from compress.onnx_ptq.improve import file_names, for_network
 from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import load_source
+from compress.onnx_ptq.quantize import looks_at_layers, scale_channels
 from compress.onnx_ptq.run import feeds, inputs_of_file
 from compress.onnx_ptq.to_torch.network import OPSET, converted
+from compress.quantization.ptq.channel_scales import IMAGES
 from compress.quantization.sensitivity.diagnose import Diagnosis
 from compress.quantization.sensitivity.mend import Change, Mended, mend
-from compress.quantization.spec import QuantSpec
+from compress.quantization.spec import QuantSpec, Rule
 from compress.support.progress import Progress
 
 
@@ -72,16 +74,26 @@ def mend_onnx(
     if first is None:
         raise CalibrationError("calibration got no images: `batches` was empty; give at least one batch")
     source, _ = canonical(original, opset=OPSET)
+    rules: tuple[Rule, ...] = ()
+    if scaled := looks_at_layers(spec):
+        step = -(-len(data) // IMAGES)
+        rules, _ = scale_channels(source, first, list(feeds(iter(data[::step]), inputs)), spec)
     made, index = converted(source, first), Index(source)
-    own = for_network(spec, made, index)
+    own = for_network(replace(spec, rules=(*rules, *spec.rules)), made, index)
     found = mend(
-        made.network, data[0][: len(order)], data,
+        made.network,
+        data[0][: len(order)],
+        data,
         data if images is None else [_in_order(batch, order) for batch in images],
-        spec=own, drop=drop, sqnr_db=sqnr_db, metric=metric, progress=progress,
-    )  # fmt: skip
+        spec=replace(own, smooth=None) if scaled else own,  # the network's channels are scaled already
+        drop=drop,
+        sqnr_db=sqnr_db,
+        metric=metric,
+        progress=progress,
+    )
     names = file_names(made, index)
     found = replace(found, diagnosis=renamed_diagnosis(found.diagnosis, names, made.origin))
-    return _renamed(found, names, spec, len(own.rules))
+    return _renamed(found, names, spec, len(own.rules), scaled)
 
 
 def _in_order(batch: Any, order: list[str]) -> tuple[Any, ...]:
@@ -93,12 +105,12 @@ def _in_order(batch: Any, order: list[str]) -> tuple[Any, ...]:
     return tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.float16 else x for x in found)
 
 
-def _renamed(found: Mended, names: Mapping[str, str], spec: QuantSpec, count: int) -> Mended:
+def _renamed(found: Mended, names: Mapping[str, str], spec: QuantSpec, count: int, scaled: bool) -> Mended:
     """Return a result that names the file's nodes, and begins with the caller's own rules."""
 
     def mended_spec(own: QuantSpec) -> QuantSpec:
         added = tuple(replace(rule, match=names.get(rule.match, rule.match)) for rule in own.rules[count:])
-        return replace(own, rules=(*spec.rules, *added))
+        return replace(own, rules=(*spec.rules, *added), smooth=spec.smooth if scaled else own.smooth)
 
     def change(one: Change) -> Change:
         name = names.get(one.layer, one.layer)

@@ -151,10 +151,9 @@ def _quantized(
     source, notes = canonical(original, opset=max(_opset_for(spec, original), OPSET if trained is not None else 0))
     notes = [*original.notes, *notes]
     _shape_outputs(source, first)
-    if trained is None and _looks_at_layers(spec):
+    if trained is None and looks_at_layers(spec):
         seen, pieces = _some_of(batches, first, pieces, original)
-        _, _, reading = _read(source, first)
-        rules, smoothing = smooth_file(source, reading, place(reading.view, spec), seen, spec)
+        rules, smoothing = scale_channels(source, first, seen, spec)
         spec, notes = replace(spec, rules=(*rules, *spec.rules)), [*notes, *smoothing]
     check = comparison(original, first) if notes else None
     if check is not None and (trained is not None or methods(spec)):
@@ -188,7 +187,15 @@ def _read(source: SourceFile, feed: Arrays) -> tuple[Index, Types, Reading]:
     return index, types, read_onnx_graph(index, shapes, types, unknown_to_runtime(index.graph))
 
 
-def _looks_at_layers(spec: QuantSpec) -> bool:
+def scale_channels(
+    source: SourceFile, first: Arrays, batches: Sequence[Arrays], spec: QuantSpec
+) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
+    """Do what `smooth: auto` is in a float file, in place; see `smooth_file`, which says what is returned."""
+    _, _, reading = _read(source, first)
+    return smooth_file(source, reading, place(reading.view, spec), batches, spec)
+
+
+def looks_at_layers(spec: QuantSpec) -> bool:
     """Return True if channels are scaled and products chosen by what they cost: of integers of 8 bits."""
     both = (spec.weights, spec.activations)
     return spec.smooth == "auto" and all(part.kind == "int" and part.num_bits == 8 for part in both)

@@ -11,7 +11,9 @@ from compress.recipe.tree import load_recipe
 from tests.onnx_ptq.files import batches, export, run, sqnr
 from tests.onnx_ptq.test_improve import unequal
 
-PER_TENSOR = "quantization: {target: onnxruntime, weights: {axis: null}, activations: {calibrator: max}}\n"
+PER_TENSOR = (
+    "quantization: {target: onnxruntime, smooth: null, weights: {axis: null}, activations: {calibrator: max}}\n"
+)
 
 
 @pytest.fixture
@@ -40,6 +42,23 @@ def test_a_file_is_mended_by_one_command(compress, folder):
     assert done.returncode == 0, done.stderr
     x = batches(seed=1)[0].numpy()
     assert sqnr(run(folder / "net.onnx", x), run(folder / "run" / "net.int8.onnx", x)) > 28
+
+
+def test_the_diagnosis_is_of_the_file_that_a_run_writes(compress, folder):
+    """`smooth: auto` scales the channels of both, so the file is good and nothing is to be mended."""
+    (folder / "default.yaml").write_text(PER_TENSOR.replace("smooth: null, ", ""))
+    told = compress(
+        "inspect", "parity", *FILE[:4], "--recipe", "default.yaml", "--mend-sqnr", "30", "--json", cwd=folder
+    )
+    assert told.returncode == 0, told.stderr
+    document = json.loads(told.stdout)
+    x = np.concatenate([batch.numpy() for batch in batches()])
+    spec = load_recipe(folder / "default.yaml").quantization
+    made = quantize_onnx(folder / "net.onnx", [batch.numpy() for batch in batches()], spec=spec, out=folder / "q.onnx")
+    whole = sqnr(run(folder / "net.onnx", x), run(made, x))
+    assert document["diagnosis"]["quantized"]["sqnr_db"] == pytest.approx(whole, abs=1.5)
+    assert document["met"] and not document["changes"]
+    assert load_recipe(folder / "mended.yaml").quantization == spec
 
 
 JUDGED = """

@@ -326,7 +326,7 @@ def _whole_changes(spec: QuantSpec, found: Diagnosis) -> list[_Step]:
     ):
         own = replace(spec.activations, calibrator="mse")
         add(kinds["saturation"], "calibrator: mse, which weighs what is clipped against finer steps", activations=own)
-    if "outlier channels" in kinds and not isinstance(spec.smooth, float):
+    if "outlier channels" in kinds and spec.smooth == "auto":
         add(kinds["outlier channels"], "smooth: 0.5, outliers of norms move into the weights", smooth=0.5)
     return steps
 
