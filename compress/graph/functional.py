@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from compress.graph.named import NamedLinear
-from compress.graph.ops import attribute_of, node_kind, run_node
+from compress.graph.ops import altered, attribute_of, calls_alike, node_kind, node_module, run_node
 
 _CONVOLUTIONS: dict[Any, type[nn.Module]] = {
     F.conv1d: nn.Conv1d,
@@ -56,6 +56,37 @@ def functions_to_modules(graph_module: fx.GraphModule) -> tuple[str, ...]:
     graph_module.delete_all_unused_submodules()
     graph_module.recompile()
     return tuple(made)
+
+
+def open_paddings(graph_module: fx.GraphModule) -> tuple[str, ...]:
+    """Let convolutions that pad by reflection, repetition or around the image read what F.pad returns; in place.
+
+    A quantizer can then stand between the two, where the engine's convolution reads it. Shapes are stale afterwards.
+
+    Returns:
+        Paths of the convolutions.
+    """
+    opened: dict[str, tuple[list[int], str]] = {}
+    for node in list(graph_module.graph.nodes):
+        layer: Any = node_module(node) if node.op == "call_module" and node_kind(node) == "conv" else None
+        path = str(node.target)
+        if path not in opened and (layer is None or not _pads_by_mode(layer)):
+            continue
+        amounts, mode = opened.setdefault(path, (list(layer._reversed_padding_repeated_twice), layer.padding_mode))
+        with graph_module.graph.inserting_before(node):
+            padded = graph_module.graph.call_function(F.pad, (node.args[0], amounts), {"mode": mode})
+        padded.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
+        node.args = (padded,)
+        layer.padding, layer.padding_mode = (0,) * len(layer.kernel_size), "zeros"
+        layer._reversed_padding_repeated_twice = [0] * len(amounts)
+    graph_module.recompile()
+    return tuple(opened)
+
+
+def _pads_by_mode(layer: Any) -> bool:
+    """Return True for a convolution of torch's own class, or one that runs alike, that pads with other than zeros."""
+    plain = any(isinstance(layer, kind) and calls_alike(type(layer), kind) for kind in _CONVOLUTIONS.values())
+    return plain and not altered(layer) and layer.padding_mode != "zeros"
 
 
 def _replace(

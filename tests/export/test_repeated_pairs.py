@@ -47,6 +47,19 @@ class Shuffled(nn.Module):
         return self.fc(torch.relu(self.last(torch.cat([left, right], 1))).flatten(1))
 
 
+class Padded(nn.Module):
+    """Convolutions that pad by reflection and repetition, with groups and a stride."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, 2, 1, padding_mode="reflect")
+        self.middle = nn.Conv2d(8, 8, 5, padding="same", padding_mode="replicate", groups=2)
+        self.last, self.fc = nn.Conv2d(8, 6, 3, 2, 1, padding_mode="reflect"), nn.Linear(6 * 4 * 4, 5)
+
+    def forward(self, x):
+        return self.fc(torch.relu(self.last(torch.relu(self.middle(torch.relu(self.stem(x)))))).flatten(1))
+
+
 def kinds_on_engine(path, folder):
     """Operators of the graph that ONNX Runtime runs."""
     options = onnxruntime.SessionOptions()
@@ -57,7 +70,7 @@ def kinds_on_engine(path, folder):
 
 
 @pytest.mark.parametrize("way", ["file", "torch"])
-@pytest.mark.parametrize(("network", "concats"), [(Branches, 1), (Shuffled, 4)])
+@pytest.mark.parametrize(("network", "concats"), [(Branches, 1), (Shuffled, 4), (Padded, 0)])
 def test_every_layer_computes_in_integers(tmp_path, network, concats, way):
     torch.manual_seed(0)
     model, x, spec = with_statistics(network()), torch.randn(4, 3, 16, 16), QuantSpec(target="onnxruntime")
