@@ -8,7 +8,7 @@ from compress.graph.attention import open_attention
 from compress.graph.compare import Reference
 from compress.graph.einsum import open_einsums
 from compress.graph.fold import fold_batchnorm
-from compress.graph.functional import functions_to_modules, open_paddings
+from compress.graph.functional import functions_to_modules, open_paddings, products_to_linear
 from compress.graph.inplace import follow_changes
 from compress.graph.inputs import Inputs
 from compress.graph.ops import node_kind
@@ -37,6 +37,7 @@ def canonical_graph(model: nn.Module, example_inputs: Inputs, *, fold: bool = Tr
     drop_assertions(graph_module)
     follow_changes(graph_module, example_inputs)
     opened = open_attention(graph_module) + open_einsums(graph_module) + open_paddings(graph_module)
+    products_to_linear(graph_module)
     made = functions_to_modules(graph_module)
     if fold:
         fold_batchnorm(graph_module)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
@@ -56,6 +57,37 @@ def functions_to_modules(graph_module: fx.GraphModule) -> tuple[str, ...]:
     graph_module.delete_all_unused_submodules()
     graph_module.recompile()
     return tuple(made)
+
+
+def products_to_linear(graph_module: fx.GraphModule) -> None:
+    """Write `x @ weight.T` and `addmm(bias, x, weight.T)` of a matrix that is a parameter as F.linear; in place."""
+    for node in list(graph_module.graph.nodes):
+        kind, arguments = node_kind(node), list(node.args)
+        if kind not in {"matmul", "addmm"} or node.kwargs or len(arguments) != (2 if kind == "matmul" else 3):
+            continue
+        *bias, x, turned = arguments
+        weight = _transposed_parameter(graph_module, turned)
+        rows = bias and (not _is_constant(bias[0]) or constant_value(graph_module, bias[0]).dim() != 1)
+        if weight is None or rows or _is_constant(x):
+            continue
+        with graph_module.graph.inserting_before(node):
+            linear = graph_module.graph.call_function(F.linear, (x, weight, *bias))
+        linear.meta.update(node.meta)
+        node.replace_all_uses_with(linear)
+        graph_module.graph.erase_node(node)
+    graph_module.recompile()
+
+
+def _transposed_parameter(graph_module: fx.GraphModule, node: Any) -> fx.Node | None:
+    """The parameter, a matrix, of which a node is the transpose; None if it is anything else."""
+    if not isinstance(node, fx.Node) or node_kind(node) != "transpose" or not _is_constant(node):
+        return None
+    source = node.all_input_nodes[0]
+    weight = _attribute(graph_module, source) if source.op == "get_attr" else None
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+        return None
+    value: Tensor = constant_value(graph_module, node)
+    return source if value.shape == weight.T.shape and torch.equal(value, weight.T) else None
 
 
 def open_paddings(graph_module: fx.GraphModule) -> tuple[str, ...]:

@@ -2,16 +2,21 @@
 
 import onnx
 import onnxruntime as ort
+import openvino
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import compress
 from compress.engines.registry import build_engine
 from compress.export.onnx import export_onnx
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.sensitivity.compare import sqnr
 from compress.quantization.spec import QuantSpec
 
+LAYERS = {"Convolution", "Deconvolution", "FullyConnected", "MatMul"}
+"""OpenVINO's own names of layers."""
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
@@ -164,3 +169,48 @@ def test_onnxruntime_gets_no_bias_and_no_maximum(tmp_path):
     kinds = [n.op_type for n in nodes]
     assert kinds.count("AveragePool") == 2
     assert "Max" not in kinds
+
+
+class Product(nn.Module):
+    """A convolution, a product with a parameter, and a linear layer."""
+
+    def __init__(self, product, *size):
+        super().__init__()
+        self.first, self.last, self.product = nn.Conv1d(3, 8, 3), nn.Linear(8, 4), product
+        self.weight, self.bias = nn.Parameter(torch.randn(*size) / 4), nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        return self.last(self.product(torch.relu(self.first(x)).transpose(1, 2), self.weight, self.bias))
+
+
+def up(dimensions, **settings):
+    size = f"{dimensions}d"
+    layers = getattr(nn, f"Conv{size}")(3, 8, 3), nn.ReLU(), getattr(nn, f"ConvTranspose{size}")(8, 4, 3, 2, **settings)
+    return nn.Sequential(*layers)
+
+
+IN_INT8 = {
+    "transposed 1d": (up(1, output_padding=1), 1, 2),
+    "transposed 3d": (up(3), 3, 2),
+    "function": (Product(lambda x, w, b: F.conv_transpose1d(x.mT, w).mT, 8, 8, 2), 1, 3),
+    "transposed parameter": (Product(lambda x, w, b: x @ w.t() + b, 8, 8), 1, 3),
+    "addmm": (Product(lambda x, w, b: torch.addmm(b, x.flatten(0, 1), w.T), 8, 8), 1, 3),
+    "matrix": (Product(lambda x, w, b: x @ w, 8, 8), 1, 2),
+    "three dimensions": (Product(lambda x, w, b: x @ w.expand(x.shape[0], 8, 8), 8, 8), 1, 2),
+    "left": (Product(lambda x, w, b: w @ x, 7, 6), 1, 2),
+}
+
+
+@pytest.mark.parametrize("case", IN_INT8)
+def test_openvino_computes_in_int8_what_has_pairs_and_nothing_else_has(case, tmp_path):
+    """Layers whose parameter is used in another way than by a module, and transposed convolutions of all ranks."""
+    model, dimensions, count = IN_INT8[case]
+    x = torch.randn(2, 3, *[8] * dimensions)
+    qmodel = compress.quantize(model.eval(), x, [x], spec=QuantSpec(target="openvino"))
+    path = compress.export_onnx(qmodel, x, tmp_path / "int8.onnx")
+    compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    infos = [op.get_rt_info() for op in compiled.get_runtime_model().get_ops()]
+    types = [i["runtimePrecision"].astype(str) for i in infos if i["layerType"].astype(str) in LAYERS]
+    assert sum(t in {"u8", "i8"} for t in types) == count
+    audit = compress.audit_onnx(path)
+    assert [sum(row.int8 for row in audit.rows), audit.activation_pairs] == [count, count]

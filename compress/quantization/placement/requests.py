@@ -114,9 +114,10 @@ def _factors(node: Node) -> list[Node]:
 
 
 def _is_constant(node: Node) -> bool:
-    """Return True for a constant, also one that was moved about."""
+    """Return True for a constant, also one that was moved about or repeated for each image."""
     moved = node.traits.category == "movement" and bool(node.inputs)
-    return node.kind == "constant" or (moved and all(map(_is_constant, node.inputs)))
+    fixed = node.kind == "constant" or node.traits.category == "shape"
+    return fixed or (moved and all(map(_is_constant, node.inputs)))
 
 
 def _is_phase(node: Node) -> bool:
