@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
+import os
 import sys
 import tempfile
 import warnings
@@ -21,6 +22,7 @@ import onnxruntime
 import torch
 from onnx.backend.test.loader import load_model_tests
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import compress
 from analysis.common.study import command_line, gpu_software, listed, study_parser
@@ -55,15 +57,35 @@ NEAR_DB, SAME_DB = 15.0, 25.0
 """Signal to noise of the quantized network to float, and of the engine to the quantized network."""
 
 
+READ = {
+    "ModelWithFunctionalOps": "right: draws a weight at random in each call",
+    "CustomFunctionalConv": "right: its only product is a fixed filter",
+    "MultiBranchesConnectedModelWithConcat": "right: joins a constant of one image, so its batch is fixed",
+    "MultiBranchesModel": "right reason, no help: the layer that forward makes belongs in `__init__`",
+}
+"""What a person who read the model says of the reason for its refusal."""
+
+
+SAID = {
+    "opsets 6 to 25 are read": "right: a later opset",
+    "ONNX Runtime cannot load": "right: ONNX Runtime does not load it",
+    "is bfloat16": "right: ONNX Runtime takes no such input",
+    "NaN or Inf was collected": "wrong: a mask of -inf is no broken weight",
+}
+"""The same of reasons that many files have in common."""
+_PRODUCTS = {"Conv", "ConvTranspose", "Gemm", "MatMul", "Einsum"}
+
+
 @dataclass(frozen=True)
 class Row:
-    """What became of a model for a target."""
+    """What became of a model for a target; `reason` judges that of a refusal."""
 
     suite: str
     model: str
     target: str
     verdict: str
     said: str = ""
+    reason: str = ""
 
 
 def sqnr(expected: np.ndarray, found: np.ndarray) -> float:
@@ -136,6 +158,19 @@ def _verdict(near: float, same: float) -> tuple[str, str]:
     return ("wrong" if same < min(SAME_DB, near) else "coarse" if near < NEAR_DB else "passed"), said
 
 
+def reason_of(name: str, said: str, network: object, x: object) -> str:
+    """Judge the reason of a refusal: that there is nothing to quantize by torch's own count of products."""
+    if "has no layer that can be quantized" in said and isinstance(network, nn.Module):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            copy.deepcopy(network)(x)
+        if not counter.get_total_flops():
+            return "right: torch counts no product"
+    if "has no layer that can be quantized" in said and isinstance(network, Path):
+        if not {node.op_type for node in onnx.load(network).graph.node} & _PRODUCTS:
+            return "right: the file has no convolution or product of its own"
+    return next((reason for part, reason in (READ | SAID).items() if part == name or part in said), "not read")
+
+
 def onnx_cases() -> Iterator[tuple[str, Path, list[np.ndarray]]]:
     """Yield onnx's backend tests with a product or a convolution, each with its inputs."""
     for case in load_model_tests(kind="node"):
@@ -185,9 +220,19 @@ def main() -> None:
                     verdict, said = "refused", str(error)
                 except Exception as error:  # a row of the table
                     verdict, said = "failed", f"{type(error).__name__}: {error}"
-            rows.append(Row(suite, name, target, verdict, " ".join(said.split())[:200]))
+            reason = reason_of(name, said, *given) if verdict == "refused" else ""
+            said = " ".join(_without(said, [*o.modules, Path(folder) / "x"]).split())[:200]
+            rows.append(Row(suite, name, target, verdict, said, reason))
             print(*vars(rows[-1]).values(), sep=" | ", flush=True)
-    write_text(o.out / "peers_suites.md", page(rows))
+    command = command_line([Path(word).name if "/" in word else word for word in sys.argv[1:]])
+    write_text(o.out / "peers_suites.md", page(rows, command))
+
+
+def _without(text: str, files: list[Path]) -> str:
+    """Take the folders of files out of a text: they are of one machine."""
+    for file in files:
+        text = text.replace(f"{file.parent}/", "")
+    return text
 
 
 def _work(
@@ -204,12 +249,12 @@ def _work(
         yield "onnx", name, judge_file, (model, inputs)
 
 
-def page(rows: list[Row]) -> str:
-    """The table of counts, and a row for each that did not pass."""
+def page(rows: list[Row], command: str) -> str:
+    """The table of counts, and a row for each model that did not pass on all targets."""
     lines = [
         "# Models of other tools' test suites",
         "",
-        f"`{command_line()}`; {listed(gpu_software('onnx', 'onnxruntime', 'openvino'))}.",
+        f"`{command}`; {listed(gpu_software('onnx', 'onnxruntime', 'openvino'))}; a CPU with {os.cpu_count()} cores.",
         "",
     ]
     verdicts = ("passed", "coarse", "refused", "wrong", "failed")
@@ -217,11 +262,14 @@ def page(rows: list[Row]) -> str:
     for suite, target in dict.fromkeys((row.suite, row.target) for row in rows):
         count = Counter(row.verdict for row in rows if (row.suite, row.target) == (suite, target))
         lines.append(f"| {suite} | {target} | " + " | ".join(str(count[v]) for v in verdicts) + " |")
-    lines += ["", "| suite | model | target | verdict | said |", "|---|---|---|---|---|"]
+    lines += ["", "| suite | model | targets | verdict | reason | said |", "|---|---|---|---|---|---|"]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        if row.verdict != "passed":
+            alike.setdefault((row.suite, row.model, row.verdict, row.reason, row.said), []).append(row.target)
     lines += [
-        f"| {row.suite} | {row.model} | {row.target} | {row.verdict} | {row.said.replace('|', '/')} |"
-        for row in rows
-        if row.verdict != "passed"
+        f"| {suite} | {model} | {', '.join(targets)} | {verdict} | {reason} | {said.replace('|', '/')} |"
+        for (suite, model, verdict, reason, said), targets in alike.items()
     ]
     return "\n".join(lines) + "\n"
 
