@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from compress.errors import CalibrationError
@@ -20,7 +19,7 @@ from compress.onnx_ptq.improve import file_names, for_network
 from compress.onnx_ptq.index import Index
 from compress.onnx_ptq.load import load_source
 from compress.onnx_ptq.quantize import looks_at_layers, scale_channels
-from compress.onnx_ptq.run import feeds, inputs_of_file
+from compress.onnx_ptq.run import as_tensors, feeds, inputs_of_file
 from compress.onnx_ptq.to_torch.network import OPSET, converted
 from compress.quantization.ptq.channel_scales import IMAGES
 from compress.quantization.sensitivity.diagnose import Diagnosis
@@ -101,8 +100,8 @@ def _in_order(batch: Any, order: list[str]) -> tuple[Any, ...]:
     if isinstance(batch, Mapping):
         batch = tuple(itertools.chain((batch[name] for name in order), (v for k, v in batch.items() if k not in order)))
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
-    found = [torch.from_numpy(part) if isinstance(part, np.ndarray) else part for part in parts]
-    return tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.float16 else x for x in found)
+    halves = {torch.float16, torch.bfloat16}
+    return tuple(x.float() if isinstance(x, torch.Tensor) and x.dtype in halves else x for x in map(as_tensors, parts))
 
 
 def _renamed(found: Mended, names: Mapping[str, str], spec: QuantSpec, count: int, scaled: bool) -> Mended:

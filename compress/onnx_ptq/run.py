@@ -224,23 +224,37 @@ def _arrays(batch: Any, inputs: Sequence[TensorInfo]) -> Arrays:
             )
         values = [_as_array(batch[name]) for name in names]
     else:
-        values = [x.detach().cpu().numpy() for x in batch_inputs(_tensors(batch), len(inputs))]
+        values = [_as_array(x) for x in batch_inputs(as_tensors(batch), len(inputs))]
     return {t.name: _fitting(t, value) for t, value in zip(inputs, values, strict=True)}
 
 
-def _tensors(batch: Any) -> Any:
+def as_tensors(batch: Any) -> Any:
     """Convert the arrays of a batch to tensors, in the tuples that hold them."""
     if isinstance(batch, (tuple, list)):
-        return type(batch)(_tensors(part) for part in batch)
-    return torch.from_numpy(batch) if isinstance(batch, np.ndarray) else batch
+        return type(batch)(as_tensors(part) for part in batch)
+    if not isinstance(batch, np.ndarray):
+        return batch
+    try:
+        return torch.from_numpy(_as_array(batch))
+    except TypeError:  # objects, texts
+        raise CalibrationError(f"a batch is an array of {batch.dtype}; give numbers, such as float32") from None
 
 
 def _as_array(value: Any) -> NDArray[Any]:
-    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    if not isinstance(value, torch.Tensor):
+        array = np.asarray(value)
+        return array.astype(np.float32) if array.dtype.name == "bfloat16" else array  # a type of ml_dtypes
+    value = value.detach().cpu()
+    return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
 
 
 def _fitting(tensor: TensorInfo, value: NDArray[Any]) -> NDArray[Any]:
     """Return an array in the type of an input; floats are converted, and integers to wider ones."""
+    if tensor.dtype == "bfloat16":
+        raise CalibrationError(
+            f"the input {tensor.name!r} is bfloat16, which ONNX Runtime does not take on a CPU: export the file with "
+            "inputs of float32 or float16"
+        )
     wanted = np.dtype(tensor.dtype)
     shape_fits = len(value.shape) == len(tensor.shape) and all(
         w in (-1, g) or i == 0 for i, (g, w) in enumerate(zip(value.shape, tensor.shape, strict=True))

@@ -155,10 +155,28 @@ def test_missing_file(tmp_path):
         ([torch.zeros(1, 3, 8, 8)], CalibrationError, "fixed batch of 2"),
         ([torch.full((2, 3, 8, 8), torch.nan)], CalibrationError, "NaN or Inf"),
         (torch.zeros(2, 3, 8, 8), CalibrationError, "iterable of batches"),
+        ([np.full((2, 3, 8, 8), "a")], CalibrationError, "an array of <U1; give numbers"),
     ],
 )
 def test_bad_data(tmp_path, data, kind, match):
     assert isinstance(refused(tmp_path, conv().SerializeToString(), match, batches=data), kind)
+
+
+def test_bfloat16_batches_calibrate_and_an_input_of_bfloat16_is_named(tmp_path):
+    """NumPy has no such type: the arrays are those of ml_dtypes."""
+    onnx.save(conv(), tmp_path / "x.onnx")
+    batch, files = DATA[0].bfloat16(), []
+    array = batch.float().numpy().astype(helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16))
+    for i, given in enumerate((batch.float(), batch, array, {"x": array})):
+        files.append(compress.quantize_onnx(tmp_path / "x.onnx", [given], out=tmp_path / f"{i}.onnx").read_bytes())
+    assert len(set(files)) == 1
+    model = conv()
+    model.graph.input[0].type.tensor_type.elem_type = TensorProto.BFLOAT16
+    model.graph.node[0].input[0] = "f"
+    model.graph.node.insert(0, helper.make_node("Cast", ["x"], ["f"], to=TensorProto.FLOAT))
+    for given in (batch, array, {"x": array}):
+        error = refused(tmp_path, model.SerializeToString(), "'x' is bfloat16", batches=[given])
+        assert isinstance(error, CalibrationError)
 
 
 @pytest.mark.parametrize(
