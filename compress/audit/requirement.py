@@ -6,19 +6,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
+
+import onnx
 
 from compress.audit.engine import EngineAudit
 from compress.audit.layers import EIGHT_BITS
 from compress.engines.base import RuntimeLayer
+from compress.engines.onnx_file import load_onnx
 from compress.export.names import is_node
+from compress.export.onnx_graph import WEIGHTED_OPS, OnnxGraph
 
 Require = Literal["int8", "fp16"]
 
 _RUNTIME_WEIGHTED = frozenset(
-    {"Convolution", "Deconvolution", "GroupConvolution", "FullyConnected", "MatMul", "Linear", "Attention"}
+    {"Convolution", "Deconvolution", "GroupConvolution", "FullyConnected", "MatMul", "Linear", "Attention", "Subgraph"}
+    | {"QLinearConv", "QLinearMatMul", "QGemm", "MatMulIntegerToFloat", "MatMulInteger", "ConvInteger"}
 )
+"""Kinds of OpenVINO and the engine cuda, and of ONNX Runtime's optimized graph."""
+_FOLDED = frozenset({"Add", "Mul", "Sub", "Div"})
 _SHOWN = 3
 
 
@@ -40,25 +48,78 @@ def unmet_by_audit(audit: EngineAudit, require: Require, int8_nodes: Collection[
         short = len(int8_nodes) - len(eight)
         text = f"{len(eight)} layers compute in 8 bits, and the ONNX file asks for {len(int8_nodes)}"
         return (text,) if short > 0 else ()
-    found = {node for layer in eight for node in layer.onnx_nodes}
-    return _missing(int8_nodes, lambda node: node in found)
+    return _missing(lost_in_audit(audit, int8_nodes), int8_nodes)
 
 
-def unmet_by_runtime(layers: Sequence[RuntimeLayer], int8_nodes: Collection[str]) -> tuple[str, ...]:
-    """Describe how an engine that lists its runtime layers (OpenVINO, cuda) is not INT8 where its ONNX file is."""
+def lost_in_audit(audit: EngineAudit, int8_nodes: Collection[str]) -> tuple[str, ...]:
+    """Return those of `int8_nodes` that no layer of an audited engine computes in 8 bits."""
+    found = {node for layer in audit.weighted if layer.precision in EIGHT_BITS for node in layer.onnx_nodes}
+    return tuple(node for node in int8_nodes if node not in found)
+
+
+def unmet_by_runtime(
+    layers: Sequence[RuntimeLayer], int8_nodes: Collection[str], also: Mapping[str, Collection[str]] | None = None
+) -> tuple[str, ...]:
+    """Describe how an engine that lists its runtime layers is not INT8 where its ONNX file is (`lost_in_runtime`)."""
     if not int8_nodes:
         return ("the ONNX file has no INT8 operation",)
-    names = [
-        name
-        for layer in layers
-        if layer.kind in _RUNTIME_WEIGHTED and layer.precision in {"i8", "u8"}
-        for name in layer.original_names
+    return _missing(lost_in_runtime(layers, int8_nodes, also), int8_nodes)
+
+
+def lost_in_runtime(
+    layers: Sequence[RuntimeLayer], int8_nodes: Collection[str], also: Mapping[str, Collection[str]] | None = None
+) -> tuple[str, ...]:
+    """Return those of `int8_nodes` that no runtime layer (OpenVINO, ONNX Runtime, cuda) computes in 8 bits.
+
+    OpenVINO invents the name of a layer whose bias it folds away; each such layer stands for one of the nodes.
+
+    Args:
+        layers: of the engine.
+        int8_nodes: names of the operations that are INT8 in its ONNX file.
+        also: further names of an operation (`folded_names`).
+    """
+    eight = [one for one in layers if one.kind in _RUNTIME_WEIGHTED and one.precision in {"i8", "u8"}]
+    names = [name for layer in eight for name in layer.original_names]
+    known = {node: (node, *(also or {}).get(node, ())) for node in int8_nodes}
+    lost = [node for node in int8_nodes if not any(is_node(name, one) for one in known[node] for name in names)]
+    every = [one for group in known.values() for one in group]
+    invented = [
+        layer
+        for layer in eight
+        if layer.kind != "Subgraph" and not any(is_node(name, one) for one in every for name in layer.original_names)
     ]
-    return _missing(int8_nodes, lambda node: any(is_node(name, node) for name in names))
+    return tuple(lost) if len(lost) > len(invented) else ()
 
 
-def _missing(int8_nodes: Collection[str], found: Callable[[str], bool]) -> tuple[str, ...]:
-    lost = [node for node in int8_nodes if not found(node)]
+def folded_names(path: Path | str) -> dict[str, tuple[str, ...]]:
+    """Return the names that an engine may give a product or convolution of a file instead of its own.
+
+    OpenVINO names a layer by what it folded into it: a constant that is added or multiplied, or the graph's output.
+    """
+    view = OnnxGraph(load_onnx(path).graph)
+    results = {value.name for value in view.graph.output}
+    found: dict[str, tuple[str, ...]] = {}
+    for first in (node for node in view.graph.node if node.op_type in WEIGHTED_OPS):
+        names, tensor = [], first.output[0]
+        after = view.consumers.get(tensor, [])
+        while len(after) == 1 and after[0].op_type in _FOLDED and _adds_constant(after[0], tensor, view):
+            names.append(after[0].name)
+            tensor = after[0].output[0]
+            after = view.consumers.get(tensor, [])
+        found[first.name] = (*names, tensor) if tensor in results else tuple(names)
+    return found
+
+
+def _adds_constant(node: onnx.NodeProto, tensor: str, view: OnnxGraph) -> bool:
+    others = [name for name in node.input if name != tensor]
+    made = [view.producers.get(name) for name in others]
+    sources = [
+        n if p is None or p.op_type != "DequantizeLinear" else p.input[0] for n, p in zip(others, made, strict=True)
+    ]
+    return all(source in view.constants for source in sources)
+
+
+def _missing(lost: Sequence[str], int8_nodes: Collection[str]) -> tuple[str, ...]:
     if not lost:
         return ()
     return (f"{len(lost)} of {len(int8_nodes)} INT8 operations of the ONNX file are not INT8 here: {_some(lost)}",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,9 @@ from compress.files import parse_json
 
 _KERNEL, _END = "_kernel_time", "model_run"
 _TYPES = {"float": "f32", "float16": "f16", "bfloat16": "bf16", "uint8": "u8", "int8": "i8", "int32": "i32"}
+
+_COPY = re.compile(r"_token_\d+$")
+"""What ONNX Runtime adds to a node's name where it makes the node anew, to move channels last for example."""
 
 Profile = Mapping[str, tuple[RuntimeLayer, float]]
 """Each node of the optimized graph, and its time in a run in ms, by name in the order of execution."""
@@ -51,7 +55,7 @@ def _layer(name: str, facts: Mapping[str, Any]) -> RuntimeLayer:
         kind=str(facts.get("op_name", "")),
         precision=read[0] if read else "unknown",
         output_precisions=written,
-        original_names=(name,),
+        original_names=(_COPY.sub("", name),),
     )
 
 

@@ -1,15 +1,17 @@
 """`export.require`: violations in given layers, and in those of OpenVINO itself."""
 
-from dataclasses import replace
-
+import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import nn
 
 import compress
+from analysis.engine_check.networks import NETWORKS
+from analysis.engine_check.run import TARGETS, ask
 from compress.audit.engine import audit_listing
 from compress.audit.layers import EngineLayer, EngineListing, EngineTensor
-from compress.audit.requirement import unmet_by_audit, unmet_by_runtime
+from compress.audit.requirement import folded_names, lost_in_runtime, unmet_by_audit, unmet_by_runtime
 from compress.engines.base import RuntimeLayer
 
 
@@ -62,28 +64,36 @@ def test_fp16(types, fits):
     assert fits or "1 of 2" in unmet[0]
 
 
-def test_openvino(tmp_path):
+SMALL = ("residual", "squeeze and excite", "concat", "pooled", "attention", "encoder")
+BUILT = {"residual", "encoder"}
+"""Blocks that TensorRT-RTX builds, each in seconds."""
+
+
+@pytest.mark.parametrize(("name", "target"), [(n, t) for n in SMALL for t in TARGETS if t != "tensorrt" or n in BUILT])
+def test_what_the_audit_calls_int8_the_engine_computes_in_8_bits(name, target, tmp_path):
+    """ONNX Runtime computes a convolution in 8 bits where its result is rounded too; the last one's is not."""
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(8, 8, 3),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(8, 4),
-    )
-    x = torch.randn(2, 3, 16, 16)
-    qmodel = compress.quantize(model.eval(), x, [x], spec=compress.QuantSpec(target="openvino"))
+    network, x = NETWORKS[name]()
+    last = {"residual", "squeeze and excite", "concat"} if target == "onnxruntime" else ()
+    if name in last:
+        network = nn.Sequential(network, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    answer = ask(network.eval(), x, target, tmp_path)
+    assert answer.int8 and answer.lost == ()
+
+
+def test_a_layer_that_the_engine_runs_in_float_is_named(tmp_path):
+    """In a file for OpenVINO the last convolution's result is not rounded; ONNX Runtime's own graph is the oracle."""
+    network, x = NETWORKS["chain"]()
+    qmodel = compress.quantize(network.eval(), x, [x], spec=compress.QuantSpec(target="openvino"))
     path = compress.export_onnx(qmodel, x, tmp_path / "x.onnx")
     nodes = [row.name for row in compress.audit_onnx(path).rows if row.int8]
-    assert len(nodes) == 3
-    with compress.build_engine(path, "openvino", batch_size=1) as engine:
-        layers = engine.runtime_layers()
-    assert unmet_by_runtime(layers, nodes) == ()
-    fallen = [replace(one, precision="f32") if "/2/Conv" in one.name else one for one in layers]
-    (text,) = unmet_by_runtime(fallen, nodes)
-    assert "1 of 3" in text and "/2/Conv" in text
-    assert "no INT8" in unmet_by_runtime(layers, [])[0]
+    with compress.build_engine(path, "onnxruntime", profile="yes") as engine:
+        lost = lost_in_runtime(engine.runtime_layers(), nodes, folded_names(path))
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.optimized_model_filepath = 3, str(tmp_path / "optimized.onnx")
+    onnxruntime.InferenceSession(str(path), options)
+    own = [node for node in onnx.load(tmp_path / "optimized.onnx").graph.node if node.op_type == "Conv"]
+    assert len(nodes) == 3 and lost == tuple(node.name for node in own) == ("/4/Conv",)
 
 
 def test_names_beyond_the_first_are_counted():
@@ -105,6 +115,17 @@ def test_a_runtime_layer_counts_if_it_multiplies_in_8_bits():
     for other in (runtime("FullyConnected", "f32", "/1/Gemm"), runtime("Reorder", "i8", "/1/Gemm")):
         (text,) = unmet_by_runtime([both[0], other], nodes)
         assert text == "1 of 2 INT8 operations of the ONNX file are not INT8 here: /1/Gemm"
+
+
+def test_a_layer_with_an_invented_name_stands_for_one_node():
+    nodes = ["/0/Gemm", "/1/Gemm"]
+    named, invented = runtime("FullyConnected", "i8", "/0/Gemm"), runtime("FullyConnected", "u8", "Multiply_7")
+    assert unmet_by_runtime([named, invented], nodes) == ()
+    assert "2 of 2" in unmet_by_runtime([invented], nodes)[0]
+    assert "no INT8" in unmet_by_runtime([named], [])[0]
+    assert "/1/Gemm" in unmet_by_runtime([named, runtime("FullyConnected", "f32", "Multiply_7")], nodes)[0]
+    assert unmet_by_runtime([named, runtime("Subgraph", "i8", "/1/Mul/Fused")], nodes, {"/1/Gemm": ["/1/Mul"]}) == ()
+    assert unmet_by_runtime([named, runtime("Subgraph", "f32", "/1/Mul/Fused")], nodes, {"/1/Gemm": ["/1/Mul"]})
 
 
 def test_a_few_names_are_all_shown():

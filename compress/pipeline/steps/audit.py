@@ -7,7 +7,7 @@ from pathlib import Path
 from compress.audit.engine import EngineAudit, audit_listing
 from compress.audit.files import read_engine_layers
 from compress.audit.onnx import audit_onnx, sparse_nodes
-from compress.audit.requirement import unmet_by_audit, unmet_by_runtime
+from compress.audit.requirement import folded_names, unmet_by_audit, unmet_by_runtime
 from compress.engines import build_engine
 from compress.errors import AuditError, EngineError
 from compress.pipeline.run import Run
@@ -92,7 +92,7 @@ def _runtime_rows(run: Run, variants: list[str]) -> list[EngineRow]:
             onnx = run.files(variant).of(engine_name)
             try:
                 with build_engine(onnx, engine_name, batch_size=1) as engine:
-                    unmet = unmet_by_runtime(engine.runtime_layers(), _int8_nodes(onnx))
+                    unmet = unmet_by_runtime(engine.runtime_layers(), _int8_nodes(onnx), folded_names(onnx))
                     rows.append(EngineRow(variant=variant, engine=engine.info.label, unmet=tuple(unmet)))
             except EngineError as error:
                 run.notes.append(f"{variant}, {engine_name}: the engine is not audited: {error}")
