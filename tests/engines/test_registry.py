@@ -1,6 +1,8 @@
 """The table of engines: what is listed, what is refused, and libraries that are missing or placeholders."""
 
 import importlib
+import os
+import subprocess
 import sys
 
 import pytest
@@ -63,6 +65,38 @@ def test_a_library_that_cannot_be_imported_is_unavailable(tmp_path, monkeypatch,
     assert row.install == f"pip install {name}"
     with pytest.raises(EngineUnavailableError, match=f"pip install {name}"):
         build_engine(classifier(tmp_path / "m.onnx"), name)
+
+
+TELLS = """
+import sys
+from pathlib import Path
+
+def __getattr__(name):
+    Path(__file__).with_name("told").touch()
+    raise ImportError(name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("import openvino", True),
+        ("from compress.engines.arrays import import_library; import_library('openvino', '')", False),
+    ],
+)
+def test_openvino_does_not_report_its_import(tmp_path, code, told):
+    (tmp_path / "openvino_telemetry.py").write_text(TELLS)
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    check = "import os, openvino_telemetry; print(os.environ.get('ORT_DISABLE_TELEMETRY'))"  # the package stays usable
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; {check}"],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "told").exists() == told
+    assert told or done.stdout.split() == ["1"]
 
 
 def test_unknown_engines_and_options_name_the_near_miss(tmp_path):
