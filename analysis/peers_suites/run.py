@@ -165,9 +165,9 @@ def reason_of(name: str, said: str, network: object, x: object) -> str:
             copy.deepcopy(network)(x)
         if not counter.get_total_flops():
             return "right: torch counts no product"
-    if "has no layer that can be quantized" in said and isinstance(network, Path):
-        if not {node.op_type for node in onnx.load(network).graph.node} & _PRODUCTS:
-            return "right: the file has no convolution or product of its own"
+    if isinstance(network, Path) and "has no layer that can be quantized" in said:
+        made = {node.op_type for node in onnx.load(network).graph.node}
+        return "not read" if made & _PRODUCTS else "right: the file has no convolution or product of its own"
     return next((reason for part, reason in (READ | SAID).items() if part == name or part in said), "not read")
 
 
