@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +26,7 @@ class Block(nn.Module):
         return self.compute(self.layers, x)
 
 
-def _conv(inputs: int, outputs: int, kernel: int = 3, **more: int) -> nn.Conv2d:
+def _conv(inputs: int, outputs: int, kernel: int = 3, **more: Any) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, **more)
 
 
@@ -117,7 +119,7 @@ def _torchvision(name: str) -> Made:
 def _timm(name: str) -> Made:
     import timm  # lazy: an optional package
 
-    more = {"img_size": 64} if "_patch16_" in name else {}
+    more: dict[str, Any] = {"img_size": 64} if "_patch16_" in name else {}
     return timm.create_model(name, pretrained=False, num_classes=10, **more), _images(name)
 
 
@@ -134,6 +136,6 @@ NETWORKS: dict[str, Callable[[], Made]] = {
     **{name: _with(make, 2, 3, 16, 16) for name, make in BLOCKS.items()},
     **{name: _with(make, 2, 8, 32) for name, make in TOKENS.items()},
     **{name: _with(make, 2, 8, 32) for name, make in ROWS.items()},
-    **{name: (lambda name=name: _torchvision(name)) for name in TORCHVISION},
-    **{f"timm {name}": (lambda name=name: _timm(name)) for name in TIMM},
+    **{name: partial(_torchvision, name) for name in TORCHVISION},
+    **{f"timm {name}": partial(_timm, name) for name in TIMM},
 }

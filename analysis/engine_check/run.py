@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ def _lost(file: Path, target: Target, int8: tuple[str, ...], batch_size: int) ->
     if target == "tensorrt":
         built = build_tensorrt(file, "tensorrt-rtx", options=TensorRTOptions(sms=(89,)))
         return lost_in_audit(compress.audit_engine(built.path, onnx=file), int8)
-    more = {"profile": "yes"} if target == "onnxruntime" else {}
+    more: dict[str, Any] = {"profile": "yes"} if target == "onnxruntime" else {}
     precision = "f32" if target == "openvino" else None  # a float layer in bf16 is float all the same
     with compress.build_engine(file, target, batch_size=batch_size, precision=precision, **more) as engine:
         return lost_in_runtime(engine.runtime_layers(), int8, folded_names(file))
