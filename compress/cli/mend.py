@@ -22,12 +22,16 @@ def show_mended(found: MendReport, *, as_json: bool) -> None:
     if as_json:
         document: dict[str, Any] = plain(
             {
-                "diagnosis": asdict(mended.diagnosis), "goal": mended.goal, "met": mended.met,
-                "changes": [asdict(change) for change in mended.changes], "effect": asdict(mended.effect),
-                "prices": [asdict(price) for price in found.prices], "not_timed": found.not_timed,
+                "diagnosis": asdict(mended.diagnosis),
+                "goal": mended.goal,
+                "met": mended.met,
+                "changes": [asdict(change) for change in mended.changes],
+                "effect": asdict(mended.effect),
+                "prices": [asdict(price) for price in found.prices],
+                "not_timed": found.not_timed,
                 "recipe": None if found.recipe is None else str(found.recipe),
             }
-        )  # fmt: skip
+        )
         print_json(document)
         return
     _show_diagnosis(found)

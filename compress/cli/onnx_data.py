@@ -104,9 +104,13 @@ def _form_in(file: Path, layout: Layout) -> PictureInput:
     if text is not None:
         said = Preprocessing.from_json(text)
         return replace(
-            form, size=said.height_width, mean=said.mean, std=said.std, interpolation=said.interpolation,
+            form,
+            size=said.height_width,
+            mean=said.mean,
+            std=said.std,
+            interpolation=said.interpolation,
             crop_ratio=said.crop_ratio,
-        )  # fmt: skip
+        )
     shape = found.inputs[0].shape if found.inputs else ()
     sides = shape[2:] if layout == "NCHW" else shape[1:3]
     return replace(form, size=(sides[0], sides[1])) if len(shape) == 4 and min(sides) > 0 else form

@@ -92,11 +92,17 @@ def _show(done: QuantizedFile, check: FileCheck, folder: Path, *, as_json: bool)
     audit = audit_onnx(done.path)
     count = sum(row.int8 for row in audit.rows)
     document = {
-        "file": str(done.path), "placement": str(folder / "placement.csv"), "target": done.placement.target,
-        "images": done.calibration.images, "layers": len(audit.rows), "int8_layers": count,
-        "int8_share": audit.int8_share, "opset": audit.opset, "notes": list(done.notes),
+        "file": str(done.path),
+        "placement": str(folder / "placement.csv"),
+        "target": done.placement.target,
+        "images": done.calibration.images,
+        "layers": len(audit.rows),
+        "int8_layers": count,
+        "int8_share": audit.int8_share,
+        "opset": audit.opset,
+        "notes": list(done.notes),
         "check": asdict(check),
-    }  # fmt: skip
+    }
     write_json(folder / FILE_RESULT, document)
     if as_json:
         print_json(document)

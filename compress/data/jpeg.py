@@ -143,9 +143,16 @@ def centre_window(width: int, height: int, size: tuple[int, int], crop_ratio: fl
         short = resized[0]
         resized = [int(short * side / min(rows, columns)) for side in (rows, columns)]
     return Window(
-        middle(height, rows), rows, resized[0], middle(resized[0], size[0]),
-        middle(width, columns), columns, resized[1], middle(resized[1], size[1]), 0,
-    )  # fmt: skip
+        middle(height, rows),
+        rows,
+        resized[0],
+        middle(resized[0], size[0]),
+        middle(width, columns),
+        columns,
+        resized[1],
+        middle(resized[1], size[1]),
+        0,
+    )
 
 
 def pack(items: Sequence[FileItem]) -> Packed:

@@ -328,9 +328,14 @@ def classes(logits: NDArray[np.generic], top: int = TOP) -> tuple[NDArray[np.int
 
 
 def _result(
-    label: str, runs: list[tuple[int, ...]], batch_size: int, device: str, shown: Sequence[Stage], among: int,
+    label: str,
+    runs: list[tuple[int, ...]],
+    batch_size: int,
+    device: str,
+    shown: Sequence[Stage],
+    among: int,
     by_gpu: bool,
-) -> EndToEnd:  # fmt: skip
+) -> EndToEnd:
     times = np.asarray(runs, dtype=np.float64) / 1e6
     medians = dict(zip(STAGES, np.median(times, axis=0), strict=True))
     kept = [STAGES.index(stage) for stage in shown]

@@ -15,9 +15,19 @@ import torch
 from compress.support.process import core_count
 
 LIBRARIES = (
-    "torch", "torchvision", "numpy", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "openvino", "tensorrt",
-    "tensorrt-rtx", "tensorrt-lean", "timm",
-)  # fmt: skip
+    "torch",
+    "torchvision",
+    "numpy",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "openvino",
+    "tensorrt",
+    "tensorrt-rtx",
+    "tensorrt-lean",
+    "timm",
+)
 
 ISA_FLAGS = (
     *("avx2", "avx_vnni", "avx_vnni_int8", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),

@@ -18,8 +18,17 @@ from compress.support.text import scored
 Status = Literal["complete", "partial", "unavailable"]
 
 METRIC_NAMES = (
-    "top1", "top5", "p50_ms", "p90_ms", "p99_ms", "images_per_s", "file_bytes", "weight_bytes", "agreement", "sqnr_db",
-)  # fmt: skip
+    "top1",
+    "top5",
+    "p50_ms",
+    "p90_ms",
+    "p99_ms",
+    "images_per_s",
+    "file_bytes",
+    "weight_bytes",
+    "agreement",
+    "sqnr_db",
+)
 """Names that have columns in the tables of a report; other names are listed unchanged."""
 
 

@@ -207,9 +207,16 @@ def draw_gallery(
                     loc="left",
                 )
             axes_row[0].text(
-                -0.1, 0.5, shorten(name, 24), rotation=90, transform=axes_row[0].transAxes, ha="right", va="center",
-                fontsize=9, weight="bold",
-            )  # fmt: skip
+                -0.1,
+                0.5,
+                shorten(name, 24),
+                rotation=90,
+                transform=axes_row[0].transAxes,
+                ha="right",
+                va="center",
+                fontsize=9,
+                weight="bold",
+            )
         if scale is not None:
             figure.colorbar(
                 scale, ax=grid, location="bottom", shrink=0.4, aspect=40, label="log10 of the influence, largest = 0"
@@ -326,9 +333,14 @@ def draw_table(table: ReceptiveFieldTable, *, name: str = "") -> Figure:
         if first is not None:
             axes.axvspan(first, len(rows), color=LIGHT["amber"], alpha=0.14, linewidth=0)
             axes.annotate(
-                "global", (first, 0), xycoords=("data", "axes fraction"), xytext=(4, 6), textcoords="offset points",
-                fontsize=8.5, color=LIGHT["ink"],
-            )  # fmt: skip
+                "global",
+                (first, 0),
+                xycoords=("data", "axes fraction"),
+                xytext=(4, 6),
+                textcoords="offset points",
+                fontsize=8.5,
+                color=LIGHT["ink"],
+            )
         _log_sizes(axes)
         axes.set(xlabel="node, in the order of the graph", ylabel="side of the theoretical field, px")
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
@@ -380,5 +392,6 @@ def table_caption(table: ReceptiveFieldTable) -> str:
         text += f"Shaded: global from {first.path or first.name} on ({first.reason}). "
     notes = dict.fromkeys(note for row in table for note in row.notes)
     text += f"{len(notes)} joins are misaligned, the first: {next(iter(notes))}. " if notes else ""
-    return (text + "Sizes are without borders and, where a line goes on in the shaded part, without the global "
-            "operations.").strip()  # fmt: skip
+    return (
+        text + "Sizes are without borders and, where a line goes on in the shaded part, without the global operations."
+    ).strip()

@@ -169,10 +169,12 @@ def _attempt_blocks(outcome: Outcome) -> tuple[Block, ...]:
     lost = f"{metric.amount} lost".strip()
     columns = ("network", "variant", _number("time"), _number("ms"), _number(metric.title), _number(lost))
     return (
-        Text("Each was fine-tuned with the float network as its teacher, quantized, exported, and measured on the "
-             "engine in turn with the float network. Its folder holds the weights, the files and a report of its own."),
+        Text(
+            "Each was fine-tuned with the float network as its teacher, quantized, exported, and measured on the "
+            "engine in turn with the float network. Its folder holds the weights, the files and a report of its own."
+        ),
         table(*columns, "keeps the bound", rows=rows),
-    )  # fmt: skip
+    )
 
 
 def _layer_blocks(outcome: Outcome) -> tuple[Block, ...]:
@@ -191,9 +193,11 @@ def _layer_blocks(outcome: Outcome) -> tuple[Block, ...]:
         size = len(lab.structure.groups[group].classes) if group else 0
         channels = f"{widths.get(group, size)} of {size}" if group else "all"
         block = gone.get(row.path)
-        reasons = [why.get(f"{BLOCK} {block}")] if block else [
-            why.get(f"{WIDTH} {group}"), why.get(f"{FORMAT} {unit_of[row.path]}")
-        ]  # fmt: skip
+        reasons = (
+            [why.get(f"{BLOCK} {block}")]
+            if block
+            else [why.get(f"{WIDTH} {group}"), why.get(f"{FORMAT} {unit_of[row.path]}")]
+        )
         rows.append(
             (
                 row.path,
@@ -265,10 +269,15 @@ def _model_blocks(outcome: Outcome) -> tuple[Block, ...]:
         f"{_number_of(ranks['fisher'])}.",
     )
     rows = [
-        (p.label, f"{p.predicted_ratio:.3f}", f"{p.figures.ratio:.3f}", f"{p.predicted_distance:.3g}",
-         f"{p.figures.distance:.3g}")
+        (
+            p.label,
+            f"{p.predicted_ratio:.3f}",
+            f"{p.figures.ratio:.3f}",
+            f"{p.predicted_distance:.3g}",
+            f"{p.figures.distance:.3g}",
+        )
         for p in trials
-    ]  # fmt: skip
+    ]
     columns = ("network", _number("time, predicted"), _number("measured"), _number("error, predicted"))
     return Bullets(lines), Details("All candidates", (table(*columns, _number("measured"), rows=rows),))
 

@@ -130,9 +130,12 @@ def test_ctrl_c_while_torch_is_imported_leaves_no_traceback(tmp_path):
 
     def started(*arguments):
         return subprocess.run(
-            [sys.executable, *arguments], capture_output=True, text=True, env=environment,
+            [sys.executable, *arguments],
+            capture_output=True,
+            text=True,
+            env=environment,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job's children ignore it
-        )  # fmt: skip
+        )
 
     done = started("-m", "compress", "doctor")
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

@@ -45,9 +45,20 @@ def test_json_and_figure(made, tmp_path):
     path, pictures = made
     figure = tmp_path / "bars.png"
     result = bench(
-        path, "--end-to-end", "--images", pictures, "--engine", "onnxruntime", "--batch-size", 1, "--batch-size", 3,
-        "--figure", figure, "--json",
-    )  # fmt: skip
+        path,
+        "--end-to-end",
+        "--images",
+        pictures,
+        "--engine",
+        "onnxruntime",
+        "--batch-size",
+        1,
+        "--batch-size",
+        3,
+        "--figure",
+        figure,
+        "--json",
+    )
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     rows = document["results"]

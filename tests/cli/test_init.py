@@ -15,9 +15,22 @@ def invoke(*words):
 def test_flags_become_a_recipe(tmp_path):
     path = tmp_path / "mine.yaml"
     done = invoke(
-        path, "--model", "resnet18", "--weights", "IMAGENET1K_V1", "--data", "folder", "--root", "/data/mine",
-        "--image-size", "160", "--target", "tensorrt,openvino", "--qat-epochs", "0",
-    )  # fmt: skip
+        path,
+        "--model",
+        "resnet18",
+        "--weights",
+        "IMAGENET1K_V1",
+        "--data",
+        "folder",
+        "--root",
+        "/data/mine",
+        "--image-size",
+        "160",
+        "--target",
+        "tensorrt,openvino",
+        "--qat-epochs",
+        "0",
+    )
     assert done.exit_code == 0 and f"python -m compress ptq --recipe {path}" in done.output
     recipe = load_recipe(path)
     assert (recipe.model.name, recipe.model.weights, recipe.train.epochs) == ("resnet18", "IMAGENET1K_V1", 0)

@@ -89,9 +89,19 @@ def test_a_file_is_mended_by_a_metric_of_the_users_own(compress, folder, monkeyp
     file = ("--onnx", "net.onnx", "--data", "judged:data")
     limit = 0.02 * float(np.abs(wanted).mean())
     told = compress(
-        "inspect", "parity", *file, "--recipe", "per-tensor.yaml", "--metric", "judged:distance",
-        "--mend", str(limit), "--write", "m.yaml", cwd=folder,
-    )  # fmt: skip
+        "inspect",
+        "parity",
+        *file,
+        "--recipe",
+        "per-tensor.yaml",
+        "--metric",
+        "judged:distance",
+        "--mend",
+        str(limit),
+        "--write",
+        "m.yaml",
+        cwd=folder,
+    )
     assert told.returncode == 0, told.stderr
     words = " ".join(told.stdout.split())
     assert "one scale for channels whose ranges differ" in words

@@ -27,11 +27,24 @@ def python2_pickle(data, targets, key):
         return b"J" + struct.pack("<i", value)
 
     array = (
-        b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85" + text(b"b") + b"tR("
-        + number(1) + number(data.shape[0]) + number(data.shape[1]) + b"\x86"
-        + b"cnumpy\ndtype\n(" + text(b"u1") + b"K\x00K\x01tR(K\x03" + text(b"|") + b"NNN"
-        + number(-1) + number(-1) + b"K\x00tb\x89" + text(data.tobytes()) + b"tb"
-    )  # fmt: skip
+        b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85"
+        + text(b"b")
+        + b"tR("
+        + number(1)
+        + number(data.shape[0])
+        + number(data.shape[1])
+        + b"\x86"
+        + b"cnumpy\ndtype\n("
+        + text(b"u1")
+        + b"K\x00K\x01tR(K\x03"
+        + text(b"|")
+        + b"NNN"
+        + number(-1)
+        + number(-1)
+        + b"K\x00tb\x89"
+        + text(data.tobytes())
+        + b"tb"
+    )
     labels = b"](" + b"".join(number(t) for t in targets) + b"e"
     return b"\x80\x02}(" + text(b"data") + array + text(key) + labels + b"u."
 

@@ -260,9 +260,15 @@ def test_pixels_without_a_fixed_range_are_refused(root, pixels):
 def test_images_stand_upright(tmp_path, orientation):
     """EXIF 2.32, tag 274: where row 0 and column 0 of the stored pixels are in the scene."""
     rows, columns = {
-        1: ("top", "left"), 2: ("top", "right"), 3: ("bottom", "right"), 4: ("bottom", "left"), 5: ("left", "top"),
-        6: ("right", "top"), 7: ("right", "bottom"), 8: ("left", "bottom"),
-    }[orientation]  # fmt: skip
+        1: ("top", "left"),
+        2: ("top", "right"),
+        3: ("bottom", "right"),
+        4: ("bottom", "left"),
+        5: ("left", "top"),
+        6: ("right", "top"),
+        7: ("right", "bottom"),
+        8: ("left", "bottom"),
+    }[orientation]
     scene = np.arange(6, dtype=np.uint8).reshape(2, 3) * 40
     stored = scene if rows in ("top", "bottom") else scene.T
     stored = stored[::-1] if rows in ("bottom", "right") else stored

@@ -22,15 +22,30 @@ def test_strict_json_and_back_keeps_everything(value, name, batch, text):
 
 
 def test_unavailable_goes_through_json():
-    metric = Metric(name="p50_ms", variant="float", engine="tensorrt", value=None, unit="ms", status="unavailable",
-                    reason="not installed")  # fmt: skip
+    metric = Metric(
+        name="p50_ms",
+        variant="float",
+        engine="tensorrt",
+        value=None,
+        unit="ms",
+        status="unavailable",
+        reason="not installed",
+    )
     assert Metric.from_dict(json.loads(json.dumps(metric.to_dict()))) == metric
 
 
 def test_keys_of_the_file():
     assert list(Metric.from_dict(ROW).to_dict()) == [
-        "name", "variant", "engine", "batch_size", "value", "unit", "method", "status", "reason"
-    ]  # fmt: skip
+        "name",
+        "variant",
+        "engine",
+        "batch_size",
+        "value",
+        "unit",
+        "method",
+        "status",
+        "reason",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -245,11 +245,13 @@ def test_every_data_set_has_a_fingerprint_that_follows_its_images(name):
     [
         ({"export": {"opset": 99}}, r"export\.opset is 99.*19 to \d\d"),
         ({"quantization": {"smooth": 0.5}}, "smooth: no LayerNorm"),
-        ({"quantization": {"bias_correction": "analytic"}, "model": {"name": "tests.pipeline.test_resume:network"}},
-         "analytic needs BatchNorm"),
+        (
+            {"quantization": {"bias_correction": "analytic"}, "model": {"name": "tests.pipeline.test_resume:network"}},
+            "analytic needs BatchNorm",
+        ),
         ({"data": {"image_size": 8192, "batch_size": 2**20}}, r"data\.batch_size 1048576"),
     ],
-)  # fmt: skip
+)
 def test_what_only_a_late_step_would_refuse_is_refused_at_once(tmp_path, change, words):
     tree = {
         "model": {"name": "tests.networks:tiny"},

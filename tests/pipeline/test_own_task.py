@@ -57,11 +57,16 @@ class Rmse:
 def test_depth_is_judged_in_metres_by_the_engine(tmp_path):
     here = "tests.pipeline.test_own_task"
     tree = {
-        "task": "own", "loss": f"{here}:loss", "metric": f"{here}:Rmse", "model": {"name": f"{here}:network"},
-        "data": {"name": f"{here}:data", "num_classes": 1, "batch_size": 4}, "train": {"epochs": 0}, "qat": None,
+        "task": "own",
+        "loss": f"{here}:loss",
+        "metric": f"{here}:Rmse",
+        "model": {"name": f"{here}:network"},
+        "data": {"name": f"{here}:data", "num_classes": 1, "batch_size": 4},
+        "train": {"epochs": 0},
+        "qat": None,
         "quantization": {"target": "onnxruntime", "calibration_images": 8},
         "bench": {"engines": ["onnxruntime"], "batch_sizes": [1], "warmup": 1, "runs": 1, "seconds": 0.05},
-    }  # fmt: skip
+    }
     run(parse_recipe(tree), "ptq", tmp_path, device="cpu")
     rows = json.loads((tmp_path / "metrics.json").read_text())
     (row,) = (m for m in rows if (m["name"], m["variant"], m["engine"]) == ("rmse", "ptq", "onnxruntime"))

@@ -37,8 +37,15 @@ def detector(num_classes=2):
 
 def test_a_segmentation_is_drawn_and_its_shares_are_those_of_the_file(tmp_path):
     test_masks.write(tmp_path / "data")
-    data = {"name": "masks", "root": str(tmp_path / "data"), "image_size": list(test_masks.SIZE), "workers": 0,
-            "classes": list(test_masks.CLASSES), "ignore_index": 11, "batch_size": 5}  # fmt: skip
+    data = {
+        "name": "masks",
+        "root": str(tmp_path / "data"),
+        "image_size": list(test_masks.SIZE),
+        "workers": 0,
+        "classes": list(test_masks.CLASSES),
+        "ignore_index": 11,
+        "batch_size": 5,
+    }
     model = {"name": "tests.pipeline.test_predict:segmenter"}
     run(
         parse_recipe({**SMALL, "task": "segmentation", "model": model, "data": data}),
@@ -84,8 +91,14 @@ def folders_are_read_whole_and_no_picture_is_replaced(tmp_path, picture):
 
 def test_boxes_are_drawn_inside_the_picture(tmp_path):
     test_boxes.write_voc(tmp_path / "data")
-    data = {"name": "voc", "root": str(tmp_path / "data"), "image_size": [32, 48], "workers": 0,
-            "classes": list(test_boxes.CLASSES), "batch_size": 2}  # fmt: skip
+    data = {
+        "name": "voc",
+        "root": str(tmp_path / "data"),
+        "image_size": [32, 48],
+        "workers": 0,
+        "classes": list(test_boxes.CLASSES),
+        "batch_size": 2,
+    }
     tree = {**SMALL, "task": "detection", "model": {"name": "tests.pipeline.test_predict:detector"}, "data": data}
     tree |= {"train": {**SMALL["train"], "epochs": 0}, "export": {"nms": True}}
     run(parse_recipe(tree), "ptq", tmp_path / "run", device="cpu")

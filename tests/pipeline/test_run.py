@@ -54,11 +54,26 @@ def metrics(folder):
 def test_what_a_run_leaves(finished):
     names = {p.name for p in finished.iterdir()}
     assert names >= {
-        "recipe.yaml", "environment.json", "float.safetensors", "ptq.safetensors", "qat.safetensors", "float.onnx",
-        "ptq.onnx", "qat.onnx", "placement.csv", "metrics.json", "layers.json", "histograms.json", "block.json",
+        "recipe.yaml",
+        "environment.json",
+        "float.safetensors",
+        "ptq.safetensors",
+        "qat.safetensors",
+        "float.onnx",
+        "ptq.onnx",
+        "qat.onnx",
+        "placement.csv",
+        "metrics.json",
+        "layers.json",
+        "histograms.json",
+        "block.json",
         "audit.json",
-        "train.csv", "qat.csv", "figures", "report.md", "report.html",
-    }  # fmt: skip
+        "train.csv",
+        "qat.csv",
+        "figures",
+        "report.md",
+        "report.html",
+    }
     assert recipe_of(finished) == RECIPE
     assert not [n for n in names if n.endswith(".part") or "checkpoint" in n]
 

@@ -84,8 +84,11 @@ def test_each_engine_is_measured_with_the_file_that_was_made_for_it(finished, va
     assert shown.file_bytes == size
     files = networks_of([finished])[variant]
     assert [files.of(engine).name for engine in ("tensorrt", "cuda", "openvino", "onnxruntime")] == [
-        f"{variant}.onnx", f"{variant}.onnx", f"{variant}.openvino.onnx", f"{variant}.onnx",
-    ]  # fmt: skip
+        f"{variant}.onnx",
+        f"{variant}.onnx",
+        f"{variant}.openvino.onnx",
+        f"{variant}.onnx",
+    ]
     assert networks_of([finished])["float"].of("openvino").name == "float.onnx"
 
 

@@ -32,9 +32,16 @@ def test_every_part_may_be_missing_and_says_so(tmp_path):
     assert (run.recipe, run.environment) == (None, None)
     assert (run.metrics, run.layers, run.train, run.histograms) == ((), (), (), ())
     assert set(run.absent) == {
-        "recipe.yaml", "environment.json", "placement.csv", "train.csv", "qat.csv", "layers.json", "histograms.json",
-        "audit.json", "notes.json",
-    }  # fmt: skip
+        "recipe.yaml",
+        "environment.json",
+        "placement.csv",
+        "train.csv",
+        "qat.csv",
+        "layers.json",
+        "histograms.json",
+        "audit.json",
+        "notes.json",
+    }
     assert all(name in reason for name, reason in run.absent.items())
 
 

@@ -31,11 +31,18 @@ def row(**changes):
 
 def test_each_engine_at_its_fastest_is_compared_with_float_at_its_fastest():
     metrics = [
-        p50("float", "openvino (f32)", 10.0), p50("float", "openvino (bf16)", 6.0),
-        p50("ptq", "openvino (f32)", 7.0), p50("ptq", "openvino (bf16)", 6.5), p50("qat", "openvino (f32)", 5.0),
-        p50("float", "onnxruntime", 4.0), p50("ptq", "onnxruntime", 4.0), p50("qat", "onnxruntime", 3.9),
-        p50("float", "onnxruntime", 9.0, 8), p50("qat", "onnxruntime", 12.0, 8), p50("ptq", "torch", 99.0),
-    ]  # fmt: skip
+        p50("float", "openvino (f32)", 10.0),
+        p50("float", "openvino (bf16)", 6.0),
+        p50("ptq", "openvino (f32)", 7.0),
+        p50("ptq", "openvino (bf16)", 6.5),
+        p50("qat", "openvino (f32)", 5.0),
+        p50("float", "onnxruntime", 4.0),
+        p50("ptq", "onnxruntime", 4.0),
+        p50("qat", "onnxruntime", 3.9),
+        p50("float", "onnxruntime", 9.0, 8),
+        p50("qat", "onnxruntime", 12.0, 8),
+        p50("ptq", "torch", 99.0),
+    ]
     found = {
         (r.variant, r.engine, r.float_engine, r.batch_size): (r.p50_ms, r.float_p50_ms) for r in not_faster(metrics)
     }

@@ -86,11 +86,19 @@ def test_the_table_shows_the_rows_of_summary_table(sample, page):
 
 def test_everything_that_was_asked_for_is_there(page):
     for heading in (
-        "Results", "Accuracy against latency", "Latency", "Loss and accuracy by epoch", "Quantization noise by layer",
-        "Activations and their amax", "Weights and files", "A block with its quantizers",
+        "Results",
+        "Accuracy against latency",
+        "Latency",
+        "Loss and accuracy by epoch",
+        "Quantization noise by layer",
+        "Activations and their amax",
+        "Weights and files",
+        "A block with its quantizers",
         "What is quantized, what is float, and why",
-        "Machine and versions", "How it was measured", "Recipe",
-    ):  # fmt: skip
+        "Machine and versions",
+        "How it was measured",
+        "Recipe",
+    ):
         assert heading in page.headings
     text = page.text
     assert "INT8 (QAT) is 1.9× as fast as float at batch 1 on OpenVINO (bf16)" in text

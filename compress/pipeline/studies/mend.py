@@ -170,9 +170,16 @@ def mend_model(
 ) -> MendReport:
     """Debug a torch model, and time what was found; arguments are those of `compress.mend`."""
     found = mend(
-        model, batches[0][:2], batches, images, spec=spec, drop=goal.drop, sqnr_db=goal.sqnr_db, metric=metric,
+        model,
+        batches[0][:2],
+        batches,
+        images,
+        spec=spec,
+        drop=goal.drop,
+        sqnr_db=goal.sqnr_db,
+        metric=metric,
         progress=progress,
-    )  # fmt: skip
+    )
 
     def make(own: QuantSpec | None, target: Path) -> Path:
         made = model if own is None else quantize(model, batches[0][:2], batches, spec=own)
