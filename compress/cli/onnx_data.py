@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -89,9 +89,11 @@ def form_of(
     file: Path, size: str | None, mean: str | None, std: str | None, layout: str, channels: str
 ) -> PictureInput:
     """Return the preprocessing that the options name; where they name nothing, that of the file."""
-    if layout not in get_args(Layout) or channels not in {"RGB", "BGR"}:
+    orders: dict[str, Layout] = {"NCHW": "NCHW", "NHWC": "NHWC"}
+    colours: dict[str, Literal["RGB", "BGR"]] = {"RGB": "RGB", "BGR": "BGR"}
+    if layout not in orders or channels not in colours:
         raise RecipeError(f"--layout is {layout!r} and --channels {channels!r}: they must be NCHW or NHWC, RGB or BGR")
-    form = replace(_form_in(file, cast(Layout, layout)), channels=channels)  # type: ignore[arg-type]
+    form = replace(_form_in(file, orders[layout]), channels=colours[channels])
     if size is not None:
         form = replace(form, size=sides_of(size))
     return replace(form, mean=_numbers("mean", mean, form.mean), std=_numbers("std", std, form.std))

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from compress.data.counter import uniform
-from compress.data.decode import open_image, rgb
+from compress.data.decode import read_image
 from compress.data.fingerprint import file_parts
 from compress.data.items import Item, ItemSplit
 from compress.data.memory import to_device
@@ -144,7 +143,9 @@ class BoxSplit(ItemSplit):
         """See `ItemSplit.reader`."""
         return _Reader(self.annotations, self.preprocessing.height_width, self.max_pixels)
 
-    def targets_of(self, found: list[tuple[Boxes, NDArray[np.int64], NDArray[np.bool_]]], device: torch.device) -> Any:
+    def targets_of(
+        self, found: list[tuple[Boxes, NDArray[np.int64], NDArray[np.bool_]]], device: torch.device
+    ) -> list[dict[str, Tensor]]:
         """Return a target for each image; see the head of this file."""
         return targets_on([tuple(map(torch.from_numpy, parts)) for parts in found], device)
 
@@ -189,11 +190,7 @@ class _Reader(Dataset[Item]):
 
 
 def _opened(one: Annotation, max_pixels: int) -> Image.Image:
-    try:
-        with open_image(one.image, max_pixels) as file:
-            image = rgb(file)
-    except Exception as error:  # a damaged file can make its decoder fail in any way
-        raise DataError(f"{one.image} is not a readable image ({type(error).__name__}: {error})") from None
+    image = read_image(one.image, max_pixels=max_pixels)
     if one.size not in (None, image.size):
         raise DataError(f"{one.image} has {image.size} pixels (width, height), and {one.source} says {one.size}")
     if one.size is None:

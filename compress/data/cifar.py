@@ -197,7 +197,7 @@ class _Reader(pickle.Unpickler):
         ("_codecs", "encode"): _encode,
     }
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         """Return the class that represents `module.name`.
 
         Raises:

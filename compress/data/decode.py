@@ -11,10 +11,11 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from types import ModuleType
+from typing import IO
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from torch.utils.data import Dataset
 from compress.data.counter import uniform
 from compress.data.preprocessing import Preprocessing
 from compress.data.workers import Place
+from compress.errors import DataError
 from compress.support.limits import IMAGE_PIXELS
 
 Item = tuple[int, Tensor | None, str, str]
@@ -123,6 +125,33 @@ def open_image(source: Path | IO[bytes], max_pixels: int = IMAGE_PIXELS) -> Iter
                 "(data.max_pixels in a recipe)"
             )
         yield file
+
+
+def read_image(
+    source: Path | IO[bytes],
+    *,
+    name: str = "",
+    max_pixels: int = IMAGE_PIXELS,
+    convert: Callable[[Image.Image], Image.Image] | None = None,
+) -> Image.Image:
+    """Decode an image file.
+
+    Args:
+        source: the file.
+        name: for messages; "" = the path.
+        max_pixels: most pixels that it may have.
+        convert: from the opened file to the image; None = `rgb`.
+
+    Raises:
+        DataError: names the file and says what is wrong with it.
+    """
+    try:
+        with open_image(source, max_pixels) as file:
+            return (convert or rgb)(file)
+    except DataError:
+        raise
+    except Exception as error:  # a damaged file can make its decoder fail in any way
+        raise DataError(f"{name or source} is not a readable image ({type(error).__name__}: {error})") from error
 
 
 def rgb(image: Image.Image) -> Image.Image:
@@ -243,7 +272,7 @@ def prepare() -> None:
 
 
 @functools.cache
-def _transforms() -> Any:
+def _transforms() -> ModuleType:
     """Return torchvision's functions on images."""
     from torchvision.transforms.v2 import functional  # lazy: it takes seconds, and other data sets do not need it
 

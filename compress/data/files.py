@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from compress.data.decode import centre_crop, open_image, rgb
+from compress.data.decode import centre_crop, read_image
 from compress.data.folder import EXTENSIONS, MEAN, STD
 from compress.errors import DataError, near_misses
 from compress.files import read_regular
@@ -56,11 +56,7 @@ class PictureInput:
         Raises:
             DataError: it cannot be read.
         """
-        try:
-            with open_image(path) as file:
-                image = rgb(file)
-        except Exception as error:  # a damaged file can make its decoder fail in any way
-            raise DataError(f"{path} is not a readable image ({error}); take it out of the folder") from error
+        image = read_image(path)
         height, width = self.size
         if height == width:
             pixels = centre_crop(image, self.size, crop_ratio=self.crop_ratio, interpolation=self.interpolation)
@@ -143,7 +139,7 @@ def _arrays(path: Path, limit: int, batch_size: int) -> list[dict[str, np.ndarra
     try:
         with np.load(io.BytesIO(read_regular(path, ARRAYS_BYTES)), allow_pickle=False) as file:
             arrays = {name: file[name][:limit] for name in file.files}
-    except Exception as error:
+    except Exception as error:  # a damaged archive can fail in any way
         raise DataError(f"{path} cannot be read as an .npz file of arrays ({error})") from error
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     if len(set(lengths.values())) != 1 or 0 in lengths.values():

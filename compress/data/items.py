@@ -46,7 +46,7 @@ class ItemSplit(Split):
         """Return the items in the stored order, by their `Place`."""
 
     @abstractmethod
-    def targets_of(self, found: list[Any], device: torch.device) -> Any:
+    def targets_of(self, found: list[Any], device: torch.device) -> Any:  # a tensor, or a list with one for each image
         """Return the targets of a batch in the form of the task, from those of its items."""
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:

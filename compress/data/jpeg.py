@@ -102,7 +102,7 @@ class Reader(Dataset[FileItem]):
                 if not reason:
                     window = self._window(place, header.width, header.height)
                     return FileItem(index, torch.from_numpy(content), window, None, ("", ""))
-        except Exception:  # a damaged file; Pillow names the damage
+        except Exception:  # a damaged file fails in any way; Pillow names the damage
             reason = ""
         return FileItem(index, None, None, self.decoder[place], (reason, str(path)))
 

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 
 from compress.data.base import DataSet
 from compress.data.counter import uniform
-from compress.data.decode import open_image, rgb
+from compress.data.decode import read_image
 from compress.data.fingerprint import file_parts
 from compress.data.folder import EXTENSIONS
 from compress.data.items import Item, ItemSplit
@@ -146,8 +146,8 @@ class _Reader(Dataset[Item]):
         return pixels, classes, str(pair.image), ""
 
     def _read(self, pair: Pair) -> tuple[Image.Image, Image.Image]:
-        image = _opened(pair.image, rgb, self.max_pixels)
-        mask = np.array(_opened(pair.mask, _single_channel, self.max_pixels))
+        image = read_image(pair.image, max_pixels=self.max_pixels)
+        mask = np.array(read_image(pair.mask, max_pixels=self.max_pixels, convert=_single_channel))
         if mask.shape != (image.height, image.width):
             raise DataError(
                 f"{pair.mask} is {mask.shape[1]} x {mask.shape[0]} pixels and its image {image.width} x "
@@ -166,17 +166,6 @@ class _Reader(Dataset[Item]):
             )
         classes: np.ndarray = np.where(ignored, NO_CLASS, mask).astype(np.uint8)
         return classes
-
-
-def _opened(path: Path, convert: Any, max_pixels: int) -> Image.Image:
-    try:
-        with open_image(path, max_pixels) as file:
-            image: Image.Image = convert(file)
-            return image
-    except DataError:
-        raise
-    except Exception as error:  # a damaged file can make its decoder fail in any way
-        raise DataError(f"{path} is not a readable image ({type(error).__name__}: {error})") from None
 
 
 def _single_channel(file: Image.Image) -> Image.Image:

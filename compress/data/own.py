@@ -134,7 +134,7 @@ class ExamplesSplit(Split):
         return images.float() if images.is_floating_point() else self.preprocessing.normalize(images.float().div_(255))
 
 
-def stacked(targets: Sequence[Any], device: torch.device) -> Any:
+def stacked(targets: Sequence[Any], device: torch.device) -> Tensor | list[Any]:
     """Return the targets of a batch: numbers and tensors of one shape as one tensor, anything else as a list."""
     if all(isinstance(target, (bool, int, float)) for target in targets):
         return to_device(torch.tensor(list(targets)), device)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from compress.data.decode import covering, open_image, preprocessed, rgb
+from compress.data.decode import covering, open_image, preprocessed, read_image
 from compress.data.jpeg import centre_window, decode_jpegs, refusal
 from compress.data.preprocessing import Preprocessing
 from compress.engines.base import Engine, TensorInfo
@@ -266,14 +266,10 @@ def decode(pictures: Sequence[bytes], *, first: int = 0, max_pixels: int = IMAGE
     Raises:
         DataError: Pillow cannot read a file.
     """
-    images = []
-    for index, content in enumerate(pictures, start=first):
-        try:
-            with open_image(io.BytesIO(content), max_pixels) as file:
-                images.append(rgb(file))
-        except Exception as error:  # a damaged file can make its decoder fail in any way
-            raise DataError(f"picture {index} is not a readable image ({type(error).__name__}: {error})") from None
-    return images
+    return [
+        read_image(io.BytesIO(content), name=f"picture {index}", max_pixels=max_pixels)
+        for index, content in enumerate(pictures, start=first)
+    ]
 
 
 def preprocess(

@@ -113,7 +113,7 @@ def compare_figures(reference: EngineFigures, seen: EngineFigures, metric: TaskM
     return compare_batches(reference.outputs, seen.outputs, classes=metric.classes)
 
 
-def _only(outputs: Any) -> Any:
+def _only(outputs: Any) -> Any:  # what the metric of the user's takes
     """Return the only output, or all of them by name."""
     return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
@@ -135,7 +135,7 @@ def _limited(batches: Iterable[Any], limit: int | None) -> Iterator[tuple[list[N
             yield arrays, targets.detach().cpu() if isinstance(targets, Tensor) else _tensors(targets)
 
 
-def _tensors(targets: Any) -> Any:
+def _tensors(targets: Any) -> Any:  # targets of the user's, of any form
     return torch.from_numpy(targets) if isinstance(targets, np.ndarray) else targets
 
 

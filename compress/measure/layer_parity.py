@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import onnx
@@ -160,7 +159,7 @@ def layer_parity(
     with tempfile.TemporaryDirectory() as folder:
         values, method = _watch(Path(path), list(found.values()), inputs, plain, (engine, precision, Path(folder)))
     for node in (node for node, name in found.items() if name == watched[node][1]):
-        quantizer = cast(Quantizer, qmodel.get_submodule(str(node.target)))
+        quantizer = _quantizer(qmodel, node)
         values[found[node]] = values[found[node]] - quantizer.zero_point * quantizer.scale.detach().numpy()
     training = qmodel.training
     forced = _Forced(qmodel.eval(), {node: torch.from_numpy(values[name]) for node, name in found.items()})
@@ -179,6 +178,12 @@ def layer_parity(
     )
 
 
+def _quantizer(qmodel: fx.GraphModule, node: fx.Node) -> Quantizer:
+    quantizer = qmodel.get_submodule(str(node.target))
+    assert isinstance(quantizer, Quantizer)  # as its node's kind says
+    return quantizer
+
+
 class _Forced(fx.Interpreter):
     """Computes every quantized tensor from the engine's values before it."""
 
@@ -187,7 +192,7 @@ class _Forced(fx.Interpreter):
         self.values = values
         self.computed: dict[fx.Node, Tensor] = {}
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         result = super().run_node(n)
         if n not in self.values:
             return result
@@ -231,7 +236,7 @@ def _run(path: Path, images: Floats, engine: str, precision: str | None) -> tupl
 
 
 def _point(qmodel: fx.GraphModule, node: fx.Node, expected: Tensor, got: Floats, tolerance: float) -> PointParity:
-    quantizer = cast(Quantizer, qmodel.get_submodule(str(node.target)))
+    quantizer = _quantizer(qmodel, node)
     scale = along_axis(quantizer.scale.detach(), expected, quantizer.format.axis).double().numpy()
     reference: Floats = expected.numpy()
     if reference.shape != got.shape:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from compress.data.load import load_data
 from compress.files import write_json
@@ -95,11 +94,11 @@ def _networks(this: Run, command: str, float_model: nn.Module) -> dict[Variant, 
     """Make the networks of a command from the float one, which is the first of them."""
     models = {Variant.FLOAT: float_model}
     if command in {"ptq", "qat"}:
-        models[Variant.PTQ] = ptq_step(this, float_model)
+        models[Variant.PTQ] = quantized = ptq_step(this, float_model)
+        if command == "qat":
+            models[Variant.QAT] = qat_step(this, float_model, quantized)
     if command == "prune":
         _prune(this, models)
-    if command == "qat":
-        models[Variant.QAT] = qat_step(this, float_model, cast(fx.GraphModule, models[Variant.PTQ]))
     return models
 
 

@@ -6,8 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch import Tensor, nn
+
 from compress.engines import Engine, build_engine
 from compress.engines.registry import target_of
+from compress.errors import ModelError
+from compress.quantization.quantizer import Quantizer
 from compress.quantization.spec import Target
 from compress.variants import Variant
 
@@ -19,6 +23,22 @@ def stem(variant: str, target: Target | None = None) -> str:
     ('ptq', 'ptq.openvino')
     """
     return str(variant) if target is None else f"{variant}.{target}"
+
+
+def layer_weight(model: nn.Module, path: str) -> Tensor:
+    """Return the weight of a layer, also of one whose weight is parametrized."""
+    weight = model.get_submodule(path).weight
+    if not isinstance(weight, Tensor):
+        raise ModelError(f"{path}.weight is a {type(weight).__name__}, not a tensor: name a layer that has a weight")
+    return weight
+
+
+def weight_quantizer(model: nn.Module, path: str) -> Quantizer:
+    """Return the quantizer of a layer's weight."""
+    quantizer = model.get_submodule(path).weight_quantizer
+    if not isinstance(quantizer, Quantizer):
+        raise ModelError(f"{path} has no quantized weight: name a layer that the placement quantizes")
+    return quantizer
 
 
 def torch_label(variant: Variant, target: Target | None = None) -> str:

@@ -5,25 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from compress.data.base import BatchPlan, DataSet, Split
 from compress.detection.boxes import BoxesAndScores
 from compress.engines import Engine, TorchEngine
 from compress.engines.registry import target_of
-from compress.errors import RecipeError
+from compress.errors import RecipeError, RunError
 from compress.pipeline.folder import RunFolder
 from compress.pipeline.network import NetworkFiles, stem, torch_label
-from compress.quantization.spec import Target
+from compress.quantization.spec import QuantSpec, Target
 from compress.recipe.tree import Recipe
+from compress.sparsity.spec import SparsitySpec
 from compress.support.progress import NoProgress, Progress
 from compress.tasks import Task, make_task
 from compress.tasks.load import detector_head
-from compress.training import SINGLE, Processes
+from compress.training import SINGLE, Processes, QATSpec
 from compress.variants import Variant
+
+_Section = TypeVar("_Section")
 
 
 def task_of(recipe: Recipe, data: DataSet) -> Task:
@@ -77,13 +80,28 @@ class Run:
     processes: Processes = SINGLE
     progress: Progress = field(default_factory=NoProgress)
     resume: bool = False
-    further: dict[tuple[Variant, Target], nn.Module] = field(default_factory=dict)
+    further: dict[tuple[Variant, Target], fx.GraphModule] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @cached_property
     def task(self) -> Task:
         """Loss and metric of the networks."""
         return task_of(self.recipe, self.data)
+
+    @property
+    def quantization(self) -> QuantSpec:
+        """The recipe's `quantization`, for steps that need it."""
+        return _needed(self.recipe.quantization, "quantization")
+
+    @property
+    def qat(self) -> QATSpec:
+        """The recipe's `qat`, for steps that need it."""
+        return _needed(self.recipe.qat, "qat")
+
+    @property
+    def sparsity(self) -> SparsitySpec:
+        """The recipe's `sparsity`, for steps that need it."""
+        return _needed(self.recipe.sparsity, "sparsity")
 
     @property
     def example(self) -> Tensor:
@@ -156,3 +174,9 @@ class Run:
 
     def _splits(self) -> dict[str, Split]:
         return {"train": self.data.train, "val": self.data.val}
+
+
+def _needed(section: _Section | None, name: str) -> _Section:
+    if section is None:
+        raise RunError(f"the recipe has {name}: null, and this step needs the section; give it in the recipe")
+    return section

@@ -63,7 +63,7 @@ def recipe_names() -> list[str]:
     return sorted({path.stem for folder in recipe_folders() for path in folder.glob("*.yaml")})
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> object:
     try:
         with path.open("rb") as file:
             return load_yaml(file.read(RECIPE_BYTES + 1).decode("utf-8"))
@@ -73,7 +73,7 @@ def _read(path: Path) -> Any:
         raise RecipeError(f"{path} is refused: {error}") from None
 
 
-def _extended(tree: Any, path: Path, extending: tuple[Path, ...]) -> Any:
+def _extended(tree: object, path: Path, extending: tuple[Path, ...]) -> object:
     """Return a recipe's tree over that of the recipe which its key `base` names.
 
     Raises:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
@@ -104,9 +104,10 @@ class Recipe:
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _plain(value: Any) -> Any:
+def _plain(recipe: Recipe) -> dict[str, Any]:
     """Convert dataclasses and tuples to dicts and lists."""
-    return json.loads(json.dumps(dataclasses.asdict(value)))
+    tree: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(recipe)))
+    return tree
 
 
 def load_recipe(recipe: Path | str, overrides: Iterable[str] = ()) -> Recipe:
@@ -145,10 +146,11 @@ def parse_recipe(tree: Any, overrides: Iterable[str] = (), *, source: str = "rec
     if odd:
         raise RecipeError(f"{source} is refused:\n" + "\n".join(f"  {line}" for line in odd))
     recipe, lines = parse(Recipe, switched(Recipe, tree))
-    lines = lines or list(_contradictions(cast(Recipe, recipe)))
-    if lines:
+    if recipe is not None:
+        lines = list(_contradictions(recipe))
+    if recipe is None or lines:
         raise RecipeError(f"{source} is refused:\n" + "\n".join(f"  {line}" for line in lines))
-    return cast(Recipe, recipe)
+    return recipe
 
 
 def _odd_values(value: Any, where: str = "") -> Iterator[str]:

@@ -34,6 +34,7 @@ from compress.records.rows import (
 from compress.training.log import EpochRow
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class JsonFile(RecordFile[T]):
         return write_json(folder / self.name, self.plain(content))
 
 
-def _json(text: str, path: Path, kind: type, what: str) -> Any:
+def _json(text: str, path: Path, kind: type[U], what: str) -> U:
     try:
         value = parse_json(text)
     except ValueError as error:

@@ -122,7 +122,7 @@ class RunData:
     absent: Mapping[str, str] = field(default_factory=dict)
 
 
-def recipe_tree(run: RunData) -> Any:
+def recipe_tree(run: RunData) -> object:
     """Return the tree of a run's recipe; None if there is none or it cannot be read."""
     try:
         return yaml.safe_load(run.recipe or "")
@@ -130,7 +130,7 @@ def recipe_tree(run: RunData) -> Any:
         return None
 
 
-def recipe_value(run: RunData, *path: str) -> Any:
+def recipe_value(run: RunData, *path: str) -> Any:  # whatever YAML holds there
     """Return what a run's recipe has under nested keys; None if there is no such thing."""
     value = recipe_tree(run)
     for key in path:

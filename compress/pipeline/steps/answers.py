@@ -63,7 +63,7 @@ def answers_of(run: Run) -> Answers:
     return Answers(evidence=None if run.task.evidence is None else run.task.evidence(), wanted=tuple(wanted))
 
 
-def _row(outputs: Any, index: int) -> Any:
+def _row(outputs: Any, index: int) -> object:
     """Return the outputs of one image of a batch."""
     if isinstance(outputs, Mapping):
         return {name: value[index : index + 1] for name, value in outputs.items()}

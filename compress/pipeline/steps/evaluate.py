@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +29,8 @@ from compress.pipeline.run import Run
 from compress.pipeline.steps.answers import Answers, answers_of, keep_comparisons
 from compress.pipeline.steps.judge import evaluation_batch, judge
 from compress.pipeline.steps.slower import keep_slower, slower
-from compress.quantization.spec import QuantSpec, Target
+from compress.quantization.spec import Target
 from compress.support.progress import Progress
-from compress.training import QATSpec
 from compress.variants import Variant
 
 TIMINGS = ("p50_ms", "p90_ms", "p99_ms", "images_per_s", "gpu_p50_ms", "gpu_with_transfers_p50_ms")
@@ -145,7 +143,7 @@ def _training_lost(run: Run, seen: Mapping[Variant, EngineFigures]) -> list[str]
         shares = had * (1 - had) + has * (1 - has)  # of an error rate; for other metrics an estimate
         error = (max(shares, 0.0) / max(1, seen[after].images)) ** 0.5 if metric.unit == "%" else 0.0
         if metric.drop(had, has) > 2 * metric.shown(error):
-            spec, kept = cast(QATSpec, run.recipe.qat), cast(QuantSpec, run.recipe.quantization).batchnorm == "keep"
+            spec, kept = run.qat, run.quantization.batchnorm == "keep"
             way = "" if kept else ", or quantization.batchnorm: keep, which allows higher rates"
             notes.append(
                 f"{after}: training took {metric.title} from {metric.text(had)} to {metric.text(has)} (in torch); "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
 
 from torch import fx, nn
 
@@ -18,12 +17,12 @@ from compress.graph.canonical import canonical_graph
 from compress.graph.layers import Layer, layers
 from compress.measure.metric import Metric
 from compress.measure.sizes import model_sizes
-from compress.pipeline.network import stem
+from compress.pipeline.network import stem, weight_quantizer
 from compress.pipeline.run import Run, boxes_and_scores
 from compress.pipeline.steps.own_graph import write_into_own_graph
 from compress.quantization.report import placement_of
 from compress.quantization.sensitivity.compare import output_sqnr, weight_sqnr
-from compress.quantization.spec import QuantSpec, Target
+from compress.quantization.spec import Target
 from compress.records.files import LAYERS, OPERATIONS
 from compress.records.rows import LayerRow, OperationRow
 from compress.variants import Variant
@@ -77,8 +76,7 @@ def _write(run: Run, variant: Variant, model: nn.Module, path: Path, target: Tar
     own = {RECIPE_KEY: recipe.digest(), VARIANT_KEY: str(variant)}
     entries = metadata_entries(split.preprocessing, split.labels, own)
     if variant.is_quantized and recipe.model.name.endswith(".onnx"):
-        quantization = cast(QuantSpec, recipe.quantization)
-        spec = quantization.for_target(target or quantization.targets[0])
+        spec = run.quantization.for_target(target or run.quantization.targets[0])
         if write_into_own_graph(run, model.cpu(), path, spec=spec, metadata=entries):
             return path
     return export_onnx(
@@ -117,7 +115,7 @@ def _operation_rows(variant: str, audit: OnnxAudit) -> list[OperationRow]:
 
 def _layer_rows(run: Run, models: Mapping[Variant, nn.Module]) -> list[LayerRow]:
     """One row a weighted layer of the float network, with the losses of the last quantized one."""
-    quantized = next((models[v] for v in (Variant.QAT, Variant.PTQ) if v in models), None)
+    quantized = next((m for v in (Variant.QAT, Variant.PTQ) if isinstance(m := models.get(v), fx.GraphModule)), None)
     try:
         graph = canonical_graph(models[Variant.FLOAT], run.example)
     except ModelError as error:
@@ -129,8 +127,8 @@ def _layer_rows(run: Run, models: Mapping[Variant, nn.Module]) -> list[LayerRow]
     if quantized is not None:
         weights = weight_sqnr(quantized)
         images = run.batches("val", min(SQNR_IMAGES, run.recipe.data.batch_size), limit=SQNR_IMAGES)
-        if cast(QuantSpec, run.recipe.quantization).batchnorm == "fold":
-            outputs = output_sqnr(graph, cast(fx.GraphModule, quantized), images)
+        if run.quantization.batchnorm == "fold":
+            outputs = output_sqnr(graph, quantized, images)
         channels = {
             site.path: 1 if site.format.axis is None else _scales(quantized, site.path)
             for site in placement_of(quantized).weights
@@ -141,7 +139,7 @@ def _layer_rows(run: Run, models: Mapping[Variant, nn.Module]) -> list[LayerRow]
 
 
 def _scales(model: nn.Module, path: str) -> int:
-    return int(cast(Any, model.get_submodule(path)).weight_quantizer.amax.numel())
+    return weight_quantizer(model, path).amax.numel()
 
 
 def _layer_row(

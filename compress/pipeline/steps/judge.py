@@ -78,7 +78,7 @@ class _Both:
         self.meter.update(outputs, targets)
         self.answers.update(outputs, targets)
 
-    def compute(self) -> Any:
+    def compute(self) -> Any:  # a metric of the user's returns what it likes
         return self.meter.compute()
 
 

@@ -7,13 +7,12 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from compress.data.base import BatchPlan, Split
-from compress.errors import RunError
+from compress.errors import CalibrationError, RunError
 from compress.files import read_json, write_json, write_text
 from compress.pipeline.network import stem
 from compress.pipeline.run import Run
@@ -38,7 +37,7 @@ def ptq_step(run: Run, float_model: nn.Module, variant: Variant = Variant.PTQ) -
     Returns:
         The network of the first target; `run.further` has those of the others, which are calibrated in the same pass.
     """
-    spec = cast(QuantSpec, run.recipe.quantization)
+    spec = run.quantization
     example = run.example.to(run.device)
     first, *others = spec.targets
     if run.folder.done(variant.step):
@@ -65,10 +64,16 @@ def ptq_step(run: Run, float_model: nn.Module, variant: Variant = Variant.PTQ) -
         _report(run, variant, target, model)
     run.further |= {(variant, target): found[target] for target in others}
     save_further(run, variant)
-    images = cast(CalibrationReport, quantization_report_of(found[first]).calibration).images
-    save_variant(run, variant, found[first], images=images)
+    save_variant(run, variant, found[first], images=_calibration(found[first]).images)
     run.processes.on_main(lambda: shutil.rmtree(rounded, ignore_errors=True))  # the weights replace it
     return found[first]
+
+
+def _calibration(model: fx.GraphModule) -> CalibrationReport:
+    seen = quantization_report_of(model).calibration
+    if seen is None:
+        raise CalibrationError("the network was not calibrated; quantize it with images of the training split")
+    return seen
 
 
 def _weights(run: Run, variant: Variant, target: Target) -> Path:
@@ -90,7 +95,7 @@ def save_further(run: Run, variant: Variant) -> None:
 def _report(run: Run, variant: Variant, target: Target, model: fx.GraphModule) -> None:
     """Note what stands out, and write the decisions and the histograms."""
     report = quantization_report_of(model)
-    calibration = cast(CalibrationReport, report.calibration)
+    calibration = _calibration(model)
     notes = (*_clipping_note(calibration), *_dead_note(calibration), *report.notes())
     further = target in run.further_targets
     measured = {row.layer: row.reason for row in report.placement.decisions if row.reason.startswith(MEASURED)}
@@ -143,7 +148,7 @@ def _taken_back(run: Run, variant: Variant) -> list[str]:
         found = read_json(path) if path.is_file() else []
     except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read ({error}); restore it, or begin the run anew (--out)") from error
-    asked = methods(cast(QuantSpec, run.recipe.quantization))
+    asked = methods(run.quantization)
     if not isinstance(found, list) or not set(found) <= set(asked):
         raise RunError(f"{path} holds {found}: it must be a list of {', '.join(asked)}; begin the run anew (--out)")
     return found

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, cast
 
 from torch import Tensor, fx, nn
 
-from compress.pipeline.network import stem
+from compress.pipeline.network import stem, weight_quantizer
 from compress.pipeline.resumable import TARGETS_STEP
 from compress.pipeline.run import Run
 from compress.pipeline.steps.ptq import calibration_images, save_further
@@ -16,10 +15,9 @@ from compress.pipeline.steps.training import facts_of, save_variant, train
 from compress.quantization.calibration.calibrate import calibrate
 from compress.quantization.learned import freeze_scales, learn_scales
 from compress.quantization.report import placement_of
-from compress.quantization.spec import QuantSpec
 from compress.quantization.weight_norm import bake_weights, normalize_weights
 from compress.sparsity.parametrization import apply_masks, squash_masks
-from compress.training import QATSpec, load_model
+from compress.training import load_model
 from compress.variants import Variant
 
 
@@ -40,7 +38,7 @@ def qat_step(
         variant: network that is made.
         masks: boolean masks of weights that stay zero, by layer path.
     """
-    spec = cast(QATSpec, run.recipe.qat)
+    spec = run.qat
     qmodel = copy.deepcopy(ptq_model)
     if run.folder.done(variant.step):
         load_model(qmodel, run.path(variant.weights_file))
@@ -72,7 +70,7 @@ def further_step(run: Run, variant: Variant, trained: fx.GraphModule) -> None:
     before, step = variant.trained_from, f"{variant.step}.{TARGETS_STEP}"
     if not run.further_targets or before is None:
         return
-    found = {target: copy.deepcopy(cast(fx.GraphModule, run.further[before, target])) for target in run.further_targets}
+    found = {target: copy.deepcopy(run.further[before, target]) for target in run.further_targets}
     run.further |= {(variant, target): model for target, model in found.items()}
     if run.folder.done(step):
         for target, model in found.items():
@@ -81,7 +79,7 @@ def further_step(run: Run, variant: Variant, trained: fx.GraphModule) -> None:
     for model in found.values():
         take_weights(model, trained)
     first, *others = found.values()
-    spec = cast(QuantSpec, run.recipe.quantization)
+    spec = run.quantization
     images, together = calibration_images(run, spec), run.processes.world_size > 1
     calibrate(first, images, also=others, all_reduce=together, progress=run.progress)
     for model in found.values():
@@ -105,5 +103,4 @@ def take_weight_ranges(model: fx.GraphModule, trained: fx.GraphModule) -> None:
     formats = {site.path: site.format for site in placement_of(trained).weights}
     for site in placement_of(model).weights:
         if formats.get(site.path) == site.format:
-            own, other = (cast(Any, m.get_submodule(site.path)).weight_quantizer for m in (model, trained))
-            own.set_amax(other.amax)
+            weight_quantizer(model, site.path).set_amax(weight_quantizer(trained, site.path).amax)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -15,7 +14,7 @@ from compress.errors import AuditError, ModelError, RooflineError, RunError
 from compress.export.names import module_prefix
 from compress.files import read_json, write_json
 from compress.models.weights import read_state_dict
-from compress.pipeline.network import stem
+from compress.pipeline.network import layer_weight, stem
 from compress.pipeline.run import Run
 from compress.pipeline.steps.training import facts_of, save_variant, train
 from compress.roofline_model import sparse_bound
@@ -44,7 +43,7 @@ def sparse_step(run: Run, float_model: nn.Module) -> nn.Module:
     be at chance. Second order updates the weights until each layer's outputs are those of the dense network, whose
     statistics then fit better than those of a few hundred images (ResNet-56 on CIFAR-10: 1.92 and 2.87 points lost).
     """
-    spec = cast(SparsitySpec, run.recipe.sparsity)
+    spec = run.sparsity
     pattern = check_sparsity_spec(spec)
     model = copy.deepcopy(float_model)
     if pattern.kind == "channel":
@@ -114,7 +113,7 @@ def _at_most(run: Run, dense: nn.Module, masked: tuple[str, ...], pattern: Patte
         )
     except (ModelError, RooflineError) as error:
         return f"how much faster 2:4 can make the network is not known: {error}"
-    shapes = {path: tuple(cast(Tensor, dense.get_submodule(path).weight).shape) for path in masked}
+    shapes = {path: tuple(layer_weight(dense, path).shape) for path in masked}
     large = bound.speedup_with([path for path, shape in shapes.items() if large_enough(shape)])
     return (
         f"2:4 makes the network at most {bound.speedup:.2f} times as fast ({GPU}, {precision}, batch "
@@ -133,7 +132,7 @@ def _note(run: Run) -> None:
     refused = (known.get("permutation") or {}).get("refused")
     notes = [known.get("at_most"), f"channels were not permuted: {refused}" if refused else None]
     if run.recipe.finetune.epochs == 0:
-        second = cast(SparsitySpec, run.recipe.sparsity).saliency == "hessian"
+        second = run.sparsity.saliency == "hessian"
         done = "its weights updated" if second else "its BatchNorm statistics measured again"
         notes.append(
             f"finetune.epochs is 0: the network was not trained on, only {done} on images of the training split; a "
@@ -156,7 +155,7 @@ def zeros_of(run: Run, model: nn.Module) -> Mapping[str, Tensor]:
     if not path.is_file():
         return {}
     layers = [key.removesuffix(_MASK) for key in read_state_dict(path) if key.endswith(_MASK)]
-    return {layer: cast(Any, model.get_submodule(layer)).weight.detach() != 0 for layer in layers}
+    return {layer: layer_weight(model, layer).detach() != 0 for layer in layers}
 
 
 def check_pattern(run: Run, variants: list[str]) -> None:
@@ -165,7 +164,7 @@ def check_pattern(run: Run, variants: list[str]) -> None:
     Raises:
         AuditError: names the operation and how many groups hold too many values.
     """
-    pattern = check_sparsity_spec(cast(SparsitySpec, run.recipe.sparsity))
+    pattern = check_sparsity_spec(run.sparsity)
     if pattern.kind != "nm":
         return
     layers = [key.removesuffix(_MASK) for key in read_state_dict(run.path("masked.safetensors")) if key.endswith(_MASK)]

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from torch import nn
 
@@ -26,7 +25,7 @@ from compress.pipeline.steps.judge import evaluation_batch, judge
 from compress.pipeline.steps.ptq import calibration_images
 from compress.pipeline.steps.slower import precision_of
 from compress.quantization.ptq.quantize import quantize
-from compress.quantization.spec import QuantSpec, Rule, Target
+from compress.quantization.spec import TARGETS, QuantSpec, Rule, Target
 from compress.records.files import SLOWER
 from compress.records.rows import MixedRow, SlowRow
 from compress.records.slower import costly
@@ -97,16 +96,19 @@ def choices(layers: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(layers[:count]) for count in counts]
 
 
+def _target(row: SlowRow) -> Target | None:
+    return next((target for target in TARGETS if target == row.target), None)
+
+
 def _spec(run: Run, row: SlowRow, layers: Sequence[str]) -> QuantSpec:
     """The recipe's quantization with further layers in float, in the engine's file alone."""
-    spec, target = cast(QuantSpec, run.recipe.quantization), cast("Target | None", row.target or None)
+    spec, target = run.quantization, _target(row)
     return replace(spec, rules=(*spec.rules, *(Rule(match=layer, enable=False, target=target) for layer in layers)))
 
 
 def _export(run: Run, model: nn.Module, row: SlowRow, layers: Sequence[str]) -> Path:
     """The ONNX file of a network, quantized from the float baseline as PTQ does it."""
-    target = cast("Target | None", row.target or None)
-    spec = _spec(run, row, layers).for_target(target)
+    spec = _spec(run, row, layers).for_target(_target(row))
     made = quantize(model, run.example.to(run.device), calibration_images(run, spec), spec=spec, progress=run.progress)
     path = run.path(f"mixed/{family(row.engine)}-{len(layers)}.onnx")
     return export_onnx(made.cpu(), run.example, path, preprocessing=run.data.val.preprocessing)

@@ -191,7 +191,7 @@ def _stored(path: Path, images: int) -> tuple[dict[str, Any], Sensitivity | None
         raise RunError(f"{path} cannot be read ({error}): delete it, and its layers are measured again") from error
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any) -> Any:  # of the same kind as the value
     """`value` as JSON holds it: an infinite number is the text `inf` or `-inf`."""
     if isinstance(value, Mapping):
         return {key: plain(part) for key, part in value.items()}
