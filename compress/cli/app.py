@@ -1,8 +1,7 @@
 """The commands, put together, and what happens when one fails.
 
-Exit status: 0 done; 2 something was refused, with its reason on standard error; 130 stopped with Ctrl-C. Nothing that
-was finished is lost in any of these: `--resume` continues it, where a command has it. Ctrl-C pressed again ends at
-once; no file is half-written even then.
+Exit status: 0 done; 2 something was refused, with its reason on standard error; 130 stopped with Ctrl-C (again: at
+once). Nothing that was finished is lost: `--resume` continues it, where a command has it.
 """
 
 from __future__ import annotations
@@ -206,7 +205,6 @@ def _import_from_here() -> None:
 
 
 def _resumable() -> bool:
-    """Return True if the command that was typed has `--resume`."""
     typed = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     command = getattr(get_command(app), "commands", {}).get(typed)
     return isinstance(command, LazyCommand) and any(option.name == "resume" for option in command.load().params)

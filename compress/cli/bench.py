@@ -55,13 +55,7 @@ def bench(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure latency, or the stages of `--end-to-end`, and print a table.
-
-    Raises:
-        EngineError: a file could not be measured on any engine; the others are measured and shown.
-        RunError: options of `--end-to-end` without it, or `--mixed` for files.
-        CompressError: as `bench_again`, `faster` and `bench_end_to_end`.
-    """
+    """Measure latency, or the stages of `--end-to-end`, and print a table."""
     spec = _spec(engine, batch_size, seconds)
     if end_to_end and size is not None:
         raise RunError("--size is for files with open sides; --end-to-end takes the size of the preprocessing")

@@ -81,11 +81,7 @@ def engine_options(
     further: list[str] | None,
     recipe: Recipe | None = None,
 ) -> TensorRTOptions:
-    """The options of a build; without `sm`, portable engines are built for the capabilities that the recipe names.
-
-    Raises:
-        EngineError: an unknown engine, or an option that it does not take.
-    """
+    """The options of a build; without `sm`, portable engines are built for the capabilities that the recipe names."""
     if engine not in BUILDERS:
         raise EngineError(f"--engine is {engine!r}{near_misses(engine, BUILDERS)} (one of: {', '.join(BUILDERS)})")
     portable = recipe is not None and BUILDERS[engine].portable
@@ -103,9 +99,6 @@ def exported_file(name: str, recipe: Recipe, variant: str = "", engine: str = EN
     """The ONNX file of a network of the recipe that is made for an engine, from the recipe's last run.
 
     A run that is missing or stopped is finished first.
-
-    Raises:
-        RecipeError: the run has no such network.
     """
     command = "prune" if recipe.sparsity else "qat" if recipe.qat and recipe.quantization else "ptq"
     command = command if recipe.sparsity or recipe.quantization else "train"

@@ -73,7 +73,6 @@ class BarProgress:
 
 
 def _figures(fields: dict[str, float]) -> str:
-    """Return the newest figures of a phase as text, or ""."""
     return "  ".join(
         f"{k.replace('images_per_s', 'images/s')} {v:{_FIGURES[k]}}" for k, v in fields.items() if k in _FIGURES
     )

@@ -38,12 +38,7 @@ def erf(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the pictures.")] = Path("runs/erf"),
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the fields, write pictures, page and numbers, and print where they are.
-
-    Raises:
-        RecipeError: a run together with a recipe or a model.
-        CompressError: as `erf_report` and `drift_report`.
-    """
+    """Measure the fields, write pictures, page and numbers, and print where they are."""
     if run is not None:
         if recipe is not None or model is not None or weights is not None:
             raise RecipeError("--run has a model of its own; leave out --recipe, --model and --weights")

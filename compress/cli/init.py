@@ -43,11 +43,7 @@ def init(
     qat_epochs: Annotated[int | None, typer.Option(help="Epochs of quantization-aware training; 0 = none.")] = None,
     force: Annotated[bool, typer.Option("--force", metavar="", help="Replace a file that is there.")] = False,
 ) -> None:
-    """Write the recipe, and print the command that runs it.
-
-    Raises:
-        RecipeError: the file is there already, or a value is refused; nothing is written then.
-    """
+    """Write the recipe, and print the command that runs it."""
     if path.exists() and not force:
         raise RecipeError(f"{path} is there already; name another file, or replace it with --force")
     ask = sys.stdin.isatty()

@@ -57,11 +57,7 @@ def inspect_parity(
     metric: MetricOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare engines with fake quantization; with --mend, quantization with float, and find what brings it back.
-
-    Raises:
-        RecipeError: a recipe and a run, or neither.
-    """
+    """Compare engines with fake quantization; with --mend, quantization with float, and find what brings it back."""
     goal = _goal(mend, mend_sqnr, write)
     if onnx is not None:
         if goal is None or run is not None:

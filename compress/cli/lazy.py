@@ -72,22 +72,14 @@ def lazy_group(
             self.commands = {name: lazy.get(name) or self.commands[name] for name in entries}
 
         def parse_args(self, ctx: Any, args: Arguments) -> Arguments:
-            """Refuse old forms, then parse.
-
-            Raises:
-                RecipeError: the arguments are those of an earlier form of the command.
-            """
+            """Refuse old forms, then parse."""
             reason = refuse(args) if refuse is not None else None
             if reason is not None:
                 raise RecipeError(reason)
             return super().parse_args(ctx, args)
 
         def resolve_command(self, ctx: Any, args: Arguments) -> Any:
-            """Find the command that the arguments name; a recipe that is not there is refused before it is imported.
-
-            Raises:
-                RecipeError: `--recipe` names none that can be read.
-            """
+            """Find the command that the arguments name; a recipe that is not there is refused before it is imported."""
             name, command, rest = super().resolve_command(ctx, args)
             if isinstance(command, LazyCommand):
                 refuse_recipe(rest)

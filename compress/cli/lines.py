@@ -38,12 +38,10 @@ class LineProgress:
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> LineProgress:
-        """Begin to write a line where none has been written for `every` seconds."""
         threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """End; phases that are still open end as well, without a line when an error ended them."""
         self._ended.set()
         for task in list(self._tasks) if exception[0] is None else ():
             self.finish(task)

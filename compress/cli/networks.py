@@ -24,11 +24,7 @@ def chosen_recipe(
     image_size: int = 224,
     weights: str | None = None,
 ) -> Recipe:
-    """Return the recipe of that name, or one of defaults around a model with 1,000 classes.
-
-    Raises:
-        RecipeError: both or neither are given, weights are given beside a recipe, or the recipe is refused.
-    """
+    """Return the recipe of that name, or one of defaults around a model with 1,000 classes."""
     if (recipe is None) == (model is None):
         raise RecipeError("give one of --recipe and --model")
     if recipe is not None:
@@ -46,10 +42,6 @@ def network_of(recipe: Recipe, *, weights: bool = True) -> nn.Module:
     Args:
         recipe: its data need not be on this machine, unless only its folders name the number of classes.
         weights: load the recipe's weights; False leaves those from the seed.
-
-    Raises:
-        ModelError: as `build_model`.
-        DataError: the number of classes cannot be found.
     """
     spec = recipe.model if weights else dataclasses.replace(recipe.model, weights=None)
     torch.manual_seed(recipe.train.seed)

@@ -23,11 +23,7 @@ def refused_build(arguments: Sequence[str]) -> str | None:
 
 
 def refuse_recipe(arguments: Sequence[str]) -> None:
-    """Refuse a recipe that no command could read, without waiting seconds for torch.
-
-    Raises:
-        RecipeError: as `read_recipe`.
-    """
+    """Refuse a recipe that no command could read, without waiting seconds for torch."""
     recipe, rest = _taken(arguments, "--recipe", "-r")
     if recipe is not None and _HELP not in rest:
         read_recipe(recipe)

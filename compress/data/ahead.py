@@ -23,10 +23,6 @@ def ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
 
     On a GPU they are made on a stream of high priority; the stream that takes a batch waits for it. The thread ends
     with the iterator, also if that is closed early, and an exception of `batches` is raised here.
-
-    Args:
-        batches: of tensors on `device`.
-        device: that makes and uses them.
     """
     ready: queue.Queue[Any] = queue.Queue(DEPTH)
     stop = threading.Event()

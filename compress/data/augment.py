@@ -23,7 +23,6 @@ class Movement:
 
     Attributes:
         shift: shift along each axis, as a share of the side.
-        degrees: rotation in either direction.
         zoom: enlargement or reduction, as a share.
         flip: mirror every second image left to right.
     """

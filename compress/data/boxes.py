@@ -1,11 +1,9 @@
 """Images with boxes, for detection: the targets, and their changes along with the image.
 
 A target is {"boxes": (n, 4) float32, left, top, right and bottom edge in pixels of the model's input; "labels": (n,)
-int64, positions in the split's labels; "ignored": (n,) bool, boxes that count neither as found nor as missed}.
-
-Images are resized to `image_size` without regard to their shape, and boxes with them: the overlap of two boxes, on
-which mAP is based, does not depend on it. Training images are scaled by 0.7 to 1.4, moved and mirrored, all at random;
-of a box that is cut off, at least 30 % must be left.
+int64, positions in the split's labels; "ignored": (n,) bool, boxes that count neither as found nor as missed}. Images
+are resized to `image_size` without regard to their shape. Training images are scaled by 0.7 to 1.4, moved and
+mirrored at random; of a box that is cut off, at least 30 % must be left.
 """
 
 from __future__ import annotations
@@ -47,7 +45,6 @@ class Annotation:
     """An image and its boxes.
 
     Attributes:
-        image: file of the image.
         source: the annotation for messages, such as its file.
         size: (width, height) of the image in pixels as annotated; None = not said.
         boxes: (n, 4), left, top, right and bottom edge in pixels of the file.
@@ -130,7 +127,6 @@ class BoxSplit(ItemSplit):
         self.annotations = list(annotations)
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.annotations)
 
     def content(self) -> Iterator[bytes | str]:
@@ -208,12 +204,12 @@ def _resized(image: Image.Image, size: tuple[int, int]) -> Tensor:
 def moved(
     image: Image.Image, boxes: Boxes, size: tuple[int, int], draws: Sequence[float]
 ) -> tuple[Tensor, Boxes, NDArray[np.bool_]]:
-    """Return a picture scaled, moved and mirrored, with its boxes.
+    """Return an image scaled, moved and mirrored, with its boxes.
 
     Args:
         image: RGB.
-        boxes: (n, 4) in pixels of the result, if the picture were only resized to it.
-        size: height and width of the result; what lies beyond the picture is grey.
+        boxes: (n, 4) in pixels of the result, if the image were only resized to it.
+        size: height and width of the result; what lies beyond the image is grey.
         draws: four random numbers of [0, 1): scale, vertical and horizontal position, mirror.
 
     Returns:

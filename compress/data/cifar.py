@@ -1,7 +1,6 @@
 """CIFAR-10 and CIFAR-100 from the files of their authors' Python version (Krizhevsky, 2009), if those are on disk.
 
-The files are pickles, and a pickle may run any code as it is read. This reader knows dictionaries, lists, texts,
-numbers and arrays of bytes; anything else a file asks for is refused.
+The files are pickles; this reader knows dictionaries, lists, texts, numbers and arrays of bytes, and runs no code.
 """
 
 from __future__ import annotations
@@ -98,7 +97,6 @@ def cifar_data(spec: DataSpec) -> DataSet:
 
 
 def _find(spec: DataSpec, files: _Files) -> Path:
-    """Return the folder that holds all files."""
     root = expand_user(str(spec.root))
     expected = (*files.train, *files.val, files.meta)
     folder = root if (root / files.meta).is_file() else root / files.folder
@@ -112,7 +110,6 @@ def _find(spec: DataSpec, files: _Files) -> Path:
 
 
 def _labels(path: Path, files: _Files) -> tuple[str, ...]:
-    """Return the classes' names."""
     content = _read_pickle(path)
     names = content.get(files.labels_key)
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
@@ -198,11 +195,6 @@ class _Reader(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> object:
-        """Return the class that represents `module.name`.
-
-        Raises:
-            DataError: the file names anything but arrays of bytes.
-        """
         known = self._KNOWN.get((module, name))
         if known is None:
             raise DataError(f"it asks for {module}.{name}, which a CIFAR file does not hold; nothing of it was run")

@@ -1,9 +1,7 @@
 """Random numbers that are a pure function of (seed, image, column): a counter-based generator, without state.
 
-A generator with state gives an image other numbers if the batch, the process or the order changes. Here each image's
-numbers come from hashing its index (splitmix64: Steele, Lea and Flood, "Fast splittable pseudorandom number
-generators", OOPSLA 2014), vectorized over images. The arithmetic is in integers, so that the
-numbers are the same on every device; the cost is about ten integer operations for each number.
+Each image's numbers come from hashing its index (splitmix64: Steele, Lea and Flood, OOPSLA 2014), so they depend
+neither on the batch nor on the process; the arithmetic is in integers, the same on every device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Decoding of an image file to an 8-bit square, as each worker process does it.
 
-Training: a random part of the image, resized, and mirrored half of the time (Szegedy et al., "Going deeper with
-convolutions", arXiv 1409.4842, section 6). Evaluation: the shorter side resized to image_size / crop_ratio and
-the centre cropped. Both resize as torchvision's references do (Pillow, bilinear or bicubic, antialiased).
+Training: a random part, resized, and mirrored half of the time (Szegedy et al., arXiv 1409.4842, section 6).
+Evaluation: the shorter side resized to image_size / crop_ratio and the centre cropped. Both as torchvision's references
+(Pillow, bilinear or bicubic, antialiased).
 """
 
 from __future__ import annotations
@@ -66,11 +66,9 @@ class Decoder(Dataset[Item]):
         self.max_pixels = max_pixels
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.files)
 
     def __getitem__(self, place: Place) -> Item:
-        """Decode the image at an index, a random part if there is a seed."""
         index = place[0]
         path, draws = self.path(index), self.draws(place)
         size = self.preprocessing.height_width
@@ -273,7 +271,6 @@ def prepare() -> None:
 
 @functools.cache
 def _transforms() -> ModuleType:
-    """Return torchvision's functions on images."""
     from torchvision.transforms.v2 import functional  # lazy: it takes seconds, and other data sets do not need it
 
     return functional

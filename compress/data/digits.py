@@ -1,8 +1,7 @@
 """The 1,797 handwritten digits that come with scikit-learn: real images on every machine, without a download.
 
-They are the test part of the Optical Recognition of Handwritten Digits set (Alpaydin and Kaynak, UCI, 1998):
-8 x 8 pixels in 17 greys. The split is ours and fixed: three quarters to train, one quarter to evaluate, each
-digit in proportion, whatever the seed and whatever scikit-learn's version.
+They are the test part of Optical Recognition of Handwritten Digits (Alpaydin and Kaynak, UCI, 1998): 8 x 8 pixels in 17
+greys. The split is fixed: three quarters to train, one quarter to evaluate, each digit in proportion.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Splits whose pictures the device makes: all that is random is drawn for many batches at once.
+"""Splits whose images the device makes: all that is random is drawn for many batches at once.
 
-To draw random numbers for each batch costs the host as many launches as to train a small network on it. So on a GPU
-they are drawn for `CHUNK_IMAGES` pictures together and copied there; a batch is then a slice and a few launches. Each
-picture's numbers follow from (seed, epoch, index) alone, so a chunk changes nothing but the speed.
+To draw random numbers for each batch costs as many launches as a small network. So on a GPU they are drawn for
+`CHUNK_IMAGES` images together. Each image's numbers follow from (seed, epoch, index) alone.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ Drawn = tuple[Tensor, ...]
 
 
 class DrawnSplit(Split):
-    """A split that makes its pictures on the device.
+    """A split that makes its images on the device.
 
     Attributes:
-        chunk_images: pictures for which random numbers are drawn together; None = `CHUNK_IMAGES` on a GPU, a batch on
-            the CPU, where a launch costs nothing.
+        chunk_images: images for which random numbers are drawn together; None = `CHUNK_IMAGES` on a GPU, a batch on the
+            CPU.
     """
 
     chunk_images: int | None = None

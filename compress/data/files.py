@@ -1,7 +1,7 @@
-"""Unlabelled pictures and arrays on disk, in batches: calibration data of a network of which only a file is there.
+"""Unlabelled images and arrays on disk, in batches, to calibrate a network of which only a file is there.
 
-Three sources: a folder of images with the preprocessing given in numbers, an .npz file whose arrays are named like the
-inputs, and a function of the user's own (`package.module:function`) that returns batches.
+Three sources: a folder of images, an .npz file whose arrays are named like the inputs, and a function of the user's
+own (`package.module:function`) that returns batches.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True, kw_only=True)
 class PictureInput:
-    """How a picture becomes an input: resized, cropped, (pixel / 255 - mean) / std.
+    """How an image becomes an input: resized, cropped, (pixel / 255 - mean) / std.
 
     Attributes:
         size: height and width in pixels.
         mean, std: of each channel, in units of pixel / 255.
         layout: `NCHW`, or `NHWC` as TensorFlow's networks take it.
-        channels: `RGB`, or `BGR` as OpenCV reads pictures.
-        interpolation: method of resizing, `bilinear` or `bicubic`.
+        channels: `RGB`, or `BGR` as OpenCV reads images.
         crop_ratio: share of the shorter side that the centre crop keeps; only squares are cropped, others are resized.
     """
 
@@ -51,7 +50,7 @@ class PictureInput:
     crop_ratio: float = 0.875
 
     def read(self, path: Path) -> Tensor:
-        """Return a picture as (C, H, W) or (H, W, C) float32.
+        """Return an image as (C, H, W) or (H, W, C) float32.
 
         Raises:
             DataError: it cannot be read.
@@ -71,16 +70,16 @@ class PictureInput:
 
 
 class Pictures:
-    """The pictures of a folder and of all folders in it, in batches, read when they are asked for.
+    """The images of a folder and of all folders in it, in batches, read when they are asked for.
 
     Args:
-        folder: of the pictures.
+        folder: of the images.
         form: how they become inputs.
         limit: use at most so many, evenly spaced in the order of their names.
-        batch_size: pictures of one batch.
+        batch_size: images of one batch.
 
     Raises:
-        DataError: there is no such folder, or no picture in it.
+        DataError: there is no such folder, or no image in it.
     """
 
     def __init__(self, folder: Path, form: PictureInput, *, limit: int, batch_size: int) -> None:
@@ -94,7 +93,6 @@ class Pictures:
         self.form, self.batch_size = form, batch_size
 
     def __len__(self) -> int:
-        """Number of batches."""
         return -(-len(self.paths) // self.batch_size)
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -104,7 +102,7 @@ class Pictures:
 
 
 def pictures_in(folder: Path) -> list[Path]:
-    """Return the files of pictures in a folder and in all folders in it, in the order of their names.
+    """Return the files of images in a folder and in all folders in it, in the order of their names.
 
     Raises:
         DataError: there is none.

@@ -1,8 +1,4 @@
-"""The content of a split in few bytes: kept with a run and a checkpoint, and compared when they are resumed.
-
-A classifier whose class folders were renamed, or whose files were exchanged, is not worse but wrong, and no number says
-so: its accuracy falls from one to nothing without an error.
-"""
+"""The content of a split in few bytes: kept with a run and a checkpoint, and compared when they are resumed."""
 
 from __future__ import annotations
 
@@ -26,7 +22,6 @@ class Fingerprint:
 
     Attributes:
         labels: names of the classes, in the order of the outputs.
-        images: number of images.
         content: SHA-256 of what the images are (see `Split.content`), in hexadecimal digits.
     """
 
@@ -70,12 +65,7 @@ def file_parts(folder: Path, names: list[str]) -> Iterator[bytes | str]:
 
 
 def changed_data(there: Mapping[str, Mapping[str, Any]], here: Mapping[str, Fingerprint]) -> list[str]:
-    """Return a line for each split whose fingerprint is another than it was; splits of one side alone are not compared.
-
-    Args:
-        there: fingerprints as they were kept, as plain mappings.
-        here: fingerprints now.
-    """
+    """Return a line for each split whose fingerprint has changed; splits of one side alone are not compared."""
     lines = []
     for name in here.keys() & there.keys():
         old, new = there[name], here[name]

@@ -1,9 +1,7 @@
 """A folder of images, ImageNet-style: root/train/CLASS/*.jpg and root/val/CLASS/*.jpg.
 
-Worker processes decode, crop and resize to 8-bit images (decode.py); the device converts and normalizes, so that a
-quarter of the bytes are copied. With `decode` gpu a GPU decodes JPEG files itself (jpeg.py). `Split.batch_indices`
-assigns images to batches and an image's crop depends on (seed, epoch, index) alone, so the number of workers changes
-nothing but the speed.
+Worker processes decode, crop and resize to 8-bit images (decode.py), or a GPU decodes JPEG files (jpeg.py); the device
+converts and normalizes. A crop depends on (seed, epoch, index) alone, not on the number of workers.
 """
 
 from __future__ import annotations
@@ -85,17 +83,13 @@ class FolderSplit(Split):
         folder: folder with a folder for each of `labels`.
         labels: names of the classes, which are those of the folders.
         preprocessing: steps from an image to a model's input.
-        seed: seed of shuffling and augmentation.
+        seed: of shuffling and augmentation.
         limit: use only so many images, stratified; None = all.
         augment: crop and mirror training images at random.
-        workers: number of processes that decode; 0 = this one.
-        on_error: reaction to an unreadable image, `raise` or `skip`.
-        decode: what decodes JPEG files for a GPU: the `cpu`, or the `gpu` itself.
+        workers: processes that decode; 0 = this one.
+        on_error: `raise` at an unreadable image, or `skip` it: batches are smaller by it, and `skipped` lists it.
+        decode: what decodes JPEG files for a GPU, `cpu` or `gpu`.
         max_pixels: of the largest image that is decoded.
-
-    Attributes:
-        skipped: files that could not be read so far, in the order in which they were found (`on_error` skip). A
-            batch is smaller by them; a batch that becomes empty is left out.
 
     Raises:
         DataError: a class folder without images.
@@ -126,7 +120,6 @@ class FolderSplit(Split):
         self._decoder = Decoder(folder, self._files, preprocessing=preprocessing, max_pixels=max_pixels)
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.targets)
 
     @property
@@ -198,10 +191,7 @@ class FolderSplit(Split):
 
 
 def _scan(folder: Path, labels: tuple[str, ...]) -> tuple[np.ndarray, Tensor]:
-    """Return the image files under each class folder, sorted, as bytes relative to `folder`, and their targets (N,).
-
-    They are an array of bytes, because each worker process would get its own copy of a list of a million texts.
-    """
+    """Return the image files under each class folder, sorted, as bytes relative to `folder`, and their targets (N,)."""
     files: list[bytes] = []
     counts: list[int] = []
     above = {_identity(folder), *(_identity(folder / label) for label in labels)}

@@ -1,10 +1,8 @@
 """JPEG files decoded, cut and resized by the GPU that uses them.
 
-Worker processes read the files, look at their headers and choose the random parts; the GPU decodes a batch at a time
-(nvJPEG) and resizes it in one launch. What nvJPEG does not take, or would read otherwise than
-Pillow, is decoded by the worker as without a GPU: other formats, grey and CMYK, files that their EXIF data turn,
-files that are cut off. Order and parts are those of the CPU path; pixels differ from Pillow's by a few grey levels,
-because decoders round otherwise.
+Worker processes read the files and choose the random parts; the GPU decodes a batch at a time (nvJPEG) and resizes it
+in one launch. Workers decode what nvJPEG does not take or would read otherwise than Pillow: other formats, grey, CMYK,
+files that EXIF turns, files that are cut off. Pixels differ from Pillow's by a few grey levels.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ class FileItem(NamedTuple):
     """One image: a file for the GPU, or what the CPU has made of it.
 
     Attributes:
-        number: of the image.
         file: (bytes,) uint8; None if the CPU decoded it.
         window: part of the image; None likewise.
         decoded: what the CPU decoded, or the reason why it could not; None for a file.
@@ -52,14 +49,13 @@ class FileItem(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A batch of `FileItem`s for the way from a worker process, with one tensor: each costs a connection.
+    """A batch of `FileItem`s in one tensor, for the way from a worker process: each tensor costs a connection.
 
     Attributes:
         indices: of the images that could be read, in the batch's order.
         by_gpu: for each of them, whether it is a file for the GPU.
         files: (bytes,) uint8, one file after the other.
         lengths: bytes of each file.
-        windows: of each file.
         decoded: the other images, and the failures; None if there are none.
         reasons: why the GPU does not decode them, each with the name of a file.
     """
@@ -88,11 +84,9 @@ class Reader(Dataset[FileItem]):
         self.decoder = decoder
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.decoder)
 
     def __getitem__(self, place: Place) -> FileItem:
-        """Read the file at an index; decode it if the GPU does not take it."""
         index = place[0]
         path, reason = self.decoder.path(index), ""
         try:

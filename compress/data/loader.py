@@ -1,8 +1,7 @@
 """A user's DataLoader as a split: its data set, its way to join a batch and its processes, in an order of our own.
 
-Training goes on after a stop with the very images that it would have had, so their order follows from (seed, epoch)
-and not from the loader's sampler. A batch is (images, targets), or a mapping with targets under one of
-`graph.inputs.TARGET_KEYS` and one input.
+The order follows from (seed, epoch), so that training goes on after a stop with the same images. A batch is (images,
+targets), or a mapping with targets under one of `graph.inputs.TARGET_KEYS` and one input.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ class LoaderSplit(Split):
         self.loader, self.dataset = loader, loader.dataset
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.dataset)  # type: ignore[arg-type]
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:
@@ -65,11 +63,7 @@ class LoaderSplit(Split):
 
 
 def loader_data(train: DataLoader[Any], val: DataLoader[Any] | None = None, *, seed: int = 0) -> DataSet:
-    """Return the data set of two loaders; without `val` the training images are evaluated on.
-
-    Raises:
-        DataError: as `LoaderSplit`.
-    """
+    """Return the data set of two loaders; without `val` the training images are evaluated on."""
     split = LoaderSplit(train, seed=seed)
     return DataSet(train=split, val=split if val is None else LoaderSplit(val, seed=seed))
 
@@ -95,7 +89,6 @@ def _example(loader: DataLoader[Any]) -> Tensor:
 
 
 def _on(batch: Any, device: torch.device) -> Batch:
-    """Return images and targets of a batch on a device."""
     inputs, targets = split_batch(batch)
     given = list(inputs.values()) if isinstance(inputs, Mapping) else [inputs]
     tensors = [value for value in given if isinstance(value, Tensor)]

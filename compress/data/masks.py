@@ -1,14 +1,13 @@
 """Folders of images and of masks, whose pixels hold the classes, for segmentation.
 
-Three layouts are known; in each, a mask has the name of its image and the ending .png:
+Three layouts; in each, a mask has the name of its image and the ending .png:
 
     root/train/ root/trainannot/ root/val/ root/valannot/             (SegNet's CamVid)
     root/images/train/ root/masks/train/ root/images/val/ ...
     root/train/images/ root/train/masks/ root/val/images/ ...
 
-Training images are scaled by 0.5 to 2, cropped to `image_size` and mirrored, all at random, which is the usual
-augmentation (Chen et al., arXiv 1706.05587, section 4.1); pixels beyond the image have no class. Images of evaluation
-are resized to `image_size`, masks to the nearest pixel.
+Training images are scaled by 0.5 to 2, cropped and mirrored at random (Chen et al., arXiv 1706.05587, section 4.1);
+pixels beyond the image have no class. Images of evaluation are resized, masks to the nearest pixel.
 """
 
 from __future__ import annotations
@@ -103,7 +102,6 @@ class MaskSplit(ItemSplit):
         self.pairs, self.ignore_index = pairs, spec.ignore_index
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.pairs)
 
     def content(self) -> Iterator[bytes | str]:

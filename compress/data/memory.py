@@ -48,7 +48,6 @@ class MemorySplit(DrawnSplit):
         self._kept: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.targets)
 
     def content(self) -> Iterator[bytes | str]:
@@ -93,13 +92,10 @@ def in_memory(
 ) -> MemorySplit:
     """Read or draw every image of `split` once, without augmentation, and store them as 8-bit numbers.
 
-    Training over many epochs then does not wait for the disk or for drawing; an image of 224 pixels takes 150 kB of the
-    device's memory.
-
     Args:
-        split: split of RGB images.
-        device: device that stores them.
-        movement: augmentation of training images, which moves pixels; None = none.
+        split: of RGB images.
+        device: that stores them; an image of 224 pixels takes 150 kB.
+        movement: augmentation of training images; None = none.
         batch_size: images read at once.
     """
     device = torch.device(device)

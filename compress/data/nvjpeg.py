@@ -1,9 +1,7 @@
 """The JPEG decoders in NVIDIA's GPUs, called so that they work beside other kernels.
 
-torchvision calls the same library, and its call returns only when all earlier work of the GPU has ended: the library
-spreads a batch over streams of its own, one of which shares a queue of the hardware with the training, since a process
-has eight of these. Here it is told to use none. Each image ends with a small kernel, too, which on torchvision's stream
-has the priority of the training's kernels; here it runs on the current stream, which is of high priority (`ahead`).
+torchvision's call of the same library returns only when all earlier work of the GPU has ended, because the library
+spreads a batch over streams of its own. Here it uses none but the current stream, which is of high priority (`ahead`).
 Pixels are those of torchvision's decoder. Names are those of nvjpeg.h.
 """
 
@@ -106,11 +104,6 @@ class NvJpeg:
         return height.value, width.value
 
     def _call(self, name: str, *arguments: Any) -> None:
-        """Call a function of the library.
-
-        Raises:
-            RuntimeError: it failed.
-        """
         if status := getattr(self._library, f"nvjpeg{name}")(*arguments):
             raise RuntimeError(f"nvjpeg{name} failed with status {status}")
 
@@ -126,7 +119,6 @@ def nvjpeg(device: torch.device) -> NvJpeg | None:
 
 
 def _loaded_library() -> str | None:
-    """Return the path of the libnvjpeg that torchvision has loaded."""
     importlib.import_module("torchvision.io")  # loads it
 
     maps = Path("/proc/self/maps")

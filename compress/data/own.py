@@ -1,12 +1,9 @@
 """The data of a user's function: `data.name: package.module:function`.
 
-The function takes the recipe's `data` section and returns the training and the evaluation split as a `DataSet`, or as
-a pair. Each may be a `Split`, or a sequence of examples (anything with `__len__` and `__getitem__`, such as a
-torch `Dataset`), whose items are (image, target): the image a float tensor (C, H, W) as the model takes it, or uint8
-pixels, which are divided by 255 and normalized; the target a class, a mask (H, W), or what the task takes.
-
-An item may be random, such as a crop: before it is made, torch's generator is seeded with a number that follows from
-(seed, epoch, index), so that a resumed training sees the same items. Evaluation seeds it with the index alone.
+The function takes the recipe's `data` section and returns the training and the evaluation split, as a `DataSet` or a
+pair. Each is a `Split`, or a sequence of (image, target) such as a torch `Dataset`: the image a float tensor (C, H, W)
+as the model takes it, or uint8 pixels, which are divided by 255 and normalized; the target a class, a mask (H, W), or
+what the task takes. An item may be random: torch's generator is seeded from (seed, epoch, index) before it is made.
 """
 
 from __future__ import annotations
@@ -104,7 +101,6 @@ class ExamplesSplit(Split):
         self.examples = examples
 
     def __len__(self) -> int:
-        """Number of examples."""
         return len(self.examples)
 
     def load(self, indices: list[int], *, epoch: int | None, device: torch.device) -> Batch:

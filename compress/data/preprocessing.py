@@ -1,7 +1,6 @@
 """Preprocessing from an image to a model's input: in the recipe, written into the ONNX file, checked at evaluation.
 
-A wrong mean or channel order loses accuracy, which looks like an effect of quantization; so the numbers are stored with
-the model, and its evaluation on data with another preprocessing is refused.
+A wrong mean or channel order looks like an effect of quantization, so evaluation on data with another is refused.
 """
 
 from __future__ import annotations

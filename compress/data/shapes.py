@@ -1,13 +1,9 @@
-"""Pictures of shapes, drawn on the device as they are needed: any size, any number, no download.
+"""Images of shapes, drawn on the device as they are needed: any size, any number, no download.
 
-A picture is the object of its class among clutter with the same cues (shapes_scene.py), under uneven light
-and strong noise, partly covered. Drawing is vectorized over the batch: each layer is one sampling of a bank that
-holds signed distances of outlines (shapes_outlines.py) and patterns (shapes_patterns.py), then one blend. A
-picture depends on (seed, index) alone: to the last bit in its content, to rounding in its pixels on each device.
-Training pictures have indices from 0, those of evaluation from 2^40, so none is in both.
-
-Augmentation moves the camera, not the pixels: the same scene is drawn shifted, turned, mirrored or nearer, with
-fresh noise, at no further cost.
+An image is the object of its class among clutter with the same cues (shapes_scene.py), under uneven light and strong
+noise, partly covered. Each layer is one sampling of a bank of outline distances and patterns, then one blend, for the
+whole batch. An image depends on (seed, index) alone, to rounding in its pixels on each device. Training images have
+indices from 0, those of evaluation from 2^40. Augmentation draws the same scene shifted, turned, mirrored or nearer.
 """
 
 from __future__ import annotations
@@ -70,7 +66,6 @@ class ShapesSplit(DrawnSplit):
         self._count, self._first, self._movement, self._clutter = count, first, movement, spec.clutter
 
     def __len__(self) -> int:
-        """Number of pictures."""
         return self._count
 
     def content(self) -> tuple[str, ...]:
@@ -141,5 +136,4 @@ def noise(seed: int, numbers: Tensor, size: int) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _banks(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return outline distances and patterns on `device`."""
     return outline_bank().to(device), pattern_bank().to(device)

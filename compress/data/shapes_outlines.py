@@ -1,7 +1,6 @@
-"""The outlines of `shapes`, as pictures of their signed distance: negative inside, zero on the edge.
+"""The outlines of `shapes`, as images of their signed distance: negative inside, zero on the edge, sharp at every size.
 
-Sampling a picture of distances gives an edge that is sharp at every size, and costs the same for a star as for a
-circle. Coordinates run from -EXTENT to EXTENT, x to the right and y down; an outline reaches to about 1.
+Coordinates run from -EXTENT to EXTENT, x to the right and y down; an outline reaches to about 1.
 """
 
 from __future__ import annotations

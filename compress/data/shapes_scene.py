@@ -1,11 +1,8 @@
-"""Content of each picture of `shapes`, the class's object among clutter, as numbers, before anything is drawn.
+"""Content of each image of `shapes`, the class's object among clutter, as numbers, before anything is drawn.
 
-A class is a triple of cues: outline, pattern, and tone (warm or cool). The clutter has the same cues, but separately:
-patterned lumps have no class's outline, and plain outlines have no pattern. So no cue alone identifies a class;
-a model must find the one object that has an outline *and* a pattern.
-
-The numbers are made in float64 and depend on (seed, index) alone. What is a whole number is the same on every device;
-sines and exponentials differ by rounding at most, which float32 mostly hides.
+A class is a triple of cues: outline, pattern, and tone (warm or cool). The clutter has the same cues separately:
+patterned lumps have no class's outline, plain outlines no pattern. So a model must find the one object that has both.
+The numbers are float64 and depend on (seed, index) alone; devices differ by rounding of sines and exponentials.
 """
 
 from __future__ import annotations

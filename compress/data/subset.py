@@ -11,16 +11,10 @@ _ORDER_SEED = 1797
 
 
 def stratified_order(targets: Tensor) -> Tensor:
-    """Return an order of the images of which every prefix has the classes in proportion, up to whole images.
-
-    Within a class the order is random, by a fixed hash of the position. The image of rank r in a class of n is at the
-    share (r + 0.5) / n of the order.
+    """Return an order (N,) int64 of which every prefix has the classes in proportion, up to whole images.
 
     Args:
         targets: (N,) int64 classes.
-
-    Returns:
-        (N,) int64 positions.
     """
     count = len(targets)
     shuffled = random_bits(_ORDER_SEED, torch.arange(count), 1)[:, 0].argsort(stable=True)

@@ -58,7 +58,6 @@ def _names(root: Path, split: str) -> list[str]:
 def _annotations(
     root: Path, names: list[str], images: Mapping[str, Path], spec: DataSpec, skipped: list[str]
 ) -> Iterator[Annotation]:
-    """Yield the annotation of each image; with `on_error` skip those that are wrong are added to `skipped`."""
     lost = [name for name in names if name not in images]
     if lost and spec.on_error == "raise":
         raise DataError(f"{len(lost)} images are not in {root / 'JPEGImages'}: {first_few(lost)}")

@@ -1,8 +1,7 @@
 """Worker processes that read a split's items ahead of their use, and stay for its next pass.
 
-To start them takes up to a second, in which a GPU has nothing to compute; in an epoch of a few seconds that is a large
-share. An item follows from its index and the seed of the epoch's random changes alone, so it does not matter which
-process reads it, nor in which pass the process began.
+To start them takes up to a second. An item follows from its index and the seed of the epoch's random changes alone, so
+it does not matter which process reads it.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class Workers:
         self._idle: dict[Any, DataLoader[Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave the processes out."""
         return Workers, (self.count,)
 
     def read(

@@ -1,8 +1,4 @@
-"""Measures the accuracy of an engine: the number that a report shows.
-
-Before the first image the preprocessing in the model's file is compared with that of the data: a wrong mean or channel
-order costs points that look like quantization loss.
-"""
+"""Measures the accuracy of an engine; refuses a model whose file names another preprocessing than the data's."""
 
 from __future__ import annotations
 
@@ -33,12 +29,9 @@ class EngineAccuracy:
     """Accuracy of a model on an engine.
 
     Attributes:
-        label: of the engine.
         top1: share of images whose highest logit is the target's, 0 to 1; of equal logits the first is the highest.
         top5: share of images whose target is among the 5 highest logits (among all, if there are fewer), 0 to 1.
-        images: number of images.
         logits: (images, classes) float32 in the order of the images; None unless `keep_logits`.
-        notes: remarks on the figures.
     """
 
     label: str
@@ -114,8 +107,7 @@ def measure_accuracy(
 def target_ranks(logits: Floats, targets: Ints) -> Ints:
     """Count the classes that are ranked before each image's target: 0 = the target is the top one.
 
-    Equal logits, which 8-bit outputs often have, are ranked in the order of their classes, as argmax does; so a model
-    that gives every class the same logit is right on the first class alone.
+    Equal logits, which 8-bit outputs often have, are ranked in the order of their classes, as argmax does.
 
     Args:
         logits: (N, C).

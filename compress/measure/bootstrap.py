@@ -1,7 +1,6 @@
 """Confidence intervals of a metric, and of its difference between two networks, by a paired bootstrap over images.
 
-Both networks are taken on the same resamples of the images, so that what is hard for both does not blur their
-difference (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapters 6 and 13; percentile intervals).
+Both networks are taken on the same resamples (Efron and Tibshirani, 1993, chapters 6 and 13; percentile intervals).
 """
 
 from __future__ import annotations
@@ -20,13 +19,7 @@ _AT_ONCE = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A metric and its difference from a reference, as shares, each with the ends of its interval.
-
-    Attributes:
-        value, low, high: of the network.
-        difference, difference_low, difference_high: network minus reference.
-        images: number of images.
-    """
+    """A metric and its difference from a reference, as shares, each with the ends of its interval."""
 
     value: float
     low: float

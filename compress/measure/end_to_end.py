@@ -1,14 +1,9 @@
-"""Times a run from pictures to classes: decoding, preprocessing, the engine and postprocessing.
+"""Times a run from images to classes: decoding, preprocessing, the engine and postprocessing.
 
-A network that is three times as fast helps little if preparing the picture takes as long as the network did. So a run
-contains all of it, and one clock reading ends a stage and begins the next: the stages of a run add up to the run.
-Pictures are decoded and prepared one after another in this process, as evaluation prepares them (Pillow, antialiased);
-a server distributes that over processes, in parallel with the engine but on the same cores. Variants run in turn, as in
-`latency`.
-
-If `device` is a GPU, it decodes the JPEG files of a run together (nvJPEG, through torchvision); other files are decoded
-by Pillow, and their pixels copied there. They are resized and normalized there; engines that take tensors read them
-without a copy, the others get a copy on the host, whose time counts as preprocessing.
+One clock reading ends a stage and begins the next, so the stages of a run add up to the run. Images are decoded and
+prepared one after another in this process, as evaluation prepares them; a server would do that in parallel. Variants
+run in turn, as in `latency`. A GPU decodes JPEG files together (nvJPEG), and resizes and normalizes; an engine that
+takes no tensors gets a copy on the host, whose time counts as preprocessing.
 """
 
 from __future__ import annotations
@@ -52,17 +47,12 @@ Ready = bytes | Image.Image | Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class EndToEnd:
-    """Time of one run of one variant, from pictures to classes.
+    """Time of one run of one variant, from images to classes.
 
     Attributes:
-        label: of the variant.
-        batch_size: pictures of one run.
-        device: device that resizes and normalizes pixels.
-        stage_ms: median of each stage over all runs, in order; without `decode` if no picture is encoded.
-        p50_ms: median of whole runs. It is near `total_ms`, and not equal to it: the median of sums is not the sum
-            of medians.
-        runs: number of timed runs.
-        method: description of the measurement.
+        device: that resizes and normalizes pixels.
+        stage_ms: median of each stage over all runs, in order; without `decode` if no image is encoded.
+        p50_ms: median of whole runs; near `total_ms`, for the median of sums is not the sum of medians.
     """
 
     label: str
@@ -186,7 +176,6 @@ def _stamps(
     device: torch.device,
     max_pixels: int,
 ) -> tuple[int, ...]:
-    """Return the nanoseconds of each of `STAGES` in one run."""
     preprocessing, tensor = prepared
     begin = time.perf_counter_ns()
     images = decoded_pictures(batch, device, max_pixels)
@@ -258,11 +247,6 @@ def _engine_call(
 def decode(pictures: Sequence[bytes], *, first: int = 0, max_pixels: int = IMAGE_PIXELS) -> list[Image.Image]:
     """Decode JPEG or PNG files to RGB images.
 
-    Args:
-        pictures: contents of files.
-        first: number of the first, for messages.
-        max_pixels: of the largest picture that is decoded.
-
     Raises:
         DataError: Pillow cannot read a file.
     """
@@ -277,8 +261,7 @@ def preprocess(
 ) -> Tensor:
     """Return the input of a network: (N, 3, height, width) float32 on `device`, resized, cropped and normalized.
 
-    On the CPU Pillow resizes, as in evaluation; on other devices torchvision does, and tensors (3, H, W) uint8 are
-    resized together in one launch, as in training: both differ by rounding.
+    On the CPU Pillow resizes, as in evaluation; elsewhere torchvision does, as in training. Both differ by rounding.
     """
     device = torch.device(device)
     tensors = [image for image in images if isinstance(image, Tensor)]

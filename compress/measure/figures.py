@@ -30,11 +30,8 @@ class EngineFigures:
     """A task's metric on an engine.
 
     Attributes:
-        label: of the engine.
         values: figures by name, the metric itself first; shares are 0 to 1.
-        images: number of images.
         outputs: selected outputs of the first images, batch by batch, as `keep` asked.
-        notes: remarks on the figures.
     """
 
     label: str
@@ -114,7 +111,6 @@ def compare_figures(reference: EngineFigures, seen: EngineFigures, metric: TaskM
 
 
 def _only(outputs: Any) -> Any:  # what the metric of the user's takes
-    """Return the only output, or all of them by name."""
     return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
 

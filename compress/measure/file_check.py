@@ -1,7 +1,7 @@
 """Compares a quantized file with the float file that it was made from, as it is written and on its target's engine.
 
-A few pictures are enough: what collapses does so on each. Two things can be wrong. Quantization costs too much, which
-shows when the file is run operation by operation, as it says; or the engine computes something else than the file says.
+A few images are enough: what collapses does so on each. Run operation by operation, the file shows what quantization
+costs; on the engine, whether that computes something else than the file says.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class FileCheck:
     """Comparison of a quantized file with its float file.
 
     Attributes:
-        images: number of pictures.
         written_db: signal to noise of the file against float, in dB, run as it is written; the least of its outputs.
         engine: the target's; "" if it is not installed, or the target has none that compiles in seconds.
         engine_db: the same on that engine, in float32 where it chooses; None without one.

@@ -1,11 +1,8 @@
 """Finds the first layer whose output on an engine is not the one that the ONNX file defines.
 
-The file itself is the reference: ONNX Runtime runs it node by node, without fusion, quantizing and dequantizing as
-written, which is what fake quantization computes in torch. The inputs of quantizers become outputs of a copy of the
-file, and the copy runs on both engines. The copy may fuse less than the deployed engine, since it must return these
-tensors in floating point; a difference in the copy is a difference of the engine's arithmetic. If there is none, the
-fusion of the deployed engine is the cause: then parts of the file that end at one tensor each are built, and a binary
-search finds the layer.
+ONNX Runtime, node by node and without fusion, is the reference. The inputs of quantizers become outputs of a copy of
+the file, which runs on both engines. The copy may fuse less than the deployed engine; if it shows no difference, parts
+of the file that end at one tensor each are built, and a binary search finds the layer.
 """
 
 from __future__ import annotations
@@ -38,11 +35,9 @@ class LayerDifference:
 
     Attributes:
         node: of the ONNX file that computes it.
-        op_type: of that node.
-        tensor: its name.
         sqnr_db: signal to noise of the engine's, in dB; inf if they are equal, -inf if the engine's is not finite.
-        before_db: the least of those before it in the file: far above `sqnr_db` if this layer is at fault, close to it
-            if rounding adds up from layer to layer.
+        before_db: the least of those before it: far above `sqnr_db` if this layer is at fault, close to it if rounding
+            adds up.
     """
 
     node: str
@@ -55,13 +50,9 @@ class LayerDifference:
 def probe_file(onnx_path: Path | str, out: Path | str) -> tuple[LayerDifference, ...]:
     """Write a copy of an ONNX file whose inner tensors are outputs too.
 
-    Args:
-        onnx_path: the file.
-        out: the copy.
-
     Returns:
-        The outputs of the copy, in the order of its nodes, without a difference yet (inf): the inputs of quantizers and
-        the file's own outputs; for a file without quantizers, the outputs of its convolutions and products.
+        The outputs of the copy, in the order of its nodes: the inputs of quantizers and the file's own outputs; without
+        quantizers, the outputs of its convolutions and products.
     """
     model = onnx.load(str(existing_file(onnx_path)))
     graph = model.graph

@@ -41,12 +41,8 @@ class Latency:
     """Time of one run of one variant.
 
     Attributes:
-        label: of the variant.
-        batch_size: images of one run.
         p50_ms, p90_ms, p99_ms: quantiles over all timed runs, linearly interpolated between the two nearest
             (Hyndman and Fan, 1996, type 7).
-        mean_ms: their mean.
-        images_per_s: batch_size over the mean.
         runs: number of timed runs; the same for all variants of one measurement.
         float_precision: type in which the part that is not quantized ran.
         turns_ms: median of each turn, in the order of the rounds.
@@ -162,11 +158,6 @@ def _inputs(
     given: Mapping[str, NDArray[np.generic]] | None,
     sides: Sequence[int],
 ) -> Mapping[str, NDArray[np.generic]]:
-    """Return `given`, or random arrays for the engine's inputs.
-
-    Raises:
-        EngineError: the batch size is fixed to another, or other dimensions of an input are open.
-    """
     for tensor in engine.inputs:
         if tensor.shape[:1] not in ((-1,), (batch_size,)):
             raise EngineError(f"{label}: batch_size is {batch_size} but input {tensor.name!r} takes {tensor.shape}")

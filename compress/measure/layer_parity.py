@@ -1,13 +1,9 @@
 """Compares an engine with fake quantization at every quantizer, each layer on its own.
 
-The engine's values after every quantizer are read (as outputs of a copy of the ONNX file), and torch computes each of
-them from the engine's own values before it. So a difference belongs to the operations between two quantizers, and to no
-layer before them. On a grid it is a whole number of steps, which shows its cause: an engine that adds in another order
-moves a value close to a tie by one step. That is rounding. A layer that computes something else (another scale, a
-padding, a type that is too narrow) moves many values by more than one step.
-
-More outputs can prevent fusion in an engine: then the logits of the copy are not those of the file. In that case each
-tensor is read from a file of its own that ends there, after which there is nothing to fuse.
+The engine's values after every quantizer are outputs of a copy of the ONNX file; torch computes each of them from the
+engine's own values before it, so a difference belongs to the operations between two quantizers. One step is rounding
+(another order of additions moves a value close to a tie); a wrong scale, padding or type moves many values by more.
+Where the copy's further outputs change the logits, each tensor is read from a file that ends there.
 """
 
 from __future__ import annotations
@@ -49,14 +45,9 @@ class PointParity:
     """One quantized tensor: the engine's against fake quantization's.
 
     Attributes:
-        quantizer: module path.
-        tensor: graph node that it quantizes.
-        operations: operations between the quantizers before it and this one, in graph order, which cause a difference.
-        scale: real value of one step.
-        elements: number of elements compared.
-        one_step: share of them that are one step apart: rounding.
+        operations: between the quantizers before it and this one, in graph order.
+        one_step: share of the elements that are one step apart: rounding.
         more_steps: share of them that are further apart.
-        largest_steps: the largest difference, in steps.
         sqnr_db: of the engine's tensor against torch's of the same inputs.
         diverges: True if `more_steps` is over the tolerance.
     """
@@ -78,11 +69,9 @@ class LayerParity:
     """All points of a network on one engine.
 
     Attributes:
-        engine: label of the engine.
         tolerance: share of elements that may be more than one step apart.
-        points: in graph order.
-        missing: quantizers whose tensor the file does not hold (the exporter removed it).
-        method: description of how the engine's values were read.
+        missing: quantizers whose tensor the exporter removed.
+        method: how the engine's values were read.
         logits: of the whole file against torch's.
     """
 

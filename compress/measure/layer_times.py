@@ -1,9 +1,8 @@
 """Times each layer of a network on an engine, in several forms of the network, in turn.
 
-An engine fuses and reorders, so it times its own layers. The time of each is assigned to the network's layer that comes
-first among the names of the nodes that were fused into it (`export.names`), such as a convolution with the following
-add, activation and quantizer. Time that belongs to none (pools, conversions at the input) is the rest; with `follow` it
-is assigned to the layer that it follows in the file, since a layer decides in which type these operations compute.
+An engine fuses and reorders, so it times its own layers. The time of each belongs to the network's layer that comes
+first among the nodes fused into it (`export.names`). Time that belongs to none (pools, conversions) is the rest; with
+`follow` it goes to the layer that it follows in the file.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ class LayerTimes:
     """Time of one run of a network on an engine, layer by layer.
 
     Attributes:
-        label: of the engine.
         ms: median time by layer of the network; 0 for a layer without time of its own.
-        rest_ms: time of everything else.
     """
 
     label: str
@@ -106,7 +103,6 @@ def measure_engine_layers(
 
 
 def _owners(engine: Engine, path: Path, layers: Sequence[str], follow: bool) -> dict[str, str]:
-    """Return the network's layer for each layer of the engine that belongs to one."""
     graph = load_onnx(path).graph
     written, found = _node_of_output(graph), {}
     followed, last = _followed(graph, layers) if follow else {}, None

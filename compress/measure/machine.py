@@ -50,16 +50,11 @@ class Machine:
     """Machine of a measurement.
 
     Attributes:
-        cpu: model name.
-        cores: logical processors of the machine.
         usable_cores: number of them that this process may use (affinity and container quota).
         isa: those of `ISA_FLAGS` that the processor has; empty if unknown.
         memory_bytes: of the machine; None if unknown.
         load_average: processes that ran or waited in the last minute, when this was written; None if unknown.
-        system: operating system and its release.
-        python: its version.
         versions: of the installed libraries, by name.
-        gpus: CUDA GPUs that torch finds.
         gpu_driver: version of the NVIDIA driver; "" without one.
     """
 

@@ -1,7 +1,6 @@
-"""One measured number with its name, variant, engine, unit and method.
+"""One measured number with its name, variant, engine, unit and method; `metrics.json` is a list of them.
 
-`metrics.json` of a run folder is a list of these. A number that could not be measured is stored as `unavailable` with
-its reason, so that a report never shows a blank or a zero in its place.
+A number that could not be measured is `unavailable` with its reason, never a blank or a zero.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class Metric:
         batch_size: images of one run; None if it does not matter.
         value: the number, in `unit`; infinite only if that is its meaning (the SQNR of equal signals).
         unit: `%`, `ms`, `images/s`, `bytes`, `dB`, ...
-        method: description of the measurement.
         status: `complete`; `partial`, with a reason; `unavailable`, with a reason and no value.
         reason: why it is not complete; "" if it is.
         direction: `higher` or `lower` = this is the figure by which networks of the run are judged, and what is better;

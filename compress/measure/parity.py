@@ -23,7 +23,6 @@ class Parity:
             for outputs that decide for no class.
         sqnr_db: signal to quantization noise ratio of all logits as one tensor, in dB; inf if they are equal.
         max_abs_difference: the largest difference of two logits.
-        images: number of images.
     """
 
     agreement: float | None
@@ -53,7 +52,7 @@ def compare_logits(reference: NDArray[Any] | None, logits: NDArray[Any] | None) 
 def compare_batches(
     reference: Sequence[Any], outputs: Sequence[Any], *, classes: Callable[[Any], Any] | None = None
 ) -> Parity:
-    """Compare outputs of any form, batch by batch, all tensors of all batches together.
+    """Compare outputs of any form, all tensors of all batches together.
 
     Args:
         reference: outputs of each batch, tensors or structures of tensors.

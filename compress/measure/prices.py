@@ -20,7 +20,6 @@ class Price:
 
     Attributes:
         label: `float`, `as specified`, `mended`, or `without` a change.
-        p50_ms: median time of a run.
         ratio: of the mended network's time to this one's; above 1 the changes between them cost time.
     """
 

@@ -27,10 +27,7 @@ class CpuTime:
     """Seconds since some start, summed over processors.
 
     Attributes:
-        wall: of the clock.
-        busy: that all processes computed.
         own: that this process and its finished children computed.
-        stolen: that the hypervisor kept.
     """
 
     wall: float

@@ -173,17 +173,7 @@ def _files_of(folder: Path, variant: Variant) -> NetworkFiles:
 def bench_again(
     files: Sequence[Path], spec: BenchSpec, *, sides: Sequence[int] = (), progress: Progress | None = None
 ) -> list[Metric]:
-    """Latency of ONNX files, or of those of one run folder, which then keeps the figures.
-
-    Args:
-        files: ONNX files, or one run folder.
-        spec: engines and batch sizes.
-        sides: as for `measure_latency`.
-        progress: is informed of each round.
-
-    Raises:
-        RunError: as `networks_of`, or a folder that is of no run.
-    """
+    """Latency of ONNX files, or of those of one run folder, which then keeps the figures."""
     folder = read_state(files[0]) if len(files) == 1 and files[0].is_dir() else None
     networks = networks_of(files)
     metrics = bench(networks, spec, sides=sides, progress=progress or NoProgress())

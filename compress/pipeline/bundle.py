@@ -58,11 +58,7 @@ def write_bundle(
 
 
 def _engine_of(folder: Path, variant: Variant, server: str) -> str:
-    """Return the engine that a server runs a network in: that of the first target of the run that it has one for.
-
-    Raises:
-        RunError: the run made no file for any of the server's engines.
-    """
+    """Return the engine that a server runs a network in: that of the first target of the run that it has one for."""
     engines, quantization = SERVERS[server], recipe_of(folder).quantization
     if not variant.is_quantized or quantization is None:
         return engines[0]

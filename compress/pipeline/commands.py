@@ -91,7 +91,6 @@ def run(
 
 
 def _networks(this: Run, command: str, float_model: nn.Module) -> dict[Variant, nn.Module]:
-    """Make the networks of a command from the float one, which is the first of them."""
     models = {Variant.FLOAT: float_model}
     if command in {"ptq", "qat"}:
         models[Variant.PTQ] = quantized = ptq_step(this, float_model)

@@ -1,8 +1,7 @@
 """The run folder: what a run is, which of its steps have ended, and the refusal of another run's folder.
 
-A step first writes its files, each whole or absent, and then its line in `state.json`. A run that is stopped at any
-moment therefore finds, on `--resume`, either the line and the files or neither. A lock (`lock.py`) keeps two runs out
-of one folder; it is taken before the folder is looked at.
+A step first writes its files, each whole or absent, and then its line in `state.json`: a run that is stopped leaves
+either both or neither. A lock (`lock.py`), taken before the folder is looked at, keeps two runs apart.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class RunFolder:
         self._lock = lock
 
     def __getstate__(self) -> dict[str, Any]:
-        """The pickled state for other processes of the run; the lock stays with the process that writes."""
         return {**self.__dict__, "_lock": None}
 
     def release(self) -> None:
@@ -134,15 +132,14 @@ def open_run(path: Path, recipe: Recipe, command: str, *, resume: bool, data: Da
 
     Args:
         path: the folder.
-        recipe: of the run; written into the folder as resolved.
-        command: `train`, `ptq`, `qat` or `prune`, or the name of a study.
-        resume: go on with the run in the folder; keys that only steps not yet taken depend on may have changed (not
-            for studies). Without it a folder that holds anything is refused.
-        data: fingerprints of the splits, which are kept, and compared when the run goes on.
+        recipe: written into the folder as resolved.
+        command: of the run, or the name of a study.
+        resume: go on with the run in the folder; only keys of steps not yet taken may have changed, for studies none.
+        data: fingerprints of the splits, compared when the run goes on.
 
     Raises:
-        RunError: the folder holds something else, a run of another recipe or command or of other data, or a run and
-            `resume` was not asked for; or another process is at work in it.
+        RunError: the folder holds something else, or a run of another recipe, command or data; `resume` was not asked
+            for; or another process is at work in it.
     """
     if path.exists() and not path.is_dir():
         raise RunError(f"{path} is a file; --out names a folder")
@@ -211,7 +208,6 @@ def recipe_of(path: Path) -> Recipe:
 
 
 def _texts(tree: Any) -> Iterator[str]:
-    """Yield the texts of a tree of mappings and lists."""
     if isinstance(tree, str):
         yield tree
     elif isinstance(tree, Mapping):
@@ -235,7 +231,6 @@ def _check_sources(path: Path, state: State, sources: dict[str, str]) -> None:
 
 
 def _reopened(path: Path, recipe: Recipe, command: str, sources: dict[str, str], *, resume: bool) -> State:
-    """The state of a run that is to go on with `recipe`."""
     state = read_state_file(path)
     may_change = {command, state.command} <= set(COMMANDS)
     if may_change and command != state.command:  # its networks are exported and measured: that would not be repeated

@@ -1,11 +1,7 @@
 """The lock that keeps two runs out of one folder.
 
-It is on a file of its own that is made once and never replaced: a lock on a file that is renamed over is a lock on
-nothing. The system lets go of it when the process ends, in whatever way. On network file systems it holds between hosts
-too (Linux maps it to a lock of the server, for which the file must be open for writing).
-
-On a file system without locks the existence of a second file is the lock. It stays when a process is killed; nobody can
-tell then whether a process on another host is at work, so that the user removes the file.
+It is on a file that is made once and never replaced, and the system releases it when the process ends. On a file system
+without locks the existence of a second file is the lock; the user removes it after a process was killed.
 """
 
 from __future__ import annotations
@@ -34,11 +30,7 @@ _HOLDER = re.compile(r"process (\d+) on (.+)")
 
 
 class FolderLock:
-    """A lock that is held until it is closed, nobody refers to it any more, or the process ends.
-
-    Attributes:
-        close: releases it; without effect afterwards.
-    """
+    """A lock that is held until it is closed, nobody refers to it any more, or the process ends."""
 
     def __init__(self, release: Callable[[], None]) -> None:
         self.close = weakref.finalize(self, release)
@@ -79,7 +71,6 @@ def lock_folder(path: Path) -> FolderLock:
 
 
 def _by_existence(path: Path) -> FolderLock:
-    """Return a lock that is a file."""
     owner = path / OWNER_FILE
     try:
         with owner.open("x", encoding="utf-8") as file:
@@ -107,7 +98,6 @@ def _holder(file: IO[bytes]) -> str:
 
 
 def _held(path: Path, holder: str, *, by_existence: bool = False) -> RunError:
-    """Return the refusal of a folder that `holder` has locked."""
     by, found = f" ({holder})" if holder else "", _HOLDER.fullmatch(holder)
     wait = "wait until it has ended, or name another folder with --out"
     here = found is not None and found[2] == socket.gethostname()

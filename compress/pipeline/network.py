@@ -70,11 +70,7 @@ class NetworkFiles:
     def engine(
         self, name: str, *, batch_size: int | None = None, threads: int | None = None, precision: str | None = None
     ) -> Engine:
-        """Load the network into an engine.
-
-        Raises:
-            EngineError: as `build_engine` does.
-        """
+        """Load the network into an engine."""
         if name == "torch" and self.in_torch is not None:
             return self.in_torch(threads)
         return build_engine(self.of(name), name, batch_size=batch_size, threads=threads, precision=precision)

@@ -1,4 +1,4 @@
-"""Predictions of a run's network on an engine: classes, masks or boxes of pictures."""
+"""Predictions of a run's network on an engine: classes, masks or boxes of images."""
 
 from __future__ import annotations
 
@@ -32,14 +32,13 @@ LEAST_SCORE = 0.4
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One picture and what the network says about it.
+    """One image and what the network says about it.
 
     Attributes:
-        image: file of the picture.
         classes: (name, share): of a classifier the likeliest five with their probabilities; of a segmentation the
             classes with their shares of the pixels.
         boxes: of a detector: class, score, and the corners left, top, right, bottom in pixels of the network's input.
-        drawn: file of the picture with its masks or boxes; None for a classifier.
+        drawn: file of the image with its masks or boxes; None for a classifier.
     """
 
     image: str
@@ -124,19 +123,16 @@ def _check_apart(names: dict[Path, Path]) -> None:
 
 
 def read_picture(path: Path, preprocessing: Preprocessing, *, cropped: bool, max_pixels: int = IMAGE_PIXELS) -> Tensor:
-    """Read a picture as the evaluation of a run does.
+    """Read an image as the evaluation of a run does, as (channels, height, width) uint8.
 
     Args:
         path: of the file.
         preprocessing: size of the result.
-        cropped: take the centre, as classifiers do; else the whole picture, stretched to the size.
+        cropped: take the centre, as classifiers do; else the whole image, stretched to the size.
         max_pixels: of the largest file that is decoded.
 
-    Returns:
-        (channels, height, width) uint8.
-
     Raises:
-        DataError: the file is missing or is no picture.
+        DataError: the file is missing or is no image.
     """
     try:
         with open_image(io.BytesIO(read_regular(path)), max_pixels) as image:

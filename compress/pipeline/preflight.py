@@ -98,9 +98,6 @@ def check_network(recipe: Recipe, command: str, model: nn.Module, data: DataSet)
 
     It is tried with two images, untrained; before a long training its file is written too. What depends on the weights
     or on more images cannot be known yet.
-
-    Raises:
-        CompressError: as `quantize`, `eligibility` and `prepare` do.
     """
     if recipe.export.nms:
         boxes_and_scores(recipe, data)

@@ -62,12 +62,7 @@ class Run:
     """A run in progress.
 
     Attributes:
-        recipe: of the run.
-        folder: of the results.
-        data: both splits.
-        device: of torch.
         processes: of torchrun; the lone one otherwise.
-        progress: is advanced during long work.
         resume: whether steps may go on from the files in the folder.
         further: the quantized networks of further targets, where the recipe names several.
         notes: what happened in the step under way that the user might not expect; `finish` keeps them with its result.

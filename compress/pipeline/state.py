@@ -25,7 +25,6 @@ class State:
     Attributes:
         format: version of this file's form; 1 had neither `data` nor `changes`.
         command: the command that the run was begun with.
-        recipe: digest of the recipe.
         steps: facts that each finished step wrote down, in the order in which they ended.
         data: fingerprint of each split; None if the run was begun before they were kept.
         sources: SHA-256 of the recipe's own modules by name; None if the run was begun before they were kept.

@@ -22,12 +22,7 @@ _READABLE = 0.08
 
 
 def draw_end_to_end(results: Sequence[EndToEnd], form: Format) -> Figure:
-    """Stacked bars of milliseconds for one picture, one for each variant and batch size, so that batches compare.
-
-    Args:
-        results: not empty.
-        form: what it is drawn for.
-    """
+    """Stacked bars of milliseconds for one picture, one for each variant and batch size, so that batches compare."""
     figure = new_figure(form, 0.5 * len(results) + (2.1 if form.narrow else 1.5))
     axes = figure.subplots()
     longest = max(result.total_ms / result.batch_size for result in results)

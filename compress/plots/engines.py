@@ -1,8 +1,4 @@
-"""The activations that engines move for one image: a bar for each engine, cut by the role of its kernels.
-
-Bytes say more than types here: an engine whose layers are all INT8 can move more than one in fp16, when its
-convolutions leave it to other kernels to quantize what they wrote.
-"""
+"""The activations that engines move for one image: a bar for each engine, cut by the role of its kernels."""
 
 from __future__ import annotations
 
@@ -34,12 +30,7 @@ def role_bytes(engine: EngineRow) -> dict[str, float]:
 
 
 def draw_engines(engines: Sequence[EngineRow], form: Format) -> Figure:
-    """Stacked bars of the bytes that each engine moves for one image, by role, with the estimate for fp16.
-
-    Args:
-        engines: with layers; not empty.
-        form: what it is drawn for.
-    """
+    """Stacked bars of the bytes that each engine moves for one image, by role, with the estimate for fp16."""
     figure = new_figure(form, 0.5 * len(engines) + (2.2 if form.narrow else 1.5))
     axes = figure.subplots()
     longest = max(max(e.activation_bytes, e.fp16_bytes) for e in engines)

@@ -227,7 +227,6 @@ def draw_gallery(
 
 
 def _layer(path: str) -> str:
-    """The end of a path, which differs from layer to layer."""
     return shorten(".".join(path.split(".")[-2:]), 24)
 
 
@@ -350,7 +349,6 @@ def draw_table(table: ReceptiveFieldTable, *, name: str = "") -> Figure:
 
 
 def _image_side(axes: Axes, side: int) -> None:
-    """A line at the side of the image, with its length."""
     axes.axhline(side, color=LIGHT["muted"], linewidth=0.9)
     axes.annotate(
         f"side of the image, {side} px",

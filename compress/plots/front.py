@@ -20,8 +20,6 @@ class Mark:
 
     Attributes:
         x: time over that of the float network.
-        y: error of the outputs.
-        kind: `front`, `chosen`, `trial` or `baseline`.
         text: shown while the pointer is on it.
     """
 
@@ -36,14 +34,7 @@ _NAMES = {"front": "front", "chosen": "chosen", "trial": "other trials", "baseli
 
 
 def draw_front(marks: Sequence[Mark], form: Format, *, x_label: str, y_label: str) -> Figure:
-    """The picture as a figure, for a file.
-
-    Args:
-        marks: all points.
-        form: what it is drawn for.
-        x_label: of the horizontal axis.
-        y_label: of the vertical axis.
-    """
+    """The picture as a figure, for a file."""
     figure = new_figure(form, 3.4)
     axes = figure.subplots()
     for kind, colour in _COLOURS.items():

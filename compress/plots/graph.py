@@ -67,7 +67,6 @@ def _draw(graph: BlockGraph, layout: Layout, form: Format | None) -> Figure:
 
 
 def _write(axes: Any, place: tuple[float, float], box: Box) -> None:
-    """A box with its two lines of text."""
     x, y = place
     colour = _DARK if box.kind in {"int8", "quantizer"} else LIGHT["ink"]
     patch = _rectangle(axes, (x, y), (1.3, 0.44) if box.kind == "quantizer" else (1.74, 0.48), box.kind)

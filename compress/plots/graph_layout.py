@@ -1,9 +1,7 @@
-"""Layout of a small directed graph: layers from top to bottom, by the method of Sugiyama.
+"""Layout of a small directed graph: layers from top to bottom (Sugiyama, Tagawa and Toda, IEEE Trans. SMC 11(2), 1981).
 
-A node's layer is the longest path to it. An edge that spans several layers gets a waypoint in each, so that it goes
-round the boxes between. Within a layer, nodes are ordered by the mean position of their neighbours, swept a few times
-down and up. Sugiyama, Tagawa and Toda, "Methods for Visual Understanding of Hierarchical System Structures", IEEE
-Trans. SMC 11(2), 1981.
+A node's layer is the longest path to it; an edge gets a waypoint in each layer that it spans. Within a layer, nodes are
+ordered by the mean position of their neighbours, swept a few times down and up.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ class Layout:
     """Positions, x in widths of a box from left, y in layers from the top.
 
     Attributes:
-        places: of each node.
         routes: for each edge the points that it goes through, its ends included.
     """
 
@@ -31,12 +28,7 @@ class Layout:
 
 
 def lay_out(nodes: Sequence[str], edges: Sequence[tuple[str, str]]) -> Layout:
-    """Lay out an acyclic graph.
-
-    Args:
-        nodes: in an order in which no edge goes backward.
-        edges: (from, to).
-    """
+    """Lay out an acyclic graph."""
     before: dict[str, list[str]] = {node: [a for a, b in edges if b == node] for node in nodes}
     after: dict[str, list[str]] = {node: [b for a, b in edges if a == node] for node in nodes}
     level: dict[str, int] = {}

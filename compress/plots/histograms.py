@@ -1,8 +1,7 @@
 """Activation histograms with their amax: what calibration kept, and what it clipped.
 
-Which tensors are shown is decided by the noise that quantization is expected to add to them, computed from the
-histogram itself: inside amax a rounding error of step^2 / 12 (Bennett, "Spectra of quantized signals", 1948), beyond
-it the squared distance to amax. A wide tail or a sparse bulk both show as a low ratio of signal to that noise.
+Those tensors are shown to which quantization is expected to add the most noise: step^2 / 12 inside amax (Bennett,
+1948), beyond it the squared distance to amax.
 """
 
 from __future__ import annotations
@@ -70,12 +69,7 @@ def interesting(histograms: Sequence[Histogram], count: int = SHOWN) -> tuple[Hi
 
 
 def draw_histograms(histograms: Sequence[Histogram], form: Format) -> Figure:
-    """Small multiples: log counts, the part beyond amax in another colour, amax as a line.
-
-    Args:
-        histograms: of `interesting`, not empty.
-        form: what it is drawn for.
-    """
+    """Small multiples: log counts, the part beyond amax in another colour, amax as a line."""
     columns = min(len(histograms), 2 if form.narrow else 3)
     rows = math.ceil(len(histograms) / columns)
     figure = new_figure(form, rows * (1.75 if form.narrow else 2.05))

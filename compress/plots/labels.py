@@ -1,8 +1,7 @@
 """Placement of labels so that none covers another or a point, or lies outside.
 
-Each label tries places on rings around its point and takes the cheapest: overlaps cost most, then distance. The most
-crowded point chooses first; sweeps over all labels then undo early mistakes. Greedy, deterministic, and quick for the
-few dozen labels of a figure (optimal placement is NP-hard: Marks and Shieber, TR-05-91).
+Each label takes the cheapest place on rings around its point: overlaps cost most, then distance. The most crowded
+point chooses first; sweeps over all labels undo early mistakes. Greedy and deterministic.
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ def _cost(box: Box, anchor: Point, others: Sequence[Box], bounds: Box, rivals: S
 
 
 def _distance(point: Point, box: Box) -> float:
-    """Distance from a point to the nearest point of a box."""
     return math.dist(point, (min(max(point[0], box[0]), box[2]), min(max(point[1], box[1]), box[3])))
 
 

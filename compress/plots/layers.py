@@ -48,12 +48,7 @@ def worst(values: Sequence[tuple[str, float]], count: int = WORST) -> list[tuple
 
 
 def draw_sqnr(series: Mapping[str, Sequence[tuple[str, float]]], form: Format) -> Figure:
-    """Bars of SQNR in network order, one panel for a series; the worst layers stand out, numbered and named.
-
-    Args:
-        series: of `sqnr_series`, not empty.
-        form: what it is drawn for.
-    """
+    """Bars of SQNR in network order, one panel for a series; the worst layers stand out, numbered and named."""
     figure = new_figure(form, len(series) * (3.3 if form.narrow else 2.5))
     panels = figure.subplots(nrows=len(series), squeeze=False).ravel()
     for axes, (title, values) in zip(panels, series.items(), strict=True):
@@ -155,7 +150,6 @@ def _prefix(name: str, depth: int) -> str:
 
 
 def _largest(groups: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """At most `_GROUPS` groups: the largest, and the rest as one."""
     if len(groups) <= _GROUPS:
         return groups
     kept = {name for name, *_ in sorted(groups, key=lambda g: -g[1])[: _GROUPS - 1]}

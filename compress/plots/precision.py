@@ -16,12 +16,7 @@ MOST_CLASSES = 6
 
 
 def draw_precision(rows: Sequence[PrecisionRow], form: Format) -> Figure:
-    """A panel for each class with the precision at each recall, in percent, of each variant.
-
-    Args:
-        rows: not empty, of at most `MOST_CLASSES` classes.
-        form: what it is drawn for.
-    """
+    """A panel for each class with the precision at each recall, in percent, of each variant."""
     classes = list(dict.fromkeys(row.label for row in rows))
     variants = tuple(dict.fromkeys(row.variant for row in rows))
     colours = variant_colours(variants)

@@ -1,9 +1,8 @@
 """Roofline plots: the roofs of a device, the layers of a network under them, and where the time goes.
 
-Both axes are logarithmic. To the left of a roof's ridge point memory decides (the slope), to the right of it the
-arithmetic (the level). A layer without a measured time is drawn on its roof, one with a time below it; the area of a
-marker is the layer's share of the time. Operations without products (pools, additions, norms) have no place on the
-axis of intensity; their share of the time is written out.
+Left of a roof's ridge point memory decides (the slope), right of it the arithmetic (the level). A layer without a
+measured time is drawn on its roof, one with a time below it; the area of a marker is its share of the time. Operations
+without products have no intensity; their share of the time is written out.
 """
 
 from __future__ import annotations
@@ -49,12 +48,7 @@ def family(row: Row) -> str:
 
 
 def draw_roofline(roofline: Roofline, *, top: int = 12) -> Figure:
-    """One network on one device: its layers under the roofs, and the layers that take longest.
-
-    Args:
-        roofline: with or without measured times.
-        top: bars in the right panel.
-    """
+    """One network on one device: its layers under the roofs, and the layers that take longest."""
     with styled():
         figure = Figure(figsize=(_WIDTH + 2.4, 5.4), layout="constrained")
         left, right = figure.subplots(ncols=2, width_ratios=(1.75, 1))
@@ -208,16 +202,7 @@ def _draw_roofs(
     chosen: str = "",
     colours: Mapping[str, str] | None = None,
 ) -> None:
-    """The slope of the memory and the levels of the precisions, named at the right; the chosen one stands out.
-
-    Args:
-        axes: get logarithmic scales and `limits`.
-        device: whose roofs.
-        levels: of `_levels`.
-        limits: lowest and highest intensity, lowest and highest rate.
-        chosen: precision of the layers.
-        colours: palette name by precision; ink without it.
-    """
+    """The slope of the memory and the levels of the precisions, named at the right; the chosen one stands out."""
     x_low, x_high, y_low, y_high = limits
     axes.set(xscale="log", yscale="log", xlim=(x_low, x_high), ylim=(y_low, y_high))
     bandwidth, top = device.bandwidth_bytes_per_s, max(levels)

@@ -1,8 +1,4 @@
-"""Teaching pictures: which convolutions can use a machine at all, and which networks look far while they do.
-
-The first is the exercise that courses set: 1x1, 3x3, 5x5 and depthwise convolutions by channels and map size under one
-roof. The second puts what a network costs beside what it sees, block by block.
-"""
+"""Teaching figures: which convolutions can use a machine at all, and which networks look far while they do."""
 
 from __future__ import annotations
 
@@ -38,8 +34,6 @@ class Block:
     """One block of a network, for one image.
 
     Attributes:
-        name: such as `layer2.0`.
-        flops: of the block.
         least_time_ms: bound of the block on a device.
         receptive_field: how many pixels wide a unit at its end can see; infinite for global.
         effective_field: how many pixels wide it does see (`ErfMetrics.size`); NaN where its units have no place.
@@ -95,14 +89,7 @@ def convolution_rows(
 
 
 def draw_convolutions(device: Device, *, precision: str = "int8", batch_size: int = 32, size: int = 28) -> Figure:
-    """The roof above, and below it a line for each kind of convolution with its channels at their intensity.
-
-    Args:
-        device: whose roof.
-        precision: of weights and activations.
-        batch_size: images at once.
-        size: height and width of the maps.
-    """
+    """The roof above, and below it a line for each kind of convolution with its channels at their intensity."""
     bandwidth, ridge = device.bandwidth_bytes_per_s, device.ridge_point(precision)
     peak, unit = device.peak_flops_per_s(precision), parse_precision(precision).operation
     with styled():
@@ -244,7 +231,6 @@ def draw_blocks(
 
 
 def _powers(top: int) -> list[int]:
-    """4, 8, 16, ... below `top`."""
     return [2**power for power in range(2, top.bit_length()) if 2**power < top]
 
 

@@ -1,8 +1,7 @@
 """The style of all figures: one palette that colour-blind readers can distinguish, fonts, sizes, and both formats.
 
-Colours are those of Okabe and Ito ("Color Universal Design", 2008). Each has a name; the PNG uses its light value, and
-the SVG that goes into the page uses a CSS variable of that name, so one drawing serves light and dark screens. Each
-figure is drawn twice for the page, wide and narrow, as a wide one shrunk to a phone cannot be read.
+Colours are those of Okabe and Ito (2008). The PNG uses a colour's light value, the SVG a CSS variable, so one drawing
+serves light and dark screens. Each figure is drawn twice for the page, wide and narrow.
 """
 
 from __future__ import annotations
@@ -233,10 +232,7 @@ def to_png(figure: Figure, *, dpi: int = 160) -> bytes:
 
 @contextmanager
 def _printed_at(figure: Figure, dpi: float) -> Iterator[None]:
-    """Set the resolution for a print by the canvas, which may change it, and restore it afterwards.
-
-    A canvas draws the figure once; `savefig` draws one with a layout twice.
-    """
+    """Set the resolution for a print by the canvas, which may change it, and restore it afterwards."""
     before = figure.dpi
     figure.dpi = dpi
     try:
@@ -246,13 +242,7 @@ def _printed_at(figure: Figure, dpi: float) -> Iterator[None]:
 
 
 def to_inline_svg(figure: Figure, *, key: str, label: str) -> str:
-    """The figure as an <svg> element for a page: colours as CSS variables, ids made unique with `key`.
-
-    Args:
-        figure: drawn under `styled`.
-        key: unique in the page; letters, digits and dashes.
-        label: text alternative, escaped here.
-    """
+    """The figure as an <svg> element for a page: colours as CSS variables, ids made unique with `key`."""
     buffer = io.StringIO()
     with _printed_at(figure, figure.dpi):
         nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
@@ -274,10 +264,7 @@ _VARIABLES = {colour: f"var(--{name})" for name, colour in LIGHT.items()}
 
 
 def _page_tag(tag: str, key: str, used: set[str]) -> str:
-    """One tag as the page wants it: short, its colours variables, only ids that something refers to, prefixed.
-
-    The title of a mark follows the tag of its group.
-    """
+    """One tag as the page wants it: short, its colours variables, only ids that something refers to, prefixed."""
     if said := re.search(rf' id="{_TIP}([0-9a-f]*)"', tag):
         text = html.escape(plain(bytes.fromhex(said[1]).decode("utf-8")))
         return f'<g class="mark"><title>{text}</title>'

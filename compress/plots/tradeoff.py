@@ -61,11 +61,6 @@ def draw_tradeoff(points: Sequence[Point], form: Format, *, judged: Judged = TOP
     """Points for (variant, engine): p50 latency to the right, the metric upwards.
 
     Colour is the variant and shape the engine; each point is named, on a narrow figure by its variant alone.
-
-    Args:
-        points: of `tradeoff_points`, not empty.
-        form: what it is drawn for.
-        judged: the metric.
     """
     figure = new_figure(form, 4.4 if not form.narrow else 4.2)
     axes = figure.subplots()
@@ -167,12 +162,7 @@ def _label(figure: Figure, axes: Axes, points: Sequence[Point], names: Sequence[
 
 
 def draw_latency(rows: Sequence[SummaryRow], form: Format) -> Figure:
-    """A bar to p50 and a line on to p99 for each (engine, batch size, variant), one panel for each batch size.
-
-    Args:
-        rows: with p50, not empty.
-        form: what it is drawn for.
-    """
+    """A bar to p50 and a line on to p99 for each (engine, batch size, variant), one panel for each batch size."""
     batches = sorted({row.batch_size for row in rows if row.batch_size is not None})
     groups = [[row for row in rows if row.batch_size == batch] for batch in batches]
     tall = [0.21 * len(group) + 0.16 * len({r.engine for r in group}) + 0.75 for group in groups]

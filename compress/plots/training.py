@@ -37,13 +37,7 @@ def phases(
 
 
 def draw_training(parts: Phases, form: Format, *, judged: Judged = TOP1) -> Figure:
-    """Loss and accuracy by epoch; QAT goes on where float training ended.
-
-    Args:
-        parts: of `phases`, not empty.
-        form: what it is drawn for.
-        judged: the metric.
-    """
+    """Loss and accuracy by epoch; QAT goes on where float training ended."""
     figure = new_figure(form, 5.4 if form.narrow else 3.1)
     loss, score = figure.subplots(2 if form.narrow else 1, 1 if form.narrow else 2, squeeze=False).ravel()
     start = 0

@@ -17,9 +17,6 @@ from compress.support.safe_yaml import load_yaml
 def read_recipe(recipe: Path | str) -> tuple[Path, Any]:
     """Return the path of a recipe, and its tree over those of the recipes that `base` names.
 
-    Args:
-        recipe: as for `load_recipe`.
-
     Raises:
         RecipeError: there is no such recipe, or it is empty, not YAML, or extends itself.
     """
@@ -74,11 +71,7 @@ def _read(path: Path) -> object:
 
 
 def _extended(tree: object, path: Path, extending: tuple[Path, ...]) -> object:
-    """Return a recipe's tree over that of the recipe which its key `base` names.
-
-    Raises:
-        RecipeError: there is no such recipe, or a recipe extends itself.
-    """
+    """Return a recipe's tree over that of the recipe which its key `base` names."""
     if not isinstance(tree, dict) or "base" not in tree:
         return tree
     chain = (*extending, path.resolve())

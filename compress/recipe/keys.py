@@ -1,8 +1,4 @@
-"""Every key of a recipe with its type, its range, its default and its meaning, read from the specs themselves.
-
-The sections of a recipe are dataclasses whose docstrings explain each attribute, so that this table agrees with the
-code: `recipes/README.md` is this text, and a test compares them.
-"""
+"""Every key of a recipe with its type, range, default and meaning, read from the docstrings of the specs themselves."""
 
 from __future__ import annotations
 
@@ -40,10 +36,8 @@ class RecipeKey:
 
     Attributes:
         section: its section, such as `quantization.weights`; `[]` after a name is a list of such sections.
-        name: name of the key.
         kind: type and range of its values.
         default: default as YAML; "" for a key that must be given or whose default is a section of its own.
-        about: its meaning.
     """
 
     section: str
@@ -151,7 +145,6 @@ def _keys_of(spec: Any, section: str) -> Iterator[RecipeKey]:
 
 
 def _members(hint: Any) -> list[Any]:
-    """Return the types in a union or a tuple."""
     inner = [member for argument in get_args(hint) for member in _members(argument)]
     return inner or [hint]
 

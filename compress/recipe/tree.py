@@ -1,8 +1,6 @@
 """The recipe: one typed tree, read from YAML, changed by `key=value` overrides, refused when anything is off.
 
-The sections are the very dataclasses that the library's functions take, and their fields declare types and ranges, so
-nothing is said twice. `validation.parse` reads them strictly: no unknown keys, no guessed types, and a string never
-becomes a number.
+The sections are the dataclasses that the library's functions take; `validation.parse` reads them strictly.
 """
 
 from __future__ import annotations

@@ -42,7 +42,6 @@ class RecordFile(Generic[T]):
     """A file of a run folder.
 
     Attributes:
-        name: in the folder.
         parse: makes the content of the file's text and path; raises RunError where the text is something else.
     """
 

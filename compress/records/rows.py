@@ -23,9 +23,7 @@ class LayerRow:
 
     Attributes:
         name: module path, or node name of a function.
-        kind: `conv`, `linear`, ...
         macs: multiply-accumulates of one image; None = unknown.
-        weight_elements: elements of the weight.
         float_weight_bytes: bytes of the weight in the float file.
         quantized_weight_bytes: bytes of the weight and its scales in the quantized file; None = float there.
         weight_sqnr_db: signal to quantization noise of the weight; None = not quantized or not measured.
@@ -47,11 +45,7 @@ class IntervalRow:
     """The metric of a network on an engine and its difference from float there, with 95 % intervals.
 
     Attributes:
-        variant: `float`, `ptq`, ...
-        engine: label, as in the metrics.
-        metric: name of the metric.
         unit: of all values, such as `%`.
-        images: number of images.
         measurable: whether the interval of the difference leaves out zero.
         value, low, high: the metric and the ends of its interval.
         difference, difference_low, difference_high: the same of its difference from float, in pairs of images.
@@ -76,9 +70,6 @@ class PrecisionRow:
     """Precision of a detector by recall, of a class at an overlap of 0.5.
 
     Attributes:
-        variant: `float`, `ptq`, ...
-        engine: label, as in the metrics.
-        label: name of the class.
         precision: at the recalls 0, 0.01, ..., 1.
     """
 
@@ -94,8 +85,6 @@ class PredictionRow:
 
     Attributes:
         image: index of the picture in the split.
-        variant: `truth`, `float`, `ptq`, ...
-        engine: label; "" for the truth.
         file: of the picture, in the run folder.
         text: prediction in words, for tasks without a drawing.
     """
@@ -112,8 +101,6 @@ class Histogram:
     """The values of one tensor as calibration counted them.
 
     Attributes:
-        name: module path of the quantizer.
-        counts: values in each bin.
         bin_edges: one more than counts, ascending; or just the first and the last of equal bins. Magnitudes when
             the first is 0 or above, signed values otherwise.
         amax: largest magnitude that is not clipped.
@@ -142,10 +129,7 @@ class OperationRow:
     """A weighted operation of a variant's exported file, and whether it is INT8 there.
 
     Attributes:
-        variant: network of the file.
-        name, op_type: of the ONNX node.
         int8: True if its input and its weight are integers of 8 bits or fewer.
-        weight_elements: elements of the weight.
         reason: why it is not INT8; "" when it is.
     """
 
@@ -162,7 +146,6 @@ class LayerCost:
     """Time of a layer, with what follows it up to the next, on an engine that times its layers itself.
 
     Attributes:
-        layer: module path.
         float_ms, quantized_ms: median time of a run in either file.
     """
 
@@ -199,10 +182,7 @@ class SlowRow:
     """A quantized network that is not faster than float on an engine, and which of its layers are to blame.
 
     Attributes:
-        variant: of the network.
         engine, float_engine: label of the engine at its fastest for either network.
-        batch_size: of the timing.
-        p50_ms, float_p50_ms: median time of a run.
         target: whose placement rules the engine's file follows; "" where it follows no engine's.
         layers: those that take longer than in float, the costliest first.
         rest_ms, float_rest_ms: time of conversions and of all else that follows no layer.
@@ -227,16 +207,9 @@ class BuiltRow:
     """An engine file that a run built, or the reason why there is none.
 
     Attributes:
-        variant: network of the file.
-        engine: `tensorrt` or `tensorrt-rtx`.
-        status: `built` or `unavailable`.
         reason: why it was not built; "" when it was.
-        file: name in the run folder.
         version: of the library that built it.
         sms: compute capabilities that it runs on.
-        bytes: size of the file.
-        seconds: time of the build.
-        notes: remarks of the builder.
     """
 
     variant: str
@@ -259,9 +232,7 @@ class EngineRow:
         variant, engine: network, and label of the engine.
         source: what the layers were read from; "" for an engine of which only the requirement was checked.
         kernels: layers that run on the GPU.
-        activation_bytes: moved by all layers.
         unknown_sizes: activations whose bytes are unknown and not among these.
-        weight_bytes: constants.
         fp16_bytes: estimate of the activation bytes of the same network in fp16.
         int8_share: share of the macs that are computed in 8 bits, 0 to 1.
         sparse_kernels: how many layers with 2:4 weights run a sparse kernel, in words; "" without such layers.

@@ -1,8 +1,7 @@
 """The content of a run folder, as a report reads it: every part typed, every part optional.
 
-A run that was stopped, or that has fewer steps, still has a report. A part whose file is not there is None (or
-empty) and `RunData.absent` says why; a file that holds something else is refused with its path, because a report of
-misread numbers is worse than none.
+A part whose file is not there is None or empty, and `RunData.absent` says why; a file that holds something else is
+refused with its path.
 """
 
 from __future__ import annotations
@@ -78,24 +77,15 @@ class RunData:
     """All that a run folder holds for a report.
 
     Attributes:
-        folder: the run folder.
         recipe: as resolved, in YAML.
-        environment: machine and versions.
         metrics: every measured number.
-        placement: decisions of the quantized network.
         train, qat: epochs of the float network and of quantization-aware training.
         sparse, sparse_qat: epochs of fine-tuning the sparse network, and of its quantization-aware training.
-        intervals: confidence intervals of the metric, and of its differences from float.
-        precision: precision of detectors by recall.
-        predictions: pictures with what the networks found in them.
+        intervals: of the metric, and of its differences from float.
+        precision: of detectors by recall.
         layers: bytes and noise of each layer.
-        histograms: activations as calibration counted them.
-        block: one block of the quantized network.
         operations: weighted operations of the exported files.
-        engines: audited engines.
         slower: quantized networks that are not faster than float on an engine.
-        end_to_end: times from pictures to classes.
-        notes: events of the run that a reader might not expect.
         absent: a sentence for each missing file, by its name.
     """
 

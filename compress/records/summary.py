@@ -38,16 +38,9 @@ class SummaryRow:
     """One variant on one engine at one batch size. None = not measured.
 
     Attributes:
-        engine: label, as in the metrics.
         batch_size: of the timing; None for a row without timing.
-        variant: `float`, `ptq`, ...
         score: the metric that the run is judged by, such as top-1 in percent, on this engine.
-        unit: of the score.
-        p50_ms, p99_ms: latency of a batch.
-        images_per_s: throughput.
         speedup: p50 of float over p50 of this row, same engine and batch size; None if either is partial.
-        file_bytes: of the model file.
-        size_ratio: file_bytes over those of float.
         partial: names of the metrics that are not complete.
     """
 
@@ -125,7 +118,6 @@ def summary_notes(metrics: Iterable[Metric]) -> tuple[str, ...]:
 
 
 def _never_asked(metrics: Sequence[Metric]) -> Iterator[str]:
-    """Lines for the n/a of the table that no metric speaks of."""
     rows = summary_table(metrics)
     variants: dict[str, set[str]] = {}
     gaps: dict[str, dict[str, set[str]]] = {}
@@ -220,11 +212,6 @@ class _Index:
             self._items.setdefault((m.name, m.variant), []).append(m)
 
     def find(self, name: str, variant: str, engine: str, batch_size: int | None) -> Metric | None:
-        """The metric of this very batch size, or for what does not depend on it the first of the engine.
-
-        A file belongs to no engine: its size is that of the engine's own file (a built engine), else that of the ONNX
-        file for its target, else the ONNX file's; torch runs no file.
-        """
         items = self._items.get((name, variant), [])
         mine = [m for m in items if m.engine == engine]
         if name in _PER_BATCH:

@@ -28,8 +28,6 @@ class Table:
     """Rows under columns.
 
     Attributes:
-        columns: of every row.
-        rows: cells as text.
         group_by: so many leading columns make a heading line of their own where there is room for that; rows that
             agree in them stand together.
     """
@@ -87,12 +85,7 @@ class Picture:
     """A drawn figure.
 
     Attributes:
-        name: of its file, without ending.
-        title: what it is.
-        caption: what to see in it.
         alt: what it shows, for who cannot see it.
-        png: for the file, on paper-white.
-        svg_wide, svg_narrow: for the page.
     """
 
     name: str
@@ -109,9 +102,6 @@ class Shown:
     """A picture of a gallery.
 
     Attributes:
-        file: in the run folder.
-        alt: what it shows.
-        text: below it; "" for none.
         data: its bytes, JPEG.
     """
 
@@ -131,9 +121,7 @@ class Gallery:
     """Pictures in rows under columns.
 
     Attributes:
-        columns: titles.
         rows: a picture for each column, None where there is none.
-        legend: names with their colours, `#rrggbb`.
     """
 
     columns: tuple[str, ...]

@@ -41,12 +41,7 @@ from compress.variants import Variant
 
 
 def build_document(run: RunData, drawn: Mapping[str, Picture | Absent]) -> Document:
-    """All of the report but its writing.
-
-    Args:
-        run: what the folder holds.
-        drawn: of `draw_figures`.
-    """
+    """All of the report but its writing."""
     bits = frozenset(row.num_bits for row in run.placement if row.num_bits is not None)
     top = headline(run.metrics, bits=bits, intervals=run.intervals)
     title, subtitle = _titles(run)
@@ -92,7 +87,6 @@ def _titles(run: RunData) -> tuple[str, str]:
 
 
 def _listed(target: object) -> str:
-    """The target of a recipe, or its targets, in words."""
     names = target if isinstance(target, list) else [target]
     return ", ".join(display(str(name)) for name in names)
 

@@ -159,7 +159,6 @@ def _size(before: SummaryRow | None, after: SummaryRow | None) -> tuple[str, Key
 
 
 def _precision(engine: str) -> str:
-    """Return the precision in an engine's label, such as `bf16`."""
     return display(engine.partition(" (")[2].rstrip(")")) or display(engine)
 
 

@@ -62,5 +62,4 @@ def _printed(value: object) -> object:
 
 
 def _lines(text: str) -> Markup:
-    """Lines of a file, each escaped."""
     return Markup("\n").join(plain(line) for line in text.rstrip().split("\n"))

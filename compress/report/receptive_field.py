@@ -65,9 +65,7 @@ class ErfReport:
 
     Attributes:
         fields: in the order of the network.
-        picture: PNG of the last field.
         page: HTML in which one picks the layer.
-        numbers: JSON of all sizes.
         animation: GIF from the first layer to the last; None where it was not asked for, or there is one layer only.
     """
 
@@ -177,9 +175,7 @@ class DriftReport:
     """The drift of the field from the first network to each of the others, and the files that report it.
 
     Attributes:
-        drifts: by name of the network.
         pictures: PNG of each, in the same order.
-        numbers: JSON of all.
     """
 
     drifts: dict[str, ErfDrift]

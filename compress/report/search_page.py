@@ -118,7 +118,6 @@ def _marks(outcome: Outcome) -> list[Mark]:
 
 
 def _words(outcome: Outcome, point: Point) -> str:
-    """A configuration in words: what it changes."""
     largest = {**outcome.front.lab.space.largest()}
     changed = [f"{e} {c}" for e, c in point.configuration.items() if largest.get(e) != c or c in {"int8", "int4"}]
     formats = {c for e, c in point.configuration.items() if e.startswith(FORMAT)}
@@ -326,7 +325,6 @@ def _check_lines(seen: Check, what: str) -> Iterator[str]:
 
 
 def _rank(seen: Check) -> str:
-    """A rank correlation with its interval."""
     low, high = seen.interval
     between = f" (95 % interval {low:.2f} to {high:.2f})" if math.isfinite(low) else ""
     return f"{_number_of(seen.spearman)}{between}"

@@ -60,12 +60,7 @@ def _interval_row(row: IntervalRow) -> tuple[str, ...]:
 
 
 def predictions_section(run: RunData, precision: Block | Absent | None) -> list[Section]:
-    """The section of predictions, classes and precision; none where the run has nothing of them.
-
-    Args:
-        run: what the folder holds.
-        precision: the figure of precision by recall.
-    """
+    """The section of predictions, classes and precision; none where the run has nothing of them."""
     classes = class_table(run.metrics, class_names(run))
     if not run.predictions and precision is None and classes is None:
         return []
@@ -103,11 +98,7 @@ def prediction_blocks(run: RunData) -> Iterator[Block]:
 
 
 def _bytes(run: RunData, file: str) -> bytes | None:
-    """Return a picture of the run folder; None if it is gone.
-
-    Raises:
-        RunError: the name leads out of the folder.
-    """
+    """Return a picture of the run folder; None if it is gone."""
     path = (run.folder / file).resolve()
     if not path.is_relative_to(run.folder.resolve()):
         raise RunError(f"predictions.json names {file!r}, which is outside the run folder")

@@ -15,11 +15,10 @@ from compress.report.markdown import FIGURES, to_markdown
 def write_report(folder: Path | str) -> tuple[Path, Path]:
     """Write the report of the run in `folder`, over an earlier one; equal input gives equal files.
 
-    Everything is made in memory before the first file is written. The figures come first and the pages last, so a
-    page that is there has its figures; a figure that the run has no data for any more is removed.
+    The pages are written last, so a page that is there has its figures; a figure without data any more is removed.
 
     Returns:
-        The paths of report.md and report.html. The HTML holds its figures; the markdown shows those in figures/.
+        The paths of report.md, which shows the figures in figures/, and of report.html, which holds them.
 
     Raises:
         RunError: `folder` is no run folder, or one of its files is not what its name says.

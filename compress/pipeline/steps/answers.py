@@ -36,7 +36,6 @@ class Answers:
         evidence: contribution of each image to the metric; None if the metric has none.
         wanted: indices of the images whose outputs are kept.
         outputs: selected outputs of those images, each a batch of one.
-        targets: of those images.
     """
 
     evidence: Evidence | None
@@ -64,7 +63,6 @@ def answers_of(run: Run) -> Answers:
 
 
 def _row(outputs: Any, index: int) -> object:
-    """Return the outputs of one image of a batch."""
     if isinstance(outputs, Mapping):
         return {name: value[index : index + 1] for name, value in outputs.items()}
     if isinstance(outputs, (tuple, list)):
@@ -126,7 +124,6 @@ def _keep_precision(run: Run, seen: Mapping[tuple[Variant, str], Answers]) -> No
 
 
 def _first_engines(seen: Mapping[tuple[Variant, str], Answers]) -> dict[tuple[Variant, str], Answers]:
-    """Return the answers of each variant on the first engine that is none of torch, else on torch."""
     chosen: dict[Variant, str] = {}
     for variant, label in seen:
         if variant not in chosen or (chosen[variant].startswith("torch") and not label.startswith("torch")):

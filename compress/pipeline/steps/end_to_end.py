@@ -1,4 +1,4 @@
-"""The end-to-end breakdown of ONNX files or of a run's: its pictures, its engines, all in turn."""
+"""The end-to-end breakdown of ONNX files or of a run's: its images, its engines, all in turn."""
 
 from __future__ import annotations
 
@@ -37,21 +37,20 @@ def bench_end_to_end(
     device: str = "cpu",
     progress: Progress = _QUIET,
 ) -> Breakdown:
-    """Time every file on every engine from pictures to classes, at each batch size.
+    """Time every file on every engine from images to classes, at each batch size.
 
     Args:
         files: ONNX files, or one run folder.
         spec: engines and how long.
-        images: folder with JPEG or PNG files, searched to any depth; None = a run's evaluation images: the files of an
-            image folder, or pixels, which need no decoding, of a built-in data set (those of `shapes` have the
-            network's size already).
+        images: folder with JPEG or PNG files, searched to any depth; None = a run's evaluation images: files of an
+            image folder, or pixels, which need no decoding, of a built-in data set.
         split: the run's evaluation images, where they are loaded already.
         device: where pixels are resized and normalized.
-        progress: is advanced in every round.
+        progress: listener.
 
     Raises:
         RunError: files and folders mixed, or a folder without ONNX files.
-        DataError: no pictures.
+        DataError: no images.
         EngineError: as `measure_end_to_end`, or none of the engines can run here.
     """
     networks = networks_of(files)
@@ -110,7 +109,6 @@ def _pictures_of(file: Path, images: Path | None, split: Split | None, count: in
 
 
 def _pictures(images: Path, count: int) -> list[Picture]:
-    """The first `count` pictures of a folder."""
     if not images.is_dir():
         raise DataError(f"there is no folder {images}; --images names one with JPEG or PNG files")
     found = sorted(path for path in images.rglob("*") if path.suffix.lower() in _ENDINGS)[:count]

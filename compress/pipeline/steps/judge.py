@@ -42,9 +42,6 @@ def judge(
         preprocessing: of the images, compared with the one in the model's file.
         limit: number of images, a sample of the split; None = all.
         answers: takes what of the answers is kept for the report; None = nothing.
-
-    Raises:
-        DataError, EngineError: as `measure_accuracy` and `measure_metric`.
     """
     batches = _Evaluation(run, limit)
     metric = run.task.metric

@@ -21,13 +21,6 @@ def write_into_own_graph(
 ) -> bool:
     """Write a quantized network into the graph of the file that `model.name` names, with its nodes and names.
 
-    Args:
-        run: its recipe names the file.
-        model: quantized, on the CPU.
-        path: file to write.
-        spec: with which it was quantized, for one target.
-        metadata: entries that the file gets beside its own.
-
     Returns:
         True if the file was written; otherwise a note of the run says why its graph cannot hold the network.
     """

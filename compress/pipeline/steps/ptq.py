@@ -122,11 +122,7 @@ def _measured_file(run: Run, variant: Variant, target: Target) -> str:
 
 
 def _measured_rules(run: Run, variant: Variant, target: Target) -> list[Rule]:
-    """Return the rules that a finished step added for these layers.
-
-    Raises:
-        RunError: the file is damaged.
-    """
+    """Return the rules that a finished step added for these layers."""
     path = run.path(_measured_file(run, variant, target))
     try:
         found = read_json(path) if path.is_file() else {}
@@ -138,11 +134,7 @@ def _measured_rules(run: Run, variant: Variant, target: Target) -> list[Rule]:
 
 
 def _taken_back(run: Run, variant: Variant) -> list[str]:
-    """Return the methods that a finished step took back: its weights are of a network without them.
-
-    Raises:
-        RunError: the file is damaged.
-    """
+    """Return the methods that a finished step took back: its weights are of a network without them."""
     path = run.path(_back_file(variant))
     try:
         found = read_json(path) if path.is_file() else []

@@ -1,9 +1,8 @@
 """The form of a network that an engine runs fastest: the same weights exported in several forms, built and audited.
 
-A form is a list of overrides of the recipe, which can be given to any command. Each form is quantized after training
-(calibrated anew if its quantizers are placed elsewhere), exported, built for each compute capability alone, and
-compared by the bytes that its kernels move, their number, and the least time under a device's roofs. ONNX Runtime says
-how far each form's answers are from the float network's; those below a bound on agreement are not chosen.
+A form is a list of overrides of the recipe. Each is quantized after training, exported, built for each compute
+capability, and compared by the bytes that its kernels move, their number, and the least time under a device's roofs.
+Forms whose answers agree too little with the float network's in ONNX Runtime are not chosen.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class Form:
     """A way to export a network.
 
     Attributes:
-        name: in tables.
         overrides: of the recipe, as --set takes them.
         where_it_pays: leave those layers float in which the roofs of the device let fp16 be faster, judged by the
             engine of the form without this.
@@ -82,14 +80,7 @@ class FormResult:
     """The result of a form on one compute capability.
 
     Attributes:
-        form: its name.
-        overrides: that lead to it.
-        sm: compute capability.
-        kernels: that run on the GPU.
-        activation_bytes: moved for one image.
         unknown_sizes: activations whose bytes are unknown and not among these.
-        weight_bytes: of all constants.
-        int8_share: of the macs.
         least_ms: under the roofs of the device, for the batch; None without a device.
         agreement, sqnr_db: of the answers with the float network's, in ONNX Runtime; None when it cannot run the file.
         error: why there is no engine; "" when there is one.
@@ -118,17 +109,13 @@ class Explorer:
     """A network, what it is calibrated and judged on, and where files go.
 
     Attributes:
-        model: float, trained, not changed.
         recipe: what the forms are overrides of.
         example: images that it is traced and exported with.
         calibration: batches that ranges are measured on.
         images: (N, 3, H, W) that answers are compared on.
         folder: of the ONNX files and engines.
-        engine: `tensorrt-rtx` or `tensorrt`.
         options: how engines are built; its compute capabilities are taken one by one.
         device: under whose roofs times are bounded; None = not bounded, and no form looks for where INT8 pays.
-        batch_size: of these bounds.
-        progress: is advanced after each form.
     """
 
     model: nn.Module

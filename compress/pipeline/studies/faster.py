@@ -1,7 +1,7 @@
 """Networks that leave in float the layers which an engine runs slower in INT8: built, and timed beside float and PTQ.
 
-Which layers these are, `bench` has found by the engine's own times (`records.slower`). A layer in float is not free:
-its neighbours convert what they exchange with it. So several numbers of layers are tried; the fastest network counts.
+`bench` has found these layers (`records.slower`). Their neighbours convert what they exchange with a float layer, so
+several numbers of layers are tried, and the fastest network counts.
 """
 
 from __future__ import annotations
@@ -40,11 +40,6 @@ FLOAT = "float"
 def faster(folder: Path, spec: BenchSpec, *, progress: Progress | None = None) -> tuple[SlowRow, ...]:
     """Build the mixed network of each engine that `bench` has found slower in INT8, and keep what it measured.
 
-    Args:
-        folder: of a finished run, whose `slower.json` `bench` has written.
-        spec: engines and times.
-        progress: is informed of calibrations and timings.
-
     Returns:
         The rows of the folder, with the mixed network where there is one.
 
@@ -69,7 +64,6 @@ def faster(folder: Path, spec: BenchSpec, *, progress: Progress | None = None) -
 
 
 def _mixed(run: Run, model: nn.Module, row: SlowRow, spec: BenchSpec) -> MixedRow:
-    """The fastest of several networks."""
     tried = {f"{len(layers)} layers": layers for layers in choices(costly(row))}
     files = {FLOAT: run.path(Variant.FLOAT.onnx_file)}
     files |= {label: _export(run, model, row, layers) for label, layers in tried.items()}

@@ -1,8 +1,7 @@
 """From sensitivity to a recipe of mixed precision: the front of accuracy against time, and the point of it that fits.
 
-Noises and layer times, both measured, choose the candidates: an integer program for each of several budgets. What a
-candidate then really costs is not taken from their sums: each is quantized, exported, evaluated on the engine and
-timed there, all in turn, and the point is picked by those figures.
+Noises and layer times, both measured, choose the candidates: an integer program for each of several budgets. Each
+candidate is then quantized, exported, evaluated and timed on the engine, and the point is picked by those figures.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ class CostTable:
     """The time of each layer in each format.
 
     Attributes:
-        ms: by layer and format.
-        rest_ms: time that no choice changes.
         method: source of the times, in words.
     """
 
@@ -59,9 +56,7 @@ class MixedPoint:
 
     Attributes:
         label: `float`, a format that all layers have, or `mixed 1`, ...
-        formats: by layer.
         spec: its quantization; None for the float network.
-        predicted_ms: sum of its layers' times.
         latency_ms: median of a run on the engine; None where times come from a data sheet.
         score: the task's metric on the engine, by default the share of images that it classifies correctly, 0 to 1.
         agreement: share of the images in the same class as the float network on the engine, 0 to 1; None for outputs

@@ -61,10 +61,10 @@ def search_run(
         storage: of trials, for several workers; None = a file in the folder.
         resume: go on with the run that `out` holds.
         device: where torch computes; None = a GPU where there is one.
-        progress: is advanced during long work.
+        progress: listener.
 
     Raises:
-        SearchError: before any work, if the request cannot be followed; at the end, if no network keeps the bound.
+        SearchError: the request cannot be followed, or at the end no network keeps the bound.
         CompressError: as its steps do.
     """
     if latency is None and max_drop is None:
@@ -88,11 +88,7 @@ def search_run(
 
 
 def _finish(run: Run, front: Front, bound: Bound, reference: Path) -> Outcome:
-    """Fine-tune points of a front until one keeps the bound, and write the report.
-
-    Raises:
-        SearchError: none does.
-    """
+    """Fine-tune points of a front until one keeps the bound, and write the report."""
     scores = _scores(run, front, reference)
     attempts = _attempts(run, front, bound, reference)
     write_json(run.path("attempts.json"), [asdict(made) for made in attempts])

@@ -46,11 +46,7 @@ class Measured:
 
     Attributes:
         run: the run, its data and folder.
-        model: the float baseline.
         specs: quantization by format; the first is the recipe's own.
-        reports: sensitivity by format.
-        settings: of every layer, by format.
-        files: written.
     """
 
     run: Run
@@ -174,11 +170,7 @@ def _measure(run: Run, model: nn.Module, name: str, spec: QuantSpec, images: int
 
 
 def _stored(path: Path, images: int) -> tuple[dict[str, Any], Sensitivity | None, dict[str, LayerSensitivity]]:
-    """Measurements of a stopped run on so many images: the file's content, the whole report, the single layers.
-
-    Raises:
-        RunError: the file is damaged.
-    """
+    """Measurements of a stopped run on so many images: the file's content, the whole report, the single layers."""
     nothing: dict[str, Any] = {"images": images, "rows": []}
     try:
         stored = read_json(path) if path.exists() else nothing
