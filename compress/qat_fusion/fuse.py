@@ -227,9 +227,14 @@ class FusedChainModule(nn.Module):
         if self.window is not None:
             return pooled_quantize(x, quantizer.amax, epilogue, self.window, bias=bias, kernels=kernels)
         return fused_quantize(
-            x, quantizer.amax, epilogue,
-            bias=bias, residual=residual, kernels=kernels, recompute_mask=self.recompute_mask,
-        )  # fmt: skip
+            x,
+            quantizer.amax,
+            epilogue,
+            bias=bias,
+            residual=residual,
+            kernels=kernels,
+            recompute_mask=self.recompute_mask,
+        )
 
     def _activated(self, y: Tensor, amax: Tensor, bias: Tensor | None = None) -> Tensor:
         return smooth_quantize(y, amax, self.epilogue, self.activation, bias=bias, kernels=self._kernels())
@@ -370,8 +375,13 @@ def _pool_after(quantizer: fx.Node) -> tuple[fx.Node, Window] | tuple[None, None
 
 
 _POOL_ARGUMENTS: dict[str, Any] = {
-    "kernel_size": None, "stride": None, "padding": 0, "dilation": 1, "ceil_mode": False, "return_indices": False
-}  # fmt: skip
+    "kernel_size": None,
+    "stride": None,
+    "padding": 0,
+    "dilation": 1,
+    "ceil_mode": False,
+    "return_indices": False,
+}
 
 
 def _pair(numbers: Any) -> tuple[int, int]:

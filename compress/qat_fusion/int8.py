@@ -104,9 +104,19 @@ class CodesChain(nn.Module):
             emits=self.emits,
         )
         value, found = convolve(
-            x.to(dtype), weight.to(dtype), layer.bias, residual, codes, weight_codes, residual_codes,
-            of_x.amax, by_weight.amax, of_added.amax, quantizer.amax, of,
-        )  # fmt: skip
+            x.to(dtype),
+            weight.to(dtype),
+            layer.bias,
+            residual,
+            codes,
+            weight_codes,
+            residual_codes,
+            of_x.amax,
+            by_weight.amax,
+            of_added.amax,
+            quantizer.amax,
+            of,
+        )
         return value, found if self.emits else None
 
     def _counts(self, x: Tensor) -> bool:

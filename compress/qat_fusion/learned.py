@@ -56,4 +56,4 @@ class FusedLearnedModule(nn.Module):
         factor = quantizer.gradient_factor(x)
         return learned_quantize(
             x, quantizer.amax, self.epilogue, factor, bias=bias, residual=residual, kernels=self.kernels
-        )  # fmt: skip
+        )

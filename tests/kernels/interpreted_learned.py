@@ -32,9 +32,14 @@ def check(shape, dtype, bounds, integers, axis, has_bias, has_residual, last, de
     for kernels in ("triton", "torch"):
         leaves = [None if t is None else t.detach().clone().requires_grad_() for t in (y, amax, bias, residual)]
         result = learned_quantize(
-            leaves[0], leaves[1], Epilogue(*integers, *bounds, axis, 1), 0.37, bias=leaves[2], residual=leaves[3],
+            leaves[0],
+            leaves[1],
+            Epilogue(*integers, *bounds, axis, 1),
+            0.37,
+            bias=leaves[2],
+            residual=leaves[3],
             kernels=kernels,
-        )  # fmt: skip
+        )
         assert result.dtype == dtype and result.stride() == y.stride()
         present = [leaf for leaf in leaves if leaf is not None]
         found.append((result.detach(), *torch.autograd.grad(result, present, grad)))

@@ -25,9 +25,12 @@ def test_on_a_gpu_it_computes_what_float64_does():
 
 @settings(max_examples=40, deadline=None)
 @given(
-    taps=st.integers(1, 9), padding=st.integers(0, 4), channels=st.integers(1, 4),
-    height=st.integers(9, 20), width=st.integers(9, 20),
-)  # fmt: skip
+    taps=st.integers(1, 9),
+    padding=st.integers(0, 4),
+    channels=st.integers(1, 4),
+    height=st.integers(9, 20),
+    width=st.integers(9, 20),
+)
 def test_a_stem_on_blocks_of_pixels_is_the_same_convolution(taps, padding, channels, height, width):
     generator = torch.Generator().manual_seed(taps)
     x = torch.randint(-128, 128, (2, channels, height, width), dtype=torch.int8, generator=generator)

@@ -31,7 +31,11 @@ def test_on_a_gpu_they_compute_what_float64_does(dtype, compiled):
 )
 def test_which_convolutions_fit(change, expected):
     case = {
-        "x": torch.empty(2, 8, 9, 9).contiguous(memory_format=torch.channels_last), "weight": (8, 1, 7, 7),
-        "dtype": torch.bfloat16, "stride": (1, 1), "padding": (3, 3), "dilation": (1, 1),
-    } | change  # fmt: skip
+        "x": torch.empty(2, 8, 9, 9).contiguous(memory_format=torch.channels_last),
+        "weight": (8, 1, 7, 7),
+        "dtype": torch.bfloat16,
+        "stride": (1, 1),
+        "padding": (3, 3),
+        "dilation": (1, 1),
+    } | change
     assert fits(case.pop("x"), torch.empty(case.pop("weight")), **case) is expected

@@ -101,9 +101,11 @@ def test_compiled_masks_are_kept_as_bits_or_computed_again(make, kept):
     qmodel, x = quantized(lambda: After(make).eval(), size=2)
     torch.compiler.reset()
     backend = aot_autograd(
-        fw_compiler=look, bw_compiler=look, partition_fn=min_cut_rematerialization_partition,
+        fw_compiler=look,
+        bw_compiler=look,
+        partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
-    )  # fmt: skip
+    )
     torch.compile(compress.fuse_for_training(qmodel), backend=backend)(x).sum().backward()
     assert seen & {torch.bool, torch.uint8} == kept
 

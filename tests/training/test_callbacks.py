@@ -59,9 +59,13 @@ def test_a_callback_hears_each_step_and_epoch_once():
     figures = ["accuracy", "images_per_s", "loss", "lr"]
     steps = [("step", i, figures) for i in range(1, 9)]
     assert heard.calls == [
-        ("begin", "train", 2, 0), *steps[:4], ("epoch", 1, 4), *steps[4:], ("epoch", 2, 8),
+        ("begin", "train", 2, 0),
+        *steps[:4],
+        ("epoch", 1, 4),
+        *steps[4:],
+        ("epoch", 2, 8),
         ("end", 8, report.final.values["top1"]),
-    ]  # fmt: skip
+    ]
 
 
 def test_listening_changes_nothing(tmp_path):

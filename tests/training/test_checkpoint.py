@@ -276,6 +276,9 @@ def test_the_header_says_which_torch_wrote_it(tmp_path):
     with safe_open(path, framework="pt") as file:
         header = json.loads(file.metadata()["compress"])
     assert (header["kind"], header["version"], header["torch"], header["data"]) == (
-        "model", 2, torch.__version__, {"a": 1},
-    )  # fmt: skip
+        "model",
+        2,
+        torch.__version__,
+        {"a": 1},
+    )
     assert load_model(linear(seed=1), save_model(linear(), tmp_path / "bare")) == {}

@@ -143,8 +143,12 @@ def test_files_are_written_once(pair):
 def test_exchanges(facts):
     alone, *two = (facts[who]["exchange"] for who in RUNS)
     assert alone == {
-        "sum": [0, 1], "object": {"from": 0}, "on_main": 0, "refused": True, "kept": True,
-    }  # fmt: skip
+        "sum": [0, 1],
+        "object": {"from": 0},
+        "on_main": 0,
+        "refused": True,
+        "kept": True,
+    }
     for one in two:
         assert one == {**alone, "sum": [1, 2]}
     assert [facts[who]["is_main"] for who in RUNS] == [True, True, False]

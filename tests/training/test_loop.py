@@ -68,9 +68,15 @@ def test_is_the_loop_that_one_would_write_by_hand():
             optimizer.zero_grad()
             step += 1
     report = train(
-        model, data=data, lr=peak, warmup_epochs=warmup / 3, weight_decay=0.01, label_smoothing=0.1,
-        clip_grad_norm=0.5, grad_accumulation=2,
-    )  # fmt: skip
+        model,
+        data=data,
+        lr=peak,
+        warmup_epochs=warmup / 3,
+        weight_decay=0.01,
+        label_smoothing=0.1,
+        clip_grad_norm=0.5,
+        grad_accumulation=2,
+    )
     for got, expected in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     assert [row.train_loss for row in report.history] == pytest.approx([sum(losses[:5]) / 5, sum(losses[5:]) / 5])

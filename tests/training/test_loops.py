@@ -108,9 +108,14 @@ def test_lightning(tmp_path, monkeypatch, name):
 
     made, loader = cycle(tmp_path), DataLoader(TensorDataset(*pictures()), batch_size=4)
     trainer = lightning.Trainer(
-        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[QuantizationCallback(made)],
-    )  # fmt: skip
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[QuantizationCallback(made)],
+    )
     trainer.fit(Module(), loader, loader)
     assert trainer.global_step == 4
     check_end(made, tmp_path / "out.onnx")
@@ -125,9 +130,15 @@ def test_transformers(tmp_path):
     images, labels = pictures()
     data = [{"pixel_values": x, "labels": y} for x, y in zip(images, labels, strict=True)]
     arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path / "trainer"), num_train_epochs=2, per_device_train_batch_size=4, use_cpu=True,
-        report_to=[], save_strategy="no", disable_tqdm=True, learning_rate=0.1,
-    )  # fmt: skip
+        output_dir=str(tmp_path / "trainer"),
+        num_train_epochs=2,
+        per_device_train_batch_size=4,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        learning_rate=0.1,
+    )
     trainer = transformers.Trainer(
         model=ClassifierForTrainer(made.begin(network())),
         args=arguments,

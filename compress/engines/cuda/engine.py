@@ -77,7 +77,7 @@ def _gpus() -> dict[int, tuple[str, tuple[int, int]]]:
     return {
         i: (torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i))
         for i in range(torch.cuda.device_count())
-    }  # fmt: skip
+    }
 
 
 def _no_gpu() -> str:
@@ -164,10 +164,14 @@ class CudaEngine(Engine):
             named = build.options.get("plan")
             self._plan = plan_beside(path, machine) if named is None else read_plan(Path(named), machine)
         self.info = EngineInfo(
-            engine=NAME, label=f"cuda ({precision if device.type == 'cuda' else 'exact'})",
-            version=machine.triton, device=machine.gpu if device.type == "cuda" else "CPU", float_precision=precision,
-            options={"tune": "no" if self._plan is None else "yes"}, path=str(path),
-        )  # fmt: skip
+            engine=NAME,
+            label=f"cuda ({precision if device.type == 'cuda' else 'exact'})",
+            version=machine.triton,
+            device=machine.gpu if device.type == "cuda" else "CPU",
+            float_precision=precision,
+            options={"tune": "no" if self._plan is None else "yes"},
+            path=str(path),
+        )
         if all(size >= 1 for tensor in self.inputs for size in tensor.shape):
             self.program({tensor.name: tensor.shape for tensor in self.inputs})
         elif all(size >= 1 for tensor in self.inputs for size in tensor.shape[1:]):
@@ -254,9 +258,13 @@ class CudaEngine(Engine):
                 self._programs.pop(next(iter(self._programs)))  # the oldest
             layout = lay_out(make_plan(self._path, shapes, dtype=self._dtype))
             self._programs[key] = Program(
-                layout, self._device, candidates=self._candidates, plan=self._plan, jobs=self._jobs,
+                layout,
+                self._device,
+                candidates=self._candidates,
+                plan=self._plan,
+                jobs=self._jobs,
                 network=partial(self._network, dict(shapes)) if self._float_network else None,
-            )  # fmt: skip
+            )
         return self._programs[key]
 
     def _network(self, shapes: Mapping[str, tuple[int, ...]]) -> FloatNetwork:

@@ -68,9 +68,13 @@ def _compared(step: str, kind: str, result: Tensor, expected: Tensor) -> StepDif
     if result.dtype == torch.int8:
         off = (result.int() - expected.int()).abs()
         return StepDifference(
-            step=step, kind=kind, codes=off.numel(), differing=int(off.count_nonzero()), largest=int(off.max()),
+            step=step,
+            kind=kind,
+            codes=off.numel(),
+            differing=int(off.count_nonzero()),
+            largest=int(off.max()),
             relative=0.0,
-        )  # fmt: skip
+        )
     least = torch.finfo(result.dtype).tiny * result.numel() ** 0.5 if result.is_floating_point() else 0.0
     scale = max(float(expected.double().norm()), least) or 1.0
     error = float((result.double() - expected.double()).norm()) / scale

@@ -65,13 +65,15 @@ def float_network(graph: Graph, dtype: torch.dtype, device: torch.device) -> Flo
 
     constants = {
         (node.name, i): fitting(node, i, graph.constants[name])
-        for node in graph.nodes for i, name in enumerate(node.inputs) if name in graph.constants
-    }  # fmt: skip
+        for node in graph.nodes
+        for i, name in enumerate(node.inputs)
+        if name in graph.constants
+    }
 
     def run(*inputs: Tensor) -> tuple[Tensor, ...]:
         values = {
             name: x.to(dtype) if x.is_floating_point() else x for name, x in zip(graph.inputs, inputs, strict=True)
-        }  # fmt: skip
+        }
         for node in graph.nodes:
             given = [constants.get((node.name, i), values.get(name)) for i, name in enumerate(node.inputs)]
             values.update(zip(node.outputs, _results(node, given), strict=False))

@@ -52,9 +52,12 @@ def time_program(program: Program, inputs: Mapping[str, NDArray[np.generic]], *,
     columns = [[a.elapsed_time(b) for a, b in pairwise(row)] for row in marks]
     moved_in, computed, moved_out = (tuple(column) for column in zip(*columns, strict=True))
     return GpuTimes(
-        batch_size=_batch(given), copy_in_ms=moved_in, compute_ms=computed, copy_out_ms=moved_out,
+        batch_size=_batch(given),
+        copy_in_ms=moved_in,
+        compute_ms=computed,
+        copy_out_ms=moved_out,
         total_ms=tuple(row[0].elapsed_time(row[-1]) for row in marks),
-    )  # fmt: skip
+    )
 
 
 def _batch(given: Mapping[str, Tensor]) -> int:

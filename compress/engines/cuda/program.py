@@ -160,9 +160,7 @@ class Program:
         known = [name if name in {w.name for w in way} else "" for way, name in zip(ways, known, strict=True)]
         unknown = [len(way) > 1 and not name for way, name in zip(ways, known, strict=True)]
         if plan is not None and any(unknown):
-            tried = [
-                way if new else [chosen(way, name)] for way, new, name in zip(ways, unknown, known, strict=True)
-            ]  # fmt: skip
+            tried = [way if new else [chosen(way, name)] for way, new, name in zip(ways, unknown, known, strict=True)]
             refused = _compile(self.executor, tried, jobs, progress)
             self.measured = measure(self.executor, tried, refused=refused, progress=progress)
             for i, found in enumerate(self.measured):
@@ -288,8 +286,10 @@ def _compile(
     requests = kernel_requests(found)
     progress.start("compiling kernels", len(requests))
     results = compile_requests(
-        requests, torch.cuda.get_device_capability(executor.device), jobs=jobs,
+        requests,
+        torch.cuda.get_device_capability(executor.device),
+        jobs=jobs,
         progress=lambda done: progress.advance("compiling kernels"),
-    )  # fmt: skip
+    )
     progress.finish("compiling kernels")
     return refusals(found, {request: result.error for request, result in zip(requests, results, strict=True)})

@@ -9,9 +9,16 @@ from compress.engines.cuda.plan.layout import Copy, Layout
 from compress.engines.cuda.plan.steps import Attention, AveragePool, MaxPool, Move, Operation, Product, Step
 
 _NAMES = {
-    torch.int8: "i8", torch.uint8: "u8", torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32",
-    torch.float64: "f64", torch.int32: "i32", torch.int64: "i64", torch.bool: "bool",
-}  # fmt: skip
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "bool",
+}
 
 FLOAT_KERNEL = "torch in "
 """Name of a kernel that computes in floating point what the file computes on codes, before its type."""
@@ -27,10 +34,13 @@ def runtime_layer(step: Step, layout: Layout, kernel: str) -> RuntimeLayer:
     """
     kind = step.op if isinstance(step, Operation) else type(step).__name__
     return RuntimeLayer(
-        name=step.name, kind=kind, precision=precision(step, layout, kernel),
-        output_precisions=tuple(dtype_name(name, layout) for name in step.writes), kernel=kernel,
+        name=step.name,
+        kind=kind,
+        precision=precision(step, layout, kernel),
+        output_precisions=tuple(dtype_name(name, layout) for name in step.writes),
+        kernel=kernel,
         original_names=step.origins,
-    )  # fmt: skip
+    )
 
 
 def precision(step: Step, layout: Layout, kernel: str) -> str:

@@ -160,8 +160,10 @@ def depthwise_tiles(
     widths = (wide, 32) if wide == 64 else (wide,)
     return [
         DepthwiseTile(count // columns, columns, strip, 4, floats)
-        for columns in widths for count in (1024, 512) for strip in strips[: 2 if wide == 64 else None]
-    ]  # fmt: skip
+        for columns in widths
+        for count in (1024, 512)
+        for strip in strips[: 2 if wide == 64 else None]
+    ]
 
 
 def rows_tiles(

@@ -97,9 +97,20 @@ def with_bias(tile_ptr, at, there, bias, HAS_BIAS: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    y_ptr, bias_ptr, amax_ptr, out_ptr, rows, columns, steps, low, high,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    y_ptr,
+    bias_ptr,
+    amax_ptr,
+    out_ptr,
+    rows,
+    columns,
+    steps,
+    low,
+    high,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Compute the tiles of a strip of columns: y + bias, activated and quantized."""
     low = tl.cast(low, tl.float32)  # torch.compile passes Python's numbers in float64
     high = tl.cast(high, tl.float32)
@@ -117,9 +128,23 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    grad_ptr, y_ptr, bias_ptr, amax_ptr, out_ptr, sums_ptr, rows, columns, steps, least, high,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    grad_ptr,
+    y_ptr,
+    bias_ptr,
+    amax_ptr,
+    out_ptr,
+    sums_ptr,
+    rows,
+    columns,
+    steps,
+    least,
+    high,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SUMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Compute the tiles of a strip of columns: the gradient, masked and times the derivative of the activation."""
     least = tl.cast(least, tl.float32)
     high = tl.cast(high, tl.float32)

@@ -71,10 +71,22 @@ def _put_bits(ptr, passes, first, count, stride, WIDE: tl.constexpr, ROWS: tl.co
 
 @triton.jit
 def round_kernel(
-    x_ptr, q_amax_ptr, k_amax_ptr, v_amax_ptr, out_ptr, bits_ptr,
-    rows, groups, strips, tiles, least, low, high,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    q_amax_ptr,
+    k_amax_ptr,
+    v_amax_ptr,
+    out_ptr,
+    bits_ptr,
+    rows,
+    groups,
+    strips,
+    tiles,
+    least,
+    low,
+    high,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
     """Quantize tiles of q, of k or of v, which lie side by side in each row, and store their bits, 0 if saturated.
 
     groups: of eight elements, in a part of a row; strips: of GROUPS groups; tiles: one below the other.

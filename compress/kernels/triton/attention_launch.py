@@ -168,13 +168,10 @@ def run_forward(
 ) -> None:
     """Write the result and the logarithms of the sums.
 
-    Args:
-        tensors: q, k, v, the range of the probabilities, the result, the sums.
-        layout: of them.
-        numbers: what the scores are multiplied by, and the largest integer of a probability.
-        tile: of the kernel.
-        bounds: smallest and largest integer of the result, if it is quantized.
-        rounded: range of the result and its bits, which are written; None = it is not quantized.
+    tensors: q, k, v, the range of the probabilities, the result, the sums.
+    numbers: what the scores are multiplied by, and the largest integer of a probability.
+    bounds: smallest and largest integer of the result, if it is quantized.
+    rounded: range of the result and its bits, which are written; None = it is not quantized.
     """
     scaling, high = numbers
     amax = tensors[3]
@@ -184,11 +181,26 @@ def run_forward(
         forward_kernel,
         (blocks * layout.total,),
         (*tensors[:4], out_amax, *tensors[4:], out_bits),
-        (layout.tokens, tensors[5].shape[-1], layout.keys, blocks, *layout[3:9], scaling * _LOG2_E, float(high),
-         rounding_threshold(bounds[0]), float(bounds[0]), float(bounds[1]), *_sizes(layout),
-         rounded is not None, tile.whole, tile.rows, tile.columns),
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        (
+            layout.tokens,
+            tensors[5].shape[-1],
+            layout.keys,
+            blocks,
+            *layout[3:9],
+            scaling * _LOG2_E,
+            float(high),
+            rounding_threshold(bounds[0]),
+            float(bounds[0]),
+            float(bounds[1]),
+            *_sizes(layout),
+            rounded is not None,
+            tile.whole,
+            tile.rows,
+            tile.columns,
+        ),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
 
 
 def run_backward(
@@ -200,21 +212,15 @@ def run_backward(
     bits: Tensor | None = None,
     out_bits: Tensor | None = None,
 ) -> None:
-    """Write the gradients of q, k and v.
+    """Write the gradients of q, k and v into `grads`.
 
-    Args:
-        tensors: q, k, v, the range of the probabilities, the sums, the gradient of the result.
-        grads: the memory that is written.
-        layout: of them.
-        numbers: as of `run_forward`.
-        tiles: fields of two tiles.
-        bits: of q, k and v, if they were quantized.
-        out_bits: of the result, if it was quantized.
+    `tensors`: q, k, v, the range of the probabilities, the sums, the gradient of the result; `numbers`: as of
+    `run_forward`; `tiles`: fields of two tiles; `bits`, `out_bits`: of q, k and v and of the result, if quantized.
     """
-    scaling, high = numbers
+    factors = (numbers[0] * _LOG2_E, numbers[0], float(numbers[1]))
     q, k, v, amax, sums, grad = tensors
     by_queries, by_keys = AttentionTile(*tiles[:5]), AttentionTile(*tiles[5:])
-    sizes, room = (*_sizes(layout), bits is not None), sums.shape[-1]
+    sizes = (*_sizes(layout), bits is not None)
     masks, grad_masks = [amax if found is None else found for found in (bits, out_bits)]
     passed = grad if out_bits is None else torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
     deltas = torch.empty(sums.shape, dtype=torch.float32, device=sums.device)
@@ -223,19 +229,35 @@ def run_backward(
         queries_kernel,
         (blocks * layout.total,),
         (q, k, v, grad, sums, amax, masks, grad_masks, grads, deltas, passed),
-        (layout.tokens, room, layout.keys, blocks, *layout[3:9], scaling * _LOG2_E, scaling, float(high), *sizes,
-         out_bits is not None, by_queries.whole, by_queries.rows, by_queries.columns),
-        num_warps=by_queries.warps, num_stages=by_queries.stages,
-    )  # fmt: skip
+        (
+            *(layout.tokens, sums.shape[-1], layout.keys, blocks),
+            *layout[3:9],
+            *factors,
+            *sizes,
+            out_bits is not None,
+            by_queries.whole,
+            by_queries.rows,
+            by_queries.columns,
+        ),
+        num_warps=by_queries.warps,
+        num_stages=by_queries.stages,
+    )
     blocks = -(-layout.keys // by_keys.rows)
     launch(
         keys_kernel,
         (blocks * layout.total,),
         (q, k, v, passed, sums, deltas, amax, masks, grads),
-        (layout.tokens, room, layout.keys, blocks, *layout[3:11], scaling * _LOG2_E, scaling, float(high), *sizes,
-         by_keys.rows, by_keys.columns),
-        num_warps=by_keys.warps, num_stages=by_keys.stages,
-    )  # fmt: skip
+        (
+            *(layout.tokens, sums.shape[-1], layout.keys, blocks),
+            *layout[3:11],
+            *factors,
+            *sizes,
+            by_keys.rows,
+            by_keys.columns,
+        ),
+        num_warps=by_keys.warps,
+        num_stages=by_keys.stages,
+    )
 
 
 def room_for(tokens: int) -> int:

@@ -64,10 +64,21 @@ def sums_kernel(x_ptr, sums_ptr, rows, columns, steps, ROWS: tl.constexpr, COLUM
 
 @triton.jit
 def statistics_kernel(
-    sums_ptr, x_ptr, mean_ptr, deviation_ptr, running_mean_ptr, running_var_ptr,
-    programs, rows, columns, eps, momentum,
-    RUNNING: tl.constexpr, PROGRAMS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    sums_ptr,
+    x_ptr,
+    mean_ptr,
+    deviation_ptr,
+    running_mean_ptr,
+    running_var_ptr,
+    programs,
+    rows,
+    columns,
+    eps,
+    momentum,
+    RUNNING: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Add the sums of all programs: mean and reciprocal of the standard deviation; RUNNING: update running ones."""
     local, column, inside, at = strip(2 * columns, PROGRAMS, COLUMNS)
     inside = column < columns
@@ -94,9 +105,23 @@ def statistics_kernel(
 
 @triton.jit
 def forward_kernel(
-    x_ptr, mean_ptr, deviation_ptr, weight_ptr, bias_ptr, amax_ptr, out_ptr,
-    rows, columns, steps, lower, upper, low, high, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    mean_ptr,
+    deviation_ptr,
+    weight_ptr,
+    bias_ptr,
+    amax_ptr,
+    out_ptr,
+    rows,
+    columns,
+    steps,
+    lower,
+    upper,
+    low,
+    high,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Compute the tiles of a strip: normalized, activated and quantized."""
     scale, reciprocal = step_of(tl.load(amax_ptr), high)
     local, column, inside, at = strip(columns, ROWS, COLUMNS)
@@ -112,11 +137,29 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    grad_ptr, x_ptr, mean_ptr, deviation_ptr, weight_ptr, bias_ptr, amax_ptr, sums_ptr, out_ptr,
-    rows, columns, steps, lower, upper, least, high,
-    FROM: tl.constexpr, UP_TO: tl.constexpr, SUMS: tl.constexpr, BATCH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    grad_ptr,
+    x_ptr,
+    mean_ptr,
+    deviation_ptr,
+    weight_ptr,
+    bias_ptr,
+    amax_ptr,
+    sums_ptr,
+    out_ptr,
+    rows,
+    columns,
+    steps,
+    lower,
+    upper,
+    least,
+    high,
+    FROM: tl.constexpr,
+    UP_TO: tl.constexpr,
+    SUMS: tl.constexpr,
+    BATCH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """SUMS: sum the tiles of a strip of the masked gradient, and times the normalized values; else write that of x.
 
     BATCH: the statistics are those of the batch, and pass a gradient, for which `sums` (2, columns) are read.

@@ -199,11 +199,36 @@ def _call_of(
     flat = taps_y * taps_x == 1 and geometry.stride == (1, 1) and not padded and dense
     e = epilogue
     constants = (
-        rows, channels, outputs, image_step, row_step, channels if flat else pixel_step,
-        height, width, out_height, out_width, *geometry.stride, *geometry.padding, *geometry.dilation,
-        *map(float, highs), rounding_threshold(e.low), float(e.low), float(e.high), e.lower, e.upper,
-        taps_y, taps_x, flat, padded, channels % t.depth == 0, added_codes, t.rows, t.columns, t.depth, t.part,
-    )  # fmt: skip
+        rows,
+        channels,
+        outputs,
+        image_step,
+        row_step,
+        channels if flat else pixel_step,
+        height,
+        width,
+        out_height,
+        out_width,
+        *geometry.stride,
+        *geometry.padding,
+        *geometry.dilation,
+        *map(float, highs),
+        rounding_threshold(e.low),
+        float(e.low),
+        float(e.high),
+        e.lower,
+        e.upper,
+        taps_y,
+        taps_x,
+        flat,
+        padded,
+        channels % t.depth == 0,
+        added_codes,
+        t.rows,
+        t.columns,
+        t.depth,
+        t.part,
+    )
     shape = (images, outputs, out_height, out_width)
     grid = (-(-rows // t.rows) * -(-outputs // t.columns),)
     return _Call(shape, rows * outputs // 8, grid, constants, t)

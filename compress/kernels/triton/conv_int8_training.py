@@ -126,9 +126,17 @@ class _Convolve(torch.autograd.Function):
             read = Codes(added, residual_amax, highs[2])
         pools = window is not None
         written, bits, value = _conv_codes(
-            Codes(codes, x_amax, highs[0]), Codes(weight_codes, weight_amax, highs[1]), read, amax,
-            epilogue, Geometry(*geometry), stem, bias, emits or pools, None if pools else dtype,
-        )  # fmt: skip
+            Codes(codes, x_amax, highs[0]),
+            Codes(weight_codes, weight_amax, highs[1]),
+            read,
+            amax,
+            epilogue,
+            Geometry(*geometry),
+            stem,
+            bias,
+            emits or pools,
+            None if pools else dtype,
+        )
         ctx.size = ctx.plan = None
         if pools:
             ctx.size = tuple(cast(Tensor, written).shape[2:])
@@ -193,9 +201,16 @@ def _conv_codes(
     elif residual is not None:
         residual = residual.contiguous(memory_format=_LAST)
     return conv_codes(
-        Codes(q, *codes[1:]), Codes(w, *weight[1:]), amax, epilogue, geometry,
-        bias=bias, residual=residual, codes=emits, dtype=dtype,
-    )  # fmt: skip
+        Codes(q, *codes[1:]),
+        Codes(w, *weight[1:]),
+        amax,
+        epilogue,
+        geometry,
+        bias=bias,
+        residual=residual,
+        codes=emits,
+        dtype=dtype,
+    )
 
 
 def codes_of(value: Tensor, amax: Tensor, high: int) -> Tensor:

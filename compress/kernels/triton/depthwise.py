@@ -39,10 +39,23 @@ def _place(position, groups, height, STRIP: tl.constexpr):
 
 @triton.jit
 def convolution_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, positions, groups, channels, height, width,
-    TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, TURNED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    POSITIONS: tl.constexpr, CHANNELS: tl.constexpr, STRIP: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    positions,
+    groups,
+    channels,
+    height,
+    width,
+    TAPS_Y: tl.constexpr,
+    TAPS_X: tl.constexpr,
+    TURNED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    STRIP: tl.constexpr,
+):
     """Compute STRIP pixels of each position; `weight` is (TAPS_Y, TAPS_X, channels). TURNED: the filter backwards."""
     position = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -96,10 +109,21 @@ def _with_pixels(sums, pixels, weights, PLACE: tl.constexpr, TAPS: tl.constexpr,
 
 @triton.jit
 def filter_gradient_kernel(
-    grad_ptr, x_ptr, sums_ptr, positions, groups, channels, height, width, steps,
-    TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr,
-    POSITIONS: tl.constexpr, CHANNELS: tl.constexpr, STRIP: tl.constexpr,
-):  # fmt: skip
+    grad_ptr,
+    x_ptr,
+    sums_ptr,
+    positions,
+    groups,
+    channels,
+    height,
+    width,
+    steps,
+    TAPS_Y: tl.constexpr,
+    TAPS_X: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    STRIP: tl.constexpr,
+):
     """Sum the products of gradients and pixels under one row of taps; `sums` is (programs, TAPS_Y * TAPS_X + 1, C).
 
     The last row of the sums is that of the gradient itself: the bias's gradient.

@@ -34,16 +34,30 @@ _PROGRAMS = 1056  # of the strip kernel: 8 on each of 132 multiprocessors
 
 @triton.jit
 def forward_kernel(
-    y_ptr, bias_ptr, residual_ptr, amax_ptr, out_ptr, bits_ptr,
-    n, bias_groups, axis_inner, axis_size,
-    lower, upper, least, low, high,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PER_CHANNEL: tl.constexpr, EVEN: tl.constexpr,
-    FROM: tl.constexpr, UP_TO: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
-    """Compute a tile of y + bias + residual, activated and quantized, and its mask.
-
-    FROM and UP_TO: the bounds of the activation decide where the gradient passes, below (instead of `least`) and above.
-    """
+    y_ptr,
+    bias_ptr,
+    residual_ptr,
+    amax_ptr,
+    out_ptr,
+    bits_ptr,
+    n,
+    bias_groups,
+    axis_inner,
+    axis_size,
+    lower,
+    upper,
+    least,
+    low,
+    high,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    EVEN: tl.constexpr,
+    FROM: tl.constexpr,
+    UP_TO: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """A tile of y + bias + residual, quantized, and its mask; FROM, UP_TO: the activation's bounds limit gradients."""
     lower = tl.cast(lower, tl.float32)  # torch.compile passes Python's numbers in float64
     upper = tl.cast(upper, tl.float32)
     least = tl.cast(least, tl.float32)
@@ -152,11 +166,25 @@ def forward_compiled(
     columns = 0 if bias is None else y.shape[epilogue.bias_dim]
     from_, up_to = decisive(epilogue)
     forward_kernel[((n + BITS_PER_BYTE * GROUPS - 1) // (BITS_PER_BYTE * GROUPS),)](
-        y, amax if bias is None else bias, amax if residual is None else residual, amax, to_out, bits,
-        n, max(1, columns // BITS_PER_BYTE), 1, 1, *bounds_of(epilogue),
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, PER_CHANNEL=False,
-        EVEN=n % BITS_PER_BYTE == 0, FROM=from_, UP_TO=up_to, GROUPS=GROUPS,
-    )  # fmt: skip
+        y,
+        amax if bias is None else bias,
+        amax if residual is None else residual,
+        amax,
+        to_out,
+        bits,
+        n,
+        max(1, columns // BITS_PER_BYTE),
+        1,
+        1,
+        *bounds_of(epilogue),
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        PER_CHANNEL=False,
+        EVEN=n % BITS_PER_BYTE == 0,
+        FROM=from_,
+        UP_TO=up_to,
+        GROUPS=GROUPS,
+    )
     return out, bits
 
 
@@ -235,13 +263,23 @@ class Plan:
         inner, size = (1, 1) if axis < 0 else (inner_size(y, axis), y.shape[axis])
         even = self.count % BITS_PER_BYTE == 0
         self._forward = Launch(
-            forward_kernel, (triton.cdiv(self.count, BITS_PER_BYTE * GROUPS),),
-            self.count, max(1, self.columns // BITS_PER_BYTE), inner, size, *bounds_of(e),
-            bias_dtype is not None, residual_dtype is not None, axis >= 0, even, *decisive(e), GROUPS,
-        )  # fmt: skip
+            forward_kernel,
+            (triton.cdiv(self.count, BITS_PER_BYTE * GROUPS),),
+            self.count,
+            max(1, self.columns // BITS_PER_BYTE),
+            inner,
+            size,
+            *bounds_of(e),
+            bias_dtype is not None,
+            residual_dtype is not None,
+            axis >= 0,
+            even,
+            *decisive(e),
+            GROUPS,
+        )
         self._backward = Launch(
             backward_kernel, (triton.cdiv(self.count, BITS_PER_BYTE * GROUPS),), self.count, even, GROUPS
-        )  # fmt: skip
+        )
         if self.columns and self.count:
             s = Strips.of(self.count, self.columns)
             self.programs = s.programs

@@ -38,32 +38,47 @@ def attention(
 ) -> None:
     """Launch the attention of all heads.
 
-    Args:
-        q: codes (B, H, L, D).
-        k: codes (B, H, D, S).
-        v: codes (B, H, S, E).
-        mask: float32 (M, H, L, S), strides of 0 where it broadcasts; added to the scores. M is B, or divides it: then
-            it repeats. None = none.
-        factor: of a product of codes, in the scores.
-        probability: scale of the probabilities' grid.
-        limits: lowest and highest integer of that grid.
-        finish: of `finish_of`, on the device; its factor is that of a sum of products of codes.
-        codes: (B, H, L, E), what is written; None = not.
-        value: the same.
-        queries: of one program.
-        keys: of one step.
-        warps: of a program.
+    q: codes (B, H, L, D).
+    k: codes (B, H, D, S).
+    v: codes (B, H, S, E).
+    mask: float32 (M, H, L, S), strides of 0 where it broadcasts; added to the scores. M is B, or divides it: then
+        it repeats. None = none.
+    factor: of a product of codes, in the scores.
+    probability, limits: scale, lowest and highest integer of the probabilities' grid.
+    finish: on the device; its factor is that of a sum of products of codes.
+    codes, value: (B, H, L, E), what is written; None = not.
+    queries, keys, warps: of one program, of one step, of a program.
     """
     batch, heads, length, depth = q.shape
     size, width = v.shape[2], v.shape[3]
     steps = [(0, 0, 0, 0) if t is None else t.stride() for t in (q, k, v, mask, codes, value)]
     masks = batch if mask is None else mask.shape[0]
     _attention_kernel[(triton.cdiv(length, queries), batch * heads)](
-        q, k, v, mask, finish.vectors, Outputs(None, codes, value), finish.numbers, heads, length, size, depth, width,
-        masks, *steps, factor * _LOG2_E, _LOG2_E, 1.0 / probability, float(limits[0]), float(limits[1]), finish.kind,
-        queries, keys, max(16, triton.next_power_of_2(depth)), max(16, triton.next_power_of_2(width)),
-        size <= keys, num_warps=warps,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        mask,
+        finish.vectors,
+        Outputs(None, codes, value),
+        finish.numbers,
+        heads,
+        length,
+        size,
+        depth,
+        width,
+        masks,
+        *steps,
+        factor * _LOG2_E,
+        _LOG2_E,
+        1.0 / probability,
+        *map(float, limits),
+        finish.kind,
+        queries,
+        keys,
+        *(max(16, triton.next_power_of_2(count)) for count in (depth, width)),
+        size <= keys,
+        num_warps=warps,
+    )
 
 
 @triton.jit
@@ -90,9 +105,27 @@ def _mixed(p, v_ptr, key, column, v_step, size, inside, sums):
 
 @triton.jit
 def _in_two_passes(
-    q, k_ptr, v_ptr, depth_at, column, k_step, v_step, depth, size, inside, rows_ptr, mask_step, score, mask_score,
-    to_probability, p_low, p_high, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    q,
+    k_ptr,
+    v_ptr,
+    depth_at,
+    column,
+    k_step,
+    v_step,
+    depth,
+    size,
+    inside,
+    rows_ptr,
+    mask_step,
+    score,
+    mask_score,
+    to_probability,
+    p_low,
+    p_high,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """Products with the values, whose keys come in several blocks."""
     largest = tl.full([QUERIES], -1e30, tl.float32)
     total = tl.zeros([QUERIES], dtype=tl.float32)

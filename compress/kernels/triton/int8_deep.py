@@ -34,18 +34,46 @@ def deep(
     rows, channels = x.shape[0], weight.codes.shape[-1]
     pixels, filters = describe_operands(x, weight, columns, tile)
     _deep_kernel[(tiles_of(rows, columns, tile),)](
-        pixels, filters, weight.correction, finish.vectors, outputs, finish.numbers, rows, columns,
-        finish.kind, zero != 0, -(-channels // tile.depth), tile.rows, tile.columns, tile.depth, tile.stages,
-        min(tile.part, tile.columns), num_warps=tile.warps, maxnreg=tile.registers,
-    )  # fmt: skip
+        pixels,
+        filters,
+        weight.correction,
+        finish.vectors,
+        outputs,
+        finish.numbers,
+        rows,
+        columns,
+        finish.kind,
+        zero != 0,
+        -(-channels // tile.depth),
+        tile.rows,
+        tile.columns,
+        tile.depth,
+        tile.stages,
+        min(tile.part, tile.columns),
+        num_warps=tile.warps,
+        maxnreg=tile.registers,
+    )
 
 
 @triton.jit
 def _deep_kernel(
-    x, weight, correction_ptr, vectors, outputs, numbers, rows, columns,
-    KIND: tl.constexpr, X_ZERO: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, STAGES: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    correction_ptr,
+    vectors,
+    outputs,
+    numbers,
+    rows,
+    columns,
+    KIND: tl.constexpr,
+    X_ZERO: tl.constexpr,
+    STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    PART: tl.constexpr,
+):
     strips = tl.cdiv(columns, COLUMNS)  # neighbours in time share pixels: those come out of the cache
     first_row = (tl.program_id(0) // strips) * ROWS
     first_column = (tl.program_id(0) % strips) * COLUMNS
@@ -59,6 +87,18 @@ def _deep_kernel(
     if X_ZERO:
         total += tl.load(correction_ptr + column, mask=column < columns, other=0)[None, :]
     finish_tile(
-        total, total, row.to(tl.int64), row < rows, first_column, columns, vectors, outputs, numbers, KIND, False,
-        ROWS, COLUMNS, PART,
-    )  # fmt: skip
+        total,
+        total,
+        row.to(tl.int64),
+        row < rows,
+        first_column,
+        columns,
+        vectors,
+        outputs,
+        numbers,
+        KIND,
+        False,
+        ROWS,
+        COLUMNS,
+        PART,
+    )

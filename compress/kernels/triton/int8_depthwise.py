@@ -91,12 +91,31 @@ def depthwise(
     grid = (-(-positions // tile.positions), -(-columns // tile.channels))
     strides = (geometry.stride_y, geometry.stride_x, geometry.dilation_y, geometry.dilation_x)
     _depthwise_kernel[grid](
-        x, weight.codes, weight.correction, finish.vectors, outputs, finish.numbers,
-        positions, groups, channels, columns, Steps(image_step, row_step, pixel_step), Sizes(height, width, *out_size),
-        geometry.pad_y, geometry.pad_x, zero,
-        finish.kind, taps_y, taps_x, *strides, zero != 0, tile.strip, tile.positions, tile.channels,
+        x,
+        weight.codes,
+        weight.correction,
+        finish.vectors,
+        outputs,
+        finish.numbers,
+        positions,
+        groups,
+        channels,
+        columns,
+        Steps(image_step, row_step, pixel_step),
+        Sizes(height, width, *out_size),
+        geometry.pad_y,
+        geometry.pad_x,
+        zero,
+        finish.kind,
+        taps_y,
+        taps_x,
+        *strides,
+        zero != 0,
+        tile.strip,
+        tile.positions,
+        tile.channels,
         num_warps=tile.warps,
-    )  # fmt: skip
+    )
 
 
 @triton.jit(do_not_specialize=["sizes", "positions", "groups", "x_zero"])
@@ -139,16 +158,36 @@ def _depthwise_kernel(
     for i in tl.static_range(STRIP):
         row = (position // groups).to(tl.int64) * sizes.out_width + (out_x + i)
         finish_tile(
-            sums[i], sums[i], row, found & (out_x + i < sizes.out_width), first_column, columns, vectors, outputs,
-            numbers, KIND, False, POSITIONS, CHANNELS, CHANNELS,
-        )  # fmt: skip
+            sums[i],
+            sums[i],
+            row,
+            found & (out_x + i < sizes.out_width),
+            first_column,
+            columns,
+            vectors,
+            outputs,
+            numbers,
+            KIND,
+            False,
+            POSITIONS,
+            CHANNELS,
+            CHANNELS,
+        )
 
 
 @triton.jit
 def place_of(
-    position, groups, blocks, step, pad_y, pad_x, STRIDE_Y: tl.constexpr, STRIDE_X: tl.constexpr, HIGH: tl.constexpr,
+    position,
+    groups,
+    blocks,
+    step,
+    pad_y,
+    pad_x,
+    STRIDE_Y: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    HIGH: tl.constexpr,
     STRIP: tl.constexpr,
-):  # fmt: skip
+):
     """Where the HIGH x STRIP results of a position lie, and the pixel with which their window begins.
 
     An image has `blocks` x `groups` positions. Returns (image as int64, first row and column of the results, row and
@@ -165,9 +204,15 @@ def place_of(
 
 @triton.jit
 def _with_pixels(
-    sums, pixels, weights, PLACE: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.constexpr, TAPS: tl.constexpr,
+    sums,
+    pixels,
+    weights,
+    PLACE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    DILATION: tl.constexpr,
+    TAPS: tl.constexpr,
     STRIP: tl.constexpr,
-):  # fmt: skip
+):
     """The sums of a strip with the products of a column of pixels, which lies PLACE after the first one."""
     found = ()
     for i in tl.static_range(STRIP):

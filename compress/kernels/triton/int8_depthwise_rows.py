@@ -96,17 +96,15 @@ def depthwise_rows(
 ) -> None:
     """Launch the depthwise convolution of `x`.
 
-    Args:
-        x: int8 (N, C, H, W) with neighbouring channels; pixels begin at multiples of 16 bytes and have room for a
-            multiple of 16 channels.
-        weight: of `pack_dots`.
-        finish: of `finish_of`, on the device; its grid has one scale.
-        outputs: what is written, in rows at multiples of 4 elements; nothing is added.
-        columns: channels, a multiple of 4.
-        geometry: of the filter, without dilation.
-        out_size: (OH, OW).
-        tile: of a program.
-        zero: code of 0 of the input.
+    x: int8 (N, C, H, W) with neighbouring channels; pixels begin at multiples of 16 bytes and have room for a
+        multiple of 16 channels.
+    weight: of `pack_dots`.
+    finish: on the device; its grid has one scale.
+    outputs: what is written, in rows at multiples of 4 elements; nothing is added.
+    columns: channels, a multiple of 4.
+    geometry: without dilation.
+    out_size: (OH, OW).
+    tile, zero: as of `product`.
     """
     images, _, height, width = x.shape
     taps_y, shifts, _, words = weight.codes.shape
@@ -114,13 +112,36 @@ def depthwise_rows(
     groups, blocks = -(-out_size[1] // tile.strip), -(-out_size[0] // tile.high)
     positions, units, chunks = images * blocks * groups, _WARP * tile.warps, words // tile.chunk
     _rows_kernel[(-(-positions * tile.chunk // units) * chunks,)](
-        _words_of(x), weight.codes, weight.correction, finish.vectors, outputs,
-        finish.numbers, positions, groups, blocks, tile.chunk, chunks, words, columns,
-        Steps(image_step, row_step, pixel_step), Sizes(height, width, *out_size), geometry.pad_y, geometry.pad_x,
+        _words_of(x),
+        weight.codes,
+        weight.correction,
+        finish.vectors,
+        outputs,
+        finish.numbers,
+        positions,
+        groups,
+        blocks,
+        tile.chunk,
+        chunks,
+        words,
+        columns,
+        Steps(image_step, row_step, pixel_step),
+        Sizes(height, width, *out_size),
+        geometry.pad_y,
+        geometry.pad_x,
         _word_of(zero),
-        finish.kind, taps_y, shifts - 3, geometry.stride_y, geometry.stride_x, zero != 0, tile.high, tile.strip, units,
-        x.is_cuda, num_warps=tile.warps,
-    )  # fmt: skip
+        finish.kind,
+        taps_y,
+        shifts - 3,
+        geometry.stride_y,
+        geometry.stride_x,
+        zero != 0,
+        tile.high,
+        tile.strip,
+        units,
+        x.is_cuda,
+        num_warps=tile.warps,
+    )
 
 
 @triton.jit
@@ -217,9 +238,18 @@ def _row(at, there, across, pixel_step, filler, PIXELS: tl.constexpr, UNITS: tl.
 
 @triton.jit
 def _with_row(
-    sums, turned, taps_at, words, TAP_Y: tl.constexpr, TAPS: tl.constexpr, STRIDE_Y: tl.constexpr,
-    STRIDE_X: tl.constexpr, HIGH: tl.constexpr, STRIP: tl.constexpr, ON_GPU: tl.constexpr,
-):  # fmt: skip
+    sums,
+    turned,
+    taps_at,
+    words,
+    TAP_Y: tl.constexpr,
+    TAPS: tl.constexpr,
+    STRIDE_Y: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    HIGH: tl.constexpr,
+    STRIP: tl.constexpr,
+    ON_GPU: tl.constexpr,
+):
     """The sums of all rows with the products of one row of the filter."""
     QUADS: tl.constexpr = ((STRIP - 1) * STRIDE_X + TAPS + 3) // 4
     taps = ()

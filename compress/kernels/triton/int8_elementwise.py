@@ -60,10 +60,25 @@ def elementwise(
     other = y or Operand(x.tensor)
     outputs = Outputs(None, codes, value)
     _elementwise_kernel[(triton.cdiv(rows, tile), triton.cdiv(channels, block))](
-        x.tensor, other.tensor, finish.vectors, outputs, finish.numbers, rows, channels, (shape[1], shape[2]), *strides,
-        x.scale, float(x.zero), other.scale, float(other.zero),
-        finish.kind, finish.vectors.factor.numel() > 1, COMBINATIONS.index(combination), tile, block,
-    )  # fmt: skip
+        x.tensor,
+        other.tensor,
+        finish.vectors,
+        outputs,
+        finish.numbers,
+        rows,
+        channels,
+        (shape[1], shape[2]),
+        *strides,
+        x.scale,
+        float(x.zero),
+        other.scale,
+        float(other.zero),
+        finish.kind,
+        finish.vectors.factor.numel() > 1,
+        COMBINATIONS.index(combination),
+        tile,
+        block,
+    )
 
 
 def _collapsed(tensors: list[Tensor | None]) -> tuple[list[int], list[tuple[int, ...]]]:
@@ -88,11 +103,28 @@ def _collapsed(tensors: list[Tensor | None]) -> tuple[list[int], list[tuple[int,
 
 @triton.jit(do_not_specialize=["sizes"])
 def _elementwise_kernel(
-    x_ptr, y_ptr, vectors, outputs, numbers, rows, channels, sizes, x_step, y_step, codes_step, value_step,
-    x_scale, x_zero, y_scale, y_zero,
-    KIND: tl.constexpr, PER_CHANNEL: tl.constexpr, COMBINATION: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    vectors,
+    outputs,
+    numbers,
+    rows,
+    channels,
+    sizes,
+    x_step,
+    y_step,
+    codes_step,
+    value_step,
+    x_scale,
+    x_zero,
+    y_scale,
+    y_zero,
+    KIND: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    COMBINATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = column < channels

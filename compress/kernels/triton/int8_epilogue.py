@@ -23,9 +23,20 @@ import triton.language as tl
 from torch import Tensor
 
 ACTIVATIONS = (
-    "none", "clip", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh", "hard_sigmoid", "hard_swish", "mish",
-    "elu", "softplus",
-)  # fmt: skip
+    "none",
+    "clip",
+    "leaky_relu",
+    "sigmoid",
+    "tanh",
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "hard_sigmoid",
+    "hard_swish",
+    "mish",
+    "elu",
+    "softplus",
+)
 """Activations by the number that kernels know them by."""
 
 _ROUNDS = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it has no fraction bits, so it rounds half to even
@@ -184,20 +195,16 @@ def finish_of(
 ) -> Finish:
     """The arguments of an epilogue, on the CPU.
 
-    Args:
-        factor: (O,) float64, real value of one unit of the sum.
-        bias: (O,) float64.
-        first: activation before the residual.
-        middle: grid with one scale on which the branch is rounded before the residual is added.
-        residual: what is added.
-        second: activation after the residual.
-        grid: of the codes that are written; None = none are.
-        value: values are written too.
+    factor, bias: (O,) float64; real value of one unit of the sum, and what is added to it.
+    first, second: activations before and after the residual.
+    middle: grid with one scale on which the branch is rounded before the residual is added.
+    grid: of the codes that are written; None = none are.
+    value: values are written too.
     """
     uniform = grid is not None and grid.scale.numel() == 1
     folded = grid is not None and not value and middle is None and _folds(first, second, residual, uniform)
-    unit, inverse = 1.0, None
-    g = grid or OutputGrid(torch.ones(1, dtype=torch.float64))
+    unit, inverse, one = 1.0, None, OutputGrid(torch.ones(1, dtype=torch.float64))
+    g, m, added = grid or one, middle or one, residual or Residual(1.0, 0, False)
     low, high = float(g.low - g.zero), float(g.high - g.zero)
     if grid is not None and folded:
         factor, bias = factor / grid.scale, bias / grid.scale
@@ -209,19 +216,28 @@ def finish_of(
             first, second = (first, IDENTITY) if last is second else (IDENTITY, second)
     elif grid is not None and not uniform:
         inverse = (1.0 / grid.scale).float().reshape(-1).contiguous()
-    m = middle or OutputGrid(torch.ones(1, dtype=torch.float64))
     middle_scale = float(m.scale.reshape(-1)[0])
-    added = residual or Residual(1.0, 0, False)
     numbers = Numbers(
-        *_bounds(first, unit), *_bounds(second, unit), 1.0 / middle_scale, middle_scale, float(m.low - m.zero),
-        float(m.high - m.zero), added.scale * unit, float(added.zero),
-        1.0 if folded or not uniform else 1.0 / float(g.scale.reshape(-1)[0]), low, high, float(g.zero),
-    )  # fmt: skip
+        *_bounds(first, unit),
+        *_bounds(second, unit),
+        1.0 / middle_scale,
+        middle_scale,
+        *(float(m.low - m.zero), float(m.high - m.zero)),
+        added.scale * unit,
+        float(added.zero),
+        1.0 if folded or not uniform else 1.0 / float(g.scale.reshape(-1)[0]),
+        *(low, high, float(g.zero)),
+    )
     adds = 0 if residual is None else 2 if not residual.codes else 3 if residual.zero else 1
     kind = Kind(
-        ACTIVATIONS.index(first.kind), ACTIVATIONS.index(second.kind), middle is not None, adds,
-        grid is not None and not folded, g.zero != 0, grid is not None, value,
-    )  # fmt: skip
+        *(ACTIVATIONS.index(function.kind) for function in (first, second)),
+        middle is not None,
+        adds,
+        grid is not None and not folded,
+        g.zero != 0,
+        grid is not None,
+        value,
+    )
     vectors = Vectors(factor.reshape(-1).float().contiguous(), bias.reshape(-1).float().contiguous(), inverse)
     return Finish(vectors, numbers, kind)
 
@@ -355,13 +371,37 @@ def finish_tile(
         if LOADED:
             added_left, added_right = tl.split(tl.permute(tl.reshape(added, [ROWS, 2, COLUMNS // 2]), [0, 2, 1]))
         finish_tile(
-            left, added_left, row, row_there, first_column, columns, vectors, outputs, numbers, KIND,
-            LOADED, ROWS, COLUMNS // 2, PART,
-        )  # fmt: skip
+            left,
+            added_left,
+            row,
+            row_there,
+            first_column,
+            columns,
+            vectors,
+            outputs,
+            numbers,
+            KIND,
+            LOADED,
+            ROWS,
+            COLUMNS // 2,
+            PART,
+        )
         finish_tile(
-            right, added_right, row, row_there, first_column + COLUMNS // 2, columns, vectors, outputs, numbers, KIND,
-            LOADED, ROWS, COLUMNS // 2, PART,
-        )  # fmt: skip
+            right,
+            added_right,
+            row,
+            row_there,
+            first_column + COLUMNS // 2,
+            columns,
+            vectors,
+            outputs,
+            numbers,
+            KIND,
+            LOADED,
+            ROWS,
+            COLUMNS // 2,
+            PART,
+        )
     else:
         column = first_column + tl.arange(0, COLUMNS)
         inside = column < columns

@@ -23,9 +23,14 @@ _ELEMENTS = 2048  # of a program
 
 
 def pack_image(
-    x: Tensor, out: Tensor, before: tuple[int, int], block: tuple[int, int], inverse: float, limits: tuple[int, int],
+    x: Tensor,
+    out: Tensor,
+    before: tuple[int, int],
+    block: tuple[int, int],
+    inverse: float,
+    limits: tuple[int, int],
     zero: int,
-) -> None:  # fmt: skip
+) -> None:
     """Launch out[n, i, j, (dy, dx, c)] = code of x[n, c, i * move - before + dy, j * move - before + dx].
 
     Args:
@@ -57,18 +62,46 @@ def pack_launch(
     tile = max(1, _ELEMENTS // wide)
     count = images * rows * columns
     arguments = (
-        x, out, count, (rows, columns, height, width), x.stride(), before, inverse, float(limits[0]), float(limits[1]),
-        zero, zero != 0, channels, *block, vector, tile, wide,
-    )  # fmt: skip
+        x,
+        out,
+        count,
+        (rows, columns, height, width),
+        x.stride(),
+        before,
+        inverse,
+        float(limits[0]),
+        float(limits[1]),
+        zero,
+        zero != 0,
+        channels,
+        *block,
+        vector,
+        tile,
+        wide,
+    )
     return (triton.cdiv(count, tile),), arguments
 
 
 @triton.jit(do_not_specialize=["sizes", "before", "zero"])
 def _pack_kernel(
-    x_ptr, out_ptr, count, sizes, step, before, inverse, low, high, zero,
-    HAS_ZERO: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, MOVE: tl.constexpr, VECTOR: tl.constexpr,
-    BLOCKS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    out_ptr,
+    count,
+    sizes,
+    step,
+    before,
+    inverse,
+    low,
+    high,
+    zero,
+    HAS_ZERO: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MOVE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     rows, columns, height, width = sizes
     place = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     element = tl.arange(0, WIDE)

@@ -12,9 +12,16 @@ from compress.kernels.triton.int8_epilogue import Finish, Outputs, finished, wri
 
 
 def layer_norm(
-    x: Tensor, finish: Finish, epsilon: float, outputs: Outputs, *, scale: float = 1.0, zero: int = 0,
-    elements: int = 2048, warps: int = 4,
-) -> None:  # fmt: skip
+    x: Tensor,
+    finish: Finish,
+    epsilon: float,
+    outputs: Outputs,
+    *,
+    scale: float = 1.0,
+    zero: int = 0,
+    elements: int = 2048,
+    warps: int = 4,
+) -> None:
     """Launch a normalization of rows.
 
     Args:
@@ -31,16 +38,39 @@ def layer_norm(
     block = triton.next_power_of_2(channels)
     tile = max(1, min(16, elements // block))
     _norm_kernel[(triton.cdiv(rows, tile),)](
-        x, finish.vectors, outputs, finish.numbers, rows, channels, x.stride(0), epsilon, scale, float(zero),
-        finish.kind, tile, block, num_warps=warps,
-    )  # fmt: skip
+        x,
+        finish.vectors,
+        outputs,
+        finish.numbers,
+        rows,
+        channels,
+        x.stride(0),
+        epsilon,
+        scale,
+        float(zero),
+        finish.kind,
+        tile,
+        block,
+        num_warps=warps,
+    )
 
 
 @triton.jit
 def _norm_kernel(
-    x_ptr, vectors, outputs, numbers, rows, channels, pitch, epsilon, scale, x_zero,
-    KIND: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    vectors,
+    outputs,
+    numbers,
+    rows,
+    channels,
+    pitch,
+    epsilon,
+    scale,
+    x_zero,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, CHANNELS)
     inside = column < channels

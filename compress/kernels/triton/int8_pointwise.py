@@ -73,18 +73,45 @@ def pointwise(
     tiles = -(-rows // tile.rows) * -(-columns // tile.columns)
     programs = min(tiles, tile.programs * multiprocessors)
     _pointwise_kernel[(programs,)](
-        pixels, filters, residual, codes, weight.correction, finish.vectors, finish.numbers, rows,
-        columns, finish.kind, zero != 0, -(-channels // tile.depth), tile.rows, tile.columns, tile.depth, tile.stages,
+        pixels,
+        filters,
+        residual,
+        codes,
+        weight.correction,
+        finish.vectors,
+        finish.numbers,
+        rows,
+        columns,
+        finish.kind,
+        zero != 0,
+        -(-channels // tile.depth),
+        tile.rows,
+        tile.columns,
+        tile.depth,
+        tile.stages,
         num_warps=tile.warps,
-    )  # fmt: skip
+    )
 
 
 @triton.jit
 def _pointwise_kernel(
-    x, weight, residual, codes, correction_ptr, vectors, numbers, rows, columns,
-    KIND: tl.constexpr, X_ZERO: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    residual,
+    codes,
+    correction_ptr,
+    vectors,
+    numbers,
+    rows,
+    columns,
+    KIND: tl.constexpr,
+    X_ZERO: tl.constexpr,
+    STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     strips = tl.cdiv(columns, COLUMNS)
     tiles = tl.cdiv(rows, ROWS) * strips
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):

@@ -40,18 +40,40 @@ def max_pool(
     block = min(128, max(16, triton.next_power_of_2(channels)))
     tile = max(1, each * _THREADS // block)
     _max_kernel[(triton.cdiv(rows, tile), triton.cdiv(channels, block))](
-        x, out, rows, channels, Steps(x.stride(0), x.stride(2), x.stride(3)), Sizes(height, width, *out_size), pitch,
-        *kernel, *geometry, tile, block,
-    )  # fmt: skip
+        x,
+        out,
+        rows,
+        channels,
+        Steps(x.stride(0), x.stride(2), x.stride(3)),
+        Sizes(height, width, *out_size),
+        pitch,
+        *kernel,
+        *geometry,
+        tile,
+        block,
+    )
 
 
 @triton.jit(do_not_specialize=["sizes"])
 def _max_kernel(
-    x_ptr, out_ptr, rows, channels, step, sizes, pitch,
-    TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, STRIDE_Y: tl.constexpr, STRIDE_X: tl.constexpr,
-    PAD_Y: tl.constexpr, PAD_X: tl.constexpr, DILATION_Y: tl.constexpr, DILATION_X: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    out_ptr,
+    rows,
+    channels,
+    step,
+    sizes,
+    pitch,
+    TAPS_Y: tl.constexpr,
+    TAPS_X: tl.constexpr,
+    STRIDE_Y: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    PAD_Y: tl.constexpr,
+    PAD_X: tl.constexpr,
+    DILATION_Y: tl.constexpr,
+    DILATION_X: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = (row < rows)[:, None] & (column < channels)[None, :]
@@ -97,16 +119,42 @@ def average_pool(
     block = min(128, max(16, triton.next_power_of_2(channels)))
     tile = 4 * _THREADS // block if rows * channels < 2**20 else 16 * _THREADS // block
     _average_kernel[(triton.cdiv(rows, tile), triton.cdiv(channels, block))](
-        x, finish.vectors, outputs, finish.numbers, rows, channels, Steps(x.stride(0), x.stride(2), x.stride(3)),
-        Sizes(height, width, *out_size), kernel, geometry, zero, finish.kind, counts_padding, tile, block,
-    )  # fmt: skip
+        x,
+        finish.vectors,
+        outputs,
+        finish.numbers,
+        rows,
+        channels,
+        Steps(x.stride(0), x.stride(2), x.stride(3)),
+        Sizes(height, width, *out_size),
+        kernel,
+        geometry,
+        zero,
+        finish.kind,
+        counts_padding,
+        tile,
+        block,
+    )
 
 
 @triton.jit(do_not_specialize=["sizes", "taps", "x_zero"])
 def _average_kernel(
-    x_ptr, vectors, outputs, numbers, rows, channels, step, sizes, taps, geometry, x_zero,
-    KIND: tl.constexpr, COUNTS_PADDING: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    vectors,
+    outputs,
+    numbers,
+    rows,
+    channels,
+    step,
+    sizes,
+    taps,
+    geometry,
+    x_zero,
+    KIND: tl.constexpr,
+    COUNTS_PADDING: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first_column = tl.program_id(1) * CHANNELS
     column = first_column + tl.arange(0, CHANNELS)
@@ -131,9 +179,21 @@ def _average_kernel(
     else:
         scaled = total.to(tl.float32)
     finish_tile(
-        scaled, scaled, row.to(tl.int64), row < rows, first_column, channels, vectors, outputs, numbers, KIND,
-        False, ROWS, CHANNELS, CHANNELS,
-    )  # fmt: skip
+        scaled,
+        scaled,
+        row.to(tl.int64),
+        row < rows,
+        first_column,
+        channels,
+        vectors,
+        outputs,
+        numbers,
+        KIND,
+        False,
+        ROWS,
+        CHANNELS,
+        CHANNELS,
+    )
 
 
 def image_mean(x: Tensor, finish: Finish, outputs: Outputs, columns: int, *, zero: int = 0) -> None:
@@ -149,16 +209,36 @@ def image_mean(x: Tensor, finish: Finish, outputs: Outputs, columns: int, *, zer
     images, channels, height, width = x.shape
     pixels = min(64, triton.next_power_of_2(height * width))
     _mean_kernel[(images, triton.cdiv(channels, columns))](
-        x, finish.vectors, outputs, finish.numbers, channels, Steps(x.stride(0), x.stride(2), x.stride(3)),
-        height * width, width, zero, finish.kind, pixels, columns,
-    )  # fmt: skip
+        x,
+        finish.vectors,
+        outputs,
+        finish.numbers,
+        channels,
+        Steps(x.stride(0), x.stride(2), x.stride(3)),
+        height * width,
+        width,
+        zero,
+        finish.kind,
+        pixels,
+        columns,
+    )
 
 
 @triton.jit(do_not_specialize=["size", "width", "x_zero"])
 def _mean_kernel(
-    x_ptr, vectors, outputs, numbers, channels, step, size, width, x_zero,
-    KIND: tl.constexpr, PIXELS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    vectors,
+    outputs,
+    numbers,
+    channels,
+    step,
+    size,
+    width,
+    x_zero,
+    KIND: tl.constexpr,
+    PIXELS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     image = tl.program_id(0)
     first_column = tl.program_id(1) * COLUMNS
     column = first_column + tl.arange(0, COLUMNS)
@@ -174,6 +254,18 @@ def _mean_kernel(
     total = (total - x_zero * size).to(tl.float32)[None, :]
     row = image.to(tl.int64) + tl.arange(0, 1)
     finish_tile(
-        total, total, row, row >= 0, first_column, channels, vectors, outputs, numbers, KIND,
-        False, 1, COLUMNS, COLUMNS,
-    )  # fmt: skip
+        total,
+        total,
+        row,
+        row >= 0,
+        first_column,
+        channels,
+        vectors,
+        outputs,
+        numbers,
+        KIND,
+        False,
+        1,
+        COLUMNS,
+        COLUMNS,
+    )

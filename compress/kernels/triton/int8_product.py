@@ -182,17 +182,11 @@ def product(
 ) -> None:
     """Launch the convolution of `x`.
 
-    Args:
-        x: int8 (N, C, H, W), any strides with neighbouring channels; (rows, K, 1, 1) for a matrix product.
-        weight: of `pack_weight`.
-        finish: of `finish_of`, on the device.
-        outputs: what is added and written.
-        columns: output channels.
-        geometry: of the filter.
-        out_size: (OH, OW).
-        tile: of a program.
-        zero: code of 0 of the input, which pads.
-        space: for a tile with splits.
+    x: int8 (N, C, H, W), any strides with neighbouring channels; (rows, K, 1, 1) for a matrix product.
+    weight, finish: of `pack_weight` and `finish_of`, on the device.
+    outputs, columns, out_size: what is added and written, its channels and (OH, OW).
+    geometry, zero: of the filter; the input's code of 0, which pads.
+    tile, space: of a program; memory for a tile with splits.
     """
     images, _, height, width = x.shape
     image_step, _, row_step, pixel_step = x.stride()
@@ -205,13 +199,33 @@ def product(
     grid = (tiles_of(rows, columns, tile), tile.splits, weight.groups)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
     _product_kernel[grid](
-        x, weight.codes, weight.correction, finish.vectors, outputs, finish.numbers,
-        None if space is None else space.sums, None if space is None else space.counts,
-        rows, channels, columns, Steps(image_step, row_step, pixel_step), Sizes(height, width, *out_size), geometry,
-        zero, weight.step,
-        finish.kind, taps_y, taps_x, flat, padded, channels % tile.depth == 0, zero != 0, tile.splits,
-        tile.rows, tile.columns, tile.depth, min(tile.part, tile.columns), **options,
-    )  # fmt: skip
+        x,
+        weight.codes,
+        weight.correction,
+        finish.vectors,
+        outputs,
+        finish.numbers,
+        *(space or (None, None)),
+        rows,
+        channels,
+        columns,
+        Steps(image_step, row_step, pixel_step),
+        Sizes(height, width, *out_size),
+        geometry,
+        zero,
+        weight.step,
+        finish.kind,
+        taps_y,
+        taps_x,
+        flat,
+        padded,
+        channels % tile.depth == 0,
+        zero != 0,
+        tile.splits,
+        *(tile.rows, tile.columns, tile.depth),
+        min(tile.part, tile.columns),
+        **options,
+    )
 
 
 def _reaches_out(size: tuple[int, int], taps: tuple[int, int], geometry: Geometry, out_size: tuple[int, int]) -> bool:
@@ -279,10 +293,27 @@ def _first_taps(x_ptr, row, first_row, rows, step, sizes, geometry, FLAT: tl.con
 
 @triton.jit
 def _sums(
-    x_ptr, weight_ptr, at, filter_at, y, x, channels, step, sizes, geometry, x_zero,
-    TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr, X_ZERO: tl.constexpr,
-    SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    at,
+    filter_at,
+    y,
+    x,
+    channels,
+    step,
+    sizes,
+    geometry,
+    x_zero,
+    TAPS_Y: tl.constexpr,
+    TAPS_X: tl.constexpr,
+    PADDED: tl.constexpr,
+    EVEN: tl.constexpr,
+    X_ZERO: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """Sums of products of a tile over all taps and channels, or over the share of one of several programs."""
     depth = tl.arange(0, DEPTH)
     x_at = at[:, None] + depth[None, :]
@@ -322,9 +353,7 @@ def _sums(
 
 
 @triton.jit
-def _pixels(
-    ptr, y, x, depth, left, sizes, x_zero, PADDED: tl.constexpr, EVEN: tl.constexpr, X_ZERO: tl.constexpr
-):  # fmt: skip
+def _pixels(ptr, y, x, depth, left, sizes, x_zero, PADDED: tl.constexpr, EVEN: tl.constexpr, X_ZERO: tl.constexpr):
     """A step's pixels, whose last channels lie `left` after its first; the zero's code outside of the image."""
     if PADDED:
         there = y.to(tl.uint32, bitcast=True) < tl.cast(sizes.height, tl.uint32)
@@ -340,9 +369,7 @@ def _pixels(
 
 
 @triton.jit
-def _joined(
-    total, tile, sums_ptr, counts_ptr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+def _joined(total, tile, sums_ptr, counts_ptr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """(the sum of all programs of a tile, True) in the last of them to come; in the others False."""
     place = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     sums = sums_ptr + tile.to(tl.int64) * (ROWS * COLUMNS) + place

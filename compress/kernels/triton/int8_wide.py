@@ -67,18 +67,47 @@ def wide(
     strips = -(-columns // strip)
     programs = min(-(-rows // tile.rows), -(-tile.programs * multiprocessors // strips))
     _wide_kernel[(strips, programs)](
-        x, weight.codes, weight.correction, finish.vectors, outputs, finish.numbers, rows, channels, columns,
+        x,
+        weight.codes,
+        weight.correction,
+        finish.vectors,
+        outputs,
+        finish.numbers,
+        rows,
+        channels,
+        columns,
         x.stride(0),
-        finish.kind, zero != 0, tile.rows, strip, tile.widths, tile.depth, tile.stages, num_warps=tile.warps,
-    )  # fmt: skip
+        finish.kind,
+        zero != 0,
+        tile.rows,
+        strip,
+        tile.widths,
+        tile.depth,
+        tile.stages,
+        num_warps=tile.warps,
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _wide_kernel(
-    x_ptr, weight_ptr, correction_ptr, vectors, outputs, numbers, rows, channels, columns, pitch,
-    KIND: tl.constexpr, X_ZERO: tl.constexpr, ROWS: tl.constexpr, STRIP: tl.constexpr, WIDTHS: tl.constexpr,
-    DEPTH: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    correction_ptr,
+    vectors,
+    outputs,
+    numbers,
+    rows,
+    channels,
+    columns,
+    pitch,
+    KIND: tl.constexpr,
+    X_ZERO: tl.constexpr,
+    ROWS: tl.constexpr,
+    STRIP: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     depth = tl.arange(0, DEPTH)
     filters = ()
     factors = ()
@@ -99,16 +128,42 @@ def _wide_kernel(
         at = x_ptr + row.to(tl.int64)[:, None] * pitch + depth[None, :]
         pixels = tl.load(at, mask=(row < rows)[:, None] & (depth < channels)[None, :], other=0)
         _all_columns(
-            pixels, filters, factors, biases, correction_ptr, row, row < rows, columns, vectors, outputs, numbers, KIND,
-            X_ZERO, STRIP, WIDTHS,
-        )  # fmt: skip
+            pixels,
+            filters,
+            factors,
+            biases,
+            correction_ptr,
+            row,
+            row < rows,
+            columns,
+            vectors,
+            outputs,
+            numbers,
+            KIND,
+            X_ZERO,
+            STRIP,
+            WIDTHS,
+        )
 
 
 @triton.jit
 def _all_columns(
-    pixels, filters, factors, biases, correction_ptr, row, row_there, columns, vectors, outputs, numbers,
-    KIND: tl.constexpr, X_ZERO: tl.constexpr, STRIP: tl.constexpr, WIDTHS: tl.constexpr,
-):  # fmt: skip
+    pixels,
+    filters,
+    factors,
+    biases,
+    correction_ptr,
+    row,
+    row_there,
+    columns,
+    vectors,
+    outputs,
+    numbers,
+    KIND: tl.constexpr,
+    X_ZERO: tl.constexpr,
+    STRIP: tl.constexpr,
+    WIDTHS: tl.constexpr,
+):
     """The products of a tile of rows with all filters, finished and written."""
     first = tl.program_id(0) * STRIP
     for part in tl.static_range(len(WIDTHS)):

@@ -83,17 +83,48 @@ def window(
     residual = described(outputs.residual, outputs.residual_pitch) if finish.kind.residual else codes
     counts = [-(-n // b) for n, b in zip((images, *out_size, columns), (*box, tile.columns), strict=True)]
     _window_kernel[(counts[0] * counts[1] * counts[2] * counts[3],)](
-        image, filters, residual, codes, finish.vectors, finish.numbers, channels, columns, geometry, counts[1],
-        counts[2], finish.kind, taps_x, taps_y * taps_x * -(-channels // tile.depth), *tile[:6], num_warps=tile.warps,
-    )  # fmt: skip
+        image,
+        filters,
+        residual,
+        codes,
+        finish.vectors,
+        finish.numbers,
+        channels,
+        columns,
+        geometry,
+        counts[1],
+        counts[2],
+        finish.kind,
+        taps_x,
+        taps_y * taps_x * -(-channels // tile.depth),
+        *tile[:6],
+        num_warps=tile.warps,
+    )
 
 
 @triton.jit(do_not_specialize=["tiles_y", "tiles_x"])
 def _window_kernel(
-    x, filters, residual, codes, vectors, numbers, channels, columns, geometry, tiles_y, tiles_x,
-    KIND: tl.constexpr, TAPS_X: tl.constexpr, STEPS: tl.constexpr, IMAGES: tl.constexpr, HIGH: tl.constexpr,
-    WIDE: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x,
+    filters,
+    residual,
+    codes,
+    vectors,
+    numbers,
+    channels,
+    columns,
+    geometry,
+    tiles_y,
+    tiles_x,
+    KIND: tl.constexpr,
+    TAPS_X: tl.constexpr,
+    STEPS: tl.constexpr,
+    IMAGES: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     ROWS: tl.constexpr = IMAGES * HIGH * WIDE
     strips = tl.cdiv(columns, COLUMNS)  # neighbours in time share pixels: those come out of the cache
     tile = tl.program_id(0) // strips

@@ -30,11 +30,28 @@ _WARPS = 1
 
 @triton.jit
 def forward_kernel(
-    x_ptr, added_ptr, weight_ptr, bias_ptr, amax_ptr, total_ptr, out_ptr, mean_ptr, deviation_ptr,
-    rows, eps, lower, upper, low, high,
-    WIDE: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, AGAIN: tl.constexpr,
-    ROWS: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    added_ptr,
+    weight_ptr,
+    bias_ptr,
+    amax_ptr,
+    total_ptr,
+    out_ptr,
+    mean_ptr,
+    deviation_ptr,
+    rows,
+    eps,
+    lower,
+    upper,
+    low,
+    high,
+    WIDE: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    AGAIN: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
     """Compute rows of x + added, their mean, the reciprocal of their standard deviation, and the quantized norm.
 
     AGAIN: mean and reciprocal are read, so that the result has the bits of the first time whatever the order of sums.
@@ -242,12 +259,33 @@ class _NormQuantize(torch.autograd.Function):
         launch(
             backward_kernel,
             (programs,),
-            (grad, grad if around is None else around, total, mean, deviation, weight, weight if bias is None else bias,
-             amax, out, copy, sums),
-            (rows, steps, ctx.threshold, ctx.high, width, around is not None, copies, bias is not None, at_once,
-             padded),
+            (
+                grad,
+                grad if around is None else around,
+                total,
+                mean,
+                deviation,
+                weight,
+                weight if bias is None else bias,
+                amax,
+                out,
+                copy,
+                sums,
+            ),
+            (
+                rows,
+                steps,
+                ctx.threshold,
+                ctx.high,
+                width,
+                around is not None,
+                copies,
+                bias is not None,
+                at_once,
+                padded,
+            ),
             num_warps=_WARPS,
-        )  # fmt: skip
+        )
         found = sums.sum(0)
         of_bias = None if bias is None else found[1].to(bias.dtype)
         return (

@@ -38,10 +38,22 @@ def _values(y_ptr, bias_ptr, residual_ptr, at, there, bias_inner, bias_size, HAS
 
 @triton.jit
 def _forward_kernel(
-    y_ptr, bias_ptr, residual_ptr, amax_ptr, out_ptr,
-    inner, bias_inner, bias_size, lower, upper, low, high,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    y_ptr,
+    bias_ptr,
+    residual_ptr,
+    amax_ptr,
+    out_ptr,
+    inner,
+    bias_inner,
+    bias_size,
+    lower,
+    upper,
+    low,
+    high,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     local = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = local < inner
     at = tl.program_id(1) * inner + local
@@ -53,10 +65,24 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    grad_ptr, y_ptr, bias_ptr, residual_ptr, amax_ptr, out_ptr, sums_ptr,
-    inner, bias_inner, bias_size, lower, upper, low, high,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    grad_ptr,
+    y_ptr,
+    bias_ptr,
+    residual_ptr,
+    amax_ptr,
+    out_ptr,
+    sums_ptr,
+    inner,
+    bias_inner,
+    bias_size,
+    lower,
+    upper,
+    low,
+    high,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     local = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = local < inner
     at = tl.program_id(1) * inner + local
@@ -107,8 +133,17 @@ class LearnedPlan:
         self.device, self._rows, self._tiles = y.get_device(), rows, triton.cdiv(inner, block)
         bias_inner, bias_size = (inner_size(y, e.bias_dim), y.shape[e.bias_dim]) if has_bias else (1, 1)
         constants = (
-            inner, bias_inner, bias_size, e.lower, e.upper, float(e.low), float(e.high), has_bias, has_residual, block,
-        )  # fmt: skip
+            inner,
+            bias_inner,
+            bias_size,
+            e.lower,
+            e.upper,
+            float(e.low),
+            float(e.high),
+            has_bias,
+            has_residual,
+            block,
+        )
         grid = (self._tiles, rows)
         self._forward = Launch(_forward_kernel, grid, *constants)
         self._backward = Launch(_backward_kernel, grid, *constants)

@@ -127,12 +127,27 @@ def backward_kernel(
             passed = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
             for window in tl.static_range(WINDOWS_Y * WINDOWS_X):
                 passed += _taken(
-                    grad_ptr, places_ptr, image, cell_y, cell_x, column, inside, channels, out_height, out_width,
-                    pixel // STRIDE_X, pixel % STRIDE_X,
+                    grad_ptr,
+                    places_ptr,
+                    image,
+                    cell_y,
+                    cell_x,
+                    column,
+                    inside,
+                    channels,
+                    out_height,
+                    out_width,
+                    pixel // STRIDE_X,
+                    pixel % STRIDE_X,
                     (STRIDE_Y - 1 + PAD_Y) // STRIDE_Y - window // WINDOWS_X,
                     (STRIDE_X - 1 + PAD_X) // STRIDE_X - window % WINDOWS_X,
-                    TAPS_Y, TAPS_X, STRIDE_Y, STRIDE_X, PAD_Y, PAD_X,
-                )  # fmt: skip
+                    TAPS_Y,
+                    TAPS_X,
+                    STRIDE_Y,
+                    STRIDE_X,
+                    PAD_Y,
+                    PAD_X,
+                )
             y = cell_y * STRIDE_Y + pixel // STRIDE_X
             x = cell_x * STRIDE_X + pixel % STRIDE_X
             at = ((image * height + y) * width + x)[:, None] * channels + column[None, :]
@@ -146,11 +161,27 @@ def backward_kernel(
 
 @triton.jit
 def _taken(
-    grad_ptr, places_ptr, image, cell_y, cell_x, column, inside, channels, out_height, out_width,
-    PIXEL_Y: tl.constexpr, PIXEL_X: tl.constexpr, AHEAD_Y: tl.constexpr, AHEAD_X: tl.constexpr,
-    TAPS_Y: tl.constexpr, TAPS_X: tl.constexpr, STRIDE_Y: tl.constexpr, STRIDE_X: tl.constexpr,
-    PAD_Y: tl.constexpr, PAD_X: tl.constexpr,
-):  # fmt: skip
+    grad_ptr,
+    places_ptr,
+    image,
+    cell_y,
+    cell_x,
+    column,
+    inside,
+    channels,
+    out_height,
+    out_width,
+    PIXEL_Y: tl.constexpr,
+    PIXEL_X: tl.constexpr,
+    AHEAD_Y: tl.constexpr,
+    AHEAD_X: tl.constexpr,
+    TAPS_Y: tl.constexpr,
+    TAPS_X: tl.constexpr,
+    STRIDE_Y: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    PAD_Y: tl.constexpr,
+    PAD_X: tl.constexpr,
+):
     """The gradient that a pixel of each cell takes from the window AHEAD of the cell: 0 where it chose another."""
     TAP_Y: tl.constexpr = PIXEL_Y + PAD_Y - AHEAD_Y * STRIDE_Y
     TAP_X: tl.constexpr = PIXEL_X + PAD_X - AHEAD_X * STRIDE_X
@@ -255,10 +286,26 @@ def pool(
         forward_kernel,
         (-(-rows // s.tile), s.strips),
         (y, *(amax if t is None else t for t in (bias, bits)), amax, to_out, to_places, to_codes),
-        (rows, channels, height, width, out_height, out_width, *bounds_of(e),
-         *window.kernel, *window.stride, *window.padding, bias is not None, bits is not None, emits,
-         *decisive(e), dtype != torch.bfloat16 or e.high < 128, s.tile, s.strip),
-    )  # fmt: skip
+        (
+            rows,
+            channels,
+            height,
+            width,
+            out_height,
+            out_width,
+            *bounds_of(e),
+            *window.kernel,
+            *window.stride,
+            *window.padding,
+            bias is not None,
+            bits is not None,
+            emits,
+            *decisive(e),
+            dtype != torch.bfloat16 or e.high < 128,
+            s.tile,
+            s.strip,
+        ),
+    )
     return Pooled(out, places, codes)
 
 
@@ -291,7 +338,23 @@ def unpool(
         backward_kernel,
         (s.programs, s.strips),
         (grad, places, to_out, to_out if sums is None else sums),
-        (cells, channels, height, width, out_height, out_width, cells_y, cells_x, s.steps,
-         *window.kernel, *window.stride, *window.padding, *window.overlap, wants_bias, s.tile, s.strip),
-    )  # fmt: skip
+        (
+            cells,
+            channels,
+            height,
+            width,
+            out_height,
+            out_width,
+            cells_y,
+            cells_x,
+            s.steps,
+            *window.kernel,
+            *window.stride,
+            *window.padding,
+            *window.overlap,
+            wants_bias,
+            s.tile,
+            s.strip,
+        ),
+    )
     return out, None if sums is None else sums.sum(0)

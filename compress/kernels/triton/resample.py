@@ -21,9 +21,7 @@ _NUMBERS = tl.constexpr(11)  # of an image: a window's nine, its rows and its co
 
 
 @triton.jit
-def resample_kernel(
-    addresses_ptr, numbers_ptr, out_ptr, out_height, out_width, BLOCK: tl.constexpr
-):  # fmt: skip
+def resample_kernel(addresses_ptr, numbers_ptr, out_ptr, out_height, out_width, BLOCK: tl.constexpr):
     """Compute BLOCK pixels of one picture."""
     picture = tl.program_id(1)
     pixel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -83,9 +83,20 @@ def _tile(rows, eights, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def squeeze_kernel(
-    y_ptr, bias_ptr, amax_ptr, out_ptr, rows, eights, low, high,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    y_ptr,
+    bias_ptr,
+    amax_ptr,
+    out_ptr,
+    rows,
+    eights,
+    low,
+    high,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Average y + bias, activated and quantized if ROUNDS, over an image, for a strip of columns."""
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     scale, reciprocal = step_of(tl.load(amax_ptr), high)
@@ -107,9 +118,21 @@ def squeeze_kernel(
 
 @triton.jit
 def excite_kernel(
-    y_ptr, bias_ptr, gate_ptr, amax_ptr, out_ptr, rows, eights, steps, low, high,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    y_ptr,
+    bias_ptr,
+    gate_ptr,
+    amax_ptr,
+    out_ptr,
+    rows,
+    eights,
+    steps,
+    low,
+    high,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Quantize the product of the gate and of y + bias, activated, for a strip of columns of a part of an image."""
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     scale, reciprocal = step_of(tl.load(amax_ptr), high)
@@ -127,9 +150,21 @@ def excite_kernel(
 
 @triton.jit
 def gate_gradient_kernel(
-    grad_ptr, y_ptr, bias_ptr, gate_ptr, amax_ptr, out_ptr, rows, eights, least, high,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    grad_ptr,
+    y_ptr,
+    bias_ptr,
+    gate_ptr,
+    amax_ptr,
+    out_ptr,
+    rows,
+    eights,
+    least,
+    high,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Sum the gradient, masked by the quantizer, times the activation over an image, for a strip of columns."""
     EXACT: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     scale, reciprocal = step_of(tl.load(amax_ptr), high)
@@ -150,11 +185,29 @@ def gate_gradient_kernel(
 
 @triton.jit
 def gradient_kernel(
-    grad_ptr, y_ptr, bias_ptr, gate_ptr, amax_ptr, mean_grad_ptr, mean_amax_ptr, out_ptr, sums_ptr,
-    rows, eights, steps, least, high, mean_least, mean_high,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDS: tl.constexpr, SUMS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    grad_ptr,
+    y_ptr,
+    bias_ptr,
+    gate_ptr,
+    amax_ptr,
+    mean_grad_ptr,
+    mean_amax_ptr,
+    out_ptr,
+    sums_ptr,
+    rows,
+    eights,
+    steps,
+    least,
+    high,
+    mean_least,
+    mean_high,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    SUMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Compute the gradient of y from those of the product and of the mean, for a strip of columns of part of an image.
 
     ROUNDS: the mean is of quantized values. SUMS: sum it over the rows of this part, for the bias.

@@ -32,9 +32,16 @@ _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 @triton.jit
 def _weights_kernel(
-    pointers_ptr, about_ptr, tiles_ptr, out_ptr, bits_ptr, codes_ptr,
-    TYPE: tl.constexpr, EVEN: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
+    pointers_ptr,
+    about_ptr,
+    tiles_ptr,
+    out_ptr,
+    bits_ptr,
+    codes_ptr,
+    TYPE: tl.constexpr,
+    EVEN: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
     weight = tl.load(tiles_ptr + tl.program_id(0) * 2).to(tl.int64)
     first = tl.load(tiles_ptr + tl.program_id(0) * 2 + 1) * GROUPS  # of a weight, which has fewer than 2^31 elements
     x_ptr = tl.load(pointers_ptr + weight * 2).to(tl.pointer_type(TYPE))

@@ -40,12 +40,19 @@ ACTIVATIONS = {
     "tanh": lambda b, x: b.op("Tanh", x),
     "hard_swish": lambda b, x: b.op("HardSwish", x),
     "hard_sigmoid": lambda b, x: b.op("HardSigmoid", x, alpha=1 / 6, beta=0.5),
-    "gelu": lambda b, x: b.op("Mul", x, b.op("Mul", b.constant(np.float32(0.5)), b.op("Add", b.constant(np.float32(1)),
-                              b.op("Erf", b.op("Div", x, b.constant(np.float32(np.sqrt(2)))))))),
+    "gelu": lambda b, x: b.op(
+        "Mul",
+        x,
+        b.op(
+            "Mul",
+            b.constant(np.float32(0.5)),
+            b.op("Add", b.constant(np.float32(1)), b.op("Erf", b.op("Div", x, b.constant(np.float32(np.sqrt(2)))))),
+        ),
+    ),
     "leaky_relu": lambda b, x: b.op("LeakyRelu", x, alpha=0.1),
     "elu": lambda b, x: b.op("Elu", x),
     "mish": lambda b, x: b.op("Mul", x, b.op("Tanh", b.op("Softplus", x))),
-}  # fmt: skip
+}
 
 
 def activations(b):
@@ -162,9 +169,12 @@ def check_pointwise(device):
         residual = torch.randint(-128, 128, (rows, pitch), dtype=torch.int8)
         factor, bias = 1e-3 * (0.5 + torch.rand(columns).double()), torch.randn(columns).double()
         finish = finish_of(
-            factor, bias, residual=Residual(0.05, 3, True), second=Function("clip", 0.0),
+            factor,
+            bias,
+            residual=Residual(0.05, 3, True),
+            second=Function("clip", 0.0),
             grid=OutputGrid(torch.tensor([0.3], dtype=torch.float64), zero=-128),
-        ).to(device)  # fmt: skip
+        ).to(device)
         codes = torch.zeros(rows, pitch, dtype=torch.int8, device=device)
         outputs = Outputs(residual.to(device), codes, None, pitch, pitch)
         weight = pack_weight(w, zero, device=device)
@@ -203,10 +213,16 @@ def check_dots(device):
         size = (sums.shape[1], sums.shape[2])
         codes = torch.zeros(images * size[0] * size[1], channels + 16, dtype=torch.int8, device=device)
         depthwise_rows(
-            x.to(device).permute(0, 3, 1, 2)[:, :channels], pack_dots(w, zero, device=device), finish,
-            Outputs(None, codes, None, 0, channels + 16), channels, Geometry(stride, stride, padding, padding), size,
-            tile, zero=zero,
-        )  # fmt: skip
+            x.to(device).permute(0, 3, 1, 2)[:, :channels],
+            pack_dots(w, zero, device=device),
+            finish,
+            Outputs(None, codes, None, 0, channels + 16),
+            channels,
+            Geometry(stride, stride, padding, padding),
+            size,
+            tile,
+            zero=zero,
+        )
         y = (sums.reshape(-1, channels) * factor + bias).clamp(min=0) / 0.1
         expected = (y.round() - 128).clamp(-128, 127)
         off = (codes[:, :channels].cpu() - expected).abs()
@@ -233,15 +249,23 @@ def check_windows(device):
         residual = torch.randint(-128, 128, (len(sums), pitch), dtype=torch.int8)
         factor, bias = 1e-3 * (0.5 + torch.rand(columns).double()), torch.randn(columns).double()
         finish = finish_of(
-            factor, bias, residual=Residual(0.05, 3, True), second=Function("clip", 0.0),
+            factor,
+            bias,
+            residual=Residual(0.05, 3, True),
+            second=Function("clip", 0.0),
             grid=OutputGrid(torch.tensor([0.3], dtype=torch.float64), zero=-128),
-        ).to(device)  # fmt: skip
+        ).to(device)
         codes = torch.zeros(len(sums), pitch, dtype=torch.int8, device=device)
         window(
-            x.to(device).permute(0, 3, 1, 2)[:, :channels], pack_weight(w, device=device), finish,
-            Outputs(residual.to(device), codes, None, pitch, pitch), columns,
-            Geometry(1, 1, padding, padding, dilation, dilation), size, tile,
-        )  # fmt: skip
+            x.to(device).permute(0, 3, 1, 2)[:, :channels],
+            pack_weight(w, device=device),
+            finish,
+            Outputs(residual.to(device), codes, None, pitch, pitch),
+            columns,
+            Geometry(1, 1, padding, padding, dilation, dilation),
+            size,
+            tile,
+        )
         y = (sums * factor + bias + 0.05 * (residual[:, :columns].double() - 3)).clamp(min=0) / 0.3
         expected = (y.round() - 128).clamp(-128, 127)
         off = (codes[:, :columns].cpu() - expected).abs()
@@ -279,8 +303,15 @@ def check_epilogues(device):
     for name, function in FUNCTIONS.items():
         activation = Function(name, *bounds.get(name, ()))
         for first, second in ((activation, Function()), (Function(), activation)):
-            finish = finish_of(1e-4 * one, 0.1 * one, first=first, second=second, residual=Residual(1.0, 0, False),
-                               grid=grid, value=True).to(device)  # fmt: skip
+            finish = finish_of(
+                1e-4 * one,
+                0.1 * one,
+                first=first,
+                second=second,
+                residual=Residual(1.0, 0, False),
+                grid=grid,
+                value=True,
+            ).to(device)
             codes, value = (torch.zeros(9, 7, dtype=t, device=device) for t in (torch.int8, torch.float32))
             outputs = Outputs(residual.to(device), codes, value, 7, 7, 7)
             deep(x.to(device), pack_weight(w, device=device), finish, outputs, 7, Tile(16, 16, 32))

@@ -294,9 +294,11 @@ def test_kernels_that_raise_or_compute_something_else_are_left_out_with_the_reas
     }
     with pytest.raises(EngineError, match=r"no kernel computes .* right here .*; run the file with onnxruntime"):
         Program(
-            layout, torch.device("cpu"), candidates=other_ways("wrong", "raises"),
+            layout,
+            torch.device("cpu"),
+            candidates=other_ways("wrong", "raises"),
             plan=read_plan(tmp_path / "other.plan.json", MACHINE),
-        )  # fmt: skip
+        )
 
 
 def test_networks_of_the_same_shapes_share_their_choices(tmp_path):

@@ -82,8 +82,10 @@ print(sorted((name, kernel.cache_key) for name, kernel in kernels.items()))
 
 def test_the_cache_finds_a_kernel_whichever_was_asked_for_before():
     pytest.importorskip("triton")
-    found = [subprocess.run([sys.executable, "-c", KEYS, order], capture_output=True, text=True, check=True).stdout
-             for order in ("1", "-1")]  # fmt: skip
+    found = [
+        subprocess.run([sys.executable, "-c", KEYS, order], capture_output=True, text=True, check=True).stdout
+        for order in ("1", "-1")
+    ]
     assert found[0] == found[1]
     assert found[0].count("_kernel") > 10
 

@@ -59,12 +59,24 @@ ACTIVATIONS = {
     "silu": lambda b, x: b.op("Mul", x, b.op("Sigmoid", x)),
     "hard_swish": lambda b, x: b.op("HardSwish", x),
     "hard_swish of parts": lambda b, x: b.op(
-        "Mul", x, b.op("Div", b.op("Clip", b.op("Add", x, b.constant(np.float32(3))), b.constant(np.float32(0)),
-                                   b.constant(np.float32(6))), b.constant(np.float32(6)))
+        "Mul",
+        x,
+        b.op(
+            "Div",
+            b.op(
+                "Clip", b.op("Add", x, b.constant(np.float32(3))), b.constant(np.float32(0)), b.constant(np.float32(6))
+            ),
+            b.constant(np.float32(6)),
+        ),
     ),
     "gelu": lambda b, x: b.op(
-        "Mul", x, b.op("Mul", b.constant(np.float32(0.5)), b.op("Add", b.constant(np.float32(1)), b.op(
-            "Erf", b.op("Div", x, b.constant(np.float32(np.sqrt(2)))))))
+        "Mul",
+        x,
+        b.op(
+            "Mul",
+            b.constant(np.float32(0.5)),
+            b.op("Add", b.constant(np.float32(1)), b.op("Erf", b.op("Div", x, b.constant(np.float32(np.sqrt(2)))))),
+        ),
     ),
     "leaky_relu": lambda b, x: b.op("LeakyRelu", x, alpha=0.1),
     "sigmoid": lambda b, x: b.op("Sigmoid", x),
@@ -72,7 +84,7 @@ ACTIVATIONS = {
     "tanh": lambda b, x: b.op("Tanh", x),
     "elu": lambda b, x: b.op("Elu", x),
     "mish": lambda b, x: b.op("Mul", x, b.op("Tanh", b.op("Softplus", x))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -213,8 +225,9 @@ def networks(draw):
     """A small network of random layers, quantized either way."""
     b = Builder(
         tuple(draw(st.integers(1, 2) if i == 0 else st.sampled_from([1, 3, 5, 8, 9])) for i in range(4)),
-        seed=draw(st.integers(0, 99)), unsigned=draw(st.booleans()),
-    )  # fmt: skip
+        seed=draw(st.integers(0, 99)),
+        unsigned=draw(st.booleans()),
+    )
     x = b.quantize("input")
     earlier = [x]
     for _ in range(draw(st.integers(1, 4))):

@@ -65,8 +65,11 @@ def test_types_are_those_of_the_file(built):
         assert len(convolutions) >= 6
         assert {first for first, *_ in convolutions} == types, kind
     assert {kind: made.metadata.float_precision for kind, made in built.items()} == {
-        "float": "tf32", "fp16": "f16", "int8": "f16", "sparse-int8": "f16",
-    }  # fmt: skip
+        "float": "tf32",
+        "fp16": "f16",
+        "int8": "f16",
+        "sparse-int8": "f16",
+    }
 
 
 def test_what_stands_beside_an_engine(built, files):

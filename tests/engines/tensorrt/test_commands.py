@@ -28,10 +28,17 @@ def test_trtexec_of_version_10_is_told_to_be_strongly_typed_and_11_is_not(comman
     ten, eleven = words(commands, "TensorRT 10", "trtexec"), words(commands, "TensorRT 11", "trtexec")
     assert [word for word in ten if word not in eleven] == ["--stronglyTyped"]
     assert {
-        "--onnx=my net.onnx", "--minShapes=input:1x3x8x8", "--optShapes=input:4x3x8x8", "--maxShapes=input:16x3x8x8",
-        "--memPoolSize=workspace:64M", "--sparsity=enable", "--builderOptimizationLevel=5", "--refit",
-        "--hardwareCompatibilityLevel=ampere+", "--profilingVerbosity=detailed",
-    } <= set(eleven)  # fmt: skip
+        "--onnx=my net.onnx",
+        "--minShapes=input:1x3x8x8",
+        "--optShapes=input:4x3x8x8",
+        "--maxShapes=input:16x3x8x8",
+        "--memPoolSize=workspace:64M",
+        "--sparsity=enable",
+        "--builderOptimizationLevel=5",
+        "--refit",
+        "--hardwareCompatibilityLevel=ampere+",
+        "--profilingVerbosity=detailed",
+    } <= set(eleven)
 
 
 def test_no_command_names_a_precision(commands):

@@ -77,10 +77,13 @@ def plain_finish(
     """The epilogue of a step without a product."""
     one = torch.ones(1, dtype=torch.float64)
     return bindings.finish(
-        step, factor=one if factor is None else factor, bias=torch.zeros_like(one if factor is None else factor),
+        step,
+        factor=one if factor is None else factor,
+        bias=torch.zeros_like(one if factor is None else factor),
         first=Function() if activation is None else function_of(activation),
-        grid=output_grid(out.grid) if out.codes else None, value=bool(out.value),
-    )  # fmt: skip
+        grid=output_grid(out.grid) if out.codes else None,
+        value=bool(out.value),
+    )
 
 
 def pixel_rows(x: Tensor, channel_axis: int) -> Tensor | None:
@@ -152,9 +155,16 @@ def product_finish(step: Product, bindings: Bindings) -> Finish:
         g = e.residual.grid
         residual = Residual(1.0, 0, False) if g is None else Residual(g.scale[0], g.zero, True)
     return bindings.finish(
-        step, factor=e.factor, bias=e.bias, first=function_of(e.first), middle=output_grid(e.middle), residual=residual,
-        second=function_of(e.second), grid=output_grid(e.out.grid) if e.out.codes else None, value=bool(e.out.value),
-    )  # fmt: skip
+        step,
+        factor=e.factor,
+        bias=e.bias,
+        first=function_of(e.first),
+        middle=output_grid(e.middle),
+        residual=residual,
+        second=function_of(e.second),
+        grid=output_grid(e.out.grid) if e.out.codes else None,
+        value=bool(e.out.value),
+    )
 
 
 def whole_parts(name: str, layout: Layout) -> bool:

@@ -41,9 +41,14 @@ def bind_pack_image(step: PackImage, layout: Layout, bindings: Bindings) -> list
 
     def run(tensors: Tensors) -> None:
         pack_image(
-            tensors[step.x.name], tensors[step.out.codes], step.before, (step.block, step.move), 1.0 / grid.scale[0],
-            limits, grid.zero,
-        )  # fmt: skip
+            tensors[step.x.name],
+            tensors[step.out.codes],
+            step.before,
+            (step.block, step.move),
+            1.0 / grid.scale[0],
+            limits,
+            grid.zero,
+        )
 
     return [Candidate("triton pack", run)]
 
@@ -82,9 +87,15 @@ def bind_average_pool(step: AveragePool, layout: Layout, bindings: Bindings) -> 
     def window(tensors: Tensors) -> None:
         results = Results(step.out, "", tensors, 1)
         average_pool(
-            channels_last(tensors[step.x.name]), finish, results.outputs, step.kernel, geometry, (height, width),
-            zero=grid.zero, counts_padding=step.counts_padding or step.padding == ((0, 0), (0, 0)),
-        )  # fmt: skip
+            channels_last(tensors[step.x.name]),
+            finish,
+            results.outputs,
+            step.kernel,
+            geometry,
+            (height, width),
+            zero=grid.zero,
+            counts_padding=step.counts_padding or step.padding == ((0, 0), (0, 0)),
+        )
         results.finish()
 
     def mean(columns: int) -> Candidate:
@@ -140,10 +151,12 @@ def bind_layer_norm(step: LayerNorm, layout: Layout, bindings: Bindings) -> list
     channels = layout.plan.tensors[step.x.name].shape[-1]
     one = torch.ones(channels, dtype=torch.float64)
     finish = bindings.finish(
-        step, factor=one if step.weight is None else step.weight.double(),
+        step,
+        factor=one if step.weight is None else step.weight.double(),
         bias=0 * one if step.bias is None else step.bias.double(),
-        grid=output_grid(step.out.grid) if step.out.codes else None, value=bool(step.out.value),
-    )  # fmt: skip
+        grid=output_grid(step.out.grid) if step.out.codes else None,
+        value=bool(step.out.value),
+    )
     grid = step.x.grid or Grid((1.0,))
 
     def candidate(elements: int, warps: int) -> Candidate:
@@ -153,9 +166,15 @@ def bind_layer_norm(step: LayerNorm, layout: Layout, bindings: Bindings) -> list
             rows = x.reshape(-1, channels).contiguous() if rows is None else rows
             results = Results(step.out, "", tensors, -1)
             layer_norm(
-                rows, finish, step.epsilon, results.outputs, scale=grid.scale[0], zero=grid.zero, elements=elements,
+                rows,
+                finish,
+                step.epsilon,
+                results.outputs,
+                scale=grid.scale[0],
+                zero=grid.zero,
+                elements=elements,
                 warps=warps,
-            )  # fmt: skip
+            )
             results.finish()
 
         return Candidate(f"triton layer norm {elements} w{warps}", run)
@@ -185,9 +204,20 @@ def bind_attention(step: Attention, layout: Layout, bindings: Bindings) -> list[
             q, k, v = (heads(tensors[source.name]) for source in (step.x, step.k, step.v))
             codes, value = (heads(tensors[n]) if n else None for n in (step.out.codes, step.out.value))
             attention(
-                q, k, v, None if mask is None else heads(mask), scores, p.scale[0], (p.low, p.high), finish, codes,
-                value, queries=queries, keys=keys, warps=warps,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                None if mask is None else heads(mask),
+                scores,
+                p.scale[0],
+                (p.low, p.high),
+                finish,
+                codes,
+                value,
+                queries=queries,
+                keys=keys,
+                warps=warps,
+            )
 
         return Candidate(f"triton attention {queries}x{keys} w{warps}", run)
 

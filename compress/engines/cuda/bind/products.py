@@ -80,9 +80,17 @@ def _product(
                 key = ("workspace", count, tile.rows * tile.columns)
                 space = bindings.keep(key, lambda: workspace(bindings.device, count, tile.rows * tile.columns))
             product(
-                read(tensors), weight, finish, results.outputs, columns, geometry, (size[0], size[1]), tile, zero=zero,
+                read(tensors),
+                weight,
+                finish,
+                results.outputs,
+                columns,
+                geometry,
+                (size[0], size[1]),
+                tile,
+                zero=zero,
                 space=space,
-            )  # fmt: skip
+            )
             results.finish()
 
         return Candidate(f"triton product {tile_text(tile)}", run)

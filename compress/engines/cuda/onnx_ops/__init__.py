@@ -19,10 +19,24 @@ OPERATIONS: dict[str, Operation] = {**arithmetic.OPERATIONS, **layers.OPERATIONS
 """Operators of ONNX's default domain, by name."""
 
 _READ_BY_THE_HOST: dict[str, tuple[int, ...]] = {
-    "Reshape": (1,), "Resize": (1, 2, 3), "Upsample": (1,), "Split": (1,), "Slice": (1, 2, 3, 4), "Expand": (1,),
-    "Tile": (1,), "Pad": (1, 2, 3), "ConstantOfShape": (0,), "Squeeze": (1,), "Unsqueeze": (1,), "Clip": (1, 2),
-    "CumSum": (1,), "TopK": (1,), "Range": (0, 1, 2), "Trilu": (1,), "OneHot": (1,),
-}  # fmt: skip
+    "Reshape": (1,),
+    "Resize": (1, 2, 3),
+    "Upsample": (1,),
+    "Split": (1,),
+    "Slice": (1, 2, 3, 4),
+    "Expand": (1,),
+    "Tile": (1,),
+    "Pad": (1, 2, 3),
+    "ConstantOfShape": (0,),
+    "Squeeze": (1,),
+    "Unsqueeze": (1,),
+    "Clip": (1, 2),
+    "CumSum": (1,),
+    "TopK": (1,),
+    "Range": (0, 1, 2),
+    "Trilu": (1,),
+    "OneHot": (1,),
+}
 
 
 def is_read_by_the_host(kind: str, index: int, value: Tensor) -> bool:

@@ -53,9 +53,14 @@ def _conv(attributes: Attributes, inputs: Inputs) -> Tensor:
         raise EngineError(f"a convolution over {rank} axes is not supported; they may have 1, 2 or 3")
     x, padding = _padded(x, window_pads(attributes, x.shape[2:], weight.shape[2:]))
     return _CONVOLUTIONS[rank](
-        x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), list(attributes.get("strides", [1] * rank)),
-        padding, list(attributes.get("dilations", [1] * rank)), int(attributes.get("group", 1)),
-    )  # fmt: skip
+        x,
+        weight.to(x.dtype),
+        None if bias is None else bias.to(x.dtype),
+        list(attributes.get("strides", [1] * rank)),
+        padding,
+        list(attributes.get("dilations", [1] * rank)),
+        int(attributes.get("group", 1)),
+    )
 
 
 def _conv_transpose(attributes: Attributes, inputs: Inputs) -> Tensor:
@@ -69,9 +74,15 @@ def _conv_transpose(attributes: Attributes, inputs: Inputs) -> Tensor:
     if any(n < 0 for n in crop):
         raise EngineError("a ConvTranspose with more padding before than after is not supported")
     y = _TRANSPOSED[rank](
-        x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), list(attributes.get("strides", [1] * rank)),
-        pads[:rank], extra, int(attributes.get("group", 1)), list(attributes.get("dilations", [1] * rank)),
-    )  # fmt: skip
+        x,
+        weight.to(x.dtype),
+        None if bias is None else bias.to(x.dtype),
+        list(attributes.get("strides", [1] * rank)),
+        pads[:rank],
+        extra,
+        int(attributes.get("group", 1)),
+        list(attributes.get("dilations", [1] * rank)),
+    )
     for i, n in enumerate(crop):
         y = y.narrow(2 + i, 0, y.shape[2 + i] - n)
     return y
@@ -188,9 +199,12 @@ def _batch_norm(attributes: Attributes, inputs: Inputs) -> Tensor:
 
 def _lrn(attributes: Attributes, inputs: Inputs) -> Tensor:
     return F.local_response_norm(
-        needed(inputs, 0), int(attributes["size"]), float(attributes.get("alpha", 1e-4)),
-        float(attributes.get("beta", 0.75)), float(attributes.get("bias", 1.0)),
-    )  # fmt: skip
+        needed(inputs, 0),
+        int(attributes["size"]),
+        float(attributes.get("alpha", 1e-4)),
+        float(attributes.get("beta", 0.75)),
+        float(attributes.get("bias", 1.0)),
+    )
 
 
 def resize_sizes(attributes: Attributes, inputs: Inputs, shape: Sequence[int]) -> list[int]:

@@ -15,9 +15,17 @@ Inputs = tuple[Tensor | None, ...]
 Operation = Callable[[Attributes, Inputs], Tensor | tuple[Tensor, ...]]
 
 DTYPES: dict[int, torch.dtype] = {
-    1: torch.float32, 2: torch.uint8, 3: torch.int8, 5: torch.int16, 6: torch.int32, 7: torch.int64, 9: torch.bool,
-    10: torch.float16, 11: torch.float64, 16: torch.bfloat16,
-}  # fmt: skip
+    1: torch.float32,
+    2: torch.uint8,
+    3: torch.int8,
+    5: torch.int16,
+    6: torch.int32,
+    7: torch.int64,
+    9: torch.bool,
+    10: torch.float16,
+    11: torch.float64,
+    16: torch.bfloat16,
+}
 """Types of `onnx.TensorProto.DataType`, by their numbers."""
 
 

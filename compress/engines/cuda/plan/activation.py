@@ -98,9 +98,13 @@ def recognize_activations(graph: Graph) -> Graph:
         activation, source, group = found
         covered.update(member.name for member in group)
         replaced[node.name] = Node(
-            op="Activation", name=node.name, inputs=(source,), outputs=node.outputs,
-            attributes={"activation": activation}, origins=tuple(o for m in reversed(group) for o in m.origins),
-        )  # fmt: skip
+            op="Activation",
+            name=node.name,
+            inputs=(source,),
+            outputs=node.outputs,
+            attributes={"activation": activation},
+            origins=tuple(o for m in reversed(group) for o in m.origins),
+        )
     return without_dead(graph, [replaced.get(node.name, node) for node in graph.nodes])
 
 

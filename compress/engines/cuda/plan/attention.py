@@ -109,9 +109,16 @@ def _from_softmax(
     nodes = [*nodes, quantize, back, product]
     view.absorbed.update(n.name for n in nodes[1:])
     step = Attention(
-        name=product.name, origins=tuple(o for n in nodes for o in n.origins), x=q, k=k, v=v, scale=scale, mask=mask,
-        probabilities=grid, out=view.output(product.outputs[0]),
-    )  # fmt: skip
+        name=product.name,
+        origins=tuple(o for n in nodes for o in n.origins),
+        x=q,
+        k=k,
+        v=v,
+        scale=scale,
+        mask=mask,
+        probabilities=grid,
+        out=view.output(product.outputs[0]),
+    )
     return step, view.index[product.name]
 
 

@@ -239,9 +239,13 @@ def _nodes(proto: onnx.ModelProto, path: Path | str) -> Iterable[Node]:
         name = node.name or node.output[0]
         outputs = tuple(node.output)
         yield Node(
-            op=node.op_type, name=name, inputs=tuple(node.input), outputs=outputs, attributes=attributes,
+            op=node.op_type,
+            name=name,
+            inputs=tuple(node.input),
+            outputs=outputs,
+            attributes=attributes,
             origins=(name,),
-        )  # fmt: skip
+        )
 
 
 def _opset(proto: onnx.ModelProto) -> int:
@@ -329,10 +333,24 @@ def _quantized(node: Node, inputs: Sequence[Tensor | None]) -> Tensor:
 
 
 _VALUES = {
-    "Reshape": {1}, "Slice": {1, 2, 3, 4}, "Expand": {1}, "Tile": {1}, "Pad": {1, 2, 3}, "Resize": {1, 2, 3},
-    "Squeeze": {1}, "Unsqueeze": {1}, "Split": {1}, "TopK": {1}, "Clip": {1, 2}, "CumSum": {1}, "OneHot": {1},
-    "Trilu": {1}, "Range": {0, 1, 2}, "ConstantOfShape": {0}, "Gather": {1},
-}  # fmt: skip
+    "Reshape": {1},
+    "Slice": {1, 2, 3, 4},
+    "Expand": {1},
+    "Tile": {1},
+    "Pad": {1, 2, 3},
+    "Resize": {1, 2, 3},
+    "Squeeze": {1},
+    "Unsqueeze": {1},
+    "Split": {1},
+    "TopK": {1},
+    "Clip": {1, 2},
+    "CumSum": {1},
+    "OneHot": {1},
+    "Trilu": {1},
+    "Range": {0, 1, 2},
+    "ConstantOfShape": {0},
+    "Gather": {1},
+}
 """Inputs whose values decide about the result's shape, or that are numbers."""
 
 

@@ -161,9 +161,13 @@ class _Layouter:
                 self.steps.append(step)
         offsets, total = assign_offsets(self._lifetimes())
         return Layout(
-            plan=self.plan, steps=tuple(self.steps), places=self.places, offsets=offsets, arena_bytes=total,
+            plan=self.plan,
+            steps=tuple(self.steps),
+            places=self.places,
+            offsets=offsets,
+            arena_bytes=total,
             buffer_bytes=self.sizes,
-        )  # fmt: skip
+        )
 
     # Allocation
 

@@ -81,10 +81,13 @@ def lower(graph: Graph, dtype: torch.dtype = torch.float16) -> Plan:
     steps = tuple(_with_quantizer(view, step) for step, _ in sorted(found, key=lambda pair: pair[1]))
     read = {name for step in steps for name in step.reads}
     return Plan(
-        steps=steps, tensors=_tensors(view, steps, dtype), inputs=graph.inputs,
-        outputs={name: name for name in graph.outputs}, dtype=dtype,
+        steps=steps,
+        tensors=_tensors(view, steps, dtype),
+        inputs=graph.inputs,
+        outputs={name: name for name in graph.outputs},
+        dtype=dtype,
         constants={name: value for name, value in view.graph.constants.items() if name in read},
-    )  # fmt: skip
+    )
 
 
 def _with_quantizer(view: View, step: Step) -> Step:
@@ -149,9 +152,15 @@ def _max_pool(view: View, node: Node) -> Found | None:
     )
     padding = _window(view, node, kernel, stride, dilation)
     step = MaxPool(
-        name=node.name, origins=node.origins, x=Source(node.inputs[0]), out=Output(codes=node.outputs[0]),
-        kernel=kernel, stride=stride, dilation=dilation, padding=padding,
-    )  # fmt: skip
+        name=node.name,
+        origins=node.origins,
+        x=Source(node.inputs[0]),
+        out=Output(codes=node.outputs[0]),
+        kernel=kernel,
+        stride=stride,
+        dilation=dilation,
+        padding=padding,
+    )
     return step, view.index[node.name]
 
 
@@ -184,9 +193,15 @@ def _average_pool(view: View, node: Node) -> Found | None:
     else:
         return None
     step = AveragePool(
-        name=node.name, origins=node.origins, x=x, kernel=kernel, stride=stride, padding=padding,
-        counts_padding=bool(a.get("count_include_pad", 0)), out=view.output(node.outputs[0]),
-    )  # fmt: skip
+        name=node.name,
+        origins=node.origins,
+        x=x,
+        kernel=kernel,
+        stride=stride,
+        padding=padding,
+        counts_padding=bool(a.get("count_include_pad", 0)),
+        out=view.output(node.outputs[0]),
+    )
     return step, view.index[node.name]
 
 
@@ -206,11 +221,14 @@ def _layer_norm(view: View, node: Node) -> Found | None:
     if not last or not constant:
         return None
     step = LayerNorm(
-        name=node.name, origins=node.origins, x=view.source(node.inputs[0]), out=view.output(node.outputs[0]),
+        name=node.name,
+        origins=node.origins,
+        x=view.source(node.inputs[0]),
+        out=view.output(node.outputs[0]),
         weight=None if weight is None else weight.float().expand(shape[-1]).contiguous(),
         bias=None if bias is None else bias.float().expand(shape[-1]).contiguous(),
         epsilon=float(node.attributes.get("epsilon", 1e-5)),
-    )  # fmt: skip
+    )
     return step, view.index[node.name]
 
 
@@ -238,10 +256,14 @@ def _elementwise(view: View, node: Node) -> Found | None:
         activation = reader.attributes["activation"]
         view.absorbed.add(reader.name)
     step = Elementwise(
-        name=node.name, origins=tuple(o for n in nodes for o in n.origins), x=operands[0],
-        y=operands[1] if len(operands) > 1 else Source(), combination=_COMBINATIONS.get(node.op, "none"),
-        activation=activation, out=view.output(nodes[-1].outputs[0]),
-    )  # fmt: skip
+        name=node.name,
+        origins=tuple(o for n in nodes for o in n.origins),
+        x=operands[0],
+        y=operands[1] if len(operands) > 1 else Source(),
+        combination=_COMBINATIONS.get(node.op, "none"),
+        activation=activation,
+        out=view.output(nodes[-1].outputs[0]),
+    )
     return step, max(view.index[n.name] for n in nodes)
 
 
@@ -256,17 +278,25 @@ def _move(view: View, node: Node) -> Found | None:
     if len([name for name in node.outputs if name]) != len(node.outputs) or all(map(view.is_constant, data)):
         return None
     step = Move(
-        name=node.name, origins=node.origins, op=node.op, inputs=_inputs(view, node), outputs=node.outputs,
+        name=node.name,
+        origins=node.origins,
+        op=node.op,
+        inputs=_inputs(view, node),
+        outputs=node.outputs,
         attributes=node.attributes,
-    )  # fmt: skip
+    )
     return step, view.index[node.name]
 
 
 def _operation(view: View, node: Node) -> FloatOperation:
     return FloatOperation(
-        name=node.name, origins=node.origins, op=node.op, inputs=_inputs(view, node), outputs=node.outputs,
+        name=node.name,
+        origins=node.origins,
+        op=node.op,
+        inputs=_inputs(view, node),
+        outputs=node.outputs,
         attributes=node.attributes,
-    )  # fmt: skip
+    )
 
 
 def _inputs(view: View, node: Node) -> tuple[str | Tensor | None, ...]:
@@ -277,5 +307,12 @@ def _inputs(view: View, node: Node) -> tuple[str | Tensor | None, ...]:
 
 
 _MATCHES: tuple[Callable[[View, Node], Found | None], ...] = (
-    match_product, match_attention, _quantize, _max_pool, _average_pool, _layer_norm, _elementwise, _move,
-)  # fmt: skip
+    match_product,
+    match_attention,
+    _quantize,
+    _max_pool,
+    _average_pool,
+    _layer_norm,
+    _elementwise,
+    _move,
+)

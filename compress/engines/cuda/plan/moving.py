@@ -66,9 +66,13 @@ def _move_down(graph: Graph) -> Graph:
             if name:
                 dtypes[code], shapes[code] = torch.int8, graph.shapes[name]
                 after = Node(
-                    op="Dequantize", name=f"{name}/Dequantize", inputs=(code,), outputs=(name,),
-                    attributes={"grid": grid}, origins=(),
-                )  # fmt: skip
+                    op="Dequantize",
+                    name=f"{name}/Dequantize",
+                    inputs=(code,),
+                    outputs=(name,),
+                    attributes={"grid": grid},
+                    origins=(),
+                )
                 dequantizers[name] = after
                 nodes.append(after)
     return without_dead(replace(graph, dtypes=dtypes, shapes=shapes), nodes)
@@ -152,9 +156,13 @@ def _exchanged(graph: Graph, above: Node, quantize: Node) -> Graph:
         codes.append(code)
         added.append(replace(quantize, name=f"{quantize.name}/{i}", inputs=(name,), outputs=(code,)))
     moved = replace(
-        above, name=f"{above.name}/codes", inputs=(*codes, *above.inputs[count:]), outputs=quantize.outputs,
-        attributes={**above.attributes}, origins=above.origins,
-    )  # fmt: skip
+        above,
+        name=f"{above.name}/codes",
+        inputs=(*codes, *above.inputs[count:]),
+        outputs=quantize.outputs,
+        attributes={**above.attributes},
+        origins=above.origins,
+    )
     dtypes[quantize.outputs[0]] = torch.int8
     nodes: list[Node] = []
     for node in graph.nodes:
@@ -237,10 +245,14 @@ def _on_columns(graph: Graph, product: Node, leaves: list[tuple[Node, list[Node]
     dtypes, shapes = {**graph.dtypes, code: torch.int8}, {**graph.shapes, code: shape}
     added = [
         Node(
-            op="Quantize", name=f"{name}/Quantize", inputs=(name,), outputs=(code,), attributes={"grid": joint},
+            op="Quantize",
+            name=f"{name}/Quantize",
+            inputs=(name,),
+            outputs=(code,),
+            attributes={"grid": joint},
             origins=tuple(o for leaf, _, _ in leaves for o in leaf.origins),
         )
-    ]  # fmt: skip
+    ]
     same = {name: code}
     removed: dict[str, Node] = {}
     for leaf, path, _ in leaves:

@@ -37,9 +37,14 @@ def match_product(view: View, node: Node) -> tuple[Product, int] | None:
     factor = x.grid.scale[0] * (weight.scale if weight.axis is not None else weight.scale.expand(outputs))
     chain = _follow(view, node, _Chain(node.outputs[0], 1 if node.op == "Conv" else -1, factor.clone(), bias))
     epilogue = Epilogue(
-        factor=chain.factor, bias=chain.bias, first=chain.first, middle=chain.middle, residual=chain.residual,
-        second=chain.second, out=view.output(chain.name, channels=True),
-    )  # fmt: skip
+        factor=chain.factor,
+        bias=chain.bias,
+        first=chain.first,
+        middle=chain.middle,
+        residual=chain.residual,
+        second=chain.second,
+        out=view.output(chain.name, channels=True),
+    )
     nodes = [node, *chain.nodes]
     origins = tuple(o for n in nodes for o in n.origins)
     if isinstance(base, Linear):
@@ -73,9 +78,15 @@ def _convolution(view: View, node: Node, x: Source, weight: QuantizedConstant) -
     x, padding = _without_pad(view, node, x, padding)
     strides, dilations = a.get("strides", [1, 1]), a.get("dilations", [1, 1])
     return Convolution(
-        name=node.name, x=x, weight=weight.codes, stride=(strides[0], strides[1]),
-        dilation=(dilations[0], dilations[1]), padding=padding, groups=int(a.get("group", 1)), epilogue=_EMPTY,
-    )  # fmt: skip
+        name=node.name,
+        x=x,
+        weight=weight.codes,
+        stride=(strides[0], strides[1]),
+        dilation=(dilations[0], dilations[1]),
+        padding=padding,
+        groups=int(a.get("group", 1)),
+        epilogue=_EMPTY,
+    )
 
 
 def _without_pad(view: View, node: Node, x: Source, padding: Padding) -> tuple[Source, Padding]:
@@ -89,9 +100,7 @@ def _without_pad(view: View, node: Node, x: Source, padding: Padding) -> tuple[S
     if any(n < 0 for pair in amounts for n in pair) or amounts[0] != (0, 0) or amounts[1] != (0, 0):
         return x, padding
     view.absorbed.add(pad.name)
-    rows, columns = (
-        (old[0] + new[0], old[1] + new[1]) for old, new in zip(padding, amounts[2:], strict=True)
-    )  # fmt: skip
+    rows, columns = ((old[0] + new[0], old[1] + new[1]) for old, new in zip(padding, amounts[2:], strict=True))
     return Source(pad.inputs[0], x.grid), (rows, columns)
 
 

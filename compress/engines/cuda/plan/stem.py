@@ -91,13 +91,17 @@ def _packed(step: Convolution, quantize: Elementwise, tensors: dict[str, PlanTen
     tensors[view] = PlanTensor(shape=(images, blocks_x * vector, rows, out[3]), dtype=torch.int8)
     (above, _), (left, _) = step.padding
     pack = PackImage(
-        name=quantize.name, origins=quantize.origins, x=quantize.x, out=Output(packed, quantize.out.grid), block=block,
-        move=move, before=(above, left), view=view,
-    )  # fmt: skip
+        name=quantize.name,
+        origins=quantize.origins,
+        x=quantize.x,
+        out=Output(packed, quantize.out.grid),
+        block=block,
+        move=move,
+        before=(above, left),
+        view=view,
+    )
     weight = packed_filter(step.weight, block, vector)
-    convolution = replace(
-        step, x=Source(view, step.x.grid), weight=weight, stride=(1, 1), padding=NO_PADDING
-    )  # fmt: skip
+    convolution = replace(step, x=Source(view, step.x.grid), weight=weight, stride=(1, 1), padding=NO_PADDING)
     return pack, convolution
 
 

@@ -36,9 +36,12 @@ class View:
         """The view of a graph of which nothing is lowered yet."""
         graph = quantized.graph
         return View(
-            graph, quantized.weights, graph.producers(), graph.consumers(),
+            graph,
+            quantized.weights,
+            graph.producers(),
+            graph.consumers(),
             {node.name: i for i, node in enumerate(graph.nodes)},
-        )  # fmt: skip
+        )
 
     def source(self, name: str) -> Source:
         """The codes of a tensor, or the tensor itself."""
@@ -89,9 +92,7 @@ class View:
             channels: the step can write codes with a scale for each channel.
         """
         readers = self.consumers.get(name, [])
-        fitting = [
-            r for r in readers if r.op == "Quantize" and (channels or len(r.attributes["grid"].scale) == 1)
-        ]  # fmt: skip
+        fitting = [r for r in readers if r.op == "Quantize" and (channels or len(r.attributes["grid"].scale) == 1)]
         value = name if name in self.graph.outputs or not readers or len(fitting) < len(readers) else ""
         if not fitting:
             return Output(value=name)
