@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import compress
 from analysis.cuda_engine.networks import images, qdq_file
 from compress.engines.cuda.engine import CudaEngine
-from compress.engines.cuda.exactness import differences
+from compress.engines.cuda.tuning import differences
 
 FAMILIES = ("resnet50", "mobilenet_v2", "efficientnet_b0", "vit_b_16", "swin_t", "convnext_tiny")
 ENGINES = ("resnet50", "mobilenet_v2", "vit_b_16", "convnext_tiny")

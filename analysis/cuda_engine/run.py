@@ -28,15 +28,15 @@ from torch import Tensor
 from analysis.common.study import command_line, gpu_software, study_parser
 from analysis.cuda_engine.baseline import SETTINGS, Baseline
 from analysis.cuda_engine.call_time import call_ms
+from analysis.cuda_engine.costs import cost_of
 from analysis.cuda_engine.networks import image_size, images, qdq_file
 from analysis.cuda_engine.report import write
 from analysis.cuda_engine.table import heads, layers
 from compress.engines import build_engine
-from compress.engines.cuda.bare_products import bare_ms
-from compress.engines.cuda.costs import cost_of
 from compress.engines.cuda.engine import CudaEngine
-from compress.engines.cuda.exactness import differences
 from compress.engines.cuda.program import Program
+from compress.engines.cuda.timing import bare_ms
+from compress.engines.cuda.tuning import differences
 from compress.files import write_json
 
 Report = dict[str, Any]

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from compress.audit.layers import EngineLayer, EngineListing, EngineTensor, type_name
+from compress.engines.cuda.executor import dtype_name
 from compress.engines.cuda.plan.layout import Layout, lay_out
 from compress.engines.cuda.plan.lower import make_plan
 from compress.engines.cuda.plan.steps import Convolution, Linear, Operation, Product, Step
-from compress.engines.cuda.runtime_layers import dtype_name
 from compress.engines.onnx_file import read_onnx
 from compress.errors import EngineError
 

@@ -36,14 +36,14 @@ from compress.graph.ops import node_kind, node_module
 from compress.graph.report import GraphReport, ReportedModule, attach_report, leaves_of
 from compress.kernels.activation import SMOOTH_ACTIVATIONS, smooth_quantize
 from compress.kernels.dispatch import Kernels
-from compress.kernels.epilogue import LARGEST_WINDOW, Window, max_pool
+from compress.kernels.epilogue import LARGEST_WINDOW, Epilogue, Window, max_pool
 from compress.kernels.fake_quantize import fused_quantize, pooled_quantize
+from compress.kernels.learned_quantize import learned_quantize
 from compress.kernels.triton.language import HAS_TRITON
 from compress.qat_fusion.attention import fuse_attention
 from compress.qat_fusion.batch_norm import FusedBatchNormModule, fuse_batch_norms
 from compress.qat_fusion.chain import LAYERS, Chain
 from compress.qat_fusion.int8 import Forward, carry_codes
-from compress.qat_fusion.learned import FusedLearnedModule, is_learned
 from compress.qat_fusion.norm import FusedNormModule, fuse_norms
 from compress.qat_fusion.product import ACTIVATIONS, epilogue_of, product
 from compress.qat_fusion.recompute import Recipe, recompute_inputs, recomputed, uses_recipes
@@ -51,6 +51,53 @@ from compress.qat_fusion.squeeze import FusedExciteModule, fuse_squeezes
 from compress.qat_fusion.weights import group_weights, is_live, is_plain
 from compress.quantization.learned import LearnedQuantizer
 from compress.quantization.quantizer import Quantizer
+
+
+def is_learned(quantizer: nn.Module) -> bool:
+    """Whether a quantizer learns its range."""
+    return type(quantizer) is LearnedQuantizer
+
+
+class FusedLearnedModule(nn.Module):
+    """layer -> (add) -> (clipping activation) -> quantizer; the layer and the quantizer are the model's own.
+
+    Args:
+        layer: convolution or linear layer; None = the chain begins after another operation, such as a batch norm.
+        activation: `relu`, `relu6`, or "".
+        quantizer: of the result.
+        kernels: as of `fuse_for_training`.
+    """
+
+    is_quantizer = True
+
+    def __init__(
+        self, layer: nn.Module | None, activation: str, quantizer: LearnedQuantizer, kernels: Kernels | None
+    ) -> None:
+        super().__init__()
+        self.layer, self.activation, self.quantizer = layer, activation, quantizer
+        self.kernels: Kernels | None = kernels
+        self.epilogue: Epilogue = epilogue_of(layer, activation, quantizer)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The quantized result.
+
+        Args:
+            x: input of the layer; without a layer, the tensor that is activated and quantized.
+            residual: shape of the layer's result, added to it.
+        """
+        quantizer, layer = self.quantizer, cast(Any, self.layer)
+        if not (quantizer.enabled and quantizer.calibrator is None and quantizer.ready):
+            y = x if layer is None else layer(x)
+            y = y if residual is None else y + residual
+            return cast(Tensor, quantizer(ACTIVATIONS[self.activation](y) if self.activation else y))
+        bias = None
+        if layer is not None:
+            x, bias = product(layer, x, None, None, self.kernels), layer.bias
+        factor = quantizer.gradient_factor(x)
+        return learned_quantize(
+            x, quantizer.amax, self.epilogue, factor, bias=bias, residual=residual, kernels=self.kernels
+        )
+
 
 _KEEP_THEIR_INPUT = ("mish", "layer_norm")
 """Operations that keep their input for backward, so that their result can be computed again."""

@@ -4,8 +4,8 @@ from compress.training.checkpoint import load_checkpoint, load_model, save_check
 from compress.training.distributed import SINGLE, Processes, init_processes
 from compress.training.evaluate import Evaluation, evaluate
 from compress.training.fitting import fit
+from compress.training.freezing import recalibrate_batchnorm
 from compress.training.log import EpochRow, TrainReport
-from compress.training.recalibrate import recalibrate_batchnorm
 from compress.training.spec import FinetuneSpec, QATSpec, TrainSpec, check_train_spec
 
 __all__ = [

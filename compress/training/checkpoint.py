@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from compress.errors import CheckpointError, first_few
 from compress.models.weights import mask_hint
-from compress.training.average import WeightAverage
-from compress.training.best import BestWeights, best_state
+from compress.training.best import BestWeights, WeightAverage, best_state
 from compress.training.tensor_file import Contents, read_tensors, write_tensors
 
 _SINCE = {"data_digest": 2}

@@ -1,22 +1,66 @@
-"""Measures a module over a split. Each process takes a share of every batch; meters are merged once, at the end."""
+"""Calls a module on batches, and measures it over a split.
+
+Each process takes a share of every batch; meters are merged once, at the end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compress.data.base import BatchPlan, Split
-from compress.errors import DataError, RecipeError
+from compress.errors import DataError, ModelError, RecipeError
+from compress.graph.sizes import size_remark
 from compress.support.meters import Meter
 from compress.support.progress import NoProgress, Progress
 from compress.tasks import Task, classification
+from compress.tasks.base import first_tensor
 from compress.training.distributed import SINGLE, Processes
-from compress.training.outputs import OutputsOf, outputs_of
 from compress.training.spec import Precision
+
+
+class OutputsOf(nn.Module):
+    """Calls `model` and selects from its outputs, for DistributedDataParallel and torch.compile.
+
+    Args:
+        model: a module of images, or of inputs by keyword.
+        select: takes what the task needs from its outputs; by default the logits.
+    """
+
+    def __init__(self, model: nn.Module, select: Callable[[Any], Any] = first_tensor) -> None:
+        super().__init__()
+        self.model = model
+        self.select = select
+
+    def forward(self, inputs: Tensor | Mapping[str, Tensor]) -> Any:
+        """Return the selected outputs of images (N, C, H, W), or of a mapping of inputs by keyword."""
+        return self.select(self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs))
+
+
+def outputs_of(forward: OutputsOf, inputs: Tensor | Mapping[str, Tensor]) -> Any:
+    """Return the selected outputs, and report inputs that the model fails on.
+
+    Raises:
+        ModelError: the model fails on them, or its outputs are not those that the task takes.
+    """
+    try:
+        return forward(inputs)
+    except ModelError:
+        raise
+    except Exception as error:  # the model is its user's and can fail in any way
+        shapes = inputs if isinstance(inputs, Mapping) else {"images": inputs}
+        got = ", ".join(f"{name} of shape {tuple(value.shape)}" for name, value in shapes.items())
+        raise ModelError(
+            f"{type(forward.model).__name__} fails on {got}, the shape of the data's "
+            f"images ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+            f"{size_remark(forward.model)}"
+        ) from error
+
 
 QUIET = NoProgress()
 

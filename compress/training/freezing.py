@@ -1,20 +1,26 @@
-"""Freezing of BatchNorm's statistics and of learned ranges during quantization-aware training.
+"""BatchNorm's statistics and learned ranges: frozen towards the end of QAT, or measured again without training.
 
-Statistics of small batches still change the ranges of a network whose scales have converged, and late steps of a
-learned range move weights from one integer to the next; so the result is better if both are frozen towards the end
-(Jacob et al., arXiv 1712.05877, section 3.1; Krishnamoorthi, arXiv 1806.08342, section 3.2.2). Freezing depends on the
-spec and the epoch alone, so that a resumed training does the same.
+Late changes of either move weights from one integer to the next (Jacob et al., arXiv 1712.05877, section 3.1;
+Krishnamoorthi, arXiv 1806.08342, section 3.2.2). Freezing depends on the spec and the epoch alone, so that a resumed
+training does the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from compress.errors import DataError
+from compress.graph.batches import model_inputs
+from compress.graph.inputs import run_with
 from compress.quantization.learned import LearnedQuantizer
+from compress.training.evaluate import modes_restored
 from compress.training.optim import matched
 from compress.training.spec import QATSpec, TrainSpec
 
@@ -61,3 +67,51 @@ def drop_frozen_gradients(model: nn.Module, spec: TrainSpec, epoch: int) -> None
             if isinstance(module, LearnedQuantizer):
                 for parameter in module.parameters():
                     parameter.grad = None
+
+
+def recalibrate_batchnorm(model: nn.Module, batches: Iterable[Any]) -> int:
+    """Replace the running statistics of every BatchNorm by their means over `batches`, in place.
+
+    Without it the error of a masked network grows layer by layer (Li et al., arXiv 2007.02491, section 3.2). Training
+    updates the statistics anyway.
+
+    Args:
+        model: a network with BatchNorm layers that are not folded; its modes are restored afterwards.
+        batches: images of the training split, preprocessed as for evaluation, many of all classes in each batch:
+            tensors, or whatever else `compress.calibrate` takes.
+
+    Returns:
+        Number of layers whose statistics were replaced; 0 = the model has none, and the batches were not read.
+
+    Raises:
+        DataError: there is no batch, or one does not fit the model; the statistics are as they were.
+
+    Examples:
+        >>> compress.recalibrate_batchnorm(model, batches)  # the layers whose statistics were measured again
+        1
+    """
+    layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    if not layers:
+        return 0
+    before = [(layer, layer.momentum, copy.deepcopy(layer.state_dict())) for layer in layers]
+    count = 0
+    try:
+        with modes_restored(model), torch.no_grad():
+            model.eval()
+            for layer in layers:
+                layer.reset_running_stats()
+                layer.momentum = None  # the plain mean of all batches
+                layer.train()
+            for batch in batches:
+                run_with(model, model_inputs(model, batch))
+                count += 1
+        if not count:
+            raise DataError("BatchNorm cannot be recalibrated from no batches: give images of the training split")
+    except BaseException:
+        for layer, _, state in before:
+            layer.load_state_dict(state)
+        raise
+    finally:
+        for layer, momentum, _ in before:
+            layer.momentum = momentum
+    return len(layers)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,16 +33,14 @@ from compress.errors import CheckpointError, CompressError, DataError
 from compress.support.progress import Progress
 from compress.tasks import Task, classification
 from compress.training.augment import make_augment
-from compress.training.average import WeightAverage
-from compress.training.best import BestWeights, check_reference, stop_reason
+from compress.training.best import BestWeights, WeightAverage, check_reference, stop_reason
 from compress.training.callbacks import Callback, Callbacks
 from compress.training.checkpoint import read_checkpoint, restore_checkpoint, save_checkpoint
 from compress.training.distributed import SINGLE, Processes, average_running_statistics, broadcast_state
-from compress.training.evaluate import QUIET, Evaluation, autocast, evaluate
+from compress.training.evaluate import QUIET, Evaluation, OutputsOf, autocast, evaluate
 from compress.training.freezing import drop_frozen_gradients, freeze_batchnorm, frozen
 from compress.training.log import TrainReport, best_row, summarize, write_log
 from compress.training.optim import check_schedule, learning_rate, make_optimizer
-from compress.training.outputs import OutputsOf
 from compress.training.passes import Passes, RecordedPasses, recordable
 from compress.training.position import Position, diverged
 from compress.training.prepare import (
@@ -55,7 +54,54 @@ from compress.training.prepare import (
 )
 from compress.training.spec import TrainSpec, check_train_spec, identity_of
 from compress.training.synchronized import synchronized
-from compress.training.waiting import Waiting
+
+
+class Waiting:
+    """Times the blocks in which the next batch is fetched.
+
+    On a GPU it is the time from the end of the step before to the start of the next one, in which the GPU itself may
+    make pictures; where the host is ahead, nothing else is counted. On the CPU it is the clock's.
+
+    Args:
+        device: that computes the steps.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._clock = 0.0
+        self._begin = 0.0
+
+    def __enter__(self) -> None:
+        if self._device.type == "cuda":
+            self._pairs.append((self._recorded(), torch.cuda.Event(enable_timing=True)))
+        else:
+            self._begin = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._device.type == "cuda":
+            self._pairs[-1][1].record(torch.cuda.current_stream(self._device))
+        else:
+            self._clock += time.perf_counter() - self._begin
+
+    def seconds(self) -> float:
+        """Return the seconds since the last call, and forget them; waits for the GPU's last block."""
+        milliseconds = 0.0
+        for begin, end in self._pairs:
+            end.synchronize()
+            milliseconds += begin.elapsed_time(end)
+        found = self._clock + milliseconds / 1e3
+        self._pairs.clear()
+        self._clock = 0.0
+        return found
+
+    def _recorded(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
 
 READ_EVERY = 20
 

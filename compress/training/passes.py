@@ -8,6 +8,7 @@ those of the passes one by one, random ones too: torch's generator counts on in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,13 +18,66 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from compress.errors import CompressError, RecipeError
+from compress.kernels.memory_format import along_axis
+from compress.quantization.modules import _QuantWeight
 from compress.tasks import Task
-from compress.training.damping import damping_loss, damping_strength
 from compress.training.distributed import Processes
 from compress.training.evaluate import autocast
 from compress.training.features import FeaturePairs
-from compress.training.losses import training_loss
 from compress.training.spec import QATSpec, TrainSpec
+
+
+def damping_strength(peak: float, share: float) -> float:
+    """The strength after a share (0 to 1) of the training: half a cosine, so that weights still move at first.
+
+    >>> damping_strength(0.01, 0.0), damping_strength(0.01, 1.0)
+    (0.0, 0.01)
+    """
+    return peak * (1 - math.cos(math.pi * share)) / 2
+
+
+def damping_loss(qmodel: nn.Module) -> Tensor:
+    """The squared distance of all quantized weights to their integers, (), with a gradient for weights alone.
+
+    It keeps weights from going back and forth between two integers (Nagel et al., arXiv 2203.11086, equation 5).
+    """
+    total: Tensor | None = None
+    for layer in qmodel.modules():
+        if not isinstance(layer, _QuantWeight) or not layer.weight_quantizer.enabled:
+            continue
+        quantizer, weight = layer.weight_quantizer, layer.weight
+        if quantizer.format.kind != "int":
+            continue
+        with torch.no_grad():
+            scale = along_axis(quantizer.scale.detach(), weight, quantizer.format.axis)
+            low, high = quantizer.format.low * scale, quantizer.format.high * scale
+            center = quantizer(weight.detach())
+        part = (center - weight.clamp(low, high)).square().sum()
+        total = part if total is None else total + part
+    return torch.zeros(()) if total is None else total
+
+
+def training_loss(
+    task: Task, outputs: Any, targets: Any, taught: Any, spec: TrainSpec, features: Tensor | None = None
+) -> Tensor:
+    """Return the mean loss of a batch: (1 - distill_weight) task loss + distill_weight distillation, in float32.
+
+    Args:
+        task: its loss and its distance.
+        outputs: selected outputs of the model.
+        targets: of the data.
+        taught: outputs of the teacher in the same form, or None for the task's loss alone.
+        spec: label smoothing, and weight and temperature of the distillation.
+        features: distance of the features, which counts distill_feature_weight times beside that of the outputs.
+    """
+    loss = task.loss(outputs, targets, label_smoothing=spec.label_smoothing)
+    if taught is None:
+        return loss
+    distance = task.distance(outputs, taught, spec.distill_temperature)
+    if features is not None:
+        distance = distance + spec.distill_feature_weight * features
+    return (1 - spec.distill_weight) * loss + spec.distill_weight * distance
+
 
 _EAGER_STEPS = 3
 """Steps before the recording, in which kernels are compiled, algorithms chosen and buffers made."""

@@ -29,9 +29,8 @@ from compress.qat_fusion.regions import compile_regions
 from compress.support.meters import whole
 from compress.tasks import Task
 from compress.training.distributed import Processes
-from compress.training.evaluate import modes_restored
+from compress.training.evaluate import OutputsOf, modes_restored, outputs_of
 from compress.training.features import FeaturePairs
-from compress.training.outputs import OutputsOf, outputs_of
 from compress.training.spec import QATSpec, TrainSpec
 
 _BROADCAST_OPTIONS = ("forward_sync_buffers", "broadcast_buffers")  # the newer name first (torch 2.15)

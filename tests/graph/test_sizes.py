@@ -10,7 +10,7 @@ from compress.errors import CalibrationError, ModelError
 from compress.graph.sizes import bound_to_size
 from compress.graph.trace import trace
 from compress.quantization.calibration.calibrate import calibrate
-from compress.training.outputs import OutputsOf, outputs_of
+from compress.training.evaluate import OutputsOf, outputs_of
 
 X = torch.rand(2, 3, 8, 12, generator=torch.Generator().manual_seed(0))
 

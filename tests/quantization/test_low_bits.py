@@ -18,7 +18,7 @@ from compress.quantization.learned import freeze_scales, learn_scales
 from compress.quantization.quantizer import quantizers
 from compress.quantization.spec import ActivationSpec, QuantSpec, Rule, WeightSpec
 from compress.quantization.weight_norm import bake_weights, normalize_weights
-from compress.training.damping import damping_loss
+from compress.training.passes import damping_loss
 from tests.networks import network, tiny
 
 X = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from compress.search.attempts import after, best, order
 from compress.search.front import Point, pareto
 from compress.search.lab import Figures
-from compress.search.outcome import Attempt, Bound, Outcome
+from compress.search.outcome import Attempt, Bound, Outcome, after, best, order
 from compress.tasks import classification
 
 

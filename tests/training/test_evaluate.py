@@ -8,7 +8,7 @@ from compress.data.base import BatchPlan
 from compress.errors import CompressError, DataError, ModelError, RecipeError
 from compress.tasks.base import first_tensor
 from compress.training import SINGLE, Processes, evaluate
-from compress.training.outputs import OutputsOf, outputs_of
+from compress.training.evaluate import OutputsOf, outputs_of
 from tests.training.toy import ToySplit, convnet, linear
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from compress.tasks import classification
 from compress.tasks.base import soft_distance
-from compress.training.losses import training_loss
+from compress.training.passes import training_loss
 from compress.training.spec import TrainSpec
 
 TASK = classification(5)

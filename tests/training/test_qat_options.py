@@ -16,7 +16,7 @@ from compress.quantization.quantizer import quantizers
 from compress.quantization.spec import ActivationSpec, QuantSpec, WeightSpec
 from compress.recipe.tree import parse_recipe
 from compress.training import QATSpec, TrainSpec, evaluate, fit
-from compress.training.average import WeightAverage
+from compress.training.best import WeightAverage
 from tests.training.toy import convnet, linear, toy_data
 
 DATA = toy_data()

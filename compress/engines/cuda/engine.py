@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,15 +27,13 @@ from compress.engines.base import (
     RuntimeLayer,
     TensorInfo,
 )
+from compress.engines.cuda.executor import runtime_layer
 from compress.engines.cuda.float_network import FloatNetwork, float_graph, float_network
-from compress.engines.cuda.gpu_times import time_program
 from compress.engines.cuda.plan.graph import read_graph
-from compress.engines.cuda.plan.layout import Layout, lay_out
+from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
-from compress.engines.cuda.plan.steps import Step
 from compress.engines.cuda.plan_file import PlanFile, machine_of, plan_beside, read_plan
-from compress.engines.cuda.program import Program, Ways
-from compress.engines.cuda.runtime_layers import runtime_layer
+from compress.engines.cuda.program import Program, Ways, time_program
 from compress.engines.onnx_file import read_onnx
 from compress.errors import EngineError, EngineUnavailableError, near_misses
 
@@ -276,13 +273,10 @@ def _candidates(device: torch.device, *, floats: bool) -> Ways | None:
     """The ways of a device to compute a step; None on the CPU."""
     if device.type != "cuda":
         return None
-    bind = import_library("compress.engines.cuda.bind", "pip install triton")
-    bindings = bind.Bindings(device, {}, floats)
+    import_library("triton", "pip install triton")  # says how to get it
+    from compress.engines.cuda.bind import Bindings, candidates  # optional: its kernels need triton
 
-    def candidates(step: Step, layout: Layout) -> Any:
-        return bind.candidates(step, layout, bindings)
-
-    return candidates
+    return partial(candidates, bindings=Bindings(device, {}, floats))
 
 
 def check_tensors(

@@ -23,7 +23,7 @@ from compress.engines.arrays import check_inputs, reason
 from compress.engines.base import Arrays, BuildOptions, Engine, EngineInfo, GpuTimes, TensorInfo
 from compress.engines.onnx_file import ENGINE_SUFFIXES, existing_file
 from compress.engines.tensorrt.build import build_tensorrt
-from compress.engines.tensorrt.context import ExecutionContext
+from compress.engines.tensorrt.context import ExecutionContext, time_context
 from compress.engines.tensorrt.library import (
     FLAVOURS,
     Library,
@@ -43,7 +43,6 @@ from compress.engines.tensorrt.metadata import (
     read_metadata,
 )
 from compress.engines.tensorrt.options import TensorRTOptions, check_admitted, parse_options, yes_or_no
-from compress.engines.tensorrt.timing import time_context
 from compress.errors import EngineError, EngineUnavailableError
 from compress.files import replacing, write_text
 

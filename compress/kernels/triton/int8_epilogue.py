@@ -223,14 +223,14 @@ def finish_of(
         1.0 / middle_scale,
         middle_scale,
         *(float(m.low - m.zero), float(m.high - m.zero)),
-        added.scale * unit,
-        float(added.zero),
+        *(added.scale * unit, float(added.zero)),
         1.0 if folded or not uniform else 1.0 / float(g.scale.reshape(-1)[0]),
         *(low, high, float(g.zero)),
     )
     adds = 0 if residual is None else 2 if not residual.codes else 3 if residual.zero else 1
     kind = Kind(
-        *(ACTIVATIONS.index(function.kind) for function in (first, second)),
+        ACTIVATIONS.index(first.kind),
+        ACTIVATIONS.index(second.kind),
         middle is not None,
         adds,
         grid is not None and not folded,

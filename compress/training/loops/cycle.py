@@ -15,7 +15,7 @@ from compress.graph.inputs import Inputs
 from compress.quantization.learned import freeze_scales, learn_scales
 from compress.quantization.ptq.quantize import quantize
 from compress.quantization.spec import QuantSpec
-from compress.training.average import WeightAverage
+from compress.training.best import WeightAverage
 from compress.training.freezing import drop_frozen_gradients, freeze_batchnorm
 from compress.training.spec import QATSpec
 

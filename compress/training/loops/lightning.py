@@ -13,7 +13,7 @@ except ModuleNotFoundError:
     from pytorch_lightning import LightningModule, Trainer
     from pytorch_lightning.callbacks import Callback
 
-from compress.training.average import WeightAverage
+from compress.training.best import WeightAverage
 from compress.training.loops.cycle import QuantizationCycle
 
 

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 
 from compress.engines.cuda.bind import Bindings, candidates
-from compress.engines.cuda.exactness import differences
 from compress.engines.cuda.executor import Executor
 from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
+from compress.engines.cuda.tuning import differences
 from compress.kernels.triton import int8_epilogue as epilogue
 from compress.kernels.triton.int8_deep import deep
 from compress.kernels.triton.int8_depthwise_rows import RowsTile, depthwise_rows, pack_dots

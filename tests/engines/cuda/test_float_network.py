@@ -7,14 +7,13 @@ import pytest
 import torch
 from onnx import helper, numpy_helper
 
-from compress.engines.cuda.executor import Candidate
+from compress.engines.cuda.executor import Candidate, runtime_layer
 from compress.engines.cuda.float_network import compiled, float_graph, float_network
 from compress.engines.cuda.plan.graph import read_graph
 from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
 from compress.engines.cuda.plan_file import machine_of, read_plan
 from compress.engines.cuda.program import Program, recorded_network
-from compress.engines.cuda.runtime_layers import runtime_layer
 from tests.engines.cuda.qdq import Builder
 
 pytest.importorskip("triton")

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from compress.engines.cuda.exactness import differences
-from compress.engines.cuda.executor import Executor, bind_reference
+from compress.engines.cuda.executor import FLOAT_KERNEL, Executor, bind_reference, runtime_layer
 from compress.engines.cuda.plan.layout import lay_out
 from compress.engines.cuda.plan.lower import make_plan
 from compress.engines.cuda.plan.steps import Product
-from compress.engines.cuda.runtime_layers import FLOAT_KERNEL, runtime_layer
+from compress.engines.cuda.tuning import differences
 from tests.engines.cuda.qdq import Builder
 from tests.kernels.interpreter import interpreted
 

@@ -14,6 +14,7 @@ import compress
 from compress import build_engine
 from compress.audit.files import read_engine_layers
 from compress.engines.tensorrt.build import build_tensorrt
+from compress.engines.tensorrt.builder import keep_timing_cache, use_timing_cache
 from compress.engines.tensorrt.engine import checked_metadata
 from compress.engines.tensorrt.library import Library, tensorrt_library
 from compress.engines.tensorrt.metadata import (
@@ -25,7 +26,6 @@ from compress.engines.tensorrt.metadata import (
     sha256,
 )
 from compress.engines.tensorrt.options import TensorRTOptions, parse_options
-from compress.engines.tensorrt.timing_cache import keep_timing_cache, use_timing_cache
 from compress.errors import EngineError, EngineUnavailableError
 from compress.support.progress import NoProgress
 from tests.engines.tensorrt.files import KINDS, network, unsupported, write_all

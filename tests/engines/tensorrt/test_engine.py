@@ -9,11 +9,10 @@ import torch
 from compress import build_engine
 from compress.engines import engine_availability
 from compress.engines.base import GpuTimes, TensorInfo
-from compress.engines.tensorrt.context import TORCH_TYPES
+from compress.engines.tensorrt.context import TORCH_TYPES, best_batch
 from compress.engines.tensorrt.engine import check_tensors
 from compress.engines.tensorrt.metadata import EngineMetadata
 from compress.engines.tensorrt.options import TensorRTOptions, profiles_of
-from compress.engines.tensorrt.timing import best_batch
 from compress.errors import EngineError
 from tests.engines.tensorrt.files import IMAGE, write_all
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from compress.engines.cuda.bind import others, products
 from compress.engines.cuda.bind.common import Bindings
-from compress.engines.cuda.bind.floats import float_product
+from compress.engines.cuda.bind.products import float_product
 from compress.engines.cuda.executor import Candidate
 from compress.engines.cuda.plan.layout import Copy, Layout
 from compress.engines.cuda.plan.stem import PackImage

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compress.engines.cuda.bind.common import (
@@ -16,18 +17,22 @@ from compress.engines.cuda.bind.common import (
     product_finish,
     whole_parts,
 )
-from compress.engines.cuda.bind.depthwise import bind_depthwise
-from compress.engines.cuda.executor import Candidate, Tensors
+from compress.engines.cuda.executor import FLOAT_KERNEL, Candidate, Tensors
 from compress.engines.cuda.plan.layout import Layout
 from compress.engines.cuda.plan.steps import NO_PADDING, Convolution, Linear, Product
 from compress.engines.cuda.tiles import (
     deep_tiles,
+    depthwise_tiles,
     pointwise_tiles,
     product_tiles,
+    rows_tiles,
     wide_tiles,
     window_tiles,
 )
 from compress.kernels.triton.int8_deep import deep
+from compress.kernels.triton.int8_depthwise import DepthwiseTile, depthwise, pack_depthwise
+from compress.kernels.triton.int8_depthwise_rows import WORD, RowsTile, depthwise_rows, pack_dots
+from compress.kernels.triton.int8_epilogue import Finish, Outputs
 from compress.kernels.triton.int8_pointwise import LEAST_CAPABILITY, PointwiseTile, pointwise
 from compress.kernels.triton.int8_product import (
     ALIGNED,
@@ -41,6 +46,82 @@ from compress.kernels.triton.int8_product import (
 )
 from compress.kernels.triton.int8_wide import WideTile, wide
 from compress.kernels.triton.int8_window import WindowTile, window
+
+Shape = tuple[int, int, int, int]
+
+
+def bind_depthwise(
+    step: Convolution, layout: Layout, bindings: Bindings, shape: Shape, finish: Finish, geometry: Geometry
+) -> list[Candidate]:
+    """Candidates of a depthwise convolution.
+
+    Args:
+        step: of the plan.
+        layout: of the plan.
+        bindings: what steps keep.
+        shape: (N, C, OH, OW) of the result.
+        finish: its epilogue.
+        geometry: of the filter.
+    """
+    rest = (step, bindings, shape, finish, geometry)
+    dilated = geometry.dilation_x > 1 or geometry.dilation_y > 1
+    plain = dilated or finish.vectors.inverse is not None or finish.kind.residual or shape[1] % WORD
+    return (_rows(*rest) if whole_parts(step.x.name, layout) and not plain else []) or _plain(*rest)
+
+
+def _plain(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, geometry: Geometry) -> list[Candidate]:
+    zero = _zero(step)
+
+    def candidate(tile: DepthwiseTile) -> Candidate:
+        weight: Weight = bindings.keep(
+            (step.name, "weight", tile.floats),
+            lambda: pack_depthwise(step.weight, zero, floats=tile.floats, device=bindings.device),
+        )
+
+        def launch(x: Tensor, outputs: Outputs) -> None:
+            size = (shape[2], shape[3])
+            depthwise(channels_last(x), weight, finish, outputs, shape[1], geometry, size, tile, zero=zero)
+
+        text = f"{tile.positions}x{tile.channels} strip {tile.strip} w{tile.warps}{' f32' if tile.floats else ''}"
+        return _candidate(step, f"triton depthwise {text}", launch)
+
+    return [candidate(tile) for tile in depthwise_tiles(shape, _taps(step), step.stride)]
+
+
+def _candidate(step: Convolution, text: str, launch: Callable[[Tensor, Outputs], None]) -> Candidate:
+    """Return a candidate of one kernel; `launch` is called with the input and the tensors that are written."""
+    e = step.epilogue
+
+    def run(tensors: Tensors) -> None:
+        results = Results(e.out, e.residual.name, tensors, 1)
+        launch(tensors[step.x.name], results.outputs)
+        results.finish()
+
+    return Candidate(text, run)
+
+
+def _zero(step: Convolution) -> int:
+    return step.x.grid.zero if step.x.grid else 0
+
+
+def _taps(step: Convolution) -> tuple[int, int]:
+    return step.weight.shape[2], step.weight.shape[3]
+
+
+def _rows(step: Convolution, bindings: Bindings, shape: Shape, finish: Finish, geometry: Geometry) -> list[Candidate]:
+    """Candidates by products of four bytes that compute several rows at a time."""
+    zero = _zero(step)
+    weight: Weight = bindings.keep((step.name, "words"), lambda: pack_dots(step.weight, zero, device=bindings.device))
+
+    def candidate(tile: RowsTile) -> Candidate:
+        def launch(x: Tensor, outputs: Outputs) -> None:
+            size = (shape[2], shape[3])
+            depthwise_rows(x, weight, finish, outputs, shape[1], geometry, size, tile, zero=zero)
+
+        text = f"triton depthwise rows {tile.high}x{tile.strip} chunk {tile.chunk} w{tile.warps}"
+        return _candidate(step, text, launch)
+
+    return [candidate(tile) for tile in rows_tiles(shape, _taps(step), step.stride, weight.codes.shape[-1])]
 
 
 def _product(
@@ -295,3 +376,42 @@ def bind_linear(step: Linear, layout: Layout, bindings: Bindings) -> list[Candid
     rows = torch.Size(shape).numel() // columns
     found = _product(step, bindings, weight, (rows, columns, 1, 1), Geometry(), 1, read, step.axis)
     return found + _of_rows(step, layout, bindings, weight, columns, (-1, step.axis))
+
+
+_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+def float_product(step: Convolution | Linear, layout: Layout, bindings: Bindings) -> list[Candidate]:
+    """The candidate of a product by torch's libraries, with all conversions, where the result is values alone.
+
+    Half precision holds codes exactly. A result that is quantized again is left out: its rounding would change codes.
+    """
+    e, dtype = step.epilogue, layout.plan.dtype
+    if not bindings.floats or dtype not in _TYPES or e.out.codes or e.residual.name:
+        return []
+    zero = step.x.grid.zero if step.x.grid else 0
+
+    def make() -> tuple[Tensor, Tensor]:
+        factor = e.factor.expand(len(step.weight)).reshape(-1, *[1] * (step.weight.dim() - 1))
+        weight = (step.weight.double() * factor).to(bindings.device, dtype)
+        last = torch.channels_last if weight.dim() == 4 else torch.contiguous_format
+        return weight.contiguous(memory_format=last), e.bias.to(bindings.device, dtype)
+
+    weight, bias = bindings.keep((step.name, "floats"), make)
+
+    def run(tensors: Tensors) -> None:
+        x = tensors[step.x.name].to(dtype)
+        x = x - zero if zero else x
+        y = _convolved(step, x, weight, bias) if isinstance(step, Convolution) else F.linear(x, weight, bias)
+        y = y.movedim(-1, step.axis) if isinstance(step, Linear) else y
+        tensors[e.out.value].copy_(e.first(y))
+
+    return [Candidate(f"{FLOAT_KERNEL}{_TYPES[dtype]}", run)]
+
+
+def _convolved(step: Convolution, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    (above, below), (left, right) = step.padding
+    if (above, left) != (below, right):
+        x = F.pad(x, (left, right, above, below))
+        above = left = 0
+    return F.conv2d(x, weight, bias, step.stride, (above, left), step.dilation, step.groups)

@@ -9,7 +9,7 @@ Results of operations that torch computes are allocated by torch; they and their
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from compress.engines.cuda.onnx_ops import apply
 from compress.engines.cuda.onnx_ops.shapes import pads_of
-from compress.engines.cuda.plan.memory import Lifetime, assign_offsets
 from compress.engines.cuda.plan.stem import PackImage, overlapping_rows, pack_stems
 from compress.engines.cuda.plan.steps import (
     Attention,
@@ -32,6 +31,55 @@ from compress.engines.cuda.plan.steps import (
     Product,
     Step,
 )
+
+ALIGNMENT = 256
+"""Bytes; what CUDA's own allocator gives, and more than any kernel needs."""
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """When a buffer is needed.
+
+    Attributes:
+        size: bytes.
+        first, last: steps from which and to which it is needed, both included.
+    """
+
+    size: int
+    first: int
+    last: int
+
+    def overlaps(self, other: Lifetime) -> bool:
+        """True if both are needed at some step."""
+        return self.first <= other.last and other.first <= self.last
+
+
+def assign_offsets(lifetimes: Mapping[str, Lifetime]) -> tuple[dict[str, int], int]:
+    """Offsets of buffers in an arena, and its size, in bytes.
+
+    Args:
+        lifetimes: of the buffers, by name.
+    """
+    offsets: dict[str, int] = {}
+    total = 0
+    for name in sorted(lifetimes, key=lambda n: (-lifetimes[n].size, lifetimes[n].first)):
+        life = lifetimes[name]
+        size = -(-life.size // ALIGNMENT) * ALIGNMENT
+        taken = sorted(
+            (offsets[other], offsets[other] + -(-lifetimes[other].size // ALIGNMENT) * ALIGNMENT)
+            for other in offsets
+            if life.overlaps(lifetimes[other])
+        )
+        best, best_gap, end = None, None, 0
+        for start, stop in taken:
+            gap = start - end
+            if gap >= size and (best_gap is None or gap < best_gap):
+                best, best_gap = end, gap
+            end = max(end, stop)
+        offsets[name] = end if best is None else best
+        total = max(total, offsets[name] + size)
+    return offsets, total
+
 
 _CHANNELS_LAST = (0, 2, 3, 1)
 _ROW_BYTES = 16  # rows of channels begin at multiples of this
